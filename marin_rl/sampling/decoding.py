@@ -170,16 +170,27 @@ def draw(
     padded = jnp.pad(logits, ((0, 0), (0, -vocab % block)), constant_values=-jnp.inf)
     largest = padded.max(axis=-1, keepdims=True)
     weights = jnp.exp(padded - largest).reshape(rows, -1, block)
-    sums = jnp.cumsum(weights.sum(axis=-1), axis=-1)
+    block_weights = weights.sum(axis=-1)
+    sums = jnp.cumsum(block_weights, axis=-1)
     targets = uniforms * sums[:, -1]
-    # Rounding may leave the target beyond the last block or token with a positive probability.
-    blocks = jnp.minimum(jnp.sum(sums <= targets[:, None], axis=-1), jnp.sum(sums < sums[:, -1:], axis=-1))
+    blocks = _first_above(targets, sums, block_weights)
     before = jnp.where(blocks > 0, _pick(sums, blocks - 1), 0.0)
-    inside = jnp.cumsum(jnp.take_along_axis(weights, blocks[:, None, None], axis=1)[:, 0], axis=-1)
-    last = jnp.sum(inside < inside[:, -1:], axis=-1)
-    offsets = jnp.minimum(jnp.sum(inside <= (targets - before)[:, None], axis=-1), last)
+    inside = jnp.take_along_axis(weights, blocks[:, None, None], axis=1)[:, 0]
+    offsets = _first_above(targets - before, jnp.cumsum(inside, axis=-1), inside)
     tokens = jnp.where(temperatures > 0, blocks * block + offsets, jnp.argmax(logits, axis=-1))
     return tokens, _pick(logits, tokens) - largest[:, 0] - jnp.log(sums[:, -1])
+
+
+def _first_above(
+    targets: Float[Array, " rows"], sums: Float[Array, "rows columns"], weights: Float[Array, "rows columns"]
+) -> Int[Array, " rows"]:
+    """Return the first column with a positive weight whose cumulative sum is above the target; the last if none is.
+
+    XLA adds long rows as a tree, so rounding may raise or lower the cumulative sum at a weight of 0.
+    """
+    columns, positive = jnp.arange(sums.shape[-1]), weights > 0
+    first = jnp.min(jnp.where(positive & (sums > targets[:, None]), columns, sums.shape[-1]), axis=-1)
+    return jnp.minimum(first, jnp.max(jnp.where(positive, columns, 0), axis=-1))
 
 
 def _pick(array: Float[Array, "rows columns"], index: Int[Array, " rows"]) -> Float[Array, " rows"]:
