@@ -1,0 +1,76 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Processes that write a line per step are measured from outside."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.benchmarks.measurement import BenchmarkedRunError
+from experiments.benchmarks.watched_process import WatchedRun, available_cores, cpu_seconds, pinned, watch
+
+STEPS = """
+import json, os, sys, time
+with open(sys.argv[1], "a") as file:
+    for step in range(4):
+        deadline = time.process_time() + 0.05
+        while time.process_time() < deadline:
+            pass
+        file.write(json.dumps({"step": step, "cores": sorted(os.sched_getaffinity(0))}) + "\\n")
+        file.flush()
+"""
+
+
+def run(folder: Path, code: str, timeout: float = 60.0) -> WatchedRun:
+    command = [sys.executable, "-c", code, str(folder / "lines")]
+    return watch(
+        command,
+        folder / "lines",
+        folder / "log",
+        cores=available_cores()[-1:],
+        cwd=folder,
+        env=dict(os.environ),
+        timeout=timeout,
+    )
+
+
+def test_steps_are_measured(tmp_path: Path) -> None:
+    watched = run(tmp_path, STEPS)
+    assert [step.line["step"] for step in watched.steps] == [1, 2, 3]
+    assert watched.steps[0].line["cores"] == available_cores()[-1:]
+    assert sum(step.seconds for step in watched.steps) >= 4 * 0.05
+    assert sum(step.cpu_seconds for step in watched.steps) >= 4 * 0.05
+    assert [step.at for step in watched.steps] == sorted(step.at for step in watched.steps)
+
+
+def test_a_failed_process_is_an_error_with_its_output(tmp_path: Path) -> None:
+    with pytest.raises(BenchmarkedRunError, match=r"status 7 after 0 steps:\nout of luck"):
+        run(tmp_path, "import sys; print('out of luck'); sys.exit(7)")
+
+
+def test_a_process_without_steps_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(BenchmarkedRunError, match="status 0 after 0 steps"):
+        run(tmp_path, "")
+
+
+def test_a_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    with pytest.raises(BenchmarkedRunError, match="did not end within 0 s"):
+        run(tmp_path, "import time; time.sleep(600)", timeout=0.1)
+
+
+def test_cpu_seconds_include_children() -> None:
+    before = cpu_seconds(os.getpid())
+    code = "import time\nwhile time.process_time() < 0.3: pass"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert cpu_seconds(os.getpid()) - before >= 0.3
+
+
+def test_cores_are_restored() -> None:
+    before = available_cores()
+    with pinned(before[:1]):
+        assert available_cores() == before[:1]
+    assert available_cores() == before
