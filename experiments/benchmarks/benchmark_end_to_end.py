@@ -187,11 +187,11 @@ def summarize(runs: Sequence[ProgramRun], size: Size, *, cores: int, rate: float
     watched = [step for run in runs for step in run.watched.steps[skip:]]
     steps = [step for run in runs for step in run.steps[skip:]]
     sampled = [size.rollouts * step.new_tokens for step in steps]
-    seconds = spread([step.seconds for step in watched])
+    seconds, cpu_seconds = spread([step.seconds for step in watched]), spread([step.cpu_seconds for step in watched])
     floor = (size.sampling_flops + size.training_flops) / rate
     figures: dict[str, Any] = {
         "step_seconds": seconds,
-        "step_cpu_seconds": spread([step.cpu_seconds for step in watched]),
+        "step_cpu_seconds": cpu_seconds,
         "tokens_per_second": spread([tokens / step.seconds for tokens, step in zip(sampled, watched, strict=True)]),
         "sampled_tokens_per_second": spread(
             [tokens / step.phases["sample"] for tokens, step in zip(sampled, steps, strict=True)]
@@ -199,6 +199,7 @@ def summarize(runs: Sequence[ProgramRun], size: Size, *, cores: int, rate: float
         "phase_seconds": {name: statistics.median(step.phases[name] for step in steps) for name in steps[0].phases},
         "floor_seconds": floor,
         "share_of_floor": floor / seconds["median"],
+        "cpu_share_of_floor": floor * cores / cpu_seconds["median"],
         "idle_cores": spread([cores - step.cpu_seconds / step.seconds for step in watched]),
         "peak_bytes": spread([run.watched.peak_bytes for run in runs]),
         "first_step_seconds": [run.watched.steps[0].seconds for run in runs],

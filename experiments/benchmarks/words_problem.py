@@ -248,7 +248,7 @@ def train(folder: Path, run_dir: Path, steps: int, cache: Path) -> int:
     return marin_rl.train.main([*arguments, "--trainer.jax_compilation_cache_dir", str(cache)])
 
 
-def matmul_rate(size: int = 1024, repeats: int = 10) -> float:
+def matmul_rate(size: int = 512, repeats: int = 200) -> float:
     """Return the best measured rate of a float32 matrix product, in operations per second."""
     square = jnp.asarray(np.random.default_rng(0).normal(size=(size, size)), jnp.float32)
     multiply = jax.jit(jnp.matmul)
