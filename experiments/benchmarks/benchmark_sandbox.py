@@ -4,28 +4,32 @@
 """The cost of the sandbox: a reward function called directly, and through the pool at every isolation level.
 
     python -m experiments.benchmarks.benchmark_sandbox
-    python -m experiments.benchmarks.benchmark_sandbox --calls 2000 --workers 4 --imports numpy sympy
+    python -m experiments.benchmarks.benchmark_sandbox --calls 2000 --workers 4 --shared 1 8 64 --imports numpy sympy
 
-The function compares two strings, so the benchmark measures the pool. `--imports` adds a round per module with a file
-that imports it: each call forks the process that has loaded the file, and a larger process takes longer to fork.
+The function compares two strings, so the benchmark measures the pool: single calls, and a batch of calls for every
+number of calls per process, in turn. `--imports` adds a round per module with a file that imports it: a larger process
+takes longer to fork. Seconds of CPU time are those of the trainer, the workers and all their processes.
 """
 
 import asyncio
+import contextlib
 import functools
 import importlib.util
+import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks.measurement import benchmark_parser, make_report, say, spread
-from marin_rl.rewards.functions import RewardFunction, RewardRequest, evaluate
+from experiments.benchmarks.measurement import benchmark_parser, make_report, ratios, say, spread
+from marin_rl.rewards.functions import EvaluateResult, RewardFunction, RewardRequest, evaluate
 from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rewards.sandbox.isolation import Isolation
+from marin_rl.rewards.sandbox.isolation import IS_LINUX, Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox, UserFunction
+from marin_rl.rewards.sandbox.processes import list_descendants
 
 FILE = """
 from marin_rl.rewards import EvaluateResult, reward_function
@@ -69,20 +73,18 @@ def measure_direct(file: Path, request: RewardRequest, repeats: int) -> dict[str
     return spread(milliseconds)
 
 
-async def measure_pool(
-    file: Path, request: RewardRequest, level: Isolation, calls: int, workers: int
-) -> dict[str, Any] | None:
+async def measure_pool(file: Path, request: RewardRequest, level: Isolation, arguments: Any) -> dict[str, Any] | None:
     """Time calls through the pool; None if the machine does not support the isolation level.
 
     Args:
         file: file with the function `exact`.
         request: request to score.
         level: isolation level.
-        calls: number of sequential calls, and of concurrent calls.
-        workers: processes of the pool.
+        arguments: command-line arguments.
     """
     start = time.perf_counter()
-    async with Sandbox(SandboxConfig(require=Isolation.NONE, workers=workers), strongest=level) as sandbox:
+    async with contextlib.AsyncExitStack() as stack:
+        sandbox = await _open_sandbox(stack, level, arguments.workers, arguments.shared[0])
         if sandbox.isolation is not level:
             return None
         started = time.perf_counter() - start
@@ -91,23 +93,73 @@ async def measure_pool(
         await call()
         first = time.perf_counter() - start
         milliseconds = []
-        for _ in range(calls):
+        for _ in range(arguments.calls):
             start = time.perf_counter()
             await call()
             milliseconds.append(1000 * (time.perf_counter() - start))
-        # Let every worker load the file before the batch is timed.
-        await asyncio.gather(*(call() for _ in range(2 * workers)))
-        start = time.perf_counter()
-        results = await asyncio.gather(*(call() for _ in range(calls)))
-        seconds = time.perf_counter() - start
-        assert [result.score for [result] in results] == [1.0] * calls
-        assert not sandbox.failures
+        sandboxes = {arguments.shared[0]: sandbox}
+        for count in arguments.shared[1:]:
+            sandboxes[count] = await _open_sandbox(stack, level, arguments.workers, count)
+        batches = await _measure_batches(sandboxes, UserFunction(str(file), "exact"), request, arguments)
     return {
         "start_seconds": started,
         "first_call_seconds": first,
         "call_milliseconds": spread(milliseconds) | {"p90": statistics.quantiles(milliseconds, n=10)[-1]},
-        "batch_calls_per_second": calls / seconds,
+        "batches": batches,
     }
+
+
+async def _open_sandbox(
+    stack: contextlib.AsyncExitStack, level: Isolation, workers: int, calls_per_process: int
+) -> Sandbox:
+    config = SandboxConfig(require=Isolation.NONE, workers=workers, calls_per_process=calls_per_process)
+    return await stack.enter_async_context(Sandbox(config, strongest=level))
+
+
+async def _measure_batches(
+    sandboxes: Mapping[int, Sandbox], function: UserFunction, request: RewardRequest, arguments: Any
+) -> dict[str, Any]:
+    """Return wall and CPU milliseconds of a call in a batch, by the number of calls per process.
+
+    The sandboxes take turns, so that their ratios do not depend on the load of the machine.
+    """
+    wall: dict[int, list[float]] = {count: [] for count in sandboxes}
+    cpu: dict[int, list[float]] = {count: [] for count in sandboxes}
+    for sandbox in sandboxes.values():
+        # Let every worker load the file.
+        await asyncio.gather(*(sandbox.call(function, [request], {}) for _ in range(2 * arguments.workers)))
+    for _ in range(arguments.rounds):
+        for count, sandbox in sandboxes.items():
+            start, used = time.perf_counter(), _cpu_seconds()
+            results = await sandbox.call_each(function, [request] * arguments.calls, {})
+            wall[count].append(1000 * (time.perf_counter() - start) / arguments.calls)
+            cpu[count].append(1000 * (_cpu_seconds() - used) / arguments.calls)
+            assert [result.score for result in results if isinstance(result, EvaluateResult)] == [1.0] * arguments.calls
+            assert count == 1 or sandbox.shares_processes(function)
+    first = next(iter(sandboxes))
+    return {
+        str(count): {
+            "call_milliseconds": spread(wall[count]),
+            "call_cpu_milliseconds": spread(cpu[count]),
+            "wall_speedup": ratios(wall[first], wall[count]),
+            "cpu_speedup": ratios(cpu[first], cpu[count]),
+        }
+        for count in sandboxes
+    }
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU seconds of this process and all its descendants, also of those that have ended."""
+    times = os.times()
+    below = list_descendants(os.getpid()) if IS_LINUX else {}
+    return sum(times[:4]) + sum(_cpu_seconds_with_children(process) for process in below)
+
+
+def _cpu_seconds_with_children(process: int) -> float:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{process}/stat", "rb") as statistics:
+        fields = statistics.read().rpartition(b")")[2].split()
+        return sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def measure_file(imports: str, arguments: Any) -> dict[str, Any]:
@@ -118,18 +170,30 @@ def measure_file(imports: str, arguments: Any) -> dict[str, Any]:
         request = request_of_length(arguments.characters)
         figures: dict[str, Any] = {"direct_milliseconds": measure_direct(file, request, 5)}
         for level in Isolation:
-            measured = asyncio.run(measure_pool(file, request, level, arguments.calls, arguments.workers))
+            measured = asyncio.run(measure_pool(file, request, level, arguments))
             figures[level.value] = measured
-            median = "not offered" if measured is None else f"{measured['call_milliseconds']['median']:.2f} ms a call"
-            say(f"{imports or 'no imports'}, isolation {level.value}: {median}")
+            say(f"{imports or 'no imports'}, isolation {level.value}: {_summary(measured)}")
     return figures
+
+
+def _summary(measured: dict[str, Any] | None) -> str:
+    if measured is None:
+        return "not offered"
+    batches = (
+        f"{one['call_milliseconds']['median']:.3f} ms ({one['call_cpu_milliseconds']['median']:.3f} CPU) with {count}"
+        for count, one in measured["batches"].items()
+    )
+    single = measured["call_milliseconds"]["median"]
+    return f"{single:.2f} ms a single call; a call in a batch, by calls per process: {', '.join(batches)}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark and print one JSON object."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = benchmark_parser("A reward function called directly and through the sandbox")
-    parser.add_argument("--calls", type=int, default=500, help="calls of each kind, at least 2")
+    parser.add_argument("--calls", type=int, default=512, help="calls of each kind, at least 2")
+    parser.add_argument("--rounds", type=int, default=5, help="batches of each kind")
+    parser.add_argument("--shared", type=int, nargs="+", default=[1, 8, 64], help="calls per process")
     parser.add_argument("--workers", type=int, default=2, help="worker processes of the pool")
     parser.add_argument("--characters", type=int, default=2000, help="length of the judged reply")
     parser.add_argument("--imports", nargs="*", default=["numpy"], help="modules that a file of its own imports")

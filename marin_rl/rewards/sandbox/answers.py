@@ -25,7 +25,9 @@ class _Answer(pydantic.BaseModel):
     raised: str | None = None
     memory: bool = False
     own_process: str | None = None
-    """Reason for which the process ran no further calls."""
+    """Reason for which calls of the function must not share a process."""
+    stopped: bool = False
+    """Whether the process made no further calls because its time was up."""
 
 
 def validated(answer: str, count: int) -> list[EvaluateResult]:
@@ -67,24 +69,25 @@ class SharedResults(NamedTuple):
     failure: RewardCallError | None
     """The first failure of a call that was made; None if all succeeded."""
     own_process: str | None
-    """Reason for which the process made no further calls; None if it made all."""
+    """Reason for which further calls of the function must not share a process, if any."""
 
 
 def shared_results(answer: str, count: int) -> SharedResults:
     """Parse the untrusted answers of a process of several calls, one per line.
 
     Args:
-        answer: the lines; the last can be the reason for which the process made no further calls.
+        answer: the lines; the last can say that the process made no further calls.
         count: number of calls.
 
     Raises:
         RewardCallError: if lines are missing or were added, so that their order does not identify the calls.
     """
     *lines, rest = answer.split("\n")
-    reason = _own_process_reason(lines[-1]) if lines else None
-    if reason is not None:
+    last = _parse(lines[-1]) if lines else None
+    has_stopped = last is not None and (last.stopped or last.own_process is not None)
+    if has_stopped:
         lines.pop()
-    if rest or len(lines) > count or (reason is None and len(lines) < count):
+    if rest or len(lines) > count or (len(lines) < count and not has_stopped):
         raise RewardCallError(RewardFailure.INVALID_ANSWER, f"{len(lines)} answers of {count} calls")
     results: list[EvaluateResult | None] = [None] * count
     failure = None
@@ -93,11 +96,11 @@ def shared_results(answer: str, count: int) -> SharedResults:
             [results[index]] = validated(line, 1)
         except RewardCallError as error:
             failure = failure or error
-    return SharedResults(results, failure, reason)
+    return SharedResults(results, failure, None if last is None else last.own_process)
 
 
-def _own_process_reason(line: str) -> str | None:
+def _parse(line: str) -> _Answer | None:
     try:
-        return _Answer.model_validate_json(line).own_process
+        return _Answer.model_validate_json(line)
     except pydantic.ValidationError:
         return None

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from marin_rl.rewards.sandbox import protocol, shared_calls
-from marin_rl.rewards.sandbox.isolation import IS_LINUX, confine_call, confine_import, exit_with_parent
+from marin_rl.rewards.sandbox.isolation import IS_LINUX, confine_call, confine_import, exit_with_parent, prepare_call
 from marin_rl.rewards.sandbox.protocol import WorkerSpec
 
 CONFINED = b"confined\n"
@@ -107,6 +107,7 @@ def _serve(spec: WorkerSpec, connection: socket.socket, module: types.ModuleType
         from marin_rl.rewards.functions import RewardFunction
 
         functions = {name: value for name, value in vars(module).items() if isinstance(value, RewardFunction)}
+    prepare_call(spec)
     # Freeze the objects, so that the garbage collector of a child does not write to pages that it shares with this
     # process.
     gc.collect()

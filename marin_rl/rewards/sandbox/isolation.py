@@ -274,6 +274,12 @@ def confine_import(spec: WorkerSpec) -> None:
         restrict_system_calls(SystemCalls(processes=True, signals=_may_signal(spec), limits=True))
 
 
+def prepare_call(spec: WorkerSpec) -> None:
+    """Assemble the filter of `confine_call`, so that processes forked from this one need not do it."""
+    if spec.seccomp:
+        filter_program(os.uname().machine, _system_calls(spec))
+
+
 def confine_call(spec: WorkerSpec, folder: str, loaded_bytes: int) -> None:
     """Confine this process, which is about to run a call.
 
@@ -305,7 +311,11 @@ def confine_call(spec: WorkerSpec, folder: str, loaded_bytes: int) -> None:
     if spec.landlock:
         restrict_files(None, (folder, os.devnull), spec.landlock)
     if spec.seccomp:
-        restrict_system_calls(SystemCalls(processes=limits.processes > 0, signals=_may_signal(spec), limits=False))
+        restrict_system_calls(_system_calls(spec))
+
+
+def _system_calls(spec: WorkerSpec) -> SystemCalls:
+    return SystemCalls(processes=spec.limits.processes > 0, signals=_may_signal(spec), limits=False)
 
 
 def _limit_files(limits: CallLimits) -> None:

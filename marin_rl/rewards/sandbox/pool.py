@@ -207,7 +207,7 @@ class Sandbox:
     def shares_processes(self, function: UserFunction) -> bool:
         """Whether several calls of a pointwise function run in one process.
 
-        This can change to false: if a call does what must not affect other calls, and if calls are slow.
+        It does not any more after a call did something that could affect other calls, or if its calls are slow.
         """
         return self.config.calls_per_process > 1 and function not in self._own_process
 
@@ -287,8 +287,9 @@ class Sandbox:
             answer = await self._answer(function, {"kind": "calls", "seconds": seconds}, requests, options)
             shared = shared_results(answer, len(requests))
         except RewardCallError as error:
-            # A worker can die for reasons that have nothing to do with the calls.
-            return [None] * len(requests), None if error.cause is RewardFailure.WORKER else error
+            # A worker can die, and a busy machine can be slow, for reasons that have nothing to do with the calls.
+            unrelated = error.cause in (RewardFailure.WORKER, RewardFailure.TIMEOUT)
+            return [None] * len(requests), None if unrelated else error
         if shared.own_process is not None:
             self._stop_sharing(function, shared.own_process)
         return shared.results, shared.failure
@@ -296,7 +297,7 @@ class Sandbox:
     def _stop_sharing(self, function: UserFunction, reason: str) -> None:
         if function not in self._own_process:
             self._own_process.add(function)
-            logger.info("%s: each call has its own process from now on, because %.300s", function.name, reason)
+            logger.info("sandbox: %s: each call has its own process from now on, because %.300s", function.name, reason)
 
     async def _answer(
         self,

@@ -11,6 +11,7 @@ and allows all others. System call numbers are from `asm/unistd_64.h` (x86-64) a
 
 import dataclasses
 import errno
+import functools
 import os
 import struct
 import sys
@@ -208,6 +209,7 @@ def seccomp_is_supported() -> bool:
     return sys.platform == "linux" and os.uname().machine in _MACHINES and struct.calcsize("P") == 8
 
 
+@functools.cache
 def filter_program(machine: str, allowed: SystemCalls) -> bytes:
     """Assemble the filter, eight bytes per instruction.
 

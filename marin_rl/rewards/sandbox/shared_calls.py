@@ -45,14 +45,15 @@ def run_calls(
 ) -> None:
     """Run calls in order and write one line for each. The working directory must be empty.
 
-    If the rest of the calls must not share this process, it exits with status 0 after the line
-    `{"own_process": "the reason"}`.
+    If the function's calls must not share a process any more, it exits with status 0 after the line
+    `{"own_process": "the reason"}`. If only the time is up, the last line is `{"stopped": true}`.
 
     Args:
         answers: the calls; each returns its answer as JSON.
         write: writes a line to the worker.
         spec: settings of the worker; modules in its readable paths may be imported during a call.
-        seconds: time limit of the process in seconds. No call starts after half of it.
+        seconds: time limit of the process in seconds. No call starts after half of it. Calls that use half of it as CPU
+            time, which does not depend on the load of the machine, are too slow to share a process.
     """
 
     def end(reason: str) -> NoReturn:
@@ -63,10 +64,13 @@ def run_calls(
     _end_before_code(end, spec.read, (spec.scratch, started.folder))
     numpy = sys.modules.get("numpy.random")
     state = None if numpy is None else numpy.get_state()
-    last_start = time.monotonic() + seconds / 2
+    last_start, last_cpu = time.monotonic() + seconds / 2, time.process_time() + seconds / 2
     for index, answer in enumerate(answers):
-        if index and time.monotonic() > last_start:
+        if index and time.process_time() > last_cpu:
             end("its calls are slow")
+        if index and time.monotonic() > last_start:
+            write('{"stopped": true}')
+            return
         if numpy is not None:
             # As in separate processes, which start with the same state of numpy's global generator.
             numpy.set_state(state)

@@ -302,11 +302,12 @@ class Worker:
             poll.register(descriptor, select.POLLIN)
         *_, last = streams.values()
         cpu_end = self._cpu_seconds() + math.ceil(cpu_seconds) + 1
+        next_count = time.monotonic() + POLL_SECONDS if IS_LINUX else math.inf
         while not (finished() or last.ended):
-            left = deadline - time.monotonic()
-            if left <= 0:
+            now = time.monotonic()
+            if now >= deadline:
                 return "timeout"
-            for descriptor, _ in poll.poll(1000 * (min(left, POLL_SECONDS) if IS_LINUX else left)):
+            for descriptor, _ in poll.poll(1000 * max(min(deadline, next_count) - now, 0.0)):
                 if descriptor == _REQUESTS:
                     _clean_up(self._spec)
                     os._exit(1)
@@ -315,7 +316,8 @@ class Worker:
                     poll.unregister(descriptor)
                 if streams[descriptor].exceeded:
                     return "output"
-            if IS_LINUX:
+            if time.monotonic() >= next_count:
+                next_count = time.monotonic() + POLL_SECONDS
                 # The call, or the loading process, and the forkserver do not count.
                 exceeded = exceeded_count(2 + limits.processes, limits.threads)
                 if exceeded is not None:

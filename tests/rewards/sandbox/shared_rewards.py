@@ -86,8 +86,14 @@ def leaves_a_virtual_timer(text):
     return 1.0
 
 
+def uses_much(text):
+    """Uses more CPU time than a shared process has, according to the clock."""
+    time.process_time = lambda: 1e12
+    return 1.0
+
+
 def takes_long(text):
-    """Ends after the time limit, according to the clock."""
+    """Ends after the last start of calls in a shared process, according to the clock."""
     time.monotonic = lambda: 1e12
     return 1.0
 

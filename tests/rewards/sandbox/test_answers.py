@@ -15,6 +15,7 @@ RAISED = '{"raised": "ValueError: no"}'
 PAIR = '{"results": [{"score": 1}, {"score": 1}]}'
 MEMORY = '{"memory": true}'
 ENDED = '{"own_process": "it is slow"}'
+STOPPED = '{"stopped": true}'
 ONE = EvaluateResult(score=1.0)
 
 
@@ -29,6 +30,7 @@ ONE = EvaluateResult(score=1.0)
         ([GOOD, '{"results": [{"score": 1e31}]}', GOOD], [ONE, None, ONE], RewardFailure.INVALID_ANSWER, None),
         ([GOOD, ENDED, GOOD], [ONE, None, ONE], RewardFailure.INVALID_ANSWER, None),
         ([GOOD, ENDED], [ONE, None, None], None, "it is slow"),
+        ([GOOD, STOPPED], [ONE, None, None], None, None),
         ([ENDED], [None, None, None], None, "it is slow"),
         ([GOOD, GOOD, GOOD, ENDED], [ONE, ONE, ONE], None, "it is slow"),
     ],
@@ -66,6 +68,7 @@ def test_lines_that_do_not_identify_their_calls(text: str):
         (RAISED, RewardFailure.RAISED),
         (MEMORY, RewardFailure.MEMORY),
         (ENDED, RewardFailure.INVALID_ANSWER),
+        (STOPPED, RewardFailure.INVALID_ANSWER),
         (f"{GOOD}\n{GOOD}", RewardFailure.INVALID_ANSWER),
     ],
 )
