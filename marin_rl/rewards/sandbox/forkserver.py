@@ -257,8 +257,14 @@ def _run_calls(spec: WorkerSpec, request: dict[str, Any], functions: Mapping[str
     if function is not None and function.own_process:
         write('{"own_process": "the function is declared with own_process=True"}')
         return
-    calls = [{**request, "kind": "call", "requests": [fields]} for fields in request["requests"]]
-    answers = [functools.partial(_answer, call, functions) for call in calls]
+    options = json.dumps(request["options"])
+
+    def answer(fields: dict[str, Any]) -> str:
+        # A call can change its options, so each gets a copy.
+        call = {**request, "kind": "call", "requests": [fields], "options": json.loads(options)}
+        return _answer(call, functions)
+
+    answers = [functools.partial(answer, fields) for fields in request["requests"]]
     shared_calls.run_calls(answers, write, spec, request["seconds"])
 
 

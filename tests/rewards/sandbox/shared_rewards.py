@@ -348,6 +348,12 @@ def scores_after(messages, ground_truth, action, text, **kwargs):
 
 
 @reward_function
+def changes_its_options(messages, ground_truth, bonus, **kwargs):
+    bonus["score"] += 1.0
+    return bonus["score"]
+
+
+@reward_function
 def names_metrics(messages, ground_truth, **kwargs):
     reply = messages[-1]["content"]
     return EvaluateResult(score=1.0, metrics={f"{reply}_{index}": 1.0 for index in range(40)})

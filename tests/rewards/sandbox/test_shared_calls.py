@@ -293,6 +293,13 @@ def test_every_call_starts_with_the_same_state_of_numpys_generator(attacks: Atta
         assert scores(found) == [numpy.random.RandomState(7).random()] * 3
 
 
+def test_every_call_has_its_own_options(attacks: Attacks):
+    function = UserFunction(FILE, "changes_its_options")
+    for attack in (shared(attacks, Isolation.NONE), alone(attacks, Isolation.NONE)):
+        found = attack.wait(attack.sandbox.call_each(function, [REQUEST] * 3, {"bonus": {"score": 1.0}}))
+        assert scores(found) == [2.0] * 3
+
+
 def test_the_limit_on_metric_names_is_that_of_a_call(attacks: Attacks):
     assert scores(outcomes(shared(attacks, Isolation.NONE), "names_metrics", ["a", "b", "c"])) == [1.0] * 3
 
