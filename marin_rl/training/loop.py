@@ -32,7 +32,7 @@ from marin_rl.errors import writing
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.loss import first_log_ratios, loss_metrics
-from marin_rl.learner.train_step import Learner
+from marin_rl.learner.train_step import Learner, PendingUpdate
 from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.objectives.importance import mismatch_metrics
 from marin_rl.rollouts.run_rollouts import RolloutRunner
@@ -144,10 +144,13 @@ def _train_step(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[st
         updates = list(run.batch_builder.minibatches(batch, step))
         require_same_batch(step, [microbatch for packed in updates for microbatch in packed.microbatches])
     with timer.phase("step"):
-        update_metrics = []
-        for packed in updates:
-            run.trainer_state, measured = run.learner.step(run.trainer_state, packed.microbatches)
-            update_metrics.append(measured)
+        pending = _dispatch(run, updates)
+    with timer.phase("store"), writing(run.store.folder):
+        # Store while the devices compute.
+        if multihost.is_main():
+            run.store.write(step, collected.sampled, batch.stored, stale=collected.stale)
+    with timer.phase("step"):
+        update_metrics = [update.wait() for update in pending]
     rollouts = [rollout for group in collected.finished for rollout in group.rollouts]
     progress.step = step
     progress.updates += len(updates)
@@ -156,9 +159,6 @@ def _train_step(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[st
     progress.trained_tokens += sum(packed.num_loss_tokens for packed in updates)
     with timer.phase("transfer"):
         run.publish_weights()
-    with timer.phase("store"), writing(run.store.folder):
-        if multihost.is_main():
-            run.store.write(step, collected.sampled, batch.stored, stale=collected.stale)
     elapsed = time.perf_counter() - started
     metrics = {name: metric.value for name, metric in collected.metrics.items()}
     if update_metrics:
@@ -168,7 +168,18 @@ def _train_step(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[st
     metrics |= {"episode": float(progress.episodes), "updates": float(progress.updates)}
     metrics |= throughput_metrics(collected.finished, updates, timer.seconds, elapsed)
     assert run.config.model is not None
-    return metrics | model_flops_utilization(run.config.model, progress.vocab_size, updates, timer.seconds["step"])
+    return metrics | model_flops_utilization(
+        run.config.model, progress.vocab_size, updates, _update_seconds(timer.seconds)
+    )
+
+
+def _dispatch(run: TrainingRun, updates: Sequence[PackedBatch]) -> list[PendingUpdate]:
+    """Start the updates of a step without waiting for the devices."""
+    pending = []
+    for packed in updates:
+        run.trainer_state, update = run.learner.dispatch(run.trainer_state, packed.microbatches)
+        pending.append(update)
+    return pending
 
 
 def _evaluate(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[str, float]:
@@ -207,13 +218,18 @@ def throughput_metrics(
     return {
         "eps": len(rollouts) / elapsed,
         "tokens/sampled_per_second": sampled / max(seconds.get("sample", elapsed), 1e-9),
-        "tokens/trained_per_second": trained / max(seconds.get("step", 0.0), 1e-9),
+        "tokens/trained_per_second": trained / max(_update_seconds(seconds), 1e-9),
         "batch/packing_efficiency": sum(packed.num_tokens for packed in updates) / max(slots, 1),
         "batch/microbatches": float(sum(len(packed.microbatches) for packed in updates)),
         **{f"seconds/{phase}": seconds.get(phase, 0.0) for phase in PHASES if phase != "wait"},
         "seconds/wait": max(elapsed - accounted, 0.0),
         "seconds/total": elapsed,
     }
+
+
+def _update_seconds(seconds: Mapping[str, float]) -> float:
+    """Return the seconds from the start to the end of a step's updates; rollouts are stored meanwhile."""
+    return seconds.get("step", 0.0) + seconds.get("store", 0.0)
 
 
 def model_flops_utilization(

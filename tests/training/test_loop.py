@@ -21,18 +21,19 @@ from marin_rl.distributed.rollout_source import LocalRollouts
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.errors import RunDirectoryError
 from marin_rl.evaluate import EvaluateConfig, run_evaluation
+from marin_rl.learner.train_step import Learner, PendingUpdate
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.rollouts.filters import ResampleGroupsConfig
 from marin_rl.rollouts.run_rollouts import run_groups
-from marin_rl.rollouts.store import read_rollouts
+from marin_rl.rollouts.store import RolloutStore, read_rollouts
 from marin_rl.rollouts.stored_rollout import as_table
 from marin_rl.tokenization.load import TokenPieces
 from marin_rl.training.loop import PHASES, TrainingRun, model_flops_utilization, throughput_metrics, train
 from marin_rl.training.starting_weights import restore_policy
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 from tests.rollouts.rollout_cases import group_of
-from tests.tiny_run import TinyRun, contents, copy_of, outcome, without_losses, without_timings
+from tests.tiny_run import TinyRun, contents, copy_of, interrupted_after, outcome, without_losses, without_timings
 from tests.training.reopened_run import config_of, reopen
 
 # OBJECTIVES.md, "Metrics that every run logs", without those that need a critic, a reference or a known device.
@@ -451,6 +452,37 @@ def test_phase_seconds_and_wait():
     assert found["seconds/total"] == 4.0
     # Clocks are read one after another, so the phases may exceed the total slightly.
     assert throughput_metrics([group(3)], [batch(8)], SECONDS, elapsed=2.999)["seconds/wait"] == 0.0
+
+
+def test_the_time_of_an_update_includes_storing():
+    found = throughput_metrics([group(3)], [batch(8)], {**SECONDS, "store": 0.5}, elapsed=4.0)
+    assert found["tokens/trained_per_second"] == 6 / 2.5
+    assert (found["seconds/step"], found["seconds/store"], found["seconds/wait"]) == (2.0, 0.5, 0.5)
+
+
+@pytest.mark.medium
+def test_rollouts_are_stored_before_the_update_is_waited_for(
+    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumed = interrupted_after(finished_run, 5, tmp_path / "copy")
+    order: list[str] = []
+
+    def log(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def logged(*args, **settings):
+            order.append(name)
+            return original(*args, **settings)
+
+        monkeypatch.setattr(owner, name, logged)
+
+    log(Learner, "dispatch")
+    log(RolloutStore, "write")
+    log(PendingUpdate, "wait")
+    log(TrainingRun, "publish_weights")
+    assert resumed.train() == 0
+    # The last write is that of the evaluation.
+    assert order == ["dispatch", "write", "wait", "publish_weights", "write"]
 
 
 def test_missing_phases_do_not_divide_by_zero():
