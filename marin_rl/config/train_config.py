@@ -101,9 +101,8 @@ class TrainConfig:
     run_dir: str = dataclasses.field(metadata=LOCAL_PATH)
     """Run directory, a path. A run resumes if its directory contains a checkpoint."""
     model: LmConfig | None = None
-    """Model architecture (levanter's section), required to train from scratch; null: read from `initialize_from`. The
-    built-in sampler supports `llama`, `qwen2` and `qwen3`. With `sampler: {type: openai}`, `gemma`, `gemma2`, `gpt2`,
-    `mistral`, `mixtral` and `olmo2` can also be trained."""
+    """Model architecture (levanter's section), required to train from scratch; null: read from `initialize_from`. Its
+    type is `gemma`, `gemma2`, `gpt2`, `llama`, `mistral`, `mixtral`, `olmo2`, `qwen2` or `qwen3`."""
     initialize_from: str | None = dataclasses.field(default=None, metadata=LOCAL_PATH)
     """Initial weights: a folder or hub name in Hugging Face format, or a run directory of marin_rl; null: random
     weights."""
@@ -253,11 +252,7 @@ class TrainConfig:
                 f"of tokens to keep, such as rollouts.max_length - sampling.max_new_tokens = {keep}"
             )
         if self.model is not None:
-            check_model(
-                self.model,
-                built_in_sampler=isinstance(self.sampler, LevanterSamplerConfig),
-                max_length=self.rollouts.max_length,
-            )
+            check_model(self.model, max_length=self.rollouts.max_length)
         if getattr(self.model, "scan_layers", True) is False:
             raise ValueError("model.scan_layers is false, but the learner supports scanned layers only; set it to true")
 

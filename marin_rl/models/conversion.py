@@ -27,9 +27,6 @@ import marin_rl.models.qwen2  # noqa: F401
 from marin_rl.models.hf_config import ACTIVATIONS, MODEL_TYPES, PolicyModelError, declared_settings, first_line
 from marin_rl.models.rotary import LinearRotaryConfig, YarnRotaryConfig, yarn_attention_factor
 
-SAMPLED = ("llama", "qwen2", "qwen3")
-"""Values of `model.type` that the built-in sampler (`sampler: {type: levanter}`) supports."""
-
 
 def levanter_config(hf_config: PretrainedConfig, checkpoint: str) -> LmConfig:
     """Convert a Hugging Face config to levanter's model config.
@@ -299,12 +296,11 @@ _ROPE_CONFIGS: dict[str, Any] = {
 }
 
 
-def check_model(config: LmConfig, *, built_in_sampler: bool, max_length: int) -> None:
+def check_model(config: LmConfig, *, max_length: int) -> None:
     """Raise an error for a model that the run cannot sample, train and export exactly.
 
     Args:
         config: the `model` section of a run.
-        built_in_sampler: whether the run samples in its own processes instead of on a server.
         max_length: longest sequence, in tokens.
 
     Raises:
@@ -314,11 +310,6 @@ def check_model(config: LmConfig, *, built_in_sampler: bool, max_length: int) ->
     if name not in MODEL_TYPES:
         remedy = "; use qwen2" if name == "qwen" else ""
         raise PolicyModelError(f"model.type {name!r} is not supported{remedy}; supported are {', '.join(MODEL_TYPES)}")
-    if built_in_sampler and name not in SAMPLED:
-        raise PolicyModelError(
-            f"model.type {name!r} can be trained, but the built-in sampler cannot sample it; it samples "
-            f"{', '.join(SAMPLED)}. Use one of these, or a server that samples (sampler: {{type: openai, ...}})"
-        )
     dropout_fields = ("embed_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout")
     if dropout := {field: rate for field in dropout_fields if (rate := getattr(config, field, 0))}:
         raise PolicyModelError(

@@ -3,8 +3,8 @@
 
 """A language model with a KV cache: levanter's layers, one after another, with attention over cached keys and values.
 
-Works for every levanter model that has a stack of layers with a module `self_attn`. Each layer has its own cache, which
-XLA updates in place; a scan over stacked layers would copy it at each step.
+Works for every levanter model that has a stack of layers with a module `self_attn`, and for GPT-2. Each layer has its
+own cache, which XLA updates in place; a scan over stacked layers would copy it at each step.
 """
 
 import math
@@ -12,14 +12,17 @@ from typing import Any, NamedTuple, cast
 
 import equinox as eqx
 import haliax as hax
+import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.nn.scan import BlockSeq, ScanCheckpointPolicy
 from jaxtyping import Array, Float
 from levanter.layers.attention import Attention, AttentionConfig
+from levanter.models.gpt2 import Gpt2Attention, Gpt2Block, Gpt2Config
 from levanter.models.lm_model import LmConfig, LmHeadModel
+from levanter.models.mixtral import MixtralConfig, MixtralDecoderLayer, MixtralSparseMoeBlock, MixtralTransformer
 
-from marin_rl.sampling.attention import AttentionForm, LayerCache, Tokens
+from marin_rl.sampling.attention import PADDING, AttentionForm, LayerCache, Tokens
 
 Cache = tuple[LayerCache, ...]
 """The cache of every layer."""
@@ -45,7 +48,9 @@ class CachedModel(NamedTuple):
         """
         rows, queries = tokens.ids.shape
         Position = Axis("position", rows * queries)
-        positions = hax.named(tokens.positions.reshape(-1), Position)
+        # Padding reads the first row of a table of positions.
+        positions = jnp.where(tokens.positions == PADDING, 0, tokens.positions)
+        positions = hax.named(positions.reshape(-1), Position)
         layers = _CachedLayers(tokens, positions, list(cache), all_slots)
         activations = self.model.activations(
             hax.named(tokens.ids.reshape(-1), Position), cast(Any, layers), key=None, pos_ids=positions
@@ -65,7 +70,7 @@ def empty_cache(model: LmConfig, form: AttentionForm, slots: int, context: int, 
         context: maximum number of tokens of a sequence.
         dtype: type of keys and values.
     """
-    arrays = form.cache_axes(cast(Any, model).attention_config(), slots, context)
+    arrays = form.cache_axes(_attention_config(model), slots, context)
     return tuple(
         tuple(hax.auto_sharded(hax.zeros(axes, dtype)).array for axes in arrays)
         for _ in range(cast(Any, model).num_layers)
@@ -74,9 +79,15 @@ def empty_cache(model: LmConfig, form: AttentionForm, slots: int, context: int, 
 
 def cache_bytes(model: LmConfig, form: AttentionForm, slots: int, context: int, dtype: jnp.dtype) -> int:
     """Return the size of the cache in bytes; the arguments are those of `empty_cache`."""
-    arrays = form.cache_axes(cast(Any, model).attention_config(), slots, context)
+    arrays = form.cache_axes(_attention_config(model), slots, context)
     elements = sum(math.prod(axis.size for axis in axes) for axes in arrays)
     return cast(Any, model).num_layers * elements * jnp.dtype(dtype).itemsize
+
+
+def _attention_config(model: LmConfig) -> AttentionConfig:
+    if isinstance(model, Gpt2Config):
+        return AttentionConfig(model.Embed, num_heads=model.num_heads, num_kv_heads=model.num_heads)
+    return cast(Any, model).attention_config()
 
 
 def with_cache(model: LmHeadModel, form: AttentionForm, context: int) -> CachedModel:
@@ -87,18 +98,34 @@ def with_cache(model: LmHeadModel, form: AttentionForm, context: int) -> CachedM
         form: attention over the cache.
         context: maximum number of tokens of a sequence.
     """
-    stacked = cast(Any, model).transformer.layers
-    layers = [
-        eqx.tree_at(lambda layer: layer.self_attn, layer, _CachedAttention(_with_table(layer.self_attn, context), form))
-        for layer in stacked.unstacked()
-    ]
+    transformer = cast(Any, model).transformer
+
+    def stack(transformer: Any) -> Any:
+        return transformer.blocks if isinstance(model.config, Gpt2Config) else transformer.layers
+
+    stacked = stack(transformer)
+    layers = [_layer_with_cache(layer, form, context) for layer in stacked.unstacked()]
     unstacked = BlockSeq(layers, stacked.Block, ScanCheckpointPolicy._mk(False))
-    unrolled = eqx.tree_at(lambda node: node.transformer.layers, model, unstacked)
+    transformer = eqx.tree_at(stack, transformer, unstacked)
+    if isinstance(transformer, MixtralTransformer):
+        transformer = _ExpertTransformer(transformer)
+    unrolled = eqx.tree_at(lambda node: node.transformer, model, transformer)
     head = model.get_lm_head()
     (Embed,) = (axis for axis in head.axes if axis.name == "embed")
     if getattr(unrolled, "lm_head", None) is not None:
         unrolled = eqx.tree_at(lambda node: node.lm_head, unrolled, None)
     return CachedModel(unrolled, head.rearrange((Embed, ...)).array)
+
+
+def _layer_with_cache(layer: Any, form: AttentionForm, context: int) -> Any:
+    """Replace the attention of a layer, and its experts if it has any."""
+    if isinstance(layer, Gpt2Block):
+        return eqx.tree_at(lambda node: node.attn, layer, _CachedGpt2Attention(layer.attn, form))
+    attention = _CachedAttention(_with_table(layer.self_attn, context), form)
+    layer = eqx.tree_at(lambda node: node.self_attn, layer, attention)
+    if isinstance(layer, MixtralDecoderLayer):
+        layer = eqx.tree_at(lambda node: node.block_sparse_moe, layer, _Experts(layer.block_sparse_moe))
+    return layer
 
 
 class _CachedLayers:
@@ -176,3 +203,60 @@ class _CachedAttention(eqx.Module):
         attended = mask.attend(self.form, query, new_key, new_value, self.attention.config)
         heads = attended.flatten_axes(("kv_head", "q_heads_per_group"), "heads")
         return self.attention.o_proj(heads.astype(x.dtype))
+
+
+class _CachedGpt2Attention(eqx.Module):
+    """GPT-2's attention module, with the cache of the call."""
+
+    attention: Gpt2Attention
+    form: AttentionForm = eqx.field(static=True)
+
+    def __call__(self, x: NamedArray, mask: _CachedLayers, layer_idx: NamedArray, *, key: None = None) -> NamedArray:
+        config = self.attention.config
+        projected = self.attention.c_attn(x).rename({"heads": "kv_head"})
+        query, new_key, new_value = projected.unbind("qkv")
+        if config.scale_attn_by_inverse_layer_idx:
+            query = query / (layer_idx + 1.0)
+        attention = _attention_config(config)
+        query = query.broadcast_axis(attention.QHeadsPerGroup)
+        attended = mask.attend(self.form, query, new_key, new_value, attention)
+        heads = attended["q_heads_per_group", 0].rename({"kv_head": "heads"})
+        return self.attention.c_proj(heads.astype(x.dtype))
+
+
+class _Experts(eqx.Module):
+    """A mixture of experts that computes every expert for every token.
+
+    Decoding reads the weights of nearly all experts in any case. Sorting tokens by expert, as in training, would make
+    the rounding of a token depend on the other tokens of the call.
+    """
+
+    block: MixtralSparseMoeBlock
+
+    def __call__(self, x: NamedArray, *, key: None = None) -> tuple[NamedArray, None]:
+        experts, config = self.block.experts, cast(MixtralConfig, self.block.config)
+        Experts = config.Experts
+        router = hax.nn.softmax(self.block.gate(x), axis=Experts).rearrange((..., Experts))
+        top, chosen = jax.lax.top_k(router.array, config.num_experts_per_tok)
+        top = top / top.sum(axis=-1, keepdims=True)
+        weights = jnp.sum(jax.nn.one_hot(chosen, Experts.size, dtype=top.dtype) * top[..., None], axis=-2)
+        hidden = experts.act(hax.dot(x, experts.w1.weight, axis=experts.Embed))
+        hidden = hidden * hax.dot(x, experts.w3.weight, axis=experts.Embed) * hax.named(weights, router.axes)
+        return hax.dot(hidden, experts.w2.weight, axis=(Experts, experts.Mlp)), None
+
+
+class _ExpertTransformer(eqx.Module):
+    """Mixtral's layers without the statistics of its experts, which levanter logs by a callback to the host."""
+
+    transformer: MixtralTransformer
+
+    @property
+    def config(self) -> Any:
+        return self.transformer.config
+
+    def __call__(
+        self, x: NamedArray, attn_mask: _CachedLayers, *, key: None = None, pos_ids: NamedArray | None = None
+    ) -> tuple[NamedArray, dict[str, float]]:
+        for layer in cast(Any, self.transformer).layers.unstacked():
+            x, _ = layer(x, cast(Any, attn_mask))
+        return self.transformer.norm(x), {"load_balancing_loss": 0.0, "router_z_loss": 0.0}

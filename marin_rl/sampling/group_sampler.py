@@ -290,7 +290,8 @@ class GroupSampler(Sampler):
     def _loaded(self) -> tuple[CachedModel, Cache]:
         """Return model and cache, which is donated to the next program."""
         if self._model is None:
-            self._model = self._programs.prepare(self._source)
+            # GPT-2 has flags of its dropout layers among its weights; programs take arrays only.
+            self._model = self._programs.prepare(eqx.filter(self._source, eqx.is_array))
         cache, self._cache = self._cache, None
         return self._model, self._programs.empty() if cache is None else cache
 

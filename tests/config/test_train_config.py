@@ -8,8 +8,8 @@ from pathlib import Path
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 from levanter.layers.attention import AttentionBackend
+from levanter.models.gemma import Gemma3Config
 from levanter.models.llama import LlamaConfig
-from levanter.models.mistral import MistralConfig
 from levanter.optim import AdamConfig
 
 from marin_rl.config.command_line import parse_config
@@ -122,8 +122,8 @@ def test_reinforce_accepts_groups_of_one():
             r"rollouts\.max_length is 65, but the model's context has 64 tokens \(model\.seq_len\)",
         ),
         (
-            {"model": MistralConfig(**SIZES)},
-            r"model\.type 'mistral' can be trained, but the built-in sampler .* it samples llama, qwen2, qwen3\.",
+            {"model": Gemma3Config(**SIZES)},
+            r"model\.type 'gemma3' is not supported; supported are gemma, gemma2, gpt2, llama, mistral, mixtral, olmo2",
         ),
         ({"model": dataclasses.replace(MODEL, use_bias=True)}, r"model\.use_bias: True \(Hugging Face: False\)"),
         ({"model": dataclasses.replace(MODEL, scan_layers=False)}, r"model\.scan_layers is false"),

@@ -41,7 +41,16 @@ from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenizerConfig, byte_tokenizer
 from tests.models.hf_checkpoint import record, write_checkpoint
-from tests.models.hf_oracle.make_oracle import CASES, VOCAB, loss_weights, summarize_gradient, token_ids
+from tests.models.hf_oracle.make_oracle import (
+    CASES,
+    GREEDY_TOKENS,
+    LENGTH,
+    PROMPT_LENGTHS,
+    VOCAB,
+    loss_weights,
+    summarize_gradient,
+    token_ids,
+)
 
 ARCHITECTURES = ("gemma", "gemma2", "gpt2", "llama_yarn", "mistral", "mixtral", "olmo2", "qwen2", "qwen3")
 """One oracle case per architecture."""
@@ -444,6 +453,20 @@ def test_log_probabilities_do_not_depend_on_the_version_that_wrote_the_config(
     folder = write_checkpoint(tmp_path, case)
     (tmp_path / "config.json").write_text(json.dumps(record(case)["config_version5"]))
     np.testing.assert_allclose(loaded_logprobs(folder), record(case)["logprobs"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.medium
+@pytest.mark.usefixtures("compiled_quickly")
+@pytest.mark.parametrize("case", ARCHITECTURES)
+def test_greedy_generations_equal_those_of_transformers(tmp_path, trainer, chat, case: str) -> None:
+    model = load_hf_policy(write_checkpoint(tmp_path, case), chat, trainer, None)
+    config = SamplingConfig(max_new_tokens=GREEDY_TOKENS, max_seqs=len(PROMPT_LENGTHS))
+    sampler = GroupSampler(model, config=config, stop_sequences=[], max_context=LENGTH, trainer=trainer)
+    prompts = [tuple(row[:length].tolist()) for row, length in zip(token_ids(), PROMPT_LENGTHS, strict=True)]
+    generations = sampler.sample([SampleRequest(prompt, 0, GREEDY_TOKENS, 0.0) for prompt in prompts])
+    for generation, expected in zip(generations, record(case)["greedy"], strict=True):
+        assert list(generation.token_ids) == expected["tokens"]
+        np.testing.assert_allclose(generation.logprobs, expected["logprobs"], rtol=0, atol=1e-5)
 
 
 def test_unused_tensors_are_rejected_at_loading(trainer, chat, tmp_path) -> None:

@@ -17,7 +17,7 @@ from tests.models.hf_oracle.make_oracle import FOLDER, weights
 
 @functools.cache
 def record(case: str) -> dict[str, Any]:
-    """Return the record of a case: `config`, `config_version5`, `tensors` (shapes) and `logprobs` of transformers."""
+    """Return the record of a case: `config`, `config_version5`, `tensors` (shapes), and outputs of transformers."""
     return json.loads((FOLDER / f"{case}.json").read_text())
 
 

@@ -18,7 +18,6 @@ from levanter.models.olmo import Olmo2Config
 from levanter.models.qwen import Qwen3Config, QwenConfig
 
 from marin_rl.models.conversion import (
-    SAMPLED,
     attention_window,
     check_implemented,
     check_model,
@@ -63,13 +62,8 @@ def test_every_supported_architecture_is_listed():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_only_some_architectures_can_be_sampled(name: str):
-    check_model(MODELS[name], built_in_sampler=False, max_length=1024)
-    if name in SAMPLED:
-        check_model(MODELS[name], built_in_sampler=True, max_length=1024)
-        return
-    with pytest.raises(PolicyModelError, match=rf"model.type '{name}' .* samples llama, qwen2, qwen3\. .*type: openai"):
-        check_model(MODELS[name], built_in_sampler=True, max_length=1024)
+def test_every_architecture_is_accepted(name: str):
+    check_model(MODELS[name], max_length=1024)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +77,7 @@ def test_only_some_architectures_can_be_sampled(name: str):
 )
 def test_error_names_an_unsupported_architecture(config: LmConfig, problem: str):
     with pytest.raises(PolicyModelError, match=problem):
-        check_model(config, built_in_sampler=False, max_length=16)
+        check_model(config, max_length=16)
 
 
 @pytest.mark.parametrize(
@@ -107,20 +101,20 @@ def test_error_names_an_unsupported_architecture(config: LmConfig, problem: str)
 )
 def test_error_names_a_setting_without_a_hugging_face_form(config: LmConfig, problem: str):
     with pytest.raises(PolicyModelError, match=problem):
-        check_model(config, built_in_sampler=False, max_length=16)
+        check_model(config, max_length=16)
 
 
 @pytest.mark.parametrize("rope", [LinearRotaryConfig(factor=4.0), YarnRotaryConfig(factor=4.0)])
 @pytest.mark.parametrize("choice", [LlamaConfig, Qwen2Config, Qwen3Config])
 def test_scaled_rotary_embeddings_can_be_exported(choice: type, rope):
-    check_model(choice(**SIZES, rope=rope), built_in_sampler=True, max_length=16)
+    check_model(choice(**SIZES, rope=rope), max_length=16)
 
 
 def test_sequences_must_fit_into_the_attention_window():
     mistral = MistralConfig(**SIZES, sliding_window=64)
-    check_model(mistral, built_in_sampler=False, max_length=64)
+    check_model(mistral, max_length=64)
     with pytest.raises(PolicyModelError, match=r"rollouts.max_length is 65, .* last 64 positions .* to 64 or less"):
-        check_model(mistral, built_in_sampler=False, max_length=65)
+        check_model(mistral, max_length=65)
 
 
 def test_model_section_of_another_function_is_rejected(tmp_path: Path):

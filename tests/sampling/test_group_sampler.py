@@ -8,8 +8,8 @@ import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -22,11 +22,8 @@ from jax import monitoring
 from levanter.layers.attention import AttentionMask
 from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmHeadModel
-from levanter.models.qwen import Qwen3Config
 
 import marin_rl
-from marin_rl.models.qwen2 import Qwen2Config
-from marin_rl.models.rotary import YarnRotaryConfig
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import DECODE_STEPS, GroupSampler
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest, SamplerError, WeightPoll
@@ -43,9 +40,6 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 LLAMA = LlamaConfig(**SIZES)
-QWEN3 = Qwen3Config(
-    seq_len=64, hidden_dim=32, intermediate_dim=64, num_layers=1, num_heads=4, num_kv_heads=2, initializer_range=0.2
-)
 CONFIG = SamplingConfig(max_new_tokens=MAX_NEW, max_seqs=SLOTS)
 
 
@@ -134,40 +128,6 @@ def test_logprobs_with_mixed_temperatures(sampler: GroupSampler, model: LmHeadMo
         for index, request in enumerate(make_requests(LENGTHS))
     ]
     assert largest_error(model, requests, sampler.sample(requests)) < 1e-5
-
-
-@pytest.mark.medium
-def test_qwen3_logprobs_are_those_of_the_full_forward_pass():
-    model = build(QWEN3)
-    requests = make_requests(LENGTHS)
-    assert largest_error(model, requests, make_sampler(model).sample(requests)) < 1e-5
-
-
-@pytest.fixture
-def compiled_quickly() -> Iterator[None]:
-    """Compile without most optimizations, as compilation takes longer than execution here."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
-@pytest.mark.medium
-@pytest.mark.usefixtures("compiled_quickly")
-def test_qwen2_logprobs_with_yarn_are_those_of_the_full_forward_pass():
-    """A model with biases, and with positions beyond the context that YaRN extends."""
-    rope = YarnRotaryConfig(factor=4.0, original_max_position_embeddings=10)
-    model = build(Qwen2Config(**{**SIZES, "num_layers": 1}, rope=rope))
-    rng = np.random.default_rng(0)
-    draws = [jnp.asarray(rng.normal(scale=0.5, size=leaf.shape), leaf.dtype) for leaf in biases(model)]
-    model = eqx.tree_at(biases, model, draws)
-    requests = make_requests([1, 7, 9, 24, 33])
-    assert largest_error(model, requests, make_sampler(model).sample(requests)) < 1e-5
-
-
-def biases(model: LmHeadModel) -> list[jax.Array]:
-    attention = cast(Any, model).transformer.layers.stacked.self_attn
-    return [projection.bias.array for projection in (attention.q_proj, attention.k_proj, attention.v_proj)]
 
 
 def test_greedy_equals_a_naive_argmax_loop(sampler: GroupSampler, model: LmHeadModel):

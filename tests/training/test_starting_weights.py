@@ -87,13 +87,6 @@ def test_model_section_must_match_weights(tmp_path: Path):
     assert resolve_model(config) is config
 
 
-def test_weights_without_sampler_support_are_rejected(tmp_path: Path):
-    checkpoint = write_config(tmp_path / "hf", record("olmo2")["config"])
-    config = dataclasses.replace(long_run(64), model=None, initialize_from=checkpoint)
-    with pytest.raises(PolicyModelError, match=r"model.type 'olmo2' can be trained, but the built-in sampler cannot"):
-        resolve_model(config)
-
-
 @pytest.mark.medium
 def test_qwen2_checkpoint_is_trained_and_exported(new_run: Callable[..., TinyRun], tmp_path: Path):
     checkpoint = write_checkpoint(tmp_path / "start", "qwen2_yarn")

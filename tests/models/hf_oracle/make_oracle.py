@@ -6,7 +6,7 @@
 The records in this folder were made with torch 2.15.0 and transformers 4.57.6 in float64 (step `logprobs`), then with
 transformers 5.23.0 (step `version5`, which needs no torch). Neither is needed to run the tests.
 
-    python make_oracle.py logprobs   # with transformers 4: config, tensor shapes, log-probabilities and gradients
+    python make_oracle.py logprobs   # with transformers 4: config, tensor shapes and outputs
     python make_oracle.py version5   # with transformers 5: the config of each case as that version writes it
 
 Weights are not recorded: `weights` draws them from the names of the tensors.
@@ -24,6 +24,9 @@ import numpy as np
 FOLDER = Path(__file__).parent
 VOCAB = 264
 LENGTH = 48
+PROMPT_LENGTHS = (1, 14)
+"""Number of tokens of each row that are continued greedily."""
+GREEDY_TOKENS = 10
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -119,7 +122,7 @@ def summarize_gradient(name: str, gradient: np.ndarray) -> tuple[float, float]:
 
 
 def record_logprobs() -> None:
-    """Write config, tensor shapes, log-probabilities and gradients of every case, and keep `config_version5`."""
+    """Write config, tensor shapes and outputs of every case, and keep `config_version5`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -150,9 +153,23 @@ def record_logprobs() -> None:
                 name: [float(f"{value:.8g}") for value in summarize_gradient(name, tensor.grad.numpy())]
                 for name, tensor in model.named_parameters()
             },
+            "greedy": [continue_greedily(model, row[:length]) for row, length in zip(ids, PROMPT_LENGTHS, strict=True)],
         }
         path.write_text(json.dumps(record) + "\n")
         print(case, logprobs.mean().item(), logprobs.std().item())
+
+
+def continue_greedily(model: Any, prompt: Any) -> dict[str, list]:
+    """Return the most probable next tokens of a torch model, and their log-probabilities."""
+    import torch
+
+    tokens, logprobs = prompt, []
+    with torch.no_grad():
+        for _ in range(GREEDY_TOKENS):
+            logs = torch.log_softmax(model(tokens[None]).logits[0, -1], -1)
+            tokens = torch.cat([tokens, logs.argmax()[None]])
+            logprobs.append(round(logs.max().item(), 7))
+    return {"tokens": tokens[len(prompt) :].tolist(), "logprobs": logprobs}
 
 
 def record_version5() -> None:
