@@ -29,6 +29,11 @@ class BatchSampler(Sampler):
         """Maximum number of requests in a batch."""
         return self._batch_size
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether all requests have been answered."""
+        return not self._waiting
+
     def start(self, requests: Sequence[SampleRequest]) -> list[int]:
         """Accept requests."""
         numbers = list(range(self._count, self._count + len(requests)))

@@ -108,6 +108,11 @@ class NoSampler(Sampler):
         """See `Sampler.batch_size`."""
         return 1
 
+    @property
+    def is_idle(self) -> bool:
+        """See `Sampler.is_idle`."""
+        return True
+
     def start(self, requests: Sequence[SampleRequest]) -> list[int]:
         """Fail if there is a request.
 

@@ -90,8 +90,8 @@ class RequestBatcher:
 
         Args:
             sampler: samples the requests; its errors propagate.
-            timer: counts `sample`, and as `reward` the time without requests.
-            check: called after `check_after` seconds without requests, and at the end; may raise.
+            timer: counts `sample`, and as `reward` the time in which the sampler is idle.
+            check: called after `check_after` seconds in which the sampler was idle, and at the end; may raise.
             check_after: time in seconds.
             interrupt: called regularly; an error that it raises ends the call.
         """
@@ -99,9 +99,9 @@ class RequestBatcher:
         try:
             while not self._closed:
                 interrupt()
-                if not running:
+                if sampler.is_idle:
                     with timer.phase("reward"):
-                        if not self._wait_for_requests(check_after, interrupt):
+                        if not self._wait_for_requests(len(running), check_after, interrupt):
                             check()
                 with timer.phase("sample"):
                     running |= self._start(sampler)
@@ -121,13 +121,19 @@ class RequestBatcher:
             sampler.end_conversation(conversation)
         return dict(zip(sampler.start([one.request for one in pending]), pending, strict=True))
 
-    def _wait_for_requests(self, check_after: float, interrupt: Callable[[], None]) -> bool:
-        """Wait until an idle sampler should start; return whether there are requests."""
+    def _wait_for_requests(self, queued: int, check_after: float, interrupt: Callable[[], None]) -> bool:
+        """Wait until an idle sampler should start; return whether it can.
+
+        Args:
+            queued: number of requests in the sampler, which wait for a conversation to end.
+            check_after: maximum time in seconds.
+            interrupt: called regularly.
+        """
         with self._changed:
-            while not (self._closed or self._is_complete):
-                if not self._wait(self._max_wait if self._pending else check_after, interrupt):
+            while not (self._closed or self._is_complete(queued)):
+                if not self._wait(self._max_wait if self._can_start(queued) else check_after, interrupt):
                     break
-            return bool(self._pending)
+            return self._can_start(queued)
 
     def _wait(self, seconds: float, interrupt: Callable[[], None]) -> bool:
         """Wait at most `seconds` for a change; return whether there was one."""
@@ -138,10 +144,12 @@ class RequestBatcher:
             interrupt()
         return self._changed.wait(max(left, 0.0))
 
-    @property
-    def _is_complete(self) -> bool:
+    def _can_start(self, queued: int) -> bool:
+        return bool(self._pending or (queued and self._ended))
+
+    def _is_complete(self, queued: int) -> bool:
         number = len(self._pending)
-        return number >= self._batch_size or 0 < number >= self._num_episodes
+        return number >= self._batch_size or (self._can_start(queued) and number + queued >= self._num_episodes)
 
 
 def _deliver(ended: Sequence[tuple[_Pending, Generation]]) -> None:

@@ -151,6 +151,13 @@ class GroupSampler(Sampler):
         """Number of sequences that are decoded together."""
         return self._num_slots
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there are no requests, or all wait for slots of conversations between two turns."""
+        if self._active.any() or self._next_turns:
+            return False
+        return not self._queue or len(self._slot_of) == self._num_slots
+
     def start(self, requests: Sequence[SampleRequest]) -> list[int]:
         """Queue requests for `advance`; see `Sampler.start`."""
         allowed = [
@@ -179,7 +186,7 @@ class GroupSampler(Sampler):
 
     def advance(self) -> list[tuple[int, Generation]]:
         """Sample some tokens of the started requests; see `Sampler.advance`."""
-        if not (self._active.any() or self._queue or self._next_turns):
+        if self.is_idle:
             return []
         try:
             with self._on_mesh():

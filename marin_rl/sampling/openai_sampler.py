@@ -108,6 +108,11 @@ class OpenAiSampler(Sampler):
         """Number of concurrent requests."""
         return self._config.max_seqs
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there are no requests."""
+        return not self._tasks
+
     def start(self, requests: Sequence[SampleRequest]) -> list[int]:
         """Accept requests, which `advance` sends; see `Sampler.start`."""
         allowed = [

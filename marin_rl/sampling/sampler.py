@@ -43,6 +43,11 @@ class Sampler(abc.ABC):
     def batch_size(self) -> int:
         """Number of requests that are processed together; additional ones wait."""
 
+    @property
+    @abc.abstractmethod
+    def is_idle(self) -> bool:
+        """Whether `advance` has no effect until a request is started or a conversation ends."""
+
     @abc.abstractmethod
     def start(self, requests: Sequence[SampleRequest]) -> list[int]:
         """Accept requests, which `advance` processes.
@@ -84,7 +89,7 @@ class Sampler(abc.ABC):
         """
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Generation]:
-        """Continue every prompt, then reset; generations are in the order of the requests.
+        """Continue every prompt, end all conversations and reset; generations are in the order of the requests.
 
         Raises:
             PromptTooLongError: if a prompt leaves no room for a new token; nothing is sampled.
@@ -93,9 +98,13 @@ class Sampler(abc.ABC):
         """
         try:
             numbers = self.start(requests)
+            started = dict(zip(numbers, requests, strict=True))
             generations: dict[int, Generation] = {}
             while len(generations) < len(numbers):
-                generations.update(self.advance())
+                for number, generation in self.advance():
+                    generations[number] = generation
+                    if (conversation := started[number].conversation) is not None:
+                        self.end_conversation(conversation)
             return [generations[number] for number in numbers]
         finally:
             self.reset()

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import asyncio
+import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -43,18 +44,18 @@ def serve(
     max_wait: float = 60.0,
     interrupt: Callable[[], None] = lambda: None,
 ):
-    """Run the episodes, sample for them, and return their results."""
+    """Run the episodes, sample for them, and return their results. The conversation of an episode is its index."""
     batcher = RequestBatcher(sampler.batch_size, len(episodes), max_wait)
     loop = BackgroundLoop()
 
     async def everything() -> list:
-        return await asyncio.gather(*(run(episode) for episode in episodes))
+        return await asyncio.gather(*map(run, itertools.count(), episodes))
 
-    async def run(episode):
+    async def run(index: int, episode):
         try:
             return await episode(batcher)
         finally:
-            batcher.leave("")
+            batcher.leave(str(index))
 
     running = loop.submit(everything())
     running.add_done_callback(lambda _: batcher.close())
@@ -175,6 +176,57 @@ def test_check_is_called_if_nothing_happens():
 
     serve(RecordingSampler(4), quiet, check=release.set, check_after=0.01)
     assert release.is_set()
+
+
+class OneSlot(RecordingSampler):
+    """A sampler that answers a request only after the conversations before it have ended."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_size=1)
+        self.open: str | None = None
+        self.idle_calls = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return self.open is not None or super().is_idle
+
+    def advance(self) -> list[tuple[int, Generation]]:
+        self.idle_calls += self.is_idle
+        assert self.idle_calls < 100, "the batcher must wait while the sampler is idle"
+        return [] if self.is_idle else super().advance()
+
+    def answer(self, requests: Sequence[SampleRequest]) -> list[Generation]:
+        self.open = requests[0].conversation
+        return super().answer(requests)
+
+    def end_conversation(self, conversation: str) -> None:
+        if self.open == conversation:
+            self.open = None
+
+
+def conversation(name: int, before_end: Callable[[], object] = lambda: None):
+    """An episode that waits for `before_end` between its request and its end."""
+
+    async def episode(batcher: RequestBatcher) -> int:
+        answer = await batcher.sample(dataclasses.replace(request(name), conversation=str(name)))
+        await asyncio.to_thread(before_end)
+        return answer.token_ids[0]
+
+    return episode
+
+
+def test_check_is_called_while_requests_wait_for_the_end_of_a_conversation():
+    """Its environment may block the event loop, so that the conversation never ends."""
+    release = threading.Event()
+    sampler = OneSlot()
+    episodes = [conversation(name, release.wait) for name in range(3)]
+    assert serve(sampler, *episodes, check=release.set, check_after=0.01, max_wait=0.01) == [0, 1, 2]
+    assert len(sampler.batches) == 3
+
+
+def test_waiting_requests_start_when_a_conversation_ends():
+    """At once if no other episode may send a request: other waits would last longer than the test."""
+    assert serve(OneSlot(), *map(conversation, range(3)), check_after=3600.0, max_wait=3600.0) == [0, 1, 2]
 
 
 def test_an_interrupt_ends_the_wait_for_requests():

@@ -254,11 +254,19 @@ def test_conversations_keep_their_slot_until_they_end(sampler: GroupSampler):
     ended: dict[int, Generation] = {}
     while len(ended) < SLOTS:
         ended.update(sampler.advance())
+    assert sampler.is_idle
     assert sampler.advance() == []
     assert numbers[-1] not in ended
     sampler.end_conversation("3")
+    assert not sampler.is_idle
     assert [number for number, _ in sampler.advance()] == numbers[-1:]
     sampler.reset()
+
+
+def test_sample_ends_conversations(sampler: GroupSampler):
+    requests = make_requests([3] * (SLOTS + 1), max_new_tokens=2)
+    named = [dataclasses.replace(request, conversation=str(index)) for index, request in enumerate(requests)]
+    assert sampler.sample(named) == sampler.sample(requests)
 
 
 def test_request_of_an_ended_conversation_is_dropped(sampler: GroupSampler):
