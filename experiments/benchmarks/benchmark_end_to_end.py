@@ -215,11 +215,11 @@ def summarize(runs: Sequence[ProgramRun], size: Size, *, cores: int, rate: float
 
 def _compiles(run: ProgramRun, skip: int) -> dict[str, float]:
     """Count compiled programs, and those of the steps that are measured."""
-    measured_from = run.watched.steps[skip - 1].at if skip else 0.0
+    measured_from, measured_to = run.watched.steps[skip - 1].at, run.watched.steps[-1].at
     return {
         "programs": len(run.compiles),
         "seconds": sum(seconds for _, seconds in run.compiles),
-        "programs_in_measured_steps": sum(at > measured_from for at, _ in run.compiles),
+        "programs_in_measured_steps": sum(measured_from < at <= measured_to for at, _ in run.compiles),
     }
 
 

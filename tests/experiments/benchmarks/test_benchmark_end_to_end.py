@@ -53,7 +53,7 @@ def test_programs_run_in_turn_on_each_set_of_cores(tmp_path: Path) -> None:
 
 
 def test_figures_leave_out_the_first_steps() -> None:
-    runs = [fake_run([9.0, 1.0, 2.0], compiles=[1.0, 2.0, 10.5]), fake_run([5.0, 3.0, 4.0], peak=300)]
+    runs = [fake_run([9.0, 1.0, 2.0], compiles=[1.0, 2.0, 10.5, 13.0]), fake_run([5.0, 3.0, 4.0], peak=300)]
     figures = summarize(runs, SIZE, cores=2, rate=1e6, skip=1)
     assert figures["step_seconds"] == {"median": 2.5, "min": 1.0, "max": 4.0, "count": 4}
     assert figures["step_cpu_seconds"]["median"] == 1.25
@@ -62,7 +62,7 @@ def test_figures_leave_out_the_first_steps() -> None:
     assert figures["sampled_tokens_per_second"]["median"] == 8 * 5 / 0.25
     assert figures["peak_bytes"]["max"] == 300
     assert figures["first_step_seconds"] == [9.0, 5.0]
-    assert figures["compiles"][0] == {"programs": 3, "seconds": 0.375, "programs_in_measured_steps": 1}
+    assert figures["compiles"][0] == {"programs": 4, "seconds": 0.5, "programs_in_measured_steps": 1}
     assert figures["floor_seconds"] == pytest.approx((SIZE.sampling_flops + SIZE.training_flops) / 1e6)
     assert figures["share_of_floor"] == pytest.approx(figures["floor_seconds"] / 2.5)
     assert figures["cpu_share_of_floor"] == pytest.approx(2 * figures["floor_seconds"] / 1.25)
