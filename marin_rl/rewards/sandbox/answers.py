@@ -28,6 +28,8 @@ class _Answer(pydantic.BaseModel):
     """Reason for which calls of the function must not share a process."""
     stopped: bool = False
     """Whether the process made no further calls because its time was up."""
+    answers: int = 0
+    """Number of calls that the process had made when it stopped or ended the sharing."""
 
 
 def validated(answer: str, count: int) -> list[EvaluateResult]:
@@ -87,7 +89,8 @@ def shared_results(answer: str, count: int) -> SharedResults:
     has_stopped = last is not None and (last.stopped or last.own_process is not None)
     if has_stopped:
         lines.pop()
-    if rest or len(lines) > count or (len(lines) < count and not has_stopped):
+    expected = count if last is None or not has_stopped else last.answers
+    if rest or len(lines) != expected or len(lines) > count:
         raise RewardCallError(RewardFailure.INVALID_ANSWER, f"{len(lines)} answers of {count} calls")
     results: list[EvaluateResult | None] = [None] * count
     failure = None

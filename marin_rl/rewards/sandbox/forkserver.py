@@ -255,7 +255,7 @@ def _run_calls(spec: WorkerSpec, request: dict[str, Any], functions: Mapping[str
 
     function = functions.get(request["function"])
     if function is not None and function.own_process:
-        write('{"own_process": "the function is declared with own_process=True"}')
+        write('{"own_process": "the function is declared with own_process=True", "answers": 0}')
         return
     options = json.dumps(request["options"])
 

@@ -46,7 +46,8 @@ def run_calls(
     """Run calls in order and write one line for each. The working directory must be empty.
 
     If the function's calls must not share a process any more, it exits with status 0 after the line
-    `{"own_process": "the reason"}`. If only the time is up, the last line is `{"stopped": true}`.
+    `{"own_process": "the reason", "answers": the number of lines before}`. If only the time is up, the last line is
+    `{"stopped": true, "answers": …}`. With the number the trainer detects lines that calls wrote themselves.
 
     Args:
         answers: the calls; each returns its answer as JSON.
@@ -55,9 +56,10 @@ def run_calls(
         seconds: time limit of the process in seconds. No call starts after half of it. Calls that use half of it as CPU
             time, which does not depend on the load of the machine, are too slow to share a process.
     """
+    answered = 0
 
     def end(reason: str) -> NoReturn:
-        write(json.dumps({"own_process": reason}))
+        write(json.dumps({"own_process": reason, "answers": answered}))
         os._exit(0)
 
     started = _Started(os.getcwd(), _lowest_free_descriptor())
@@ -65,16 +67,17 @@ def run_calls(
     numpy = sys.modules.get("numpy.random")
     state = None if numpy is None else numpy.get_state()
     last_start, last_cpu = time.monotonic() + seconds / 2, time.process_time() + seconds / 2
-    for index, answer in enumerate(answers):
-        if index and time.process_time() > last_cpu:
+    for answer in answers:
+        if answered and time.process_time() > last_cpu:
             end("its calls are slow")
-        if index and time.monotonic() > last_start:
-            write('{"stopped": true}')
+        if answered and time.monotonic() > last_start:
+            write(json.dumps({"stopped": True, "answers": answered}))
             return
         if numpy is not None:
             # As in separate processes, which start with the same state of numpy's global generator.
             numpy.set_state(state)
         write(answer())
+        answered += 1
         left = _left_behind(started)
         if left is not None:
             end(f"a call {left}")

@@ -329,7 +329,9 @@ def acts(messages, ground_truth, **kwargs):
 
 ACTIONS = {name: value for name, value in globals().items() if isinstance(value, types.FunctionType)}
 # One reward function for each action, because a function that may not share processes never does so again in a run.
-globals().update({f"acts_{name}": reward_function(acts) for name in ACTIONS})
+globals().update(
+    {f"acts_{name}": reward_function(acts) for name in (*ACTIONS, *map("writes_then_{}".format, range(4)))}
+)
 numbers = reward_function(acts)
 numbers_alone = reward_function(own_process=True)(acts)
 

@@ -14,8 +14,16 @@ GOOD = '{"results": [{"score": 1}]}'
 RAISED = '{"raised": "ValueError: no"}'
 PAIR = '{"results": [{"score": 1}, {"score": 1}]}'
 MEMORY = '{"memory": true}'
-ENDED = '{"own_process": "it is slow"}'
-STOPPED = '{"stopped": true}'
+
+
+def ended(answers: int) -> str:
+    return f'{{"own_process": "it is slow", "answers": {answers}}}'
+
+
+def stopped(answers: int) -> str:
+    return f'{{"stopped": true, "answers": {answers}}}'
+
+
 ONE = EvaluateResult(score=1.0)
 
 
@@ -28,11 +36,11 @@ ONE = EvaluateResult(score=1.0)
         ([GOOD, "nonsense", GOOD], [ONE, None, ONE], RewardFailure.INVALID_ANSWER, None),
         ([GOOD, PAIR, GOOD], [ONE, None, ONE], RewardFailure.INVALID_ANSWER, None),
         ([GOOD, '{"results": [{"score": 1e31}]}', GOOD], [ONE, None, ONE], RewardFailure.INVALID_ANSWER, None),
-        ([GOOD, ENDED, GOOD], [ONE, None, ONE], RewardFailure.INVALID_ANSWER, None),
-        ([GOOD, ENDED], [ONE, None, None], None, "it is slow"),
-        ([GOOD, STOPPED], [ONE, None, None], None, None),
-        ([ENDED], [None, None, None], None, "it is slow"),
-        ([GOOD, GOOD, GOOD, ENDED], [ONE, ONE, ONE], None, "it is slow"),
+        ([GOOD, ended(1), GOOD], [ONE, None, ONE], RewardFailure.INVALID_ANSWER, None),
+        ([GOOD, ended(1)], [ONE, None, None], None, "it is slow"),
+        ([GOOD, stopped(1)], [ONE, None, None], None, None),
+        ([ended(0)], [None, None, None], None, "it is slow"),
+        ([GOOD, GOOD, GOOD, ended(3)], [ONE, ONE, ONE], None, "it is slow"),
     ],
 )
 def test_lines_of_several_calls(
@@ -52,7 +60,12 @@ def test_lines_of_several_calls(
         f"{GOOD}\n{GOOD}\n{GOOD}",
         f"{GOOD}\n{GOOD}\n{GOOD}\nmore",
         f"{GOOD}\n{GOOD}\n{GOOD}\n{GOOD}\n",
-        f"{GOOD}\n{GOOD}\n{GOOD}\n{GOOD}\n{ENDED}\n",
+        f"{GOOD}\n{GOOD}\n{GOOD}\n{GOOD}\n{ended(4)}\n",
+        # A call wrote a line, or a part of the lines is missing.
+        f"{GOOD}\n{GOOD}\n{ended(1)}\n",
+        f"{GOOD}\n{GOOD}\n{stopped(1)}\n",
+        f"{GOOD}\n{ended(2)}\n",
+        f"{ended(-1)}\n",
     ],
 )
 def test_lines_that_do_not_identify_their_calls(text: str):
@@ -67,8 +80,8 @@ def test_lines_that_do_not_identify_their_calls(text: str):
         ("nonsense", RewardFailure.INVALID_ANSWER),
         (RAISED, RewardFailure.RAISED),
         (MEMORY, RewardFailure.MEMORY),
-        (ENDED, RewardFailure.INVALID_ANSWER),
-        (STOPPED, RewardFailure.INVALID_ANSWER),
+        (ended(0), RewardFailure.INVALID_ANSWER),
+        (stopped(0), RewardFailure.INVALID_ANSWER),
         (f"{GOOD}\n{GOOD}", RewardFailure.INVALID_ANSWER),
     ],
 )

@@ -110,6 +110,22 @@ def test_a_failure_is_that_of_its_own_call(name: str, level: Isolation, attacks:
     assert attack.sandbox.shares_processes(UserFunction(FILE, f"acts_{name}"))
 
 
+LAST = ["leaves_a_file", "with_exec score=1.0", "takes_long", "3"]
+
+
+@pytest.mark.parametrize("last", LAST)
+def test_a_line_that_a_call_writes_does_not_shift_the_scores(last: str, attacks: Attacks):
+    attack = shared(attacks, Isolation.FULL)
+    found = outcomes(attack, f"acts_writes_then_{LAST.index(last)}", ["0", "answers_twice", "2", last, "4"])
+    assert [one if isinstance(one, float) else one[:14] for one in scores(found)] == [
+        0.0,
+        "invalid_answer",
+        2.0,
+        3.0 if last == "3" else 1.0,
+        4.0,
+    ]
+
+
 def test_a_killed_process(attacks: Attacks):
     attack = shared(attacks, Isolation.NONE)
     found = outcomes(attack, "acts_is_killed", ["0", "is_killed", "2"])
