@@ -6,6 +6,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.batching.rl_example import RlExample, pack_to_score
 from marin_rl.learner.critic import ActorCritic, policy_of
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
-from marin_rl.learner.train_step import place, stack_microbatches, take_microbatch
+from marin_rl.learner.train_step import place, placed_shape, stack_microbatches, take_microbatch
 
 
 class Scores(NamedTuple):
@@ -86,7 +87,23 @@ class Scorer:
             zeros = jnp.zeros(batch.input_ids.array.shape, jnp.float32)
             return jax.lax.fori_loop(0, count, add, (zeros, zeros))
 
+        self._function = score_microbatches
         self._score = hax.named_jit(score_microbatches, axis_resources=trainer.parameter_axis_mapping)
+
+    def lower(self, model: LmHeadModel | ActorCritic, microbatches: Sequence[RlExample]) -> jax.stages.Lowered:
+        """Lower the program without compiling it, for analysis of its memory and cost.
+
+        Args:
+            model: arrays, or shapes and shardings as from `train_step.placed_shape`.
+            microbatches: the batch; only its shapes are used.
+        """
+        mesh, mapping = self._trainer.device_mesh, self._trainer.compute_axis_mapping
+        batch = placed_shape(stack_microbatches(microbatches, self._capacity), mesh, mapping)
+        with self._trainer.use_device_mesh():
+            # named_jit takes no shapes.
+            arrays, rest = eqx.partition(model, lambda leaf: isinstance(leaf, jax.Array | jax.ShapeDtypeStruct))
+            program = jax.jit(lambda arrays, *inputs: self._function(eqx.combine(arrays, rest), *inputs))
+            return program.lower(arrays, batch, np.int32(len(microbatches)))
 
     def score(self, model: LmHeadModel | ActorCritic, rollouts: Sequence[ProcessedRollout]) -> list[Scores]:
         """Compute log-probabilities and values of every token on the loss mask.

@@ -129,8 +129,9 @@ class Learner:
 
     def state_shape(self, model: eqx.Module) -> TrainerState:
         """Return shapes and dtypes of the training state of a model with these shapes."""
+        key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
         with self.trainer:
-            return eqx.filter_eval_shape(self._init, model, jax.random.PRNGKey(0))
+            return eqx.filter_eval_shape(self._init, model, key)
 
     def place(self, state: TrainerState) -> TrainerState:
         """Shard every array of a state as an update does.
@@ -180,11 +181,18 @@ class Learner:
         return _unflatten(constants, leaves), update
 
     def lower(self, state: TrainerState, microbatches: Sequence[RlExample]) -> jax.stages.Lowered:
-        """Lower the program of an update without compiling it, for analysis of its memory and cost."""
+        """Lower the program of an update without compiling it, for analysis of its memory and cost.
+
+        Args:
+            state: arrays, or shapes and shardings as from `placed_shape`.
+            microbatches: the batch; only its shapes are used.
+        """
+        mesh, mapping = self.trainer.device_mesh, self.trainer.compute_axis_mapping
+        batch = placed_shape(stack_microbatches(microbatches, self._capacity), mesh, mapping)
         with self.trainer:
             constants, leaves = _flatten(state)
             program = self._program(constants, tuple(leaf.sharding for leaf in leaves))
-            return program.lower(leaves, *self._place(microbatches))
+            return program.lower(leaves, batch, np.int32(len(microbatches)))
 
     def _place(self, microbatches: Sequence[RlExample]) -> tuple[RlExample, np.int32]:
         """Put the stacked microbatches on the devices; also return their number."""
@@ -246,9 +254,13 @@ class Learner:
 
 
 def _flatten(tree: Any) -> tuple[_Constants, list[jax.Array]]:
-    arrays, rest = hashable_partition(tree, eqx.is_array)
+    arrays, rest = hashable_partition(tree, _has_shape)
     leaves, structure = jax.tree.flatten(arrays)
     return _Constants(structure, rest), leaves
+
+
+def _has_shape(leaf: Any) -> bool:
+    return eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def _unflatten(constants: _Constants, leaves: list[jax.Array]) -> Any:
@@ -286,17 +298,29 @@ def take_microbatch(batch: RlExample, index: jax.Array | int) -> RlExample:
 
 def place(tree: T, mesh: Mesh, mapping: ResourceMapping) -> T:
     """Put every array of a tree on the mesh: named arrays sharded by `mapping`, all others replicated."""
+    return _map_arrays(multihost.put, tree, mesh, mapping)
 
-    def put(leaf: Any) -> Any:
+
+def placed_shape(tree: T, mesh: Mesh, mapping: ResourceMapping) -> T:
+    """Return the shapes, dtypes and shardings that `place` would give a tree of arrays or shapes."""
+
+    def describe(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return _map_arrays(describe, tree, mesh, mapping)
+
+
+def _map_arrays(function: Callable[[Any, NamedSharding], Any], tree: T, mesh: Mesh, mapping: ResourceMapping) -> T:
+    def apply(leaf: Any) -> Any:
         if isinstance(leaf, NamedArray):
             sharding = NamedSharding(mesh, pspec_for_axis(leaf.axes, mapping))
-            return NamedArray(multihost.put(leaf.array, sharding), leaf.axes)
-        if not eqx.is_array(leaf):
+            return NamedArray(function(leaf.array, sharding), leaf.axes)
+        if not _has_shape(leaf):
             return leaf
         # A jitted step returns P(None, ...). P() is equivalent, but would be another key of the compilation cache.
-        return multihost.put(leaf, NamedSharding(mesh, PartitionSpec(*[None] * leaf.ndim)))
+        return function(leaf, NamedSharding(mesh, PartitionSpec(*[None] * len(leaf.shape))))
 
-    return jax.tree.map(put, tree, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+    return jax.tree.map(apply, tree, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
 
 
 def fold_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:

@@ -1,0 +1,174 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import json
+import subprocess
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.benchmarks import compile_tpu
+from experiments.benchmarks.hlo import count_collectives, loop_bytes
+
+PROGRAM = """\
+HloModule jit_run, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[]{:T(128)} parameter(0)
+  %b = f32[]{:T(128)} parameter(1)
+  ROOT %sum = f32[]{:T(128)} add(%a, %b)
+}
+
+%called (x: f32[8,128]) -> f32[8,128] {
+  %x = f32[8,128]{1,0:T(8,128)} parameter(0)
+  ROOT %gathered = f32[8,128]{1,0:T(8,128)} all-gather(%x), replica_groups={{0,1}}, dimensions={0}
+}
+
+%body (state: (s32[], bf16[4,128])) -> (s32[], bf16[4,128]) {
+  %state = (s32[]{:T(128)}, bf16[4,128]{1,0:T(8,128)(2,1)}) parameter(0)
+  %step = s32[]{:T(128)S(1)} get-tuple-element(%state), index=0
+  %cache = bf16[4,128]{1,0:T(8,128)(2,1)} get-tuple-element(%state), index=1
+  %weight = f32[8,128]{1,0:T(8,128)} fusion(), kind=kLoop, calls=%called, metadata={op_name="a(b)"}
+  %slice-start = ((f32[8,128]{1,0:T(8,128)}), f32[2,128]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%weight)
+  %slice-done = f32[2,128]{1,0:T(8,128)S(1)} slice-done(%slice-start)
+  %update = bf16[1,128]{1,0:T(8,128)(2,1)} fusion(%slice-done), kind=kLoop, calls=%add
+  %query = f32[2,128]{1,0:T(8,128)} copy(%slice-done)
+  %scatter = bf16[4,128]{1,0:T(8,128)(2,1)} fusion(%cache, %step, %update), kind=kCustom, calls=%add
+  %read = f32[2,128]{1,0:T(8,128)} custom-call(%scatter, %query), custom_call_target="tpu_custom_call"
+  %reduced = f32[1,128]{1,0:T(8,128)S(1)} all-reduce-start(%step), to_apply=%add
+  ROOT %next = (s32[]{:T(128)}, bf16[4,128]{1,0:T(8,128)(2,1)}) tuple(%step, %scatter)
+}
+
+%condition (state.1: (s32[], bf16[4,128])) -> pred[] {
+  %state.1 = (s32[]{:T(128)}, bf16[4,128]{1,0:T(8,128)(2,1)}) parameter(0)
+  ROOT %continue = pred[]{:T(512)} constant(true)
+}
+
+ENTRY %main (cache.1: bf16[4,128]) -> bf16[4,128] {
+  %cache.1 = bf16[4,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %moved = bf16[4,128]{1,0:T(8,128)(2,1)} collective-permute(%cache.1), source_target_pairs={{0,1}}
+  %start = (s32[]{:T(128)}, bf16[4,128]{1,0:T(8,128)(2,1)}) tuple(%zero, %moved)
+  %while = (s32[]{:T(128)}, bf16[4,128]{1,0:T(8,128)(2,1)}) while(%start), condition=%condition, body=%body
+  ROOT %result = bf16[4,128]{1,0:T(8,128)(2,1)} get-tuple-element(%while), index=1
+}
+"""
+
+
+def test_collectives_are_counted_inside_and_outside_loops():
+    inside, outside = count_collectives(PROGRAM)
+    assert inside == {"all-gather": 1, "all-reduce": 1}
+    assert outside == {"collective-permute": 1}
+
+
+def test_program_without_loops_has_no_collectives_inside_them():
+    text = PROGRAM.replace(" while(", " call(")
+    assert count_collectives(text).inside_loops == {}
+    assert loop_bytes(text) == 0
+
+
+def test_bytes_of_a_loop_are_those_of_the_main_memory():
+    weight, update, cache = 8 * 128 * 4, 128 * 2, 4 * 128 * 2
+    a_slice = 2 * 128 * 4
+    written_query, kernel = a_slice, a_slice + cache + a_slice
+    assert loop_bytes(PROGRAM) == weight + a_slice + written_query + update + 2 * update + kernel
+
+
+def make_row(chip: str, program: str = "decode", error: str | None = None, **changes: Any) -> dict[str, Any]:
+    layers = {
+        str(count): {
+            "arguments": (1 + count) * 2**30,
+            "temporaries": 2**29,
+            "outputs": 0,
+            "collectives": {"inside_loops": {"all-reduce": 2 * count}, "outside_loops": {}},
+            **({"step_bytes": 70 + 60 * count, "weight_bytes": 90 + 10 * count, "cache_bytes": 40 * count} | changes),
+        }
+        for count in (1, 2)
+    }
+    cell = {"chip": chip, "model": "1B", "length": 8192, "program": program}
+    return {**cell, "layers": {} if error else layers, "error": error}
+
+
+def test_table_computes_the_whole_model_from_two_layers():
+    table = compile_tpu.table([make_row("v6e"), make_row("v5e"), make_row("v5p", error="RESOURCE_EXHAUSTED:\n a | b")])
+    first, second, third = table.splitlines()[2:]
+    sizes = "| 1B | 8192 | decode | 17.00 | 0.50 | 0.00 | 4 all-reduce | none | 1.20 |"
+    assert first == f"| v5e {sizes} yes, but needs 17.5 of 16 GiB |"
+    assert second == "| v5p | 1B | 8192 | decode |  |  |  |  |  |  | no: RESOURCE_EXHAUSTED: a / b |"
+    assert third == f"| v6e {sizes} yes |"
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The cells that were compiled, which takes no time."""
+    cells: list[tuple[Any, ...]] = []
+
+    def compile_cell(cell: tuple[Any, ...], keep: Path | None, timeout: float) -> dict[str, Any]:
+        cells.append(cell)
+        return {**make_row(cell[0]), **dict(zip(compile_tpu.FIELDS, cell, strict=True))}
+
+    monkeypatch.setattr(compile_tpu, "compile_cell", compile_cell)
+    monkeypatch.setattr(compile_tpu.util, "find_spec", lambda name: None if name == "libtpu" else name)
+    return cells
+
+
+def test_finished_cells_are_not_repeated(compiled: list, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    results = tmp_path / "results.jsonl"
+    row = make_row("v5e")
+    results.write_text(json.dumps(row) + "\n")
+    chosen = ["--models", "1B", "--lengths", "8192", "--programs", "decode", "--results", str(results)]
+    with pytest.raises(SystemExit):
+        compile_tpu.main(chosen)
+    assert "libtpu is not installed; install marin_rl with the extra tpu" in capsys.readouterr().err
+    compile_tpu.main(["--chips", "v5e", *chosen])
+    assert compiled == []
+    assert "| v5e | 1B | 8192 | decode |" in capsys.readouterr().out
+
+
+def test_selected_cells_are_compiled_and_kept(
+    compiled: list, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(compile_tpu.util, "find_spec", lambda name: name == "libtpu")
+    monkeypatch.setattr(compile_tpu.metadata, "version", lambda name: "1.0")
+    chosen = ["--chips", "v5e", "v6e", "--models", "8B", "--lengths", "2048", "--programs", "learner", "decode"]
+    for _ in range(2):
+        compile_tpu.main([*chosen, "--results", str(tmp_path / "results.jsonl")])
+    expected = [(chip, "8B", 2048, program) for chip in ("v5e", "v6e") for program in ("learner", "decode")]
+    assert compiled == expected
+    assert set(compile_tpu.read_results(tmp_path / "results.jsonl")) == set(expected)
+    assert "libtpu 1.0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", [["--chips", "v4"], ["--models", "70B"], ["--lengths", "100"], ["--programs", "x"]])
+def test_unknown_cells_are_rejected(flag: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        compile_tpu.main(flag)
+    assert f"argument {flag[0]}: invalid choice: " in capsys.readouterr().err
+
+
+CELL = ("v5e", "0.6B", 2048, "decode")
+
+
+def test_failed_process_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch):
+    def fail(command: list[str], **_: Any) -> subprocess.CompletedProcess:
+        return subprocess.CompletedProcess(command, 1, "", "Traceback\nKeyError: 'chip'\n")
+
+    monkeypatch.setattr(compile_tpu.subprocess, "run", fail)
+    row = compile_tpu.compile_cell(CELL, None, 60)
+    assert (compile_tpu.cell_of(row), row["error"]) == (CELL, "exit status 1: KeyError: 'chip'")
+
+
+def test_slow_cell_is_ended(monkeypatch: pytest.MonkeyPatch):
+    run = subprocess.run
+    monkeypatch.setattr(compile_tpu.subprocess, "run", lambda _, **settings: run(["sleep", "60"], **settings))
+    assert compile_tpu.compile_cell(CELL, None, 0.1)["error"] == "not finished after 0 s"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(util.find_spec("libtpu") is None, reason="needs libtpu, from the extra tpu")
+def test_decode_compiles_without_collectives_or_copies_of_the_cache():
+    row = compile_tpu.compile_cell(CELL, None, 900)
+    assert row["error"] is None
+    assert row["layers"]["2"]["collectives"] == {"inside_loops": {}, "outside_loops": {}}
+    assert compile_tpu.traffic_ratio(row) == pytest.approx(1.0, abs=0.3)
