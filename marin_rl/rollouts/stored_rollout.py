@@ -174,7 +174,7 @@ def as_table(
         step: the update trained on the rollouts, or the update before an evaluation.
         purpose: `training` or `evaluation`.
         stored: advantages by rollout id, for the rollouts that were trained on.
-        piece: maps a token id to its bytes; called once per distinct id.
+        piece: maps a token id to its bytes; called once per column for each distinct id.
         stale_groups: ids of groups that were dropped for their age before training.
 
     Returns:
