@@ -170,13 +170,16 @@ class GroupSampler(Sampler):
             )
             for index, request in enumerate(requests)
         ]
-        conversations = [request.conversation for request in requests if request.conversation is not None]
-        for conversation in conversations:
-            if conversation in self._in_progress or conversations.count(conversation) > 1:
+        in_progress = set(self._in_progress)
+        for request in requests:
+            if request.conversation in in_progress:
                 raise ValueError(
-                    f"conversation {conversation!r} has two requests at the same time; wait for the first generation"
+                    f"conversation {request.conversation!r} has two requests at the same time; wait for the first "
+                    "generation"
                 )
-        self._in_progress.update(conversations)
+            if request.conversation is not None:
+                in_progress.add(request.conversation)
+        self._in_progress = in_progress
         numbers = list(range(self._count, self._count + len(requests)))
         self._count += len(requests)
         for queued in map(_Queued, numbers, requests, allowed):
@@ -302,25 +305,25 @@ class GroupSampler(Sampler):
         cache, self._cache = self._cache, None
         return self._model, self._programs.empty() if cache is None else cache
 
-    def _free_slots(self) -> list[list[int]]:
-        """Return the free slots of each shard, the lowest last."""
+    def _free_slots(self) -> list[dict[int, None]]:
+        """Return the free slots of each shard as an ordered set, the lowest last."""
         taken = self._active.copy()
         taken[list(self._slot_of.values())] = True
         return [
-            (shard * self._shard_slots + np.flatnonzero(~row)[::-1]).tolist()
+            dict.fromkeys((shard * self._shard_slots + np.flatnonzero(~row)[::-1]).tolist())
             for shard, row in enumerate(taken.reshape(self._shards, -1))
         ]
 
-    def _take_slot(self, free: Sequence[list[int]], prompt: tuple[int, ...]) -> int:
+    def _take_slot(self, free: Sequence[dict[int, None]], prompt: tuple[int, ...]) -> int:
         """Choose a slot in a shard that has the prompt in its cache, otherwise in the shard with most free slots."""
         shards = [shard for shard, slots in enumerate(free) if slots]
         sharing = [shard for shard in shards if (shard, prompt) in self._slot_of_prompt]
         shard = max(sharing or shards, key=lambda shard: len(free[shard]))
         slot = self._slot_of_prompt.get((shard, prompt))
         # So the source of a copy is never a free slot, which a later request could overwrite before the copy.
-        if slot not in free[shard]:
-            return free[shard].pop()
-        free[shard].remove(slot)
+        if slot is None or slot not in free[shard]:
+            return free[shard].popitem()[0]
+        del free[shard][slot]
         return slot
 
     def _begin(self, slot: int, queued: _Queued, copies: list[tuple[int, int]]) -> list[_Piece]:
@@ -465,7 +468,8 @@ class GroupSampler(Sampler):
             )
         tokens = tuple(self._tokens[slot, :count].tolist())
         self._running[slot] = None
-        self._in_progress.discard(running.request.conversation or "")
+        if running.request.conversation is not None:
+            self._in_progress.discard(running.request.conversation)
         self._cached[slot] = (*running.request.prompt_tokens, *tokens[:-1])
         generation = Generation(
             token_ids=tokens,
