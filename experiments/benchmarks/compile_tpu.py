@@ -8,8 +8,8 @@
     python -m experiments.benchmarks.compile_tpu --chips v5p --models 8B --lengths 8192 --programs decode
 
 Each program is compiled with one and with two layers. The difference is the cost of a layer, from which the table
-computes the whole model. Each cell runs in its own process. Finished cells are appended to the results file and not
-repeated, so an interrupted run continues where it stopped. No weights are allocated.
+computes the arguments and outputs of the whole model. Each cell runs in its own process. Finished cells are appended to
+the results file and not repeated, so an interrupted run continues where it stopped. No weights are allocated.
 """
 
 import itertools
@@ -75,8 +75,8 @@ def compile_cell(cell: tuple[Any, ...], keep: Path | None, timeout: float) -> Ro
 def whole_model(row: Row, field: str) -> float | None:
     """Return a quantity of the whole model, computed from one and two layers; None if either is absent.
 
-    >>> layers = {"1": {"temporaries": 5}, "2": {"temporaries": 7}}
-    >>> whole_model({"model": "1B", "layers": layers}, "temporaries")
+    >>> layers = {"1": {"arguments": 5}, "2": {"arguments": 7}}
+    >>> whole_model({"model": "1B", "layers": layers}, "arguments")
     35
     """
     one, two = (row["layers"].get(count, {}).get(field) for count in ("1", "2"))
@@ -109,7 +109,9 @@ def _order(row: Row) -> tuple[int, ...]:
 
 
 def _line(row: Row) -> str:
-    sizes = [whole_model(row, field) for field in ("arguments", "temporaries", "outputs")]
+    # Temporaries are those of two layers: a single layer is not scanned, so their difference is not a layer's.
+    temporaries = row["layers"].get("2", {}).get("temporaries")
+    sizes = [whole_model(row, "arguments"), temporaries, whole_model(row, "outputs")]
     collectives = row["layers"].get("2", {}).get("collectives", {})
     ratio = traffic_ratio(row)
     cells = [
