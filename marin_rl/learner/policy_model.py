@@ -42,7 +42,7 @@ def initialize_policy(
     Vocab = Axis("vocab", tokenizer.vocab_size)
 
     def build(key: jax.Array) -> LmHeadModel:
-        return trainer.mp.cast_to_param(config.build(Vocab, key=key))
+        return trainer.mp.cast_to_param(_only_arrays(config.build(Vocab, key=key)))
 
     with trainer.use_device_mesh():
         return hax.named_jit(build, axis_resources=trainer.parameter_axis_mapping)(key)
@@ -50,7 +50,16 @@ def initialize_policy(
 
 def model_shape(config: LmConfig, Vocab: Axis, trainer: TrainerConfig) -> LmHeadModel:
     """Return the shapes and dtypes of a policy's parameters without allocating them."""
-    return eqx.filter_eval_shape(lambda: trainer.mp.cast_to_param(config.build(Vocab, key=jax.random.PRNGKey(0))))
+
+    def build() -> LmHeadModel:
+        return trainer.mp.cast_to_param(_only_arrays(config.build(Vocab, key=jax.random.PRNGKey(0))))
+
+    return eqx.filter_eval_shape(build)
+
+
+def _only_arrays(model: LmHeadModel) -> LmHeadModel:
+    """Drop the flags of dropout that GPT-2 has among its weights, which no checkpoint has; nothing uses dropout."""
+    return eqx.filter(model, eqx.is_array)
 
 
 def load_hf_policy(
@@ -102,7 +111,7 @@ def load_hf_policy(
         raise PolicyModelError(
             f"the weights in {checkpoint!r} are missing or damaged: {str(error).splitlines()[0]}"
         ) from error
-    return cast(LmHeadModel, model)
+    return _only_arrays(cast(LmHeadModel, model))
 
 
 def save_hf_policy(model: LmHeadModel, tokenizer: ChatTokenizer, folder: Path, trainer: TrainerConfig) -> None:
