@@ -45,7 +45,7 @@ from experiments.benchmarks.measurement import (
     without_compilation_cache,
 )
 from marin_rl.batching.processed_rollout import ProcessedRollout
-from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, PackedBatch, RlExample, pack_batch
+from marin_rl.batching.rl_example import PackedBatch, RlExample, pack_batch
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.devices import microbatch_rows, start_devices
 from marin_rl.learner.policy_model import initialize_policy
@@ -216,8 +216,11 @@ def _join(microbatches: Sequence[RlExample]) -> RlExample:
     """Join all microbatches into one batch."""
     rows, positions = microbatches[0].input_ids.axes
     axes = (Axis(rows.name, rows.size * len(microbatches)), positions)
-    arrays = {name: [np.asarray(getattr(example, name).array) for example in microbatches] for name in PER_TOKEN_DTYPES}
-    return RlExample(**{name: hax.named(np.concatenate(parts), axes) for name, parts in arrays.items()})
+    arrays = {
+        name: np.concatenate([np.asarray(getattr(example, name).array) for example in microbatches])
+        for name in microbatches[0].arrays()
+    }
+    return RlExample(**{name: hax.named(array, axes) for name, array in arrays.items()})
 
 
 def measure_training_step(

@@ -7,6 +7,8 @@ All microbatches of a run have one fixed shape, so a run compiles once regardles
 """
 
 import dataclasses
+import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,6 +28,8 @@ class RowLayout:
     """Whether several sequences may share a row; if False, each sequence has a separate row."""
     whole_rollouts: bool = True
     """Whether all sequences of a rollout must be in one microbatch, as required by ratios of whole rollouts."""
+    share_prompts: bool = False
+    """Whether sequences with the same prompt may share one copy of it; requires `packed`."""
     row_cost: float = 0.0
     """Relative cost of one row, to compare layouts."""
     unpacked: "RowLayout | None" = None
@@ -35,6 +39,8 @@ class RowLayout:
         for name in ("row_length", "rows_per_microbatch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"RowLayout.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.share_prompts and not self.packed:
+            raise ValueError("RowLayout.share_prompts is true, but packed is false; sequences share a prompt in a row")
 
     def microbatches(self, rollouts: int) -> int:
         """Return the number of microbatches of rollouts of one sequence each if no two of them share a row.
@@ -51,18 +57,33 @@ class RowLayout:
 
 
 class Slot(NamedTuple):
-    """Location of one sequence in the microbatches of a batch."""
+    """Location of one sequence in the microbatches of a batch.
+
+    The first `prompt_length` tokens are at `prompt_start`, where other sequences may have theirs too. The other tokens
+    are at `start`.
+    """
 
     microbatch_index: int
     """Index of the microbatch."""
     row: int
     """Row of the microbatch."""
     start: int
-    """Position of the first token."""
-    segment: int
-    """Segment id: 1 for the first sequence of a row, then 2, …"""
+    """Position of the first token after the shared prompt."""
     length: int
-    """Number of tokens."""
+    """Number of tokens after the shared prompt."""
+    prompt_start: int = 0
+    """Position of the shared prompt; 0 without one."""
+    prompt_length: int = 0
+    """Number of tokens of the shared prompt; 0 without one."""
+
+
+class Prompt(NamedTuple):
+    """The tokens of a sequence that may be shared with other sequences."""
+
+    token_ids: bytes
+    """The tokens; only compared for equality."""
+    length: int
+    """Number of tokens; 0 if nothing can be shared."""
 
 
 def pack_sequences(
@@ -87,8 +108,8 @@ def pack_sequences(
             message names the rollout.
 
     >>> slots = pack_sequences([[5], [2], [3]], RowLayout(row_length=8, rows_per_microbatch=1, packed=True))
-    >>> [(slot.microbatch_index, slot.start, slot.segment) for (slot,) in slots]
-    [(0, 0, 1), (1, 0, 1), (0, 5, 2)]
+    >>> [(slot.microbatch_index, slot.start) for (slot,) in slots]
+    [(0, 0), (1, 0), (0, 5)]
 
     Source: Johnson 1973, Near-optimal bin packing algorithms: at most 11/9 of the fewest rows, plus one.
     """
@@ -113,14 +134,20 @@ def pack_sequences(
 
 
 def choose_layout(
-    lengths: Sequence[Sequence[int]], layout: RowLayout, ids: Sequence[str] | None = None
+    lengths: Sequence[Sequence[int]],
+    layout: RowLayout,
+    ids: Sequence[str] | None = None,
+    prompts: Sequence[Sequence[Prompt]] | None = None,
 ) -> tuple[RowLayout, tuple[tuple[Slot, ...], ...]]:
-    """Pack a batch, or give each sequence a row if that costs less. Depends on the lengths only.
+    """Pack a batch, share prompts if that takes fewer microbatches, or give each sequence a row if that costs less.
+
+    Depends on the lengths and prompts only.
 
     Args:
         lengths: per rollout, the number of tokens of each sequence.
         layout: layout of packed rows; its `unpacked` is the other candidate.
         ids: rollout ids for error messages; indices by default.
+        prompts: per rollout, the prompt of each sequence, to share them in packed rows; None for no sharing.
 
     Returns:
         The chosen layout, and per rollout the slot of each sequence.
@@ -134,6 +161,10 @@ def choose_layout(
     [True, True, False]
     """
     slots = pack_sequences(lengths, layout, ids)
+    if prompts is not None:
+        shared = pack_shared_prompts(lengths, prompts, layout)
+        # All microbatches of a layout take the same time.
+        slots = shared if count_microbatches(shared) < count_microbatches(slots) else slots
     separate, rows = layout.unpacked, sum(len(sequences) for sequences in lengths)
     if not rows or separate is None or max(len(sequences) for sequences in lengths) > separate.rows_per_microbatch:
         return layout, slots
@@ -141,6 +172,99 @@ def choose_layout(
     if layout.cost(count_microbatches(slots)) <= separate.cost(-(-rows // separate.rows_per_microbatch)):
         return layout, slots
     return separate, pack_sequences(lengths, separate, ids)
+
+
+def pack_shared_prompts(
+    lengths: Sequence[Sequence[int]], prompts: Sequence[Sequence[Prompt]], layout: RowLayout
+) -> tuple[tuple[Slot, ...], ...]:
+    """Assign each sequence to a slot, with one copy of each prompt for as many of its sequences as a row can hold.
+
+    A row contains a prompt, then the rest of each sequence that shares it. If they do not fit into one row, each row
+    has a copy of the prompt. With `whole_rollouts`, only rollouts of one sequence share prompts.
+
+    Args:
+        lengths: per rollout, the number of tokens of each sequence, as for `pack_sequences`.
+        prompts: per rollout, the prompt of each sequence, shorter than the sequence.
+        layout: shape of a microbatch.
+
+    Returns:
+        Per rollout, the slot of each sequence.
+
+    Raises:
+        ValueError: as for `pack_sequences`.
+
+    >>> layout = RowLayout(row_length=10, rows_per_microbatch=1, packed=True)
+    >>> slots = pack_shared_prompts([[6], [7]], [[Prompt(b"abcd", 4)], [Prompt(b"abcd", 4)]], layout)
+    >>> [(slot.prompt_start, slot.prompt_length, slot.start, slot.length) for (slot,) in slots]
+    [(0, 4, 7, 2), (0, 4, 4, 3)]
+    """
+    sharing: dict[Prompt, list[tuple[int, int]]] = defaultdict(list)
+    units: list[_Unit] = []
+    for rollout, own in enumerate(lengths):
+        sequences = [(rollout, index) for index in range(len(own))]
+        if layout.whole_rollouts and len(own) > 1:
+            units.append(_Unit(0, tuple(sequences), own))
+            continue
+        for sequence, length, prompt in zip(sequences, own, prompts[rollout], strict=True):
+            if prompt.length:
+                sharing[prompt].append(sequence)
+            else:
+                units.append(_Unit(0, (sequence,), (length,)))
+    for prompt, sequences in sharing.items():
+        units += _split_over_rows(prompt.length, sequences, lengths, layout.row_length)
+    # Equal sums must not be ordered by rollout, because the order of rollouts does not affect the packing.
+    units.sort(key=lambda unit: (unit.prompt_length, sorted(unit.lengths)))
+    by_unit = pack_sequences([unit.spaces for unit in units], dataclasses.replace(layout, whole_rollouts=True))
+    by_sequence = {
+        sequence: slot
+        for unit, slots in zip(units, by_unit, strict=True)
+        for sequence, slot in zip(unit.sequences, unit.place(slots), strict=True)
+    }
+    return tuple(tuple(by_sequence[rollout, index] for index in range(len(own))) for rollout, own in enumerate(lengths))
+
+
+class _Unit(NamedTuple):
+    """Sequences that are placed together: in one row with a shared prompt, or the sequences of a rollout."""
+
+    prompt_length: int
+    """Tokens of the shared prompt; 0 without one."""
+    sequences: tuple[tuple[int, int], ...]
+    """Rollout and index of each sequence."""
+    lengths: Sequence[int]
+    """Tokens of each sequence, without the shared prompt."""
+
+    @property
+    def spaces(self) -> Sequence[int]:
+        """Number of positions of each space that the unit needs."""
+        return (self.prompt_length + sum(self.lengths),) if self.prompt_length else self.lengths
+
+    def place(self, slots: Sequence[Slot]) -> Sequence[Slot]:
+        """Return the slot of each sequence, for slots of the unit's spaces."""
+        if not self.prompt_length:
+            return slots
+        (slot,) = slots
+        starts = itertools.accumulate(self.lengths, initial=slot.start + self.prompt_length)
+        return [
+            slot._replace(start=start, length=length, prompt_start=slot.start, prompt_length=self.prompt_length)
+            for start, length in zip(starts, self.lengths, strict=False)
+        ]
+
+
+def _split_over_rows(
+    prompt_length: int, sequences: Sequence[tuple[int, int]], lengths: Sequence[Sequence[int]], row_length: int
+) -> list[_Unit]:
+    """Distribute the sequences of a prompt over as few rows as first-fit decreasing finds."""
+    rest = [lengths[rollout][index] - prompt_length for rollout, index in sequences]
+    slots = pack_sequences([[length] for length in rest], RowLayout(row_length - prompt_length, 1, packed=True))
+    rows: dict[int, list[tuple[tuple[int, int], int]]] = defaultdict(list)
+    for (slot,), sequence, length in sorted(zip(slots, sequences, rest, strict=True)):
+        rows[slot.microbatch_index].append((sequence, length))
+    units = []
+    for row in rows.values():
+        in_row, own = zip(*row, strict=True)
+        # A single sequence has nothing to share.
+        units.append(_Unit(prompt_length, in_row, own) if len(row) > 1 else _Unit(0, in_row, (prompt_length + own[0],)))
+    return units
 
 
 def count_microbatches(slots: Sequence[Sequence[Slot]]) -> int:
@@ -179,7 +303,6 @@ class _FreeRows:
         self._layout = layout
         self._microbatches = 0
         self._free = np.full((capacity, layout.rows_per_microbatch), layout.row_length)
-        self._sequences = np.zeros((capacity, layout.rows_per_microbatch), np.int64)
         self._last_single = (0, 0)
         """Space and row of the last rollout of one sequence."""
 
@@ -217,5 +340,4 @@ class _FreeRows:
         self._microbatches = max(self._microbatches, microbatch_index + 1)
         start = self._layout.row_length - int(self._free[microbatch_index, row])
         self._free[microbatch_index, row] -= space
-        self._sequences[microbatch_index, row] += 1
-        return Slot(microbatch_index, row, start, int(self._sequences[microbatch_index, row]), length)
+        return Slot(microbatch_index, row, start, length)

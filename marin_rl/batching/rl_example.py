@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
 
-from marin_rl.batching.packing import RowLayout, Slot, choose_layout, count_microbatches
+from marin_rl.batching.packing import Prompt, RowLayout, Slot, choose_layout, count_microbatches
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.aggregation import NO_ROLLOUT, AggregationConfig, TokenMeanConfig
@@ -63,10 +63,40 @@ def to_tokens(per_predictor: NamedArray) -> NamedArray:
     return hax.where(hax.arange(Pos) == 0, hax.zeros((), dtype=per_predictor.dtype), moved)
 
 
+class SharedPromptMask(AttentionMask):
+    """Causal attention within each segment, and of each segment to its prompt, which may be another segment.
+
+    Levanter's attention calls `materialize` for a whole row or for blocks of it. Kernels that read `segment_ids` would
+    ignore the prompts; `AttentionKernel.supports_shared_prompts` excludes them.
+    """
+
+    prompt_segment_ids: NamedArray = eqx.field(kw_only=True)
+    """As in [`RlExample`][marin_rl.batching.rl_example.RlExample]."""
+
+    def materialize(
+        self, QPos: Axis, KPos: Axis, q_slice: hax.dslice | None = None, k_slice: hax.dslice | None = None
+    ) -> NamedArray:
+        """Return the mask of some queries and keys: `k <= q` and (`segment_k = segment_q` or `= prompt_q`)."""
+        assert self.segment_ids is not None
+        segments, _ = self.segment_ids
+        own = AttentionMask.causal().with_segment_ids(segments)
+        prompt = AttentionMask.causal().with_segment_ids(self.prompt_segment_ids, segments)
+        in_segment, in_prompt = (mask.materialize(QPos, KPos, q_slice, k_slice) for mask in (own, prompt))
+        assert in_segment is not None
+        assert in_prompt is not None
+        return in_segment | in_prompt
+
+    def with_sliding_window(self, sliding_window: int | None) -> AttentionMask:
+        """Refuse a sliding window: distances in a row with shared prompts are not those in a sequence."""
+        raise NotImplementedError("rows with shared prompts do not support sliding windows")
+
+
 class RlExample(eqx.Module):
     """One microbatch of rollouts. All arrays are `{batch, position}` and aligned with tokens.
 
-    A row contains one or several sequences, one segment each. The loss of the whole batch is the plain sum over its
+    A row contains one or several sequences, one segment each. If sequences share a prompt, it is a segment of its own,
+    before theirs, which start with a copy of the prompt's last token: every token is predicted by the position before
+    it. The loss of the whole batch is the plain sum over its
     microbatches of `Σ loss_weights · term(advantages, …)`; the denominators are in `loss_weights`.
     """
 
@@ -75,11 +105,11 @@ class RlExample(eqx.Module):
     loss_mask: NamedArray
     """bool, True for loss tokens."""
     segment_ids: NamedArray
-    """int32, 0 for padding, then 1, 2, … along a row; attention is restricted to a segment."""
+    """int32, 0 for padding, then 1, 2, … along a row; attention is restricted to a segment and its prompt."""
     position_ids: NamedArray
-    """int32, position of each token within its segment: 0, 1, …; 0 for padding."""
+    """int32, position of each token within its sequence: 0, 1, …; 0 for padding."""
     rollout_ids: NamedArray
-    """int32, index of each token's rollout in this microbatch (0, 1, …); -1 for padding."""
+    """int32, index of each token's rollout in this microbatch (0, 1, …); -1 for padding and shared prompts."""
     loss_weights: NamedArray
     """float32, weight of each token in the loss; 0 outside the loss mask."""
     importance_weights: NamedArray
@@ -94,15 +124,23 @@ class RlExample(eqx.Module):
     """float32, the critic's values before the update; 0 outside the loss mask or without a critic."""
     returns: NamedArray
     """float32, regression targets of the critic; 0 outside the loss mask or without a critic."""
+    prompt_segment_ids: NamedArray | None = None
+    """int32, segment of the shared prompt of each token's sequence, or the token's own segment; 0 for padding. None if
+    the layout does not share prompts."""
 
     def __check_init__(self) -> None:
-        leaves = {name: getattr(self, name) for name in PER_TOKEN_DTYPES}
+        leaves = self.arrays()
         if not all(isinstance(leaf, NamedArray) for leaf in leaves.values()):
             return  # a transformed tree with other leaves, as inside jax.tree.map
         axes = self.input_ids.axes
         for name, leaf in leaves.items():
             if leaf.axes != axes:
                 raise ValueError(f"RlExample: {name} has axes {leaf.axes}, input_ids has {axes}")
+
+    def arrays(self) -> dict[str, NamedArray]:
+        """Return the arrays by name."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: array for name, array in fields.items() if array is not None}
 
     def to_lm_example(self) -> LmExample:
         """Convert to levanter's `LmExample`, with the loss mask at the predicting positions."""
@@ -114,8 +152,11 @@ class RlExample(eqx.Module):
 
     @property
     def attention_mask(self) -> AttentionMask:
-        """Causal attention within each segment."""
-        return AttentionMask.causal().with_segment_ids(self.segment_ids)
+        """Causal attention within each segment and to its prompt."""
+        if self.prompt_segment_ids is None:
+            return AttentionMask.causal().with_segment_ids(self.segment_ids)
+        segments = (self.segment_ids, self.segment_ids)
+        return SharedPromptMask(is_causal=True, segment_ids=segments, prompt_segment_ids=self.prompt_segment_ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,15 +197,19 @@ class PackedBatch:
         rollouts = []
         for slots, positions in zip(self.slots, self.positions, strict=True):
             rollout = np.zeros((len(slots), positions), values[0].dtype)
-            for row, (index, packed_row, start, _, length) in enumerate(slots):
-                rollout[row, :length] = values[index][packed_row, start : start + length]
+            for row, (index, packed_row, start, length, prompt_start, prompt_length) in enumerate(slots):
+                packed = values[index][packed_row]
+                rollout[row, :prompt_length] = packed[prompt_start : prompt_start + prompt_length]
+                rollout[row, prompt_length : prompt_length + length] = packed[start : start + length]
             rollouts.append(rollout)
         return rollouts
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, including prompts, without padding."""
-        return sum(slot.length for slots in self.slots for slot in slots)
+        """Number of tokens, including prompts, without padding. A shared prompt counts once per row."""
+        slots = [slot for own in self.slots for slot in own]
+        prompts = {(slot.microbatch_index, slot.row, slot.prompt_start): slot for slot in slots if slot.prompt_length}
+        return sum(slot.length for slot in slots) + sum(slot.prompt_length for slot in prompts.values())
 
     @property
     def num_positions(self) -> int:
@@ -183,7 +228,8 @@ def pack_batch(
 ) -> PackedBatch:
     """Pack rollouts into microbatches of a fixed shape.
 
-    There is always at least one microbatch. All loss weights are 0 if there are no loss tokens.
+    Sequences share prompts if the layout allows it and the batch takes fewer microbatches then; this depends on the
+    rollouts only. There is always at least one microbatch. All loss weights are 0 if there are no loss tokens.
 
     Args:
         rollouts: the rollouts, in any order and of any row length.
@@ -209,8 +255,11 @@ def pack_batch(
     }
     for name, arrays in per_action.items():
         _check_per_action(name, arrays, rollouts)
+    prompts = None
+    if layout.share_prompts:
+        prompts = [[_prompt_of(rollout, row) for row in range(len(rollout.lengths))] for rollout in rollouts]
     layout, slots = choose_layout(
-        [rollout.lengths for rollout in rollouts], layout, [rollout.id for rollout in rollouts]
+        [rollout.lengths for rollout in rollouts], layout, [rollout.id for rollout in rollouts], prompts
     )
     arrays = _scatter(rollouts, per_action, aggregation, slots, layout, pad_token_id)
     axes = (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.row_length))
@@ -239,6 +288,12 @@ def pack_to_score(rollouts: Sequence[ProcessedRollout], layout: RowLayout, *, pa
     return pack_batch(rollouts, advantages, TokenMeanConfig(), layout, pad_token_id=pad_token_id)
 
 
+def _prompt_of(rollout: ProcessedRollout, row: int) -> Prompt:
+    """Return the tokens of a sequence before the one that predicts its first loss token; empty without loss tokens."""
+    length = max(int(np.argmax(rollout.loss_mask[row])) - 1, 0)
+    return Prompt(rollout.input_ids[row, :length].tobytes(), length)
+
+
 def _scatter(
     rollouts: Sequence[ProcessedRollout],
     per_action: Mapping[str, Sequence[np.ndarray]],
@@ -251,16 +306,17 @@ def _scatter(
     shape = (count_microbatches(slots), layout.rows_per_microbatch, layout.row_length)
     places = _Places(slots, shape)
     tokens = places.spread(np.ones_like(places.length), 0, np.bool_)
-    rows = [(rollouts[rollout], row) for rollout, row in zip(places.rollout.tolist(), places.row.tolist(), strict=True)]
+    parts = [
+        (rollouts[rollout], row, slice(offset, offset + length))
+        for rollout, row, offset, length in zip(
+            places.rollout.tolist(), places.row.tolist(), places.offset.tolist(), places.length.tolist(), strict=True
+        )
+    ]
 
     def gather(name: str, padding: int = 0) -> np.ndarray:
         """Put the tokens of every sequence at its place."""
         array = np.full(tokens.shape, padding, PER_TOKEN_DTYPES[name])
-        lengths = places.length.tolist()
-        array[tokens] = _join(
-            [getattr(rollout, name)[row, :length] for (rollout, row), length in zip(rows, lengths, strict=True)],
-            array.dtype,
-        )
+        array[tokens] = _join([getattr(rollout, name)[row, part] for rollout, row, part in parts], array.dtype)
         return array
 
     loss_mask = gather("loss_mask")
@@ -273,10 +329,10 @@ def _scatter(
         return array
 
     # The denominators are those of the whole batch, independent of the split into microbatches.
-    rollout_of_token = places.spread(places.rollout, NO_ROLLOUT, np.int32)
+    rollout_of_token = places.spread(places.owner, NO_ROLLOUT, np.int32)
     by_row = (-1, layout.row_length)
     weights = aggregation.loss_weights(loss_mask.reshape(by_row), rollout_of_token.reshape(by_row))
-    position = np.arange(tokens.size, dtype=np.int32) - places.spread(places.start, 0, np.int32)
+    position = np.arange(tokens.size, dtype=np.int32) - places.spread(places.start - places.offset, 0, np.int32)
     arrays = {
         "input_ids": gather("input_ids", pad_token_id),
         "loss_mask": loss_mask,
@@ -287,23 +343,43 @@ def _scatter(
         **{name: put_actions(name, values) for name, values in per_action.items()},
         **{name: np.where(loss_mask, gather(name), 0) for name in ("policy_logprobs", "reference_logprobs", "values")},
     }
+    if layout.share_prompts:
+        arrays["prompt_segment_ids"] = places.spread(places.prompt_segment, 0, np.int32)
     return {name: array.reshape(shape) for name, array in arrays.items()}
 
 
 class _Places:
-    """The sequences of a batch in the order of their positions in the microbatches, as arrays `[sequences]`."""
+    """Shared prompts and sequences without them, in the order of their positions in the microbatches.
+
+    All attributes are arrays with one entry for each.
+    """
 
     def __init__(self, slots: Sequence[Sequence[Slot]], shape: tuple[int, int, int]):
-        table = [(rollout, row, *slot) for rollout, own in enumerate(slots) for row, slot in enumerate(own)]
-        columns = np.array(table, np.int64).reshape(len(table), 7)
-        start = np.ravel_multi_index(tuple(columns[:, 2:5].T), shape)
+        table: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for rollout, own in enumerate(slots):
+            for row, (*packed_row, start, length, prompt_start, prompt_length) in enumerate(own):
+                prompt = prompt_start if prompt_length else start
+                table[*packed_row, start] = (rollout, rollout, row, prompt_length, length, prompt)
+                if prompt_length:
+                    # The tokens of a shared prompt are taken from any of its rollouts, but belong to none.
+                    table[*packed_row, prompt] = (rollout, NO_ROLLOUT, row, 0, prompt_length, prompt)
+        where = np.array(list(table), np.int64).reshape(len(table), 3)
+        columns = np.array(list(table.values()), np.int64).reshape(len(table), 6)
+        start = np.ravel_multi_index(tuple(where.T), shape)
         order = np.argsort(start)
-        self.rollout, self.row, microbatch, _, _, self.segment, self.length = columns[order].T
+        self.rollout, self.owner, self.row, self.offset, self.length, prompt_start = columns[order].T
         self.start = start[order]
         """Flat index of the first token."""
+        microbatch = where[order, 0]
         distinct, number = np.unique(np.stack([microbatch, self.rollout]), axis=1, return_inverse=True)
-        self.number = number.reshape(-1) - np.searchsorted(distinct[0], microbatch)
+        number = number.reshape(-1) - np.searchsorted(distinct[0], microbatch)
+        self.number = np.where(self.owner == NO_ROLLOUT, NO_ROLLOUT, number)
         """Number of the rollout among those of its microbatch."""
+        row_start = self.start - where[order, 2]
+        self.segment = 1 + np.arange(len(table)) - np.searchsorted(row_start, row_start)
+        """1 for the first of a row, then 2, …"""
+        self.prompt_segment = self.segment[np.searchsorted(self.start, row_start + prompt_start)]
+        """Segment of the shared prompt, or the own segment."""
         edges = np.stack([self.start, self.start + self.length], axis=1).reshape(-1)
         # Padding, sequence, padding, sequence, ..., padding.
         self._run_lengths = np.diff(edges, prepend=0, append=np.prod(shape))

@@ -345,22 +345,29 @@ class TrainConfig:
             ValueError: if the attention kernel of the trainer's platform does not support `rollouts.row_length`.
         """
         kernel, rollouts = self._kernel(trainer), self.rollouts
-        layout = self._layout(rollouts.positions(kernel), cast(int, trainer.train_batch_size))
+        packed = rollouts.packing is not False
+        layout = self._layout(
+            rollouts.positions(kernel),
+            cast(int, trainer.train_batch_size),
+            packed=packed,
+            share_prompts=packed and rollouts.share_prompts and kernel.supports_shared_prompts,
+        )
         separate = dataclasses.replace(rollouts, packing=False)
         if rollouts.packing is not None or separate.positions(kernel) == layout.row_length:
             return layout
         platform, devices = self._platform(trainer), trainer.data_axis_size
         rows = microbatch_rows(self.trainer, separate.rows_per_device(platform, devices)) * devices
-        unpacked = dataclasses.replace(self._layout(separate.positions(kernel), rows), packed=False)
+        unpacked = self._layout(separate.positions(kernel), rows, packed=False)
         return dataclasses.replace(layout, unpacked=unpacked)
 
-    def _layout(self, row_length: int, rows: int) -> RowLayout:
+    def _layout(self, row_length: int, rows: int, *, packed: bool, share_prompts: bool = False) -> RowLayout:
         hidden = 1024 if self.model is None else self.model.Embed.size
         return RowLayout(
             row_length,
             rows,
-            packed=self.rollouts.packing is not False,
+            packed,
             whole_rollouts=self.policy_loss.is_sequence_level,
+            share_prompts=share_prompts,
             row_cost=row_length * (1 + row_length / (6 * hidden)),
         )
 

@@ -4,6 +4,7 @@
 """Which row lengths levanter's attention kernels take, and in which blocks."""
 
 import dataclasses
+import importlib.util
 import itertools
 from typing import Any, cast
 
@@ -43,6 +44,23 @@ class AttentionKernel:
                 f"model.flash_attention_block_size is {self.block_size}, but splash attention takes multiples of "
                 f"{LANES}; set {round_up(self.block_size, LANES)}, or null for the kernel's own"
             )
+
+    @property
+    def supports_shared_prompts(self) -> bool:
+        """Whether the kernel can attend to a prompt that is not in the query's segment.
+
+        `splash` and Transformer Engine compare segment ids only. `nvte` without Transformer Engine is `jax_flash`.
+
+        >>> [AttentionKernel(AttentionBackend(name)).supports_shared_prompts for name in ("jax_flash", "splash")]
+        [True, False]
+        """
+        match self.backend:
+            case AttentionBackend.VANILLA | AttentionBackend.JAX_FLASH:
+                return True
+            case AttentionBackend.NVTE:
+                return importlib.util.find_spec("transformer_engine") is None
+            case _:
+                return False
 
     def takes(self, row_length: int) -> bool:
         """Return whether the kernel supports rows of this many positions.

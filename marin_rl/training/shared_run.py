@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from marin_rl import multihost
-from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
+from marin_rl.batching.rl_example import RlExample
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import to_yaml
@@ -104,7 +104,9 @@ def require_same_batch(step: int, microbatches: Sequence[RlExample]) -> None:
     """
     if not multihost.is_multihost():
         return
-    arrays = {name: [np.asarray(getattr(batch, name).array) for batch in microbatches] for name in PER_TOKEN_DTYPES}
+    arrays = {
+        name: [np.asarray(getattr(batch, name).array) for batch in microbatches] for name in microbatches[0].arrays()
+    }
     values = {name: b"".join(array.tobytes() for array in of_name) for name, of_name in arrays.items()}
     shapes = [array.shape for array in arrays["input_ids"]]
     multihost.require_equal({"shapes": f"{step} {shapes}".encode(), **values}, f"the batch of step {step}")

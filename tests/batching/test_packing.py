@@ -1,6 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import dataclasses
 import itertools
 import re
 from collections import Counter
@@ -11,7 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.batching.packing import RowLayout, Slot, choose_layout, count_microbatches, pack_sequences
+from marin_rl.batching.packing import (
+    Prompt,
+    RowLayout,
+    Slot,
+    choose_layout,
+    count_microbatches,
+    pack_sequences,
+    pack_shared_prompts,
+)
 
 Lengths = list[list[int]]
 
@@ -68,12 +77,11 @@ def test_sequences_are_complete_and_do_not_overlap(problem: tuple[Lengths, RowLa
 
 
 @given(problems())
-def test_rows_are_filled_from_the_left_with_segments_from_one(problem: tuple[Lengths, RowLayout]) -> None:
+def test_rows_are_filled_from_the_left(problem: tuple[Lengths, RowLayout]) -> None:
     lengths, layout = problem
     for row in rows_of(pack_sequences(lengths, layout)).values():
         starts = np.cumsum([0, *(slot.length for slot in row)])[:-1]
         assert [slot.start for slot in row] == starts.tolist()
-        assert [slot.segment for slot in row] == list(range(1, len(row) + 1))
         assert layout.packed or len(row) == 1
 
 
@@ -201,17 +209,17 @@ def test_worked_example() -> None:
     lengths = [[2], [6], [4, 7], [8], [3]]
     slots = pack_sequences(lengths, RowLayout(row_length=10, rows_per_microbatch=2, packed=True))
     assert slots == (
-        (Slot(1, 0, 8, 2, 2),),
-        (Slot(0, 1, 4, 2, 6),),
-        (Slot(0, 1, 0, 1, 4), Slot(0, 0, 0, 1, 7)),
-        (Slot(1, 0, 0, 1, 8),),
-        (Slot(0, 0, 7, 2, 3),),
+        (Slot(1, 0, 8, 2),),
+        (Slot(0, 1, 4, 6),),
+        (Slot(0, 1, 0, 4), Slot(0, 0, 0, 7)),
+        (Slot(1, 0, 0, 8),),
+        (Slot(0, 0, 7, 3),),
     )
 
 
 def test_unpacked_sequences_have_separate_rows() -> None:
     slots = pack_sequences([[3], [1], [2]], RowLayout(row_length=10, rows_per_microbatch=2, packed=False))
-    assert [own[0][:4] for own in slots] == [(0, 0, 0, 1), (1, 0, 0, 1), (0, 1, 0, 1)]
+    assert [own[0][:3] for own in slots] == [(0, 0, 0), (1, 0, 0), (0, 1, 0)]
 
 
 @pytest.mark.parametrize("lengths", [[], [[]], [[], []]])
@@ -291,3 +299,93 @@ def test_a_batch_of_no_rollouts_is_packed():
 def test_errors_name_the_rollout_in_both_layouts():
     with pytest.raises(ValueError, match="rollout r7 has a sequence of 129 tokens"):
         choose_layout([[129]], SHARED, ["r7"])
+
+
+@st.composite
+def shared_problems(draw: st.DrawFn) -> tuple[Lengths, list[list[Prompt]], RowLayout]:
+    """Sequences with one of three prompts, or with none, in packed rows."""
+    lengths, layout = draw(problems().filter(lambda problem: problem[1].packed))
+    layout = dataclasses.replace(layout, whole_rollouts=draw(st.booleans()))
+    pool = [Prompt(name, length) for name, length in ((b"", 0), (b"a", 1), (b"abc", 3), (b"abd", 3))]
+    prompts = [[draw(st.sampled_from([p for p in pool if p.length < length])) for length in own] for own in lengths]
+    return lengths, prompts, layout
+
+
+@given(shared_problems())
+def test_each_token_is_in_one_place_and_each_prompt_in_one_place_per_row(problem) -> None:
+    lengths, prompts, layout = problem
+    slots = pack_shared_prompts(lengths, prompts, layout)
+    places: dict[tuple[int, int, int], Prompt] = {}
+    sharers = Counter()
+    taken = Counter()
+    for own, own_lengths, own_prompts in zip(slots, lengths, prompts, strict=True):
+        for slot, length, prompt in zip(own, own_lengths, own_prompts, strict=True):
+            assert slot.length + slot.prompt_length == length
+            taken.update((*slot[:2], position) for position in range(slot.start, slot.start + slot.length))
+            if slot.prompt_length:
+                where = (*slot[:2], slot.prompt_start)
+                sharers[where] += 1
+                assert places.setdefault(where, prompt) == prompt
+                assert slot.prompt_length == prompt.length
+                assert slot.prompt_start + slot.prompt_length <= slot.start
+    for (microbatch_index, row, start), prompt in places.items():
+        taken.update((microbatch_index, row, position) for position in range(start, start + prompt.length))
+    assert set(taken.values()) <= {1}
+    assert min(sharers.values(), default=2) >= 2
+    for _, row, position in taken:
+        assert 0 <= row < layout.rows_per_microbatch
+        assert 0 <= position < layout.row_length
+
+
+@given(shared_problems())
+def test_whole_rollouts_are_in_one_microbatch_and_share_if_they_are_one_sequence(problem) -> None:
+    lengths, prompts, layout = problem
+    slots = pack_shared_prompts(lengths, prompts, layout)
+    if layout.whole_rollouts:
+        for own in slots:
+            assert len({slot.microbatch_index for slot in own}) <= 1
+            assert len(own) == 1 or not any(slot.prompt_length for slot in own)
+
+
+@given(shared_problems(), st.randoms(use_true_random=False))
+def test_shared_packing_does_not_depend_on_rollout_order(problem, random) -> None:
+    lengths, prompts, layout = problem
+    order = list(range(len(lengths)))
+    random.shuffle(order)
+    expected = filling(pack_shared_prompts(lengths, prompts, layout))
+    permuted = [[values[index] for index in order] for values in (lengths, prompts)]
+    assert filling(pack_shared_prompts(*permuted, layout)) == expected
+
+
+@given(problems().filter(lambda problem: problem[1].packed))
+def test_sequences_without_prompts_are_packed_as_without_sharing(problem: tuple[Lengths, RowLayout]) -> None:
+    lengths, layout = problem
+    prompts = [[Prompt(b"", 0) for _ in own] for own in lengths]
+    assert filling(pack_shared_prompts(lengths, prompts, layout)) == filling(pack_sequences(lengths, layout))
+
+
+def test_a_group_that_does_not_fit_has_a_copy_of_the_prompt_in_each_row() -> None:
+    prompt = Prompt(b"prompt", 6)
+    slots = pack_shared_prompts([[8], [9], [8], [8]], [[prompt]] * 4, RowLayout(11, 2, packed=True))
+    assert slots == (
+        (Slot(0, 0, 9, 2, 0, 6),),  # 6 + 3 + 2 positions
+        (Slot(0, 0, 6, 3, 0, 6),),
+        (Slot(0, 1, 6, 2, 0, 6),),  # 6 + 2 + 2 positions
+        (Slot(0, 1, 8, 2, 0, 6),),
+    )
+
+
+def test_shared_prompts_require_packed_rows() -> None:
+    with pytest.raises(ValueError, match=r"RowLayout.share_prompts is true, but packed is false"):
+        RowLayout(8, 1, packed=False, share_prompts=True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "prompts", "layout", "shares"),
+    [(10, 1, SHARED, True), (10, 128, SHARED, False), (56, 1, SEPARATE, False)],
+)
+def test_prompts_are_shared_if_that_costs_least(answer: int, prompts: int, layout: RowLayout, shares: bool) -> None:
+    own = [[Prompt(bytes([index % prompts]), 40)] for index in range(128)]
+    chosen, slots = choose_layout([[40 + answer]] * 128, SHARED, prompts=own)
+    assert chosen == layout
+    assert any(slot.prompt_length for (slot,) in slots) == shares

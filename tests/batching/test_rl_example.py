@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Sequence
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -71,6 +72,15 @@ def processed(id: str, *rows: str, seed: int = 0) -> ProcessedRollout:
     )
 
 
+def with_prompt(rollout: ProcessedRollout, row: int, prompt: int) -> ProcessedRollout:
+    """Replace the tokens of a sequence before its first loss token by the first tokens of one of several prompts."""
+    mask = rollout.loss_mask[row]
+    tokens = mask.argmax() if mask.any() else np.count_nonzero(rollout.segment_ids[row])
+    ids = rollout.input_ids.copy()
+    ids[row, :tokens] = np.random.default_rng([7, prompt]).integers(0, PAD, tokens)
+    return dataclasses.replace(rollout, input_ids=ids)
+
+
 def token_advantages(rollout: ProcessedRollout, advantage: float | None = None) -> TokenAdvantages:
     """One advantage for all action tokens, or a different one for each; value targets differ from advantages."""
     tokens = rollout.num_loss_tokens
@@ -108,13 +118,19 @@ TWO_ROWS = processed("two", "oxx...", "oooxxx")
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[ProcessedRollout]:
-    """Rollouts of 0 to 3 sequences of 1 to 8 tokens, with any loss mask except the first token, of any row length."""
+    """Rollouts of 0 to 3 sequences of 1 to 8 tokens, with any loss mask except the first token, of any row length.
+
+    Many begin with the same tokens.
+    """
     rollouts = []
     for index in range(draw(st.integers(0, 7))):
         rows = draw(st.lists(st.text("ox", max_size=7), max_size=3))
         length = max([0, *map(len, rows)]) + 1 + draw(st.integers(0, 2))
         patterns = [f"o{row}".ljust(length, ".") for row in rows]
-        rollouts.append(processed(f"r{index}", *patterns) if rows else empty_rollout(f"r{index}", length))
+        rollout = processed(f"r{index}", *patterns) if rows else empty_rollout(f"r{index}", length)
+        for row in range(len(rows)):
+            rollout = with_prompt(rollout, row, draw(st.integers(0, 1)))
+        rollouts.append(rollout)
     return rollouts
 
 
@@ -126,7 +142,16 @@ def empty_rollout(id: str, length: int) -> ProcessedRollout:
     )
 
 
-LAYOUTS = st.builds(RowLayout, st.integers(8, 20), st.integers(3, 5), st.booleans())
+LAYOUTS = st.builds(
+    lambda row_length, rows, sharing: RowLayout(row_length, rows, sharing is not None, share_prompts=bool(sharing)),
+    st.integers(8, 20),
+    st.integers(3, 5),
+    st.sampled_from([None, False, True, True]),  # unpacked, packed, with shared prompts
+)
+GROUP = [with_prompt(processed(f"g{index}", row), 0, 0) for index, row in enumerate(["oooooxx", "oooooxxx", "ooooox"])]
+"""Three rollouts with a common prompt of 5 tokens."""
+SHARING = RowLayout(14, 1, packed=True, share_prompts=True)
+"""Holds `GROUP` in one row: 4 + 3 + 4 + 2 = 13 positions instead of 7 + 8 + 6 = 21."""
 
 
 def weight_by_hand(aggregation: AggregationConfig, rollouts: Sequence[ProcessedRollout], index: int) -> float:
@@ -154,6 +179,7 @@ def lay_out_by_hand(
     for _ in range(count):
         shape = (layout.rows_per_microbatch, layout.row_length)
         microbatches.append({name: np.zeros(shape, dtype) for name, dtype in PER_TOKEN_DTYPES.items()})
+        microbatches[-1]["prompt_segment_ids"] = np.zeros(shape, np.int32)
         microbatches[-1]["input_ids"][:] = PAD
         microbatches[-1]["rollout_ids"][:] = -1
     seen = [0] * count
@@ -161,18 +187,25 @@ def lay_out_by_hand(
         action = 0
         for sequence, slot in enumerate(own):
             out = microbatches[slot.microbatch_index]
+            in_row = [
+                other
+                for others in slots
+                for other in others
+                if other[:2] == slot[:2]  # microbatch and row
+            ]
+            starts = {other.start for other in in_row} | {other.prompt_start for other in in_row if other.prompt_length}
+            starts = sorted(starts)
             for position in range(int(rollout.segment_ids[sequence].sum())):
-                at, here = (slot.row, slot.start + position), (sequence, position)
+                shared = position < slot.prompt_length
+                start = slot.prompt_start if shared else slot.start - slot.prompt_length
+                at, here = (slot.row, start + position), (sequence, position)
                 out["input_ids"][at] = rollout.input_ids[here]
-                out["segment_ids"][at] = 1 + sum(
-                    other.microbatch_index == slot.microbatch_index
-                    and other.row == slot.row
-                    and other.start < slot.start
-                    for others in slots
-                    for other in others
+                out["segment_ids"][at] = starts.index(slot.prompt_start if shared else slot.start) + 1
+                out["prompt_segment_ids"][at] = (
+                    starts.index(slot.prompt_start if slot.prompt_length else slot.start) + 1
                 )
                 out["position_ids"][at] = position
-                out["rollout_ids"][at] = seen[slot.microbatch_index]
+                out["rollout_ids"][at] = -1 if shared else seen[slot.microbatch_index]
                 if rollout.loss_mask[here]:
                     out["loss_mask"][at] = True
                     out["loss_weights"][at] = weight_by_hand(aggregation, rollouts, index)
@@ -197,10 +230,10 @@ def test_equals_a_layout_by_hand(rollouts, layout: RowLayout, aggregation: Aggre
     expected = lay_out_by_hand(rollouts, advantages, aggregation, layout, weights, batch.slots)
     assert len(batch.microbatches) == len(expected)
     for values, by_hand in zip(batch.microbatches, expected, strict=True):
-        for name, dtype in PER_TOKEN_DTYPES.items():
-            array = getattr(values, name)
+        assert set(values.arrays()) == set(by_hand) - (set() if layout.share_prompts else {"prompt_segment_ids"})
+        for name, array in values.arrays().items():
             assert array.axes == (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.row_length)), name
-            assert array.dtype == dtype, name
+            assert array.dtype == PER_TOKEN_DTYPES.get(name, jnp.int32), name
             np.testing.assert_allclose(array.array, by_hand[name], rtol=1e-6, atol=0, err_msg=name)
 
 
@@ -229,11 +262,13 @@ def test_padding_positions_have_the_padding_token_and_zeros(rollouts, layout: Ro
     batch = pack(rollouts, layout)
     for example in batch.microbatches:
         padding = np.asarray(example.segment_ids.array) == 0
-        for name in PER_TOKEN_DTYPES:
+        for name, array in example.arrays().items():
             filler = {"input_ids": PAD, "rollout_ids": -1}.get(name, 0)
-            assert (np.asarray(getattr(example, name).array)[padding] == filler).all(), name
+            assert (np.asarray(array.array)[padding] == filler).all(), name
     tokens = sum(sum(rollout.lengths) for rollout in rollouts)
-    assert sum(np.count_nonzero(ids) for ids in arrays(batch, "segment_ids")) == tokens
+    saved = tokens - sum(np.count_nonzero(ids) for ids in arrays(batch, "segment_ids"))
+    assert saved > 0 if any(slot.prompt_length for own in batch.slots for slot in own) else saved == 0
+    tokens -= saved
     slots = len(batch.microbatches) * layout.rows_per_microbatch * layout.row_length
     assert (batch.num_tokens, batch.num_positions) == (tokens, slots)
 
@@ -257,7 +292,7 @@ def test_token_values_do_not_depend_on_layout_or_rollout_order(rollouts, first, 
 def test_rollout_ids_number_the_rollouts_of_a_microbatch(rollouts, layout: RowLayout) -> None:
     batch = pack(rollouts, layout)
     ids = [
-        {int(id) for id in values[rollout.segment_ids != 0]}
+        {int(id) for id in values[rollout.segment_ids != 0]} - {-1}  # tokens of shared prompts
         for values, rollout in zip(unpacked(batch, "rollout_ids"), rollouts, strict=True)
     ]
     for index in range(len(batch.microbatches)):
@@ -395,6 +430,73 @@ def test_attention_is_causal_within_each_segment() -> None:
     assert allowed["batch", 0].rearrange(("position", "key_position")).array.tolist() == expected
 
 
+@settings(deadline=None)
+@given(batches(), LAYOUTS)
+def test_tokens_see_the_tokens_before_them_in_their_sequence(rollouts, layout: RowLayout) -> None:
+    batch = pack(rollouts, layout)
+    Pos, KeyPos = hax.Axis("position", layout.row_length), hax.Axis("key_position", layout.row_length)
+    axes = (Axis("batch", layout.rows_per_microbatch), Pos, KeyPos)
+    expected = np.zeros((len(batch.microbatches), *(axis.size for axis in axes)), bool)
+    for slot in (slot for own in batch.slots for slot in own):
+        prompt = range(slot.prompt_start, slot.prompt_start + slot.prompt_length)
+        path = [*prompt, *range(slot.start, slot.start + slot.length)]
+        for place, query in enumerate(path):
+            expected[slot.microbatch_index, slot.row, query, path[: place + 1]] = True
+    for example, by_hand in zip(batch.microbatches, expected, strict=True):
+        allowed = example.attention_mask.materialize(Pos, KeyPos)
+        assert allowed is not None
+        tokens = np.asarray(example.segment_ids.array) > 0
+        np.testing.assert_array_equal(np.asarray(allowed.rearrange(axes).array)[tokens], by_hand[tokens])
+        # Attention in blocks materializes parts of the mask.
+        part = example.attention_mask.materialize(Pos, KeyPos, hax.dslice(2, 4), hax.dslice(1, 3))
+        assert part is not None
+        np.testing.assert_array_equal(
+            np.asarray(part.rearrange(("batch", "position", "key_position")).array),
+            np.asarray(allowed.rearrange(axes).array)[:, 2:6, 1:4],
+        )
+
+
+def test_rollouts_with_a_common_prompt_share_it_in_fewer_microbatches() -> None:
+    batch = pack(GROUP, SHARING)
+    (example,) = batch.microbatches
+    prompt = GROUP[0].input_ids[0, :5]
+    assert example.input_ids.array[0].tolist() == [
+        *prompt[:4],
+        *(prompt[4], *GROUP[1].input_ids[0, 5:8]),
+        *(prompt[4], *GROUP[0].input_ids[0, 5:7]),
+        *(prompt[4], *GROUP[2].input_ids[0, 5:6]),
+        PAD,
+    ]
+    assert example.position_ids.array[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 4, 5, 0]
+    assert example.segment_ids.array[0].tolist() == [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 4, 4, 0]
+    assert example.rollout_ids.array[0].tolist() == [-1, -1, -1, -1, 1, 1, 1, 1, 0, 0, 0, 2, 2, -1]
+    assert arrays(batch, "prompt_segment_ids")[0].tolist() == [[1] * 13 + [0]]
+    assert example.loss_mask.array[0].tolist() == [c == "x" for c in "oooo" + "oxxx" + "oxx" + "ox" + "."]
+    assert (batch.num_tokens, batch.num_loss_tokens, batch.num_positions) == (13, 6, 14)
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "row_length"),
+    [
+        (GROUP[:2], 15),  # fit into one row anyway
+        ([with_prompt(rollout, 0, index) for index, rollout in enumerate(GROUP)], 14),  # different prompts
+        ([processed(str(index), "oxxxxx") for index in range(3)], 11),  # prompts of one token
+        ([with_prompt(processed(str(index), "ooooooo"), 0, 0) for index in range(2)], 11),  # no loss
+    ],
+)
+def test_prompts_are_not_shared_without_a_gain(rollouts, row_length: int) -> None:
+    sharing, plain = (pack(rollouts, RowLayout(row_length, 1, True, share_prompts=share)) for share in (True, False))
+    assert sharing.slots == plain.slots
+    np.testing.assert_array_equal(arrays(sharing, "prompt_segment_ids"), arrays(sharing, "segment_ids"))
+    assert plain.microbatches[0].prompt_segment_ids is None
+
+
+def test_rows_with_shared_prompts_have_no_sliding_windows() -> None:
+    mask = pack(GROUP, SHARING).microbatches[0].attention_mask
+    with pytest.raises(NotImplementedError, match="sliding windows"):
+        mask.with_sliding_window(2)
+
+
 def test_packed_arrays_stay_on_the_host() -> None:
     packed = pack_batch([ONE_ROW], [token_advantages(ONE_ROW)], AGGREGATIONS[2], PACKED, pad_token_id=PAD)
     assert all(isinstance(array, np.ndarray) for array in jax.tree.leaves(packed.microbatches))
@@ -461,7 +563,7 @@ def test_packed_and_unpacked_rows_have_the_same_activations(model: LmHeadModel) 
     packed = pack(ROLLOUTS, PACKED)
     unpacked_batch = pack(ROLLOUTS, RowLayout(9, 2, packed=False))
     assert any(len({slot.row for slot in own}) for own in packed.slots)
-    assert max(slot.segment for own in packed.slots for slot in own) >= 3
+    assert max(ids.max() for ids in arrays(packed, "segment_ids")) >= 3
     packed_activations = [activations_of(model, example) for example in packed.microbatches]
     unpacked_activations = [activations_of(model, example) for example in unpacked_batch.microbatches]
     for channel in range(16):
@@ -470,6 +572,46 @@ def test_packed_and_unpacked_rows_have_the_same_activations(model: LmHeadModel) 
         for one, other in zip(left, right, strict=True):
             np.testing.assert_allclose(one, other, atol=1e-5)
     assert np.std(packed_activations[0]) > 0.1
+
+
+def activations_and_gradient(model: LmHeadModel, batch: PackedBatch) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return the activations of each rollout's tokens, and the gradient of a weighted mean over loss tokens."""
+    weights = hax.random.normal(jax.random.PRNGKey(1), model.Embed) / batch.num_loss_tokens
+
+    @eqx.filter_jit
+    @functools.partial(eqx.filter_value_and_grad, has_aux=True)
+    def total(model: LmHeadModel, example: RlExample) -> tuple[jax.Array, jax.Array]:
+        values = model.activations(example.input_ids, example.attention_mask, pos_ids=example.position_ids, key=None)
+        weighted = hax.dot(values, weights, axis=model.Embed) * to_predictors(example.advantages)
+        return hax.sum(weighted).scalar(), values.rearrange(("embed", "batch", "position")).array
+
+    results = [total(model, example) for example in batch.microbatches]
+    channels = zip(*(np.asarray(values) for (_, values), _ in results), strict=True)
+    unpacked = [batch.unpack(channel) for channel in channels]
+    gradients = [jax.tree.leaves(gradient) for _, gradient in results]
+    return [np.stack(rollout) for rollout in zip(*unpacked, strict=True)], [
+        np.sum(parts, axis=0) for parts in zip(*gradients, strict=True)
+    ]
+
+
+IN_BLOCKS = dataclasses.replace(MODELS["llama"], attn_backend=AttentionBackend.JAX_FLASH, flash_attention_block_size=4)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("config", [*MODELS.values(), IN_BLOCKS], ids=[*MODELS, "llama in blocks"])
+def test_shared_prompts_do_not_change_activations_and_gradient(config: LmConfig) -> None:
+    """The groups have different or equal prompts, and rollouts without loss, of several turns and of one token."""
+    model = config.build(Axis("vocab", VOCAB), key=jax.random.PRNGKey(0))
+    rows = ["oooooxxoox", "oooooxxx", "ooooo", "oooooxxxxxx", "ooooox", "oxx", "oooooxx", "oooooxx"]
+    rollouts = [with_prompt(processed(f"r{i}", row), 0, prompt) for prompt in (0, 1, 0) for i, row in enumerate(rows)]
+    shared = pack(rollouts, RowLayout(16, 2, packed=True, share_prompts=True))
+    assert sum(slot.prompt_length > 0 for own in shared.slots for slot in own) > 9
+    alone = pack(rollouts, RowLayout(12, 2, packed=False))
+    found, expected = (activations_and_gradient(model, batch) for batch in (shared, alone))
+    for one, other in zip(found, expected, strict=True):
+        for left, right in zip(one, other, strict=True):
+            np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-5)
+    assert max(np.abs(leaf).max() for leaf in found[1]) > 0.1
 
 
 @pytest.mark.medium

@@ -292,6 +292,22 @@ def test_packing_is_chosen_between_rows_of_both_lengths():
         assert config(rollouts=rollouts).row_layout(trainer).unpacked is None
 
 
+@pytest.mark.parametrize(
+    ("rollouts", "model", "shares"),
+    [
+        (RolloutConfig(max_length=32), MODEL, True),
+        (RolloutConfig(max_length=32, packing=True), MODEL, True),
+        (RolloutConfig(max_length=32, packing=False), MODEL, False),
+        (RolloutConfig(max_length=32, share_prompts=False), MODEL, False),
+        (RolloutConfig(max_length=32), dataclasses.replace(MODEL, attn_backend=AttentionBackend.SPLASH), False),
+    ],
+)
+def test_prompts_are_shared_in_packed_rows_if_the_kernel_supports_it(rollouts, model, shares: bool):
+    layout = config(model=model, rollouts=rollouts).row_layout(start_devices(default_trainer(), rows_per_device=6))
+    assert layout.share_prompts == shares
+    assert layout.unpacked is None or not layout.unpacked.share_prompts
+
+
 def test_default_logprob_block_depends_on_the_platform():
     trainer = start_devices(default_trainer(), rows_per_device=6)
     assert config().logprob_block(trainer) == 256

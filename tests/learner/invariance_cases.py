@@ -219,9 +219,10 @@ def make_episodes() -> list[Episode]:
 
     episodes = []
     for group, rollouts in enumerate(GROUPS):
+        prompt = tokens(4, 4)
         for turns, rewritten in rollouts:
-            most = 5 if turns == 1 else 4 if turns < 4 else 1
-            observations = [tokens(2, 4), *(tokens(1, 2 if turns < 4 else 1) for _ in range(turns - 1))]
+            most = 5 if turns == 1 else 3 if turns < 4 else 1
+            observations = [prompt, *(tokens(1, 2 if turns < 4 else 1) for _ in range(turns - 1))]
             actions = [tokens(1, most) for _ in range(turns)]
             episodes.append(Episode(group, tuple(observations), tuple(actions), rewritten, float(rng.normal()), True))
     episodes[-1] = episodes[-1]._replace(has_loss=False)
@@ -254,14 +255,15 @@ class Arrangement:
     each_turn_apart: bool = False
     """Split every turn into a separate sequence that repeats earlier tokens without loss."""
     whole_rollouts: bool = True
+    share_prompts: bool = False
 
     @property
     def layout(self) -> RowLayout:
-        return RowLayout(self.row_length, self.rows, self.packed, self.whole_rollouts)
+        return RowLayout(self.row_length, self.rows, self.packed, self.whole_rollouts, self.share_prompts)
 
 
 BASE = Arrangement(SEQUENCES)
-# Four shapes of a microbatch, hence four programs.
+# Five kinds of microbatches, hence five programs.
 ARRANGEMENTS = {
     "permuted": Arrangement(16, order=5),
     "two passes": Arrangement(8, microbatches=2),
@@ -274,11 +276,15 @@ ARRANGEMENTS = {
     "packed, permuted": Arrangement(4, packed=True, order=6, microbatches=2),
     "longer rows, eight microbatches": Arrangement(2, 17, microbatches=8),
     "packed in longer rows, four microbatches": Arrangement(2, 17, packed=True, microbatches=4),
+    "shared prompts": Arrangement(2, 28, packed=True, share_prompts=True, microbatches=2),
 }
-OF_LLAMA = ("packed", "each turn apart", "longer rows of their own")
-"""Arrangements that the program of "two passes" can run."""
+OF_LLAMA = ("packed", "each turn apart", "longer rows of their own", "shared prompts")
+"""Arrangements that the program of "two passes" can run, and one with shared prompts."""
 ON_MESHES = ARRANGEMENTS["each turn apart"]
 SCATTERED = Arrangement(4, packed=True, microbatches=3, each_turn_apart=True, whole_rollouts=False)
+SCATTERED_SHARED = Arrangement(
+    2, 28, packed=True, share_prompts=True, microbatches=3, each_turn_apart=True, whole_rollouts=False
+)
 """Arrangements with a rollout's sequences in different microbatches; only for terms without a ratio per rollout."""
 MESHES = {"data8": 1, "data4-model2": 2}
 """Size of the model axis; the other axes share 8 devices."""

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+import importlib.util
 import re
 from typing import Any, cast
 
@@ -208,3 +209,11 @@ def test_levanter_accepts_the_configured_kernel(model: LmConfig) -> None:
         assert (configured.attn_backend, configured.use_flash_attention) == (VANILLA, None)
     plain = MistralConfig()
     assert attention_kernel(plain, "cpu").configure(plain, 512) is plain
+
+
+def test_kernels_that_compare_segment_ids_do_not_support_shared_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    supporting = {backend for backend in AttentionBackend if AttentionKernel(backend).supports_shared_prompts}
+    # Without Transformer Engine, levanter uses jax_flash for nvte.
+    assert supporting == {AttentionBackend.VANILLA, AttentionBackend.JAX_FLASH, AttentionBackend.NVTE}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "transformer_engine" else None)
+    assert not AttentionKernel(AttentionBackend.NVTE).supports_shared_prompts

@@ -25,6 +25,7 @@ from tests.learner.invariance_cases import (
     OF_LLAMA,
     ON_MESHES,
     SCATTERED,
+    SCATTERED_SHARED,
     TERMS,
     Matrix,
     Update,
@@ -75,6 +76,7 @@ def test_rollouts_without_ratio_per_rollout_may_span_microbatches(
         assert largest_difference(found, expected) > 1e-3
     else:
         assert_same(found, expected, "scattered")
+        assert_same(matrix.update(SCATTERED_SHARED, aggregation, term, kl), expected, "scattered, shared prompts")
 
 
 @pytest.mark.slow
@@ -144,6 +146,20 @@ def weights_of_its_own(example: RlExample) -> RlExample:
 
 def one_rollout(example: RlExample) -> RlExample:
     return change(example, rollout_ids=np.minimum(np.asarray(example.rollout_ids.array), 0))
+
+
+def no_prompts(example: RlExample) -> RlExample:
+    return change(example, prompt_segment_ids=np.asarray(example.segment_ids.array))
+
+
+def test_arrangements_with_shared_prompts_share_some_of_several_turns(matrix: Matrix) -> None:
+    for arrangement in (ARRANGEMENTS["shared prompts"], SCATTERED_SHARED):
+        packed = matrix.pack(arrangement, "token_mean", False)
+        assert sum(slot.prompt_length > 0 for own in packed.slots for slot in own) >= 6
+        assert any(slot.prompt_length for own in packed.slots[:4] for slot in own)
+        right, wrong = matrix.step(packed.microbatches), matrix.step([no_prompts(e) for e in packed.microbatches])
+        for found, expected, objective in zip(wrong, right, OBJECTIVES, strict=True):
+            assert largest_difference(found, expected) > 1e-3, objective
 
 
 @pytest.mark.parametrize("mistake", [one_segment, running_positions, weights_of_its_own])

@@ -1,6 +1,8 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -168,3 +170,27 @@ def test_error_names_the_rollout_of_a_sequence_that_does_not_fit(trainer, rollou
     short = make_scorer(trainer, RowLayout(11, 4, packed=True))
     with pytest.raises(ValueError, match="rollout 1 has a sequence of 12 tokens, which does not fit into rows of 11"):
         short.score(critic, rollouts)
+
+
+def test_shared_prompts_do_not_change_scores(trainer, critic: ActorCritic, rollouts: list[ProcessedRollout]) -> None:
+    # Five rollouts with one prompt, of which one has no loss, and those of the other tests.
+    group = []
+    for index in range(5):
+        rollout = rollouts[4 * (index != 3) + 6 * (index == 3)]
+        ids, mask = rollout.input_ids.copy(), rollout.loss_mask.copy()
+        ids[:, :6], mask[:, :6], mask[:, 6] = np.arange(1, 7), False, index != 3
+        ids[:, 6:] += index
+        turns = np.where(mask, 0, -1).astype(np.int32)
+        group.append(dataclasses.replace(rollout, input_ids=ids, loss_mask=mask, turn_ids=turns))
+    layout = RowLayout(32, 1, packed=True, share_prompts=True, whole_rollouts=False)
+    packed = pack_to_score([*group, *rollouts], layout, pad_token_id=0)
+    assert sum(slot.prompt_length for own in packed.slots for slot in own) == 4 * 5
+    found, expected = (
+        Scorer(trainer, layout, pad_token_id=0, temperature=TEMPERATURE, block_size=5).score(
+            critic, [*group, *rollouts]
+        )
+        for layout in (layout, LAYOUTS["one microbatch"])
+    )
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        np.testing.assert_allclose(one.values, other.values, atol=1e-5)

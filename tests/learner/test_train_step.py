@@ -1,12 +1,14 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ import optax
 import pytest
 from levanter.layers.attention import AttentionMask
 
+from marin_rl.batching.rl_example import RlExample
 from marin_rl.learner.loss import loss_metrics
 from marin_rl.learner.train_step import (
     NonFiniteUpdateError,
@@ -57,7 +60,7 @@ def test_the_gradient_is_that_of_the_textbook_formula(tiny, one_device) -> None:
     example = tiny.make_example(tiny.MESH_ROWS)
     settings = tiny.make_loss()
     assert settings.kl.estimator is KlEstimator.K3
-    batch = {name: value.array for name, value in vars(example).items()}
+    batch = {name: value.array for name, value in example.arrays().items()}
 
     def textbook(model) -> jax.Array:
         mask = AttentionMask.causal().with_segment_ids(example.segment_ids)
@@ -120,7 +123,7 @@ def test_a_batch_above_the_capacity_compiles_once(tiny, learner) -> None:
 def test_stacked_microbatches_are_those_of_the_batch_then_zeros(tiny) -> None:
     examples = [tiny.make_example(seed=seed) for seed in range(3)]
     stacked = stack_microbatches(examples, 1)
-    for name, value in vars(stacked).items():
+    for name, value in stacked.arrays().items():
         assert isinstance(value.array, np.ndarray), name  # not on a device yet
         assert [axis.name for axis in value.axes] == ["microbatch", "batch", "position"]
         parts = [np.asarray(getattr(example, name).array) for example in examples]
@@ -146,6 +149,18 @@ def test_later_steps_with_any_microbatch_count_do_not_compile(tiny, learner) -> 
     with tiny.counted_compiles() as compiled:
         jax.jit(lambda x: x + 17)(jnp.ones(3)).block_until_ready()
     assert compiled  # the listener works
+
+
+def test_one_program_runs_batches_with_and_without_shared_prompts(tiny, learner) -> None:
+    def with_prompts(prompt_segment: int) -> RlExample:
+        example = tiny.make_example()
+        prompts = np.minimum(np.asarray(example.segment_ids.array), prompt_segment).astype(np.int32)
+        return dataclasses.replace(example, prompt_segment_ids=hax.named(prompts, example.input_ids.axes))
+
+    state, _ = learner.step(tiny.fresh_state(learner), [with_prompts(9)])
+    with tiny.counted_compiles() as compiled:
+        learner.step(state, [with_prompts(1)])
+    assert compiled == []
 
 
 MEASURED_BY_THE_LOSS = ("loss/policy", "loss/kl", "policy/", "log_ratio/")

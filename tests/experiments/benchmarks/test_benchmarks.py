@@ -17,6 +17,7 @@ import pytest
 from experiments.benchmarks import (
     benchmark_logprobs,
     benchmark_sampling,
+    benchmark_shared_prompts,
     benchmark_startup,
     benchmark_training_step,
     measurement,
@@ -36,7 +37,7 @@ def compilation_cache_as_before() -> Iterator[None]:
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Arguments that choose a tiny model and batch; the suite's compilation cache stays in use."""
-    for module in (benchmark_sampling, benchmark_training_step):
+    for module in (benchmark_sampling, benchmark_shared_prompts, benchmark_training_step):
         monkeypatch.setattr(module, "without_compilation_cache", lambda: None)
     return ["--config", str(make_run(tmp_path).config)]
 
@@ -68,6 +69,19 @@ def test_training_step(capsys: pytest.CaptureFixture[str], tiny: list[str]) -> N
     efficiency = [figures["log_normal"][kind]["packing_efficiency"] for kind in ("rloo", "rloo_unpacked")]
     assert efficiency[0] >= 2 * efficiency[1]
     assert figures["log_normal"]["mean_length"] == pytest.approx(256 / 4, rel=0.01)
+
+
+@pytest.mark.slow
+def test_shared_prompts(capsys: pytest.CaptureFixture[str], tiny: list[str]) -> None:
+    shape = ["--prompts", "9", "--answers", "3", "--group_sizes", "8", "--groups", "12", "--rounds", "2"]
+    benchmark_shared_prompts.main([*shape, *tiny, "--trainer.per_device_parallelism=1"])
+    (measured,) = printed_report(capsys, "benchmark_shared_prompts").values()
+    assert measured.pop("largest_difference_of_loss") < 1e-5
+    assert set(measured) == set(benchmark_shared_prompts.LAYOUTS)
+    assert [figures["shares"] for figures in measured.values()] == [False, False, True, True]
+    assert measured["shared"]["tokens"] < measured["packed"]["tokens"] == measured["unpacked"]["tokens"]
+    for figures in measured.values():
+        assert figures["cpu_seconds"]["count"] == figures["times_faster_than_packed"]["count"] == 2
 
 
 @pytest.mark.parametrize("count", [1, 7, 64, 512])
