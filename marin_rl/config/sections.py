@@ -51,7 +51,7 @@ class RolloutConfig:
     packing: bool | None = None
     """Whether a batch row holds several sequences, in segments that do not attend to one another; false: one sequence
     per row; null: chosen for each batch from the lengths of its sequences, by cost."""
-    share_prompts: bool = True
+    share_prompts: bool = False
     """Whether rollouts with the same prompt share one copy of it in a packed row, for batches that take fewer
     microbatches then. It has no effect with `splash` attention and with Transformer Engine. A longer `row_length`
     allows more rollouts to share a prompt."""

@@ -295,11 +295,15 @@ def test_packing_is_chosen_between_rows_of_both_lengths():
 @pytest.mark.parametrize(
     ("rollouts", "model", "shares"),
     [
-        (RolloutConfig(max_length=32), MODEL, True),
-        (RolloutConfig(max_length=32, packing=True), MODEL, True),
-        (RolloutConfig(max_length=32, packing=False), MODEL, False),
-        (RolloutConfig(max_length=32, share_prompts=False), MODEL, False),
-        (RolloutConfig(max_length=32), dataclasses.replace(MODEL, attn_backend=AttentionBackend.SPLASH), False),
+        (RolloutConfig(max_length=32), MODEL, False),
+        (RolloutConfig(max_length=32, share_prompts=True), MODEL, True),
+        (RolloutConfig(max_length=32, share_prompts=True, packing=True), MODEL, True),
+        (RolloutConfig(max_length=32, share_prompts=True, packing=False), MODEL, False),
+        (
+            RolloutConfig(max_length=32, share_prompts=True),
+            dataclasses.replace(MODEL, attn_backend=AttentionBackend.SPLASH),
+            False,
+        ),
     ],
 )
 def test_prompts_are_shared_in_packed_rows_if_the_kernel_supports_it(rollouts, model, shares: bool):
