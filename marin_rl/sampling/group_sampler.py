@@ -493,9 +493,9 @@ def prefill_shape(platform: str, slots: int, max_context: int, max_new_tokens: i
         max_context: maximum number of tokens of a sequence.
         max_new_tokens: maximum number of new tokens of a request.
     """
-    tokens, longest = (256, 32) if platform == "cpu" else (4096, 512)
+    tokens, shortest, longest = (256, 8, 32) if platform == "cpu" else (4096, 128, 512)
     prompt_room = max(max_context - max_new_tokens, 1)
-    chunk = min(longest, 1 << (prompt_room - 1).bit_length(), max_context)
+    chunk = min(max(1 << (prompt_room - 1).bit_length(), shortest), longest, max_context)
     return PrefillShape(min(tokens // chunk, slots), chunk)
 
 
