@@ -34,7 +34,8 @@ def test_dry_run_prints_config_and_sizes_and_writes_nothing(new_run: Callable[..
         "max_turns": 1,
         "max_tokens": None,
         "max_seconds": 120.0,
-        "packing": True,
+        "packing": None,
+        "share_prompts": False,
         "row_length": None,
         "state_hashing": None,
     }

@@ -133,7 +133,9 @@ async def _measure_batches(
             start, used = time.perf_counter(), _cpu_seconds()
             results = await sandbox.call_each(function, [request] * arguments.calls, {})
             wall[count].append(1000 * (time.perf_counter() - start) / arguments.calls)
-            cpu[count].append(1000 * (_cpu_seconds() - used) / arguments.calls)
+            # At least the resolution of /proc.
+            spent = max(_cpu_seconds() - used, 1 / os.sysconf("SC_CLK_TCK"))
+            cpu[count].append(1000 * spent / arguments.calls)
             assert [result.score for result in results if isinstance(result, EvaluateResult)] == [1.0] * arguments.calls
             assert count == 1 or sandbox.shares_processes(function)
     first = next(iter(sandboxes))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from experiments.benchmarks.measurement import BenchmarkedRunError
-from experiments.benchmarks.watched_process import WatchedRun, available_cores, cpu_seconds, pinned, watch
+from experiments.benchmarks.watched_process import WatchedRun, available_cores, pinned, watch
 
 STEPS = """
 import json, os, sys, time
@@ -63,10 +63,17 @@ def test_a_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
 
 def test_cpu_seconds_include_children() -> None:
-    before = cpu_seconds(os.getpid())
-    code = "import time\nwhile time.process_time() < 0.3: pass"
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert cpu_seconds(os.getpid()) - before >= 0.3
+    # In a new process, whose only child is the busy one. /proc counts in hundredths of a second, rounded down.
+    busy = "import time\nwhile time.process_time() < 0.4: pass"
+    code = (
+        "import os, subprocess, sys\n"
+        "from experiments.benchmarks.watched_process import cpu_seconds\n"
+        "before = cpu_seconds(os.getpid())\n"
+        f"subprocess.run([sys.executable, '-c', {busy!r}], check=True)\n"
+        "print(cpu_seconds(os.getpid()) - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert float(done.stdout) >= 0.3
 
 
 def test_cores_are_restored() -> None:
