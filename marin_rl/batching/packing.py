@@ -155,8 +155,8 @@ def choose_layout(
     Raises:
         ValueError: as for `pack_sequences`.
 
-    >>> separate = RowLayout(row_length=6, rows_per_microbatch=1, packed=False, row_cost=6)
-    >>> layout = RowLayout(row_length=8, rows_per_microbatch=1, packed=True, row_cost=9, unpacked=separate)
+    >>> separate = RowLayout(row_length=6, rows_per_microbatch=1, packed=False, row_cost=6.0)
+    >>> layout = RowLayout(row_length=8, rows_per_microbatch=1, packed=True, row_cost=9.0, unpacked=separate)
     >>> [choose_layout([[n], [n], [n]], layout)[0].packed for n in (2, 4, 6)]
     [True, True, False]
     """
