@@ -34,7 +34,7 @@ from marin_rl.sampling.sampler import (
     SampleRequest,
     SamplerError,
     WeightPoll,
-    allowed_tokens,
+    check_requests,
 )
 from marin_rl.types import Generation, StopReason, WeightVersion
 
@@ -160,16 +160,12 @@ class GroupSampler(Sampler):
 
     def start(self, requests: Sequence[SampleRequest]) -> list[int]:
         """Queue requests for `advance`; see `Sampler.start`."""
-        allowed = [
-            allowed_tokens(
-                index,
-                request,
-                max_context=self._max_context,
-                vocab_size=self._vocab_size,
-                max_new_tokens=self._config.max_new_tokens,
-            )
-            for index, request in enumerate(requests)
-        ]
+        allowed = check_requests(
+            requests,
+            max_context=self._max_context,
+            vocab_size=self._vocab_size,
+            max_new_tokens=self._config.max_new_tokens,
+        )
         in_progress = set(self._in_progress)
         for request in requests:
             if request.conversation in in_progress:

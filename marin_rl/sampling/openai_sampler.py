@@ -21,7 +21,7 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.retry import retrying_async
 from marin_rl.sampling.config import OpenAiSamplerConfig, SamplingConfig
-from marin_rl.sampling.sampler import LOGPROB_ROUNDING, Sampler, SampleRequest, SamplerError, allowed_tokens
+from marin_rl.sampling.sampler import LOGPROB_ROUNDING, Sampler, SampleRequest, SamplerError, check_requests
 from marin_rl.types import Generation, StopReason, WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -115,16 +115,12 @@ class OpenAiSampler(Sampler):
 
     def start(self, requests: Sequence[SampleRequest]) -> list[int]:
         """Accept requests, which `advance` sends; see `Sampler.start`."""
-        allowed = [
-            allowed_tokens(
-                index,
-                request,
-                max_context=self._max_context,
-                vocab_size=self._vocab_size,
-                max_new_tokens=self._config.max_new_tokens,
-            )
-            for index, request in enumerate(requests)
-        ]
+        allowed = check_requests(
+            requests,
+            max_context=self._max_context,
+            vocab_size=self._vocab_size,
+            max_new_tokens=self._config.max_new_tokens,
+        )
         numbers = list(range(self._count, self._count + len(requests)))
         self._count += len(requests)
         if self._runner is None and requests:

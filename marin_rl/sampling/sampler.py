@@ -133,6 +133,16 @@ class WeightPoll:
             raise ValueError(f"decode_steps must be at least 1, got {self.decode_steps}")
 
 
+def check_requests(
+    requests: Sequence[SampleRequest], *, max_context: int, vocab_size: int, max_new_tokens: int
+) -> list[int]:
+    """Validate requests and return the maximum number of new tokens of each; see `allowed_tokens`."""
+    return [
+        allowed_tokens(index, request, max_context=max_context, vocab_size=vocab_size, max_new_tokens=max_new_tokens)
+        for index, request in enumerate(requests)
+    ]
+
+
 def allowed_tokens(
     index: int, request: SampleRequest, *, max_context: int, vocab_size: int, max_new_tokens: int
 ) -> int:
