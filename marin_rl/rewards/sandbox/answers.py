@@ -36,7 +36,7 @@ def validated(answer: str, count: int) -> list[EvaluateResult]:
     """Parse the untrusted answer of a call.
 
     Args:
-        answer: what the call's process wrote.
+        answer: the output of the call's process.
         count: number of rollouts that the call scored.
 
     Raises:

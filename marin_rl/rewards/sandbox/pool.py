@@ -306,7 +306,7 @@ class Sandbox:
         rollouts: Sequence[RewardRequest],
         options: Mapping[str, Any],
     ) -> str:
-        """Return what a process wrote as its answer; raises a `RewardCallError` if the process failed."""
+        """Return the answer that a process wrote; raises a `RewardCallError` if the process failed."""
         arguments = {"requests": [vars(rollout) for rollout in rollouts], "options": dict(options)}
         report = await self._ask(function.file, {**request, "function": function.name, **arguments})
         if "not_loaded" in report:

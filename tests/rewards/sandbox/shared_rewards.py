@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Reward functions that do what the reply says, for calls that share a process. Run them only in a sandbox."""
+"""Reward functions that act as the reply requests, for calls that share a process. Run them only in a sandbox."""
 
 import _thread
 import code

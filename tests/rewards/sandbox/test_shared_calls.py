@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Calls that share a process give the results of calls in processes of their own, whatever one of them does."""
+"""Calls that share a process give the results of calls in separate processes, also if one of them misbehaves."""
 
 import asyncio
 import dataclasses
