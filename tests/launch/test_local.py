@@ -1,0 +1,142 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Local processes run together: output by process, one failure stops all, and signals are passed on once."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from marin_rl.launch.local import LocalConfig, Process, run_together, training_processes
+
+TIMEOUT = 60.0
+ENDLESS = """
+import pathlib, signal, sys, time
+def stop(number, frame):
+    print("got", signal.Signals(number).name, flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+pathlib.Path(sys.argv[1]).write_text("")
+time.sleep(600)
+"""
+IGNORING = ENDLESS.replace("sys.exit(0)", "pass").replace("time.sleep(600)", "[time.sleep(1) for _ in range(600)]")
+
+
+def python(code: str, *arguments: object) -> Process:
+    return Process([sys.executable, "-c", code, *map(str, arguments)], {})
+
+
+def run(processes: list[Process], stop_timeout: float = TIMEOUT) -> tuple[int, list[str]]:
+    lines: list[str] = []
+    return run_together(processes, stop_timeout, lines.append), lines
+
+
+def when_present(*paths: Path, send: int = signal.SIGINT, times: int = 1) -> None:
+    """Send a signal to this process when all files exist."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + TIMEOUT
+        while not all(path.exists() for path in paths) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for _ in range(times):
+            os.kill(os.getpid(), send)
+            time.sleep(0.1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def test_lines_are_prefixed_by_process() -> None:
+    code = "import os, sys; print('a', os.environ['X']); print('b', file=sys.stderr)"
+    status, lines = run([Process([sys.executable, "-c", code], {"X": str(index)}) for index in range(3)])
+    assert status == 0
+    assert sorted(lines) == [text for i in range(3) for text in (f"[{i}] a {i}\n", f"[{i}] b\n")]
+
+
+def test_one_failure_stops_all(tmp_path: Path) -> None:
+    wait = f"import pathlib, sys, time\nwhile not pathlib.Path({str(tmp_path / 'a')!r}).exists(): time.sleep(.01)\n"
+    status, lines = run([python(ENDLESS, tmp_path / "a"), python(f"{wait}sys.exit(3)")])
+    assert status == 3
+    assert "[launch] process 1 ended with status 3; stopping 0\n" in lines
+    assert "[0] got SIGTERM\n" in lines
+
+
+def test_a_process_that_ignores_the_stop_is_killed(tmp_path: Path) -> None:
+    wait = f"import pathlib, os, time\nwhile not pathlib.Path({str(tmp_path / 'a')!r}).exists(): time.sleep(.01)\n"
+    status, lines = run([python(IGNORING, tmp_path / "a"), python(f"{wait}os.kill(os.getpid(), 9)")], 0.2)
+    assert status == 128 + 9
+    assert "[launch] processes 0 did not end within 0.2 s; killing them\n" in lines
+
+
+def test_a_program_that_keeps_the_output_open_does_not_hide_a_failure(tmp_path: Path) -> None:
+    code = "import subprocess, sys; subprocess.Popen(['sleep', '30']); sys.exit(4)"
+    started = time.monotonic()
+    status, _ = run([python(code), python(ENDLESS, tmp_path / "a")])
+    assert status in (4, 128 + 15)
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_are_passed_on(tmp_path: Path, number: signal.Signals) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    when_present(*paths, send=number)
+    status, lines = run([python(ENDLESS, path) for path in paths])
+    assert status == 0
+    assert sorted(lines) == [f"[0] got {number.name}\n", f"[1] got {number.name}\n"]
+
+
+def test_a_second_signal_kills(tmp_path: Path) -> None:
+    when_present(tmp_path / "a", times=2)
+    assert run([python(IGNORING, tmp_path / "a")])[0] == 128 + 9
+
+
+def test_handlers_are_restored() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    run([python("pass")])
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_training_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x --xla_force_host_platform_device_count=8")
+    first, second = training_processes(LocalConfig(2, 4), ["--config", "a.yaml"])
+    assert first.command[1:5] == ["-m", "marin_rl.train", "--config", "a.yaml"]
+    assert first.environment["XLA_FLAGS"] == "--xla_dump_to=x --xla_force_host_platform_device_count=4"
+    assert first.environment["JAX_PLATFORMS"] == "cpu"
+    options = dict(zip(second.command[5::2], second.command[6::2], strict=True))
+    assert options["--trainer.distributed.process_id"] == "1"
+    assert options["--trainer.distributed.num_processes"] == "2"
+    assert options["--trainer.distributed.coordinator_address"].startswith("127.0.0.1:")
+    assert first.command[:-1] == second.command[:-1]
+    (alone,) = training_processes(LocalConfig(1), [])
+    assert alone.command[1:] == ["-m", "marin_rl.train"]
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(ValueError, match=r"local\.num_processes is 0; it must be at least 1"):
+        LocalConfig(num_processes=0)
+
+
+def launch(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "marin_rl.launch", "local", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+
+
+def test_dry_run_prints_the_commands() -> None:
+    done = launch("--num_processes", "2", "--dry_run", "--", "--config", "a b.yaml")
+    first, second = done.stdout.splitlines()
+    assert first.startswith("JAX_PLATFORMS=cpu XLA_FLAGS=")
+    assert "-m marin_rl.train --config 'a b.yaml'" in first
+    assert second.endswith("--trainer.distributed.process_id 1")
+    assert done.returncode == 0
+
+
+def test_training_arguments_are_required() -> None:
+    done = launch("--num_processes", "2")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: no training arguments; give those of marin_rl.train after --")
