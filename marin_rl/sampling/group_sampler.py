@@ -59,6 +59,8 @@ class SamplerWork:
 
     prefilled_tokens: int = 0
     """Tokens that were added to the cache without being sampled."""
+    prefill_calls: int = 0
+    """Calls of `prefill`, of `prefill_shape` tokens for each data shard."""
     sampled_tokens: int = 0
     """Sampled tokens."""
     slot_steps: int = 0
@@ -288,6 +290,7 @@ class GroupSampler(Sampler):
         model, cache = self._loaded()
         self.work.prefilled_tokens += sum(len(piece.tokens) for piece in pieces)
         for tokens in self._prefill_calls(pieces):
+            self.work.prefill_calls += 1
             cache = self._programs.prefill(model, cache, tokens)
         if copies:
             cache = self._programs.copy_slots(cache, *self._copy_arguments(copies))
@@ -379,24 +382,23 @@ class GroupSampler(Sampler):
         return pairs[0].reshape(-1), pairs[1].reshape(-1), counts
 
     def _prefill_calls(self, pieces: Sequence[_Piece]) -> Iterator[Tokens]:
-        """Yield the arguments of `prefill`: chunks of the pieces, at most one of each slot per call, in order."""
+        """Yield the arguments of `prefill`: chunks of the pieces, in order.
+
+        A call may have several chunks of a slot, because each layer writes all keys and values before it reads any.
+        """
         rows, chunk = self._prefill
         waiting: list[deque[_Piece]] = [deque() for _ in range(self._shards)]
-        for offset in range(0, max((len(piece.tokens) for piece in pieces), default=0), chunk):
-            for slot, start, tokens in pieces:
-                if offset < len(tokens):
-                    part = _Piece(slot, start + offset, tokens[offset : offset + chunk])
-                    waiting[slot // self._shard_slots].append(part)
+        for slot, start, tokens in pieces:
+            waiting[slot // self._shard_slots] += (
+                _Piece(slot, start + offset, tokens[offset : offset + chunk]) for offset in range(0, len(tokens), chunk)
+            )
         while any(waiting):
             ids = np.zeros((self._shards, rows, chunk), np.int32)
             positions = np.full(ids.shape, PADDING, np.int32)
             slots = np.full(ids.shape[:2], self._shard_slots, np.int32)
             for shard, parts in enumerate(waiting):
-                taken: set[int] = set()
-                while parts and len(taken) < rows and parts[0].slot not in taken:
+                for row in range(min(rows, len(parts))):
                     slot, start, tokens = parts.popleft()
-                    row = len(taken)
-                    taken.add(slot)
                     ids[shard, row, : len(tokens)] = tokens
                     positions[shard, row, : len(tokens)] = start + np.arange(len(tokens))
                     slots[shard, row] = slot % self._shard_slots

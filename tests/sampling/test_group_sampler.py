@@ -199,6 +199,20 @@ def test_prompts_are_processed_once_per_group(sampler: GroupSampler):
     assert sampler.work.prefilled_tokens - before == sum(len - 1 for len in (9, 20, 33))
 
 
+def test_a_call_of_prefill_takes_several_chunks_of_a_prompt(model: LmHeadModel):
+    context = 200
+    config = SamplingConfig(max_new_tokens=2, max_seqs=SLOTS)
+    sampler = GroupSampler(model, config=config, stop_sequences=[], max_context=context)
+    rows, chunk = prefill_shape("cpu", SLOTS, context, config.max_new_tokens)
+    requests = make_requests([190, 77], max_new_tokens=2)
+    chunks = [-(-(len(request.prompt_tokens) - 1) // chunk) for request in requests]
+    assert 3 < chunks[0] <= rows < sum(chunks)
+    alone = sampler.sample(requests[:1])
+    assert sampler.work.prefill_calls == 1
+    assert sampler.sample(requests[::-1])[1:] == alone
+    assert sampler.work.prefill_calls == 3
+
+
 def run_conversation(sampler: GroupSampler, name: str, observations: list[tuple[int, ...]]) -> tuple[list, list]:
     """Return requests and generations of a conversation, each turn of which adds an observation."""
     requests, generations = [], []
