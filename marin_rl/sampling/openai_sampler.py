@@ -8,6 +8,7 @@ Requests and responses contain token ids, with vLLM's extensions: `return_token_
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import math
@@ -126,9 +127,11 @@ class OpenAiSampler(Sampler):
         if self._runner is None and requests:
             self._runner = asyncio.Runner()
             self._client, self._free = self._open_client(), asyncio.Semaphore(self.batch_size)
+            self._ended: asyncio.Queue[asyncio.Task[Generation]] = asyncio.Queue()
         for number, request, limit in zip(numbers, requests, allowed, strict=True):
             assert self._runner is not None
             task = self._runner.get_loop().create_task(self._continue(number, request, limit, self.version))
+            task.add_done_callback(self._ended.put_nowait)
             self._tasks[task] = number
         return numbers
 
@@ -156,13 +159,20 @@ class OpenAiSampler(Sampler):
         if self._runner is None or not self._tasks:
             return []
         try:
-            ended, _ = self._runner.run(
-                asyncio.wait(self._tasks, timeout=_ADVANCE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            )
+            ended = self._runner.run(self._wait())
             return [(self._tasks.pop(task), task.result()) for task in sorted(ended, key=self._tasks.__getitem__)]
         except BaseException:
             self.reset()
             raise
+
+    async def _wait(self) -> list[asyncio.Task[Generation]]:
+        """Wait for the next request that ends, and return all that have; the others cost nothing."""
+        ended: list[asyncio.Task[Generation]] = []
+        with contextlib.suppress(TimeoutError):
+            ended.append(await asyncio.wait_for(self._ended.get(), _ADVANCE_SECONDS))
+        while not self._ended.empty():
+            ended.append(self._ended.get_nowait())
+        return ended
 
     def end_conversation(self, conversation: str) -> None:
         """Do nothing: the server has its own cache."""

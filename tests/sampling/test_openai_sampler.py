@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -152,6 +153,29 @@ def test_configured_number_of_requests_is_concurrent(server: CompletionsServer):
     assert sampler.batch_size == 3
     assert len(sampler.sample([dataclasses.replace(REQUEST, seed=seed) for seed in range(12)])) == 12
     assert server.most_at_once == 3
+
+
+def test_waiting_requests_cost_nothing(server: CompletionsServer):
+    server.hold = release = threading.Barrier(2, timeout=300)
+
+    def calls_of_advance(waiting: int) -> int:
+        """Return the number of function calls while one request is at the server and others wait."""
+        sampler = sampler_of(server, config=SamplingConfig(max_new_tokens=16, max_seqs=1))
+        sampler.start([dataclasses.replace(REQUEST, seed=seed) for seed in range(1 + waiting)])
+        server.received.clear()
+        while not server.received:
+            assert sampler.advance() == []
+        calls = itertools.count()
+        sys.setprofile(lambda frame, event, argument: next(calls))
+        try:
+            assert sampler.advance() == []
+        finally:
+            sys.setprofile(None)
+        release.wait()
+        sampler.reset()
+        return next(calls)
+
+    assert calls_of_advance(1000) < calls_of_advance(10) + 500
 
 
 # Requests that are rejected before sending.
