@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import resource
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,7 +69,7 @@ def watch(
         cores: cores that the program may use.
         cwd: working directory.
         env: environment variables.
-        timeout: seconds after which the program is ended.
+        timeout: seconds after which the program is ended, with the processes that it started.
 
     Raises:
         BenchmarkedRunError: if the program fails or takes too long; the message has the end of its output.
@@ -78,7 +79,9 @@ def watch(
     peak, cpu, cpu_of_others = 0, 0.0, _cpu_of_ended_children()
     before = started = time.time()
     with log.open("wb") as output, pinned(cores):
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=cwd, env=env)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, cwd=cwd, env=env, start_new_session=True
+        )
     try:
         ended = False
         while not ended:
@@ -95,7 +98,8 @@ def watch(
             time.sleep(POLL_SECONDS)
     finally:
         if process.poll() is None:
-            process.kill()
+            # With the processes that it started.
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if process.returncode or not steps:
         status = f"ended with status {process.returncode} after {len(steps)} steps"

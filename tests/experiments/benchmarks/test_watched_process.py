@@ -62,6 +62,20 @@ def test_a_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         run(tmp_path, "import time; time.sleep(600)", timeout=0.1)
 
 
+def test_processes_that_it_started_are_ended_with_it(tmp_path: Path) -> None:
+    # The child holds the write end of a pipe until it ends.
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    child = f"import time; file = open({str(path)!r}, 'w'); file.write('x'); file.flush(); time.sleep(600)"
+    code = f"import json, subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]);\ntime.sleep(600)"
+    with pytest.raises(BenchmarkedRunError, match="did not end"):
+        run(tmp_path, code, timeout=3.0)
+    os.set_blocking(reader, True)
+    with os.fdopen(reader, "rb") as pipe:
+        assert pipe.read() == b"x"
+
+
 def test_cpu_seconds_include_children() -> None:
     # In a new process, whose only child is the busy one. /proc counts in hundredths of a second, rounded down.
     busy = "import time\nwhile time.process_time() < 0.4: pass"
