@@ -33,7 +33,7 @@ from experiments.benchmarks.measurement import (
     timed,
     without_compilation_cache,
 )
-from marin_rl.learner.logprobs import blockwise_logprobs
+from marin_rl.learner.logprobs import blockwise_logprobs, head_tokens
 
 LogprobFunction = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
 
@@ -161,7 +161,7 @@ def measure_loss_shares(
     say("share of loss | head runs on | every position, s | where there is loss, s | times faster")
     for share in shares:
         mask = random_mask(batch, position, share)
-        runs_on = -(-int(mask.sum(axis=1).max()) // block_size) * block_size / position
+        runs_on = head_tokens(int(mask.sum()), block_size) / mask.size
         figures = _compare(programs, (*inputs, jnp.asarray(mask)), repeats)
         by_share[str(share)] = {"head_runs_on_share": runs_on, **figures}
         medians = [entry["median"] for entry in (*figures["seconds"].values(), figures["times_faster"])]

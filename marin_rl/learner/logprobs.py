@@ -11,7 +11,7 @@ storing them.
 import functools
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import haliax as hax
 import jax
@@ -214,11 +214,26 @@ def _over_blocks(
 ) -> Carry:
     """Run a function of first slot, number of slots and carry over the slots of all masked tokens, block by block."""
     fullest = jnp.max(jnp.sum(mask, axis=-1, dtype=jnp.int32))
-    whole, small = fullest // block_size, max(block_size // SMALL_BLOCKS, 1)
-    rest = (fullest - whole * block_size + small - 1) // small
+    whole, small, rest = _count_blocks(fullest, block_size)
     carry = jax.lax.fori_loop(0, whole, lambda index, carry: run(index * block_size, block_size, carry), carry)
     first = whole * block_size
     return jax.lax.fori_loop(0, rest, lambda index, carry: run(first + index * small, small, carry), carry)
+
+
+def _count_blocks(tokens: Any, block_size: int) -> tuple[Any, int, Any]:
+    """Return the number of whole blocks of some tokens, the size of a small block, and their number."""
+    whole, small = tokens // block_size, max(block_size // SMALL_BLOCKS, 1)
+    return whole, small, (tokens - whole * block_size + small - 1) // small
+
+
+def head_tokens(tokens: int, block_size: int) -> int:
+    """Return the number of tokens for which the head computes logits: those of `tokens` in blocks, with padding.
+
+    >>> [head_tokens(tokens, 64) for tokens in (0, 1, 64, 100)]
+    [0, 8, 64, 104]
+    """
+    whole, small, rest = _count_blocks(tokens, block_size)
+    return whole * block_size + rest * small
 
 
 def _masked_tokens(mask: Bool[Array, "shard token"], block_size: int) -> Int32[Array, "shard slot"]:
