@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, oldest_version
+from marin_rl.errors import UserError
 from marin_rl.rollouts.group_codec import OtherFormatError, decode_group, encode_group
 from marin_rl.seeds import derive_seed
 from marin_rl.types import RolloutGroup, Task, WeightVersion
@@ -23,7 +24,7 @@ _SCHEMA = pa.schema(
 )
 
 
-class ReplayFileError(ValueError):
+class ReplayFileError(UserError):
     """Raised when a saved buffer cannot be read; the message names the file."""
 
 

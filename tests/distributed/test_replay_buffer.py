@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from marin_rl.distributed.replay_buffer import ReplayBuffer, ReplayFileError
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, RolloutScheduler, StalenessLimits
+from marin_rl.errors import UserError
 from marin_rl.types import RolloutGroup, Task
 from tests.rollouts.rollout_cases import group_of, rollout_of
 
@@ -206,7 +207,7 @@ def test_error_names_a_damaged_file(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(ReplayFileError, match=r"replay\.parquet cannot be read"):
         ReplayBuffer(max_staleness=3).load(file)
-    with pytest.raises(ReplayFileError, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot be read"):
         ReplayBuffer(max_staleness=3).load(tmp_path / "missing.parquet")
 
 
