@@ -16,6 +16,7 @@ from typing import cast
 
 from levanter.distributed import DistributedConfig, RayConfig
 from levanter.models.lm_model import LmConfig
+from levanter.models.mixtral import MixtralConfig
 from levanter.optim import AdamConfig, OptimizerConfig
 from levanter.trainer import TrainerConfig
 
@@ -253,6 +254,12 @@ class TrainConfig:
             )
         if self.model is not None:
             check_model(self.model, max_length=self.rollouts.max_length)
+        for key in ("tensor_parallel_axes", "axis_resources"):
+            if isinstance(self.model, MixtralConfig) and "experts" in (getattr(self.trainer, key) or ()):
+                raise ValueError(
+                    f"trainer.{key} has 'experts', but levanter cannot shard the experts of a mixtral model over "
+                    "devices; shard their hidden layers with trainer.tensor_parallel_axes: [mlp] instead"
+                )
         if getattr(self.model, "scan_layers", True) is False:
             raise ValueError("model.scan_layers is false, but the learner supports scanned layers only; set it to true")
 

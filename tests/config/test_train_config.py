@@ -10,6 +10,7 @@ import pytest
 from levanter.layers.attention import AttentionBackend
 from levanter.models.gemma import Gemma3Config
 from levanter.models.llama import LlamaConfig
+from levanter.models.mixtral import MixtralConfig
 from levanter.optim import AdamConfig
 
 from marin_rl.config.command_line import parse_config
@@ -126,6 +127,16 @@ def test_reinforce_accepts_groups_of_one():
             r"model\.type 'gemma3' is not supported; supported are gemma, gemma2, gpt2, llama, mistral, mixtral, olmo2",
         ),
         ({"model": dataclasses.replace(MODEL, use_bias=True)}, r"model\.use_bias: True \(Hugging Face: False\)"),
+        *(
+            (
+                {
+                    "model": MixtralConfig(**SIZES, n_routed_experts=4),
+                    "trainer": dataclasses.replace(default_trainer(), **{key: value}),
+                },
+                rf"trainer\.{key} has 'experts', but levanter cannot shard the experts",
+            )
+            for key, value in (("tensor_parallel_axes", ["mlp", "experts"]), ("axis_resources", {"experts": "model"}))
+        ),
         ({"model": dataclasses.replace(MODEL, scan_layers=False)}, r"model\.scan_layers is false"),
         (
             {"trainer": dataclasses.replace(default_trainer(), train_batch_size=8)},
