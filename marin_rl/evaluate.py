@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.scoring import Scorer
 from marin_rl.logs import warnings_to_stderr
+from marin_rl.sampling.config import MIN_TEMPERATURE
 from marin_rl.training.evaluation import evaluate, first_of_each, reference_loss
 from marin_rl.training.run_directory import RunDirectory, open_existing
 from marin_rl.training.starting_weights import restore_policy
@@ -44,7 +46,7 @@ class EvaluateConfig:
     validation: bool = False
     """Evaluate on the validation tasks instead of the held-out ones."""
     temperature: float | None = None
-    """Temperature of the sampled attempts, above 0; the run's temperature by default."""
+    """Temperature of the sampled attempts, at least 1e-30; the run's temperature by default."""
     evaluation: EvaluationConfig | None = None
     """Tasks, samples and pass@k; those of the run by default."""
     environment: EnvironmentConfig | None = None
@@ -53,10 +55,10 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         local_path(self.run, "run")
-        if self.temperature is not None and not self.temperature > 0:
+        if self.temperature is not None and not MIN_TEMPERATURE <= self.temperature < math.inf:
             raise ValueError(
-                f"temperature is {self.temperature}; it must be above 0 (evaluation.greedy adds attempts at "
-                "temperature 0)"
+                f"temperature is {self.temperature}; it must be at least {MIN_TEMPERATURE} (evaluation.greedy adds "
+                "attempts at temperature 0)"
             )
 
     @property

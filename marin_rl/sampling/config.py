@@ -12,6 +12,9 @@ import draccus
 from marin_rl.config_fields import LOCAL_PATH, check_at_least
 from marin_rl.retry import RetryConfig
 
+MIN_TEMPERATURE = 1e-30
+"""Lowest temperature above 0; logits divided by a lower one may exceed the range of float32."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
@@ -20,7 +23,7 @@ class SamplingConfig:
     max_new_tokens: int = 64
     """Maximum number of new tokens per request, the stop token included. At least 1."""
     temperature: float = 1.0
-    """Temperature of training samples, above 0."""
+    """Temperature of training samples, at least 1e-30."""
     top_p: float = 1.0
     """Must be 1.0 (no truncation): the log-ratios in every objective need the full distribution."""
     top_k: int | None = None
@@ -41,8 +44,10 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, "sampling", max_new_tokens=1, max_seqs=1)
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise ValueError(f"sampling.temperature is {self.temperature}; training samples need one above 0")
+        if not MIN_TEMPERATURE <= self.temperature < math.inf:
+            raise ValueError(
+                f"sampling.temperature is {self.temperature}; training samples need one of at least {MIN_TEMPERATURE}"
+            )
         for name, neutral, written in (("top_p", 1.0, "1.0"), ("top_k", None, "null")):
             if getattr(self, name) != neutral:
                 raise ValueError(

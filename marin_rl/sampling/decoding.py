@@ -166,10 +166,10 @@ def draw(
     """
     rows, vocab = logits.shape
     block = _SMALL_BLOCK if vocab <= _SMALL_BLOCK**2 else _LARGE_BLOCK
-    logits = logits / jnp.where(temperatures > 0, temperatures, 1.0)[:, None]
-    padded = jnp.pad(logits, ((0, 0), (0, -vocab % block)), constant_values=-jnp.inf)
-    largest = padded.max(axis=-1, keepdims=True)
-    weights = jnp.exp(padded - largest).reshape(rows, -1, block)
+    # Differences first: at low temperatures the rounding error of a quotient is large.
+    scaled = (logits - logits.max(axis=-1, keepdims=True)) / jnp.where(temperatures > 0, temperatures, 1.0)[:, None]
+    padded = jnp.pad(scaled, ((0, 0), (0, -vocab % block)), constant_values=-jnp.inf)
+    weights = jnp.exp(padded).reshape(rows, -1, block)
     block_weights = weights.sum(axis=-1)
     sums = jnp.cumsum(block_weights, axis=-1)
     targets = uniforms * sums[:, -1]
@@ -178,7 +178,7 @@ def draw(
     inside = jnp.take_along_axis(weights, blocks[:, None, None], axis=1)[:, 0]
     offsets = _first_above(targets - before, jnp.cumsum(inside, axis=-1), inside)
     tokens = jnp.where(temperatures > 0, blocks * block + offsets, jnp.argmax(logits, axis=-1))
-    return tokens, _pick(logits, tokens) - largest[:, 0] - jnp.log(sums[:, -1])
+    return tokens, _pick(scaled, tokens) - jnp.log(sums[:, -1])
 
 
 def _first_above(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.errors import UserError
+from marin_rl.sampling.config import MIN_TEMPERATURE
 from marin_rl.types import Generation, WeightVersion
 
 LOGPROB_ROUNDING = 1e-5
@@ -29,7 +30,7 @@ class SampleRequest:
     max_new_tokens: int
     """Maximum number of tokens to sample, the stop token included. At least one."""
     temperature: float = 1.0
-    """0 is greedy. Log-probabilities are computed at this temperature (at 1 if greedy)."""
+    """0 is greedy; otherwise at least 1e-30. Log-probabilities are computed at this temperature (at 1 if greedy)."""
     conversation: str | None = None
     """Identifies the turns of one conversation, so that a further turn can reuse the work of earlier ones, until
     `Sampler.end_conversation`. A turn is requested after the previous one has ended. None: a request on its own."""
@@ -177,8 +178,11 @@ def allowed_tokens(
             f"request {index}: max_new_tokens is {request.max_new_tokens}; it must be between 1 and "
             f"sampling.max_new_tokens, which is {max_new_tokens}"
         )
-    if not (math.isfinite(request.temperature) and request.temperature >= 0):
-        raise ValueError(f"request {index}: temperature is {request.temperature}; it must be 0 (greedy) or above")
+    if request.temperature != 0 and not MIN_TEMPERATURE <= request.temperature < math.inf:
+        raise ValueError(
+            f"request {index}: temperature is {request.temperature}; it must be 0 (greedy) or at least "
+            f"{MIN_TEMPERATURE}"
+        )
     if not 0 <= request.seed < 2**63:
         raise ValueError(f"request {index}: seed is {request.seed}; it must be at least 0 and below 2**63")
     return min(request.max_new_tokens, max_context - length)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from marin_rl.sampling.config import MIN_TEMPERATURE
 from marin_rl.sampling.decoding import draw
 
 LARGEST_BELOW_1 = 1 - 2.0**-24
@@ -63,7 +64,7 @@ def test_token_of_probability_0_is_never_drawn(vocab: int, masked: float):
         assert (logprobs > -50).all()
 
 
-@pytest.mark.parametrize("temperature", [1e-6, 100.0])
+@pytest.mark.parametrize("temperature", [MIN_TEMPERATURE, 1e-6, 100.0])
 def test_extreme_temperatures(temperature: float):
     logits = np.linspace(-3.0, 3.0, 65, dtype=np.float32)
     uniforms = (np.arange(200) + 0.5) / 200

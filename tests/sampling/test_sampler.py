@@ -31,7 +31,9 @@ def test_allowed_tokens_is_limited_by_request_and_context(length: int, expected:
     assert allowed(prompt_tokens=(7,) * length) == expected
 
 
-@pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"seed": 2**63 - 1}, {"max_new_tokens": 1}])
+@pytest.mark.parametrize(
+    "changes", [{"temperature": 0.0}, {"temperature": 1e-30}, {"seed": 2**63 - 1}, {"max_new_tokens": 1}]
+)
 def test_boundary_values_are_valid(changes: dict[str, Any]):
     assert allowed(**changes) == min(changes.get("max_new_tokens", 5), 7)
 
@@ -50,6 +52,7 @@ def test_error_names_a_prompt_without_room(length: int):
         ({"prompt_tokens": (-1, 7)}, "request 4: prompt token -1 is not"),
         ({"max_new_tokens": 0}, "request 4: max_new_tokens is 0; it must be between 1 and .* which is 6"),
         ({"max_new_tokens": 7}, "request 4: max_new_tokens is 7"),
+        ({"temperature": 1e-37}, r"request 4: temperature is 1e-37; it must be 0 \(greedy\) or at least 1e-30"),
         ({"temperature": -0.1}, "request 4: temperature is -0.1"),
         ({"temperature": float("inf")}, "request 4: temperature is inf"),
         ({"temperature": float("nan")}, "request 4: temperature is nan"),
