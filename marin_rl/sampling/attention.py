@@ -15,6 +15,7 @@ which need not be present: programs can be compiled for other platforms.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -34,6 +35,8 @@ PADDING = 2**30
 
 LayerCache = tuple[Array, ...]
 """The cache of one layer: one or more arrays, whose first axis is the slot."""
+CacheAxes = tuple[tuple[Axis, ...], ...]
+"""The axes of each array of a layer's cache."""
 
 
 class Tokens(NamedTuple):
@@ -50,13 +53,14 @@ class Tokens(NamedTuple):
 class AttentionForm(Protocol):
     """One way to store a layer's keys and values, and to attend to them."""
 
-    def cache_axes(self, config: AttentionConfig, slots: int, context: int) -> tuple[tuple[Axis, ...], ...]:
+    def cache_axes(self, config: AttentionConfig, slots: int, context: int, head_shards: int = 1) -> CacheAxes:
         """Return the axes of each array of a layer's cache; the first is `slot`.
 
         Args:
             config: number and size of the heads.
             slots: number of sequences.
             context: maximum number of tokens of a sequence.
+            head_shards: number of devices over which the heads are sharded; a divisor of their number.
         """
         ...
 
@@ -107,7 +111,7 @@ def attention_form(platform: str, device_kind: str) -> AttentionForm:
 class DenseAttention:
     """Batched attention with all scores in memory, in float32."""
 
-    def cache_axes(self, config: AttentionConfig, slots: int, context: int) -> tuple[tuple[Axis, ...], ...]:
+    def cache_axes(self, config: AttentionConfig, slots: int, context: int, head_shards: int = 1) -> CacheAxes:
         """Keys (after rotary embedding) and values; see `AttentionForm.cache_axes`."""
         return ((Axis("slot", slots), config.KVHeads, Axis("context", context), config.HeadSize),) * 2
 
@@ -182,7 +186,7 @@ class BlockAttention:
     interpret: bool = False
     """Whether to interpret the kernel, which works without a GPU, slowly."""
 
-    def cache_axes(self, config: AttentionConfig, slots: int, context: int) -> tuple[tuple[Axis, ...], ...]:
+    def cache_axes(self, config: AttentionConfig, slots: int, context: int, head_shards: int = 1) -> CacheAxes:
         """Keys (after rotary embedding) and values, in whole blocks; see `AttentionForm.cache_axes`."""
         return DenseAttention().cache_axes(config, slots, -(-context // _GPU_BLOCK) * _GPU_BLOCK)
 
@@ -287,7 +291,8 @@ _TPU_BLOCKS = {
 class PagedAttention:
     """jax's ragged paged attention for TPUs, with a fixed page table: slot `s` owns pages `s·P` to `(s+1)·P - 1`.
 
-    The cache is allocated at the head size that the kernel reads, a multiple of 128, so that it is never copied.
+    The cache is allocated at the head size that the kernel reads, a multiple of 128, so that it is never copied, and
+    with heads of zeros if the kernel does not support their number.
     """
 
     pages_per_block: int
@@ -295,10 +300,10 @@ class PagedAttention:
     queries_per_block: int
     """Queries that the kernel processes at a time."""
 
-    def cache_axes(self, config: AttentionConfig, slots: int, context: int) -> tuple[tuple[Axis, ...], ...]:
+    def cache_axes(self, config: AttentionConfig, slots: int, context: int, head_shards: int = 1) -> CacheAxes:
         """Pages of alternating keys and values; see `AttentionForm.cache_axes`."""
         pages = Axis("page", -(-context // PAGE_SIZE))
-        heads = config.KVHeads.resize(2 * config.KVHeads.size)
+        heads = config.KVHeads.resize(2 * head_shards * _tiled_heads(config.KVHeads.size // head_shards))
         size = Axis("head_size", -(-config.HeadSize.size // _LANES) * _LANES)
         return ((Axis("slot", slots), pages, Axis("page_position", PAGE_SIZE), heads, size),)
 
@@ -333,12 +338,18 @@ class PagedAttention:
     ) -> tuple[Array, Array]:
         num_slots, pages = cache.shape[:2]
         rows, queries = positions.shape
-        padding = [(0, 0)] * (query.ndim - 1) + [(0, cache.shape[-1] - query.shape[-1])]
-        new = jnp.stack([key, value], axis=3).reshape(rows, queries, -1, key.shape[-1])
+
+        def pad(array: Array) -> Array:
+            """Add heads and elements of zeros."""
+            shape = (rows, queries, cache.shape[3] // 2, *array.shape[3:-1], cache.shape[-1])
+            padding = [(0, size - given) for size, given in zip(shape, array.shape, strict=True)]
+            return jnp.pad(array, padding).astype(cache.dtype)
+
+        new = jnp.stack([pad(key), pad(value)], axis=3).reshape(rows, queries, *cache.shape[3:])
         cache = cache.at[slots[:, None], positions // PAGE_SIZE, positions % PAGE_SIZE].set(
-            jnp.pad(new, padding[1:]).astype(cache.dtype), mode="drop", unique_indices=True
+            new, mode="drop", unique_indices=True
         )
-        padded = jnp.pad(query, padding).astype(cache.dtype)
+        padded = pad(query)
         # Queries at padding see the positions after the sequence, and their output is not used.
         first = positions[:, 0]
         attended = ragged_paged_attention(
@@ -353,7 +364,12 @@ class PagedAttention:
             num_kv_pages_per_block=min(self.pages_per_block, pages),
             num_queries_per_block=self.queries_per_block,
         )
-        return attended.reshape(padded.shape)[..., : query.shape[-1]], cache
+        return attended.reshape(padded.shape)[:, :, : query.shape[2], :, : query.shape[-1]], cache
+
+
+def _tiled_heads(count: int) -> int:
+    """Return the smallest number of heads from `count` on that the kernel supports, in bfloat16 and in float32."""
+    return next(heads for heads in itertools.count(count) if heads in (1, 2, 4, 8) or heads % 8 == 0)
 
 
 def _on_each_shard(

@@ -7,7 +7,6 @@ Works for every levanter model that has a stack of layers with a module `self_at
 own cache, which XLA updates in place; a scan over stacked layers would copy it at each step.
 """
 
-import math
 from typing import Any, NamedTuple, cast
 
 import equinox as eqx
@@ -22,7 +21,7 @@ from levanter.models.gpt2 import Gpt2Attention, Gpt2Block, Gpt2Config
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.models.mixtral import MixtralConfig, MixtralDecoderLayer, MixtralSparseMoeBlock, MixtralTransformer
 
-from marin_rl.sampling.attention import PADDING, AttentionForm, LayerCache, Tokens
+from marin_rl.sampling.attention import PADDING, AttentionForm, CacheAxes, LayerCache, Tokens
 
 Cache = tuple[LayerCache, ...]
 """The cache of every layer."""
@@ -34,6 +33,8 @@ class CachedModel(NamedTuple):
     model: LmHeadModel
     """The model without its head, with its layers unstacked and their attention replaced."""
     lm_head: Float[Array, "embed vocab"]
+    rotary: "_RotaryTable | None"
+    """Rotary embeddings, which have no weights and are those of all layers; None if the model has none."""
 
     def run(self, tokens: Tokens, cache: Cache, *, all_slots: bool) -> tuple[Float[Array, "rows queries embed"], Cache]:
         """Add tokens to the cache, and compute their activations.
@@ -51,7 +52,7 @@ class CachedModel(NamedTuple):
         # Padding reads the first row of a table of positions.
         positions = jnp.where(tokens.positions == PADDING, 0, tokens.positions)
         positions = hax.named(positions.reshape(-1), Position)
-        layers = _CachedLayers(tokens, positions, list(cache), all_slots)
+        layers = _CachedLayers(tokens, positions, list(cache), self.rotary, all_slots)
         activations = self.model.activations(
             hax.named(tokens.ids.reshape(-1), Position), cast(Any, layers), key=None, pos_ids=positions
         )
@@ -60,28 +61,24 @@ class CachedModel(NamedTuple):
         return activations.array.reshape(rows, queries, -1), tuple(layers.cache)
 
 
-def empty_cache(model: LmConfig, form: AttentionForm, slots: int, context: int, dtype: jnp.dtype) -> Cache:
-    """Return an empty cache for each layer, sharded as the current axis mapping shards heads.
+def cache_axes(
+    model: LmConfig, form: AttentionForm, slots: int, context: int, head_shards: int
+) -> tuple[CacheAxes, ...]:
+    """Return the axes of each layer's cache.
 
     Args:
         model: architecture.
         form: attention, which determines the layout.
         slots: number of sequences.
         context: maximum number of tokens of a sequence.
-        dtype: type of keys and values.
+        head_shards: number of devices over which the heads are sharded.
     """
-    arrays = form.cache_axes(_attention_config(model), slots, context)
-    return tuple(
-        tuple(hax.auto_sharded(hax.zeros(axes, dtype)).array for axes in arrays)
-        for _ in range(cast(Any, model).num_layers)
-    )
+    return (form.cache_axes(_attention_config(model), slots, context, head_shards),) * cast(Any, model).num_layers
 
 
-def cache_bytes(model: LmConfig, form: AttentionForm, slots: int, context: int, dtype: jnp.dtype) -> int:
-    """Return the size of the cache in bytes; the arguments are those of `empty_cache`."""
-    arrays = form.cache_axes(_attention_config(model), slots, context)
-    elements = sum(math.prod(axis.size for axis in axes) for axes in arrays)
-    return cast(Any, model).num_layers * elements * jnp.dtype(dtype).itemsize
+def empty_cache(axes: tuple[CacheAxes, ...], dtype: jnp.dtype) -> Cache:
+    """Return an empty cache of these axes, sharded as the current axis mapping shards slots and heads."""
+    return tuple(tuple(hax.auto_sharded(hax.zeros(array, dtype)).array for array in layer) for layer in axes)
 
 
 def _attention_config(model: LmConfig) -> AttentionConfig:
@@ -104,8 +101,11 @@ def with_cache(model: LmHeadModel, form: AttentionForm, context: int) -> CachedM
         return transformer.blocks if isinstance(model.config, Gpt2Config) else transformer.layers
 
     stacked = stack(transformer)
-    layers = [_layer_with_cache(layer, form, context) for layer in stacked.unstacked()]
-    unstacked = BlockSeq(layers, stacked.Block, ScanCheckpointPolicy._mk(False))
+    layers = list(stacked.unstacked())
+    rotary = None if isinstance(layers[0], Gpt2Block) else _rotary_table(layers[0].self_attn, context)
+    unstacked = BlockSeq(
+        [_layer_with_cache(layer, form) for layer in layers], stacked.Block, ScanCheckpointPolicy._mk(False)
+    )
     transformer = eqx.tree_at(stack, transformer, unstacked)
     if isinstance(transformer, MixtralTransformer):
         transformer = _ExpertTransformer(transformer)
@@ -114,15 +114,14 @@ def with_cache(model: LmHeadModel, form: AttentionForm, context: int) -> CachedM
     (Embed,) = (axis for axis in head.axes if axis.name == "embed")
     if getattr(unrolled, "lm_head", None) is not None:
         unrolled = eqx.tree_at(lambda node: node.lm_head, unrolled, None)
-    return CachedModel(unrolled, head.rearrange((Embed, ...)).array)
+    return CachedModel(unrolled, head.rearrange((Embed, ...)).array, rotary)
 
 
-def _layer_with_cache(layer: Any, form: AttentionForm, context: int) -> Any:
+def _layer_with_cache(layer: Any, form: AttentionForm) -> Any:
     """Replace the attention of a layer, and its experts if it has any."""
     if isinstance(layer, Gpt2Block):
         return eqx.tree_at(lambda node: node.attn, layer, _CachedGpt2Attention(layer.attn, form))
-    attention = _CachedAttention(_with_table(layer.self_attn, context), form)
-    layer = eqx.tree_at(lambda node: node.self_attn, layer, attention)
+    layer = eqx.tree_at(lambda node: node.self_attn, layer, _CachedAttention(layer.self_attn, form))
     if isinstance(layer, MixtralDecoderLayer):
         layer = eqx.tree_at(lambda node: node.block_sparse_moe, layer, _Experts(layer.block_sparse_moe))
     return layer
@@ -131,9 +130,17 @@ def _layer_with_cache(layer: Any, form: AttentionForm, context: int) -> Any:
 class _CachedLayers:
     """The caches during one call of a model. It takes the place of the attention mask, which each layer receives."""
 
-    def __init__(self, tokens: Tokens, positions: NamedArray, cache: list[LayerCache], all_slots: bool) -> None:
+    def __init__(
+        self,
+        tokens: Tokens,
+        positions: NamedArray,
+        cache: list[LayerCache],
+        rotary: "_RotaryTable | None",
+        all_slots: bool,
+    ) -> None:
         self.cache = cache
         self.positions = positions
+        self.rotary = rotary
         self._tokens = tokens
         self._all_slots = all_slots
         self._layer = 0
@@ -179,15 +186,15 @@ class _RotaryTable(eqx.Module):
         return x * cosines + hax.concatenate(HeadSize, (-second, first)) * sines
 
 
-def _with_table(attention: Attention, context: int) -> Attention:
-    """Replace rotary embeddings, which are linear, by their values on a vector of ones and zeros."""
+def _rotary_table(attention: Attention, context: int) -> _RotaryTable | None:
+    """Return the values of rotary embeddings, which are linear, on a vector of ones and zeros."""
     if attention.rot_embs is None:
-        return attention
+        return None
     axes = (Axis("position", context), attention.config.HeadSize)
     half = attention.config.HeadSize.size // 2
     ones = hax.named(jnp.broadcast_to(jnp.repeat(jnp.array([1.0, 0.0]), half), (context, 2 * half)), axes)
     table = attention.rot_embs(ones, hax.arange(axes[0]))
-    return eqx.tree_at(lambda node: node.rot_embs, attention, _RotaryTable(table.rearrange(axes)))
+    return _RotaryTable(table.rearrange(axes))
 
 
 class _CachedAttention(eqx.Module):
@@ -199,7 +206,10 @@ class _CachedAttention(eqx.Module):
     def __call__(
         self, x: NamedArray, mask: _CachedLayers, *, key: None = None, pos_ids: NamedArray | None = None
     ) -> NamedArray:
-        query, new_key, new_value = self.attention._compute_qkv(x, key=None, pos_ids=mask.positions)
+        attention = self.attention
+        if mask.rotary is not None:
+            attention = eqx.tree_at(lambda node: node.rot_embs, attention, mask.rotary)
+        query, new_key, new_value = attention._compute_qkv(x, key=None, pos_ids=mask.positions)
         attended = mask.attend(self.form, query, new_key, new_value, self.attention.config)
         heads = attended.flatten_axes(("kv_head", "q_heads_per_group"), "heads")
         return self.attention.o_proj(heads.astype(x.dtype))

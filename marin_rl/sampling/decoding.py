@@ -8,6 +8,7 @@ sharded over the model axis.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -20,8 +21,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer import TrainerConfig
 
-from marin_rl.sampling.attention import PADDING, AttentionForm, Tokens, einsum_in_float32
-from marin_rl.sampling.cached_model import Cache, CachedModel, empty_cache, with_cache
+from marin_rl.sampling.attention import PADDING, AttentionForm, CacheAxes, Tokens, einsum_in_float32
+from marin_rl.sampling.cached_model import Cache, CachedModel, cache_axes, empty_cache, with_cache
 
 _SMALL_BLOCK = 64
 _LARGE_BLOCK = 512
@@ -240,12 +241,22 @@ def compile_programs(
         dtype: type of the cache.
         steps: maximum number of tokens per slot in one call of `decode`.
     """
+    axes = cache_axes(model, form, slots, context, head_shards(trainer))
     if trainer is None:
-        return _programs(None, None, (), None, model, form, slots, context, dtype, steps)
+        return _programs(None, None, (), None, axes, form, context, dtype, steps)
     mapping = {name: axes for name, axes in trainer.compute_axis_mapping.items() if name != trainer.batch_axis}
     batch_axes = cast(tuple[str, ...], trainer.compute_axis_mapping[cast(str, trainer.batch_axis)])
     entries = tuple((name, axes if isinstance(axes, str) else tuple(axes)) for name, axes in mapping.items())
-    return _programs(trainer.device_mesh, entries, batch_axes, trainer.mp, model, form, slots, context, dtype, steps)
+    return _programs(trainer.device_mesh, entries, batch_axes, trainer.mp, axes, form, context, dtype, steps)
+
+
+def head_shards(trainer: TrainerConfig | None) -> int:
+    """Return the number of devices over which a trainer shards heads of keys and values."""
+    if trainer is None:
+        return 1
+    axes = trainer.compute_axis_mapping.get("kv_head", ())
+    names = (axes,) if isinstance(axes, str) else axes
+    return math.prod(trainer.device_mesh.shape[name] for name in names)
 
 
 @functools.cache
@@ -254,9 +265,8 @@ def _programs(
     mapping: tuple[tuple[str, Any], ...] | None,
     batch_axes: tuple[str, ...],
     precision: jmp.Policy | None,
-    model: LmConfig,
+    axes: tuple[CacheAxes, ...],
     form: AttentionForm,
-    slots: int,
     context: int,
     dtype: jnp.dtype,
     steps: int,
@@ -270,7 +280,7 @@ def _programs(
     if mapping is None:
         return Programs(
             jax.jit(functools.partial(with_cache, form=form, context=context)),
-            jax.jit(functools.partial(empty_cache, model, form, slots, context, dtype)),
+            jax.jit(functools.partial(empty_cache, axes, dtype)),
             jax.jit(prefill, donate_argnums=1),
             jax.jit(copy_slots, donate_argnums=0),
             jax.jit(run_decode, donate_argnums=1),
@@ -295,7 +305,7 @@ def _programs(
 
     def empty() -> Cache:
         with hax.axis_mapping({**axis_mapping, "slot": batch_axes}):
-            return empty_cache(model, form, slots, context, dtype)
+            return empty_cache(axes, dtype)
 
     return Programs(
         jax.jit(prepare),

@@ -13,6 +13,7 @@ of a program never interact, so a generation is a function of its conversation a
 
 import contextlib
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
@@ -24,10 +25,10 @@ import numpy as np
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
-from marin_rl.sampling.attention import PADDING, AttentionForm, Tokens, attention_form
-from marin_rl.sampling.cached_model import Cache, CachedModel, cache_bytes
+from marin_rl.sampling.attention import PADDING, CacheAxes, Tokens, attention_form
+from marin_rl.sampling.cached_model import Cache, CachedModel, cache_axes
 from marin_rl.sampling.config import SamplingConfig
-from marin_rl.sampling.decoding import Slots, compile_programs
+from marin_rl.sampling.decoding import Slots, compile_programs, head_shards
 from marin_rl.sampling.sampler import (
     LOGPROB_ROUNDING,
     Sampler,
@@ -131,7 +132,9 @@ class GroupSampler(Sampler):
         device = (jax.devices() if trainer is None else list(trainer.device_mesh.devices.flat))[0]
         form = attention_form(device.platform, device.device_kind)
         dtype = jnp.dtype(config.cache_dtype(device.platform))
-        _check_cache_size(model, form, config, self._shard_slots, max_context, dtype, trainer)
+        heads = head_shards(trainer)
+        axes = cache_axes(model.config, form, self._num_slots, max_context, heads)
+        _check_cache_size(axes, dtype, self._shards * heads, config, max_context)
         self._prefill = prefill_shape(device.platform, self._shard_slots, max_context, config.max_new_tokens)
         steps = DECODE_STEPS if weight_poll is None else min(weight_poll.decode_steps, DECODE_STEPS)
         self._programs = compile_programs(
@@ -514,21 +517,11 @@ def _stop_table(sequences: Sequence[Sequence[int]], vocab_size: int) -> np.ndarr
 
 
 def _check_cache_size(
-    model: LmHeadModel,
-    form: AttentionForm,
-    config: SamplingConfig,
-    shard_slots: int,
-    max_context: int,
-    dtype: jnp.dtype,
-    trainer: TrainerConfig | None,
+    axes: Sequence[CacheAxes], dtype: jnp.dtype, devices: int, config: SamplingConfig, max_context: int
 ) -> None:
     """Compare the size of the KV cache on one device with its limit."""
-    shards = 1
-    if trainer is not None:
-        heads = trainer.compute_axis_mapping.get("kv_head", ())
-        names = (heads,) if isinstance(heads, str) else heads
-        shards = int(np.prod([trainer.device_mesh.shape[name] for name in names], dtype=np.int64))
-    gib = cache_bytes(model.config, form, shard_slots, max_context, dtype) / shards / 2**30
+    elements = sum(math.prod(axis.size for axis in array) for layer in axes for array in layer)
+    gib = elements * dtype.itemsize / devices / 2**30
     if config.max_cache_gib is not None and gib > config.max_cache_gib:
         raise ValueError(
             f"the KV cache of {config.max_seqs} sequences (sampling.max_seqs) of {max_context} tokens takes {gib:.2f} "

@@ -32,11 +32,11 @@ HEAD_SIZE = 64
 KV_HEADS = 2
 
 
-def attention_config(soft_cap: float | None = None, group: int = 2) -> AttentionConfig:
+def attention_config(soft_cap: float | None = None, group: int = 2, kv_heads: int = KV_HEADS) -> AttentionConfig:
     return AttentionConfig(
-        Axis("embed", KV_HEADS * group * HEAD_SIZE),
-        num_heads=KV_HEADS * group,
-        num_kv_heads=KV_HEADS,
+        Axis("embed", kv_heads * group * HEAD_SIZE),
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
         head_dim=HEAD_SIZE,
         logits_soft_cap=soft_cap,
     )
@@ -67,8 +67,9 @@ class Case:
         for row, (slot, count) in enumerate(counts):
             start = len(self.history[slot]) if slot < SLOTS else 0
             positions[row, :count] = start + np.arange(count)
-        query = self.rng.normal(size=(rows, chunk, KV_HEADS, self.group, HEAD_SIZE)).astype(np.float32)
-        key_value = self.rng.normal(size=(2, rows, chunk, KV_HEADS, HEAD_SIZE)).astype(np.float32)
+        heads = self.config.num_kv_heads
+        query = self.rng.normal(size=(rows, chunk, heads, self.group, HEAD_SIZE)).astype(np.float32)
+        key_value = self.rng.normal(size=(2, rows, chunk, heads, HEAD_SIZE)).astype(np.float32)
         slots = np.array([slot for slot, _ in counts], np.int32)
         tokens = Tokens(jnp.zeros((rows, chunk), jnp.int32), jnp.asarray(slots), jnp.asarray(positions))
         output, self.cache = self._attend(query, *key_value, self.cache, tokens, all_slots)
@@ -122,16 +123,22 @@ def form(platform: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[AttentionFo
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", pytest.param("tpu", marks=pytest.mark.medium)])
-@pytest.mark.parametrize(("soft_cap", "group"), [(None, 2), (3.0, 3)])
-def test_output_equals_float64_attention(form: AttentionForm, soft_cap: float | None, group: int):
+@pytest.mark.parametrize(("soft_cap", "group", "kv_heads"), [(None, 2, 2), (3.0, 3, 2), (None, 1, 3)])
+def test_output_equals_float64_attention(form: AttentionForm, soft_cap: float | None, group: int, kv_heads: int):
     """Chunks of several lengths, rows in any order, a row of padding, a copied slot, and an empty slot."""
-    case = Case(form, attention_config(soft_cap, group))
+    case = Case(form, attention_config(soft_cap, group, kv_heads))
     calls = [[(1, 64), (0, 7)], [(2, 3), (1, 64)], [(1, 9), (SLOTS, 0)]]
     errors = [case.add(counts, 64) for counts in calls]
     case.copy_slot(1, 0)
     errors += [case.add([(0, 1), (1, 1), (2, step)], 1, all_slots=True) for step in range(2)]
     assert [len(history) for history in case.history] == [64 + 64 + 9 + 2, 64 + 64 + 9 + 2, 3 + 1]
     assert max(errors) < 1e-5
+
+
+@pytest.mark.parametrize(("heads", "shards", "allocated"), [(8, 1, 8), (3, 1, 4), (6, 2, 8), (12, 1, 16), (8, 8, 8)])
+def test_tpu_cache_has_a_number_of_heads_that_the_kernel_supports(heads: int, shards: int, allocated: int):
+    [axes] = PagedAttention(4, 16).cache_axes(attention_config(kv_heads=heads), SLOTS, CONTEXT, shards)
+    assert [axis.size for axis in axes if axis.name == "kv_head"] == [2 * allocated]
 
 
 def test_sampler_uses_the_form_of_the_platform():

@@ -478,6 +478,20 @@ def test_weights_that_would_recompile_are_rejected(
     assert sampler.version == 0
 
 
+@dataclasses.dataclass(frozen=True)
+class UnhashableConfig(LlamaConfig):
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+
+def test_config_of_the_model_need_not_be_hashable():
+    unhashable = build(UnhashableConfig(**SIZES))
+    with pytest.raises(TypeError):
+        hash(unhashable.config)
+    requests = make_requests(LENGTHS[:3])
+    generations = make_sampler(unhashable).sample(requests)
+    assert largest_error(unhashable, requests, generations) < 1e-5
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_interrupted_call_leaves_a_working_sampler(model: LmHeadModel, error: type[BaseException]):
     requests = make_requests(LENGTHS)
