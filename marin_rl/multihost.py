@@ -4,19 +4,15 @@
 """Communication between the processes of a multi-host training run.
 
 Each training host runs one process, and all processes share the device mesh and run the same program on the
-same data. Only the main process (process 0) writes files and talks to other services. `on_main`, `gather_texts`,
-`any_process`, `require_equal` and `fetch` are collective: all processes must call them in the same order. One process
-alone sends nothing.
+same data. Only the main process (process 0) writes files and talks to other services. `on_main`, `gather_bytes`,
+`gather_texts`, `any_process`, `require_equal` and `fetch` are collective: all processes must call them in the same
+order. One process alone sends nothing.
 """
 
-import atexit
-import contextlib
 import hashlib
 import json
 import math
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar, cast
 
 import jax
@@ -55,6 +51,15 @@ def is_main() -> bool:
     return not is_multihost() or jax.process_index() == 0
 
 
+def index_and_count() -> tuple[int, int]:
+    """Return the index of this process and the number of processes.
+
+    >>> index_and_count()
+    (0, 1)
+    """
+    return (jax.process_index(), jax.process_count()) if is_multihost() else (0, 1)
+
+
 def on_main(work: Callable[[], Result]) -> Result:
     """Call a function in the main process and broadcast its result; the other processes wait.
 
@@ -89,18 +94,26 @@ def on_main(work: Callable[[], Result]) -> Result:
     return result
 
 
+def gather_bytes(data: bytes) -> tuple[bytes, ...]:
+    """Gather the bytes of every process, in process order.
+
+    >>> gather_bytes(b"alone")
+    (b'alone',)
+    """
+    if not is_multihost():
+        return (data,)
+    sizes = multihost_utils.process_allgather(np.int32(len(data)))
+    rows = multihost_utils.process_allgather(_padded(data, int(sizes.max())))
+    return tuple(_unpadded(row, int(size)) for row, size in zip(rows, sizes, strict=True))
+
+
 def gather_texts(text: str) -> tuple[str, ...]:
     """Gather one text per process, in process order.
 
     >>> gather_texts("alone")
     ('alone',)
     """
-    if not is_multihost():
-        return (text,)
-    data = text.encode()
-    sizes = multihost_utils.process_allgather(np.int32(len(data)))
-    rows = multihost_utils.process_allgather(_padded(data, int(sizes.max())))
-    return tuple(_unpadded(row, int(size)).decode() for row, size in zip(rows, sizes, strict=True))
+    return tuple(data.decode() for data in gather_bytes(text.encode()))
 
 
 def any_process(flag: bool) -> bool:
@@ -141,42 +154,6 @@ def require_equal(values: Mapping[str, bytes], name: str) -> None:
             "software or processors differ: make them equal on all training hosts, and run the same command again "
             "to resume from the last checkpoint"
         )
-
-
-@contextlib.contextmanager
-def exit_on_error() -> Iterator[None]:
-    """After an error, end this process without waiting for the others, which may be waiting for it.
-
-    At exit jax would wait five minutes for the others. They end when jax detects that this process is gone.
-    """
-    try:
-        yield
-    except BaseException:
-        if is_multihost():
-            # Exit handlers run in reverse order of registration, so this one runs before jax's.
-            atexit.register(_end)
-        raise
-
-
-@contextlib.contextmanager
-def explain_errors() -> Iterator[None]:
-    """If the run has several processes, add a note on lost processes to jax's errors."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if is_multihost():
-            error.add_note(
-                f"This is training process {jax.process_index()} of {jax.process_count()}. If a connection failed, "
-                "another training process has ended or is unreachable: see its output and its machine for the cause. "
-                "Run the same command on all hosts to resume from the last checkpoint."
-            )
-        raise
-
-
-def _end() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
 
 
 def put(array: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -49,6 +49,9 @@ class BatchSampler(Sampler):
         numbers, requests = zip(*batch, strict=True)
         return list(zip(numbers, self.answer(requests), strict=True))
 
+    def prepare(self) -> None:
+        pass
+
     def end_conversation(self, conversation: str) -> None:
         """Do nothing."""
 

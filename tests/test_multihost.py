@@ -3,10 +3,8 @@
 
 """Communication between processes, with one process in both roles; tests/learner/test_distributed.py uses two."""
 
-import atexit
 import contextlib
 import json
-import traceback
 from collections.abc import Callable
 
 import jax
@@ -74,47 +72,6 @@ def test_the_other_processes_receive_the_result(
     monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda array: next(sent))
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert multihost.on_main(raising(AssertionError("called in the main process only"))) == result
-
-
-@pytest.mark.parametrize(
-    ("count", "error", "is_explained"),
-    [
-        (2, jax.errors.JaxRuntimeError("Connection reset by peer"), True),
-        (1, jax.errors.JaxRuntimeError("Out of memory"), False),
-        (2, OSError("pulled the plug"), False),
-    ],
-)
-def test_jax_errors_with_several_processes_explain_a_lost_process(
-    first_of_two: Wire, count: int, error: Exception, is_explained: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jax, "process_count", lambda: count)
-    with pytest.raises(type(error)) as raised, multihost.explain_errors():
-        raise error
-    text = "".join(traceback.format_exception(raised.value))
-    assert (
-        "This is training process 0 of 2. If a connection failed, another training process has ended or is unreachable"
-        in text
-    ) == is_explained
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_after_an_error_one_of_several_processes_exits_without_waiting(
-    first_of_two: Wire, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    registered: list[Callable[[], object]] = []
-    monkeypatch.setattr(jax, "process_count", lambda: count)
-    monkeypatch.setattr(atexit, "register", registered.append)
-    with multihost.exit_on_error():
-        pass
-    assert registered == []
-    with pytest.raises(OSError, match="pulled the plug"), multihost.exit_on_error():
-        raise OSError("pulled the plug")
-    assert len(registered) == count - 1
-    ended: list[int] = []
-    monkeypatch.setattr("os._exit", ended.append)
-    for end in registered:
-        end()
-    assert ended == [1] * (count - 1)
 
 
 @pytest.mark.parametrize("altered", [[], ["advantages"], ["tokens", "advantages"]])

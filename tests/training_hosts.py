@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Training hosts of one run, as local processes with two devices each."""
+"""Training hosts of one run, as local processes."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -16,13 +16,14 @@ TIMEOUT = 900.0
 """Timeout in seconds, for a busy machine."""
 
 
-def hosts(run: TinyRun, count: int, folders: Sequence[Path] = ()) -> list[LiveRun]:
+def hosts(run: TinyRun, count: int, folders: Sequence[Path] = (), devices: int = 2) -> list[LiveRun]:
     """Create the processes of a run, main process first; several connect by a local port.
 
     Args:
         run: the run.
         count: number of hosts.
         folders: working directory of each host; by default that of this process.
+        devices: devices of each host.
 
     Returns:
         The processes, not started.
@@ -34,7 +35,7 @@ def hosts(run: TinyRun, count: int, folders: Sequence[Path] = ()) -> list[LiveRu
     }
     environment = {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": Path(marin_rl.__file__).parents[1],
     }
     prefix = ["env", *(f"{name}={value}" for name, value in environment.items())]

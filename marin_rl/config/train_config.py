@@ -145,7 +145,8 @@ class TrainConfig:
     filter: FilterConfig = KeepGroupsConfig()
     """Handling of groups in which all rewards are equal."""
     mode: Mode = Mode.SYNC
-    """`sync` alternates sampling and training in one process; `async` samples in rollout workers during training."""
+    """`sync` alternates sampling and training in the same processes; `async` samples in rollout workers during
+    training."""
     workers: WorkersConfig = dataclasses.field(
         default=WorkersConfig(),
         metadata=may_change("num_workers", "gpus_per_worker", "heartbeat_timeout", "no_progress_timeout"),
@@ -303,12 +304,11 @@ class TrainConfig:
             self._check_async()
 
     def _check_async(self) -> None:
-        for key, section in nested_sections(self.environment, "environment"):
-            if getattr(section, "scope", None) is RewardScope.BATCH:
-                raise ValueError(
-                    f"{key} has scope: batch, which needs all rollouts of a step together; with mode: async they run "
-                    "at different times in different workers, so use scope: group, or mode: sync"
-                )
+        if batch_scoped := self.batch_scoped_rewards():
+            raise ValueError(
+                f"{batch_scoped[0]} has scope: batch, which needs all rollouts of a step together; with mode: async "
+                "they run at different times in different workers, so use scope: group, or mode: sync"
+            )
         if isinstance(self.sampler, OpenAiSamplerConfig):
             self._check_openai_sampler(self.sampler.base_url)
         is_local = self.ray_address is None or is_loopback(self.ray_address.rpartition(":")[0])
@@ -332,6 +332,11 @@ class TrainConfig:
                 f"workers.refresh is in_flight, but if {base_url} loads weights during an answer, the version "
                 "that sampled each token is unknown; set workers.refresh: between_groups"
             )
+
+    def batch_scoped_rewards(self) -> list[str]:
+        """Keys of the reward functions that score all rollouts of a step together."""
+        sections = nested_sections(self.environment, "environment")
+        return [key for key, section in sections if getattr(section, "scope", None) is RewardScope.BATCH]
 
     def trainer_config(self) -> TrainerConfig:
         """Levanter's trainer section with the number of steps, the seed and the run's name."""

@@ -49,8 +49,7 @@ def check_worker_devices(config: TrainConfig, platform: str, environ: Mapping[st
     if platform == "tpu":
         raise WorkerDevicesError(
             "mode is async, but this trainer runs on TPU: rollout workers reserve no TPU chips and would open the "
-            "trainer's. Set mode: sync, on one TPU host; rollout workers on TPU, and therefore training on several "
-            "TPU hosts, are not supported yet"
+            "trainer's. Set mode: sync"
         )
     remedy = (
         "Give trainer and workers separate GPUs: start Ray with the GPUs of the workers (CUDA_VISIBLE_DEVICES=4,5,6,7 "

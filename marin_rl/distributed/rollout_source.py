@@ -9,19 +9,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
+from marin_rl.host_status import raise_if
 from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner, run_requests
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import RolloutGroup, WeightVersion
-
-
-class StopRequestedError(Exception):
-    """Raised when a stop is requested while a step waits for its groups."""
-
-
-def raise_if(stop_requested: Callable[[], bool]) -> None:
-    """Raise StopRequestedError if a stop was requested."""
-    if stop_requested():
-        raise StopRequestedError("a stop was requested while a step waited for its groups")
 
 
 class FinishedGroup(NamedTuple):
@@ -49,14 +40,13 @@ class RolloutSource(Protocol):
 
         Args:
             timer: Records the time by phase.
-            stop_requested: Returns whether to stop waiting. Called about once a second; with several training
-                processes, all of them call it at the same points of the program.
+            stop_requested: Returns whether this process was asked to stop. Called about once a second.
 
         Returns:
-            The finished groups.
+            The finished groups, equal in all training processes.
 
         Raises:
-            StopRequestedError: If a stop is requested.
+            StopRequestedError: In all training processes, if one of them was asked to stop.
         """
         ...
 
@@ -75,7 +65,7 @@ class RolloutSource(Protocol):
 
 
 class LocalRollouts:
-    """Runs groups with the trainer's sampler during `wait`."""
+    """Runs groups with the sampler of each training process during `wait`."""
 
     def __init__(self, config: TrainConfig, runner: RolloutRunner) -> None:
         """Start without requests.

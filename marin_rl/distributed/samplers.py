@@ -4,22 +4,20 @@
 """Creates the samplers of a run: those of the trainer and of rollout workers, in this process or on a server."""
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
-from marin_rl import multihost
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.openai_sampler import OpenAiSampler
-from marin_rl.sampling.sampler import Sampler, SampleRequest, WeightPoll
+from marin_rl.sampling.sampler import Sampler, WeightPoll
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.types import Generation, WeightVersion
+from marin_rl.types import WeightVersion
 from marin_rl.user_code import UserFileError, load_from_file
 
 
@@ -34,8 +32,6 @@ def open_trainer_sampler(
 
     The arguments are those of `open_worker_sampler`.
     """
-    if multihost.is_multihost():
-        return NoSampler()
     if config.mode is Mode.ASYNC:
         return open_group_sampler(config, model, tokenizer, trainer, version)
     return open_worker_sampler(config, model, tokenizer, trainer, version)
@@ -98,43 +94,6 @@ def open_group_sampler(
         weight_poll=weight_poll,
         trainer=trainer,
     )
-
-
-class NoSampler(Sampler):
-    """Placeholder for the trainer's sampler, which does not support several processes."""
-
-    @property
-    def batch_size(self) -> int:
-        """See `Sampler.batch_size`."""
-        return 1
-
-    @property
-    def is_idle(self) -> bool:
-        """See `Sampler.is_idle`."""
-        return True
-
-    def start(self, requests: Sequence[SampleRequest]) -> list[int]:
-        """Fail if there is a request.
-
-        Raises:
-            RuntimeError: if there is a request.
-        """
-        if requests:
-            raise RuntimeError("the trainer cannot sample when it runs in several processes")
-        return []
-
-    def advance(self) -> list[tuple[int, Generation]]:
-        """Return nothing."""
-        return []
-
-    def end_conversation(self, conversation: str) -> None:
-        """Do nothing."""
-
-    def reset(self) -> None:
-        """Do nothing."""
-
-    def update_weights(self, model: object, version: WeightVersion) -> None:
-        """Ignore the weights."""
 
 
 class WeightReloader:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from marin_rl import multihost
 from marin_rl.background_job import BackgroundJob
 from marin_rl.distributed.coordinator import Coordinator, CoordinatorClient, TrainerUpdate
-from marin_rl.distributed.rollout_source import FinishedGroup, raise_if
+from marin_rl.distributed.rollout_source import FinishedGroup
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.errors import UserError
-from marin_rl.rollouts.group_codec import decode_group
+from marin_rl.host_status import raise_if
+from marin_rl.rollouts.group_codec import decode_group, join_parts, split_parts
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import WeightVersion
 from marin_rl.weights.protocol import WeightSender
@@ -101,10 +102,14 @@ class WorkerPool:
             MainProcessError: In the other training processes, if the wait failed in the main process.
         """
         deadline = time.monotonic() + self._no_progress_timeout
-        raise_if(stop_requested)
+
+        def any_stop_requested() -> bool:
+            return multihost.any_process(stop_requested())
+
+        raise_if(any_stop_requested)
         # Broadcast the result of every poll, so that no process waits long in one exchange.
         while not (groups := _split(multihost.on_main(lambda: _join(self._poll_groups(deadline))))):
-            raise_if(stop_requested)
+            raise_if(any_stop_requested)
         return [FinishedGroup(number, decode_group(data)) for number, data in groups]
 
     def metrics(self) -> dict[str, float]:
@@ -169,16 +174,11 @@ class WorkerPool:
 
 
 def _join(groups: Sequence[tuple[RequestNumber, bytes]]) -> bytes:
-    """Encode numbered groups as one message: a line of JSON with numbers and sizes, then the groups."""
-    sizes = json.dumps([[*number, len(data)] for number, data in groups])
-    return b"".join((sizes.encode(), b"\n", *(data for _, data in groups)))
+    """Encode numbered groups as one message: the numbers, then the groups."""
+    return join_parts([json.dumps([number for number, _ in groups]).encode(), *(data for _, data in groups)])
 
 
 def _split(message: bytes) -> list[tuple[RequestNumber, bytes]]:
     """Invert `_join`."""
-    sizes, _, joined = message.partition(b"\n")
-    groups, at = [], 0
-    for step, index, size in json.loads(sizes):
-        groups.append((RequestNumber(step, index), joined[at : at + size]))
-        at += size
-    return groups
+    numbers, *groups = split_parts(message)
+    return [(RequestNumber(*number), data) for number, data in zip(json.loads(numbers), groups, strict=True)]

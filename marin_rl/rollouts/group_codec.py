@@ -21,6 +21,7 @@ rollout store ([`store`][marin_rl.rollouts.store]) is for viewing and analysis; 
 import dataclasses
 import enum
 import functools
+import itertools
 import json
 import struct
 import types
@@ -101,6 +102,22 @@ def decode_group(data: bytes) -> RolloutGroup:
     except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
         raise ValueError(f"an encoded group is damaged: {error}") from error
     return group
+
+
+def join_parts(parts: Sequence[bytes]) -> bytes:
+    """Join byte strings to one message: a line of JSON with their lengths, then the strings.
+
+    >>> split_parts(join_parts([b"one", b"", b"three"]))
+    [b'one', b'', b'three']
+    """
+    return b"".join((json.dumps(list(map(len, parts))).encode(), b"\n", *parts))
+
+
+def split_parts(message: bytes) -> list[bytes]:
+    """Invert `join_parts`."""
+    header, _, joined = message.partition(b"\n")
+    ends = list(itertools.accumulate(json.loads(header)))
+    return [joined[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 class _Reader:

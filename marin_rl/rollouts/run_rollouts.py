@@ -11,14 +11,17 @@ of others.
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from marin_rl import multihost
 from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.errors import UserError
+from marin_rl.host_status import separate_work
 from marin_rl.rollouts.attempt import Attempt, Limits, StateHash, default_state_hash
 from marin_rl.rollouts.episode import run_episode
 from marin_rl.rollouts.event_loop import BackgroundLoop
+from marin_rl.rollouts.group_codec import decode_group, encode_group, join_parts, split_parts
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
@@ -128,6 +131,8 @@ def run_requests(
 ) -> list[RolloutGroup]:
     """Run all attempts of the groups concurrently, as `stream_requests` does.
 
+    With several training processes, each runs every n-th group on its own devices, and all of them return all groups.
+
     Args:
         runner: environment, tokenizer, sampler and limits.
         requests: the groups to run.
@@ -137,22 +142,46 @@ def run_requests(
 
     Returns:
         One group per request, in order.
+
+    Raises:
+        StopRequestedError: in all processes, if `runner.interrupt` raises it in one of them.
+        OtherProcessError: if another process ended with an error.
     """
+    if not requests:
+        return []
+    index, count = multihost.index_and_count()
     finished: dict[str, RolloutGroup] = {}
 
     def keep(group: RolloutGroup) -> tuple[GroupInput, ...]:
         finished[group.id] = group
         return ()
 
-    stream_requests(
-        runner,
-        requests,
-        group_size=group_size,
-        temperature=temperature,
-        on_group_done=keep,
-        groups_per_block=groups_per_block,
-    )
-    return [finished[request.group_id] for request in requests]
+    try:
+        runner.sampler.prepare()
+        with separate_work(runner.interrupt) as check:
+            stream_requests(
+                dataclasses.replace(runner, interrupt=check),
+                requests[index::count],
+                group_size=group_size,
+                temperature=temperature,
+                on_group_done=keep,
+                groups_per_block=groups_per_block,
+            )
+    finally:
+        # A process without a request has prepared the weights too.
+        runner.sampler.reset()
+    groups = _exchange(finished)
+    return [groups[request.group_id] for request in requests]
+
+
+def _exchange(groups: Mapping[str, RolloutGroup]) -> Mapping[str, RolloutGroup]:
+    """Return the groups of all processes, by id."""
+    if not multihost.is_multihost():
+        return groups
+    parts = [encode_group(group) for group in groups.values()]
+    gathered = multihost.gather_bytes(join_parts(parts))
+    decoded = [decode_group(part) for joined in gathered for part in split_parts(joined)]
+    return {group.id: group for group in decoded}
 
 
 def stream_requests(

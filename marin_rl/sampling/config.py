@@ -32,9 +32,9 @@ class SamplingConfig:
     """Texts that end a reply, which then includes them. A reply ends when its last tokens are those of the text, so
     choose texts that the tokenizer does not merge with their surroundings."""
     max_seqs: int = 64
-    """Number of sequences that are decoded together. The KV cache holds `max_seqs` times the maximum context. Every
-    decode step costs as much as a full one; additional requests wait for free slots. An episode of several turns keeps
-    its slot until it ends."""
+    """Number of sequences that are decoded together, on all training hosts. The KV cache holds `max_seqs` times the
+    maximum context. Every decode step costs as much as a full one; additional requests wait for free slots. An episode
+    of several turns keeps its slot until it ends."""
     kv_cache_dtype: str | None = None
     """Type of the KV cache, float32 or bfloat16; null is float32 on CPU, bfloat16 on accelerators. With float32,
     log-probabilities agree with the learner's to float32 rounding (a mean of 1e-7 to 1e-5, depending on the model);

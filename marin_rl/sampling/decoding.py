@@ -229,6 +229,7 @@ def compile_programs(
     context: int,
     dtype: jnp.dtype,
     steps: int,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Programs:
     """Return the programs; each is compiled at its first call, once per process for equal arguments.
 
@@ -240,23 +241,30 @@ def compile_programs(
         context: maximum number of tokens of a sequence.
         dtype: type of the cache.
         steps: maximum number of tokens per slot in one call of `decode`.
+        mesh: devices of the programs, with the axes of the trainer's mesh; None for the trainer's.
     """
-    axes = cache_axes(model, form, slots, context, head_shards(trainer))
+    axes = cache_axes(model, form, slots, context, head_shards(trainer, mesh))
     if trainer is None:
         return _programs(None, None, (), None, axes, form, context, dtype, steps)
     mapping = {name: axes for name, axes in trainer.compute_axis_mapping.items() if name != trainer.batch_axis}
     batch_axes = cast(tuple[str, ...], trainer.compute_axis_mapping[cast(str, trainer.batch_axis)])
     entries = tuple((name, axes if isinstance(axes, str) else tuple(axes)) for name, axes in mapping.items())
-    return _programs(trainer.device_mesh, entries, batch_axes, trainer.mp, axes, form, context, dtype, steps)
+    mesh = trainer.device_mesh if mesh is None else mesh
+    return _programs(mesh, entries, batch_axes, trainer.mp, axes, form, context, dtype, steps)
 
 
-def head_shards(trainer: TrainerConfig | None) -> int:
-    """Return the number of devices over which a trainer shards heads of keys and values."""
+def head_shards(trainer: TrainerConfig | None, mesh: jax.sharding.Mesh | None = None) -> int:
+    """Return the number of devices over which heads of keys and values are sharded.
+
+    Args:
+        trainer: axis mapping; None for one device.
+        mesh: devices of the programs; None for the trainer's.
+    """
     if trainer is None:
         return 1
     axes = trainer.compute_axis_mapping.get("kv_head", ())
     names = (axes,) if isinstance(axes, str) else axes
-    return math.prod(trainer.device_mesh.shape[name] for name in names)
+    return math.prod((mesh or trainer.device_mesh).shape[name] for name in names)
 
 
 @functools.cache

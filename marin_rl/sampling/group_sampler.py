@@ -13,15 +13,19 @@ of a program never interact, so a generation is a function of its conversation a
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 import equinox as eqx
+import haliax.partitioning
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
+from haliax.partitioning import ResourceAxis
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
@@ -29,6 +33,7 @@ from marin_rl.sampling.attention import PADDING, CacheAxes, Tokens, attention_fo
 from marin_rl.sampling.cached_model import Cache, CachedModel, cache_axes
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.decoding import Slots, compile_programs, head_shards
+from marin_rl.sampling.host_mesh import copy_to_host, count_hosts, host_mesh
 from marin_rl.sampling.sampler import (
     LOGPROB_ROUNDING,
     Sampler,
@@ -112,7 +117,8 @@ class GroupSampler(Sampler):
             version: number of training steps that produced `model`.
             weight_poll: polls for newer weights during decoding; None disables polling. Polling without newer weights
                 does not change generations.
-            trainer: mesh, axis mapping and compute precision; None uses one device and `model`'s precision.
+            trainer: mesh, axis mapping and compute precision; None uses one device and `model`'s precision. If its mesh
+                spans several processes, each has a sampler on its own devices.
 
         Raises:
             ValueError: if the sizes are inconsistent, or the KV cache exceeds `config.max_cache_gib`.
@@ -126,19 +132,28 @@ class GroupSampler(Sampler):
         self._weight_poll = weight_poll
         self._trainer = trainer
         self._version = version
-        self._shards = 1 if trainer is None else trainer.data_axis_size
-        self._shard_slots = -(-config.max_seqs // self._shards)
+        self._mesh = None if trainer is None else host_mesh(trainer.device_mesh)
+        self._num_hosts = 1 if trainer is None else count_hosts(trainer.device_mesh)
+        self._shards = 1 if self._mesh is None else self._mesh.size // self._mesh.shape[ResourceAxis.MODEL]
+        self._shard_slots = -(-config.max_seqs // (self._shards * self._num_hosts))
         self._num_slots = self._shard_slots * self._shards
-        device = (jax.devices() if trainer is None else list(trainer.device_mesh.devices.flat))[0]
+        device = jax.devices()[0] if self._mesh is None else self._mesh.devices.flat[0]
         form = attention_form(device.platform, device.device_kind)
         dtype = jnp.dtype(config.cache_dtype(device.platform))
-        heads = head_shards(trainer)
+        heads = head_shards(trainer, self._mesh)
         axes = cache_axes(model.config, form, self._num_slots, max_context, heads)
         _check_cache_size(axes, dtype, self._shards * heads, config, max_context)
         self._prefill = prefill_shape(device.platform, self._shard_slots, max_context, config.max_new_tokens)
         steps = DECODE_STEPS if weight_poll is None else min(weight_poll.decode_steps, DECODE_STEPS)
         self._programs = compile_programs(
-            trainer, model.config, form, slots=self._num_slots, context=max_context, dtype=dtype, steps=steps
+            trainer,
+            model.config,
+            form,
+            slots=self._num_slots,
+            context=max_context,
+            dtype=dtype,
+            steps=steps,
+            mesh=self._mesh,
         )
         self._source = model
         self._count = 0
@@ -236,6 +251,18 @@ class GroupSampler(Sampler):
         self._version = version
         self._slot_of_prompt.clear()
 
+    def prepare(self) -> None:
+        """Copy the weights to the devices of this process, in the layout for decoding; see `Sampler.prepare`."""
+        # GPT-2 has flags of its dropout layers among its weights; programs take arrays only.
+        model = eqx.filter(self._source, eqx.is_array)
+        if self._trainer is not None and self._num_hosts > 1:
+            mesh = self._trainer.device_mesh
+            with self._trainer.use_device_mesh():
+                model = _cast_program(self._trainer.mp)(model)
+            model = copy_to_host(model, mesh, self._trainer.compute_axis_mapping)
+        with self._on_mesh():
+            self._model = self._programs.prepare(model)
+
     def reset(self) -> None:
         """Drop all requests and conversations, and release the device memory until the next request."""
         slots = self._num_slots
@@ -270,10 +297,10 @@ class GroupSampler(Sampler):
 
     @contextlib.contextmanager
     def _on_mesh(self) -> Iterator[None]:
-        if self._trainer is None:
+        if self._mesh is None:
             yield
             return
-        with self._trainer.use_device_mesh():
+        with haliax.partitioning.set_mesh(self._mesh):
             yield
 
     def _admit(self) -> None:
@@ -302,8 +329,10 @@ class GroupSampler(Sampler):
     def _loaded(self) -> tuple[CachedModel, Cache]:
         """Return model and cache, which is donated to the next program."""
         if self._model is None:
-            # GPT-2 has flags of its dropout layers among its weights; programs take arrays only.
-            self._model = self._programs.prepare(eqx.filter(self._source, eqx.is_array))
+            if self._num_hosts > 1:
+                raise RuntimeError("weights of a mesh of several processes are copied by `prepare`, in all of them")
+            self.prepare()
+            assert self._model is not None
         cache, self._cache = self._cache, None
         return self._model, self._programs.empty() if cache is None else cache
 
@@ -537,6 +566,12 @@ def _common_prefix(first: tuple[int, ...], second: tuple[int, ...]) -> int:
     return next(
         (index for index, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), len(second)
     )
+
+
+@functools.cache
+def _cast_program(precision: jmp.Policy) -> Callable[[LmHeadModel], LmHeadModel]:
+    # The copies are made of the compute type, which may be smaller.
+    return jax.jit(precision.cast_to_compute)
 
 
 def _signature(model: LmHeadModel) -> tuple[object, ...]:

@@ -174,6 +174,9 @@ class OpenAiSampler(Sampler):
             ended.append(self._ended.get_nowait())
         return ended
 
+    def prepare(self) -> None:
+        """Do nothing: the server has the weights."""
+
     def end_conversation(self, conversation: str) -> None:
         """Do nothing: the server has its own cache."""
 

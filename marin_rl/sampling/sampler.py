@@ -73,6 +73,14 @@ class Sampler(abc.ABC):
         """
 
     @abc.abstractmethod
+    def prepare(self) -> None:
+        """Load the weights for the next requests.
+
+        If several training processes share the learner's mesh, all of them call this together before the requests of
+        each round; `reset` ends the round. Otherwise the call is optional.
+        """
+
+    @abc.abstractmethod
     def end_conversation(self, conversation: str) -> None:
         """Release the resources of a conversation, which sends no further requests. It need not have sent any."""
 

@@ -27,8 +27,8 @@ from levanter.utils.flop_utils import device_hardware_flops
 from marin_rl import multihost
 from marin_rl.batching.rl_example import PackedBatch
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.rollout_source import StopRequestedError, raise_if
 from marin_rl.errors import writing
+from marin_rl.host_status import StopRequestedError, raise_if
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.loss import first_log_ratios, loss_metrics
@@ -106,8 +106,8 @@ def train(
     Args:
         run: a new or resumed run; its state is updated in place.
         record: stores the complete metrics of a step.
-        stop_requested: returns whether to save and stop: immediately if a step waits for its groups or is evaluated,
-            otherwise after the step.
+        stop_requested: returns whether this process was asked to save and stop. All processes stop if one was asked:
+            immediately if a step waits for its groups or is evaluated, otherwise after the step.
 
     Returns:
         Whether the run is complete.
@@ -125,7 +125,7 @@ def train(
         step = progress.step
         record(step, metrics)
         progress.unrecorded = {}
-        last = step == config.num_steps or stop_requested()
+        last = step == config.num_steps or multihost.any_process(stop_requested())
         if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
             run.save()
             saved = step
@@ -190,8 +190,9 @@ def _evaluate(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[str,
     runner = dataclasses.replace(run.runner, interrupt=functools.partial(raise_if, stop_requested))
     temperature = config.sampling.temperature
     metrics, groups = evaluate(runner, config.evaluation, temperature=temperature, seed=config.seed)
-    with writing(run.store.folder):
-        run.store.write(progress.step, groups, {}, EVALUATION)
+    if multihost.is_main():
+        with writing(run.store.folder):
+            run.store.write(progress.step, groups, {}, EVALUATION)
     progress.evaluations["after RL"] = metrics
     return metrics
 

@@ -16,6 +16,7 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
+from marin_rl import multihost
 from marin_rl.batching.packing import RowLayout
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
@@ -224,8 +225,9 @@ def _start(config: TrainConfig, parts: _Parts, report: Report) -> tuple[TrainerS
     state = parts.learner.initial_state(trained, key)
     runner.sampler.update_weights(policy_of(state.model), 0)
     groups = measure("before RL")
-    with writing(parts.store.folder):
-        parts.store.write(0, groups, {}, EVALUATION)
+    if multihost.is_main():
+        with writing(parts.store.folder):
+            parts.store.write(0, groups, {}, EVALUATION)
     return state, runner, progress
 
 

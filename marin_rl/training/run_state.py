@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from levanter.trainer_state import TrainerState
 
 from marin_rl.distributed.replay_buffer import ReplayBuffer
-from marin_rl.distributed.rollout_source import StopRequestedError
 from marin_rl.distributed.scheduler import RolloutScheduler
+from marin_rl.host_status import StopRequestedError
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.types import RolloutGroup, WeightVersion
 

@@ -32,6 +32,7 @@ from marin_rl.config.yaml_text import to_yaml
 from marin_rl.config_fields import changeable_keys
 from marin_rl.distributed.ray_workers import find_cluster
 from marin_rl.errors import Closing, writing
+from marin_rl.host_status import exit_on_error, explain_errors
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.devices import join_processes
 from marin_rl.learner.policy_model import save_hf_policy
@@ -66,7 +67,7 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
     check_weight_files(config)
     directory = RunDirectory(Path(config.run_dir))
     join_processes(config.trainer)
-    with contextlib.ExitStack() as resources, multihost.exit_on_error():
+    with contextlib.ExitStack() as resources, exit_on_error():
         multihost.on_main(lambda: _lock(directory, config, resources))
         require_same_config(config, changeable_keys(TrainConfig))
         require_shared_folder(directory.path)
@@ -77,7 +78,7 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
         file = directory.log if main else directory.path / "processes" / f"{jax.process_index()}.txt"
         log = log_to(file, config.log_level.number, module_levels(config.logging))
         console = stream if main else resources.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
-        with log, logged_errors(), multihost.explain_errors(), ProgressDisplay(config.num_steps, console) as display:
+        with log, logged_errors(), explain_errors(), ProgressDisplay(config.num_steps, console) as display:
             finished = _train(config, directory, display)
         if main and finished is not None:
             _print_summary(display, finished, directory)
@@ -101,7 +102,7 @@ def _train(config: TrainConfig, directory: RunDirectory, display: ProgressDispla
             multihost.on_main(lambda: cast(StepRecords, records).record(step, metrics))
             display.update(step, metrics)
 
-        complete = train(run, record, lambda: multihost.any_process(stop.is_set()))
+        complete = train(run, record, stop.is_set)
     if records is not None:
         # Imported here because matplotlib takes half a second to import.
         from marin_rl.training.curves import plot_curves

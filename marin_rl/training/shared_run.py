@@ -4,7 +4,9 @@
 """Training in several processes: one per host, which together hold the device mesh.
 
 All processes run the same loop on the same groups, so tasks, requests, replay buffer and batches are equal everywhere
-without being sent. Only the main process has workers; it broadcasts finished groups and writes the run directory.
+without being sent. In `mode: sync` each process samples a share of the groups, and they exchange finished groups. In
+`mode: async` only the main process has workers; it broadcasts finished groups. The main process writes the run
+directory.
 """
 
 import json
@@ -23,6 +25,7 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.errors import RunDirectoryError, writing
 from marin_rl.learner.checkpoint import Checkpoint, Checkpoints
+from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.training.run_directory import config_differences
 from marin_rl.weights.config import ArrowFlightConfig, is_loopback
 
@@ -113,7 +116,7 @@ def require_same_batch(step: int, microbatches: Sequence[RlExample]) -> None:
 
 
 def check_config(config: TrainConfig) -> None:
-    """Check that a config supports several training processes: rollout workers, and weights that all hosts can fetch.
+    """Check that a config supports several training processes.
 
     Raises:
         ValueError: If it does not; the message names the setting and the remedy.
@@ -121,28 +124,32 @@ def check_config(config: TrainConfig) -> None:
     count = jax.process_count()
     if count == 1:
         return
-    unsupported = {
-        f"mode is {config.mode}": (config.mode is not Mode.ASYNC, "set mode: async, so that rollout workers sample"),
-        f"warm_start.max_steps is {config.warm_start.max_steps}": (
-            config.warm_start.max_steps > 0,
-            "set it to 0, and warm up in a separate run on one process, and set initialize_from to its run directory",
-        ),
-        f"evaluation.tasks is {config.evaluation.tasks}": (
-            config.evaluation.tasks > 0,
-            "set it to 0, and measure checkpoints with python -m marin_rl.evaluate --run RUN --evaluation.tasks N",
-        ),
-    }
-    for setting, (is_set, remedy) in unsupported.items():
-        if is_set:
-            raise ValueError(
-                f"{setting}, but training runs in {count} processes, which the trainer's sampler does not support; "
-                f"{remedy}"
-            )
+    if config.mode is Mode.SYNC:
+        _check_shared_sampling(config, count)
     hosts = list(dict.fromkeys(multihost.gather_texts(socket.gethostname())))
-    if len(hosts) > 1 and isinstance(config.weights, ArrowFlightConfig) and is_loopback(config.weights.host):
+    if (
+        config.mode is Mode.ASYNC
+        and len(hosts) > 1
+        and isinstance(config.weights, ArrowFlightConfig)
+        and is_loopback(config.weights.host)
+    ):
         raise ValueError(
             f"weights.host is {config.weights.host}, but training runs on {len(hosts)} hosts ({', '.join(hosts)}), and "
             "workers fetch weights from each of them; set weights.host: 0.0.0.0 in a network that you trust"
+        )
+
+
+def _check_shared_sampling(config: TrainConfig, count: int) -> None:
+    """Check that the groups of a step can be divided among training processes."""
+    if isinstance(config.sampler, OpenAiSamplerConfig):
+        raise ValueError(
+            f"sampler is openai and mode is sync, but training runs in {count} processes, each of which would reload "
+            f"the weights of {config.sampler.base_url}; set mode: async, so that a rollout worker samples"
+        )
+    if batch_scoped := config.batch_scoped_rewards():
+        raise ValueError(
+            f"{batch_scoped[0]} has scope: batch, which needs all rollouts of a step together, but training runs in "
+            f"{count} processes, each of which scores the groups that it samples; use scope: group"
         )
 
 

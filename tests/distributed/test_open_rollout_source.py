@@ -237,7 +237,7 @@ REACHABLE = ArrowFlightConfig(host="0.0.0.0")
 @pytest.mark.parametrize(
     ("platform", "changes", "message"),
     [
-        ("tpu", {}, r"mode is async, but this trainer runs on TPU: .*Set mode: sync, on one TPU host"),
+        ("tpu", {}, r"mode is async, but this trainer runs on TPU: .*Set mode: sync$"),
         (
             "tpu",
             {"workers": WITH_GPUS, "ray_address": "auto", "weights": REACHABLE},

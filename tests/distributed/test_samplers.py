@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from haliax import Axis  # noqa: F401  before marin_rl: see tests/tiny_run.py
 
-from marin_rl.distributed.samplers import WeightReloader, open_group_sampler, open_trainer_sampler
+from marin_rl.distributed.samplers import WeightReloader, open_group_sampler
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy, load_hf_policy
 from marin_rl.sampling.config import LevanterSamplerConfig, ReloadConfig
@@ -187,16 +187,6 @@ REQUESTS = [SampleRequest((259, 50, 257, 260), seed, 3, (0.0, 0.7, 1.0)[seed % 3
 
 def sampled(engine: Sampler) -> list[Generation]:
     return engine.sample(REQUESTS)
-
-
-def test_trainer_does_not_sample_with_several_processes(opened: TrainingRun, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("marin_rl.multihost.is_multihost", lambda: True)
-    engine = open_trainer_sampler(
-        opened.config, opened.trainer_state.model, opened.runner.tokenizer, opened.learner.trainer.config, 0
-    )
-    engine.update_weights(opened.trainer_state.model, 1)
-    with pytest.raises(RuntimeError, match="the trainer cannot sample when it runs in several processes"):
-        engine.sample(REQUESTS)
 
 
 def test_reply_ends_with_a_stop_text(opened: TrainingRun):

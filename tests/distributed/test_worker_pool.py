@@ -13,10 +13,10 @@ import pytest
 from marin_rl import multihost
 from marin_rl.distributed import worker_pool
 from marin_rl.distributed.coordinator import CoordinatorClient, TrainerUpdate
-from marin_rl.distributed.rollout_source import StopRequestedError
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.distributed.worker_pool import NoWorkersError, WorkerFailedError, WorkerPool
-from marin_rl.rollouts.group_codec import encode_group
+from marin_rl.host_status import StopRequestedError
+from marin_rl.rollouts.group_codec import encode_group, join_parts
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import RolloutGroup, Task, WeightVersion
 from tests.distributed.inline_executor import InlineExecutor
@@ -284,7 +284,7 @@ def test_stop_ends_the_wait_in_a_process_without_workers(monkeypatch: pytest.Mon
 
     def from_main(work: Callable[[], bytes]) -> bytes:
         exchanges.append("groups")
-        return b"[]\n"
+        return join_parts([b"[]"])
 
     def stop_requested() -> bool:
         exchanges.append("stop")

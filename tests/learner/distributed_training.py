@@ -3,7 +3,7 @@
 
 """Run by test_distributed.py, once per process: `distributed_training.py FOLDER INDEX COUNT PORT`.
 
-All processes together have four fake CPU devices. They make a few updates, score some rollouts, save and load a
+All processes together have four fake CPU devices. They make a few updates, score some rollouts, sample, save and load a
 checkpoint, and serve the weights, each its own shards, until their input ends. Each prints its results as a JSON line.
 """
 
@@ -14,7 +14,31 @@ import sys
 from pathlib import Path
 
 DEVICES, UPDATES, PASSES = 4, 3, 2
+MODEL_AXES = (1, 2, 4)
+"""Sizes of the model axis; the last one spans both processes."""
 TOKEN = "0123456789abcdef" * 4
+
+
+def sample(model_axis: int) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+    """Sample in each process with the learner's weights; more requests than slots,."""
+    import conftest as tiny
+
+    from marin_rl.sampling.config import SamplingConfig
+    from marin_rl.sampling.group_sampler import GroupSampler
+    from marin_rl.sampling.sampler import SampleRequest
+
+    trainer = tiny.make_trainer(8, model_axis=model_axis)
+    trainer = dataclasses.replace(trainer, tensor_parallel_axes=["mlp", "kv_head"] if model_axis > 1 else None)
+    sampler = GroupSampler(
+        tiny.make_model(trainer),
+        config=SamplingConfig(max_new_tokens=4, max_seqs=8),
+        stop_sequences=[[3]],
+        max_context=12,
+        trainer=trainer,
+    )
+    sampler.prepare()
+    requests = [SampleRequest((5, 6, 7 + seed // 4), seed, 4, (0.0, 0.9)[seed % 2]) for seed in range(12)]
+    return [(generation.token_ids, generation.logprobs) for generation in sampler.sample(requests)]
 
 
 def main(folder: Path, index: int, count: int, port: str) -> None:
@@ -102,6 +126,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
         "gathered": multihost.gather_texts(f"{index}" * (1 + 500 * index)),
         "agreed": [multihost.any_process(index == 1), multihost.any_process(False)],
         "main": multihost.is_main(),
+        "sampled": [sample(model_axis) for model_axis in MODEL_AXES],
         "addresses": multihost.gather_texts(sender.address),
     }
     print(json.dumps(facts), flush=True)

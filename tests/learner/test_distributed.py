@@ -170,6 +170,14 @@ def test_checkpoint_is_written_and_read_by_both_processes(folder: Path, alone: P
         open_checkpoint(saved)
 
 
+def test_each_process_samples_on_its_own_devices(alone: Process, two: list[Process]) -> None:
+    for process in two:
+        for found, expected in zip(process.facts["sampled"], alone.facts["sampled"], strict=True):
+            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+            for (_, logprobs), (_, of_one) in zip(found, expected, strict=True):
+                assert logprobs == pytest.approx(of_one, abs=1e-5)
+
+
 def test_each_process_keeps_its_share_of_old_weights(alone: Process, two: list[Process]) -> None:
     for process in two:
         assert process.facts["kept"] == alone.facts["kept"] > 5

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from marin_rl.distributed.samplers import NoSampler
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest, WeightPoll, allowed_tokens
 
 GOOD: dict[str, Any] = {"prompt_tokens": (1, 2, 3), "seed": 0, "max_new_tokens": 5, "temperature": 1.0}
@@ -13,13 +12,6 @@ GOOD: dict[str, Any] = {"prompt_tokens": (1, 2, 3), "seed": 0, "max_new_tokens":
 
 def allowed(**changes: Any) -> int:
     return allowed_tokens(4, SampleRequest(**{**GOOD, **changes}), max_context=10, vocab_size=8, max_new_tokens=6)
-
-
-def test_sampler_without_processes_refuses_requests():
-    sampler = NoSampler()
-    assert sampler.sample([]) == []
-    with pytest.raises(RuntimeError, match="the trainer cannot sample when it runs in several processes"):
-        sampler.sample([SampleRequest(**GOOD)])
 
 
 def test_prompt_too_long_error_is_a_value_error():

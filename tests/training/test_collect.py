@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from marin_rl.config.sections import Mode, ReplayConfig
-from marin_rl.distributed.rollout_source import LocalRollouts, StopRequestedError
+from marin_rl.distributed.rollout_source import LocalRollouts
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.environments.streams import CompositeEnvironment, MixtureStream
+from marin_rl.host_status import StopRequestedError
 from marin_rl.objectives.shaping import OverlongConfig, RewardTruncatedConfig
 from marin_rl.rollouts.attempt import LongPrompts
 from marin_rl.rollouts.filters import DropGroupsConfig, ResampleGroupsConfig

@@ -1,19 +1,23 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A run in two training processes on this machine, with Ray and a rollout worker, compared with one process."""
+"""A run in several training processes on this machine, compared with one process.
+
+First in `mode: async`, with Ray and a rollout worker, then in `mode: sync`, with a warm start and evaluations.
+"""
 
 import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from marin_rl.training.run_directory import RunDirectory, lock
-from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome, without_timings
+from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome, stored, without_timings
 from tests.training_hosts import hosts, started
 
 pytestmark = pytest.mark.slow
@@ -39,9 +43,9 @@ def make(folder: Path) -> TinyRun:
     )
 
 
-def train(run: TinyRun, count: int, *, code: int = 0, folders: Sequence[Path] = ()) -> list[str]:
-    """Run the command in `count` processes of two devices each, and return their outputs."""
-    training = hosts(run, count, folders)
+def train(run: TinyRun, count: int, *, code: int = 0, folders: Sequence[Path] = (), devices: int = 2) -> list[str]:
+    """Run the command in `count` processes, and return their outputs."""
+    training = hosts(run, count, folders, devices)
     with started(training):
         codes = [host.end() for host in training]
     outputs = [host.output.read_text() for host in training]
@@ -130,3 +134,63 @@ def test_hosts_without_shared_file_system_are_rejected(tmp_path: Path) -> None:
         assert error in output
     assert [path.name for path in (folders[0] / "runs" / "apart").iterdir()] == [".lock"]
     assert not list(folders[1].iterdir())
+
+
+DEVICES = 4
+"""Devices of all processes of a run in `mode: sync` together."""
+
+
+def make_sync(folder: Path, **changes: Any) -> TinyRun:
+    """A run whose groups are not a multiple of the processes: 7 per step, 4 in checks and 16 in evaluations."""
+    folder.mkdir()
+    settings = {"rollouts__prompts_per_step": 7, "checkpoint__every": 1, "checkpoint__keep_every": 1}
+    return make_run(folder, **{**settings, **changes})
+
+
+def train_sync(run: TinyRun, count: int, **how: Any) -> list[str]:
+    return train(run, count, devices=DEVICES // count, **how)
+
+
+@pytest.fixture(scope="module")
+def sync_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, TinyRun]:
+    """Runs on the same devices in one, two and four processes, by their number."""
+    folder = tmp_path_factory.mktemp("sync")
+    runs = {count: make_sync(folder / str(count)) for count in (1, 2, 4)}
+    for count, run in runs.items():
+        train_sync(run, count)
+    return runs
+
+
+def assert_equal_to_rounding(found: TinyRun, expected: TinyRun) -> None:
+    """Compare two runs on the same number of devices, which differ in the order of sums over devices."""
+    assert found.steps() == expected.steps()
+    for metrics, others in zip(comparable(found), comparable(expected), strict=True):
+        assert metrics.keys() == others.keys()
+        for name, value in others.items():
+            assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    rollouts, other_rollouts = stored(found.path / "rollouts"), stored(expected.path / "rollouts")
+    assert rollouts.keys() == other_rollouts.keys()
+    for name, rows in other_rollouts.items():
+        # The same tokens, because each request has its own random numbers.
+        assert [row["id"] for row in rollouts[name]] == [row["id"] for row in rows]
+        assert [row["turns"][0]["token_ids"] for row in rollouts[name]] == [
+            row["turns"][0]["token_ids"] for row in rows
+        ]
+    weights = load_file(found.path / "hf" / "model.safetensors")
+    for name, array in load_file(expected.path / "hf" / "model.safetensors").items():
+        np.testing.assert_allclose(weights[name], array, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_sample_and_train_like_one(sync_runs: dict[int, TinyRun], count: int) -> None:
+    run = sync_runs[count]
+    assert_equal_to_rounding(run, sync_runs[1])
+    assert all(record["grad_norm"] > 0 for record in run.records()[1:])
+    accuracies = [record["eval/ones/accuracy_sampled"] for record in run.records() if "eval/ones/tasks" in record]
+    assert accuracies[-1] > accuracies[0] + 0.3
+
+
+def test_a_run_resumes_on_another_number_of_processes(sync_runs: dict[int, TinyRun], tmp_path: Path) -> None:
+    resumed = interrupted_after(sync_runs[4], 3, tmp_path / "resumed")
+    train_sync(resumed, 2)
+    assert_equal_to_rounding(resumed, sync_runs[1])

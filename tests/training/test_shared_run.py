@@ -9,15 +9,17 @@ import jax
 import pytest
 
 from marin_rl import multihost
-from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
+from marin_rl.config.sections import Mode
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.errors import RunDirectoryError
+from marin_rl.rewards.component import FunctionRewardConfig, RewardScope
+from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig
 from marin_rl.training.run_directory import config_differences
 from marin_rl.training.shared_run import check_config, require_same_config, require_shared_folder
 from marin_rl.weights.config import ArrowFlightConfig
 from tests.training.bare_run import make_config
 
-FITTING = make_config(mode=Mode.ASYNC, evaluation=EvaluationConfig(tasks=0), warm_start=WarmStartConfig(max_steps=0))
+FITTING = make_config(mode=Mode.ASYNC)
 
 
 @pytest.fixture
@@ -25,29 +27,25 @@ def two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"mode": Mode.SYNC},
-            r"mode is sync, but training runs in 2 processes, .*; set mode: async, so that rollout workers",
-        ),
-        ({"warm_start": WarmStartConfig(max_steps=5)}, r"warm_start\.max_steps is 5, .*; set it to 0, and warm up in"),
-        (
-            {"evaluation": EvaluationConfig(tasks=3)},
-            r"evaluation\.tasks is 3, .*; set it to 0, and measure checkpoints",
-        ),
-    ],
-)
-def test_settings_that_need_the_trainers_sampler_are_rejected(
-    two_processes: None, changes: dict[str, object], message: str
-):
-    with pytest.raises(ValueError, match=message):
-        check_config(dataclasses.replace(FITTING, **changes))
+def test_an_external_server_is_rejected_in_sync_mode(two_processes: None):
+    server = OpenAiSamplerConfig("http://127.0.0.1:8000/v1", "policy", ReloadConfig("weights", "reload.py", "load"))
+    config = dataclasses.replace(FITTING, mode=Mode.SYNC, sampler=server)
+    with pytest.raises(ValueError, match=r"sampler is openai and mode is sync, but training runs in 2 .*; set mode: a"):
+        check_config(config)
+    check_config(dataclasses.replace(config, mode=Mode.ASYNC))
 
 
-def test_rollout_workers_are_accepted(two_processes: None):
-    check_config(FITTING)
+def test_rewards_over_a_batch_are_rejected_in_sync_mode(two_processes: None):
+    reward = FunctionRewardConfig("rewards.py", "rank", scope=RewardScope.BATCH)
+    environment = dataclasses.replace(FITTING.environment, rewards=(reward,))
+    config = dataclasses.replace(FITTING, mode=Mode.SYNC, environment=environment)
+    with pytest.raises(ValueError, match=r"environment\.rewards\.0 has scope: batch, .* 2 processes, .*: group"):
+        check_config(config)
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_warm_start_and_evaluation_are_accepted(two_processes: None, mode: Mode):
+    check_config(make_config(mode=mode))
 
 
 def test_loopback_weight_host_is_rejected_for_several_hosts(two_processes: None, monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,249 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Errors and stop requests of training processes, which reach the other processes without a collective operation.
+
+A process that samples, or waits in a collective operation, cannot take part in another one. So these messages go
+through the key-value store of jax's coordination service, which runs in the main process.
+"""
+
+import atexit
+import contextlib
+import itertools
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax._src import distributed
+
+from marin_rl import multihost
+from marin_rl.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+INTERVAL = 1.0
+"""Seconds between two reads of the status of the other processes."""
+GRACE = 10.0
+"""Seconds that a process has to end by itself after another one failed. It may be blocked in a collective operation."""
+
+_ERROR, _SEEN = "marin_rl/error", "marin_rl/error-seen/"
+_FINISHED, _STOPPED = "finished", "stopped"
+_rounds = itertools.count()
+
+
+class OtherProcessError(UserError):
+    """Another training process ended with an error, which the message contains."""
+
+
+class StopRequestedError(Exception):
+    """A stop was requested while a step waited for its groups, or during an evaluation."""
+
+
+def raise_if(stop_requested: Callable[[], bool]) -> None:
+    """Raise StopRequestedError if a stop was requested."""
+    if stop_requested():
+        raise StopRequestedError("a stop was requested while a step waited for its groups")
+
+
+@contextlib.contextmanager
+def separate_work(interrupt: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Let every process work for itself, without collective operations, and wait until all have finished.
+
+    All processes leave the block in the same way: if one of them raises StopRequestedError before all have finished,
+    all do. With one process the block is run as it is.
+
+    Args:
+        interrupt: called regularly; raises StopRequestedError if this process was asked to stop.
+
+    Yields:
+        A function to call regularly in place of `interrupt`.
+
+    Raises:
+        StopRequestedError: in all processes, if one was asked to stop.
+        OtherProcessError: if another process ended with an error.
+    """
+    if not multihost.is_multihost():
+        yield interrupt
+        return
+    work = _Round(next(_rounds), interrupt)
+    yield work.check
+    work.finish()
+
+
+class _Round:
+    """One round of separate work; its outcome is the first value that any process writes."""
+
+    def __init__(self, number: int, interrupt: Callable[[], None]) -> None:
+        self._interrupt = interrupt
+        self._outcome, self._count = (f"marin_rl/round-{number}/{name}" for name in ("outcome", "finished"))
+        self._next_read = time.monotonic() + INTERVAL
+        # When a process starts round n, all have left round n - 2.
+        if multihost.is_main():
+            _client().key_value_delete(f"marin_rl/round-{number - 2}/")
+
+    def check(self) -> None:
+        self._stop_if_asked()
+        if time.monotonic() >= self._next_read:
+            self._next_read = time.monotonic() + INTERVAL
+            raise_error_of_others()
+            self._raise_if_stopped(_read(self._outcome))
+
+    def finish(self) -> None:
+        if _client().key_value_increment(self._count, 1) == jax.process_count():
+            _write_once(self._outcome, _FINISHED)
+        while (outcome := _await(self._outcome, INTERVAL)) is None:
+            raise_error_of_others()
+            self._stop_if_asked()
+        self._raise_if_stopped(outcome)
+
+    def _stop_if_asked(self) -> None:
+        try:
+            self._interrupt()
+        except StopRequestedError:
+            _write_once(self._outcome, _STOPPED)
+            # All processes may have finished before.
+            self._raise_if_stopped(_read(self._outcome))
+
+    def _raise_if_stopped(self, outcome: str | None) -> None:
+        if outcome == _STOPPED:
+            raise StopRequestedError("a training process was asked to stop while groups were sampled")
+
+
+def raise_error_of_others() -> None:
+    """Raise OtherProcessError if another process ended with an error."""
+    text = _read(_ERROR)
+    error = None if text is None else json.loads(text)
+    if error is not None and error["process"] != jax.process_index():
+        raise OtherProcessError(f"training process {error['process']} ended with an error: {error['error']}")
+
+
+@contextlib.contextmanager
+def exit_on_error() -> Iterator[None]:
+    """End all processes when one ends with an error, with that error's message.
+
+    The failing process does not wait for the others at exit, as jax would for five minutes. The others end within
+    `INTERVAL + GRACE` seconds, also if they are blocked in a collective operation.
+    """
+    if not multihost.is_multihost():
+        yield
+        return
+    ended = threading.Event()
+    watch = threading.Thread(target=_watch, args=(ended,), name="errors of other processes", daemon=True)
+    watch.start()
+    try:
+        yield
+    except BaseException as error:
+        # Exit handlers run in reverse order of registration, so this one runs before jax's.
+        atexit.register(_end)
+        ended.set()
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            _report(error)
+        raise
+    finally:
+        ended.set()
+        watch.join()
+
+
+@contextlib.contextmanager
+def explain_errors() -> Iterator[None]:
+    """With several processes, replace a jax error by the error of another process, or add a note on lost processes.
+
+    Raises:
+        OtherProcessError: if a jax error is raised and another process ended with an error.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not multihost.is_multihost():
+            raise
+        try:
+            raise_error_of_others()
+        except OtherProcessError as cause:
+            raise cause from error
+        except jax.errors.JaxRuntimeError:
+            logger.info("the coordination service of the main process does not answer")
+        error.add_note(
+            f"This is training process {jax.process_index()} of {jax.process_count()}. If a connection failed, "
+            "another training process has ended or is unreachable: see its output and its machine for the cause. "
+            "Run the same command on all hosts to resume from the last checkpoint."
+        )
+        raise
+
+
+def _report(error: BaseException) -> None:
+    """Publish an error; the main process, which runs the service, waits until the others have read it."""
+    if not isinstance(error, OtherProcessError | multihost.MainProcessError):
+        _write_once(_ERROR, json.dumps({"process": jax.process_index(), "error": f"{type(error).__name__}: {error}"}))
+    _mark_seen()
+    deadline = time.monotonic() + GRACE
+    while (
+        multihost.is_main()
+        and time.monotonic() < deadline
+        and len(_client().key_value_dir_get(_SEEN)) < jax.process_count()
+    ):
+        time.sleep(0.1)
+
+
+def _mark_seen() -> None:
+    _client().key_value_set(f"{_SEEN}{jax.process_index()}", "", allow_overwrite=True)
+
+
+def _watch(ended: threading.Event) -> None:
+    """Wait until another process fails, and then end this one unless its main thread does."""
+    while not ended.wait(INTERVAL):
+        try:
+            raise_error_of_others()
+        except OtherProcessError as error:
+            _mark_seen()
+            if not ended.wait(GRACE):
+                logger.error("%s", error)
+                print(f"error: {error}", file=sys.stderr)
+                _end()
+            return
+        except jax.errors.JaxRuntimeError:
+            # The service has ended; then jax ends this process.
+            return
+
+
+def _end() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _client() -> Any:
+    return distributed.global_state.client
+
+
+def _read(key: str) -> str | None:
+    try:
+        return _client().key_value_try_get(key)
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" in str(error):
+            return None
+        raise
+
+
+def _await(key: str, seconds: float) -> str | None:
+    """Wait for a value; None if there is none after some seconds."""
+    try:
+        return _client().blocking_key_value_get(key, int(1000 * seconds))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return None
+        raise
+
+
+def _write_once(key: str, value: str) -> None:
+    """Write a value, unless there is one."""
+    try:
+        _client().key_value_set(key, value)
+    except jax.errors.JaxRuntimeError as error:
+        if "ALREADY_EXISTS" not in str(error):
+            raise

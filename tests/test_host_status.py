@@ -1,0 +1,303 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Threads in the roles of several processes; tests/training/test_several_processes.py uses real ones."""
+
+import atexit
+import contextlib
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import pytest
+
+from marin_rl import host_status, multihost
+from marin_rl.host_status import (
+    OtherProcessError,
+    StopRequestedError,
+    exit_on_error,
+    explain_errors,
+    raise_error_of_others,
+    separate_work,
+)
+
+COUNT = 3
+
+
+class Service:
+    """The part of jax's key-value store that is used."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.counts: dict[str, int] = {}
+        self.changed = threading.Condition()
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        with self.changed:
+            if key in self.values and not allow_overwrite:
+                raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: {key}")
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def key_value_try_get(self, key: str) -> str:
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError(f"NOT_FOUND: {key}")
+        return self.values[key]
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.values, timeout_in_ms / 1000):
+                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key}")
+            return self.values[key]
+
+    def key_value_increment(self, key: str, increment: int) -> int:
+        with self.changed:
+            self.counts[key] = self.counts.get(key, 0) + increment
+            return self.counts[key]
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        return [(name, value) for name, value in self.values.items() if name.startswith(key)]
+
+    def key_value_delete(self, key: str) -> None:
+        with self.changed:
+            for names in (self.values, self.counts):
+                for name in [name for name in names if name.startswith(key)]:
+                    del names[name]
+
+
+class Processes:
+    """Threads that take the roles of processes."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.own = threading.local()
+
+    @property
+    def index(self) -> int:
+        return getattr(self.own, "index", 0)
+
+    def run(self, *work: Callable[[], object]) -> list[BaseException | None]:
+        """Run one function in each process; return their errors."""
+
+        def run(index: int) -> BaseException | None:
+            self.own.index = index
+            try:
+                work[index]()
+            except BaseException as error:
+                return error
+            return None
+
+        with ThreadPoolExecutor(len(work)) as pool:
+            return list(pool.map(run, range(len(work))))
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
+    processes = Processes(Service())
+    monkeypatch.setattr(host_status, "_client", lambda: processes.service)
+    monkeypatch.setattr(host_status, "INTERVAL", 0.01)
+    monkeypatch.setattr(host_status, "_rounds", type("Rounds", (), {"__next__": lambda self: processes.own.round})())
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda: COUNT)
+    monkeypatch.setattr(jax, "process_index", lambda: processes.index)
+    monkeypatch.setattr(atexit, "register", lambda end: None)
+    return processes
+
+
+@contextlib.contextmanager
+def a_round(
+    processes: Processes, number: int = 0, interrupt: Callable[[], None] = lambda: None
+) -> Iterator[Callable[[], None]]:
+    processes.own.round = number
+    with separate_work(interrupt) as check:
+        yield check
+
+
+def stopping() -> None:
+    raise StopRequestedError("asked")
+
+
+def test_processes_wait_for_the_last_one(processes: Processes) -> None:
+    last, events = threading.Event(), []
+
+    def finish(number: int) -> None:
+        with a_round(processes, number):
+            if processes.index == 1:
+                assert last.wait(10)
+            events.append("worked")
+            if len(events) == COUNT - 1:
+                last.set()
+        events.append("left")
+
+    for number in range(4):
+        events.clear()
+        last.clear()
+        assert processes.run(*[lambda number=number: finish(number)] * COUNT) == [None] * COUNT
+        assert events == ["worked"] * COUNT + ["left"] * COUNT
+    # Old rounds are removed from the service.
+    assert {key.split("/")[1] for key in processes.service.values} == {"round-2", "round-3"}
+
+
+@pytest.mark.parametrize("finished", [0, 1, 2], ids=lambda count: f"{count} others have finished")
+def test_a_stop_of_one_process_stops_all_before_the_last_has_finished(processes: Processes, finished: int) -> None:
+    done = threading.Semaphore(0)
+
+    def asked() -> None:
+        for _ in range(finished):
+            assert done.acquire(timeout=10)
+        with a_round(processes, interrupt=stopping) as check:
+            check()
+
+    def other() -> None:
+        with a_round(processes) as check:
+            if processes.index <= finished:
+                done.release()
+                return
+            while True:
+                check()
+
+    errors = processes.run(asked, other, other)
+    assert [type(error) for error in errors] == [StopRequestedError] * COUNT
+
+
+def test_a_stop_after_all_have_finished_does_not_end_the_round(processes: Processes) -> None:
+    asked = threading.Event()
+
+    def interrupt() -> None:
+        # The round is over, and the outcome is read only after this process was asked to stop.
+        assert asked.wait(10)
+        stopping()
+
+    def late() -> None:
+        with a_round(processes, interrupt=interrupt) as check:
+            processes.service.key_value_set("marin_rl/round-0/outcome", "finished")
+            asked.set()
+            check()
+
+    def other() -> None:
+        with a_round(processes):
+            pass
+
+    assert processes.run(late, other, other) == [None] * COUNT
+
+
+def fail() -> None:
+    with exit_on_error():
+        raise ValueError("no such file")
+
+
+@pytest.mark.parametrize("has_finished", [False, True])
+def test_an_error_of_one_process_reaches_those_that_work_or_wait(processes: Processes, has_finished: bool) -> None:
+    def other() -> None:
+        with exit_on_error(), a_round(processes) as check:
+            while not has_finished:
+                check()
+
+    failed, *others = processes.run(fail, other, other)
+    assert str(failed) == "no such file"
+    for error in others:
+        assert type(error) is OtherProcessError
+        assert str(error) == "training process 0 ended with an error: ValueError: no such file"
+
+
+def test_every_process_raises_its_own_error(processes: Processes) -> None:
+    assert [str(error) for error in processes.run(fail, fail, fail)] == ["no such file"] * COUNT
+
+
+def test_a_blocked_process_is_ended_with_the_error_of_the_other(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host_status, "GRACE", 0.05)
+    ended = threading.Event()
+    monkeypatch.setattr(host_status, "_end", ended.set)
+    # The watching threads act for process 1.
+    monkeypatch.setattr(jax, "process_index", lambda: getattr(processes.own, "index", 1))
+
+    def blocked() -> None:
+        with exit_on_error():
+            assert ended.wait(10)
+
+    failed, blocked_error = processes.run(fail, blocked)
+    assert str(failed) == "no such file"
+    assert blocked_error is None
+    assert "error: training process 0 ended with an error: ValueError: no such file\n" in capsys.readouterr().err
+
+
+def test_the_main_process_does_not_wait_forever_for_dead_ones(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_status, "GRACE", 0.05)
+    [error] = processes.run(fail)
+    assert str(error) == "no such file"
+
+
+def test_the_first_error_is_reported(processes: Processes) -> None:
+    def later() -> None:
+        with exit_on_error():
+            raise KeyError("second")
+
+    processes.service.key_value_set("marin_rl/error", '{"process": 2, "error": "ValueError: first"}')
+    processes.run(lambda: None, later)
+    with pytest.raises(OtherProcessError, match=r"^training process 2 ended with an error: ValueError: first$"):
+        raise_error_of_others()
+
+
+def run_explained(error: Exception) -> None:
+    with explain_errors():
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("count", "error", "is_explained"),
+    [
+        (2, jax.errors.JaxRuntimeError("Connection reset by peer"), True),
+        (1, jax.errors.JaxRuntimeError("Out of memory"), False),
+        (2, OSError("pulled the plug"), False),
+    ],
+)
+def test_jax_errors_with_several_processes_explain_a_lost_process(
+    processes: Processes, count: int, error: Exception, is_explained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    with pytest.raises(type(error)) as raised:
+        run_explained(error)
+    text = "".join(traceback.format_exception(raised.value))
+    assert (
+        "This is training process 0 of 2. If a connection failed, another training process has ended or is unreachable"
+        in text
+    ) == is_explained
+
+
+def test_a_jax_error_after_an_error_of_another_process_is_replaced_by_it(processes: Processes) -> None:
+    processes.service.key_value_set("marin_rl/error", '{"process": 1, "error": "ValueError: no such file"}')
+    with pytest.raises(OtherProcessError, match="training process 1 ended with an error: ValueError: no such file"):
+        run_explained(jax.errors.JaxRuntimeError("Connection reset by peer"))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_after_an_error_one_of_several_processes_exits_without_waiting(
+    processes: Processes, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: list[Callable[[], object]] = []
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(atexit, "register", registered.append)
+    with exit_on_error():
+        pass
+    assert registered == []
+    with pytest.raises(ValueError, match="no such file"):
+        fail()
+    assert len(registered) == count - 1
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    for end in registered:
+        end()
+    assert ended == [1] * (count - 1)
+
+
+def test_one_process_works_alone() -> None:
+    assert not multihost.is_multihost()
+    with separate_work(stopping) as check, pytest.raises(StopRequestedError):
+        check()
