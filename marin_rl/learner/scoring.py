@@ -4,7 +4,7 @@
 """Log-probabilities and values of rollouts under given weights, without a gradient."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import equinox as eqx
 import haliax as hax
@@ -21,7 +21,7 @@ from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.batching.rl_example import RlExample, pack_to_score
 from marin_rl.learner.critic import ActorCritic, policy_of
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
-from marin_rl.learner.train_step import place, placed_shape, stack_microbatches, take_microbatch
+from marin_rl.learner.train_step import compiler_options, place, placed_shape, stack_microbatches, take_microbatch
 
 
 class Scores(NamedTuple):
@@ -88,7 +88,11 @@ class Scorer:
             return jax.lax.fori_loop(0, count, add, (zeros, zeros))
 
         self._function = score_microbatches
-        self._score = hax.named_jit(score_microbatches, axis_resources=trainer.parameter_axis_mapping)
+        self._score = cast(Any, hax.named_jit)(
+            score_microbatches,
+            axis_resources=trainer.parameter_axis_mapping,
+            compiler_options=compiler_options(trainer.device_mesh),
+        )
 
     def lower(self, model: LmHeadModel | ActorCritic, microbatches: Sequence[RlExample]) -> jax.stages.Lowered:
         """Lower the program without compiling it, for analysis of its memory and cost.
@@ -102,7 +106,10 @@ class Scorer:
         with self._trainer.use_device_mesh():
             # named_jit takes no shapes.
             arrays, rest = eqx.partition(model, lambda leaf: isinstance(leaf, jax.Array | jax.ShapeDtypeStruct))
-            program = jax.jit(lambda arrays, *inputs: self._function(eqx.combine(arrays, rest), *inputs))
+            program = jax.jit(
+                lambda arrays, *inputs: self._function(eqx.combine(arrays, rest), *inputs),
+                compiler_options=compiler_options(self._trainer.device_mesh),
+            )
             return program.lower(arrays, batch, np.int32(len(microbatches)))
 
     def score(self, model: LmHeadModel | ActorCritic, rollouts: Sequence[ProcessedRollout]) -> list[Scores]:

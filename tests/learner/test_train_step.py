@@ -21,6 +21,7 @@ from marin_rl.learner.loss import loss_metrics
 from marin_rl.learner.train_step import (
     NonFiniteUpdateError,
     SkipState,
+    compiler_options,
     skip_nonfinite_updates,
     stack_microbatches,
     take_microbatch,
@@ -109,6 +110,17 @@ def test_any_mesh_gives_the_same_loss_and_gradient(one_device, tmp_path: Path) -
 
 
 @pytest.mark.medium
+def test_on_a_cpu_xla_compiles_reductions_itself(tiny) -> None:
+    """The library YNN takes up to ten times as long for reductions with an exponential."""
+    mesh = tiny.make_trainer().device_mesh
+    logits = jax.ShapeDtypeStruct((256, 32_000), jnp.float32)
+    programs = [
+        jax.jit(jax.nn.logsumexp, static_argnums=1, compiler_options=options).lower(logits, -1).compile().as_text()
+        for options in (None, compiler_options(mesh))
+    ]
+    assert ["ynn" in str(program) for program in programs] == [True, False]
+
+
 def test_a_batch_above_the_capacity_compiles_once(tiny, learner) -> None:
     examples = [tiny.make_example(seed=seed) for seed in range(8)]
     state, _ = learner.step(tiny.fresh_state(learner), examples[:4])
