@@ -14,13 +14,13 @@ from marin_rl.config.decode import field_types, is_section
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.evaluate import EvaluateConfig
 from marin_rl.launch.local import LocalConfig
-from marin_rl.launch.supervise import SupervisorConfig
+from marin_rl.launch.tpu import TpuConfig
 
 
 def config_classes() -> set[type]:
     """All dataclasses of marin_rl in the configs of the commands, including the options of choices."""
     classes: set[type] = set()
-    for root in (TrainConfig, EvaluateConfig, LocalConfig, SupervisorConfig):
+    for root in (TrainConfig, EvaluateConfig, LocalConfig, TpuConfig):
         _collect(root, classes)
     return classes
 

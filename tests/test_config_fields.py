@@ -37,6 +37,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     },
     "LossKlConfig": {"beta": 0.1},
     "SharedFilesConfig": {"folder": "weights"},
+    "SlicesConfig": {"tpu_type": "v5p-8"},
     "TextGameConfig": {"id": "FrozenLake-v1"},
     "ToolUseConfig": {"questions": ArithmeticConfig()},
     "TrainConfig": {"environment": ArithmeticConfig(), "run_dir": "run", "initialize_from": "model"},

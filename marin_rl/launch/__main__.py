@@ -1,29 +1,56 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Launch training on several hosts, or in several processes of this machine: `python -m marin_rl.launch --help`."""
+"""Launch training on Cloud TPU, or in several processes of this machine: `python -m marin_rl.launch --help`."""
 
+import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from marin_rl.config.command_line import parse_config
+from marin_rl.config.decode import ConfigError, nearest
 from marin_rl.errors import USER_ERRORS
 from marin_rl.escaping import escape
+from marin_rl.launch.gcloud import check_login, check_tpu_types, check_writable
+from marin_rl.launch.jobs import Launch
 from marin_rl.launch.local import LocalConfig, run_together, training_processes
 from marin_rl.launch.supervise import SupervisorConfig, supervise
+from marin_rl.launch.tpu import TpuConfig, open_launch, training_run
 
 USAGE = """\
-usage: python -m marin_rl.launch COMMAND [--config FILE] [--KEY VALUE ...] [--help] [-- ARGUMENTS]
+usage: python -m marin_rl.launch COMMAND [ACTION] [--config FILE] [--KEY VALUE ...] [--help] [-- ARGUMENTS]
 
 Commands:
-  local      run N training processes on this machine, connected by jax.distributed
-  supervise  run the command in ARGUMENTS, and restart it after a failure
+  local       run N training processes on this machine, connected by jax.distributed
+  tpu ACTION  train on one or several TPU slices
+  ray ACTION  train on TPU slices, with rollout workers on further slices (rollout_slices)
+  supervise   run the command in ARGUMENTS, and restart it after a failure
 
-ARGUMENTS of local are those of python -m marin_rl.train, such as --config experiments/rloo.yaml.
-COMMAND --help describes the keys of a command.
+Actions of tpu and ray:
+  start       request slices or reuse existing ones, install the code, start or resume the run, and follow it
+              until it is complete; slices that are lost meanwhile are requested again
+  status      print the state of slices and hosts
+  logs        print the end of the logs
+  stop        stop the run with a checkpoint; the slices remain
+  delete      delete the slices
+
+ARGUMENTS of local and start are those of python -m marin_rl.train, such as --config experiments/rloo.yaml.
+COMMAND [ACTION] --help describes the keys of a command.
 """
 DRY_RUN = {"dry_run": "Print every command and file, and stop."}
+ACTIONS = {
+    "start": {
+        **DRY_RUN,
+        "detach": "Return when the run has started. Nothing then requests slices again that are lost.",
+        "autodelete": "Delete the slices when the run is complete.",
+    },
+    "status": DRY_RUN,
+    "logs": {**DRY_RUN, "follow": "Continue with new lines until this command is interrupted."},
+    "stop": DRY_RUN,
+    "delete": DRY_RUN,
+}
+"""Flags of each action."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None for the arguments of the process.
 
     Returns:
-        Exit status: 0, or 1 after an error; of `local` and `supervise` the exit status of the command.
+        Exit status: 0, 1 after an error, or 130 after an interrupt; of `local` and `supervise` that of the command.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -42,13 +69,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, *rest = arguments
     split = rest.index("--") if "--" in rest else len(rest)
     own, passed = rest[:split], rest[split + 1 :]
+    commands: dict[str, Callable[[], int]] = {
+        "local": lambda: _local(own, passed),
+        "tpu": lambda: _tpu(command, own, passed),
+        "ray": lambda: _tpu(command, own, passed),
+        "supervise": lambda: _supervise(own, passed),
+    }
     try:
-        match command:
-            case "local":
-                return _local(own, passed)
-            case "supervise":
-                return _supervise(own, passed)
-        raise ValueError(f"unknown command {command!r}; valid commands: local, supervise")
+        if command not in commands:
+            raise ConfigError(f"unknown command {command!r}; {nearest(command, commands)}")
+        return commands[command]()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except USER_ERRORS as error:
         print(f"error: {escape(str(error))}", file=sys.stderr)
         return 1
@@ -57,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _local(own: Sequence[str], passed: Sequence[str]) -> int:
     parsed = parse_config(LocalConfig, own, DRY_RUN)
     if not passed:
-        raise ValueError("no training arguments; give those of marin_rl.train after --, such as -- --config FILE")
+        raise ConfigError("no training arguments; give those of marin_rl.train after --, such as -- --config FILE")
     processes = training_processes(parsed.config, passed)
     if "dry_run" in parsed.flags:
         print("\n".join(map(str, processes)))
@@ -68,8 +101,74 @@ def _local(own: Sequence[str], passed: Sequence[str]) -> int:
 def _supervise(own: Sequence[str], passed: Sequence[str]) -> int:
     config = parse_config(SupervisorConfig, own).config
     if not passed:
-        raise ValueError("no command; give it after --, such as -- python -m marin_rl.train --config FILE")
+        raise ConfigError("no command; give it after --, such as -- python -m marin_rl.train --config FILE")
     return supervise(config, passed, lambda text: _write(f"{time.strftime('%F %T')} [supervisor] {text}\n"))
+
+
+def _tpu(command: str, own: Sequence[str], passed: Sequence[str]) -> int:
+    action, *options = own or [""]
+    if action in ("-h", "--help"):
+        action, options = "start", ["--help", *options]
+    if action not in ACTIONS:
+        raise ConfigError(f"unknown action {action!r} of {command}; {nearest(action, ACTIONS)}")
+    parsed = parse_config(TpuConfig, options, ACTIONS[action])
+    config, flags = parsed.config, parsed.flags
+    if (config.rollout_slices is None) != (command == "tpu"):
+        raise ConfigError("rollout_slices is for `launch ray`, which needs it; it is not for `launch tpu`")
+    report = _report
+    launch = open_launch(config, passed, report, dry_run="dry_run" in flags)
+    if action == "start":
+        return _start(launch, config, command, options, passed, flags)
+    if passed:
+        raise ConfigError(f"{action} takes no training arguments; remove -- and what follows")
+    if action == "logs":
+        group = launch.groups[0]
+        return group.hosts.logs(config.worker, config.log_lines, follow="follow" in flags)
+    {"status": launch.show_status, "stop": launch.stop, "delete": launch.delete}[action]()
+    return 0
+
+
+def _start(
+    launch: Launch,
+    config: TpuConfig,
+    command: str,
+    options: Sequence[str],
+    passed: Sequence[str],
+    flags: frozenset[str],
+) -> int:
+    run_dir = training_run(config, passed)
+    rollouts = config.rollout_slices
+    check_login(launch.gcloud)
+    check_tpu_types(launch.gcloud, [config.slices.tpu_type, *([] if rollouts is None else [rollouts.tpu_type])])
+    check_writable(launch.gcloud, run_dir)
+    if "dry_run" in flags:
+        launch.dry_run()
+        return 0
+    own = [option for option in options if option.removeprefix("--") not in ACTIONS["start"]]
+    same = f"python -m marin_rl.launch {command} {{}} {shlex.join(own)}"
+    try:
+        launch.run(detach="detach" in flags)
+    except KeyboardInterrupt:
+        _report(f"interrupted; the run continues without it. Logs: `{same.format('logs')}`")
+        _name_existing(launch, same)
+        return 130
+    except USER_ERRORS:
+        _name_existing(launch, same)
+        raise
+    if "autodelete" in flags and "detach" not in flags:
+        launch.delete()
+    else:
+        _name_existing(launch, same)
+    return 0
+
+
+def _name_existing(launch: Launch, same: str) -> None:
+    if existing := launch.existing():
+        _report(f"{', '.join(existing)} still exists, and is billed; delete with `{same.format('delete')}`")
+
+
+def _report(text: str) -> None:
+    _write(f"{escape(text)}\n")
 
 
 def _write(text: str) -> None:

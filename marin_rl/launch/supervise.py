@@ -26,6 +26,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 from marin_rl.config_fields import check_at_least
 from marin_rl.errors import UserError
@@ -33,6 +34,8 @@ from marin_rl.errors import UserError
 NOT_EXECUTABLE = 126
 NOT_FOUND = 127
 """Exit statuses of a command that cannot be executed or does not exist, as in a shell."""
+LOCK_ATTEMPTS = 10
+"""Attempts to lock the folder, 0.1 s apart."""
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SIGNALS = (*_STOP_SIGNALS, signal.SIGCHLD)
@@ -185,14 +188,22 @@ def _own_folder(name: str | None) -> Iterator[_Folder | None]:
     path = Path(name)
     path.mkdir(parents=True, exist_ok=True)
     with (path / "supervisor.lock").open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not _lock(file):
             raise SupervisorError(
                 f"another supervisor, or its command, runs in {name!r}; its process id is in supervisor.pid"
-            ) from error
+            )
         (path / "supervisor.pid").write_text(f"{os.getpid()}\n", encoding="utf-8")
         yield _Folder(path, file.fileno())
+
+
+def _lock(file: IO[bytes]) -> bool:
+    # Several attempts, because host.sh holds the lock for a moment to see whether it is free.
+    for _ in range(LOCK_ATTEMPTS):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(0.1)
+    return False
 
 
 @contextlib.contextmanager

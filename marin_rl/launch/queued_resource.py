@@ -1,0 +1,210 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Queued resources of Cloud TPU: requests for one or several slices, which the service grants when it has them."""
+
+import dataclasses
+import enum
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from marin_rl.launch.gcloud import Gcloud, GcloudError, NotFoundError
+
+
+class CapacityType(enum.Enum):
+    """Kind of capacity that a request is for."""
+
+    ON_DEMAND = "on-demand"
+    """Not preempted; needs on-demand quota."""
+    SPOT = "spot"
+    """Cheaper; may be preempted at any time."""
+    RESERVED = "reserved"
+    """From a reservation of the project."""
+
+
+RUNTIME_VERSIONS = {
+    "v2": "tpu-ubuntu2204-base",
+    "v3": "tpu-ubuntu2204-base",
+    "v4": "tpu-ubuntu2204-base",
+    "v5litepod": "v2-alpha-tpuv5-lite",
+    "v5p": "v2-alpha-tpuv5",
+    "v6e": "v2-alpha-tpuv6e",
+}
+"""Runtime version for JAX by generation, see https://cloud.google.com/tpu/docs/runtimes."""
+
+
+DELETE_TIMEOUT = 1800.0
+"""Seconds in which a queued resource with its slices must be deleted."""
+
+
+class Stage(enum.Enum):
+    """Stage of a queued resource, from the states of the service."""
+
+    ABSENT = "absent"
+    """There is none of this name."""
+    WAITING = "waiting"
+    """Waiting in the queue, or changing from one of the other stages to another."""
+    ACTIVE = "active"
+    """All slices exist."""
+    SUSPENDED = "suspended"
+    """Its slices were preempted or deleted; it must be deleted and created again."""
+    FAILED = "failed"
+    """The request failed."""
+
+
+_STAGES = {
+    "ACTIVE": Stage.ACTIVE,
+    "SUSPENDED": Stage.SUSPENDED,
+    "FAILED": Stage.FAILED,
+}
+"""Others (ACCEPTED, CREATING, DELETING, PROVISIONING, SUSPENDING, WAITING_FOR_RESOURCES) end without an action."""
+
+
+@dataclasses.dataclass(frozen=True)
+class QueuedResource:
+    """A request for slices."""
+
+    name: str
+    """Name of the request; also of its slice, or the prefix of its slices."""
+    tpu_type: str
+    """Type of each slice, such as `v5p-32`."""
+    num_slices: int = 1
+    """Number of slices."""
+    capacity_type: CapacityType = CapacityType.ON_DEMAND
+    """Kind of capacity."""
+    runtime_version: str | None = None
+    """Runtime version; None for that of `RUNTIME_VERSIONS`."""
+    create_flags: tuple[str, ...] = ()
+    """Further flags of the request."""
+
+    @property
+    def nodes(self) -> list[str]:
+        """Names of the slices."""
+        return [self.name] if self.num_slices == 1 else [f"{self.name}-{index}" for index in range(self.num_slices)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """State of a queued resource."""
+
+    stage: Stage
+    state: str = "ABSENT"
+    """Name of the state in Cloud TPU."""
+    error: str = ""
+    """Message of a failed request."""
+    tpu_type: str | None = None
+    """Type of its slices, if it is known."""
+    num_slices: int | None = None
+    """Number of slices, if it is known."""
+
+
+def describe(gcloud: Gcloud, name: str) -> Description:
+    """Describe a queued resource.
+
+    Raises:
+        GcloudError: if the command fails for a reason other than that there is none.
+    """
+    try:
+        output = gcloud.tpus("queued-resources", "describe", name, "--format=json")
+    except NotFoundError:
+        return Description(Stage.ABSENT)
+    if gcloud.dry_run:
+        return Description(Stage.ABSENT)
+    values = json.loads(output)
+    state = values.get("state", {})
+    specs = values.get("tpu", {}).get("nodeSpec", [])
+    spec: dict[str, Any] = specs[0] if specs else {}
+    count = (spec.get("multisliceParams") or spec.get("multiNodeParams") or {}).get("nodeCount", len(specs))
+    name_of_state = state.get("state", "UNKNOWN")
+    return Description(
+        _STAGES.get(name_of_state, Stage.WAITING),
+        name_of_state,
+        state.get("failedData", {}).get("error", {}).get("message", ""),
+        spec.get("node", {}).get("acceleratorType"),
+        int(count) or None,
+    )
+
+
+def create(gcloud: Gcloud, resource: QueuedResource) -> None:
+    """Request slices.
+
+    Raises:
+        GcloudError: if the request is rejected, for example because of the quota.
+    """
+    generation = resource.tpu_type.partition("-")[0]
+    nodes = (
+        [f"--node-id={resource.name}"]
+        if resource.num_slices == 1
+        else [f"--node-count={resource.num_slices}", f"--node-prefix={resource.name}"]
+    )
+    capacity = {CapacityType.SPOT: ["--spot"], CapacityType.RESERVED: ["--reserved"], CapacityType.ON_DEMAND: []}
+    gcloud.tpus(
+        "queued-resources",
+        "create",
+        resource.name,
+        f"--accelerator-type={resource.tpu_type}",
+        f"--runtime-version={resource.runtime_version or RUNTIME_VERSIONS[generation]}",
+        *nodes,
+        *capacity[resource.capacity_type],
+        *resource.create_flags,
+    )
+
+
+def delete(gcloud: Gcloud, name: str) -> None:
+    """Delete a queued resource with its slices; nothing happens if there is none.
+
+    Raises:
+        GcloudError: if it cannot be deleted.
+    """
+    try:
+        gcloud.tpus("queued-resources", "delete", name, "--force", timeout=DELETE_TIMEOUT)
+    except NotFoundError:
+        return
+
+
+def check_same(resource: QueuedResource, found: Description) -> None:
+    """Check that an existing queued resource is the requested one.
+
+    Raises:
+        GcloudError: if its slices have another type or number.
+    """
+    differing = [
+        f"{key} {there} instead of {here}"
+        for key, there, here in (
+            ("tpu_type", found.tpu_type, resource.tpu_type),
+            ("num_slices", found.num_slices, resource.num_slices),
+        )
+        if there not in (None, here)
+    ]
+    if differing:
+        raise GcloudError(
+            f"{resource.name} exists with {' and '.join(differing)}; delete it first, or choose another tpu_name"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A slice."""
+
+    state: str
+    """State in Cloud TPU, such as READY or PREEMPTED; ABSENT if it does not exist."""
+    addresses: Sequence[str]
+    """Internal address of each host."""
+
+
+def describe_node(gcloud: Gcloud, name: str) -> Node:
+    """Describe a slice.
+
+    Raises:
+        GcloudError: if the command fails for a reason other than that there is none.
+    """
+    try:
+        output = gcloud.tpus("tpu-vm", "describe", name, "--format=json")
+    except NotFoundError:
+        return Node("ABSENT", ())
+    if gcloud.dry_run:
+        return Node("READY", ("HOST_ADDRESS",))
+    values = json.loads(output)
+    addresses = tuple(endpoint["ipAddress"] for endpoint in values.get("networkEndpoints", ()))
+    return Node(values.get("state", "UNKNOWN"), addresses)

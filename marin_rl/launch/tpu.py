@@ -1,0 +1,231 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Configs of launches on Cloud TPU, and their jobs: training on slices, alone or with rollout slices under Ray."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from marin_rl.config.decode import ConfigError, nearest
+from marin_rl.config_fields import check_at_least, convert_enum_fields
+from marin_rl.launch.gcloud import Gcloud
+from marin_rl.launch.hosts import Hosts
+from marin_rl.launch.jobs import Group, Job, JobsConfig, Launch
+from marin_rl.launch.queued_resource import RUNTIME_VERSIONS, CapacityType, QueuedResource
+from marin_rl.launch.supervise import SupervisorConfig
+from marin_rl.launch.upload import PYTHON, CodeConfig, UploadError, code_files, environment_script
+
+RAY_PORT = 6379
+"""Port of Ray on the first host of the trainer."""
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,52}[a-z0-9])?")
+_OWN_FLAGS = re.compile(
+    r"--(accelerator-type|runtime-version|node-id|node-count|node-prefix|spot|reserved|zone|project|async)\b.*"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SlicesConfig:
+    """TPU slices."""
+
+    tpu_type: str
+    """Type of each slice, such as v5p-32 or v5litepod-16; `gcloud compute tpus tpu-vm accelerator-types list` lists
+    those of a zone."""
+    num_slices: int = 1
+    """Number of slices. Those of a trainer are connected by the data center's network (Multislice)."""
+    capacity_type: CapacityType = CapacityType.ON_DEMAND
+    """`on-demand`, `spot` (may be preempted; the slices are then requested again, and the run resumes) or
+    `reserved`."""
+    runtime_version: str | None = None
+    """Software of the hosts; that for JAX on the generation by default."""
+    create_flags: tuple[str, ...] = ()
+    """Further flags of `gcloud compute tpus queued-resources create`, such as `--service-account=NAME`."""
+
+    def __post_init__(self) -> None:
+        convert_enum_fields(self)
+        check_at_least(self, "slices", num_slices=1)
+        generation, _, size = self.tpu_type.partition("-")
+        # v5e is the name of the generation in texts, v5litepod that in types.
+        known = {**RUNTIME_VERSIONS, "v5e": ""}
+        if generation not in RUNTIME_VERSIONS or not size.isdigit():
+            hint = f"did you mean 'v5litepod-{size}'?" if generation == "v5e" else nearest(generation, known)
+            raise ValueError(f"tpu_type is {self.tpu_type!r}; it must be GENERATION-SIZE, such as v5p-32; {hint}")
+        if wrong := [flag for flag in self.create_flags if not flag.startswith("--") or _OWN_FLAGS.fullmatch(flag)]:
+            raise ValueError(
+                f"create_flags contains {wrong[0]!r}; give further flags as --NAME=VALUE, and use the keys of this "
+                "config for the others"
+            )
+
+    def resource(self, name: str) -> QueuedResource:
+        """Request for these slices."""
+        return QueuedResource(
+            name, self.tpu_type, self.num_slices, self.capacity_type, self.runtime_version, self.create_flags
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuConfig:
+    """Training on one or several TPU slices."""
+
+    tpu_name: str
+    """Name of the queued resource and its slices, unique in the zone."""
+    zone: str
+    """Zone, such as us-east5-a."""
+    slices: SlicesConfig
+    """Slices of the trainer."""
+    rollout_slices: SlicesConfig | None = None
+    """Further slices whose hosts join a Ray cluster for rollout workers, with `mode: async`. Each of the `num_slices`
+    is a separate request, and may be preempted without the others. Null for none."""
+    project: str | None = None
+    """Google Cloud project; gcloud's default if null."""
+    ssh_flags: tuple[str, ...] = ()
+    """Further flags of `gcloud compute tpus tpu-vm ssh` and `scp`, such as `--internal-ip`."""
+    worker: str = "all"
+    """Index of the host whose logs are shown, in each slice; `all` for all hosts."""
+    log_lines: int = 100
+    """Lines of each log to show."""
+    code: CodeConfig = CodeConfig()
+    """Code and environment of the hosts."""
+    supervisor: SupervisorConfig = SupervisorConfig()
+    """Restarts of a job on its host."""
+    jobs: JobsConfig = JobsConfig()
+    """Waiting for slices, and reactions to their loss."""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.tpu_name):
+            raise ValueError(
+                f"tpu_name is {self.tpu_name!r}; it must have at most 54 lower-case letters, digits and dashes, and "
+                "begin with a letter"
+            )
+        if not re.fullmatch(r"[a-z]+-[a-z]+\d+-[a-z]", self.zone):
+            raise ValueError(f"zone is {self.zone!r}; it must be a zone, such as us-east5-a")
+        if not re.fullmatch(r"all|\d+", self.worker):
+            raise ValueError(f"worker is {self.worker!r}; it must be the index of a host, or all")
+        if self.supervisor.folder is not None:
+            raise ValueError("supervisor.folder is set by this command; remove it")
+        check_at_least(self, "tpu", log_lines=1)
+
+
+def training_run(config: TpuConfig, arguments: Sequence[str]) -> str:
+    """Check the arguments of `marin_rl.train`, and that the hosts can execute them.
+
+    Args:
+        config: the launch.
+        arguments: arguments of `marin_rl.train`.
+
+    Returns:
+        The run directory.
+
+    Raises:
+        ConfigError: if the training config is invalid, or its run directory is not in a bucket.
+        UploadError: if its file is not among the uploaded files.
+    """
+    # Imported here because jax and levanter take seconds to import, and the other actions do not need them.
+    from marin_rl.config.command_line import CONFIG_OPTIONS, parse_config
+    from marin_rl.config.sections import Mode
+    from marin_rl.config.train_config import TrainConfig
+
+    if not arguments:
+        raise ConfigError("no training arguments; give those of marin_rl.train after --, such as -- --config FILE")
+    parsed = parse_config(TrainConfig, arguments).config
+    # A missing secret must be found before slices are requested.
+    environment_script(config.code)
+    names = set(code_files(Path(config.code.folder)))
+    for name, value in _options(arguments):
+        if name in CONFIG_OPTIONS and value not in names:
+            raise UploadError(
+                f"--{name} {value} is not copied to the hosts; give its path relative to code.folder "
+                f"{config.code.folder!r}, and remove it from .gitignore if it is there"
+            )
+    if config.rollout_slices is None and parsed.mode is Mode.ASYNC and parsed.ray_address is None:
+        raise ConfigError(
+            "mode is async, which needs hosts for its workers; use `launch ray` with rollout_slices, or set "
+            "ray_address to a cluster of yours"
+        )
+    if config.rollout_slices is not None and (parsed.mode is Mode.SYNC or parsed.ray_address is not None):
+        raise ConfigError("rollout_slices needs --mode async without ray_address, which this command sets")
+    if not parsed.run_dir.startswith("gs://"):
+        raise ConfigError(
+            f"run_dir is {parsed.run_dir!r}, on the disk of each host, which is deleted with the slices; set it to a "
+            "folder of a bucket: --run_dir gs://BUCKET/RUN"
+        )
+    return parsed.run_dir
+
+
+def open_launch(
+    config: TpuConfig, arguments: Sequence[str], report: Callable[[str], None], *, dry_run: bool = False
+) -> Launch:
+    """Build the launch of a training run.
+
+    Args:
+        config: the launch.
+        arguments: arguments of `marin_rl.train`.
+        report: prints a message.
+        dry_run: whether to print commands instead of running them.
+    """
+    gcloud = Gcloud(config.zone, config.project, report, dry_run)
+    trainer = config.slices.resource(config.tpu_name)
+    groups = [Group(trainer, lambda head: _trainer_jobs(config, arguments, head), _hosts(config, gcloud, trainer))]
+    rollouts = config.rollout_slices
+    for index in range(0 if rollouts is None else rollouts.num_slices):
+        assert rollouts is not None
+        alone = dataclasses.replace(rollouts, num_slices=1).resource(f"{config.tpu_name}-rollouts-{index}")
+        groups.append(Group(alone, lambda head: [_ray_worker(config, head)], _hosts(config, gcloud, alone)))
+    return Launch(gcloud, groups, config.code, config.jobs, config.supervisor.stop_timeout)
+
+
+def _hosts(config: TpuConfig, gcloud: Gcloud, resource: QueuedResource) -> Hosts:
+    return Hosts(gcloud, resource.name, resource.nodes, config.ssh_flags)
+
+
+def _trainer_jobs(config: TpuConfig, arguments: Sequence[str], head: str) -> list[Job]:
+    train = [
+        PYTHON,
+        "-u",
+        "-m",
+        "marin_rl.train",
+        *arguments,
+        "--trainer.distributed.initialize_jax_distributed",
+        "true",
+    ]
+    if config.rollout_slices is None:
+        return [_job(config, "train", train, main=True)]
+    # No CPUs and TPUs of this host for Ray: they are the trainer's, and workers must not be placed here.
+    resources = ["--num-cpus=0", '--resources={"TPU": 0}']
+    ray = [*_RAY, "--head", f"--port={RAY_PORT}", *resources]
+    return [
+        _job(config, "ray_head", ray, worker="0"),
+        _job(config, "train", [*train, "--ray_address", f"{head}:{RAY_PORT}"], main=True),
+    ]
+
+
+def _ray_worker(config: TpuConfig, head: str) -> Job:
+    return _job(config, "ray_worker", [*_RAY, f"--address={head}:{RAY_PORT}"])
+
+
+_RAY = (f"{Path(PYTHON).parent}/ray", "start", "--block", "--disable-usage-stats")
+
+
+def _job(config: TpuConfig, name: str, command: Sequence[str], *, worker: str = "all", main: bool = False) -> Job:
+    limits = config.supervisor
+    options = {
+        "max_restarts": limits.max_restarts,
+        "restart_window": limits.restart_window,
+        "restart_delay": limits.restart_delay,
+        "stop_timeout": limits.stop_timeout,
+        "folder": f"../jobs/{name}",
+    }
+    own = [text for key, value in options.items() for text in (f"--{key}", str(value))]
+    return Job(name, (PYTHON, "-m", "marin_rl.launch", "supervise", *own, "--", *command), worker, main)
+
+
+def _options(arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """Names and values of the options of a command line."""
+    found = []
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if argument.startswith("--"):
+            following = arguments[index + 1] if index + 1 < len(arguments) else ""
+            found.append((name.replace("-", "_"), value if equals else following))
+    return found

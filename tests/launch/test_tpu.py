@@ -1,0 +1,89 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Validation of launches and of the training arguments, before any command of gcloud."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from marin_rl.config.decode import ConfigError, decode
+from marin_rl.launch.tpu import TpuConfig, open_launch, training_run
+from marin_rl.launch.upload import UploadError
+
+VALID: dict[str, Any] = {"tpu_name": "pod", "zone": "us-east5-a", "slices": {"tpu_type": "v5p-16"}}
+ROLLOUTS = {"rollout_slices": {"tpu_type": "v5litepod-8"}}
+RUN = "environment: {type: arithmetic}\nmodel: {type: llama}\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tpu_name": "Pod"}, "tpu_name is 'Pod'; it must have at most 54 lower-case letters"),
+        ({"tpu_name": "a" * 55}, "it must have at most 54"),
+        ({"zone": "us-east5"}, "zone is 'us-east5'; it must be a zone, such as us-east5-a"),
+        ({"slices": {"tpu_type": "v5p"}}, "slices: tpu_type is 'v5p'; it must be GENERATION-SIZE, such as v5p-32"),
+        ({"slices": {"tpu_type": "v5lite-8"}}, "did you mean 'v5litepod'"),
+        ({"slices": {"tpu_type": "v5p-8", "num_slices": 0}}, "slices.num_slices is 0; it must be at least 1"),
+        ({"slices": {"tpu_type": "v5p-8", "capacity_type": "cheap"}}, "it takes one of on-demand, spot, reserved"),
+        ({"slices": {"tpu_type": "v5p-8", "create_flags": ["--spot"]}}, "create_flags contains '--spot'"),
+        ({"slices": {"tpu_type": "v5p-8", "create_flags": ["--zone=b"]}}, "create_flags contains '--zone=b'"),
+        ({"slices": {"tpu_type": "v5p-8", "create_flags": ["spot"]}}, "create_flags contains 'spot'"),
+        ({"slices": {"tpu_typ": "v5p-8"}}, "unknown key slices.tpu_typ; did you mean 'tpu_type'"),
+        ({"worker": "first"}, "worker is 'first'; it must be the index of a host, or all"),
+        ({"supervisor": {"folder": "x"}}, "supervisor.folder is set by this command; remove it"),
+        ({"jobs": {"poll_seconds": -1.0}}, "jobs.poll_seconds is -1.0; it must be at least 0"),
+    ],
+)
+def test_bad_configs(changes: dict[str, Any], message: str) -> None:
+    decode(TpuConfig, VALID)
+    with pytest.raises(ConfigError) as raised:
+        decode(TpuConfig, VALID | changes)
+    assert message in str(raised.value)
+
+
+def test_requests_of_rollout_slices() -> None:
+    rollouts = {"tpu_type": "v6e-8", "num_slices": 2, "capacity_type": "spot", "create_flags": ["--network=n"]}
+    launch = open_launch(decode(TpuConfig, VALID | {"rollout_slices": rollouts}), [], print)
+    assert [group.name for group in launch.groups] == ["pod", "pod-rollouts-0", "pod-rollouts-1"]
+    assert [group.resource.num_slices for group in launch.groups] == [1, 1, 1]
+    assert [group.resource.create_flags for group in launch.groups] == [(), ("--network=n",), ("--network=n",)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / "run.yaml").write_text(RUN)
+    (tmp_path / "hidden.yaml").write_text(RUN)
+    (tmp_path / ".gitignore").write_text("hidden.yaml\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("changes", "arguments", "message"),
+    [
+        ({}, [], "no training arguments; give those of marin_rl.train after --"),
+        ({}, ["--config", "run.yaml"], "run_dir is missing"),
+        ({}, ["--config", "run.yaml", "--run_dirr", "a"], "unknown key run_dirr; did you mean 'run_dir'"),
+        ({}, ["--config", "run.yaml", "--run_dir", "runs/a"], "run_dir is 'runs/a', on the disk of each host"),
+        ({}, ["--config", "hidden.yaml", "--run_dir", "runs/a"], "--config hidden.yaml is not copied to the hosts"),
+        ({}, ["--config", "run.yaml", "--run_dir", "a", "--mode", "async"], "use `launch ray` with rollout_slices"),
+        (ROLLOUTS, ["--config", "run.yaml", "--run_dir", "a"], "rollout_slices needs --mode async without ray_address"),
+        ({"code": {"secrets": ["ABSENT_1"]}}, ["--config", "run.yaml", "--run_dir", "a"], "secrets names ABSENT_1"),
+    ],
+)
+def test_bad_training_arguments(folder: Path, changes: dict[str, Any], arguments: list[str], message: str) -> None:
+    with pytest.raises((ConfigError, UploadError)) as raised:
+        training_run(decode(TpuConfig, VALID | changes), arguments)
+    assert message in str(raised.value)
+
+
+@pytest.mark.medium
+def test_a_config_outside_the_folder_is_refused(folder: Path) -> None:
+    config = decode(TpuConfig, VALID)
+    with pytest.raises(UploadError, match="is not copied to the hosts; give its path relative to"):
+        training_run(config, [f"--config={folder}/run.yaml", "--run_dir", "a"])

@@ -1,0 +1,84 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from marin_rl.launch.upload import (
+    CodeConfig,
+    UploadError,
+    code_files,
+    environment_script,
+    job_script,
+    show_upload,
+    write_upload,
+)
+from tests.launch.conftest import Project
+
+
+def evaluated(script: str, name: str) -> str:
+    """Value of a variable after a script."""
+    command = ["bash", "-c", f"set -a; . /dev/stdin; set +a; printenv {name}"]
+    return subprocess.run(command, input=script, capture_output=True, text=True, check=True).stdout[:-1]
+
+
+def test_tracked_and_untracked_files_are_listed_and_ignored_ones_are_not(project: Project) -> None:
+    (project.folder / "sub folder").mkdir()
+    (project.folder / "sub folder" / "ä.txt").write_text("")
+    subprocess.run(["git", "-C", str(project.folder), "add", "train.py", "run.yaml"], check=True)
+    (project.folder / "run.yaml").unlink()
+    assert code_files(project.folder) == [".gitignore", "sub folder/ä.txt", "train.py"]
+    assert code_files(project.folder / "sub folder") == ["ä.txt"]
+
+
+def test_bad_folders(tmp_path: Path, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UploadError, match="It must be a git work tree, because files that git ignores"):
+        code_files(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    subprocess.run(["git", "init", "-q", str(tmp_path / "empty")], check=True)
+    with pytest.raises(UploadError, match="has no files; set it to the root of your repository"):
+        code_files(tmp_path / "empty")
+    monkeypatch.setattr("marin_rl.launch.upload.MAX_MEGABYTES", 1e-5)
+    with pytest.raises(UploadError, match=r"more than 1e-05; list large files in \.gitignore.* The largest: train\.py"):
+        code_files(project.folder)
+
+
+@pytest.mark.parametrize("value", ["", "a b", "it's", 'say "x"', "$HOME `id` \\", "two\nlines", "-x=1"])
+def test_environment_values_are_exact(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN", value)
+    script = environment_script(CodeConfig(env={"A": value}, secrets=("TOKEN",)))
+    assert evaluated(script, "A") == evaluated(script, "TOKEN") == value
+
+
+def test_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CodeConfig(secrets=("TOKEN",))
+    monkeypatch.delenv("TOKEN", raising=False)
+    with pytest.raises(UploadError, match="secrets names TOKEN, which is not set in the environment of this command"):
+        environment_script(config, hide=True)
+    monkeypatch.setenv("TOKEN", "hush")
+    assert environment_script(config, hide=True) == "TOKEN='<hidden>'\n"
+    assert "hush" not in show_upload(config, [], {})
+    with pytest.raises(ValueError, match=r"invalid name of an environment variable: 'A B', '1'"):
+        CodeConfig(env={"A B": ""}, secrets=("1",))
+    with pytest.raises(ValueError, match="A is in both env and secrets; keep one of them"):
+        CodeConfig(env={"A": ""}, secrets=("A",))
+
+
+def test_written_files(project: Project, tmp_path: Path) -> None:
+    target = tmp_path / "upload"
+    target.mkdir()
+    write_upload(target, CodeConfig(str(project.folder)), code_files(project.folder), {"train": ["a", "b c"]})
+    with tarfile.open(target / "code.tar.gz") as archive:
+        assert sorted(archive.getnames()) == [".gitignore", "run.yaml", "train.py"]
+    assert (target / "environment.sh").stat().st_mode & 0o777 == 0o600
+    assert (target / "train.sh").read_text() == job_script(["a", "b c"]) == "exec a 'b c'\n"
+    assert {path.name for path in target.iterdir()} == {
+        "code.tar.gz",
+        "environment.sh",
+        "host.sh",
+        "install.sh",
+        "train.sh",
+    }
