@@ -126,7 +126,7 @@ LEVANTER_FIELD_DOCS = {
     "upcast_attn": "Whether attention logits are always computed in float32, regardless of trainer.mp.",
     "use_bias": "Whether linear layers have biases.",
     "use_flash_attention": "Deprecated by levanter; use attn_backend.",
-    "attn_backend": "Attention kernel; null: the best for the device (splash on TPU, nvte or jax_flash on GPU).",
+    "attn_backend": "Attention kernel; null: that of the device (splash on TPU, Pallas on GPU, jax_flash on CPU).",
     "flash_attention_block_size": "Positions in a block of flash attention; null: the kernel's default.",
     "tie_word_embeddings": "Whether the output layer shares the embedding's weights.",
     "gradient_checkpointing": "Recompute activations in the backward pass to save memory: true, false or a policy.",

@@ -53,8 +53,8 @@ class RolloutConfig:
     per row; null: chosen for each batch from the lengths of its sequences, by cost."""
     share_prompts: bool = False
     """Whether rollouts with the same prompt share one copy of it in a packed row, for batches that take fewer
-    microbatches then. It has no effect with `splash` attention and with Transformer Engine. A longer `row_length`
-    allows more rollouts to share a prompt."""
+    microbatches then. It has no effect with the default attention on TPU (`SPLASH`) and GPU, which compares segments
+    only; `model.attn_backend: JAX_FLASH` shares prompts. A longer `row_length` allows more rollouts to share one."""
     row_length: int | None = None
     """Positions of a batch row, at least `max_length`; null: `max_length`, for packed rows rounded up to a multiple of
     128, and further if the attention kernel requires it. `trainer.per_device_parallelism` sets the rows per

@@ -255,14 +255,23 @@ class TrainConfig:
             )
         if self.model is not None:
             check_model(self.model, max_length=self.rollouts.max_length)
+        if isinstance(self.model, MixtralConfig):
+            self._check_mixtral()
+        if getattr(self.model, "scan_layers", True) is False:
+            raise ValueError("model.scan_layers is false, but the learner supports scanned layers only; set it to true")
+
+    def _check_mixtral(self) -> None:
         for key in ("tensor_parallel_axes", "axis_resources"):
-            if isinstance(self.model, MixtralConfig) and "experts" in (getattr(self.trainer, key) or ()):
+            if "experts" in (getattr(self.trainer, key) or ()):
                 raise ValueError(
                     f"trainer.{key} has 'experts', but levanter cannot shard the experts of a mixtral model over "
                     "devices; shard their hidden layers with trainer.tensor_parallel_axes: [mlp] instead"
                 )
-        if getattr(self.model, "scan_layers", True) is False:
-            raise ValueError("model.scan_layers is false, but the learner supports scanned layers only; set it to true")
+        if self.rollouts.share_prompts:
+            raise ValueError(
+                "rollouts.share_prompts is true, but levanter's mixtral layers take the position of a token in its row "
+                "for its position in its sequence; set it to false"
+            )
 
     def _check_row_length(self) -> None:
         """Validate that a platform supports the row length; the run's platform is checked after jax has started."""

@@ -1,15 +1,17 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Which row lengths levanter's attention kernels take, and in which blocks."""
+"""The attention kernels of training and scoring: which one a platform uses, and which row lengths it takes."""
 
 import dataclasses
-import importlib.util
 import itertools
 from typing import Any, cast
 
 from levanter.layers.attention import AttentionBackend
+from levanter.models.gpt2 import Gpt2Config
 from levanter.models.lm_model import LmConfig
+
+from marin_rl.learner.gpu_attention import LARGEST_TILE, GpuBackend
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 """Supported platforms."""
@@ -25,14 +27,14 @@ SPLASH_BLOCK = 512
 
 @dataclasses.dataclass(frozen=True)
 class AttentionKernel:
-    """The attention kernel of training and scoring.
+    """The attention kernel of training and scoring. Of all kernels, only `vanilla` has a `[position, position]` array.
 
     Raises:
         ValueError: if the kernel cannot work with the block size.
     """
 
-    backend: AttentionBackend
-    """Levanter's kernel. `nvte` follows the rules of `jax_flash`, its fallback without Transformer Engine."""
+    backend: AttentionBackend | GpuBackend
+    """Levanter's kernel, or the one for GPUs."""
     block_size: int | None = None
     """The model's `flash_attention_block_size`, in positions; None if it does not set one."""
 
@@ -49,18 +51,12 @@ class AttentionKernel:
     def supports_shared_prompts(self) -> bool:
         """Whether the kernel can attend to a prompt that is not in the query's segment.
 
-        `splash` and Transformer Engine compare segment ids only. `nvte` without Transformer Engine is `jax_flash`.
+        `splash` and `pallas` compare segment ids only.
 
         >>> [AttentionKernel(AttentionBackend(name)).supports_shared_prompts for name in ("jax_flash", "splash")]
         [True, False]
         """
-        match self.backend:
-            case AttentionBackend.VANILLA | AttentionBackend.JAX_FLASH:
-                return True
-            case AttentionBackend.NVTE:
-                return importlib.util.find_spec("transformer_engine") is None
-            case _:
-                return False
+        return self.backend in (AttentionBackend.VANILLA, AttentionBackend.JAX_FLASH)
 
     def takes(self, row_length: int) -> bool:
         """Return whether the kernel supports rows of this many positions.
@@ -77,6 +73,8 @@ class AttentionKernel:
             case AttentionBackend.SPLASH:
                 block = self.block_size or SPLASH_BLOCK
                 return row_length % LANES == 0 and (row_length <= block or row_length % block == 0)
+            case GpuBackend.PALLAS:
+                return row_length % LARGEST_TILE == 0
             case _:
                 return row_length <= (self.block_size or FLASH_BLOCK) or row_length % (self.block_size or LANES) == 0
 
@@ -92,8 +90,8 @@ class AttentionKernel:
         >>> [AttentionKernel(AttentionBackend.JAX_FLASH).block(length) for length in (1024, 1536, 2560)]
         [None, 768, 640]
         """
-        own = self.backend in (AttentionBackend.VANILLA, AttentionBackend.SPLASH)
-        if self.block_size is not None or own or row_length <= FLASH_BLOCK:
+        chosen = self.backend is AttentionBackend.JAX_FLASH and row_length > FLASH_BLOCK
+        if self.block_size is not None or not chosen:
             return self.block_size
         return next((size for size in range(FLASH_BLOCK, 0, -LANES) if row_length % size == 0), None)
 
@@ -112,11 +110,12 @@ class AttentionKernel:
         changes: dict[str, object] = {}
         if (block := self.block(row_length)) != self.block_size:
             changes["flash_attention_block_size"] = block
-        if self.backend is AttentionBackend.VANILLA:
+        if self.backend is not AttentionBackend.SPLASH and hasattr(model, "attn_backend"):
+            # Otherwise levanter uses Transformer Engine on GPUs on which it is installed.
             changes["attn_backend"] = self.backend
-            if getattr(model, "use_flash_attention", None) is not None:
-                # Most architectures ignore this field; the others reject `true` together with `vanilla`.
-                changes["use_flash_attention"] = None
+        if self.backend is AttentionBackend.VANILLA and getattr(model, "use_flash_attention", None) is not None:
+            # Most architectures ignore this field; the others reject `true` together with `vanilla`.
+            changes["use_flash_attention"] = None
         return dataclasses.replace(cast(Any, model), **changes) if changes else model
 
     def _is_efficient(self, row_length: int) -> bool:
@@ -127,16 +126,17 @@ class AttentionKernel:
 def attention_kernel(model: LmConfig | None, platform: str) -> AttentionKernel:
     """Select the kernel that trains a model.
 
-    Levanter's choice for the platform, or `vanilla` if the model sets `use_flash_attention: false`, or if it caps its
-    attention logits off TPU: the gradient of `jax_flash` lacks the derivative of the cap, and `nvte` has no cap.
+    `splash` on TPU, `pallas` on GPU, `jax_flash` on CPU and for GPT-2; or `vanilla` if the model sets
+    `use_flash_attention: false`, or if it caps its attention logits off TPU: the gradient of `jax_flash` lacks the
+    derivative of the cap, and `pallas` has no cap.
 
     Args:
         model: the architecture; None if it has no attention settings.
         platform: `cpu`, `gpu` or `tpu`.
 
     Raises:
-        ValueError: if the kernel cannot work with the model's `flash_attention_block_size`, `use_flash_attention` or
-            `attn_logit_softcapping`.
+        ValueError: if the model sets `attn_backend: nvte`, or the kernel cannot work with its
+            `flash_attention_block_size`, `use_flash_attention` or `attn_logit_softcapping`.
 
     >>> attention_kernel(None, "tpu").backend.value
     'splash'
@@ -146,21 +146,32 @@ def attention_kernel(model: LmConfig | None, platform: str) -> AttentionKernel:
     cap = getattr(model, "attn_logit_softcapping", None)
     exact = (AttentionBackend.VANILLA, AttentionBackend.SPLASH)
     if backend in (None, AttentionBackend.DEFAULT):
-        backend = {"tpu": AttentionBackend.SPLASH, "gpu": AttentionBackend.NVTE}.get(
-            platform, AttentionBackend.JAX_FLASH
+        default = _default_backend(model, platform)
+        if unwanted or (cap is not None and default not in exact):
+            default = AttentionBackend.VANILLA
+        return AttentionKernel(default, getattr(model, "flash_attention_block_size", None))
+    if backend is AttentionBackend.NVTE:
+        raise ValueError(
+            "model.attn_backend is nvte, but Transformer Engine, as levanter calls it, does not read segment ids, so "
+            "the sequences of a packed row would attend to one another; set it to null"
         )
-        if unwanted or (cap is not None and backend not in exact):
-            backend = AttentionBackend.VANILLA
-    elif unwanted and backend is not AttentionBackend.VANILLA:
+    if unwanted and backend is not AttentionBackend.VANILLA:
         raise ValueError(
             f"model.use_flash_attention is false, but model.attn_backend is {backend.value}; set one of them only"
         )
-    elif cap is not None and backend not in exact:
+    if cap is not None and backend not in exact:
         raise ValueError(
             f"model.attn_backend is {backend.value}, which does not differentiate the cap of the attention logits "
             f"(model.attn_logit_softcapping, {cap}); set it to vanilla, or to null"
         )
     return AttentionKernel(backend, getattr(model, "flash_attention_block_size", None))
+
+
+def _default_backend(model: LmConfig | None, platform: str) -> AttentionBackend | GpuBackend:
+    if platform == "tpu":
+        return AttentionBackend.SPLASH
+    # GPT-2 has an attention module of its own.
+    return GpuBackend.PALLAS if platform == "gpu" and not isinstance(model, Gpt2Config) else AttentionBackend.JAX_FLASH
 
 
 def round_up(length: int, multiple: int) -> int:

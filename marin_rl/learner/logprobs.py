@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.rl_example import RlExample, to_predictors, to_tokens
+from marin_rl.learner.gpu_attention import GpuBackend, with_gpu_attention
 
 Carry = TypeVar("Carry")
 
@@ -41,6 +42,8 @@ def policy_activations(model: LmHeadModel, batch: RlExample) -> NamedArray:
         `{batch, position, embed}` in the model's precision, aligned with the predicting positions: entry `t` predicts
         token `t + 1`.
     """
+    if getattr(model.config, "attn_backend", None) is GpuBackend.PALLAS:
+        model = with_gpu_attention(model)
     # Mixture-of-experts models log their routing with a callback that cannot be differentiated unless it is deferred.
     with levanter.tracker.defer_tracker_for_jit():
         activations = model.activations(batch.input_ids, batch.attention_mask, key=None, pos_ids=batch.position_ids)

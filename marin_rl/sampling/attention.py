@@ -17,18 +17,19 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from haliax import Axis
-from haliax.partitioning import physical_axis_name
 from jax.experimental.pallas.ops.gpu.decode_attention import gqa
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 from levanter.layers.attention import AttentionConfig
+
+from marin_rl.kernel_sharding import on_each_shard, sharding_of
 
 PADDING = 2**30
 """Position of padding tokens, which are not written to the cache."""
@@ -208,7 +209,8 @@ class BlockAttention:
             return _attend_in_blocks(query, keys, values, tokens.positions, config), cache
         lengths = jnp.where(tokens.positions[:, 0] == PADDING, 0, tokens.positions[:, 0] + 1)
         decode = functools.partial(_flash_decode, scale=_scale(config), interpret=self.interpret)
-        sharded = _on_each_shard(decode, config.KVHeads, heads_at=(1, 1, 1, None))
+        by_head = sharding_of(None, config.KVHeads)
+        sharded = on_each_shard(decode, (by_head, by_head, by_head, PartitionSpec()), by_head)
         return sharded(query[:, 0].astype(cache[0].dtype), *cache, lengths)[:, None], cache
 
 
@@ -320,9 +322,11 @@ class PagedAttention:
     ) -> tuple[Array, LayerCache]:
         """See `AttentionForm.attend`; `all_slots` makes no difference."""
         run = functools.partial(self._run, scale=_scale(config), soft_cap=config.logits_soft_cap)
-        sharded = _on_each_shard(run, config.KVHeads, heads_at=(2, 2, 2, 3, None, None), outputs_at=(2, 3))
-        attended, pages = sharded(query, key, value, *cache, tokens.slots, tokens.positions)
-        return attended, (pages,)
+        by_head, pages = sharding_of(None, None, config.KVHeads), sharding_of(None, None, None, config.KVHeads)
+        inputs = (by_head, by_head, by_head, pages, PartitionSpec(), PartitionSpec())
+        sharded = on_each_shard(run, inputs, (by_head, pages))
+        attended, new_cache = sharded(query, key, value, *cache, tokens.slots, tokens.positions)
+        return attended, (new_cache,)
 
     def _run(
         self,
@@ -370,36 +374,3 @@ class PagedAttention:
 def _tiled_heads(count: int) -> int:
     """Return the smallest number of heads from `count` on that the kernel supports, in bfloat16 and in float32."""
     return next(heads for heads in itertools.count(count) if heads in (1, 2, 4, 8) or heads % 8 == 0)
-
-
-def _on_each_shard(
-    function: Callable[..., Any],
-    KVHeads: Axis,
-    *,
-    heads_at: tuple[int | None, ...],
-    outputs_at: int | tuple[int, ...] = 1,
-) -> Callable[..., Any]:
-    """Run a function with a Pallas kernel, which XLA cannot partition, on each shard of the heads.
-
-    Args:
-        function: function of arrays.
-        KVHeads: axis whose mapping to mesh axes shards the heads.
-        heads_at: index of the heads axis of each argument; None if it has no such axis.
-        outputs_at: index of the heads axis of each output.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    automatic = set(mesh.axis_names) - set(mesh.manual_axes)
-    if not automatic:
-        return function
-    shards = physical_axis_name(KVHeads)
-
-    def spec(index: int | None) -> PartitionSpec:
-        return PartitionSpec() if index is None else PartitionSpec(*[None] * index, shards)
-
-    return jax.shard_map(
-        function,
-        in_specs=tuple(map(spec, heads_at)),
-        out_specs=jax.tree.map(spec, outputs_at),
-        axis_names=automatic,
-        check_vma=False,
-    )

@@ -137,6 +137,10 @@ def test_reinforce_accepts_groups_of_one():
             )
             for key, value in (("tensor_parallel_axes", ["mlp", "experts"]), ("axis_resources", {"experts": "model"}))
         ),
+        (
+            {"model": MixtralConfig(**SIZES), "rollouts": RolloutConfig(max_length=32, share_prompts=True)},
+            r"rollouts\.share_prompts is true, but levanter's mixtral layers .* set it to false",
+        ),
         ({"model": dataclasses.replace(MODEL, scan_layers=False)}, r"model\.scan_layers is false"),
         (
             {"trainer": dataclasses.replace(default_trainer(), train_batch_size=8)},
@@ -265,12 +269,13 @@ def test_row_length_that_the_platform_does_not_support_is_refused():
         built.rollouts.positions(attention_kernel(MODEL, "tpu"))
 
 
-def test_trained_model_sets_only_the_attention_block_size():
+def test_trained_model_sets_the_attention_kernel_and_its_block_size():
     trainer = dataclasses.replace(default_trainer(), train_batch_size=6)
-    assert config().trained_model(trainer) is MODEL
+    flash = AttentionBackend.JAX_FLASH
+    assert config().trained_model(trainer) == dataclasses.replace(MODEL, attn_backend=flash)
     long = dataclasses.replace(MODEL, seq_len=2048)
     trained = config(model=long, rollouts=RolloutConfig(max_length=1100)).trained_model(trainer)
-    assert trained == dataclasses.replace(long, flash_attention_block_size=640)
+    assert trained == dataclasses.replace(long, attn_backend=flash, flash_attention_block_size=640)
 
 
 def test_layout_of_a_microbatch():

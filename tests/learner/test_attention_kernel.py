@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
-import importlib.util
 import re
 from typing import Any, cast
 
@@ -21,9 +20,10 @@ from levanter.models.mistral import MistralConfig
 from levanter.models.olmo import Olmo2Config
 
 from marin_rl.learner.attention_kernel import PLATFORMS, AttentionKernel, attention_kernel
+from marin_rl.learner.gpu_attention import GpuBackend
 
 FLASH, SPLASH = AttentionBackend.JAX_FLASH, AttentionBackend.SPLASH
-VANILLA, NVTE = AttentionBackend.VANILLA, AttentionBackend.NVTE
+VANILLA, NVTE, PALLAS = AttentionBackend.VANILLA, AttentionBackend.NVTE, GpuBackend.PALLAS
 
 
 def levanter_takes(kernel: AttentionKernel, length: int) -> bool:
@@ -82,7 +82,8 @@ def test_row_lengths_match_levanter(backend: AttentionBackend, block: int | None
         (FLASH, 1408, 1536, 768),
         (FLASH, 2560, 2560, 640),
         (FLASH, 4096, 4096, 1024),
-        (NVTE, 1100, 1280, 640),
+        (PALLAS, 12, 64, None),
+        (PALLAS, 1100, 1152, None),
         (SPLASH, 12, 128, None),
         (SPLASH, 384, 384, None),
         (SPLASH, 513, 1024, None),
@@ -90,13 +91,15 @@ def test_row_lengths_match_levanter(backend: AttentionBackend, block: int | None
         (VANILLA, 1100, 1100, None),
     ],
 )
-def test_row_and_block_for_a_length(backend: AttentionBackend, length: int, row: int, block: int | None) -> None:
+def test_row_and_block_for_a_length(
+    backend: AttentionBackend | GpuBackend, length: int, row: int, block: int | None
+) -> None:
     kernel = AttentionKernel(backend)
     assert (kernel.fit(length), kernel.block(row)) == (row, block)
 
 
-@pytest.mark.parametrize("backend", [FLASH, SPLASH, VANILLA])
-def test_every_length_fits_a_supported_row(backend: AttentionBackend) -> None:
+@pytest.mark.parametrize("backend", [FLASH, SPLASH, VANILLA, PALLAS])
+def test_every_length_fits_a_supported_row(backend: AttentionBackend | GpuBackend) -> None:
     kernel = AttentionKernel(backend)
     for length in range(1, 5000, 37):
         row = kernel.fit(length)
@@ -124,7 +127,8 @@ def test_unsupported_block_size_is_rejected(backend: AttentionBackend, block: in
     ("changes", "platform", "kernel"),
     [
         ({}, "cpu", AttentionKernel(FLASH)),
-        ({}, "gpu", AttentionKernel(NVTE)),
+        ({}, "gpu", AttentionKernel(PALLAS)),
+        ({"attn_backend": FLASH}, "gpu", AttentionKernel(FLASH)),
         ({}, "tpu", AttentionKernel(SPLASH)),
         ({"attn_backend": AttentionBackend.DEFAULT}, "tpu", AttentionKernel(SPLASH)),
         ({"attn_backend": FLASH, "flash_attention_block_size": 256}, "tpu", AttentionKernel(FLASH, 256)),
@@ -147,7 +151,7 @@ def test_capped_attention_logits_select_a_kernel_that_differentiates_the_cap(pla
     assert attention_kernel(GEMMA2, platform).backend is VANILLA
     assert attention_kernel(GEMMA2, "tpu").backend is SPLASH
     uncapped = dataclasses.replace(GEMMA2, attn_logit_softcapping=None)
-    assert attention_kernel(uncapped, platform).backend in (FLASH, NVTE)
+    assert attention_kernel(uncapped, platform).backend is {"cpu": FLASH, "gpu": PALLAS}[platform]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +161,7 @@ def test_capped_attention_logits_select_a_kernel_that_differentiates_the_cap(pla
             dataclasses.replace(GEMMA2, attn_backend=FLASH),
             "attn_backend is jax_flash.*cap of the attention logits.*2.0",
         ),
-        (dataclasses.replace(GEMMA2, attn_backend=NVTE), "attn_backend is nvte.*set it to vanilla, or to null"),
+        (LlamaConfig(attn_backend=NVTE), "attn_backend is nvte.*does not read segment ids.*set it to null"),
         (
             MistralConfig(use_flash_attention=False, attn_backend=FLASH),
             "use_flash_attention is false, but .* jax_flash",
@@ -207,13 +211,17 @@ def test_levanter_accepts_the_configured_kernel(model: LmConfig) -> None:
     for given in (vanilla, *((model,) if attention_kernel(model, "cpu").backend is VANILLA else ())):
         configured = cast(Any, attention_kernel(given, "cpu").configure(given, 1100))
         assert (configured.attn_backend, configured.use_flash_attention) == (VANILLA, None)
-    plain = MistralConfig()
-    assert attention_kernel(plain, "cpu").configure(plain, 512) is plain
+    plain = MistralConfig(attn_backend=FLASH)
+    assert attention_kernel(plain, "cpu").configure(plain, 512) == plain
 
 
-def test_kernels_that_compare_segment_ids_do_not_support_shared_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    supporting = {backend for backend in AttentionBackend if AttentionKernel(backend).supports_shared_prompts}
-    # Without Transformer Engine, levanter uses jax_flash for nvte.
-    assert supporting == {AttentionBackend.VANILLA, AttentionBackend.JAX_FLASH, AttentionBackend.NVTE}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "transformer_engine" else None)
-    assert not AttentionKernel(AttentionBackend.NVTE).supports_shared_prompts
+def test_levanter_does_not_choose_the_kernel_of_a_gpu() -> None:
+    """It would choose Transformer Engine where that is installed."""
+    for model, backend in ((LlamaConfig(), PALLAS), (Gpt2Config(), FLASH), (GEMMA2, VANILLA)):
+        configured = attention_kernel(model, "gpu").configure(model, 512)
+        assert cast(Any, configured).attn_backend is backend
+
+
+def test_kernels_that_compare_segment_ids_do_not_support_shared_prompts() -> None:
+    supporting = {kind for kind in (FLASH, SPLASH, VANILLA, PALLAS) if AttentionKernel(kind).supports_shared_prompts}
+    assert supporting == {VANILLA, FLASH}

@@ -1,0 +1,141 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Attention of training and scoring on GPUs: jax's Pallas flash attention, within segments.
+
+Levanter's own attention for GPUs, Transformer Engine, materializes a `[position, position]` mask and does not read
+segment ids. The kernel here compares the segment ids of one tile of queries and keys at a time.
+"""
+
+import enum
+import functools
+from typing import Any, cast
+
+import equinox as eqx
+import jax.numpy as jnp
+from haliax import NamedArray
+from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
+from jaxtyping import Array, Float, Int
+from levanter.layers.attention import Attention, AttentionMask
+from levanter.models.lm_model import LmHeadModel
+
+from marin_rl.kernel_sharding import on_each_shard, sharding_of
+
+TILE_BYTES = 2**14
+"""Largest size of a tile of queries, keys or values. Compiled for an H100 and for a GPU with 99 KiB of shared memory
+(L4), the kernel fits it, and does not spill registers; tiles of twice the size spill. No GPU has run it yet."""
+LARGEST_TILE, SMALLEST_TILE = 64, 16
+"""Numbers of positions. Rows are multiples of the largest; tensor cores require the smallest."""
+
+
+class GpuBackend(enum.Enum):
+    """Values of `model.attn_backend` that levanter does not know, which selects `jax_flash` for them."""
+
+    PALLAS = "pallas"
+    """`with_gpu_attention`."""
+
+
+def with_gpu_attention(model: LmHeadModel, *, interpret: bool = False) -> LmHeadModel:
+    """Return a model whose attention runs in the kernel; for models of scanned layers with `Attention` modules.
+
+    Args:
+        model: the model; its weights are not copied.
+        interpret: whether to interpret the kernel, which works without a GPU, slowly.
+    """
+    return eqx.tree_at(
+        lambda node: cast(Any, node).transformer.layers.stacked.self_attn,
+        model,
+        replace_fn=lambda attention: _GpuAttention(attention, interpret),
+    )
+
+
+class _GpuAttention(eqx.Module):
+    """Levanter's attention module with another kernel."""
+
+    attention: Attention
+    interpret: bool = eqx.field(static=True)
+
+    def __call__(
+        self, x: NamedArray, mask: AttentionMask, *, key: None = None, pos_ids: NamedArray | None = None
+    ) -> NamedArray:
+        config = self.attention.config
+        arrays = self.attention._compute_qkv(x, key=None, pos_ids=pos_ids)
+        dtype = jnp.float32 if config.upcast_attn else x.dtype
+        query, keys, values = (array.rearrange((..., "position", "kv_head", ..., "head_size")) for array in arrays)
+        Batch = query.resolve_axis("batch")
+        segments = _segments_of(mask).rearrange((Batch, "position"))
+        scale = config.HeadSize.size**-0.5 if config.scaling_factor is None else config.scaling_factor
+        run = functools.partial(segment_attention, scale=scale, interpret=self.interpret)
+        by_row, by_row_and_head = sharding_of(Batch), sharding_of(Batch, None, config.KVHeads)
+        sharded = on_each_shard(run, (by_row_and_head,) * 3 + (by_row,), by_row_and_head)
+        attended = sharded(*(array.array.astype(dtype) for array in (query, keys, values)), segments.array)
+        heads = NamedArray(attended, query.axes).flatten_axes(("kv_head", "q_heads_per_group"), "heads")
+        return self.attention.o_proj(heads.astype(x.dtype), key=None)
+
+
+def _segments_of(mask: AttentionMask) -> NamedArray:
+    """Return the segment ids of a causal mask, which are those of queries and keys."""
+    plain = type(mask) is AttentionMask and mask.is_causal and mask.segment_ids is not None
+    if not plain or not (mask.causal_offset is mask.explicit_mask is mask.sliding_window is None):
+        raise NotImplementedError(
+            f"attention on GPU takes causal masks with segments, not {type(mask).__name__} (rollouts.share_prompts) or "
+            "sliding windows; set model.attn_backend: jax_flash"
+        )
+    assert mask.segment_ids is not None
+    return mask.segment_ids[0]
+
+
+def segment_attention(
+    query: Float[Array, "batch position kv_head group head_size"],
+    keys: Float[Array, "batch position kv_head head_size"],
+    values: Float[Array, "batch position kv_head head_size"],
+    segment_ids: Int[Array, "batch position"],
+    *,
+    scale: float,
+    interpret: bool = False,
+) -> Float[Array, "batch position kv_head group head_size"]:
+    """Attend to the positions of the own segment up to the own one, with jax's Pallas kernel (FlashAttention 2).
+
+    `out_i = Σ_j softmax_j(scale · q_i · k_j) · v_j` over `j <= i` with `segment_j = segment_i`. Differentiable once, in
+    reverse mode. Scores exist for one tile at a time, forward and backward.
+
+    Args:
+        query: queries; `group` of them share keys and values.
+        keys: keys, after rotary embedding.
+        values: values.
+        segment_ids: segment of each position.
+        scale: multiplies the scores.
+        interpret: whether to interpret the kernel.
+
+    Raises:
+        ValueError: if the number of positions is not a multiple of 64.
+    """
+    batch, positions, kv_heads, group, size = query.shape
+    if positions % LARGEST_TILE:
+        raise ValueError(f"a row has {positions} positions, but attention on GPU takes multiples of {LARGEST_TILE}")
+    # The kernel takes as many keys as queries. XLA adds up the gradients of the copies.
+    flat = (batch, positions, kv_heads * group, size)
+    repeated = (jnp.broadcast_to(array[:, :, :, None], query.shape).reshape(flat) for array in (keys, values))
+    tile = tile_size(size, query.dtype)
+    # The backward pass has twice as many tiles at a time.
+    half = max(tile // 2, SMALLEST_TILE)
+    attended = mha(
+        query.reshape(flat),
+        *repeated,
+        segment_ids,
+        sm_scale=scale,
+        causal=True,
+        block_sizes=BlockSizes(tile, tile, half, half, half, half),
+        interpret=interpret,
+    )
+    return attended.reshape(query.shape)
+
+
+def tile_size(head_size: int, dtype: jnp.dtype) -> int:
+    """Return the number of positions in a tile of the forward pass.
+
+    >>> [tile_size(size, jnp.dtype("bfloat16")) for size in (64, 128, 256)]
+    [64, 64, 32]
+    """
+    bytes_per_position = dtype.itemsize << (head_size - 1).bit_length()
+    return min(max(TILE_BYTES // bytes_per_position, SMALLEST_TILE), LARGEST_TILE)
