@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from marin_rl.sampling.sampler import Sampler, SampleRequest
+from marin_rl.sampling.sampler import SampledTokens, Sampler, SampleRequest
 from marin_rl.types import Generation, StopReason, WeightVersion
 
 Script = Mapping[tuple[int, ...], Sequence[int]] | Callable[[SampleRequest], Sequence[int]]
@@ -48,6 +48,10 @@ class BatchSampler(Sampler):
             return []
         numbers, requests = zip(*batch, strict=True)
         return list(zip(numbers, self.answer(requests), strict=True))
+
+    def progress(self, seen: Mapping[int, int]) -> dict[int, SampledTokens]:
+        """Return nothing: replies are complete."""
+        return {}
 
     def prepare(self) -> None:
         pass

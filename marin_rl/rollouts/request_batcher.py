@@ -6,10 +6,10 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from marin_rl.sampling.sampler import Sampler, SampleRequest
+from marin_rl.sampling.sampler import SampledTokens, Sampler, SampleRequest
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import Generation
 
@@ -19,9 +19,15 @@ INTERRUPT_INTERVAL = 0.5
 """Seconds between two checks for an interrupt while there are no requests."""
 
 
+OnTokens = Callable[[SampledTokens], None]
+"""Called in the event loop with the next tokens of a request, before its generation is complete."""
+
+
 class _Pending(NamedTuple):
     request: SampleRequest
     answer: "asyncio.Future[Generation]"
+    on_tokens: OnTokens | None
+    is_last_turn: bool
 
 
 class RequestBatcher:
@@ -54,7 +60,7 @@ class RequestBatcher:
             self._num_episodes += episodes
 
     def leave(self, conversation: str) -> None:
-        """Remove an episode, which sends no further requests.
+        """Remove an episode, which sends no further requests. Its request in progress is dropped.
 
         Args:
             conversation: the `conversation` of its requests.
@@ -64,11 +70,21 @@ class RequestBatcher:
             self._ended.append(conversation)
             self._changed.notify()
 
-    async def sample(self, request: SampleRequest) -> Generation:
-        """Add a request and wait for its generation."""
+    async def sample(
+        self, request: SampleRequest, on_tokens: OnTokens | None = None, is_last_turn: bool = False
+    ) -> Generation:
+        """Add a request and wait for its generation.
+
+        Args:
+            request: the request; it must be valid for the sampler.
+            on_tokens: receives the tokens of an incomplete generation as they are sampled; the rest, at least the last
+                token, is only in the generation.
+            is_last_turn: whether its conversation ends with this request, which frees the slot without delay. The
+                episode must still `leave`.
+        """
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         with self._changed:
-            self._pending.append(_Pending(request, answer))
+            self._pending.append(_Pending(request, answer, on_tokens, is_last_turn))
             self._changed.notify()
         return await answer
 
@@ -96,6 +112,7 @@ class RequestBatcher:
             interrupt: called regularly; an error that it raises ends the call.
         """
         running: dict[int, _Pending] = {}
+        seen: dict[int, int] = {}
         try:
             while not self._closed:
                 interrupt()
@@ -104,22 +121,32 @@ class RequestBatcher:
                         if not self._wait_for_requests(len(running), check_after, interrupt):
                             check()
                 with timer.phase("sample"):
-                    running |= self._start(sampler)
-                    ended = [(running.pop(number), generation) for number, generation in sampler.advance()]
-                if ended:
-                    ended[0][0].answer.get_loop().call_soon_threadsafe(_deliver, ended)
+                    self._start(sampler, running)
+                    # A server's sampler completes requests of conversations that have ended, too.
+                    ended = [(running.pop(one), generation) for one, generation in sampler.advance() if one in running]
+                    for pending, _ in ended:
+                        if pending.is_last_turn and pending.request.conversation is not None:
+                            sampler.end_conversation(pending.request.conversation)
+                    parts = _new_parts(sampler, running, seen)
+                for pending, _ in (*ended[:1], *parts[:1]):
+                    pending.answer.get_loop().call_soon_threadsafe(_deliver, ended, parts)
+                    break
         finally:
             sampler.reset()
 
-    def _start(self, sampler: Sampler) -> dict[int, _Pending]:
-        """Pass new requests and ended conversations to the sampler; return the requests by number."""
+    def _start(self, sampler: Sampler, running: dict[int, _Pending]) -> None:
+        """Pass new requests and ended conversations to the sampler, and update the requests by number."""
         with self._changed:
             # Requests that are pending when the batcher closes were cancelled.
             pending = [] if self._closed else self._pending
             ended, self._ended, self._pending = self._ended, [], []
         for conversation in ended:
             sampler.end_conversation(conversation)
-        return dict(zip(sampler.start([one.request for one in pending]), pending, strict=True))
+        if left := set(ended):
+            for number in [number for number, one in running.items() if one.request.conversation in left]:
+                del running[number]
+            pending = [one for one in pending if one.request.conversation not in left]
+        running |= zip(sampler.start([one.request for one in pending]), pending, strict=True)
 
     def _wait_for_requests(self, queued: int, check_after: float, interrupt: Callable[[], None]) -> bool:
         """Wait until an idle sampler should start; return whether it can.
@@ -152,7 +179,23 @@ class RequestBatcher:
         return number >= self._batch_size or (self._can_start(queued) and number + queued >= self._num_episodes)
 
 
-def _deliver(ended: Sequence[tuple[_Pending, Generation]]) -> None:
+def _new_parts(
+    sampler: Sampler, running: Mapping[int, _Pending], seen: dict[int, int]
+) -> list[tuple[_Pending, SampledTokens]]:
+    """Return the new tokens of the requests that want them, and add their number to `seen`."""
+    wanted = {number: seen.get(number, 0) for number, pending in running.items() if pending.on_tokens is not None}
+    parts = sampler.progress(wanted) if wanted else {}
+    seen.clear()
+    seen |= wanted
+    for number, part in parts.items():
+        seen[number] += len(part.token_ids)
+    return [(running[number], part) for number, part in parts.items()]
+
+
+def _deliver(ended: Sequence[tuple[_Pending, Generation]], parts: Sequence[tuple[_Pending, SampledTokens]]) -> None:
+    for pending, part in parts:
+        if not pending.answer.done() and pending.on_tokens is not None:
+            pending.on_tokens(part)
     for pending, generation in ended:
         if not pending.answer.done():
             pending.answer.set_result(generation)

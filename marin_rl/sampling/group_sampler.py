@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import equinox as eqx
@@ -36,6 +36,7 @@ from marin_rl.sampling.decoding import Slots, compile_programs, head_shards
 from marin_rl.sampling.host_mesh import copy_to_host, count_hosts, host_mesh
 from marin_rl.sampling.sampler import (
     LOGPROB_ROUNDING,
+    SampledTokens,
     Sampler,
     SampleRequest,
     SamplerError,
@@ -217,6 +218,16 @@ class GroupSampler(Sampler):
             # Also after an interrupt: the cache may have been donated to a program that did not return.
             self.reset()
             raise
+
+    def progress(self, seen: Mapping[int, int]) -> dict[int, SampledTokens]:
+        """Return the new tokens of requests in progress; see `Sampler.progress`."""
+        found: dict[int, SampledTokens] = {}
+        for slot in np.flatnonzero(self._active).tolist():
+            running, count = self._running[slot], int(self._counts[slot])
+            assert running is not None
+            if (start := seen.get(running.number, count)) < count:
+                found[running.number] = self._sampled(slot, start)
+        return found
 
     def end_conversation(self, conversation: str) -> None:
         """Free the slot of a conversation; see `Sampler.end_conversation`. A request in progress is dropped."""
@@ -487,28 +498,34 @@ class GroupSampler(Sampler):
 
     def _generation(self, slot: int, stopped: bool) -> tuple[int, Generation]:
         """Return the ended request of a slot."""
-        running, count = self._running[slot], self._counts[slot]
+        running = self._running[slot]
         assert running is not None
-        logprobs = self._logprobs[slot, :count]
-        valid = (logprobs <= LOGPROB_ROUNDING) & np.isfinite(logprobs)
-        if not valid.all():
-            raise SamplerError(
-                f"request {running.number}: a sampled token has log-probability {logprobs[~valid][0]}; it must be "
-                "finite and at most 0. Check the weights for NaN"
-            )
-        tokens = tuple(self._tokens[slot, :count].tolist())
+        tokens, logprobs = self._sampled(slot, 0)
         self._running[slot] = None
         if running.request.conversation is not None:
             self._in_progress.discard(running.request.conversation)
         self._cached[slot] = (*running.request.prompt_tokens, *tokens[:-1])
         generation = Generation(
             token_ids=tokens,
-            logprobs=tuple(np.minimum(logprobs, 0.0).tolist()),
+            logprobs=logprobs,
             stop_reason=StopReason.STOP if stopped else StopReason.LENGTH,
             first_version=int(self._first_versions[slot]),
             last_version=int(self._last_versions[slot]),
         )
         return running.number, generation
+
+    def _sampled(self, slot: int, start: int) -> SampledTokens:
+        """Return the sampled tokens of a slot's request from index `start`, with valid log-probabilities."""
+        running, count = self._running[slot], self._counts[slot]
+        assert running is not None
+        logprobs = self._logprobs[slot, start:count]
+        valid = (logprobs <= LOGPROB_ROUNDING) & np.isfinite(logprobs)
+        if not valid.all():
+            raise SamplerError(
+                f"request {running.number}: a sampled token has log-probability {logprobs[~valid][0]}; it must be "
+                "finite and at most 0. Check the weights for NaN"
+            )
+        return SampledTokens(tuple(self._tokens[slot, start:count].tolist()), tuple(np.minimum(logprobs, 0.0).tolist()))
 
 
 def prefill_shape(platform: str, slots: int, max_context: int, max_new_tokens: int) -> PrefillShape:

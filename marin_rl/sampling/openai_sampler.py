@@ -22,7 +22,14 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.retry import retrying_async
 from marin_rl.sampling.config import OpenAiSamplerConfig, SamplingConfig
-from marin_rl.sampling.sampler import LOGPROB_ROUNDING, Sampler, SampleRequest, SamplerError, check_requests
+from marin_rl.sampling.sampler import (
+    LOGPROB_ROUNDING,
+    SampledTokens,
+    Sampler,
+    SampleRequest,
+    SamplerError,
+    check_requests,
+)
 from marin_rl.types import Generation, StopReason, WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -173,6 +180,10 @@ class OpenAiSampler(Sampler):
         while not self._ended.empty():
             ended.append(self._ended.get_nowait())
         return ended
+
+    def progress(self, seen: Mapping[int, int]) -> dict[int, SampledTokens]:
+        """Return nothing: the server sends complete generations."""
+        return {}
 
     def prepare(self) -> None:
         """Do nothing: the server has the weights."""

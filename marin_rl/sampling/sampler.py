@@ -6,7 +6,8 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from levanter.models.lm_model import LmHeadModel
 
@@ -34,6 +35,15 @@ class SampleRequest:
     conversation: str | None = None
     """Identifies the turns of one conversation, so that a further turn can reuse the work of earlier ones, until
     `Sampler.end_conversation`. A turn is requested after the previous one has ended. None: a request on its own."""
+
+
+class SampledTokens(NamedTuple):
+    """Consecutive tokens of a request in progress."""
+
+    token_ids: tuple[int, ...]
+    """`[length]`, the sampled tokens."""
+    logprobs: tuple[float, ...]
+    """`[length]`, their log-probabilities, as in `Generation`."""
 
 
 class Sampler(abc.ABC):
@@ -70,6 +80,18 @@ class Sampler(abc.ABC):
 
         Raises:
             SamplerError: if a result is invalid. After any error all requests and conversations are dropped.
+        """
+
+    @abc.abstractmethod
+    def progress(self, seen: Mapping[int, int]) -> dict[int, SampledTokens]:
+        """Return the new tokens of requests in progress, which `advance` will return again as part of a generation.
+
+        Args:
+            seen: number of tokens that the caller has already received, by number of the request.
+
+        Returns:
+            The tokens after those, for each of these requests that has any. Empty if the sampler only knows complete
+            generations.
         """
 
     @abc.abstractmethod

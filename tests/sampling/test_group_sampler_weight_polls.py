@@ -243,3 +243,24 @@ def test_weights_of_another_shape_are_rejected_in_flight(watch: Watch, alone: li
     with pytest.raises(ValueError, match="update_weights to version 9: the model's structure, shapes or dtypes differ"):
         watch.sample(REQUESTS, poll2=watch.swap(halves, 9))
     assert watch.sample(REQUESTS) == alone
+
+
+def test_progress_returns_the_tokens_of_the_generations(watch: Watch, alone: list[Generation]) -> None:
+    sampler = watch.sampler
+    sampler.update_weights(watch.model, 0)
+    numbers = sampler.start(REQUESTS)
+    received: dict[int, list[tuple[int, float]]] = {number: [] for number in numbers}
+    ended: dict[int, Generation] = {}
+    assert sampler.progress(dict.fromkeys(numbers, 0)) == {}
+    while len(ended) < len(numbers):
+        ended |= sampler.advance()
+        for number, part in sampler.progress({number: len(got) for number, got in received.items()}).items():
+            assert number not in ended
+            received[number] += zip(part.token_ids, part.logprobs, strict=True)
+    assert [ended[number] for number in numbers] == alone
+    for number, generation in ended.items():
+        whole = list(zip(generation.token_ids, generation.logprobs, strict=True))
+        assert received[number] == whole[: len(received[number])]
+        assert len(received[number]) >= len(whole) - ROUNDS
+    assert sampler.progress(dict.fromkeys(numbers, 0)) == {}
+    sampler.reset()
