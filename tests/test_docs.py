@@ -30,6 +30,10 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import parse_yaml
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.environments.dataset import JsonlConfig
+from marin_rl.launch.__main__ import ACTIONS, DRY_RUN
+from marin_rl.launch.local import LocalConfig
+from marin_rl.launch.supervise import SupervisorConfig
+from marin_rl.launch.tpu import TpuConfig
 from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs
 from marin_rl.objectives.policy_loss import PolicyLossConfig, TokenBatch
 from marin_rl.rewards import EvaluateResult, StepOutput
@@ -98,6 +102,9 @@ def config_error(*layers: str) -> str:
 
 @pytest.mark.parametrize("text", blocks("yaml"))
 def test_yaml_decodes(text: str) -> None:
+    if text.startswith("tpu_name:"):
+        assert decode(TpuConfig, parse_yaml(text, "the page"))
+        return
     config = whole_config(text)
     for section in parse_yaml(text, "the page"):
         assert getattr(config, section) is not None
@@ -211,11 +218,11 @@ def test_example_policy_loss(extending: None) -> None:
     assert jax.grad(loss)(logprobs, -2.0).tolist() == [0.5, 0.5]
 
 
-SHOWN = re.compile(r"-m (marin_rl\.(?:train|evaluate)\b[^#\n]*)")
+SHOWN = re.compile(r"-m (marin_rl\.(?:train|evaluate|launch)\b[^#\n]*)")
 
 
 def shown_commands() -> list[Any]:
-    """Arguments of each `python -m marin_rl...` in a fenced block, except those with `[OPTIONS]`.
+    """Arguments of each `python -m marin_rl...` in a fenced block, except in Python and those with `[OPTIONS]`.
 
     The commands of the tutorial are run by a separate test.
     """
@@ -224,6 +231,7 @@ def shown_commands() -> list[Any]:
         for page in PAGES
         if page.name != "tutorial.md"
         for block in FENCE.finditer(page.read_text(encoding="utf-8"))
+        if block[1] != "python"
         for command in SHOWN.findall(block[2])
         if " [" not in command
     ]
@@ -239,8 +247,30 @@ def test_commands_have_valid_arguments(words: list[str], monkeypatch: pytest.Mon
             train.main(argv)
     elif module == "marin_rl.train":
         assert parse_config(TrainConfig, argv, train.FLAGS).config.run_dir
+    elif module == "marin_rl.launch":
+        check_launch(argv)
     else:
         assert parse_config(evaluate.EvaluateConfig, argv, evaluate.FLAGS).config.run
+
+
+def check_launch(argv: list[str]) -> None:
+    """Check a command of marin_rl.launch, and the training arguments behind it."""
+    command, *rest = argv
+    own, training = (rest[: rest.index("--")], rest[rest.index("--") + 1 :]) if "--" in rest else (rest, [])
+    if command == "local":
+        parse_config(LocalConfig, own, DRY_RUN)
+    elif command == "supervise":
+        parse_config(SupervisorConfig, own)
+        return
+    else:
+        assert command in ("tpu", "ray")
+        # The launch file of the page does not exist here; its YAML block is tested.
+        assert own[1:3] == ["--config", "launch.yaml"]
+        launch = ["--tpu_name", "a", "--zone", "us-east5-a", "--slices.tpu_type", "v5p-8", *own[3:]]
+        parse_config(TpuConfig, launch, ACTIONS[own[0]])
+    if command == "local" or own[0] == "start":
+        training = ["runs/x" if word.startswith("gs://") else word for word in training]
+        assert parse_config(TrainConfig, training).config.run_dir
 
 
 def test_every_benchmark_is_on_its_page() -> None:

@@ -7,7 +7,8 @@
 python -m marin_rl.train --config experiments/rloo.yaml --rollouts.group_size 16 --model '{num_layers: 2}'
 ```
 
-Overrides on the command line have precedence over the file, and the file over the defaults of the class.
+Overrides on the command line have precedence over files, later files over earlier ones, and files over the defaults of
+the class.
 """
 
 import ast
@@ -60,8 +61,8 @@ def parse_config(
 
     Args:
         config_class: dataclass of the config.
-        argv: arguments without the program's name: `--config FILE`, `--a.b value`, `--a.b=value`, flags, and
-            `--help`, optionally followed by a section (`--help model.qwen3`) or `all`.
+        argv: arguments without the program's name: `--config FILE` once or several times, `--a.b value`,
+            `--a.b=value`, flags, and `--help`, optionally followed by a section (`--help model.qwen3`) or `all`.
         flags: options without a value, with their descriptions.
 
     Returns:
@@ -76,7 +77,9 @@ def parse_config(
     if arguments.help_section is not None:
         sys.stdout.write(help_text(config_class, flags, arguments.help_section))
         raise SystemExit(0)
-    raw = merge(config_class, arguments.load_file(), arguments.overrides)
+    raw: dict[str, Any] = {}
+    for layer in (*arguments.load_files(), arguments.overrides):
+        raw = merge(config_class, raw, layer)
     try:
         return ParsedConfig(decode(config_class, raw), arguments.flags)
     except ConfigError as error:
@@ -108,7 +111,8 @@ def check_command_line(argv: Sequence[str], flags: Mapping[str, str], module: st
     if arguments.help_section == "":
         sys.stdout.write(overview_text(flags, [name for name, annotation in valid.items() if "Config" in annotation]))
         raise SystemExit(0)
-    unknown = [str(key) for key in {**arguments.load_file(), **arguments.overrides} if key not in valid]
+    layers = (*arguments.load_files(), arguments.overrides)
+    unknown = dict.fromkeys(str(key) for layer in layers for key in layer if key not in valid)
     messages = [(key, nearest(key, valid)) for key in unknown]
     problems = [f"unknown key {key}; {text}" for key, text in messages if text.startswith("did you mean")]
     if problems:
@@ -160,19 +164,19 @@ def merge(annotation: Any, lower: Any, upper: Any) -> Any:
 class _Arguments:
     """Arguments of a command line."""
 
-    config_path: Path | None = None
+    config_paths: tuple[Path, ...] = ()
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
     flags: frozenset[str] = frozenset()
     help_section: str | None = None
     """Argument of `--help`, empty if it has none; None without `--help`."""
 
-    def load_file(self) -> dict[str, Any]:
-        """Load the config file; empty if there is none."""
-        return {} if self.config_path is None else load_yaml(self.config_path)
+    def load_files(self) -> list[dict[str, Any]]:
+        """Load the config files, in the order of increasing precedence."""
+        return [load_yaml(path) for path in self.config_paths]
 
 
 def _read_arguments(argv: Sequence[str], known_flags: Iterable[str]) -> _Arguments:
-    config_path: Path | None = None
+    config_paths: list[Path] = []
     overrides: dict[str, Any] = {}
     flags: set[str] = set()
     rest = list(argv)
@@ -193,13 +197,11 @@ def _read_arguments(argv: Sequence[str], known_flags: Iterable[str]) -> _Argumen
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(_missing_value(name, known_flags))
             value = rest.pop(0)
-        if option not in CONFIG_OPTIONS:
-            _put(overrides, name, _override_value(name, value))
-        elif config_path is None:
-            config_path = Path(value)
+        if option in CONFIG_OPTIONS:
+            config_paths.append(Path(value))
         else:
-            raise ConfigError(f"two config files were given, {str(config_path)!r} and {value!r}; give one")
-    return _Arguments(config_path, overrides, frozenset(flags))
+            _put(overrides, name, _override_value(name, value))
+    return _Arguments(tuple(config_paths), overrides, frozenset(flags))
 
 
 def _missing_value(name: str, known_flags: Iterable[str]) -> str:

@@ -88,7 +88,7 @@ def overview_text(flags: Mapping[str, str], sections: Iterable[str]) -> str:
     """
     usage = " ".join(f"[--{flag}]" for flag in flags)
     options = {
-        "--config FILE": "YAML file with the config",
+        "--config FILE": "YAML file with the config; of several files, later ones have precedence",
         "--KEY VALUE": "override a key of the file, such as --rollouts.group_size 16; VALUE is YAML",
         **{f"--{name}": doc[:1].lower() + doc[1:].rstrip(".") for name, doc in flags.items()},
         "--help SECTION": "describe a section, such as --help rollouts or --help model.qwen3",
@@ -133,7 +133,8 @@ def help_text(
     if section not in ("", "all"):
         return _render(_entries_of(section, entries), width)
     options = {
-        "config FILE": "YAML file with the config; --config_path is a synonym.",
+        "config FILE": "YAML file with the config; of several files, later ones have precedence. --config_path is a "
+        "synonym.",
         "KEY VALUE": "Override a key of the file. VALUE is YAML: a scalar, a list or a mapping.",
         "help SECTION": "Describe one section: --help trainer, --help model.qwen3. --help all describes all keys.",
         **(flags or {}),

@@ -140,7 +140,10 @@ def _start(
     rollouts = config.rollout_slices
     check_login(launch.gcloud)
     check_tpu_types(launch.gcloud, [config.slices.tpu_type, *([] if rollouts is None else [rollouts.tpu_type])])
-    check_writable(launch.gcloud, run_dir)
+    if run_dir.startswith("gs://"):
+        check_writable(launch.gcloud, run_dir)
+    else:
+        _report(f"run_dir {run_dir} is not in Cloud Storage, and is not checked before the request")
     if "dry_run" in flags:
         launch.dry_run()
         return 0

@@ -118,8 +118,8 @@ def training_run(config: TpuConfig, arguments: Sequence[str]) -> str:
         The run directory.
 
     Raises:
-        ConfigError: if the training config is invalid, or its run directory is not in a bucket.
-        UploadError: if its file is not among the uploaded files.
+        ConfigError: if the training config is invalid, or its run directory is on the disk of a host.
+        UploadError: if a config file is not among the uploaded files, or a secret is not set.
     """
     # Imported here because jax and levanter take seconds to import, and the other actions do not need them.
     from marin_rl.config.command_line import CONFIG_OPTIONS, parse_config
@@ -145,10 +145,10 @@ def training_run(config: TpuConfig, arguments: Sequence[str]) -> str:
         )
     if config.rollout_slices is not None and (parsed.mode is Mode.SYNC or parsed.ray_address is not None):
         raise ConfigError("rollout_slices needs --mode async without ray_address, which this command sets")
-    if not parsed.run_dir.startswith("gs://"):
+    if "://" not in parsed.run_dir and not Path(parsed.run_dir).is_absolute():
         raise ConfigError(
             f"run_dir is {parsed.run_dir!r}, on the disk of each host, which is deleted with the slices; set it to a "
-            "folder of a bucket: --run_dir gs://BUCKET/RUN"
+            "folder of a bucket, --run_dir gs://BUCKET/RUN, or to the absolute path of a mounted file system"
         )
     return parsed.run_dir
 

@@ -364,6 +364,17 @@ def test_run_dir_that_cannot_be_written(
     assert cloud.resources == {}
 
 
+def test_mounted_run_dir_is_not_checked(
+    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_line, "training_run", lambda config, arguments: "/mnt/runs/a")
+    assert launch("start", project, "--dry_run") == 0
+    output = capsys.readouterr().out
+    assert output.startswith("$ ")
+    assert "run_dir /mnt/runs/a is not in Cloud Storage, and is not checked before the request\n" in output
+    assert " storage cp " not in output
+
+
 def test_write_check_leaves_nothing(cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     cloud.fail("create", "ERROR: quota")
     failed(project, capsys)

@@ -3,17 +3,20 @@
 
 """Local processes run together: output by process, one failure stops all, and signals are passed on once."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from marin_rl.launch.local import LocalConfig, Process, run_together, training_processes
+from tests.tiny_run import TinyRun
 
 TIMEOUT = 60.0
 ENDLESS = """
@@ -140,3 +143,40 @@ def test_training_arguments_are_required() -> None:
     done = launch("--num_processes", "2")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: no training arguments; give those of marin_rl.train after --")
+
+
+def process_with(words: list[str]) -> int | None:
+    """Process id of a program with some arguments."""
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if set(words) <= set(file.read_text().split("\0")):
+                return int(file.parent.name)
+    return None
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_one_of_its_processes_and_resumes_with_another_number(
+    new_run: Callable[..., TinyRun],
+) -> None:
+    run = new_run(num_steps=40, warm_start__max_steps=0, evaluation__tasks=0, checkpoint__every=1)
+    command = [sys.executable, "-m", "marin_rl.launch", "local", "--num_processes"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        [*command, "2", "--", *run.argv], env=environment, stdout=subprocess.PIPE, text=True
+    ) as launched:
+        deadline = time.monotonic() + 400
+        while not (run.path / "metrics.jsonl").exists() or len(run.records()) < 3:
+            assert launched.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        other = process_with([*run.argv, "--trainer.distributed.process_id", "1"])
+        assert other is not None
+        os.kill(other, signal.SIGKILL)
+        output, _ = launched.communicate(timeout=400)
+    assert launched.returncode == 128 + 9
+    assert "[launch] process 1 ended with status 137; stopping 0\n" in output
+    assert len(run.records()) < 41
+
+    done = subprocess.run([*command, "1", "--", *run.argv], env=environment, timeout=400, check=False)
+    assert done.returncode == 0
+    assert [record["step"] for record in run.records()] == list(range(41))

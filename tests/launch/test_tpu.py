@@ -83,6 +83,12 @@ def test_bad_training_arguments(folder: Path, changes: dict[str, Any], arguments
 
 
 @pytest.mark.medium
+def test_returns_the_run_directory(folder: Path) -> None:
+    arguments = ["--config", "run.yaml", "--run_dir", "/mnt/runs/a"]
+    assert training_run(decode(TpuConfig, VALID), arguments) == "/mnt/runs/a"
+
+
+@pytest.mark.medium
 def test_a_config_outside_the_folder_is_refused(folder: Path) -> None:
     config = decode(TpuConfig, VALID)
     with pytest.raises(UploadError, match="is not copied to the hosts; give its path relative to"):
