@@ -11,8 +11,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from marin_rl.storage import storage_path
+
 LOCAL_PATH = {"local_path": True}
 """Metadata of a field that is a path on a mounted file system; `check_paths` validates it."""
+
+STORAGE_PATH = {"storage_path": True}
+"""Metadata of a field that is a path or an address such as `gs://bucket/run`; `check_paths` validates it."""
 
 
 def may_change(*keys: str) -> dict[str, Any]:
@@ -59,12 +64,14 @@ def nested_sections(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_paths(config: object) -> None:
-    """Validate that all fields with the metadata `LOCAL_PATH` are local, not addresses such as `gs://bucket`."""
+    """Validate the fields with the metadata `LOCAL_PATH`, which must be local, and `STORAGE_PATH`."""
     for key, section in nested_sections(config):
         for field in dataclasses.fields(section):
             value = getattr(section, field.name)
             if LOCAL_PATH.items() <= field.metadata.items() and value is not None:
                 local_path(value, f"{key}.{field.name}" if key else field.name)
+            if STORAGE_PATH.items() <= field.metadata.items() and value is not None:
+                storage_path(value, f"{key}.{field.name}" if key else field.name)
 
 
 def local_path(value: str, key: str) -> Path:
@@ -75,7 +82,7 @@ def local_path(value: str, key: str) -> Path:
         key: key of the setting, for the error message.
 
     Raises:
-        ValueError: if the value is an address such as `gs://bucket/run`, which `pathlib` would read as a folder `gs:`.
+        ValueError: if the value is an address such as `gs://bucket/data`, which `pathlib` would read as a folder `gs:`.
 
     >>> local_path("runs/rloo", "run_dir")
     PosixPath('runs/rloo')

@@ -8,8 +8,9 @@ import dataclasses
 import errno
 import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import TracebackType
+
+from marin_rl.storage import RemotePath, StorageError, StoragePath
 
 
 class UserError(RuntimeError):
@@ -25,7 +26,7 @@ USER_ERRORS = (UserError, ValueError, OSError)
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: StoragePath) -> Iterator[None]:
     """Convert an `OSError` on writing to a `RunDirectoryError`.
 
     Args:
@@ -39,6 +40,10 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             reason = "the disk is full; free some space and rerun the same command to resume from the last checkpoint"
+        elif isinstance(error, StorageError):
+            reason = f"{error.strerror}; {error.remedy}, or choose another run_dir"
+        elif isinstance(error, FileNotFoundError) and isinstance(path, RemotePath):
+            reason = "the bucket does not exist; create it, or choose another run_dir"
         elif error.errno in (errno.ENOTDIR, errno.EEXIST):
             reason = f"{error.filename or path} is a file, not a folder; choose another run_dir"
         else:

@@ -9,27 +9,30 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+from levanter.models.lm_model import LmHeadModel
+from levanter.trainer import TrainerConfig
 
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.decode import encode
 from marin_rl.config.sections import EvaluationConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import from_yaml
-from marin_rl.config_fields import local_path
 from marin_rl.distributed.rollout_runner import make_runner, open_reward_functions
 from marin_rl.distributed.samplers import open_group_sampler
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.errors import USER_ERRORS
 from marin_rl.escaping import escape, escape_line
-from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.devices import start_devices
+from marin_rl.learner.saved_checkpoint import Checkpoint, CheckpointError
 from marin_rl.learner.scoring import Scorer
 from marin_rl.logs import warnings_to_stderr
 from marin_rl.sampling.config import MIN_TEMPERATURE
+from marin_rl.storage import storage_path
 from marin_rl.training.evaluation import evaluate, first_of_each, reference_loss
-from marin_rl.training.run_directory import RunDirectory, open_existing
+from marin_rl.training.run_directory import open_existing
 from marin_rl.training.starting_weights import restore_policy
 
 FLAGS = {"json": "Print one JSON object instead of lines."}
@@ -40,7 +43,7 @@ class EvaluateConfig:
     """Evaluation of a checkpoint."""
 
     run: str
-    """Run directory; evaluation changes no file in it."""
+    """Run directory, a path or an address such as `gs://bucket/run`; evaluation changes no file in it."""
     step: int | None = None
     """Step of the checkpoint; the newest valid checkpoint by default."""
     validation: bool = False
@@ -54,7 +57,7 @@ class EvaluateConfig:
     `--environment.type jsonl --environment.path FILE`, or a section of a file (`--config FILE`)."""
 
     def __post_init__(self) -> None:
-        local_path(self.run, "run")
+        storage_path(self.run, "run")
         if self.temperature is not None and not MIN_TEMPERATURE <= self.temperature < math.inf:
             raise ValueError(
                 f"temperature is {self.temperature}; it must be at least {MIN_TEMPERATURE} (evaluation.greedy adds "
@@ -80,17 +83,18 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
         RunDirectoryError: if the run does not exist.
         CheckpointError: if the run has no checkpoint of this step, or no valid checkpoint.
     """
-    directory = open_existing(Path(config.run))
+    directory = open_existing(storage_path(config.run, "run"))
     train_config = from_yaml(TrainConfig, directory.config.read_text(encoding="utf-8"), str(directory.config))
     if config.environment is not None:
         train_config = dataclasses.replace(train_config, environment=config.environment)
-    checkpoint = _checkpoint(config, directory, train_config)
+    checkpoints = Checkpoints(directory.checkpoints, train_config.checkpoint)
+    _require_checkpoint(config, checkpoints)
     trainer = start_devices(
         train_config.trainer_config(), rows_per_device=train_config.rollouts.rows_per_device, alone=True
     )
-    model = restore_policy(checkpoint, train_config, trainer)
+    step, model = _restore(config, checkpoints, train_config, trainer)
     tokenizer = train_config.tokenizer.build()
-    sampler = open_group_sampler(train_config, model, tokenizer, trainer, checkpoint.step)
+    sampler = open_group_sampler(train_config, model, tokenizer, trainer, step)
     environment = train_config.environment.build()
     evaluation = config.evaluation or train_config.evaluation
     with contextlib.ExitStack() as opened:
@@ -112,7 +116,7 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
         )
         tasks = first_of_each(environment.tasks(config.split), evaluation.tasks, runner)
         metrics |= reference_loss(runner, tasks, lambda rollouts: scorer.score(model, rollouts))
-    return checkpoint.step, metrics
+    return step, metrics
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,18 +153,25 @@ def _data(config: EvaluateConfig) -> dict[str, Any]:
     return {"split": config.split.value, "environment": encode(config.environment, EnvironmentConfig | None)}
 
 
-def _checkpoint(config: EvaluateConfig, directory: RunDirectory, train_config: TrainConfig) -> Checkpoint:
-    checkpoints = Checkpoints(directory.checkpoints, train_config.checkpoint)
-    if config.step is not None:
-        if config.step not in checkpoints.steps():
-            raise CheckpointError(
-                f"run {config.run!r} has no checkpoint of step {config.step}; it has {checkpoints.steps()}"
-            )
-        return checkpoints.open(config.step)
-    checkpoint = checkpoints.newest_good()
-    if checkpoint is None:
+def _require_checkpoint(config: EvaluateConfig, checkpoints: Checkpoints) -> None:
+    steps = checkpoints.steps()
+    if config.step is not None and config.step not in steps:
+        raise CheckpointError(f"run {config.run!r} has no checkpoint of step {config.step}; it has {steps}")
+    if not steps:
         raise CheckpointError(f"run {config.run!r} has no checkpoint yet")
-    return checkpoint
+
+
+def _restore(
+    config: EvaluateConfig, checkpoints: Checkpoints, train_config: TrainConfig, trainer: TrainerConfig
+) -> tuple[int, LmHeadModel]:
+    """Load the policy of the configured checkpoint, or of the newest one that is not damaged."""
+
+    def load(checkpoint: Checkpoint) -> tuple[int, LmHeadModel]:
+        return checkpoint.step, restore_policy(checkpoint, train_config, trainer)
+
+    restored = checkpoints.restore_newest(load) if config.step is None else load(checkpoints.open(config.step))
+    assert restored is not None
+    return restored
 
 
 if __name__ == "__main__":

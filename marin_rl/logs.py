@@ -11,6 +11,7 @@ from pathlib import Path
 
 from marin_rl.errors import writing
 from marin_rl.escaping import escape
+from marin_rl.storage import AppendedFile, RemotePath, StoragePath
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -21,7 +22,7 @@ def warnings_to_stderr() -> Iterator[None]:
     logger, handler = logging.getLogger("marin_rl"), logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogFormatter(FORMAT))
     handler.setLevel(logging.WARNING)
-    handler.addFilter(lambda record: not any(isinstance(other, _LogFile) for other in logger.handlers))
+    handler.addFilter(lambda record: not any(isinstance(other, _LogFile | _RemoteLogFile) for other in logger.handlers))
     logger.addHandler(handler)
     try:
         yield
@@ -30,8 +31,10 @@ def warnings_to_stderr() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def log_to(file: Path, level: int = logging.INFO, modules: Mapping[str, int] | None = None) -> Iterator[None]:
+def log_to(file: StoragePath, level: int = logging.INFO, modules: Mapping[str, int] | None = None) -> Iterator[None]:
     """Append the log messages of this package to a file. Creates its folder.
+
+    A file in an object store is uploaded every 30 seconds and at the end of the block.
 
     Args:
         file: the log file.
@@ -41,7 +44,7 @@ def log_to(file: Path, level: int = logging.INFO, modules: Mapping[str, int] | N
     logger, modules = logging.getLogger("marin_rl"), modules or {}
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        handler = _LogFile(file)
+        handler = _RemoteLogFile(file) if isinstance(file, RemotePath) else _LogFile(file)
     handler.setFormatter(LogFormatter(FORMAT))
     handler.setLevel(min(level, *modules.values(), level))
     former = {name: logging.getLogger(name).level for name in ("marin_rl", *modules)}
@@ -90,3 +93,21 @@ class _LogFile(logging.FileHandler):
         if not self._has_warned:
             self._has_warned = True
             print(f"warning: {self.baseFilename} cannot be written ({error}); lines are missing", file=sys.stderr)
+
+
+class _RemoteLogFile(logging.Handler):
+    """Log file in an object store; reports a failed upload at the end on stderr and does not stop the run."""
+
+    def __init__(self, file: RemotePath) -> None:
+        super().__init__()
+        self._file = AppendedFile(file)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._file.append(f"{self.format(record)}\n".encode())
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            print(f"warning: {self._file.path} cannot be written ({error}); lines are missing", file=sys.stderr)
+        super().close()

@@ -13,10 +13,11 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
+from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
@@ -197,3 +198,71 @@ def _padded(data: bytes, size: int) -> np.ndarray:
 
 def _unpadded(data: np.ndarray, size: int) -> bytes:
     return np.asarray(data).tobytes()[:size]
+
+
+def gather_rows(row: np.ndarray) -> np.ndarray:
+    """Gather one array per process, all of the same shape and dtype, in process order.
+
+    >>> gather_rows(np.arange(3)).tolist()
+    [[0, 1, 2]]
+    """
+    return multihost_utils.process_allgather(row) if is_multihost() else row[None]
+
+
+def commit_in_background(
+    key: str, work: Callable[[], str], commit: Callable[[list[str]], None], timeout: float
+) -> None:
+    """Call `work` in every process, then `commit` in the main process with the results of all, in process order.
+
+    Uses no devices, so it may run in a thread while the program trains.
+
+    Args:
+        key: name of this call, the same in all processes and never used before.
+        work: called in every process.
+        commit: called in the main process if no process failed.
+        timeout: seconds to wait for another process.
+
+    Raises:
+        OSError: if another process failed, or did not answer in time. An error of this process is raised unchanged.
+    """
+    if not is_multihost():
+        commit([work()])
+        return
+    client = cast(Any, distributed.global_state.client)
+    index, key = jax.process_index(), f"marin_rl/{key}"
+    try:
+        answer = {"result": work()}
+    except Exception as error:
+        _publish(client, f"{key}/{'done' if index == 0 else index}", {"error": f"{type(error).__name__}: {error}"})
+        raise
+    if index:
+        _publish(client, f"{key}/{index}", answer)
+        _await(client, f"{key}/done", 0, timeout)
+        return
+    try:
+        commit(
+            [
+                answer["result"],
+                *(_await(client, f"{key}/{other}", other, timeout) for other in range(1, jax.process_count())),
+            ]
+        )
+    except Exception as error:
+        _publish(client, f"{key}/done", {"error": f"{type(error).__name__}: {error}"})
+        raise
+    _publish(client, f"{key}/done", {"result": ""})
+    for other in range(1, jax.process_count()):
+        client.key_value_delete(f"{key}/{other}")
+
+
+def _publish(client: Any, key: str, answer: dict[str, str]) -> None:
+    client.key_value_set(key, json.dumps(answer))
+
+
+def _await(client: Any, key: str, process: int, timeout: float) -> str:
+    try:
+        answer = json.loads(client.blocking_key_value_get(key, int(1000 * timeout)))
+    except jax.errors.JaxRuntimeError as error:
+        raise OSError(f"training process {process} did not answer within {timeout:g} s: {error}") from error
+    if "error" in answer:
+        raise OSError(f"training process {process} failed: {answer['error']}")
+    return answer["result"]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from marin_rl.config_fields import local_path
 from marin_rl.errors import USER_ERRORS
 from marin_rl.escaping import escape
+from marin_rl.storage import storage_path
 from marin_rl.types import RolloutStatus
 from marin_rl.viewing.html_page import write_page
 from marin_rl.viewing.selection import (
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     try:
-        _show(arguments, open_rollouts(local_path(arguments.run, "RUN")))
+        _show(arguments, open_rollouts(storage_path(arguments.run, "RUN")))
     except USER_ERRORS as error:
         print(f"error: {escape(str(error))}", file=sys.stderr)
         return 1
@@ -51,7 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m marin_rl.view", description="Show the rollouts of a run.")
-    parser.add_argument("run", metavar="RUN", help="run directory, or a file of rollouts; it is not modified")
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        help="run directory or file of rollouts, which is not modified",
+    )
     which = parser.add_argument_group("filters")
     which.add_argument("--step", type=int, help="one step (default: the newest; in a single file, all steps)")
     which.add_argument("--steps", type=parse_steps, metavar="A-B", help="range of steps: 10-20, 10- or -20")

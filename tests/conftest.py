@@ -29,7 +29,7 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ["tests.tiny_run"]
+pytest_plugins = ["tests.tiny_run", "tests.gcs_emulator"]
 
 _TEMPORARY_CACHE = None
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

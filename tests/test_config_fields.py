@@ -12,6 +12,7 @@ from typing import Any
 
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
+from fsspec.registry import _registry
 
 from marin_rl.config.help import all_keys
 from marin_rl.config.train_config import TrainConfig, default_trainer
@@ -128,9 +129,13 @@ DATA = JsonlConfig(path="gs://data/train.jsonl")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"run_dir": "gs://runs/rloo"}, "run_dir is 'gs://runs/rloo', but it " + LOCAL.format("gs://")),
-        ({"initialize_from": "s3://models/x"}, "initialize_from is 's3://models/x', but it must be"),
-        ({"environment": DATA}, "environment.path is 'gs://data/train.jsonl', but it must be a path"),
+        (
+            {"run_dir": "gss://runs/rloo"},
+            "run_dir is 'gss://runs/rloo', but the protocol gss:// is unknown; use a path",
+        ),
+        ({"run_dir": "gs://"}, "run_dir is 'gs://', which names no bucket and no folder; use gs://BUCKET/FOLDER"),
+        ({"initialize_from": "s4://models/x"}, "initialize_from is 's4://models/x', but the protocol s4:// is unknown"),
+        ({"environment": DATA}, "environment.path is 'gs://data/train.jsonl', but it " + LOCAL.format("gs://")),
         (
             {"environment": MixtureConfig(parts=(MixturePartConfig(JsonlConfig(path="a", held_out_path="b://c")),))},
             "environment.parts.0.environment.held_out_path is 'b://c'",
@@ -145,8 +150,8 @@ DATA = JsonlConfig(path="gs://data/train.jsonl")
         ),
         ({"tokenizer": TokenizerConfig(path="hf://org/model")}, "tokenizer.path is 'hf://org/model'"),
         (
-            {"trainer": dataclasses.replace(default_trainer(), jax_compilation_cache_dir="s3://cache")},
-            "trainer.jax_compilation_cache_dir is 's3://cache'",
+            {"trainer": dataclasses.replace(default_trainer(), jax_compilation_cache_dir="memory://cache")},
+            "trainer.jax_compilation_cache_dir is 'memory://cache', but jax supports only gs:// and s3:// addresses",
         ),
     ],
 )
@@ -159,7 +164,22 @@ def test_settings_that_accept_addresses():
     trainer = dataclasses.replace(default_trainer(), jax_compilation_cache_dir="gs://cache/jax")
     weights = SharedFilesConfig(folder="memory://weights")
     sampler = OpenAiSamplerConfig(base_url="http://host:8000/v1", model="m", reload=ReloadConfig("w", "f.py", "f"))
-    assert train_config(trainer=trainer, weights=weights, sampler=sampler).trainer is trainer
+    config = train_config(
+        trainer=trainer,
+        weights=weights,
+        sampler=sampler,
+        run_dir="gs://runs/rloo/",
+        initialize_from="gs://runs/other",
+    )
+    assert config.trainer is trainer
+    assert config.trainer_config().id == "rloo"
+
+
+def test_missing_package_of_an_object_store_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(_registry, "s3", raising=False)
+    with pytest.raises(ValueError, match=r"run_dir is 's3://b/run', but .* pip install 'marin_rl\[s3\]'"):
+        train_config(run_dir="s3://b/run")
 
 
 @pytest.mark.medium

@@ -148,9 +148,9 @@ def test_invalid_arguments(finished_run: TinyRun, capfd: Capture, argv: list[str
     assert message in capfd.readouterr().err
 
 
-def test_url_is_not_a_run_directory(capfd: Capture):
-    assert main(["--run", "gs://bucket/run"]) == 1
-    assert "run is 'gs://bucket/run', but it must be a path on a mounted file system" in capfd.readouterr().err
+def test_unknown_kind_of_address(capfd: Capture):
+    assert main(["--run", "gss://bucket/run"]) == 1
+    assert "run is 'gss://bucket/run', but the protocol gss:// is unknown; use a path" in capfd.readouterr().err
 
 
 def test_folder_without_run(tmp_path: Path, capfd: Capture):

@@ -125,7 +125,7 @@ def test_empty_run_explains_missing_rollouts(tmp_path, capsys):
     [
         (["{tmp}"], "is not a run directory: it has no config.yaml"),
         (["{tmp}/nowhere"], "is not a run directory: it has no config.yaml"),
-        (["gs://bucket/run"], "RUN is 'gs://bucket/run', but it must be a path on a mounted file system"),
+        (["gss://bucket/run"], "RUN is 'gss://bucket/run', but the protocol gss:// is unknown"),
         (["{run}/config.yaml"], "is neither a run directory nor a file of rollouts"),
         (["{run}", "--id", "x"], "no stored rollout has the id 'x'"),
         (["{run}", "--step", "1", "--steps", "1-2"], "both --step and --steps were given"),

@@ -191,7 +191,11 @@ def outcome(run: TinyRun) -> dict[str, Any]:
         "records": [without_timings(record) for record in run.records()],
         "steps": run.steps(),
         "progress": manifest["progress"],
-        "state": {name: file for name, file in manifest["files"].items() if name != "state/metadata.json"},
+        "state": {
+            name: [(box["bounds"], [piece["sha256"] for piece in box["pieces"]]) for box in array["boxes"]]
+            for name, array in manifest["arrays"].items()
+        },
+        "other files": {name: file for name, file in manifest["files"].items() if not name.startswith("state/")},
         "rollouts": stored(run.path / "rollouts"),
         "hf": {
             path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted((run.path / "hf").iterdir())

@@ -38,10 +38,9 @@ from marin_rl.config.sections import (
     module_levels,
 )
 from marin_rl.config_fields import (
-    LOCAL_PATH,
+    STORAGE_PATH,
     check_paths,
     convert_enum_fields,
-    local_path,
     may_change,
     nested_sections,
     without_effect,
@@ -65,6 +64,7 @@ from marin_rl.rollouts.attempt import LongPrompts
 from marin_rl.rollouts.filters import FilterConfig, KeepGroupsConfig
 from marin_rl.rollouts.store import RolloutStoreConfig
 from marin_rl.sampling.config import LevanterSamplerConfig, OpenAiSamplerConfig, SamplerConfig, SamplingConfig
+from marin_rl.storage import RemotePath, storage_path
 from marin_rl.tokenization.load import TokenizerConfig
 from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig, is_loopback
 
@@ -99,14 +99,15 @@ class TrainConfig:
 
     environment: EnvironmentConfig
     """Source of the tasks and their rewards."""
-    run_dir: str = dataclasses.field(metadata=LOCAL_PATH)
-    """Run directory, a path. A run resumes if its directory contains a checkpoint."""
+    run_dir: str = dataclasses.field(metadata=STORAGE_PATH)
+    """Run directory, a path or an address such as `gs://bucket/run` or `s3://bucket/run`. A run resumes if its
+    directory contains a checkpoint."""
     model: LmConfig | None = None
     """Model architecture (levanter's section), required to train from scratch; null: read from `initialize_from`. Its
     type is `gemma`, `gemma2`, `gpt2`, `llama`, `mistral`, `mixtral`, `olmo2`, `qwen2` or `qwen3`."""
-    initialize_from: str | None = dataclasses.field(default=None, metadata=LOCAL_PATH)
+    initialize_from: str | None = dataclasses.field(default=None, metadata=STORAGE_PATH)
     """Initial weights: a folder or hub name in Hugging Face format, or a run directory of marin_rl; null: random
-    weights."""
+    weights. A folder in an object store is copied into the cache folder of the user."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """Tokenizer and chat template."""
     seed: int = 0
@@ -223,8 +224,13 @@ class TrainConfig:
 
     def _check_trainer(self) -> None:
         cache = self.trainer.jax_compilation_cache_dir
-        if cache is not None and not cache.startswith("gs://"):
-            local_path(cache, "trainer.jax_compilation_cache_dir")
+        if cache is not None and "://" in cache:
+            path = storage_path(cache, "trainer.jax_compilation_cache_dir")
+            if not isinstance(path, RemotePath) or path.protocol not in ("gs", "s3"):
+                raise ValueError(
+                    f"trainer.jax_compilation_cache_dir is {cache!r}, but jax supports only gs:// and s3:// addresses "
+                    "besides paths on a mounted file system"
+                )
         for name, remedy in self.__dataclass_fields__["trainer"].metadata["without_effect"].items():
             given, default = getattr(self.trainer, name), default_of(TrainerConfig, name)
             if given != default:
@@ -353,7 +359,7 @@ class TrainConfig:
             self.trainer,
             num_train_steps=self.num_steps,
             seed=self.seed,
-            id=self.trainer.id or Path(self.run_dir).name,
+            id=self.trainer.id or storage_path(self.run_dir).name,
         )
 
     def row_layout(self, trainer: TrainerConfig) -> RowLayout:

@@ -9,7 +9,6 @@ import logging
 import socket
 import uuid
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import ray
@@ -23,6 +22,7 @@ from marin_rl.distributed.ray_node import connected_to_local_node
 from marin_rl.distributed.worker import run_worker
 from marin_rl.errors import UserError
 from marin_rl.logs import log_to
+from marin_rl.storage import storage_path
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class Worker:
     def run(self) -> None:
         """Run until the run ends."""
         config = from_yaml(TrainConfig, self.config, "the run's config")
-        file = Path(config.run_dir) / "workers" / f"{self.name}.txt"
+        file = storage_path(config.run_dir) / "workers" / f"{self.name}.txt"
         with log_to(file, config.log_level.number, module_levels(config.logging)):
             client = CoordinatorClient(ray.get_actor(self.coordinator), config.workers.no_progress_timeout)
             run_worker(config, self.vocab_size, self.secret, client, self.name)

@@ -6,7 +6,6 @@
 import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -181,8 +180,8 @@ class ReplayBuffer:
         """Return the staleness of every group under weights of this version, in order."""
         return [item.age(version) for item in self._in_order()]
 
-    def save(self, file: Path) -> None:
-        """Write the buffer to a Parquet file of a checkpoint, whose folder is written atomically."""
+    def encode(self) -> bytes:
+        """Return the buffer as the content of a Parquet file."""
         rows = self._in_order()
         table = pa.table(
             [
@@ -193,18 +192,23 @@ class ReplayBuffer:
             ],
             schema=_SCHEMA,
         )
-        # Through Python's file, whose errors name the cause, such as a full disk.
-        with file.open("wb") as stream:
-            pq.write_table(table, stream, compression="zstd")
+        content = pa.BufferOutputStream()
+        pq.write_table(table, content, compression="zstd")
+        return content.getvalue().to_pybytes()
 
-    def load(self, file: Path) -> None:
-        """Load an empty buffer from a file.
+    def load(self, content: bytes, file: object) -> None:
+        """Load an empty buffer.
+
+        Args:
+            content: as returned by `encode`.
+            file: path of the content, for error messages.
 
         Raises:
-            ReplayFileError: If the file does not exist or is not a saved buffer.
+            ReplayFileError: If the content is not a saved buffer.
         """
         try:
-            rows: Sequence[Mapping[str, Any]] = pq.read_table(file, schema=_SCHEMA, use_threads=False).to_pylist()
+            table = pq.read_table(pa.BufferReader(content), schema=_SCHEMA, use_threads=False)
+            rows: Sequence[Mapping[str, Any]] = table.to_pylist()
             for row in rows:
                 number = RequestNumber(row["step"], row["index"])
                 self.add(number, decode_group(row["group"]))

@@ -18,11 +18,9 @@ import hashlib
 import logging
 import re
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import pyarrow as pa
 
-from marin_rl.atomic_files import open_atomically
 from marin_rl.background_job import BackgroundJob
 from marin_rl.config_fields import convert_enum_fields
 from marin_rl.errors import UserError
@@ -37,6 +35,7 @@ from marin_rl.rollouts.stored_rollout import (
     from_jsonl,
     from_parquet,
 )
+from marin_rl.storage import StorageError, StoragePath, file_sizes, write_bytes
 from marin_rl.types import Rollout, RolloutGroup, RolloutStatus
 
 logger = logging.getLogger(__name__)
@@ -128,7 +127,7 @@ class StoredFile:
     """The update that was trained on the rollouts, or the update before an evaluation."""
     purpose: str
     """`training` or `evaluation`."""
-    path: Path
+    path: StoragePath
     """The file."""
 
     @property
@@ -137,7 +136,7 @@ class StoredFile:
         return self.step, self.purpose != TRAINING, self.path.name
 
 
-def list_files(source: Path) -> list[StoredFile]:
+def list_files(source: StoragePath) -> list[StoredFile]:
     """List the rollout files of a folder, oldest first, or a single file.
 
     Args:
@@ -162,7 +161,7 @@ def list_files(source: Path) -> list[StoredFile]:
 
 
 def read_rollouts(
-    folder: Path,
+    folder: StoragePath,
     steps: Container[int] | None = None,
     columns: Sequence[str] | None = None,
     purposes: Container[str] = (TRAINING, EVALUATION),
@@ -190,7 +189,7 @@ def read_rollouts(
                 yield table
 
 
-def read_file(path: Path, columns: Sequence[str] | None = None) -> pa.Table | None:
+def read_file(path: StoragePath, columns: Sequence[str] | None = None) -> pa.Table | None:
     """Read the rollouts of one file.
 
     Args:
@@ -208,6 +207,8 @@ def read_file(path: Path, columns: Sequence[str] | None = None) -> pa.Table | No
         return read(path, SCHEMA.names if columns is None else columns)
     except FileNotFoundError:
         return None
+    except StorageError:
+        raise
     except OtherVersionError as error:
         raise RolloutStoreError(
             f"{path} was written by another version of marin_rl: {error}. Read it with that version; to continue with "
@@ -226,7 +227,7 @@ class RolloutStore:
     thread.
     """
 
-    def __init__(self, folder: Path, config: RolloutStoreConfig, piece: PieceOf):
+    def __init__(self, folder: StoragePath, config: RolloutStoreConfig, piece: PieceOf):
         """Open a folder, which may contain files.
 
         Args:
@@ -295,7 +296,8 @@ class RolloutStore:
         self._count_files()
 
     def _count_files(self) -> None:
-        self._sizes = {file: file.path.stat().st_size for file in list_files(self.folder)}
+        sizes = file_sizes(self.folder)
+        self._sizes = {file: sizes[file.path.name] for file in list_files(self.folder)}
 
     def _write(
         self,
@@ -308,12 +310,11 @@ class RolloutStore:
         table = as_table(rollouts, step, purpose, advantages, self._piece, stale_ids)
         data = as_jsonl(table) if self._config.format is StoredFormat.JSONL else as_parquet(table)
         target = self.folder / f"{_PREFIX[purpose]}-{step:08d}.{self._config.format.value}"
-        with open_atomically(target) as file:
-            file.write(data)
+        write_bytes(target, bytes(data))
         self._sizes[StoredFile(step, purpose, target)] = len(data)
         self._make_room(target)
 
-    def _make_room(self, newest: Path) -> None:
+    def _make_room(self, newest: StoragePath) -> None:
         limit, total = self._config.max_mb * _BYTES_IN_MB, sum(self._sizes.values())
         removed: list[StoredFile] = []
         for file in sorted(self._sizes, key=lambda file: file.age):

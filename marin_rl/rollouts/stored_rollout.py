@@ -13,7 +13,6 @@ import json
 import math
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ import pyarrow.parquet as pq
 from jaxtyping import Float, Int32
 
 from marin_rl.objectives.advantage_inputs import TurnAdvantages
+from marin_rl.storage import RemotePath, StoragePath
 from marin_rl.types import Info, Message, Rollout, RolloutStatus
 
 SCHEMA_VERSION = 3
@@ -372,11 +372,12 @@ def as_jsonl(table: pa.Table) -> bytes:
     return "".join(f"{line}\n" for line in lines).encode()
 
 
-def from_parquet(path: Path, columns: Sequence[str]) -> pa.Table:
+def from_parquet(path: StoragePath, columns: Sequence[str]) -> pa.Table:
     """Read and check columns of a Parquet file, which a user may have edited; see `from_jsonl`."""
     # Neither a Python object nor threads: a thread of Arrow that releases a Python object while the interpreter exits
     # aborts the process.
-    with pq.ParquetFile(str(path)) as parquet:
+    source = pa.BufferReader(path.read_bytes()) if isinstance(path, RemotePath) else str(path)
+    with pq.ParquetFile(source) as parquet:
         version = (parquet.schema_arrow.metadata or {}).get(_VERSION_KEY)
         _check_version(None if version is None else version.decode())
         table = parquet.read(columns=list(columns), use_threads=False)
@@ -384,7 +385,7 @@ def from_parquet(path: Path, columns: Sequence[str]) -> pa.Table:
     return table
 
 
-def from_jsonl(path: Path, columns: Sequence[str]) -> pa.Table:
+def from_jsonl(path: StoragePath, columns: Sequence[str]) -> pa.Table:
     """Read and check columns of a file of JSON lines, which a user may have edited.
 
     Args:

@@ -12,7 +12,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TextIO
 
 from rich.bar import Bar
@@ -23,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from marin_rl.escaping import escape, escape_line
+from marin_rl.storage import StoragePath
 
 MAX_PLAIN_LINES = 50
 """Approximate number of progress lines of a run without a terminal."""
@@ -160,7 +160,7 @@ def _shown_metrics(metrics: Mapping[str, int | float]) -> dict[str, str]:
 
 def print_closing_table(
     console: Console,
-    run_directory: Path,
+    run_directory: StoragePath,
     evaluations: Mapping[str, Mapping[str, int | float]],
     seconds: Mapping[str, int | float],
     totals: Mapping[str, int | float],

@@ -5,7 +5,6 @@
 
 import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,6 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from marin_rl.storage import StoragePath
 from marin_rl.training.metrics_file import PANELS, Panel, read_records
 from marin_rl.training.run_directory import write_atomically
 
@@ -20,7 +20,7 @@ COLORS = ("#1f5fa8", "#d1701f", "#2f8f5b", "#9a3b7a", "#7a6a2f", "#555555")
 GRID = "#e4e4e4"
 
 
-def plot_curves(metrics_path: Path, out_png: Path, title: str = "") -> bool:
+def plot_curves(metrics_path: StoragePath, out_png: StoragePath, title: str = "") -> bool:
     """Plot the metrics of a run. Panels without values are omitted.
 
     Args:

@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import jax
 from levanter.models.lm_model import LmConfig, LmHeadModel
@@ -37,6 +36,7 @@ from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.objectives.importance import mismatch_metrics
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.rollouts.store import EVALUATION, RolloutStore
+from marin_rl.storage import StoragePath
 from marin_rl.timing import PhaseTimer
 from marin_rl.training.batch_builder import BatchBuilder
 from marin_rl.training.collect import GroupCollector
@@ -74,7 +74,9 @@ class TrainingRun:
     checkpoints: Checkpoints
     """Saves and loads checkpoints."""
     resources: contextlib.ExitStack
-    """Closes the rollout source, the rollout store, the reward functions and the event loop."""
+    """Closes the rollout source, the rollout store, the checkpoints, the reward functions and the event loop."""
+    before_save: Callable[[], None] = lambda: None
+    """Called before every checkpoint, to store the records of the steps up to it."""
 
     def publish_weights(self) -> None:
         """Send the weights to the sampler of this process, the weight history and the rollout source."""
@@ -84,10 +86,11 @@ class TrainingRun:
             self.history.keep(policy, version)
         self.collector.rollout_source.publish(policy, version)
 
-    def save(self) -> Path:
-        """Write a checkpoint, after all rollouts before it are on disk."""
+    def save(self) -> StoragePath:
+        """Start to write a checkpoint, after all rollouts and records before it are stored."""
         with writing(self.store.folder):
             self.store.flush()
+        self.before_save()
         return self.state.save(self.checkpoints, self.trainer_state, self.collector.rollout_source.counts)
 
     def close(self) -> None:
@@ -110,8 +113,16 @@ def train(
             immediately if a step waits for its groups or is evaluated, otherwise after the step.
 
     Returns:
-        Whether the run is complete.
+        Whether the run is complete; the last checkpoint is then written.
     """
+    complete = _train_steps(run, record, stop_requested)
+    run.checkpoints.flush()
+    return complete
+
+
+def _train_steps(
+    run: TrainingRun, record: Callable[[int, dict[str, float]], None], stop_requested: Callable[[], bool]
+) -> bool:
     config, progress = run.config, run.state.progress
     saved = progress.step
     while progress.unrecorded or progress.step < config.num_steps:
@@ -125,6 +136,7 @@ def train(
         step = progress.step
         record(step, metrics)
         progress.unrecorded = {}
+        run.checkpoints.raise_if_failed()
         last = step == config.num_steps or multihost.any_process(stop_requested())
         if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
             run.save()

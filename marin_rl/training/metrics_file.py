@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from marin_rl.errors import RunDirectoryError, writing
+from marin_rl.storage import StoragePath
 from marin_rl.training.run_directory import write_atomically
 
 
@@ -86,7 +87,7 @@ def append_record(path: Path, step: int, metrics: Mapping[str, int | float]) -> 
         os.fsync(file.fileno())
 
 
-def read_records(path: Path) -> list[dict[str, int | float]]:
+def read_records(path: StoragePath) -> list[dict[str, int | float]]:
     """Read all records; empty if the file does not exist.
 
     An incomplete last line, which was cut off by a crash, is ignored.
@@ -97,7 +98,7 @@ def read_records(path: Path) -> list[dict[str, int | float]]:
     return [record for _, record in _complete_lines(path)]
 
 
-def truncate_records(path: Path, after_step: int) -> None:
+def truncate_records(path: StoragePath, after_step: int) -> None:
     """Drop the records of steps after `after_step`, and an incomplete last line.
 
     A run that resumes from a checkpoint repeats these steps. Its file becomes equal to that of an uninterrupted run.
@@ -116,7 +117,7 @@ def truncate_records(path: Path, after_step: int) -> None:
         write_atomically(path, kept)
 
 
-def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, int | float]]]:
+def _complete_lines(path: StoragePath) -> list[tuple[bytes, dict[str, int | float]]]:
     if not path.exists():
         return []
     lines = path.read_bytes().splitlines(keepends=True)
@@ -125,7 +126,7 @@ def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, int | float]]]:
     return [(line, _parse(line, path, number)) for number, line in enumerate(lines, start=1)]
 
 
-def _parse(line: bytes, path: Path, number: int) -> dict[str, int | float]:
+def _parse(line: bytes, path: StoragePath, number: int) -> dict[str, int | float]:
     try:
         record: Any = json.loads(line)
         step = int(record["step"])

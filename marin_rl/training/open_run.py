@@ -8,7 +8,6 @@ import functools
 import math
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -32,10 +31,11 @@ from marin_rl.distributed.samplers import open_trainer_sampler
 from marin_rl.distributed.scheduler import RolloutScheduler
 from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.errors import Closing, writing
-from marin_rl.learner.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import attach_critic, policy_of
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.loss import RlLoss
+from marin_rl.learner.saved_checkpoint import Checkpoint, CheckpointError
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
 from marin_rl.learner.weight_history import WeightHistory
@@ -44,6 +44,7 @@ from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.rollouts.store import EVALUATION, RolloutStore
 from marin_rl.seeds import derive_seed
+from marin_rl.storage import StoragePath
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenPieces
 from marin_rl.training.batch_builder import BatchBuilder
@@ -51,7 +52,7 @@ from marin_rl.training.collect import GroupCollector
 from marin_rl.training.evaluation import describe_accuracy, evaluate
 from marin_rl.training.loop import TrainingRun
 from marin_rl.training.run_state import REPLAY, Progress, RunState
-from marin_rl.training.shared_run import check_config, newest_good
+from marin_rl.training.shared_run import check_config
 from marin_rl.training.starting_weights import first_policy, restore_policy, restore_state
 from marin_rl.training.warm_start import warm_start
 from marin_rl.types import RolloutGroup, WeightVersion
@@ -74,7 +75,16 @@ class _Parts(NamedTuple):
     learner: Learner
 
 
-def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
+class _Loaded(NamedTuple):
+    """What a run reads of its checkpoint."""
+
+    checkpoint: Checkpoint
+    progress: Progress
+    state: TrainerState
+    replay: bytes
+
+
+def open_run(config: TrainConfig, folder: StoragePath, report: Report) -> TrainingRun:
     """Start a run, or resume it from its newest valid checkpoint.
 
     Closes all opened resources if it raises or is interrupted.
@@ -90,22 +100,22 @@ def open_run(config: TrainConfig, folder: Path, report: Report) -> TrainingRun:
     """
     with contextlib.ExitStack() as resources:
         parts = _open_parts(config, folder, resources)
-        checkpoint = newest_good(parts.checkpoints)
+        loaded = parts.checkpoints.restore_newest(functools.partial(_load, config, parts))
         trainer_state, runner, progress = (
-            _start(config, parts, report) if checkpoint is None else _resume(config, parts, checkpoint, report)
+            _start(config, parts, report) if loaded is None else _resume(config, parts, loaded, report)
         )
         rollout_source = open_rollout_source(config, runner, progress.vocab_size, progress.worker_counts, resources)
         scheduler = RolloutScheduler(make_staleness_limits(config), progress.scheduler)
         state = RunState(progress, scheduler, make_replay(config))
-        if checkpoint is not None:
-            state.replay.load(checkpoint.path / REPLAY)
+        if loaded is not None:
+            state.replay.load(loaded.replay, loaded.checkpoint.path / REPLAY)
         history = make_history(config)
         if history is not None:
             history.keep(policy_of(trainer_state.model), progress.step)
             drop_groups_of_lost_weights(state, report)
         rollout_source.publish(policy_of(trainer_state.model), progress.step)
         rollout_source.submit(state.scheduler.outstanding)
-        if checkpoint is None:
+        if loaded is None:
             with writing(parts.store.folder):
                 parts.store.flush()
             state.save(parts.checkpoints, trainer_state, rollout_source.counts)
@@ -149,7 +159,7 @@ def drop_groups_of_lost_weights(state: RunState, report: Report) -> None:
         )
 
 
-def _open_parts(config: TrainConfig, folder: Path, resources: contextlib.ExitStack) -> _Parts:
+def _open_parts(config: TrainConfig, folder: StoragePath, resources: contextlib.ExitStack) -> _Parts:
     trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
     layout = config.row_layout(trainer)
     check_config(config)
@@ -163,6 +173,7 @@ def _open_parts(config: TrainConfig, folder: Path, resources: contextlib.ExitSta
     store = RolloutStore(folder / "rollouts", config.rollout_store, TokenPieces(tokenizer.tokenizer))
     resources.enter_context(Closing(functools.partial(_close, store)))
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
+    resources.enter_context(Closing(checkpoints.close))
     # A run with 0 steps only warms up and exports, but a learning rate schedule needs at least one step.
     num_updates = max(config.num_steps, 1) * config.updates.per_step
     capacity = layout.microbatches(math.ceil(config.rollouts.rollouts_per_step / config.updates.minibatches))
@@ -175,9 +186,7 @@ def _close(store: RolloutStore) -> None:
         store.close()
 
 
-def _resume(
-    config: TrainConfig, parts: _Parts, checkpoint: Checkpoint, report: Report
-) -> tuple[TrainerState, RolloutRunner, Progress]:
+def _load(config: TrainConfig, parts: _Parts, checkpoint: Checkpoint) -> _Loaded:
     try:
         progress = Progress(**checkpoint.progress)
     except TypeError as error:
@@ -185,10 +194,16 @@ def _resume(
             f"the progress in checkpoint {checkpoint.path} is of another version: {error}; resume with the version "
             "that wrote it, or delete the run directory to start over"
         ) from error
-    state = restore_state(checkpoint, config, parts.learner)
+    return _Loaded(checkpoint, progress, restore_state(checkpoint, config, parts.learner), checkpoint.read(REPLAY))
+
+
+def _resume(
+    config: TrainConfig, parts: _Parts, loaded: _Loaded, report: Report
+) -> tuple[TrainerState, RolloutRunner, Progress]:
+    progress, state = loaded.progress, loaded.state
     for damaged in [step for step in parts.checkpoints.steps() if step > progress.step]:
         report(f"the checkpoint of step {damaged} is damaged and was skipped; see log.txt for the reason")
-    report(f"resuming after step {progress.step}, from {checkpoint.path}")
+    report(f"resuming after step {progress.step}, from {loaded.checkpoint.path}")
     return state, _open_runner(config, parts, policy_of(state.model), progress.step), progress
 
 

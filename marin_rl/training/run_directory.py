@@ -20,59 +20,59 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from marin_rl.atomic_files import open_atomically
+from marin_rl import lease
 from marin_rl.config.yaml_text import parse_yaml
 from marin_rl.errors import RunDirectoryError, writing
+from marin_rl.storage import RemotePath, StoragePath, write_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class RunDirectory:
     """Paths of the files of a run."""
 
-    path: Path
+    path: StoragePath
     """The run directory."""
 
     @property
-    def config(self) -> Path:
+    def config(self) -> StoragePath:
         """Resolved config."""
         return self.path / "config.yaml"
 
     @property
-    def metrics(self) -> Path:
+    def metrics(self) -> StoragePath:
         """Metrics, one JSON object per step."""
         return self.path / "metrics.jsonl"
 
     @property
-    def rollouts(self) -> Path:
+    def rollouts(self) -> StoragePath:
         """Folder of sampled rollouts."""
         return self.path / "rollouts"
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints(self) -> StoragePath:
         """Folder of checkpoints."""
         return self.path / "checkpoints"
 
     @property
-    def hf(self) -> Path:
+    def hf(self) -> StoragePath:
         """Folder of the trained model in Hugging Face format."""
         return self.path / "hf"
 
     @property
-    def log(self) -> Path:
+    def log(self) -> StoragePath:
         """Log messages."""
         return self.path / "log.txt"
 
     @property
-    def curves(self) -> Path:
+    def curves(self) -> StoragePath:
         """Plots of the metrics."""
         return self.path / "curves.png"
 
 
-def create_or_open(path: Path, config_yaml: str, may_differ: Sequence[str] = ()) -> RunDirectory:
+def create_or_open(path: StoragePath, config_yaml: str, may_differ: Sequence[str] = ()) -> RunDirectory:
     """Create a run directory, or open the directory of the same run.
 
     If an earlier start has neither metrics nor a checkpoint, for example because its config did not fit the devices,
@@ -106,7 +106,7 @@ def create_or_open(path: Path, config_yaml: str, may_differ: Sequence[str] = ())
     return directory
 
 
-def open_existing(path: Path) -> RunDirectory:
+def open_existing(path: StoragePath) -> RunDirectory:
     """Open the directory of an earlier run.
 
     Raises:
@@ -167,21 +167,30 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
 
 
 @contextlib.contextmanager
-def lock(directory: RunDirectory) -> Iterator[None]:
-    """Lock the run directory against other processes. The lock is released when the process ends for any reason.
+def lock(directory: RunDirectory) -> Iterator[Callable[[], None]]:
+    """Lock the run directory against other processes. Creates the directory if it does not exist.
 
-    Creates the directory if it does not exist.
+    A local lock is released when the process ends for any reason. In an object store, the lock of a killed process can
+    be taken after a minute; see [`lease`][marin_rl.lease].
+
+    Yields:
+        A function that raises RunDirectoryError if another process has taken the lock meanwhile.
 
     Raises:
         RunDirectoryError: if another process holds the lock; the message contains its id.
     """
     path = directory.path / ".lock"
     with contextlib.ExitStack() as stack:
+        if isinstance(path, RemotePath):
+            with writing(path):
+                held = stack.enter_context(lease.hold(path))
+            yield held.check
+            return
         with writing(path):
             directory.path.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(path.open("a+", encoding="utf-8"))
             _take(file, directory)
-        yield
+        yield lambda: None
 
 
 def _take(file: TextIO, directory: RunDirectory) -> None:
@@ -198,7 +207,7 @@ def _take(file: TextIO, directory: RunDirectory) -> None:
     file.flush()
 
 
-def write_atomically(path: Path, data: str | bytes) -> None:
+def write_atomically(path: StoragePath, data: str | bytes) -> None:
     """Write a file atomically: after a crash, the file is either the old one or complete.
 
     Args:
@@ -208,5 +217,5 @@ def write_atomically(path: Path, data: str | bytes) -> None:
     Raises:
         RunDirectoryError: if the file cannot be written; an existing file is not changed.
     """
-    with writing(path), open_atomically(path) as file:
-        file.write(data.encode() if isinstance(data, str) else data)
+    with writing(path):
+        write_bytes(path, data.encode() if isinstance(data, str) else data)

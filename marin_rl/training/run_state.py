@@ -6,15 +6,16 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from levanter.trainer_state import TrainerState
 
+from marin_rl import multihost
 from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.distributed.scheduler import RolloutScheduler
 from marin_rl.host_status import StopRequestedError
 from marin_rl.learner.checkpoint import Checkpoints
+from marin_rl.storage import StoragePath
 from marin_rl.types import RolloutGroup, WeightVersion
 
 REPLAY = "replay.parquet"
@@ -102,8 +103,8 @@ class RunState:
             self.scheduler, self.replay = RolloutScheduler(self.scheduler.limits, scheduler), replay
             raise
 
-    def save(self, checkpoints: Checkpoints, trainer_state: TrainerState, worker_counts: dict[str, int]) -> Path:
-        """Write a checkpoint with the complete state of the run.
+    def save(self, checkpoints: Checkpoints, trainer_state: TrainerState, worker_counts: dict[str, int]) -> StoragePath:
+        """Start to write a checkpoint with the complete state of the run.
 
         Args:
             checkpoints: checkpoint directory.
@@ -111,7 +112,7 @@ class RunState:
             worker_counts: counters of the rollout source.
 
         Returns:
-            The folder of the checkpoint.
+            The folder of the checkpoint, which is complete when its files are written in the background.
         """
         self.progress.scheduler = self.scheduler.state
         self.progress.worker_counts = worker_counts
@@ -119,5 +120,5 @@ class RunState:
             trainer_state,
             self.progress.step,
             dataclasses.asdict(self.progress),
-            lambda folder: self.replay.save(folder / REPLAY),
+            {REPLAY: self.replay.encode()} if multihost.is_main() else {},
         )

@@ -24,7 +24,6 @@ from levanter.tracker import CompositeTracker, Tracker, TrackerConfig
 from levanter.tracker.tensorboard import TensorboardConfig
 
 from marin_rl import multihost
-from marin_rl.atomic_files import replace_folder
 from marin_rl.config.decode import encode
 from marin_rl.config.sections import Mode, module_levels
 from marin_rl.config.train_config import TrainConfig
@@ -37,9 +36,10 @@ from marin_rl.learner.critic import policy_of
 from marin_rl.learner.devices import join_processes
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.logs import log_to
+from marin_rl.storage import AppendedFile, RemotePath, StoragePath, replace_folder, storage_path, upload_folder
 from marin_rl.training.console import ProgressDisplay, print_closing_table
 from marin_rl.training.loop import TrainingRun, train
-from marin_rl.training.metrics_file import append_record, read_records, truncate_records
+from marin_rl.training.metrics_file import append_record, format_record, read_records, truncate_records
 from marin_rl.training.open_run import open_run
 from marin_rl.training.run_directory import RunDirectory, create_or_open, flatten, lock
 from marin_rl.training.shared_run import require_same_config, require_shared_folder
@@ -65,10 +65,10 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
     """
     config = resolve_model(config)
     check_weight_files(config)
-    directory = RunDirectory(Path(config.run_dir))
+    directory = RunDirectory(storage_path(config.run_dir, "run_dir"))
     join_processes(config.trainer)
     with contextlib.ExitStack() as resources, exit_on_error():
-        multihost.on_main(lambda: _lock(directory, config, resources))
+        check_lock = _lock_on_main(directory, config, resources)
         require_same_config(config, changeable_keys(TrainConfig))
         require_shared_folder(directory.path)
         multihost.on_main(
@@ -79,24 +79,38 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
         log = log_to(file, config.log_level.number, module_levels(config.logging))
         console = stream if main else resources.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
         with log, logged_errors(), explain_errors(), ProgressDisplay(config.num_steps, console) as display:
-            finished = _train(config, directory, display)
+            finished = _train(config, directory, display, check_lock)
         if main and finished is not None:
             _print_summary(display, finished, directory)
 
 
-def _lock(directory: RunDirectory, config: TrainConfig, resources: contextlib.ExitStack) -> None:
-    if config.mode is Mode.ASYNC and config.ray_address is not None:
-        find_cluster(config.ray_address)
-    resources.enter_context(lock(directory))
+def _lock_on_main(directory: RunDirectory, config: TrainConfig, resources: contextlib.ExitStack) -> Callable[[], None]:
+    """Lock the run directory in the main process; return a function that checks that it still holds the lock."""
+    held: list[Callable[[], None]] = []
+
+    def take() -> None:
+        if config.mode is Mode.ASYNC and config.ray_address is not None:
+            find_cluster(config.ray_address)
+        held.append(resources.enter_context(lock(directory)))
+
+    multihost.on_main(take)
+    return held[0] if held else lambda: None
 
 
-def _train(config: TrainConfig, directory: RunDirectory, display: ProgressDisplay) -> TrainingRun | None:
+def _train(
+    config: TrainConfig, directory: RunDirectory, display: ProgressDisplay, check_lock: Callable[[], None]
+) -> TrainingRun | None:
     """Train, plot and export; return the run if it is complete."""
     report = functools.partial(_report, display)
     run = open_run(config, directory.path, report)
-    with Closing(run.close), stop_on_signals(report) as stop:
+    with contextlib.ExitStack() as closing:
+        closing.enter_context(Closing(run.close))
+        stop = closing.enter_context(stop_on_signals(report))
         # Only the main process writes records.
         records = _open_records(run, directory) if multihost.is_main() else None
+        if records is not None:
+            closing.enter_context(Closing(records.close))
+        run.before_save = functools.partial(_before_save, records, check_lock)
 
         def record(step: int, metrics: dict[str, float]) -> None:
             multihost.on_main(lambda: cast(StepRecords, records).record(step, metrics))
@@ -118,6 +132,12 @@ def _train(config: TrainConfig, directory: RunDirectory, display: ProgressDispla
     if records is not None:
         records.finish({"episodes": run.state.progress.episodes})
     return run if complete else None
+
+
+def _before_save(records: "StepRecords | None", check_lock: Callable[[], None]) -> None:
+    check_lock()
+    if records is not None:
+        records.flush()
 
 
 def _report(display: ProgressDisplay, message: str) -> None:
@@ -183,10 +203,11 @@ class StepRecords:
     Errors of trackers are not caught: they stop the run.
     """
 
-    def __init__(self, path: Path, tracker: Tracker):
+    def __init__(self, path: StoragePath, tracker: Tracker):
         """Open `metrics.jsonl`, which holds no records of steps that will be repeated, and continue after its end."""
         self._path = path
         self._tracker = tracker
+        self._uploaded = AppendedFile(path) if isinstance(path, RemotePath) else None
         self._last_step = max((int(record["step"]) for record in read_records(path)), default=-1)
 
     def record(self, step: int, metrics: Mapping[str, int | float]) -> None:
@@ -200,9 +221,28 @@ class StepRecords:
             raise ValueError(
                 f"step {step} cannot be recorded: steps must increase, and step {self._last_step} is recorded already"
             )
-        append_record(self._path, step, metrics)
+        if self._uploaded is not None:
+            self._uploaded.append(f"{format_record(step, metrics)}\n".encode())
+        elif isinstance(self._path, Path):
+            append_record(self._path, step, metrics)
         self._tracker.log(metrics, step=step)
         self._last_step = step
+
+    def flush(self) -> None:
+        """Upload the records to the object store, if the run is in one; a local file is complete after every record.
+
+        Raises:
+            RunDirectoryError: if the file cannot be written.
+        """
+        if self._uploaded is not None:
+            with writing(self._path):
+                self._uploaded.flush()
+
+    def close(self) -> None:
+        """Upload the last records; raises RunDirectoryError like `flush`."""
+        if self._uploaded is not None:
+            with writing(self._path):
+                self._uploaded.close()
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Send the run's summary to the trackers, and close them."""
@@ -273,13 +313,21 @@ def _export(run: TrainingRun, directory: RunDirectory) -> None:
     policy = policy_of(run.trainer_state.model)
     if multihost.is_multihost():
         policy = jax.tree.map(lambda leaf: multihost.fetch(leaf) if eqx.is_array(leaf) else leaf, policy)
-    with tempfile.TemporaryDirectory() as discarded:
+    hf = directory.hf
+    with tempfile.TemporaryDirectory() as temporary:
         # All processes take part in the export; only the files of the main process are kept.
-        partial = directory.path / ".hf.partial" if multihost.is_main() else Path(discarded)
+        partial = hf.with_name(".hf.partial") if isinstance(hf, Path) and multihost.is_main() else Path(temporary)
         shutil.rmtree(partial, ignore_errors=True)
-        with writing(directory.hf):
+        with writing(hf):
             save_hf_policy(policy, run.runner.tokenizer, partial, run.learner.trainer.config)
-            multihost.on_main(lambda: replace_folder(directory.hf, partial))
+            multihost.on_main(lambda: _publish_export(hf, partial))
+
+
+def _publish_export(hf: StoragePath, partial: Path) -> None:
+    if isinstance(hf, Path):
+        replace_folder(hf, partial)
+    else:
+        upload_folder(hf, partial, marker="config.json")
 
 
 def _print_summary(display: ProgressDisplay, run: TrainingRun, directory: RunDirectory) -> None:

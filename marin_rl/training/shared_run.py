@@ -13,7 +13,6 @@ import json
 import secrets
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -24,13 +23,13 @@ from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.errors import RunDirectoryError, writing
-from marin_rl.learner.checkpoint import Checkpoint, Checkpoints
 from marin_rl.sampling.config import OpenAiSamplerConfig
+from marin_rl.storage import RemotePath, StoragePath
 from marin_rl.training.run_directory import config_differences
 from marin_rl.weights.config import ArrowFlightConfig, is_loopback
 
 
-def require_shared_folder(folder: Path) -> None:
+def require_shared_folder(folder: StoragePath) -> None:
     """Check that all training processes see the same run directory, which stores the checkpoint shards of each.
 
     The main process writes a random text, and every process reads it back.
@@ -50,7 +49,8 @@ def require_shared_folder(folder: Path) -> None:
         sees = file.read_text(encoding="utf-8") == nonce
     except OSError:
         sees = False
-    own_answer = {"sees": sees, "path": f"{str(folder.absolute())!r} on host {socket.gethostname()}"}
+    shown = folder if isinstance(folder, RemotePath) else folder.absolute()
+    own_answer = {"sees": sees, "path": f"{str(shown)!r} on host {socket.gethostname()}"}
     answers = [json.loads(text) for text in multihost.gather_texts(json.dumps(own_answer))]
     if multihost.is_main():
         file.unlink()
@@ -58,11 +58,11 @@ def require_shared_folder(folder: Path) -> None:
         raise RunDirectoryError(
             f"training {', '.join(blind)} does not see the run directory of the main process ({answers[0]['path']}). "
             "Every training process writes its shards of the checkpoints there: set run_dir to an absolute path on a "
-            "file system that all training hosts share, such as NFS or a mounted bucket"
+            "file system that all training hosts share, such as NFS, or to an address in an object store (gs://, s3://)"
         )
 
 
-def _write_nonce(folder: Path) -> str:
+def _write_nonce(folder: StoragePath) -> str:
     nonce = secrets.token_hex(16)
     with writing(folder):
         (folder / f".{nonce}").write_text(nonce, encoding="utf-8")
@@ -151,21 +151,3 @@ def _check_shared_sampling(config: TrainConfig, count: int) -> None:
             f"{batch_scoped[0]} has scope: batch, which needs all rollouts of a step together, but training runs in "
             f"{count} processes, each of which scores the groups that it samples; use scope: group"
         )
-
-
-def newest_good(checkpoints: Checkpoints) -> Checkpoint | None:
-    """Return the newest good checkpoint, chosen by the main process and equal in every process.
-
-    Raises:
-        CheckpointError: If there are checkpoints and all of them are damaged.
-    """
-    chosen: list[Checkpoint | None] = []
-
-    def choose() -> str:
-        chosen.append(checkpoints.newest_good())
-        return "" if chosen[0] is None else str(chosen[0].step)
-
-    step = multihost.on_main(choose)
-    if chosen:
-        return chosen[0]
-    return checkpoints.open(int(step)) if step else None

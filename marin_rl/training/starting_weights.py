@@ -4,6 +4,7 @@
 """Starting weights of a run: random, in Hugging Face format, or from a checkpoint."""
 
 import dataclasses
+import logging
 from pathlib import Path
 
 import equinox as eqx
@@ -13,14 +14,17 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
-from marin_rl.config.train_config import TrainConfig
-from marin_rl.learner.checkpoint import Checkpoint
+from marin_rl.config.train_config import TrainConfig, compilation_cache
 from marin_rl.learner.critic import with_critic
 from marin_rl.learner.policy_model import initialize_policy, load_hf_policy, model_shape, read_hf_architecture
+from marin_rl.learner.saved_checkpoint import Checkpoint
 from marin_rl.learner.train_step import Learner
 from marin_rl.models.hf_tensors import read_tensor_shapes
 from marin_rl.seeds import derive_seed
+from marin_rl.storage import RemotePath, local_copy, storage_path
 from marin_rl.tokenization.chat import ChatTokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def resolve_model(config: TrainConfig) -> TrainConfig:
@@ -38,7 +42,9 @@ def resolve_model(config: TrainConfig) -> TrainConfig:
         PolicyModelError: if `initialize_from` cannot be loaded, or differs from `model`.
         ValueError: if `initialize_from` is the directory of an unfinished run, or does not fit the config.
     """
-    if config.initialize_from is None or (config.model is not None and Path(config.run_dir, "config.yaml").exists()):
+    if config.initialize_from is None or (
+        config.model is not None and (storage_path(config.run_dir) / "config.yaml").exists()
+    ):
         return config
     model = read_hf_architecture(hf_folder(config.initialize_from), config.model)
     return config if config.model is not None else dataclasses.replace(config, model=model)
@@ -52,7 +58,7 @@ def check_weight_files(config: TrainConfig) -> None:
     Raises:
         PolicyModelError: if a file is missing or damaged, or does not hold floating-point weights.
     """
-    if config.initialize_from is None or any(Path(config.run_dir, "checkpoints").glob("step-*")):
+    if config.initialize_from is None or any((storage_path(config.run_dir) / "checkpoints").glob("step-*")):
         return
     folder = Path(hf_folder(config.initialize_from))
     if folder.is_dir():
@@ -65,10 +71,14 @@ def hf_folder(source: str) -> str:
     Args:
         source: run directory, or a folder or hub name in Hugging Face format.
 
+    Returns:
+        A local folder or hub name. A folder in an object store is copied into the cache folder of the user.
+
     Raises:
         ValueError: if `source` is the directory of an unfinished run.
+        OSError: if a folder in an object store does not exist or cannot be copied.
     """
-    folder = Path(source)
+    folder = storage_path(source, "initialize_from")
     # Some checkpoints in Hugging Face format have a training config.yaml next to config.json.
     if (folder / "config.yaml").exists() and not (folder / "config.json").exists():
         if not (folder / "hf" / "config.json").exists():
@@ -76,8 +86,12 @@ def hf_folder(source: str) -> str:
                 f"initialize_from: the run in {source!r} has not finished: it has no hf/ folder yet. "
                 "run its command again to finish it"
             )
-        return str(folder / "hf")
-    return source
+        folder, source = folder / "hf", str(folder / "hf")
+    if not isinstance(folder, RemotePath):
+        return source
+    copy = local_copy(folder, Path(compilation_cache()).with_name("weights"))
+    logger.info("%s is copied to %s", folder, copy)
+    return str(copy)
 
 
 def first_policy(config: TrainConfig, tokenizer: ChatTokenizer, trainer: TrainerConfig) -> LmHeadModel:

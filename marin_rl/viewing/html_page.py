@@ -123,7 +123,7 @@ def page_data(source: StoredRollouts, selection: Selection, max_rollouts: int) -
     if len(thinned) < len(records):
         notes.append(f"The curves show {len(thinned)} of {len(records)} records, evenly spaced, and every evaluation.")
     return {
-        "run": escape(source.path.resolve().name),
+        "run": escape(source.path.resolve().name if isinstance(source.path, Path) else source.path.name),
         "steps": int(records[-1]["step"]) if records else 0,
         "notes": notes,
         "curves": _curves(thinned),

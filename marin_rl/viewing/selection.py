@@ -9,11 +9,11 @@ A rollout is a row of `marin_rl.rollouts.stored_rollout.SCHEMA`, as a mapping of
 import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from marin_rl.errors import RunDirectoryError
 from marin_rl.rollouts.store import EVALUATION, TRAINING, StoredFile, StoredFormat, list_files, read_file
+from marin_rl.storage import StoragePath
 from marin_rl.training.run_directory import open_existing
 from marin_rl.types import RolloutStatus
 
@@ -34,11 +34,11 @@ class RolloutNotFoundError(ValueError):
 class StoredRollouts:
     """Source of stored rollouts: a run directory, or one file."""
 
-    path: Path
+    path: StoragePath
     """The run directory or the file."""
-    rollouts: Path
+    rollouts: StoragePath
     """The folder of stored rollouts, or the file."""
-    metrics: Path | None
+    metrics: StoragePath | None
     """The run's `metrics.jsonl`; None for a single file."""
 
     @property
@@ -47,7 +47,7 @@ class StoredRollouts:
         return self.metrics is None
 
 
-def open_rollouts(path: Path) -> StoredRollouts:
+def open_rollouts(path: StoragePath) -> StoredRollouts:
     """Open a run directory or a file of rollouts.
 
     Args:

@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 
 import draccus
-import fsspec
 
 from marin_rl.config_fields import convert_enum_fields
 from marin_rl.retry import RetryConfig
+from marin_rl.storage import storage_path
 from marin_rl.weights.arrow_flight import FlightBackend, FlightSource
 from marin_rl.weights.fetch import WeightReceiver
 from marin_rl.weights.manifest import MAX_CHUNK_BYTES
@@ -136,12 +136,7 @@ class SharedFilesConfig(WeightTransferConfig):
         convert_enum_fields(self)
         if not self.folder:
             raise ValueError("weights.folder is empty; set the folder that learner and workers share")
-        try:
-            fsspec.get_filesystem_class(fsspec.core.split_protocol(self.folder)[0])
-        except (ValueError, ImportError) as error:
-            raise ValueError(
-                f"weights.folder is {self.folder!r}, but this kind of address is not supported here: {error}"
-            ) from error
+        storage_path(self.folder, "weights.folder")
         _check_range("streams", self.streams, 1, 64)
         _check_range("chunk_mb", self.chunk_mb, 1, MAX_CHUNK_BYTES // 2**20)
         _check_range("keep", self.keep, 1, None)

@@ -12,11 +12,11 @@ import hmac
 import itertools
 import re
 from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
 
-import fsspec
 import numpy as np
-from fsspec.implementations.local import LocalFileSystem
 
+from marin_rl.storage import RemotePath, StoragePath, read_range, storage_path, write_parts
 from marin_rl.types import WeightVersion
 from marin_rl.weights.manifest import Chunk, Manifest, check_secret
 from marin_rl.weights.protocol import ServerLostError, VersionGoneError, WrongSecretError
@@ -45,32 +45,26 @@ class _File:
 
 
 class _Folder:
-    """A folder of weights on an fsspec file system."""
+    """A folder of weights."""
 
     def __init__(self, url: str) -> None:
-        self.url = url
-        self.files, root = fsspec.core.url_to_fs(url)
-        self.root = root.rstrip("/")
+        self.root = storage_path(url, "weights.folder")
 
-    def path(self, file: _File, kind: str) -> str:
-        return f"{self.root}/{file.name(kind)}"
+    def path(self, file: _File, kind: str) -> StoragePath:
+        return self.root / file.name(kind)
 
     def list(self) -> list[tuple[_File, str]]:
         """List the files of the transfer with their kinds; ignore other files."""
-        self.files.invalidate_cache(self.root)
         try:
-            paths = self.files.ls(self.root, detail=False)
+            names = [path.name for path in self.root.iterdir()]
         except FileNotFoundError:
             return []
-        matches = [match for path in paths if (match := _NAME.fullmatch(path.rsplit("/", 1)[-1]))]
+        matches = [match for name in names if (match := _NAME.fullmatch(name))]
         return sorted((_File(int(m[1]), int(m[2]), int(m[3]), m[4]), m[5]) for m in matches)
 
     def remove(self, file: _File, kind: str) -> None:
-        try:
-            self.files.rm_file(self.path(file, kind))
-        except FileNotFoundError:
-            # Two senders of a new launch may delete the same old files.
-            return
+        # Two senders of a new launch may delete the same old files.
+        self.path(file, kind).unlink(missing_ok=True)
 
 
 class FolderBackend:
@@ -92,16 +86,14 @@ class FolderBackend:
         self._secret = secret
         self._host = training_host
         self._keep = keep
-        self._folder.files.makedirs(self._folder.root, exist_ok=True)
+        self._folder.root.mkdir(parents=True, exist_ok=True)
         self._clear(lambda file: self._is_own(file) or (training_host.index == 0 and file.hosts != training_host.count))
 
     def put(self, snapshot: Snapshot) -> None:
         """See [`WeightBackend`][marin_rl.weights.publish.WeightBackend]."""
         version = snapshot.manifest.version
         file = _File(version, self._host.index, self._host.count, fingerprint(self._secret))
-        with self._folder.files.open(self._folder.path(file, "pieces"), "wb") as stream:
-            for data in snapshot.data:
-                stream.write(data.data)
+        write_parts(self._folder.path(file, "pieces"), (data.data for data in snapshot.data))
         self._write_whole(file, snapshot.manifest.sign(self._secret))
         kept = sorted({held.version for held, _ in self._folder.list() if self._is_own(held)})[-self._keep :]
         self._clear(lambda held: self._is_own(held) and held.version not in kept)
@@ -115,13 +107,12 @@ class FolderBackend:
 
     def _write_whole(self, file: _File, content: bytes) -> None:
         """Write the manifest atomically."""
-        if isinstance(self._folder.files, LocalFileSystem):
-            partial = self._folder.path(file, "partial")
-            self._folder.files.pipe_file(partial, content)
-            self._folder.files.mv(partial, self._folder.path(file, "manifest"))
-        else:
-            # Writes to object stores are atomic.
-            self._folder.files.pipe_file(self._folder.path(file, "manifest"), content)
+        manifest, partial = self._folder.path(file, "manifest"), self._folder.path(file, "partial")
+        if isinstance(manifest, RemotePath):
+            manifest.write_bytes(content)
+        elif isinstance(partial, Path):
+            partial.write_bytes(content)
+            partial.rename(manifest)
 
     def _clear(self, should_delete: Callable[[_File], bool]) -> None:
         # "manifest" sorts before "pieces", so a version is unlisted before its bytes are deleted.
@@ -148,7 +139,7 @@ class FolderSource:
         self._secret = secret
 
     def __str__(self) -> str:
-        return f"weight folder {self._folder.url}"
+        return f"weight folder {self._folder.root}"
 
     def versions(self) -> list[WeightVersion]:
         """See [`WeightSource`][marin_rl.weights.fetch.WeightSource].
@@ -200,7 +191,8 @@ class FolderSource:
 
     def _read(self, file: _File, kind: str, start: int | None, stop: int | None) -> bytes:
         try:
-            return self._folder.files.cat_file(self._folder.path(file, kind), start=start, end=stop)
+            path = self._folder.path(file, kind)
+            return path.read_bytes() if start is None or stop is None else read_range(path, start, stop)
         except FileNotFoundError as error:
             raise VersionGoneError(
                 f"{self}: version {file.version} was deleted, {file.name(kind)} does not exist"

@@ -166,13 +166,11 @@ def test_batch_mix_does_not_depend_on_completion_order(
         assert [sorted(batch) for batch in found] == [sorted(batch) for batch in planned]
 
 
-def test_buffer_file_roundtrip(tmp_path: Path) -> None:
+def test_buffer_file_roundtrip() -> None:
     buffer = filled(ReplayBuffer(max_staleness=3, max_uses=2), 0, 1, 2)
     buffer.draw({"sums": 1}, 2)
-    buffer.save(tmp_path / "replay.parquet")
-    assert [path.name for path in tmp_path.iterdir()] == ["replay.parquet"]
     restored = ReplayBuffer(max_staleness=3, max_uses=2)
-    restored.load(tmp_path / "replay.parquet")
+    restored.load(buffer.encode(), "replay.parquet")
     assert restored.uses_left == buffer.uses_left == 5
     assert [restored.draw({"sums": 3}, 3), restored.draw({"sums": 3}, 3)] == [
         buffer.draw({"sums": 3}, 3),
@@ -180,10 +178,9 @@ def test_buffer_file_roundtrip(tmp_path: Path) -> None:
     ]
 
 
-def test_empty_buffer_file_roundtrip(tmp_path: Path) -> None:
-    ReplayBuffer(max_staleness=0).save(tmp_path / "replay.parquet")
+def test_empty_buffer_file_roundtrip() -> None:
     restored = ReplayBuffer(max_staleness=0)
-    restored.load(tmp_path / "replay.parquet")
+    restored.load(ReplayBuffer(max_staleness=0).encode(), "replay.parquet")
     assert len(restored) == 0
 
 
@@ -194,21 +191,19 @@ def test_groups_of_another_format_are_refused(tmp_path: Path, groups: list[str])
     pq.write_table(pa.table(columns), tmp_path / "replay.parquet")
     restored = ReplayBuffer(max_staleness=0)
     if not groups:
-        restored.load(tmp_path / "replay.parquet")
+        restored.load((tmp_path / "replay.parquet").read_bytes(), "replay.parquet")
         assert len(restored) == 0
         return
     with pytest.raises(ReplayFileError, match=r"replay\.parquet was written by another version of marin_rl"):
-        restored.load(tmp_path / "replay.parquet")
+        restored.load((tmp_path / "replay.parquet").read_bytes(), "replay.parquet")
 
 
-def test_error_names_a_damaged_file(tmp_path: Path) -> None:
-    file = tmp_path / "replay.parquet"
-    filled(ReplayBuffer(max_staleness=3), 0, 1).save(file)
-    file.write_bytes(file.read_bytes()[:-20])
+def test_error_names_a_damaged_file() -> None:
+    content = filled(ReplayBuffer(max_staleness=3), 0, 1).encode()
     with pytest.raises(ReplayFileError, match=r"replay\.parquet cannot be read"):
-        ReplayBuffer(max_staleness=3).load(file)
+        ReplayBuffer(max_staleness=3).load(content[:-20], "checkpoints/replay.parquet")
     with pytest.raises(UserError, match="cannot be read"):
-        ReplayBuffer(max_staleness=3).load(tmp_path / "missing.parquet")
+        ReplayBuffer(max_staleness=3).load(b"", "checkpoints/replay.parquet")
 
 
 @given(st.data())

@@ -17,7 +17,7 @@ import pytest
 
 from experiments.soak import LiveRun, halt, wake, whole_and_once
 from marin_rl.distributed.replay_buffer import ReplayBuffer
-from marin_rl.learner.checkpoint import open_checkpoint
+from marin_rl.learner.saved_checkpoint import open_checkpoint
 from marin_rl.rollouts.store import read_rollouts
 from marin_rl.training.run_state import REPLAY
 from tests.faults.live_run import all_end, async_settings, live, started
@@ -194,10 +194,11 @@ def test_full_disk_stops_an_async_run_without_losing_waiting_groups(finished_run
     assert f"error: could not write checkpoint {failed}: [Errno 28] No space left on device. Earlier checkp" in said
     assert "free disk space or fix the permissions, then run the same command again" in said
     # The replay buffer did not fit.
-    assert re.search(r'replay_buffer\.py", line \d+, in save\n', text := log.read_text()), text
+    assert re.search(r'checkpoint\.py", line \d+, in commit\n.*\n.*in write_bytes\n', text := log.read_text()), text
     assert f"CheckpointError: could not write checkpoint {failed}" in log.read_text()
     waiting = ReplayBuffer(max_staleness=STALENESS)
-    waiting.load(run.checkpoint(step) / REPLAY)
+    saved = run.checkpoint(step) / REPLAY
+    waiting.load(saved.read_bytes(), saved)
     assert len(waiting) > GROUPS
 
     with started(running):

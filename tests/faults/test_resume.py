@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -74,8 +75,8 @@ def moments(chance: random.Random) -> list[Moment]:
         return Moment(
             f"inside the write of checkpoint {step}",
             rf"os\.mkdir .*{partial}[^/]*partial$",
-            # Folders and files, their checksums, the manifest, and the syncing of all of them: some 300 events.
-            chance.randint(1, 200),
+            # Files, the manifest, and the syncing of all of them: more than 10 events of the thread that saves.
+            chance.randint(1, 8),
             leaves=f"checkpoints/{partial}*partial",
         )
 
@@ -93,7 +94,7 @@ def moments(chance: random.Random) -> list[Moment]:
         inside_checkpoint(2),
         Moment("writing rollouts", r"open w .*rollouts/\.step-00000003"),
         inside_checkpoint(4),
-        Moment("deleting checkpoint 0", r"shutil\.rmtree .*step-00000000$", chance.randint(1, 60)),
+        Moment("deleting checkpoint 0", r"shutil\.rmtree .*step-00000000$", chance.randint(1, 3)),
         Moment("after update 5", seen=recorded(5), delay=chance.uniform(0, 0.02)),
         inside_checkpoint(6),
         Moment("drawing curves", r"open w .*\.curves\.png"),
@@ -212,7 +213,7 @@ def test_damaged_checkpoints_are_skipped_and_named(
     finished_run: TinyRun, tmp_path: Path, no_curves: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = interrupted_after(finished_run, 5, tmp_path / "copy")
-    damage(max((run.checkpoint(5) / "state" / "model").rglob("*.*"), key=lambda path: path.stat().st_size))
+    damage(max((run.checkpoint(5) / "state").iterdir(), key=lambda path: path.stat().st_size))
     (run.checkpoint(4) / "manifest.json").unlink()
     assert run.train() == 0
     output = capfd.readouterr().out
@@ -220,7 +221,7 @@ def test_damaged_checkpoints_are_skipped_and_named(
     assert "the checkpoint of step 5 is damaged and was skipped" in output
     assert "resuming after step 3, from" in output
     log = (run.path / "log.txt").read_text()
-    assert "step-00000005 is damaged: state/model/" in log
+    assert re.search(r"step-00000005 is damaged: state/\S+\.bin differs from what was written", log)
     assert "step-00000004 has no readable manifest.json" in log
     same_outcome(run, finished_run)
 

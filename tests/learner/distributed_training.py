@@ -41,6 +41,20 @@ def sample(model_axis: int) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
     return [(generation.token_ids, generation.logprobs) for generation in sampler.sample(requests)]
 
 
+def count_reads() -> list[int]:
+    """Count the bytes that are read of files of arrays from now on."""
+    from marin_rl.learner import array_files
+
+    sizes, read_range = [], array_files.read_range
+
+    def read(path: Path, start: int, stop: int) -> bytes:
+        sizes.append(stop - start)
+        return read_range(path, start, stop)
+
+    array_files.read_range = read
+    return sizes
+
+
 def main(folder: Path, index: int, count: int, port: str) -> None:
     import conftest as tiny
     import equinox as eqx
@@ -78,10 +92,12 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     scores = [scored.logprobs for scored in scorer.score(state.model, make_rollouts(tiny.VOCAB))]
 
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
-    checkpoints.save(
-        state, UPDATES, {"saved by": count}, lambda into: (into / "more").write_text("of the main process")
-    )
-    restored = checkpoints.open(UPDATES).restore(learner.state_shape(state.model), learner.trainer.config)
+    checkpoints.save(state, UPDATES, {"saved by": count}, {"more": b"of the main process"} if index == 0 else {})
+    checkpoints.flush()
+    bytes_read = count_reads()
+    checkpoint = checkpoints.open(UPDATES)
+    more = checkpoint.read("more").decode()
+    restored = checkpoint.restore(learner.state_shape(state.model), learner.trainer.config)
     restored = on_host(learner.place(restored))
     history = WeightHistory(1)
     history.keep(state.model, UPDATES)
@@ -118,6 +134,9 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
         "measured": measured,
         "elements": up_proj.size,
         "own elements": sum(shard.data.size for shard in up_proj.addressable_shards),
+        "more": more,
+        "bytes read": sum(bytes_read),
+        "bytes saved": sum(file["bytes"] for name, file in checkpoint.files.items() if name != "more"),
         "restored": len(same) if all(same) else "differs",
         "kept": all(kept[name].tobytes() == weights[f".model{name}"].tobytes() for name in kept) and len(kept),
         "said": [multihost.on_main(lambda size=size: "ä" * size + str(index)) for size in (0, 300, 2**18)],

@@ -6,7 +6,6 @@ import json
 import logging
 import resource
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +15,20 @@ import jax.numpy as jnp
 import pytest
 from haliax import Axis
 
+from marin_rl.learner import array_files
 from marin_rl.learner import checkpoint as checkpoint_module
-from marin_rl.learner.checkpoint import CheckpointConfig, CheckpointError, Checkpoints, open_checkpoint
+from marin_rl.learner.array_files import write_boxes
+from marin_rl.learner.checkpoint import CheckpointConfig, Checkpoints
 from marin_rl.learner.policy_model import model_shape
+from marin_rl.learner.saved_checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    DamagedCheckpointError,
+    dump_manifest,
+    load_manifest,
+    open_checkpoint,
+)
+from marin_rl.storage import StorageError, read_range
 
 PROGRESS = {"step": 2, "episodes": 16, "evaluations": {"before RL": {"eval/accuracy": 0.1 + 0.2}}}
 
@@ -37,8 +47,8 @@ def saved_folder(state, tmp_path_factory) -> Path:
     """Checkpoints of steps 1 and 2; copy them before modifying them."""
     folder = tmp_path_factory.mktemp("saved") / "checkpoints"
     checkpoints = Checkpoints(folder, CheckpointConfig())
-    checkpoints.save(state, 1, {"step": 1})
-    assert checkpoints.save(state, 2, PROGRESS) == folder / "step-00000002"
+    save(checkpoints, state, 1, {"step": 1}, {"more": b"more"})
+    assert save(checkpoints, state, 2, PROGRESS, {"more": b"more"}) == folder / "step-00000002"
     return folder
 
 
@@ -46,6 +56,13 @@ def saved_folder(state, tmp_path_factory) -> Path:
 def saved(saved_folder: Path, tmp_path: Path) -> Checkpoints:
     shutil.copytree(saved_folder, tmp_path / "checkpoints")
     return Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
+
+
+def save(checkpoints: Checkpoints, state, step: int, progress: dict | None = None, files: dict | None = None) -> Path:
+    """Save and wait until the files are written."""
+    path = checkpoints.save(state, step, progress or {}, files)
+    checkpoints.flush()
+    return path
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -75,7 +92,7 @@ def test_restored_state_continues_bit_for_bit_without_compiling(tiny, learner, t
     for seed in range(2):
         state, _ = learner.step(state, [tiny.make_example(seed=seed)])
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-    checkpoints.save(state, 2, {})
+    save(checkpoints, state, 2, {})
     restored = learner.place(checkpoints.open(2).restore(learner.state_shape(state.model), learner.trainer.config))
     assert tiny.placements(restored) == tiny.placements(state)
     for seed in range(2, 4):
@@ -115,7 +132,7 @@ def small_state(state):
 def test_retention(small_state, tmp_path: Path, config: CheckpointConfig, keep_first: bool, kept: list[int]) -> None:
     checkpoints = Checkpoints(tmp_path, config, keep_first=keep_first)
     for step in range(8):
-        checkpoints.save(small_state, step, {})
+        save(checkpoints, small_state, step, {})
         assert step in checkpoints.steps()
     assert checkpoints.steps() == kept
     assert [checkpoints.open(step).step for step in kept] == kept
@@ -124,25 +141,25 @@ def test_retention(small_state, tmp_path: Path, config: CheckpointConfig, keep_f
 def test_damaged_later_checkpoint_does_not_count_as_kept(small_state, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=2))
     for step in (10, 20, 30):
-        checkpoints.save(small_state, step, {})
-    (tmp_path / "step-00000030" / "state" / "model" / "weights" / "0").write_text("damaged")
+        save(checkpoints, small_state, step, {})
+    largest_file(tmp_path / "step-00000030").write_text("damaged")
     good = checkpoints.newest_good()
     assert good is not None
     assert good.step == 20
-    checkpoints.save(small_state, 25, {})
+    save(checkpoints, small_state, 25, {})
     assert checkpoints.steps() == [20, 25]
 
 
 def test_saving_a_step_again_replaces_it(small_state, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-    checkpoints.save(small_state, 1, {"try": 1})
-    checkpoints.save(small_state, 1, {"try": 2})
+    save(checkpoints, small_state, 1, {"try": 1})
+    save(checkpoints, small_state, 1, {"try": 2})
     assert checkpoints.open(1).progress == {"try": 2}
 
 
 def test_half_written_leftovers_are_ignored_and_removed(small_state, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-    checkpoints.save(small_state, 1, {})
+    save(checkpoints, small_state, 1, {})
     leftover = tmp_path / ".step-00000002.0123.partial"
     shutil.copytree(tmp_path / "step-00000001", leftover)
     (leftover / "manifest.json").unlink()
@@ -151,7 +168,7 @@ def test_half_written_leftovers_are_ignored_and_removed(small_state, tmp_path: P
     good = checkpoints.newest_good()
     assert good is not None
     assert good.step == 1
-    checkpoints.save(small_state, 2, {})
+    save(checkpoints, small_state, 2, {})
     assert not leftover.exists()
     assert checkpoints.steps() == [1, 2]
 
@@ -207,79 +224,132 @@ def nest_manifest(folder: Path) -> str:
     return "has no readable manifest.json"
 
 
-def make_unreadable(folder: Path) -> str:
-    """Simulate a file that can be opened but not read, as on a disk with a bad block."""
-    path = largest_file(folder)
-    path.unlink()
-    path.symlink_to("/proc/self/mem")
-    return "cannot be read: [Errno 5] Input/output error"
+def flip_extra_file(folder: Path) -> str:
+    flip_a_bit(folder / "more")
+    return "more differs from what was written"
 
 
 DAMAGES: list[Callable[[Path], str]] = [
-    *(truncate, flip, remove, remove_manifest, empty_manifest, alter_progress, nest_manifest),
-    pytest.param(make_unreadable, marks=pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")),
+    *(truncate, flip, remove, remove_manifest, empty_manifest, alter_progress, nest_manifest, flip_extra_file)
 ]
 
 
+@pytest.fixture
+def load(learner, state) -> Callable[[Checkpoint], tuple[int, object]]:
+    """Reads every file of a checkpoint."""
+
+    def load(checkpoint: Checkpoint) -> tuple[int, object]:
+        assert checkpoint.read("more") == b"more"
+        return checkpoint.step, checkpoint.restore(learner.state_shape(state.model), learner.trainer.config)
+
+    return load
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_checkpoint_is_skipped_with_a_warning(saved: Checkpoints, caplog, damage) -> None:
+def test_damaged_checkpoint_is_skipped_with_a_warning(tiny, state, saved: Checkpoints, load, caplog, damage) -> None:
     folder = saved.folder / "step-00000002"
     complaint = damage(folder)
     with caplog.at_level(logging.WARNING):
-        good = saved.newest_good()
-    assert good is not None
-    assert good.step == 1
-    assert good.progress == {"step": 1}
+        step, restored = saved.restore_newest(load)
+    assert step == 1
+    tiny.assert_same_bits(restored, state)
     (warning,) = [record.getMessage() for record in caplog.records if record.name == checkpoint_module.__name__]
     assert str(folder) in warning
     assert complaint in warning
-    with pytest.raises(CheckpointError):
-        saved.open(2)
+    with pytest.raises(DamagedCheckpointError):
+        load(saved.open(2))
 
 
-def seal_without(folder: Path, name: str) -> None:
-    """Remove a file from a checkpoint and from its manifest, so that the manifest describes the remaining files."""
-    manifest = checkpoint_module.load_manifest((folder / "manifest.json").read_text())
-    del manifest["files"][name]
-    (folder / name).unlink()
-    (folder / "manifest.json").write_text(checkpoint_module.dump_manifest(manifest))
+def failing_read(error: OSError) -> Callable[..., bytes]:
+    def read(path: Path, start: int, stop: int) -> bytes:
+        raise error
+
+    return read
 
 
-def test_checkpoint_without_shards_of_another_host_is_rejected(saved: Checkpoints, caplog) -> None:
+def test_unreadable_file_falls_back(saved: Checkpoints, load, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(array_files, "read_range", failing_read(OSError(5, "Input/output error")))
+    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged: .*Input/output error.*00000001"):
+        saved.restore_newest(load)
+
+
+def test_failing_store_does_not_fall_back(saved: Checkpoints, load, monkeypatch) -> None:
+    error = StorageError("the store failed", "gs://bucket/x", "try again")
+    monkeypatch.setattr(array_files, "read_range", failing_read(error))
+    with pytest.raises(StorageError, match=r"gs://bucket/x: the store failed; try again"):
+        saved.restore_newest(load)
+
+
+def test_each_byte_is_read_once(saved: Checkpoints, load, monkeypatch) -> None:
+    ranges = []
+
+    def read(path: Path, start: int, stop: int) -> bytes:
+        ranges.append((path, start, stop))
+        return read_range(path, start, stop)
+
+    monkeypatch.setattr(array_files, "read_range", read)
+    checkpoint = saved.open(2)
+    load(checkpoint)
+    sizes = {saved.folder / "step-00000002" / name: file["bytes"] for name, file in checkpoint.files.items()}
+    del sizes[saved.folder / "step-00000002" / "more"]
+    assert sorted(ranges) == [(path, 0, size) for path, size in sorted(sizes.items())]
+
+
+def without_a_box(manifest: dict) -> None:
+    manifest["arrays"][".training_key"]["boxes"] = []
+
+
+def without_a_piece(manifest: dict) -> None:
+    manifest["arrays"][".training_key"]["boxes"][0]["pieces"] = []
+
+
+def without_a_file(manifest: dict) -> None:
+    del manifest["files"][next(name for name in manifest["files"] if name.startswith("state/"))]
+
+
+@pytest.mark.parametrize("change", [without_a_box, without_a_piece, without_a_file])
+def test_manifest_that_does_not_describe_all_arrays_is_rejected(saved: Checkpoints, caplog, change) -> None:
     folder = saved.folder / "step-00000002"
-    seal_without(folder, str(largest_file(folder).relative_to(folder)))
-    with pytest.raises(CheckpointError, match=r"is incomplete: 1 files of its arrays .* the first is state/.*/0\.0"):
+    manifest = load_manifest((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(dump_manifest(manifest))
+    with pytest.raises(CheckpointError, match=r"is incomplete: (\.training_key|state/.*\.bin) was not written"):
         saved.open(2)
     good = saved.newest_good()
     assert good is not None
     assert good.step == 1
 
 
-def keep_own_shards(monkeypatch: pytest.MonkeyPatch, foreign: str) -> None:
-    """Drop the files that match a pattern during a save, as if another host wrote them to its local disk."""
-    levanter_save = checkpoint_module.levanter_save
-
-    def write(state, step, path, **settings) -> None:
-        levanter_save(state, step, path, **settings)
-        for file in path.glob(foreign):
-            file.unlink()
-
-    monkeypatch.setattr(checkpoint_module, "levanter_save", write)
+def without_files(folder: Path, prefix: str, arrays: dict) -> dict:
+    """Write no file, as if another host wrote it to its local disk."""
+    written = write_boxes(folder, prefix, arrays)
+    for file in folder.iterdir():
+        file.unlink()
+    return written
 
 
-@pytest.mark.parametrize("foreign", ["model/weights/0", "model/weights/.zarray"])
+def without_boxes(folder: Path, prefix: str, arrays: dict) -> dict:
+    """Write some arrays only, as if another process answered without its boxes."""
+    written = write_boxes(folder, prefix, arrays)
+    return {**written, ".step": dataclasses.replace(written[".step"], boxes=())}
+
+
+@pytest.mark.parametrize(
+    ("write", "first"),
+    [(without_files, r"state/.*-00000-of-00001-0000\.bin"), (without_boxes, r"a part of \.step")],
+)
 def test_save_fails_if_a_shard_is_missing(
-    small_state, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, foreign: str
+    small_state, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write, first: str
 ) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-    checkpoints.save(small_state, 1, {})
-    keep_own_shards(monkeypatch, foreign)
+    save(checkpoints, small_state, 1, {})
+    monkeypatch.setattr(checkpoint_module, "write_boxes", write)
     with pytest.raises(
         CheckpointError,
-        match=f"step-00000002 is incomplete: 1 files of its arrays are absent, the first is state/{foreign}. .* put "
+        match=f"step-00000002 is incomplete: 1 files of its arrays are absent, the first is {first}.* put "
         "run_dir on a file system that all training hosts share",
     ):
-        checkpoints.save(small_state, 2, {})
+        save(checkpoints, small_state, 2, {})
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
@@ -305,9 +375,9 @@ def test_error_names_all_damaged_checkpoints(saved: Checkpoints) -> None:
 
 def reseal(folder: Path, **changes: object) -> None:
     """Change entries of a manifest (None removes one) and update its checksum."""
-    manifest = checkpoint_module.load_manifest((folder / "manifest.json").read_text()) | changes
+    manifest = load_manifest((folder / "manifest.json").read_text()) | changes
     present = {name: value for name, value in manifest.items() if value is not None}
-    (folder / "manifest.json").write_text(checkpoint_module.dump_manifest(present))
+    (folder / "manifest.json").write_text(dump_manifest(present))
 
 
 @pytest.mark.parametrize("name", ["step", "progress", "arrays", "files"])
@@ -332,7 +402,7 @@ def test_folders_with_other_names_are_ignored_with_a_warning(
     with caplog.at_level(logging.WARNING):
         assert saved.newest_good().step == 2
     assert f"{saved.folder / name} is ignored: checkpoints are folders named like step-00000001" in caplog.text
-    saved.save(small_state, 3, {})
+    save(saved, small_state, 3, {})
     assert saved.steps() == [2, 3]
     assert (saved.folder / name).is_dir()
 
@@ -345,7 +415,7 @@ def test_a_checkpoint_that_is_a_symbolic_link_is_read_and_only_its_link_removed(
     path.rename(elsewhere)
     path.symlink_to(elsewhere)
     assert saved.open(1).step == 1
-    saved.save(small_state, 3, {})
+    save(saved, small_state, 3, {})
     assert saved.steps() == [2, 3]
     assert not path.is_symlink()
     assert (elsewhere / "manifest.json").exists()
@@ -353,7 +423,7 @@ def test_a_checkpoint_that_is_a_symbolic_link_is_read_and_only_its_link_removed(
 
 def test_a_save_replaces_a_link_to_nothing(small_state, tmp_path: Path) -> None:
     (tmp_path / "step-00000001").symlink_to(tmp_path / "gone")
-    Checkpoints(tmp_path, CheckpointConfig()).save(small_state, 1, {})
+    save(Checkpoints(tmp_path, CheckpointConfig()), small_state, 1, {})
     assert Checkpoints(tmp_path, CheckpointConfig()).open(1).step == 1
 
 
@@ -362,7 +432,7 @@ def test_a_save_replaces_and_prunes_files_with_names_of_checkpoints(small_state,
     for step in (1, 2):
         (tmp_path / f"step-{step:08d}").write_text("")
     for step in (2, 3):
-        checkpoints.save(small_state, step, {})
+        save(checkpoints, small_state, step, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
 
@@ -370,8 +440,8 @@ def test_unknown_format_is_rejected(saved: Checkpoints) -> None:
     path = saved.folder / "step-00000002" / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest.pop("sha256")
-    path.write_text(checkpoint_module.dump_manifest({**manifest, "format": 99}))
-    with pytest.raises(CheckpointError, match="has format 99, this version reads 1"):
+    path.write_text(dump_manifest({**manifest, "format": 99}))
+    with pytest.raises(CheckpointError, match="has format 99, this version reads 2"):
         open_checkpoint(path.parent)
 
 
@@ -393,7 +463,7 @@ def files_no_larger_than(size: int) -> Iterator[None]:
 def assert_untouched_and_able_to_go_on(saved: Checkpoints, before: dict[str, bytes], state) -> None:
     assert contents(saved.folder).items() >= before.items()
     assert saved.steps() == [1, 2]
-    saved.save(state, 3, {})
+    save(saved, state, 3, {})
     assert saved.steps() == [2, 3]
     assert saved.open(3).step == 3
 
@@ -404,11 +474,11 @@ def test_truncated_write_keeps_earlier_checkpoints(saved: Checkpoints, state) ->
         files_no_larger_than(500),
         pytest.raises(CheckpointError, match=r"could not write .*step-00000003.*Earlier checkpoints are untouched"),
     ):
-        saved.save(state, 3, {})
+        save(saved, state, 3, {})
     assert_untouched_and_able_to_go_on(saved, before, state)
 
 
-@pytest.mark.parametrize("call", ["levanter_save", "replace_folder"])
+@pytest.mark.parametrize("call", ["write_boxes", "replace_folder"])
 def test_full_disk_keeps_earlier_checkpoints(saved: Checkpoints, state, monkeypatch, call: str) -> None:
     before = contents(saved.folder)
 
@@ -418,7 +488,7 @@ def test_full_disk_keeps_earlier_checkpoints(saved: Checkpoints, state, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_module, call, fail)
         with pytest.raises(CheckpointError, match=r"No space left on device.*free disk space"):
-            saved.save(state, 3, {})
+            save(saved, state, 3, {})
     assert contents(saved.folder) == before
     assert_untouched_and_able_to_go_on(saved, before, state)
 
@@ -426,7 +496,7 @@ def test_full_disk_keeps_earlier_checkpoints(saved: Checkpoints, state, monkeypa
 def test_error_names_a_folder_that_cannot_be_created(state, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"could not write checkpoint .*file/checkpoints/step-00000001"):
-        Checkpoints(tmp_path / "file" / "checkpoints", CheckpointConfig()).save(state, 1, {})
+        save(Checkpoints(tmp_path / "file" / "checkpoints", CheckpointConfig()), state, 1, {})
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 
 import marin_rl
-from marin_rl.learner.checkpoint import CheckpointError, open_checkpoint
+from marin_rl.learner.saved_checkpoint import CheckpointError, open_checkpoint
 from marin_rl.weights.arrow_flight import FlightSource
 from marin_rl.weights.config import ArrowFlightConfig
 from tests.free_port import free_port
@@ -161,12 +162,14 @@ def test_checkpoint_is_written_and_read_by_both_processes(folder: Path, alone: P
     [saved] = (folder / "checkpoints").iterdir()
     manifest = json.loads((saved / "manifest.json").read_text())
     assert (saved.name, manifest["progress"], "more" in manifest["files"]) == ("step-00000003", {"saved by": 2}, True)
-    # The two devices of each process hold two of the four chunks.
-    weight = "state/model/transformer/layers/stacked/mlp/up_proj/weight/"
-    chunks = sorted(name.removeprefix(weight) for name in manifest["files"] if name.startswith(weight))
-    assert len(chunks) == 5
-    (saved / weight / chunks[-1]).unlink()
-    with pytest.raises(CheckpointError, match=f"{weight}{chunks[-1]} is missing"):
+    # The two devices of each process hold two of the four boxes.
+    boxes = manifest["arrays"][".model.transformer.layers.stacked.mlp.up_proj.weight"]["boxes"]
+    files = [piece["file"] for box in boxes for piece in box["pieces"]]
+    assert [re.search(r"-0000\d-of-00002-", file)[0] for file in files] == ["-00000-of-00002-"] * 2 + [
+        "-00001-of-00002-"
+    ] * 2
+    (saved / "state" / files[-1]).unlink()
+    with pytest.raises(CheckpointError, match=f"state/{files[-1]} is missing"):
         open_checkpoint(saved)
 
 
@@ -176,6 +179,14 @@ def test_each_process_samples_on_its_own_devices(alone: Process, two: list[Proce
             assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
             for (_, logprobs), (_, of_one) in zip(found, expected, strict=True):
                 assert logprobs == pytest.approx(of_one, abs=1e-5)
+
+
+def test_processes_together_read_each_byte_of_a_checkpoint_once(alone: Process, two: list[Process]) -> None:
+    for processes in ([alone], two):
+        assert [process.facts["more"] for process in processes] == ["of the main process"] * len(processes)
+        assert sum(process.facts["bytes read"] for process in processes) == processes[0].facts["bytes saved"] > 10_000
+    shares = [process.facts["bytes read"] / process.facts["bytes saved"] for process in two]
+    assert all(0.3 < share < 0.7 for share in shares)
 
 
 def test_each_process_keeps_its_share_of_old_weights(alone: Process, two: list[Process]) -> None:

@@ -134,7 +134,8 @@ def test_workers_sample_ahead_and_interrupted_run_resumes(
     assert 0 < died_after < 6
     progress = json.loads((run.checkpoint(died_after) / "manifest.json").read_text())["progress"]
     waiting = ReplayBuffer(max_staleness=2)
-    waiting.load(run.checkpoint(died_after) / "replay.parquet")
+    saved = run.checkpoint(died_after) / "replay.parquet"
+    waiting.load(saved.read_bytes(), saved)
     pending = [
         f"train-{step}-{index}" for step, index in (one["number"] for one in progress["scheduler"]["outstanding"])
     ]

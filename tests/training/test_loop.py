@@ -371,6 +371,7 @@ def test_saved_state_is_restored_exactly(finished_run: TinyRun, tmp_path: Path):
     first = reopen(copied)
     first.state.progress.step = 7
     first.save()
+    first.checkpoints.flush()
     second = reopen(copied)
     assert second.state.progress == first.state.progress
     saved, restored = jax.tree.leaves(first.trainer_state), jax.tree.leaves(second.trainer_state)

@@ -18,10 +18,10 @@ from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.distributed.rollout_source import LocalRollouts
 from marin_rl.distributed.scheduler import RequestNumber
 from marin_rl.environments.arithmetic import ArithmeticConfig
-from marin_rl.learner import checkpoint
-from marin_rl.learner.checkpoint import CheckpointError
+from marin_rl.learner import saved_checkpoint
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.learner.devices import start_devices
+from marin_rl.learner.saved_checkpoint import CheckpointError
 from marin_rl.objectives import GaeConfig
 from marin_rl.objectives.kl import LossKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
@@ -53,9 +53,9 @@ def test_run_resumes_from_newest_checkpoint(finished_run: TinyRun):
 def test_progress_of_another_version_is_rejected(finished_run: TinyRun, tmp_path: Path):
     run = copy_of(finished_run, tmp_path / "copy")
     path = run.checkpoint(6) / "manifest.json"
-    manifest = checkpoint.load_manifest(path.read_text())
+    manifest = saved_checkpoint.load_manifest(path.read_text())
     manifest["progress"]["lessons"] = 3
-    path.write_text(checkpoint.dump_manifest(manifest))
+    path.write_text(saved_checkpoint.dump_manifest(manifest))
     with pytest.raises(CheckpointError, match=r"progress in checkpoint .*step-00000006 .*'lessons'; resume with the"):
         reopen(run, lambda message: None)
 

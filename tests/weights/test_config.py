@@ -85,7 +85,5 @@ def test_receiver_requires_an_address():
 
 
 def test_unsupported_kind_of_address_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"weights\.folder is 'gss://bucket/w', but this kind of address is not supported here"
-    ):
+    with pytest.raises(ValueError, match=r"weights\.folder is 'gss://bucket/w', but the protocol gss:// is unknown"):
         SharedFilesConfig(folder="gss://bucket/w")

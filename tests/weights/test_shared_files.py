@@ -6,11 +6,11 @@ import threading
 
 import numpy as np
 import pytest
-from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marin_rl.retry import RetryConfig
+from marin_rl.weights import shared_files
 from marin_rl.weights.manifest import make_secret
 from marin_rl.weights.protocol import CorruptTransferError, ServerLostError, VersionGoneError, WrongSecretError
 from marin_rl.weights.publish import ShardedSender, TrainingHost
@@ -166,7 +166,7 @@ def test_folder_listing_error_is_retried(tmp_path):
 def test_full_disk_error_is_raised_by_next_publish(tmp_path, monkeypatch):
     with closing(open_sender(tmp_path)) as sender:
         publish(sender, 1)
-        monkeypatch.setattr(LocalFileSystem, "open", _no_space)
+        monkeypatch.setattr(shared_files, "write_parts", _no_space)
         sender.publish(filled(2), 2)
         with pytest.raises(OSError, match="no space left"):
             sender.publish(filled(3), 3)

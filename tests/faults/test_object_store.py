@@ -1,0 +1,259 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Runs in an object store: an emulator of Google Cloud Storage on this machine."""
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.soak import LiveRun
+from marin_rl.evaluate import main as evaluate
+from marin_rl.view import main as view
+from tests.faults.live_run import PATIENCE
+from tests.gcs_emulator import Fault, Gcs
+from tests.tiny_run import TinyRun, contents, make_run, outcome
+
+ADDRESS = "gs://bucket/runs/tiny"
+PREFIX = "runs/tiny/"
+
+
+def remote_run(folder: Path, **changes: Any) -> TinyRun:
+    """A tiny run in the bucket; its local path is where `local_copy` puts its files."""
+    folder.mkdir(exist_ok=True)
+    return make_run(folder, **{"run_dir": ADDRESS, "checkpoint__keep_every": 1, "checkpoint__every": 1, **changes})
+
+
+def local_copy(gcs: Gcs, run: TinyRun, folder: Path) -> TinyRun:
+    """Download the run directory."""
+    gcs.download(PREFIX, folder)
+    return TinyRun(folder, run.config)
+
+
+@pytest.fixture
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: False)
+
+
+def same_outcome(found: TinyRun, expected: TinyRun) -> None:
+    ours, theirs = outcome(found), outcome(expected)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert ours[name] == theirs[name], name
+
+
+@pytest.fixture
+def stored(gcs: Gcs, finished_run: TinyRun, tmp_path: Path) -> Gcs:
+    """The finished run, copied into the bucket."""
+    for name, data in contents(finished_run.path).items():
+        if name != ".lock":
+            gcs.put(PREFIX + name, data)
+    text = (finished_run.path / "config.yaml").read_text().replace(str(finished_run.path), ADDRESS)
+    gcs.put(f"{PREFIX}config.yaml", text.replace(str(finished_run.path.parent), str(tmp_path / "here")).encode())
+    return gcs
+
+
+@pytest.mark.medium
+def test_run_in_a_bucket_equals_a_local_run(
+    gcs: Gcs, finished_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = remote_run(tmp_path / "here")
+    assert run.train() == 0
+    copy = local_copy(gcs, run, tmp_path / "copy")
+    same_outcome(copy, finished_run)
+    assert (copy.path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "warm start 10: loss" in (copy.path / "log.txt").read_text()
+    assert not list(Path.cwd().glob("gs:*"))
+    assert capfd.readouterr().err == ""
+
+    assert view([ADDRESS]) == 0
+    assert "train-6-" in capfd.readouterr().out
+    assert evaluate(["--run", ADDRESS, "--json"]) == 0
+    assert '"step": 6' in capfd.readouterr().out
+    # It may be started from in other runs.
+    other = make_run(tmp_path / "here", initialize_from=ADDRESS, num_steps=0, warm_start={"max_steps": 0})
+    assert other.train() == 0
+
+
+def process(run: TinyRun, folder: Path, gcs: Gcs) -> LiveRun:
+    """The run's command as a process with its own working directory."""
+    folder.mkdir(exist_ok=True)
+    environment = [f"{name}={value}" for name, value in gcs.environment.items()]
+    package = f"PYTHONPATH={Path(__file__).parents[2]}"
+    prefix = ["env", "-C", str(folder), package, *environment]
+    return LiveRun(run.argv, run.path, folder / "output.txt", PATIENCE, prefix)
+
+
+MOMENTS = [
+    r"POST runs/tiny/checkpoints/step-00000000/state/",
+    r"POST runs/tiny/checkpoints/step-00000002/manifest\.json",
+    r"POST runs/tiny/rollouts/step-00000004\.parquet",
+    r"DELETE runs/tiny/checkpoints/step-00000004/state/",
+    r"POST runs/tiny/hf/model\.safetensors",
+]
+"""Requests at which the run is killed; they are not served."""
+
+
+@pytest.mark.slow
+def test_run_killed_5_times_in_other_folders_equals_an_uninterrupted_run(
+    gcs: Gcs, finished_run: TinyRun, tmp_path: Path
+) -> None:
+    run = remote_run(tmp_path / "here", checkpoint__keep_every=0)
+    for number, moment in enumerate(MOMENTS):
+        live = process(run, tmp_path / f"host-{number}", gcs)
+        live.start()
+        assert live.process is not None
+        killed: list[int] = []
+
+        def kill(pid: int = live.process.pid, killed: list[int] = killed) -> bool:
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+            return True
+
+        gcs.watched.append((moment, kill))
+        try:
+            code = live.end()
+        finally:
+            live.kill()
+        assert killed, f"{moment}: {code} {live.output.read_text()}"
+    live = process(run, tmp_path / "last", gcs)
+    live.start()
+    try:
+        assert live.end() == 0, live.output.read_text()
+    finally:
+        live.kill()
+    copy = local_copy(gcs, run, tmp_path / "copy")
+    found, expected = outcome(copy), outcome(finished_run)
+    assert found.pop("steps") == [5, 6]
+    del expected["steps"]
+    assert found == expected
+    # Nothing is left of the killed processes.
+    kept = {name.split("/")[1] for name in gcs.names(PREFIX) if name.startswith("checkpoints/")}
+    assert kept == {"step-00000005", "step-00000006"}
+
+
+def test_second_process_is_refused(stored: Gcs, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from marin_rl.lease import hold
+    from marin_rl.storage import RemotePath
+
+    run = remote_run(tmp_path / "here")
+    with hold(RemotePath(f"{ADDRESS}/.lock")):
+        before = dict(stored.objects)
+        assert run.train() == 1
+        assert stored.objects == before
+    assert re.search(
+        rf"error: run directory '{ADDRESS}' is in use by process {os.getpid()} on .*; wait for it to end",
+        capfd.readouterr().err,
+    )
+
+
+@pytest.mark.medium
+def test_failing_requests_are_repeated(
+    stored: Gcs, finished_run: TinyRun, tmp_path: Path, no_curves: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = remote_run(tmp_path / "here")
+    for name in stored.names(PREFIX):
+        if name.startswith(("hf/", "checkpoints/step-00000006/", "rollouts/step-00000006")):
+            del stored.objects[PREFIX + name]
+    stored.faults = [
+        Fault(r"POST .*\.lock", 503, 1),
+        Fault(r"GET .*step-00000005/manifest.json", 503, 1),
+        Fault(r"GET .*step-00000005/state/", 503, 1),
+        Fault(r"POST .*step-00000006/state/", 503, 1),
+        Fault(r"POST .*rollouts/step-00000006", 429, 1),
+        Fault(r"POST .*hf/config.json", 503, 1),
+    ]
+    assert run.train() == 0
+    assert [fault.times for fault in stored.faults] == [0] * 6
+    assert capfd.readouterr().err == ""
+    same_outcome(local_copy(stored, run, tmp_path / "copy"), finished_run)
+
+
+@pytest.mark.parametrize(
+    ("faults", "address", "message"),
+    [
+        (
+            [Fault(r"POST ", 403)],
+            ADDRESS,
+            r"cannot write '.*/\.lock': permission denied \(emulated 403\); give the account .*, or choose another run",
+        ),
+        ([Fault(r".", 401)], ADDRESS, "permission denied|no valid credentials"),
+        (
+            [],
+            "gs://other/run",
+            r"cannot write 'gs://other/run/\.lock': the bucket does not exist; create it, or choose",
+        ),
+    ],
+)
+def test_a_store_that_refuses_is_named_before_anything_starts(
+    gcs: Gcs,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    faults: list[Fault],
+    address: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr("marin_rl.training.open_run.start_devices", None)  # calling it would raise
+    run = make_run(tmp_path, run_dir=address)
+    gcs.faults = faults
+    assert run.train() == 1
+    error = capfd.readouterr().err
+    assert re.fullmatch(rf"error: .*({message}).*\n", error), error
+    assert not gcs.objects
+
+
+def flip(gcs: Gcs, name: str) -> None:
+    data = bytearray(gcs.read(name))
+    data[len(data) // 2] ^= 1
+    gcs.put(name, bytes(data))
+
+
+def drop(gcs: Gcs, name: str) -> None:
+    del gcs.objects[name]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("damage", "kind", "message"),
+    [
+        (flip, "state/", r"step-00000006 is damaged: state/\S+\.bin differs from what was written; falling back"),
+        (drop, "state/", r"step-00000006 is damaged: state/\S+\.bin is missing; falling back to the one before it"),
+        (drop, "manifest", r"step-00000006 is ignored: its save was interrupted before it wrote manifest\.json"),
+    ],
+)
+def test_torn_checkpoint_falls_back(
+    stored: Gcs,
+    finished_run: TinyRun,
+    tmp_path: Path,
+    no_curves: None,
+    damage: Callable[[Gcs, str], None],
+    kind: str,
+    message: str,
+) -> None:
+    run = remote_run(tmp_path / "here")
+    folder = f"{PREFIX}checkpoints/step-00000006/"
+    damage(stored, folder + next(name for name in stored.names(folder) if name.startswith(kind)))
+    for name in stored.names(f"{PREFIX}hf/"):
+        del stored.objects[f"{PREFIX}hf/{name}"]
+    assert run.train() == 0
+    copy = local_copy(stored, run, tmp_path / "copy")
+    assert re.search(message, (copy.path / "log.txt").read_text())
+    same_outcome(copy, finished_run)
+
+
+@pytest.mark.medium
+def test_resume_reads_each_byte_of_a_checkpoint_once(stored: Gcs, tmp_path: Path, no_curves: None) -> None:
+    run = remote_run(tmp_path / "here")
+    for name in stored.names(f"{PREFIX}hf/"):
+        del stored.objects[f"{PREFIX}hf/{name}"]
+    assert run.train() == 0
+    folder = f"{PREFIX}checkpoints/step-00000006/"
+    for name in stored.names(folder):
+        assert stored.downloads[folder + name] == [(0, len(stored.read(folder + name)))], name
+    assert not [name for name in stored.downloads if "step-00000005" in name]

@@ -1,0 +1,273 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+from marin_rl import storage
+from marin_rl.storage import (
+    AppendedFile,
+    RemotePath,
+    StorageError,
+    file_sizes,
+    local_copy,
+    open_atomically,
+    read_range,
+    remove,
+    replace_folder,
+    storage_path,
+    upload_folder,
+)
+from tests.gcs_emulator import Fault, Gcs
+
+
+def test_a_file_is_replaced_at_the_end_of_the_block(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"old")
+    with open_atomically(path) as file:
+        file.write(b"new")
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt("stop")])
+def test_after_an_error_the_old_file_remains(tmp_path: Path, error: BaseException) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"old")
+
+    def fail() -> None:
+        with open_atomically(path) as file:
+            file.write(b"half")
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("kind", ["absent", "folder", "file", "link"])
+def test_a_folder_replaces_an_entry_of_its_name(tmp_path: Path, kind: str) -> None:
+    folder, partial, other = tmp_path / "a", tmp_path / ".a.partial", tmp_path / "other"
+    partial.mkdir()
+    (partial / "inner").mkdir()
+    (partial / "inner" / "x").write_text("new")
+    other.mkdir()
+    match kind:
+        case "folder":
+            folder.mkdir()
+            (folder / "y").write_text("old")
+        case "file":
+            folder.write_text("old")
+        case "link":
+            folder.symlink_to(other)
+    replace_folder(folder, partial)
+    assert [path.name for path in folder.iterdir()] == ["inner"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "other"]
+
+
+@pytest.fixture
+def root(gcs: Gcs) -> RemotePath:
+    path = storage_path("gs://bucket/run/")
+    assert isinstance(path, RemotePath)
+    return path
+
+
+def test_remote_path_has_the_names_of_a_path(root: RemotePath) -> None:
+    file = root / "rollouts" / "step-1.parquet"
+    assert str(file) == "gs://bucket/run/rollouts/step-1.parquet"
+    assert (file.name, file.suffix, file.protocol, file.parent.parent) == ("step-1.parquet", ".parquet", "gs", root)
+
+
+def test_objects_are_written_read_listed_and_deleted(gcs: Gcs, root: RemotePath) -> None:
+    assert not root.exists()
+    assert (list(root.iterdir()), root.sizes()) == ([], {})
+    (root / "a.txt").write_text("ä")
+    (root / "sub" / "b.bin").write_bytes(b"0123456789")
+    assert (root.exists(), root.is_dir(), root.is_file()) == (True, True, False)
+    assert ((root / "a.txt").is_file(), (root / "a.txt").is_dir(), (root / "a").exists()) == (True, False, False)
+    assert list(root.iterdir()) == [root / "a.txt", root / "sub"]
+    assert list(root.glob("*.txt")) == [root / "a.txt"]
+    assert root.sizes() == file_sizes(root) == {"a.txt": 2, "sub/b.bin": 10}
+    assert (root / "a.txt").read_text() == "ä"
+    assert read_range(root / "sub" / "b.bin", 2, 5) == b"234"
+    (root / "a.txt").unlink()
+    (root / "a.txt").unlink(missing_ok=True)
+    with pytest.raises(FileNotFoundError):
+        (root / "a.txt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"gs://bucket/run/a\.txt"):
+        (root / "a.txt").read_bytes()
+    remove(root)
+    assert not gcs.objects
+
+
+def test_changes_of_another_process_are_seen(gcs: Gcs, root: RemotePath) -> None:
+    assert list(root.iterdir()) == []
+    gcs.put("run/a", b"1")
+    assert list(root.iterdir()) == [root / "a"]
+    version = (root / "a").version()
+    gcs.put("run/a", b"2")
+    assert (root / "a").version() != version
+    del gcs.objects["run/a"]
+    assert not (root / "a").exists()
+
+
+def test_object_is_created_only_once(root: RemotePath) -> None:
+    (root / "a").write_bytes(b"first", only_new=True)
+    with pytest.raises(FileExistsError):
+        (root / "a").write_bytes(b"second", only_new=True)
+    assert (root / "a").read_bytes() == b"first"
+
+
+def test_large_object_in_several_requests(gcs: Gcs, root: RemotePath, tmp_path: Path) -> None:
+    data = bytes(range(256)) * 2**18
+    gcs.faults.append(Fault("POST run/large", 503, 1))
+    (root / "large").write_bytes(data)
+    assert gcs.read("run/large") == data
+    (tmp_path / "large").write_bytes(data)
+    (root / "copy").upload(tmp_path / "large")
+    assert gcs.read("run/copy") == data
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (
+            403,
+            r"gs://bucket/run/a: permission denied \(emulated 403\); give the account of this machine read and",
+        ),
+        (401, r"gs://bucket/run/a: permission denied \(emulated 401, 401\); give the account"),
+        (400, r"gs://bucket/run/a: the store failed \(HttpError: emulated 400, 400\); run the same command again"),
+    ],
+)
+def test_refused_requests_are_one_error(gcs: Gcs, root: RemotePath, status: int, message: str) -> None:
+    gcs.faults.append(Fault(".", status))
+    for request in (
+        lambda: (root / "a").read_bytes(),
+        lambda: (root / "a").write_bytes(b""),
+        lambda: (root / "a").unlink(missing_ok=True),
+        lambda: (root / "a").exists(),
+    ):
+        with pytest.raises(StorageError, match=message):
+            request()
+
+
+def test_error_of_a_login_names_the_login(root: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    class DefaultCredentialsError(Exception):
+        """Has the name of google.auth's error."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise DefaultCredentialsError("Your default credentials were not found.")
+
+    monkeypatch.setattr(storage._filesystem("gs"), "cat_file", fail)
+    with pytest.raises(StorageError, match=r"no valid credentials for gs:// .*; log in \(gcloud auth"):
+        root.read_bytes()
+
+
+def test_upload_replaces_a_folder_and_writes_the_marker_last(gcs: Gcs, root: RemotePath, tmp_path: Path) -> None:
+    for name in ("config.json", "old.bin", "model.bin"):
+        (root / name).write_bytes(b"old")
+    for name in ("config.json", "model.bin", "sub/more.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"new")
+    gcs.requests.clear()
+    upload_folder(root, tmp_path, marker="config.json")
+    changes = [request for request in gcs.requests if not request.startswith("GET")]
+    assert changes[0] == "DELETE run/config.json"
+    assert changes[-1] == "POST run/config.json"
+    assert {name: gcs.read(f"run/{name}") for name in gcs.names("run/")} == {
+        "config.json": b"new",
+        "model.bin": b"new",
+        "sub/more.txt": b"new",
+    }
+
+
+def test_interrupted_upload_has_no_marker(gcs: Gcs, root: RemotePath, tmp_path: Path) -> None:
+    (root / "config.json").write_bytes(b"old")
+    for name in ("config.json", "model.bin"):
+        (tmp_path / name).write_bytes(b"new")
+    gcs.faults.append(Fault("POST run/model.bin", 403))
+    with pytest.raises(StorageError):
+        upload_folder(root, tmp_path, marker="config.json")
+    assert not (root / "config.json").exists()
+
+
+def test_local_copy_is_downloaded_again_only_if_the_folder_changed(gcs: Gcs, root: RemotePath, tmp_path: Path) -> None:
+    (root / "a.txt").write_text("1")
+    (root / "sub" / "b.txt").write_text("2")
+    first = local_copy(root, tmp_path)
+    assert file_sizes(first) == {"a.txt": 1, "sub/b.txt": 1}
+    downloads = sum(map(len, gcs.downloads.values()))
+    assert local_copy(root, tmp_path) == first
+    assert sum(map(len, gcs.downloads.values())) == downloads
+    (root / "a.txt").write_text("3")
+    second = local_copy(root, tmp_path)
+    assert ((first / "a.txt").read_text(), (second / "a.txt").read_text()) == ("1", "3")
+    gcs.faults.append(Fault("GET run/sub/b.txt", 403))
+    (root / "a.txt").write_text("4")
+    with pytest.raises(StorageError):
+        local_copy(root, tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([first, second])
+    with pytest.raises(FileNotFoundError, match="there is no such folder"):
+        local_copy(root / "nowhere", tmp_path)
+
+
+def test_appended_file_is_uploaded_in_time_and_at_the_end(gcs: Gcs, root: RemotePath) -> None:
+    (root / "log").write_text("before\n")
+    written = threading.Event()
+    file = AppendedFile(root / "log", seconds=0.01)
+    gcs.watched.append(("POST run/log", written.set))
+    file.append(b"first\n")
+    assert written.wait(60)
+    file.append(b"second\n")
+    file.close()
+    assert gcs.read("run/log") == b"before\nfirst\nsecond\n"
+
+
+def test_appended_file_is_not_uploaded_unless_it_grows(gcs: Gcs, root: RemotePath) -> None:
+    file = AppendedFile(root / "log", seconds=1e6)
+    file.append(b"1")
+    file.flush()
+    file.flush()
+    file.close()
+    assert gcs.requests.count("POST run/log") == 1
+    assert AppendedFile(root / "log", seconds=1e6).path == root / "log"
+
+
+def test_failed_upload_is_repeated_and_the_last_one_is_an_error(gcs: Gcs, root: RemotePath, caplog) -> None:
+    file = AppendedFile(root / "log", seconds=0.01)
+    gcs.faults.append(Fault("POST run/log", 403, 2))
+    written = threading.Event()
+
+    def wait_for_third(number: int) -> None:
+        gcs.watched.append(("POST run/log", written.set if number == 3 else lambda: wait_for_third(number + 1)))
+
+    wait_for_third(1)
+    file.append(b"1")
+    assert written.wait(60)
+    assert caplog.text.count("log is uploaded again later: gs://bucket/run/log: permission denied") == 2
+    gcs.faults.append(Fault("POST run/log", 403))
+    file.append(b"2")
+    with pytest.raises(StorageError, match="permission denied"):
+        file.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gss://b/run", "run_dir is 'gss://b/run', but the protocol gss:// is unknown; use a path"),
+        ("gs://", "run_dir is 'gs://', which names no bucket and no folder; use gs://BUCKET/FOLDER"),
+    ],
+)
+def test_invalid_addresses(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        storage_path(text, "run_dir")
+
+
+@pytest.mark.parametrize("text", ["runs/a", "/tmp/x", "file:///tmp/x"])
+def test_local_paths(text: str) -> None:
+    assert storage_path(text) == Path(text.removeprefix("file://"))
