@@ -45,7 +45,8 @@ from marin_rl.objectives.kl import NoKlConfig
 from marin_rl.objectives.policy_loss import ReinforceLossConfig
 from marin_rl.sampling.attention import Tokens, attention_form
 from marin_rl.sampling.decoding import Programs, Slots, compile_programs
-from marin_rl.sampling.group_sampler import DECODE_STEPS, prefill_shape
+from marin_rl.sampling.group_sampler import DECODE_STEPS
+from marin_rl.sampling.prefill import prefill_shape
 
 MODELS: dict[str, tuple[LlamaConfig, int, int]] = {
     "0.6B": (

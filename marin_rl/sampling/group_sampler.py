@@ -7,8 +7,9 @@ Every sequence has a *slot*, a fixed part of the KV cache. A prompt is processed
 other samples of its group. A slot is refilled soon after its sequence has ended. A conversation keeps its slot between
 turns, so that a further turn costs only its new tokens.
 
-The host decides which request is in which slot, and calls programs of fixed shapes (`marin_rl.sampling.decoding`). Rows
-of a program never interact, so a generation is a function of its conversation and the weights.
+This file decides which request is in which slot. `slots` has the state of each slot, `prefill` the arguments of calls
+for prompts, and `decoding` the programs, of fixed shapes. Rows of a program never interact, so a generation is a
+function of its conversation and the weights.
 """
 
 import contextlib
@@ -17,7 +18,6 @@ import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, cast
 
 import equinox as eqx
 import haliax.partitioning
@@ -29,35 +29,26 @@ from haliax.partitioning import ResourceAxis
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
-from marin_rl.sampling.attention import PADDING, CacheAxes, Tokens, attention_form
+from marin_rl.sampling.attention import CacheAxes, attention_form
 from marin_rl.sampling.cached_model import Cache, CachedModel, cache_axes
 from marin_rl.sampling.config import SamplingConfig
-from marin_rl.sampling.decoding import Slots, compile_programs, head_shards
+from marin_rl.sampling.decoding import compile_programs, head_shards
 from marin_rl.sampling.host_mesh import copy_to_host, count_hosts, host_mesh
+from marin_rl.sampling.prefill import Piece, copy_arguments, prefill_calls, prefill_shape
 from marin_rl.sampling.sampler import (
-    LOGPROB_ROUNDING,
     SampledTokens,
     Sampler,
     SampleRequest,
-    SamplerError,
     WeightPoll,
     check_requests,
 )
-from marin_rl.types import Generation, StopReason, WeightVersion
+from marin_rl.sampling.slots import AcceptedRequest, SlotTable
+from marin_rl.types import Generation, WeightVersion
 
 DECODE_STEPS = 16
 """Tokens of each sequence in one call of `decode`."""
 REFILL_FRACTION = 16
 """A call of `decode` ends when one in this number of slots can be refilled."""
-
-
-class PrefillShape(NamedTuple):
-    """Sizes of one call of `prefill` for each data shard."""
-
-    rows: int
-    """Number of sequences."""
-    chunk: int
-    """Number of tokens of each sequence."""
 
 
 @dataclasses.dataclass
@@ -72,20 +63,6 @@ class SamplerWork:
     """Sampled tokens."""
     slot_steps: int = 0
     """Decode steps times slots; `sampled_tokens / slot_steps` is the share of slots in use."""
-
-
-class _Queued(NamedTuple):
-    number: int
-    request: SampleRequest
-    allowed: int
-
-
-class _Piece(NamedTuple):
-    """Consecutive prompt tokens of a slot."""
-
-    slot: int
-    start: int
-    tokens: np.ndarray
 
 
 class GroupSampler(Sampler):
@@ -175,7 +152,7 @@ class GroupSampler(Sampler):
     @property
     def is_idle(self) -> bool:
         """Whether there are no requests, or all wait for slots of conversations between two turns."""
-        if self._active.any() or self._next_turns:
+        if self._slots.active.any() or self._next_turns:
             return False
         return not self._queue or len(self._slot_of) == self._num_slots
 
@@ -199,7 +176,7 @@ class GroupSampler(Sampler):
         self._in_progress = in_progress
         numbers = list(range(self._count, self._count + len(requests)))
         self._count += len(requests)
-        for queued in map(_Queued, numbers, requests, allowed):
+        for queued in map(AcceptedRequest, numbers, requests, allowed):
             conversation = queued.request.conversation
             (self._next_turns if conversation in self._slot_of else self._queue).append(queued)
         return numbers
@@ -221,13 +198,7 @@ class GroupSampler(Sampler):
 
     def progress(self, seen: Mapping[int, int]) -> dict[int, SampledTokens]:
         """Return the new tokens of requests in progress; see `Sampler.progress`."""
-        found: dict[int, SampledTokens] = {}
-        for slot in np.flatnonzero(self._active).tolist():
-            running, count = self._running[slot], int(self._counts[slot])
-            assert running is not None
-            if (start := seen.get(running.number, count)) < count:
-                found[running.number] = self._sampled(slot, start)
-        return found
+        return self._slots.progress(seen)
 
     def end_conversation(self, conversation: str) -> None:
         """Free the slot of a conversation; see `Sampler.end_conversation`. A request in progress is dropped."""
@@ -238,7 +209,7 @@ class GroupSampler(Sampler):
                     waiting.remove(queued)
         slot = self._slot_of.pop(conversation, None)
         if slot is not None:
-            self._active[slot] = False
+            self._slots.active[slot] = False
 
     def update_weights(self, model: LmHeadModel, version: WeightVersion) -> None:
         """Use new weights for later tokens.
@@ -279,8 +250,8 @@ class GroupSampler(Sampler):
         slots = self._num_slots
         self._model: CachedModel | None = None
         self._cache: Cache | None = None
-        self._queue: deque[_Queued] = deque()
-        self._next_turns: list[_Queued] = []
+        self._queue: deque[AcceptedRequest] = deque()
+        self._next_turns: list[AcceptedRequest] = []
         """Requests of conversations that have a slot."""
         self._in_progress: set[str] = set()
         """Conversations with a request that has not ended."""
@@ -292,19 +263,7 @@ class GroupSampler(Sampler):
         """The prompt with which each slot's sequence began."""
         self._cached: list[tuple[int, ...]] = [()] * slots
         """The tokens in each slot's cache after its last generation."""
-        self._running: list[_Queued | None] = [None] * slots
-        self._active = np.zeros(slots, bool)
-        self._lengths = np.zeros(slots, np.int32)
-        self._last_tokens = np.zeros(slots, np.int32)
-        self._remaining = np.zeros(slots, np.int32)
-        self._keys = np.zeros((slots, 2), np.uint32)
-        self._temperatures = np.ones(slots, np.float32)
-        self._counts = np.zeros(slots, np.int64)
-        """Number of tokens sampled for the current request."""
-        self._tokens = np.full((slots, self._config.max_new_tokens), -1, np.int32)
-        self._logprobs = np.zeros(self._tokens.shape, np.float32)
-        self._first_versions = np.zeros(slots, np.int64)
-        self._last_versions = np.zeros(slots, np.int64)
+        self._slots = SlotTable(slots, self._config.max_new_tokens)
 
     @contextlib.contextmanager
     def _on_mesh(self) -> Iterator[None]:
@@ -316,7 +275,7 @@ class GroupSampler(Sampler):
 
     def _admit(self) -> None:
         """Put waiting requests into slots, and their prompts into the cache."""
-        pieces: list[_Piece] = []
+        pieces: list[Piece] = []
         copies: list[tuple[int, int]] = []
         for queued in self._next_turns:
             pieces += self._continue(queued)
@@ -330,11 +289,11 @@ class GroupSampler(Sampler):
             return
         model, cache = self._loaded()
         self.work.prefilled_tokens += sum(len(piece.tokens) for piece in pieces)
-        for tokens in self._prefill_calls(pieces):
+        for tokens in prefill_calls(pieces, self._prefill, self._shards, self._shard_slots):
             self.work.prefill_calls += 1
             cache = self._programs.prefill(model, cache, tokens)
         if copies:
-            cache = self._programs.copy_slots(cache, *self._copy_arguments(copies))
+            cache = self._programs.copy_slots(cache, *copy_arguments(copies, self._shards, self._shard_slots))
         self._cache = cache
 
     def _loaded(self) -> tuple[CachedModel, Cache]:
@@ -349,7 +308,7 @@ class GroupSampler(Sampler):
 
     def _free_slots(self) -> list[dict[int, None]]:
         """Return the free slots of each shard as an ordered set, the lowest last."""
-        taken = self._active.copy()
+        taken = self._slots.active.copy()
         taken[list(self._slot_of.values())] = True
         return [
             dict.fromkeys((shard * self._shard_slots + np.flatnonzero(~row)[::-1]).tolist())
@@ -368,7 +327,7 @@ class GroupSampler(Sampler):
         del free[shard][slot]
         return slot
 
-    def _begin(self, slot: int, queued: _Queued, copies: list[tuple[int, int]]) -> list[_Piece]:
+    def _begin(self, slot: int, queued: AcceptedRequest, copies: list[tuple[int, int]]) -> list[Piece]:
         """Assign a free slot; return the prompt tokens to process, or append to `copies` if a slot has them."""
         prompt = queued.request.prompt_tokens
         if prompt != self._prompts[slot]:
@@ -376,7 +335,7 @@ class GroupSampler(Sampler):
             self._prompts[slot] = prompt
         if queued.request.conversation is not None:
             self._slot_of[queued.request.conversation] = slot
-        self._assign(slot, queued)
+        self._slots.assign(slot, queued)
         source = self._slot_of_prompt.get((slot // self._shard_slots, prompt))
         if len(prompt) == 1 or source == slot:
             return []
@@ -384,9 +343,9 @@ class GroupSampler(Sampler):
             copies.append((source, slot))
             return []
         self._slot_of_prompt[slot // self._shard_slots, prompt] = slot
-        return [_Piece(slot, 0, np.array(prompt[:-1], np.int32))]
+        return [Piece(slot, 0, np.array(prompt[:-1], np.int32))]
 
-    def _continue(self, queued: _Queued) -> list[_Piece]:
+    def _continue(self, queued: AcceptedRequest) -> list[Piece]:
         """Start a further turn in its conversation's slot; return the tokens that are not in the cache."""
         prompt, conversation = queued.request.prompt_tokens, queued.request.conversation
         assert conversation is not None
@@ -394,19 +353,8 @@ class GroupSampler(Sampler):
         start = min(_common_prefix(self._cached[slot], prompt), len(prompt) - 1)
         if start < len(self._prompts[slot]) - 1:
             self._forget_prompt(slot)
-        self._assign(slot, queued)
-        return [_Piece(slot, start, np.array(prompt[start:-1], np.int32))] if start < len(prompt) - 1 else []
-
-    def _assign(self, slot: int, queued: _Queued) -> None:
-        request = queued.request
-        self._running[slot] = queued
-        self._active[slot] = True
-        self._lengths[slot], self._last_tokens[slot] = len(request.prompt_tokens) - 1, request.prompt_tokens[-1]
-        self._remaining[slot] = queued.allowed
-        self._keys[slot] = divmod(request.seed, 2**32)
-        self._temperatures[slot] = request.temperature
-        self._counts[slot] = 0
-        self._tokens[slot] = -1
+        self._slots.assign(slot, queued)
+        return [Piece(slot, start, np.array(prompt[start:-1], np.int32))] if start < len(prompt) - 1 else []
 
     def _forget_prompt(self, slot: int) -> None:
         """Stop sharing the cache of a slot's first prompt."""
@@ -414,136 +362,24 @@ class GroupSampler(Sampler):
         if self._slot_of_prompt.get(key) == slot:
             del self._slot_of_prompt[key]
 
-    def _copy_arguments(self, copies: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the arguments of `copy_slots`, with slots numbered within their shard."""
-        pairs = np.zeros((2, self._shards, self._shard_slots), np.int32)
-        counts = np.zeros(self._shards, np.int32)
-        for source, target in copies:
-            shard = source // self._shard_slots
-            pairs[:, shard, counts[shard]] = source % self._shard_slots, target % self._shard_slots
-            counts[shard] += 1
-        return pairs[0].reshape(-1), pairs[1].reshape(-1), counts
-
-    def _prefill_calls(self, pieces: Sequence[_Piece]) -> Iterator[Tokens]:
-        """Yield the arguments of `prefill`: chunks of the pieces, in order.
-
-        A call may have several chunks of a slot, because each layer writes all keys and values before it reads any.
-        """
-        rows, chunk = self._prefill
-        waiting: list[deque[_Piece]] = [deque() for _ in range(self._shards)]
-        for slot, start, tokens in pieces:
-            waiting[slot // self._shard_slots] += (
-                _Piece(slot, start + offset, tokens[offset : offset + chunk]) for offset in range(0, len(tokens), chunk)
-            )
-        while any(waiting):
-            ids = np.zeros((self._shards, rows, chunk), np.int32)
-            positions = np.full(ids.shape, PADDING, np.int32)
-            slots = np.full(ids.shape[:2], self._shard_slots, np.int32)
-            for shard, parts in enumerate(waiting):
-                for row in range(min(rows, len(parts))):
-                    slot, start, tokens = parts.popleft()
-                    ids[shard, row, : len(tokens)] = tokens
-                    positions[shard, row, : len(tokens)] = start + np.arange(len(tokens))
-                    slots[shard, row] = slot % self._shard_slots
-            arrays = ids.reshape(-1, chunk), slots.reshape(-1), positions.reshape(-1, chunk)
-            yield Tokens(*cast(tuple[jax.Array, jax.Array, jax.Array], arrays))
-
     def _decode(self) -> list[tuple[int, Generation]]:
         """Sample some tokens in all active slots, and return the generations that have ended."""
         # Refill slots before few are active: a call costs the same for any number of sequences.
         refills = bool(self._queue or self._slot_of)
         exit_after = max(self._shard_slots // REFILL_FRACTION, 1) if refills else self._shard_slots
-        window = self._stop_sequences.shape[1] - 1
-        ends = self._counts[:, None] - np.arange(window, 0, -1)
-        recent = np.where(ends < 0, -1, np.take_along_axis(self._tokens, np.maximum(ends, 0), axis=1))
-        # Copies, because jax may still read an argument after the call has returned.
-        slots = Slots(
-            *(
-                cast(jax.Array, np.array(array))
-                for array in (
-                    self._active,
-                    self._lengths,
-                    self._last_tokens,
-                    recent.astype(np.int32),
-                    self._remaining,
-                    self._keys,
-                    self._temperatures,
-                )
-            )
-        )
+        slots = self._slots.decode_inputs(self._stop_sequences.shape[1] - 1)
         model, cache = self._loaded()
         self._cache, decoded = self._programs.decode(model, cache, slots, self._stop_sequences, np.int32(exit_after))
-        return self._collect(*map(np.asarray, decoded))
-
-    def _collect(self, tokens: np.ndarray, logprobs: np.ndarray, stopped: np.ndarray) -> list[tuple[int, Generation]]:
-        """Add the fields of `Decoded` to their requests; return and remove those that have ended."""
-        sampled = tokens >= 0
-        steps, slots = np.nonzero(sampled)
-        columns = self._counts[slots] + steps
-        self._tokens[slots, columns] = tokens[steps, slots]
-        self._logprobs[slots, columns] = logprobs[steps, slots]
-        counts = sampled.sum(axis=0)
-        self.work.sampled_tokens += len(steps)
+        tokens, logprobs, stopped = map(np.asarray, decoded)
+        counts = self._slots.add(tokens, logprobs, self._version)
+        self.work.sampled_tokens += int(counts.sum())
         self.work.slot_steps += int(counts.max()) * self._num_slots
-        self._first_versions[(counts > 0) & (self._counts == 0)] = self._version
-        self._last_versions[counts > 0] = self._version
-        self._counts += counts
-        self._lengths += counts
-        self._remaining -= counts
-        newest = self._tokens[np.arange(self._num_slots), self._counts - 1]
-        self._last_tokens = np.where(counts > 0, newest, self._last_tokens)
-        ended = np.flatnonzero(self._active & (stopped | (self._remaining == 0)))
-        self._active[ended] = False
-        return [self._generation(slot, bool(stopped[slot])) for slot in ended.tolist()]
-
-    def _generation(self, slot: int, stopped: bool) -> tuple[int, Generation]:
-        """Return the ended request of a slot."""
-        running = self._running[slot]
-        assert running is not None
-        tokens, logprobs = self._sampled(slot, 0)
-        self._running[slot] = None
-        if running.request.conversation is not None:
-            self._in_progress.discard(running.request.conversation)
-        self._cached[slot] = (*running.request.prompt_tokens, *tokens[:-1])
-        generation = Generation(
-            token_ids=tokens,
-            logprobs=logprobs,
-            stop_reason=StopReason.STOP if stopped else StopReason.LENGTH,
-            first_version=int(self._first_versions[slot]),
-            last_version=int(self._last_versions[slot]),
-        )
-        return running.number, generation
-
-    def _sampled(self, slot: int, start: int) -> SampledTokens:
-        """Return the sampled tokens of a slot's request from index `start`, with valid log-probabilities."""
-        running, count = self._running[slot], self._counts[slot]
-        assert running is not None
-        logprobs = self._logprobs[slot, start:count]
-        valid = (logprobs <= LOGPROB_ROUNDING) & np.isfinite(logprobs)
-        if not valid.all():
-            raise SamplerError(
-                f"request {running.number}: a sampled token has log-probability {logprobs[~valid][0]}; it must be "
-                "finite and at most 0. Check the weights for NaN"
-            )
-        return SampledTokens(tuple(self._tokens[slot, start:count].tolist()), tuple(np.minimum(logprobs, 0.0).tolist()))
-
-
-def prefill_shape(platform: str, slots: int, max_context: int, max_new_tokens: int) -> PrefillShape:
-    """Return the sizes of a call of `prefill`.
-
-    The sizes are fixed, because a program of other shapes may round differently, and then the time at which a prompt
-    arrives would affect its tokens. On a CPU small calls waste least; accelerators need many tokens per call.
-
-    Args:
-        platform: `cpu`, `gpu` or `tpu`.
-        slots: number of slots of a data shard.
-        max_context: maximum number of tokens of a sequence.
-        max_new_tokens: maximum number of new tokens of a request.
-    """
-    tokens, shortest, longest = (256, 8, 32) if platform == "cpu" else (4096, 128, 512)
-    prompt_room = max(max_context - max_new_tokens, 1)
-    chunk = min(max(1 << (prompt_room - 1).bit_length(), shortest), longest, max_context)
-    return PrefillShape(min(tokens // chunk, slots), chunk)
+        ended = self._slots.end(stopped)
+        for slot, (_, request, _), generation in ended:
+            if request.conversation is not None:
+                self._in_progress.discard(request.conversation)
+            self._cached[slot] = (*request.prompt_tokens, *generation.token_ids[:-1])
+        return [(accepted.number, generation) for _, accepted, generation in ended]
 
 
 def _stop_table(sequences: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:

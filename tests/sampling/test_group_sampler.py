@@ -25,7 +25,8 @@ from levanter.models.lm_model import LmHeadModel
 
 import marin_rl
 from marin_rl.sampling.config import SamplingConfig
-from marin_rl.sampling.group_sampler import DECODE_STEPS, GroupSampler, prefill_shape
+from marin_rl.sampling.group_sampler import DECODE_STEPS, GroupSampler
+from marin_rl.sampling.prefill import prefill_shape
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest, SamplerError, WeightPoll
 from marin_rl.types import Generation, StopReason
 
@@ -340,24 +341,6 @@ def test_bfloat16_cache_is_close_to_float32(model: LmHeadModel):
     config = dataclasses.replace(CONFIG, kv_cache_dtype="bfloat16")
     generations = GroupSampler(model, config=config, stop_sequences=STOPS, max_context=CONTEXT).sample(requests)
     assert 1e-5 < largest_error(model, requests, generations) < 0.1
-
-
-@pytest.mark.parametrize(
-    ("platform", "slots", "max_context", "max_new_tokens", "shape"),
-    [
-        ("cpu", 128, 96, 64, (8, 32)),
-        ("cpu", 4, 96, 64, (4, 32)),
-        ("cpu", 512, 12, 4, (32, 8)),
-        # Further turns are longer than the first prompt.
-        ("cpu", 64, 1024, 1023, (32, 8)),
-        ("cpu", 64, 1024, 5000, (32, 8)),
-        ("cpu", 64, 5, 4, (51, 5)),
-        ("tpu", 128, 1536, 1280, (16, 256)),
-        ("gpu", 128, 4096, 4095, (32, 128)),
-    ],
-)
-def test_prefill_has_few_short_chunks(platform, slots, max_context, max_new_tokens, shape):
-    assert prefill_shape(platform, slots, max_context, max_new_tokens) == shape
 
 
 def test_more_requests_than_slots_are_all_answered(sampler: GroupSampler):
