@@ -1,0 +1,169 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Requests and responses of OpenAI's completions protocol, with token ids and log-probabilities.
+
+They use vLLM's extensions: `return_token_ids` adds `token_ids` and `prompt_token_ids` to a choice, and `stop_token_ids`
+and `ignore_eos` let the client define the stop tokens.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any, cast
+
+from marin_rl.sampling.sampler import LOGPROB_ROUNDING, SampleRequest, SamplerError
+from marin_rl.types import Generation, StopReason, WeightVersion
+
+_ABORTED = "abort"
+"""The finish reason of vLLM and SGLang for an aborted request, for example before a weight reload."""
+_MIN_LOGPROB = -9999.0
+"""vLLM's encoding of a log-probability of minus infinity."""
+
+
+def completion_body(
+    model: str, request: SampleRequest, allowed: int, stop_token_ids: Collection[int]
+) -> dict[str, Any]:
+    """Build the JSON body of a request.
+
+    Args:
+        model: name of the model on the server.
+        request: the prompt and its sampling parameters.
+        allowed: maximum number of new tokens.
+        stop_token_ids: tokens that end a generation; the stop token is part of it.
+    """
+    return {
+        "model": model,
+        "prompt": list(request.prompt_tokens),
+        "max_tokens": allowed,
+        "temperature": request.temperature,
+        "seed": request.seed,
+        "logprobs": 1,
+        "return_token_ids": True,
+        "stop_token_ids": sorted(stop_token_ids),
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        # Sample from the whole distribution. A server fills missing values from generation_config.json.
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+    }
+
+
+def read_completion(
+    response: object,
+    index: int,
+    request: SampleRequest,
+    *,
+    allowed: int,
+    stop_token_ids: Collection[int],
+    vocab_size: int,
+    version: WeightVersion = 0,
+) -> Generation:
+    """Read a generation from a response, and validate it.
+
+    Args:
+        response: the server's response, parsed.
+        index: index of the request, for error messages.
+        request: the request.
+        allowed: maximum number of new tokens in the request.
+        stop_token_ids: stop tokens in the request.
+        vocab_size: vocabulary size of the model.
+        version: number of training steps that produced the server's weights.
+
+    Raises:
+        SamplerError: if a field is missing or invalid.
+    """
+    choice = _only_choice(response, index)
+    prompt = choice.get("prompt_token_ids")
+    if prompt is not None and prompt != list(request.prompt_tokens):
+        raise SamplerError(
+            f"request {index}: the server read the prompt as {_shown(prompt)}, but the request has "
+            f"{_shown(list(request.prompt_tokens))}; it must use token ids unchanged"
+        )
+    tokens = _token_ids(choice, index, vocab_size)
+    logprobs = _token_logprobs(choice, index, len(tokens))
+    inner = next((token for token in tokens[:-1] if token in stop_token_ids), None)
+    if inner is not None:
+        raise SamplerError(
+            f"request {index}: the server continued after stop token {inner}; it must honour stop_token_ids"
+        )
+    stopped = bool(tokens) and tokens[-1] in stop_token_ids
+    reason = StopReason.STOP if stopped else StopReason.LENGTH
+    if choice.get("finish_reason") == _ABORTED and not stopped:
+        reason = StopReason.ABORT
+    # Only a stop token or an abort ends a generation early.
+    if len(tokens) > allowed or (reason is StopReason.LENGTH and len(tokens) != allowed):
+        raise SamplerError(
+            f"request {index}: the server returned {len(tokens)} tokens without a final stop token, of {allowed} "
+            f"allowed, with finish_reason {choice.get('finish_reason')!r}; it must honour stop_token_ids, "
+            "ignore_eos and max_tokens, return the stop token, and add no other ones (vLLM: --generation-config vllm)"
+        )
+    return Generation(tuple(tokens), tuple([min(value, 0.0) for value in logprobs]), reason, version, version)
+
+
+def most_likely_logprob(response: object, index: int) -> float | None:
+    """Return the log-probability of the most likely first token; None if the response does not include it.
+
+    Args:
+        response: the server's response, parsed.
+        index: index of the request, for error messages.
+    """
+    logprobs = _only_choice(response, index).get("logprobs")
+    listed = logprobs.get("top_logprobs") if isinstance(logprobs, Mapping) else None
+    if not isinstance(listed, list) or not listed or not isinstance(listed[0], Mapping):
+        return None
+    return max((float(value) for value in listed[0].values() if _is_logprob(value)), default=None)
+
+
+def _only_choice(response: object, index: int) -> Mapping[str, Any]:
+    choices = response.get("choices") if isinstance(response, Mapping) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
+        raise SamplerError(
+            f"request {index}: the server returned {_shown(response)}, which is not one completion; sampler.base_url "
+            "must be the address of a completions API, such as http://localhost:8000/v1"
+        )
+    return choices[0]
+
+
+def _token_ids(choice: Mapping[str, Any], index: int, vocab_size: int) -> list[int]:
+    tokens = choice.get("token_ids")
+    if not isinstance(tokens, list):
+        raise SamplerError(
+            f"request {index}: token_ids is {_shown(tokens)} in the server's response; it must honour "
+            "return_token_ids, as recent versions of vLLM do"
+        )
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise SamplerError(
+                f"request {index}: the server returned token {_shown(token)}, which is not in the model's vocabulary "
+                f"of {vocab_size}; configure it to serve this run's model"
+            )
+    return tokens
+
+
+def _token_logprobs(choice: Mapping[str, Any], index: int, length: int) -> list[float]:
+    fields = choice.get("logprobs")
+    logprobs = fields.get("token_logprobs") if isinstance(fields, Mapping) else None
+    if not isinstance(logprobs, list) or len(logprobs) != length:
+        raise SamplerError(
+            f"request {index}: logprobs.token_logprobs is {_shown(logprobs)} in the server's response; it must honour "
+            f"logprobs, with one number for each of the {length} tokens"
+        )
+    for value in logprobs:
+        if not _is_logprob(value):
+            raise SamplerError(
+                f"request {index}: the server returned log-probability {_shown(value)}; it must be finite and at most "
+                "0. Check the weights for NaN"
+            )
+    return [float(value) for value in logprobs]
+
+
+def _is_logprob(value: object) -> bool:
+    return type(value) in (float, int) and _MIN_LOGPROB < cast(float, value) <= LOGPROB_ROUNDING
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
