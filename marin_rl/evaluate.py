@@ -11,12 +11,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from levanter.distributed import DistributedConfig
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
+from marin_rl import multihost
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.decode import encode
-from marin_rl.config.sections import EvaluationConfig
+from marin_rl.config.sections import EvaluationConfig, Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import from_yaml
 from marin_rl.distributed.rollout_runner import make_runner, open_reward_functions
@@ -24,15 +26,17 @@ from marin_rl.distributed.samplers import open_group_sampler
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.errors import USER_ERRORS
 from marin_rl.escaping import escape, escape_line
+from marin_rl.host_status import exit_on_error, explain_errors
 from marin_rl.learner.checkpoint import Checkpoints
-from marin_rl.learner.devices import start_devices
+from marin_rl.learner.devices import join_processes, start_devices
 from marin_rl.learner.saved_checkpoint import Checkpoint, CheckpointError
 from marin_rl.learner.scoring import Scorer
 from marin_rl.logs import warnings_to_stderr
-from marin_rl.sampling.config import MIN_TEMPERATURE
+from marin_rl.sampling.config import MIN_TEMPERATURE, LevanterSamplerConfig
 from marin_rl.storage import storage_path
 from marin_rl.training.evaluation import evaluate, first_of_each, reference_loss
 from marin_rl.training.run_directory import open_existing
+from marin_rl.training.shared_run import check_config
 from marin_rl.training.starting_weights import restore_policy
 
 FLAGS = {"json": "Print one JSON object instead of lines."}
@@ -55,6 +59,11 @@ class EvaluateConfig:
     environment: EnvironmentConfig | None = None
     """Environment to evaluate on instead of the run's, as in a training config:
     `--environment.type jsonl --environment.path FILE`, or a section of a file (`--config FILE`)."""
+    distributed: DistributedConfig = dataclasses.field(
+        default_factory=lambda: DistributedConfig(initialize_jax_distributed=False)
+    )
+    """Several processes that evaluate together, like `trainer.distributed` of a training run; one by default. All of
+    them need access to the run directory."""
 
     def __post_init__(self) -> None:
         storage_path(self.run, "run")
@@ -71,7 +80,7 @@ class EvaluateConfig:
 
 
 def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
-    """Evaluate a checkpoint.
+    """Evaluate a checkpoint. With several processes, each runs a share of the attempts.
 
     Args:
         config: run, checkpoint and evaluation settings.
@@ -85,13 +94,28 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
     """
     directory = open_existing(storage_path(config.run, "run"))
     train_config = from_yaml(TrainConfig, directory.config.read_text(encoding="utf-8"), str(directory.config))
-    if config.environment is not None:
-        train_config = dataclasses.replace(train_config, environment=config.environment)
+    train_config = dataclasses.replace(
+        train_config,
+        environment=config.environment or train_config.environment,
+        # The processes divide the groups among themselves, as in a synchronous run.
+        mode=Mode.SYNC,
+        sampler=LevanterSamplerConfig(),
+        trainer=dataclasses.replace(train_config.trainer, distributed=config.distributed),
+    )
     checkpoints = Checkpoints(directory.checkpoints, train_config.checkpoint)
     _require_checkpoint(config, checkpoints)
-    trainer = start_devices(
-        train_config.trainer_config(), rows_per_device=train_config.rollouts.rows_per_device, alone=True
-    )
+    join_processes(train_config.trainer)
+    with exit_on_error(), explain_errors():
+        check_config(train_config)
+        settings = {**encode(config), "run": None, "distributed": None}
+        multihost.require_equal({"settings": repr(settings).encode()}, "the evaluation")
+        return _evaluate(config, train_config, checkpoints)
+
+
+def _evaluate(
+    config: EvaluateConfig, train_config: TrainConfig, checkpoints: Checkpoints
+) -> tuple[int, dict[str, float]]:
+    trainer = start_devices(train_config.trainer_config(), rows_per_device=train_config.rollouts.rows_per_device)
     step, model = _restore(config, checkpoints, train_config, trainer)
     tokenizer = train_config.tokenizer.build()
     sampler = open_group_sampler(train_config, model, tokenizer, trainer, step)
@@ -135,6 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except USER_ERRORS as error:
         print(f"error: {escape(str(error))}", file=sys.stderr)
         return 1
+    if not multihost.is_main():
+        return 0
     if "json" in parsed.flags:
         print(json.dumps({"run": parsed.config.run, "step": step, **_data(parsed.config), **metrics}))
         return 0

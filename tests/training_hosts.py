@@ -28,25 +28,33 @@ def hosts(run: TinyRun, count: int, folders: Sequence[Path] = (), devices: int =
     Returns:
         The processes, not started.
     """
-    distributed = {
+    processes = []
+    for index, flags in enumerate(distributed_flags(count, "trainer.distributed")):
+        output = run.path.parent / f"output-{count}-{index}.txt"
+        place = ["env", "-C", str(folders[index])] if folders else []
+        processes.append(LiveRun([*run.argv, *flags], run.path, output, TIMEOUT, [*place, *cpu_host(devices)]))
+    return processes
+
+
+def distributed_flags(count: int, section: str) -> list[list[str]]:
+    """Return the flags of each of several processes, which connect by a local port; none for a single process."""
+    shared = {
         "coordinator_address": f"127.0.0.1:{free_port()}",
         "num_processes": count,
         "initialize_jax_distributed": "true",
     }
+    settings = [shared | {"process_id": index} for index in range(count)] if count > 1 else [{}]
+    return [[text for name, value in own.items() for text in (f"--{section}.{name}", str(value))] for own in settings]
+
+
+def cpu_host(devices: int) -> list[str]:
+    """Return the command prefix that gives a process this number of CPU devices."""
     environment = {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": Path(marin_rl.__file__).parents[1],
     }
-    prefix = ["env", *(f"{name}={value}" for name, value in environment.items())]
-    processes = []
-    for index in range(count):
-        own = distributed | {"process_id": index} if count > 1 else {}
-        flags = [text for name, value in own.items() for text in (f"--trainer.distributed.{name}", str(value))]
-        output = run.path.parent / f"output-{count}-{index}.txt"
-        place = ["env", "-C", str(folders[index])] if folders else []
-        processes.append(LiveRun([*run.argv, *flags], run.path, output, TIMEOUT, [*place, *prefix]))
-    return processes
+    return ["env", *(f"{name}={value}" for name, value in environment.items())]
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ belongs to `input_ids[t]`. A causal language model predicts token `t` at positio
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import equinox as eqx
 import haliax as hax
@@ -18,14 +18,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
-from jaxtyping import Bool, Float, Int64, Shaped
+from jaxtyping import Float, Int64, Shaped
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
 
 from marin_rl.batching.packing import Prompt, RowLayout, Slot, choose_layout, count_microbatches
+from marin_rl.batching.places import find_places, join
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.aggregation import NO_ROLLOUT, AggregationConfig, TokenMeanConfig
+
+OwnRows = Callable[[int], Int64[np.ndarray, " own"]]
+"""Returns the rows that this process feeds, ascending, of a microbatch with a number of rows."""
 
 PER_TOKEN_DTYPES = {
     "input_ids": jnp.int32,
@@ -225,6 +229,7 @@ def pack_batch(
     *,
     pad_token_id: int,
     importance_weights: Sequence[Float[np.ndarray, " _tokens"]] | None = None,
+    own_rows: OwnRows | None = None,
 ) -> PackedBatch:
     """Pack rollouts into microbatches of a fixed shape.
 
@@ -239,6 +244,8 @@ def pack_batch(
         layout: shape of a microbatch, and whether sequences share rows.
         pad_token_id: token id of the padding.
         importance_weights: per rollout, the weight of each action token; 1 by default.
+        own_rows: returns the rows of a microbatch that this process feeds; the microbatches contain only these. Slots,
+            denominators and counts are those of all rows. None for all rows.
 
     Returns:
         The microbatches, and the slot of each sequence.
@@ -261,31 +268,35 @@ def pack_batch(
     layout, slots = choose_layout(
         [rollout.lengths for rollout in rollouts], layout, [rollout.id for rollout in rollouts], prompts
     )
-    arrays = _scatter(rollouts, per_action, aggregation, slots, layout, pad_token_id)
-    axes = (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.row_length))
+    rows = None if own_rows is None else own_rows(layout.rows_per_microbatch)
+    arrays = _scatter(rollouts, per_action, aggregation, slots, layout, pad_token_id, rows)
+    axes = (Axis("batch", arrays["input_ids"].shape[1]), Axis("position", layout.row_length))
     microbatches = tuple(
         # On the host: `hax.named` would put every array on the default device.
         RlExample(**{name: NamedArray(cast(jax.Array, array[index]), axes) for name, array in arrays.items()})
         for index in range(count_microbatches(slots))
     )
     positions = tuple(rollout.input_ids.shape[1] for rollout in rollouts)
-    return PackedBatch(microbatches, slots, layout, positions, int(arrays["loss_mask"].sum()))
+    return PackedBatch(microbatches, slots, layout, positions, sum(rollout.num_loss_tokens for rollout in rollouts))
 
 
-def pack_to_score(rollouts: Sequence[ProcessedRollout], layout: RowLayout, *, pad_token_id: int) -> PackedBatch:
+def pack_to_score(
+    rollouts: Sequence[ProcessedRollout], layout: RowLayout, *, pad_token_id: int, own_rows: OwnRows | None = None
+) -> PackedBatch:
     """Pack rollouts for scoring: like `pack_batch`, with zero advantages.
 
     Args:
         rollouts: the rollouts, in any order and of any row length.
         layout: shape of a microbatch, and whether sequences share rows.
         pad_token_id: token id of the padding.
+        own_rows: see `pack_batch`.
 
     Returns:
         The microbatches, and the slot of each sequence.
     """
     zeros = [np.zeros(rollout.num_loss_tokens) for rollout in rollouts]
     advantages = [TokenAdvantages(array, array) for array in zeros]
-    return pack_batch(rollouts, advantages, TokenMeanConfig(), layout, pad_token_id=pad_token_id)
+    return pack_batch(rollouts, advantages, TokenMeanConfig(), layout, pad_token_id=pad_token_id, own_rows=own_rows)
 
 
 def _prompt_of(rollout: ProcessedRollout, row: int) -> Prompt:
@@ -301,43 +312,39 @@ def _scatter(
     slots: Sequence[Sequence[Slot]],
     layout: RowLayout,
     pad_token_id: int,
+    rows: Int64[np.ndarray, " own"] | None,
 ) -> dict[str, np.ndarray]:
-    """Return the arrays of all microbatches, `[microbatch, row, position]`."""
+    """Return the arrays of all microbatches, `[microbatch, row, position]`, or those of some rows of each."""
     shape = (count_microbatches(slots), layout.rows_per_microbatch, layout.row_length)
-    places = _Places(slots, shape)
-    tokens = places.spread(np.ones_like(places.length), 0, np.bool_)
-    parts = [
-        (rollouts[rollout], row, slice(offset, offset + length))
-        for rollout, row, offset, length in zip(
-            places.rollout.tolist(), places.row.tolist(), places.offset.tolist(), places.length.tolist(), strict=True
-        )
-    ]
+    places = find_places(slots, shape)
 
     def gather(name: str, padding: int = 0) -> np.ndarray:
-        """Put the tokens of every sequence at its place."""
-        array = np.full(tokens.shape, padding, PER_TOKEN_DTYPES[name])
-        array[tokens] = _join([getattr(rollout, name)[row, part] for rollout, row, part in parts], array.dtype)
-        return array
+        return places.gather([getattr(rollout, name) for rollout in rollouts], PER_TOKEN_DTYPES[name], padding)
 
     loss_mask = gather("loss_mask")
     actions = places.action_slices(loss_mask)
-
-    def put_actions(name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        array = np.zeros(tokens.shape, PER_TOKEN_DTYPES[name])
-        values = _join(arrays, np.float64)
-        array[loss_mask] = _join([values[part] for part in actions], np.float64)
-        return array
-
-    # The denominators are those of the whole batch, independent of the split into microbatches.
+    # The denominators are those of the whole batch, independent of its split into microbatches and among processes.
     rollout_of_token = places.spread(places.owner, NO_ROLLOUT, np.int32)
     by_row = (-1, layout.row_length)
     weights = aggregation.loss_weights(loss_mask.reshape(by_row), rollout_of_token.reshape(by_row))
-    position = np.arange(tokens.size, dtype=np.int32) - places.spread(places.start - places.offset, 0, np.int32)
+    if rows is not None:
+        loss_mask, weights = (array.reshape(shape)[:, rows].reshape(-1) for array in (loss_mask, weights))
+        places, kept = places.in_rows(rows, shape)
+        actions = [actions[index] for index in kept]
+        shape = (shape[0], len(rows), shape[2])
+
+    def put_actions(name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        array = np.zeros(loss_mask.shape, PER_TOKEN_DTYPES[name])
+        values = join(arrays, np.float64)
+        array[loss_mask] = join([values[part] for part in actions], np.float64)
+        return array
+
+    position = np.arange(loss_mask.size, dtype=np.int32) - places.spread(places.start - places.offset, 0, np.int32)
     arrays = {
         "input_ids": gather("input_ids", pad_token_id),
         "loss_mask": loss_mask,
         "segment_ids": places.spread(places.segment, 0, np.int32),
-        "position_ids": np.where(tokens, position, 0),
+        "position_ids": np.where(places.tokens, position, 0),
         "rollout_ids": places.spread(places.number, NO_ROLLOUT, np.int32),
         "loss_weights": weights,
         **{name: put_actions(name, values) for name, values in per_action.items()},
@@ -346,59 +353,6 @@ def _scatter(
     if layout.share_prompts:
         arrays["prompt_segment_ids"] = places.spread(places.prompt_segment, 0, np.int32)
     return {name: array.reshape(shape) for name, array in arrays.items()}
-
-
-class _Places:
-    """Shared prompts and sequences without them, in the order of their positions in the microbatches.
-
-    All attributes are arrays with one entry for each.
-    """
-
-    def __init__(self, slots: Sequence[Sequence[Slot]], shape: tuple[int, int, int]):
-        table: dict[tuple[int, ...], tuple[int, ...]] = {}
-        for rollout, own in enumerate(slots):
-            for row, (*packed_row, start, length, prompt_start, prompt_length) in enumerate(own):
-                prompt = prompt_start if prompt_length else start
-                table[*packed_row, start] = (rollout, rollout, row, prompt_length, length, prompt)
-                if prompt_length:
-                    # The tokens of a shared prompt are taken from any of its rollouts, but belong to none.
-                    table[*packed_row, prompt] = (rollout, NO_ROLLOUT, row, 0, prompt_length, prompt)
-        where = np.array(list(table), np.int64).reshape(len(table), 3)
-        columns = np.array(list(table.values()), np.int64).reshape(len(table), 6)
-        start = np.ravel_multi_index(tuple(where.T), shape)
-        order = np.argsort(start)
-        self.rollout, self.owner, self.row, self.offset, self.length, prompt_start = columns[order].T
-        self.start = start[order]
-        """Flat index of the first token."""
-        microbatch = where[order, 0]
-        distinct, number = np.unique(np.stack([microbatch, self.rollout]), axis=1, return_inverse=True)
-        number = number.reshape(-1) - np.searchsorted(distinct[0], microbatch)
-        self.number = np.where(self.owner == NO_ROLLOUT, NO_ROLLOUT, number)
-        """Number of the rollout among those of its microbatch."""
-        row_start = self.start - where[order, 2]
-        self.segment = 1 + np.arange(len(table)) - np.searchsorted(row_start, row_start)
-        """1 for the first of a row, then 2, …"""
-        self.prompt_segment = self.segment[np.searchsorted(self.start, row_start + prompt_start)]
-        """Segment of the shared prompt, or the own segment."""
-        edges = np.stack([self.start, self.start + self.length], axis=1).reshape(-1)
-        # Padding, sequence, padding, sequence, ..., padding.
-        self._run_lengths = np.diff(edges, prepend=0, append=np.prod(shape))
-
-    def spread(
-        self, values: Int64[np.ndarray, " sequences"], padding: int, dtype: Any
-    ) -> Shaped[np.ndarray, " positions"]:
-        """Repeat the value of each sequence for all its tokens."""
-        runs = np.full(self._run_lengths.size, padding, dtype)
-        runs[1::2] = values
-        return np.repeat(runs, self._run_lengths)
-
-    def action_slices(self, loss_mask: Bool[np.ndarray, " positions"]) -> list[slice]:
-        """Return the part of each sequence in arrays over the loss tokens of all rollouts, row by row."""
-        count = np.add.reduceat(loss_mask, self.start, dtype=np.int64)
-        by_rollout = np.lexsort((self.row, self.rollout))
-        end = np.empty_like(count)
-        end[by_rollout] = np.cumsum(count[by_rollout])
-        return [slice(*bounds) for bounds in zip((end - count).tolist(), end.tolist(), strict=True)]
 
 
 def _check_per_action(name: str, arrays: Sequence[np.ndarray], rollouts: Sequence[ProcessedRollout]) -> None:
@@ -412,8 +366,3 @@ def _check_per_action(name: str, arrays: Sequence[np.ndarray], rollouts: Sequenc
                 f"rollout {rollout.id} has {rollout.num_loss_tokens} loss tokens, "
                 f"but its {name} have shape {array.shape}"
             )
-
-
-def _join(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
-    """Concatenate arrays; also works for an empty list."""
-    return np.concatenate([np.zeros(0, dtype), *arrays])

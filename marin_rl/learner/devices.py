@@ -5,9 +5,15 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import cast
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Int64
 from levanter.trainer import TrainerConfig
+
+from marin_rl import multihost
 
 
 class DeviceError(ValueError):
@@ -87,3 +93,24 @@ def _check_mesh(config: TrainerConfig) -> None:
             f"{devices} devices cannot be split into trainer.model_axis_size {config.model_axis_size} x "
             f"trainer.replica_ici_axis_size {config.replica_ici_axis_size}: their product must divide a slice's devices"
         )
+
+
+def own_rows(config: TrainerConfig) -> Callable[[int], Int64[np.ndarray, " own"]] | None:
+    """Return the function that lists the rows of a microbatch on the devices of this process.
+
+    Args:
+        config: as returned by `start_devices`.
+
+    Returns:
+        A function of the number of rows, which returns row numbers in ascending order; None with one process.
+    """
+    if not multihost.is_multihost():
+        return None
+    axes = config.compute_axis_mapping[cast(str, config.batch_axis)]
+    sharding = NamedSharding(config.device_mesh, PartitionSpec(axes))
+
+    def rows(count: int) -> Int64[np.ndarray, " own"]:
+        parts = sharding.addressable_devices_indices_map((count,)).values()
+        return np.unique(np.concatenate([np.arange(count, dtype=np.int64)[part] for part in parts]))
+
+    return rows

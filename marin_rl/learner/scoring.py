@@ -20,8 +20,15 @@ from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.batching.rl_example import RlExample, pack_to_score
 from marin_rl.learner.critic import ActorCritic, policy_of
+from marin_rl.learner.devices import own_rows
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
-from marin_rl.learner.train_step import compiler_options, place, placed_shape, stack_microbatches, take_microbatch
+from marin_rl.learner.train_step import (
+    compiler_options,
+    place_batch,
+    placed_shape,
+    stack_microbatches,
+    take_microbatch,
+)
 
 
 class Scores(NamedTuple):
@@ -122,11 +129,13 @@ class Scorer:
         Returns:
             One entry per rollout, with the shape of its arrays.
         """
-        packed = pack_to_score(rollouts, self._layout, pad_token_id=self._pad_token_id)
+        packed = pack_to_score(
+            rollouts, self._layout, pad_token_id=self._pad_token_id, own_rows=own_rows(self._trainer)
+        )
         with self._trainer.use_device_mesh():
-            mesh, mapping = self._trainer.device_mesh, self._trainer.compute_axis_mapping
             batch, count = stack_microbatches(packed.microbatches, self._capacity), len(packed.microbatches)
-            scored = self._score(model, place(batch, mesh, mapping), jnp.int32(count))
+            placed = place_batch(batch, self._trainer, packed.layout.rows_per_microbatch)
+            scored = self._score(model, placed, jnp.int32(count))
         logprobs, values = (packed.unpack([*multihost.fetch(array)[:count]]) for array in scored)
         # Rounding may lift the log-probability of a near-certain token above 0.
         return [Scores(np.minimum(a, 0.0), b) for a, b in zip(logprobs, values, strict=True)]

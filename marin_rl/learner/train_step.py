@@ -27,6 +27,7 @@ from levanter.utils.types import ComputeLossFunction
 from marin_rl import multihost
 from marin_rl.batching.rl_example import RlExample
 from marin_rl.errors import UserError
+from marin_rl.learner.devices import own_rows
 
 T = TypeVar("T")
 
@@ -164,12 +165,16 @@ class Learner:
         state, update = self.dispatch(state, microbatches)
         return state, update.wait()
 
-    def dispatch(self, state: TrainerState, microbatches: Sequence[RlExample]) -> tuple[TrainerState, PendingUpdate]:
+    def dispatch(
+        self, state: TrainerState, microbatches: Sequence[RlExample], num_rows: int | None = None
+    ) -> tuple[TrainerState, PendingUpdate]:
         """Start one update and return without waiting for the devices.
 
         Args:
             state: **donated**; use the returned state.
             microbatches: the batch, split into microbatches of one shape; at least one.
+            num_rows: number of rows of a microbatch if `microbatches` contain only the rows of this process
+                (`own_rows` of `marin_rl.learner.devices`); None if they contain all rows.
 
         Returns:
             The new state, which the next update may take at once, and the update's metrics.
@@ -177,7 +182,7 @@ class Learner:
         with self.trainer:
             constants, leaves = _flatten(state)
             program = self._program(constants, tuple(leaf.sharding for leaf in leaves))
-            leaves, update = program(leaves, *self._place(microbatches))
+            leaves, update = program(leaves, *self._place(microbatches, num_rows))
         return _unflatten(constants, leaves), update
 
     def lower(self, state: TrainerState, microbatches: Sequence[RlExample]) -> jax.stages.Lowered:
@@ -194,11 +199,10 @@ class Learner:
             program = self._program(constants, tuple(leaf.sharding for leaf in leaves))
             return program.lower(leaves, batch, np.int32(len(microbatches)))
 
-    def _place(self, microbatches: Sequence[RlExample]) -> tuple[RlExample, np.int32]:
+    def _place(self, microbatches: Sequence[RlExample], num_rows: int | None) -> tuple[RlExample, np.int32]:
         """Put the stacked microbatches on the devices; also return their number."""
         stacked = stack_microbatches(microbatches, self._capacity)
-        mesh, mapping = self.trainer.device_mesh, self.trainer.compute_axis_mapping
-        return place(stacked, mesh, mapping), np.int32(len(microbatches))
+        return place_batch(stacked, self.trainer.config, num_rows), np.int32(len(microbatches))
 
     def _make_program(self, constants: _Constants, shardings: tuple[jax.sharding.Sharding, ...]) -> jax.stages.Wrapped:
         # Flat arguments, because jax compares the structure of its arguments in every call, in Python for modules.
@@ -311,6 +315,41 @@ def take_microbatch(batch: RlExample, index: jax.Array | int) -> RlExample:
 def place(tree: T, mesh: Mesh, mapping: ResourceMapping) -> T:
     """Put every array of a tree on the mesh: named arrays sharded by `mapping`, all others replicated."""
     return _map_arrays(multihost.put, tree, mesh, mapping)
+
+
+def place_batch(batch: RlExample, config: TrainerConfig, num_rows: int | None) -> RlExample:
+    """Put stacked microbatches on the mesh.
+
+    Args:
+        batch: `{microbatch, batch, position}`, on the host.
+        config: mesh and axis mapping.
+        num_rows: number of rows of a microbatch if `batch` contains only those of this process; None if it has all.
+
+    Raises:
+        ValueError: if `batch` has another number of rows than this process feeds.
+    """
+    mesh, mapping = config.device_mesh, config.compute_axis_mapping
+    rows_of = own_rows(config)
+    if rows_of is None or num_rows is None:
+        return place(batch, mesh, mapping)
+    rows, Rows = rows_of(num_rows), Axis("batch", num_rows)
+    if (found := batch.input_ids.axis_size("batch")) != len(rows):
+        raise ValueError(f"a microbatch has {found} rows, but this process feeds {len(rows)} of {num_rows}")
+
+    def put(leaf: NamedArray) -> NamedArray:
+        axes = tuple(Rows if axis.name == Rows.name else axis for axis in leaf.axes)
+        own = np.asarray(leaf.array)
+
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            start, stop, _ = index[1].indices(num_rows)
+            first = int(np.searchsorted(rows, start))
+            return own[index[0], first : first + stop - start, index[2]]
+
+        sharding = NamedSharding(mesh, pspec_for_axis(axes, mapping))
+        return NamedArray(jax.make_array_from_callback(tuple(axis.size for axis in axes), sharding, part), axes)
+
+    return jax.tree.map(put, batch, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
 
 
 def placed_shape(tree: T, mesh: Mesh, mapping: ResourceMapping) -> T:

@@ -14,7 +14,7 @@ from jaxtyping import Float64
 
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.processed_rollout import ProcessedRollout, process_rollout, sequence_lengths, without_loss
-from marin_rl.batching.rl_example import PackedBatch, pack_batch
+from marin_rl.batching.rl_example import OwnRows, PackedBatch, pack_batch
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.scoring import Scores
 from marin_rl.objectives.advantage_inputs import AdvantageInputs, TokenAdvantages, sample_variance
@@ -68,6 +68,8 @@ class BatchBuilder:
     """Scores rollouts with the frozen reference policy; None if `kl` does not need it."""
     sampling_weights: Callable[[WeightVersion], Any] | None = None
     """Returns the former weights of a version; None if they are not kept."""
+    own_rows: OwnRows | None = None
+    """Returns the rows of a microbatch that this process feeds; None for all."""
 
     def build(self, groups: Sequence[RolloutGroup], model: Any, step: int, timer: PhaseTimer) -> TrainingBatch:
         """Compute advantages and convert rollouts to arrays.
@@ -121,6 +123,8 @@ class BatchBuilder:
     def minibatches(self, batch: TrainingBatch, step: int) -> Iterator[PackedBatch]:
         """Yield the batches of a step's updates; every epoch contains each rollout once, in a different order.
 
+        With several training processes, the microbatches contain the rows that this process feeds.
+
         The loss denominator is computed over each minibatch, which is the whole batch of one update.
 
         Args:
@@ -143,6 +147,7 @@ class BatchBuilder:
                         self.layout,
                         pad_token_id=self.pad_token_id,
                         importance_weights=[batch.importance_weights[index] for index in indices],
+                        own_rows=self.own_rows,
                     )
 
     def _row_length(self, rollout: Rollout) -> int:

@@ -154,7 +154,7 @@ def _train_step(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[st
     batch = run.batch_builder.build(collected.groups, run.trainer_state.model, step, timer)
     with timer.phase("batch"):
         updates = list(run.batch_builder.minibatches(batch, step))
-        require_same_batch(step, [microbatch for packed in updates for microbatch in packed.microbatches])
+        require_same_batch(step, batch, updates)
     with timer.phase("step"):
         pending = _dispatch(run, updates)
     with timer.phase("store"), writing(run.store.folder):
@@ -189,7 +189,9 @@ def _dispatch(run: TrainingRun, updates: Sequence[PackedBatch]) -> list[PendingU
     """Start the updates of a step without waiting for the devices."""
     pending = []
     for packed in updates:
-        run.trainer_state, update = run.learner.dispatch(run.trainer_state, packed.microbatches)
+        run.trainer_state, update = run.learner.dispatch(
+            run.trainer_state, packed.microbatches, packed.layout.rows_per_microbatch
+        )
         pending.append(update)
     return pending
 

@@ -33,7 +33,7 @@ from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.errors import Closing, writing
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import attach_critic, policy_of
-from marin_rl.learner.devices import start_devices
+from marin_rl.learner.devices import own_rows, start_devices
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.saved_checkpoint import Checkpoint, CheckpointError
 from marin_rl.learner.scoring import Scorer
@@ -271,4 +271,5 @@ def _make_batch_builder(config: TrainConfig, parts: _Parts, history: WeightHisto
         scorer.score,
         score_reference,
         None if history is None else history.get,
+        own_rows(parts.trainer),
     )

@@ -18,15 +18,19 @@ import jax
 import numpy as np
 
 from marin_rl import multihost
-from marin_rl.batching.rl_example import RlExample
+from marin_rl.batching.rl_example import PackedBatch
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.errors import RunDirectoryError, writing
 from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.storage import RemotePath, StoragePath
+from marin_rl.training.batch_builder import TrainingBatch
 from marin_rl.training.run_directory import config_differences
 from marin_rl.weights.config import ArrowFlightConfig, is_loopback
+
+PER_ROLLOUT = ("input_ids", "loss_mask", "segment_ids", "policy_logprobs", "reference_logprobs", "values")
+"""Arrays of `ProcessedRollout` that the batch of an update contains."""
 
 
 def require_shared_folder(folder: StoragePath) -> None:
@@ -92,27 +96,35 @@ def require_same_config(config: TrainConfig, may_differ: Sequence[str]) -> None:
         )
 
 
-def require_same_batch(step: int, microbatches: Sequence[RlExample]) -> None:
+def require_same_batch(step: int, batch: TrainingBatch, updates: Sequence[PackedBatch]) -> None:
     """Check that all training processes have the same batch.
 
-    Each process computes the batch from the rollouts and places its rows on its devices, so an undetected difference
+    Each process computes the batch from the rollouts and feeds its rows to its devices, so an undetected difference
     would make the gradient wrong.
 
     Args:
         step: Training step.
-        microbatches: All microbatches of all updates of the step.
+        batch: Rollouts and advantages of the step.
+        updates: Its updates, of which this process may have a part of the rows.
 
     Raises:
         ProcessesDifferError: In every process; names the processes and arrays that differ.
     """
     if not multihost.is_multihost():
         return
-    arrays = {
-        name: [np.asarray(getattr(batch, name).array) for batch in microbatches] for name in microbatches[0].arrays()
+    arrays: dict[str, Sequence[np.ndarray]] = {
+        **{name: [getattr(rollout, name) for rollout in batch.rollouts] for name in PER_ROLLOUT},
+        "advantages": [tokens.advantages for tokens in batch.token_advantages],
+        "returns": [tokens.value_targets for tokens in batch.token_advantages],
+        "importance_weights": batch.importance_weights,
     }
-    values = {name: b"".join(array.tobytes() for array in of_name) for name, of_name in arrays.items()}
-    shapes = [array.shape for array in arrays["input_ids"]]
-    multihost.require_equal({"shapes": f"{step} {shapes}".encode(), **values}, f"the batch of step {step}")
+    shapes = [(rollout.id, rollout.input_ids.shape) for rollout in batch.rollouts]
+    values = {
+        "rollouts": f"{step} {shapes}".encode(),
+        "rows": repr([(packed.layout, packed.slots) for packed in updates]).encode(),
+        **{name: b"".join(array.tobytes() for array in of_rollouts) for name, of_rollouts in arrays.items()},
+    }
+    multihost.require_equal(values, f"the batch of step {step}")
 
 
 def check_config(config: TrainConfig) -> None:

@@ -302,6 +302,22 @@ def test_rollout_ids_number_the_rollouts_of_a_microbatch(rollouts, layout: RowLa
         assert here == [{number} for number in range(len(here))]
 
 
+@given(batches(), LAYOUTS, st.sampled_from(AGGREGATIONS), st.sets(st.integers(0, 2), min_size=1))
+@settings(deadline=None, max_examples=60)
+def test_own_rows_are_those_of_the_whole_batch(rollouts, layout: RowLayout, aggregation, own: set[int]) -> None:
+    advantages = [token_advantages(rollout) for rollout in rollouts]
+    rows = np.array(sorted(own))
+    whole, part = (
+        pack_batch(rollouts, advantages, aggregation, layout, pad_token_id=PAD, own_rows=own_rows)
+        for own_rows in (None, lambda count: rows)
+    )
+    assert (part.slots, part.layout, part.num_loss_tokens) == (whole.slots, whole.layout, whole.num_loss_tokens)
+    for name in whole.microbatches[0].arrays():
+        for found, expected in zip(arrays(part, name), arrays(whole, name), strict=True):
+            assert found.dtype == expected.dtype
+            np.testing.assert_array_equal(found, expected[rows], err_msg=name)
+
+
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(
     ("aggregation", "one", "two"),

@@ -64,9 +64,14 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
 
     from marin_rl import multihost
     from marin_rl.batching.packing import RowLayout
+    from marin_rl.batching.rl_example import OwnRows, PackedBatch, pack_batch
     from marin_rl.learner.checkpoint import CheckpointConfig, Checkpoints
+    from marin_rl.learner.devices import own_rows
     from marin_rl.learner.scoring import Scorer
     from marin_rl.learner.weight_history import WeightHistory
+    from marin_rl.objectives.advantage_inputs import TokenAdvantages
+    from marin_rl.objectives.aggregation import SequenceMeanConfig
+    from marin_rl.training.batch_builder import TrainingBatch
     from marin_rl.training.shared_run import require_same_batch
     from marin_rl.weights.config import ArrowFlightConfig
     from marin_rl.weights.publish import TrainingHost
@@ -107,13 +112,28 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     def fail() -> str:
         raise OSError("pulled the plug")
 
-    examples = [tiny.make_example(tiny.MESH_ROWS, seed=seed) for seed in range(2)]
-    require_same_batch(4, examples)
+    rollouts = make_rollouts(tiny.VOCAB)
+    advantages = [np.linspace(-1, 1, rollout.num_loss_tokens) for rollout in rollouts]
+    tokens = [TokenAdvantages(array, 2 * array) for array in advantages]
+
+    def pack(own: OwnRows | None) -> PackedBatch:
+        return pack_batch(rollouts, tokens, SequenceMeanConfig(), layout, pad_token_id=0, own_rows=own)
+
+    layout = RowLayout(16, rows, packed=True)
+    whole, own = pack(None), pack(own_rows(trainer))
+    fed = []
+    for packed, num_rows in ((whole, None), (own, own.layout.rows_per_microbatch)):
+        fresh = tiny.fresh_state(learner)
+        _, update = learner.dispatch(fresh, packed.microbatches, num_rows)
+        fed.append({name: float(metric) for name, metric in update.wait().items()})
+
+    batch = TrainingBatch(rollouts, tokens, advantages, {}, {})
+    require_same_batch(4, batch, [own])
     if index:
-        altered = examples[1].advantages.at[{"batch": 1, "position": 2}].add(1e-6)
-        examples[1] = dataclasses.replace(examples[1], advantages=altered)
+        altered = np.nextafter(advantages[1], 2)
+        batch = batch._replace(token_advantages=[tokens[0], TokenAdvantages(altered, 2 * advantages[1]), *tokens[2:]])
     try:
-        require_same_batch(5, examples)
+        require_same_batch(5, batch, [own])
         differs = ""
     except multihost.ProcessesDifferError as raised:
         differs = str(raised)
@@ -142,6 +162,8 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
         "said": [multihost.on_main(lambda size=size: "ä" * size + str(index)) for size in (0, 300, 2**18)],
         "error": error,
         "differs": differs,
+        "rows": [packed.microbatches[0].input_ids.axis_size("batch") for packed in (whole, own)],
+        "fed": fed,
         "gathered": multihost.gather_texts(f"{index}" * (1 + 500 * index)),
         "agreed": [multihost.any_process(index == 1), multihost.any_process(False)],
         "main": multihost.is_main(),

@@ -173,6 +173,17 @@ def test_checkpoint_is_written_and_read_by_both_processes(folder: Path, alone: P
         open_checkpoint(saved)
 
 
+def test_each_process_feeds_its_own_rows(alone: Process, two: list[Process]) -> None:
+    [of_all, expected] = alone.facts["fed"]
+    assert of_all == expected
+    for process in two:
+        assert process.facts["rows"] == [alone.facts["rows"][0], alone.facts["rows"][1] // 2]
+        # The whole batch in each process gives the same arrays on the devices.
+        assert process.facts["fed"][1] == process.facts["fed"][0]
+        assert process.facts["fed"][1] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert expected["grad_norm"] > 0
+
+
 def test_each_process_samples_on_its_own_devices(alone: Process, two: list[Process]) -> None:
     for process in two:
         for found, expected in zip(process.facts["sampled"], alone.facts["sampled"], strict=True):

@@ -263,8 +263,8 @@ def test_stop_request_saves_finished_step(
     records: dict[int, dict[str, float]] = {}
     compared: list[tuple[int, int]] = []
 
-    def compare(step: int, microbatches: Sequence[object]) -> None:
-        assert microbatches
+    def compare(step: int, batch: object, updates: Sequence[object]) -> None:
+        assert updates
         compared.append((step, int(run.trainer_state.step)))
 
     monkeypatch.setattr("marin_rl.training.loop.require_same_batch", compare)

@@ -6,8 +6,11 @@
 First in `mode: async`, with Ray and a rollout worker, then in `mode: sync`, with a warm start and evaluations.
 """
 
+import json
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from marin_rl.training.run_directory import RunDirectory, lock
-from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome, stored, without_timings
-from tests.training_hosts import hosts, started
+from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome, stored, without_losses, without_timings
+from tests.training_hosts import TIMEOUT, cpu_host, distributed_flags, hosts, started
 
 pytestmark = pytest.mark.slow
 
@@ -194,3 +197,23 @@ def test_a_run_resumes_on_another_number_of_processes(sync_runs: dict[int, TinyR
     resumed = interrupted_after(sync_runs[4], 3, tmp_path / "resumed")
     train_sync(resumed, 2)
     assert_equal_to_rounding(resumed, sync_runs[1])
+
+
+def test_processes_evaluate_like_one(sync_runs: dict[int, TinyRun]) -> None:
+    run = sync_runs[2]
+    evaluations = [
+        subprocess.Popen(
+            [*cpu_host(2), sys.executable, "-m", "marin_rl.evaluate", "--run", str(run.path), "--json", *flags],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for flags in distributed_flags(2, "distributed")
+    ]
+    first, second = (process.communicate(timeout=TIMEOUT)[0] for process in evaluations)
+    assert [process.returncode for process in evaluations] == [0, 0]
+    # Gloo writes to the same stream.
+    [line] = [line for line in first.splitlines() if line.startswith("{")]
+    assert not any(line.startswith("{") for line in second.splitlines())
+    last = {name: value for name, value in run.records()[-1].items() if name.startswith("eval/")}
+    found = without_losses({name: value for name, value in json.loads(line).items() if name.startswith("eval/")})
+    assert found == last
