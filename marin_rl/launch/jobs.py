@@ -10,6 +10,7 @@ finds half started, and follows one that is running.
 
 import contextlib
 import dataclasses
+import re
 import shlex
 import tempfile
 import time
@@ -164,9 +165,9 @@ class Launch:
             if queued_resource.describe(self.gcloud, group.name).stage is Stage.ACTIVE or self.gcloud.dry_run:
                 for job in reversed(group.jobs("")):
                     group.hosts.stop(job.name, self.stop_timeout)
-                self.gcloud.report(f"{group.name}: jobs stopped; its slices still exist")
+                self._report_done(f"{group.name}: jobs stopped; its slices still exist")
             else:
-                self.gcloud.report(f"{group.name}: no slices")
+                self._report_done(f"{group.name}: no slices")
 
     def delete(self) -> None:
         """Delete all queued resources with their slices.
@@ -176,7 +177,7 @@ class Launch:
         """
         for group in self.groups:
             queued_resource.delete(self.gcloud, group.name)
-            self.gcloud.report(f"{group.name}: deleted")
+            self._report_done(f"{group.name}: deleted")
 
     def show_status(self) -> None:
         """Print the state of queued resources and jobs.
@@ -187,10 +188,14 @@ class Launch:
         for group in self.groups:
             found = queued_resource.describe(self.gcloud, group.name)
             error = f": {found.error}" if found.error else ""
-            self.gcloud.report(f"{group.name}: {found.state}{error}")
+            self._report_done(f"{group.name}: {found.state}{error}")
             if found.stage is Stage.ACTIVE:
                 for status in sorted(group.hosts.statuses(), key=lambda status: (status.job, status.host)):
                     self.gcloud.report(f"  {_sentence(status)}")
+
+    def _report_done(self, text: str) -> None:
+        if not self.gcloud.dry_run:
+            self.gcloud.report(text)
 
     def _advance(self, names: Sequence[str], *, detach: bool) -> bool:
         """Do the next missing steps; returns whether the launch is complete."""
@@ -300,10 +305,12 @@ class Launch:
         for status in failed:
             if status.state != "exited":
                 continue
-            group.hosts.logs("all", LOG_LINES, follow=False)
+            # Names of the hosts of a slice end with their index.
+            index = re.search(r"-w-(\d+)$", status.host)
+            group.hosts.logs(index[1] if index else "all", LOG_LINES, follow=False)
             raise JobError(
                 f"{status.job} failed on host {status.host} of {group.name} with exit status {status.exit_status} "
-                f"after {status.restarts} restarts; the logs are above. Correct the cause and rerun the same command"
+                f"after {status.restarts} restarts; the log is above. Correct the cause and rerun the same command"
             )
 
     def _after_failure(self, group: Group, error: GcloudError) -> UnreachableError | None:

@@ -5,6 +5,9 @@
 
 It ends when the command ends with status 0, when it was stopped, or when the command failed too often within a time.
 
+A signal from systemd is not passed on: at a shutdown of the machine, such as a preemption, systemd sends SIGTERM to all
+processes (`KillMode=control-group`), and a second SIGTERM would end a training run before it has saved its state.
+
 | Exit status | Meaning |
 |---|---|
 | 0 | the command ended with status 0: it is complete, or it saved its state after SIGTERM or SIGINT |
@@ -150,8 +153,12 @@ class _Supervisor:
                 break
             if received is not None and received.si_signo != signal.SIGCHLD and deadline is None:
                 # Only once: a second signal would end a training run without saving.
-                self.report(f"passing {signal.Signals(received.si_signo).name} on to the command")
-                child.send_signal(received.si_signo)
+                name = signal.Signals(received.si_signo).name
+                if _is_systemd(received.si_pid):
+                    self.report(f"{name} from systemd, which the command has received too")
+                else:
+                    self.report(f"passing {name} on to the command")
+                    child.send_signal(received.si_signo)
                 deadline = time.monotonic() + self.config.stop_timeout
         return exit_status(code), deadline is not None
 
@@ -166,6 +173,13 @@ class _Supervisor:
                     "command": list(self.command),
                 }
             )
+
+
+def _is_systemd(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8") == "systemd\n"
+    except OSError:
+        return False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,10 @@ import pytest
 from tests.launch import stand_in_gcloud
 from tests.launch.stand_in_gcloud import Cloud
 
-TIMEOUT = 60.0
+TIMEOUT = 400.0
+"""Timeout in seconds, for a busy machine."""
+_THREADS: list[threading.Thread] = []
+"""Launches in the background."""
 
 TRAIN = """
 import os, pathlib, signal, sys, time
@@ -93,6 +96,10 @@ def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
     monkeypatch.setenv("STAND_IN_GCLOUD", str(cloud.folder))
     monkeypatch.setenv("PATH", f"{programs}:/usr/local/bin:/usr/bin:/bin")
     yield cloud
+    # Launches of a failed test must end before the stand-in is gone.
+    cloud.fail("", "ERROR: the test has ended", times=10**9)
+    while _THREADS:
+        _THREADS.pop().join(TIMEOUT)
     cloud.close()
 
 
@@ -128,6 +135,7 @@ def in_background(main: Callable[[Sequence[str]], int], arguments: Sequence[str]
     statuses: list[int] = []
     thread = threading.Thread(target=lambda: statuses.append(main(arguments)), daemon=True)
     thread.start()
+    _THREADS.append(thread)
     return Started(thread, statuses)
 
 

@@ -425,6 +425,7 @@ def test_other_slices_of_the_same_name_are_refused(
     assert set(cloud.resources) == {"pod"}
 
 
+@pytest.mark.medium
 def test_deleted_by_someone_else(cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     running = in_background(command_line.main, start_arguments(project))
     wait_until(lambda: len(project.starts()) == 2)

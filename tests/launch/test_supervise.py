@@ -15,7 +15,8 @@ import pytest
 
 from marin_rl.launch.supervise import SupervisorConfig, exit_status, supervise
 
-TIMEOUT = 60.0
+TIMEOUT = 400.0
+"""Timeout in seconds, for a busy machine."""
 
 COUNT = """
 import sys, pathlib
@@ -133,6 +134,25 @@ def test_passes_signals_on_once_and_does_not_restart(tmp_path: Path, number: int
     assert "restart" not in output
 
 
+def test_a_signal_of_systemd_is_not_passed_on(tmp_path: Path) -> None:
+    """At a shutdown systemd sends SIGTERM to the command as well."""
+    process = start(tmp_path)
+    systemd = tmp_path / "systemd"
+    systemd.symlink_to("/bin/bash")
+    script = f"kill -TERM {process.pid}; read line"
+    with subprocess.Popen([str(systemd), "-c", script], stdin=subprocess.PIPE) as sender:
+        assert process.stdout is not None
+        assert "SIGTERM from systemd, which the command has received too" in process.stdout.readline()
+        assert process.poll() is None
+        child = json.loads((tmp_path / "state" / "status.json").read_text())
+        assert child["state"] == "running"
+        os.killpg(process.pid, signal.SIGTERM)
+        sender.communicate(b"\n")
+    output, _ = process.communicate(timeout=TIMEOUT)
+    assert "['TERM']" in output
+    assert process.returncode == 0
+
+
 def test_kills_a_command_that_does_not_stop(tmp_path: Path) -> None:
     code = """
 import pathlib, signal, time
@@ -158,6 +178,7 @@ def test_stops_while_waiting_for_a_restart(tmp_path: Path) -> None:
     process.stdout.close()
 
 
+@pytest.mark.medium
 def test_one_supervisor_per_folder_even_if_it_was_killed(tmp_path: Path) -> None:
     process = start(tmp_path)
     config = SupervisorConfig(folder=str(tmp_path / "state"))
