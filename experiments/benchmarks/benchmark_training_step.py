@@ -47,7 +47,7 @@ from experiments.benchmarks.measurement import (
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.batching.rl_example import PackedBatch, RlExample, pack_batch
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.learner.devices import microbatch_rows, start_devices
+from marin_rl.learner.devices import microbatch_rows, platform_of, start_devices
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.learner.train_step import Learner
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
@@ -202,7 +202,7 @@ def pack(
     """Return the batch in a run's layout, with or without packing, or with the run's choice if `packed` is None."""
     sections = dataclasses.replace(config.rollouts, packing=packed)
     whole = dataclasses.replace(config, rollouts=sections)
-    default = sections.rows_per_device(jax.default_backend(), trainer.data_axis_size)
+    default = sections.rows_per_device(platform_of(trainer), trainer.data_axis_size)
     rows = microbatch_rows(config.trainer, default) * trainer.data_axis_size
     layout = whole.row_layout(dataclasses.replace(trainer, train_batch_size=rows))
     token_advantages_list = [

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.benchmarks.measurement import PACKAGES, benchmark_parser, say
+from marin_rl.planning.chips import CHIPS, GIB
 
-CHIPS = {"v5e": 16, "v5p": 95, "v6e": 32}
-"""GiB of memory of each chip."""
 MODEL_LAYERS = {"0.6B": 28, "1B": 16, "8B": 36}
 """Number of layers of each model."""
 LENGTHS = (2048, 8192, 32768)
@@ -135,9 +134,8 @@ def _verdict(row: Row, sizes: Sequence[float | None]) -> str:
         reason = " ".join(row["error"].split())
         return f"no: {reason[:160]}".replace("|", "/")
     # The output of these programs replaces an argument.
-    needed = sum(size or 0 for size in sizes[:2]) / 2**30
-    memory = CHIPS[row["chip"]]
-    return "yes" if needed <= memory else f"yes, but needs {needed:.1f} of {memory} GiB"
+    needed, memory = sum(size or 0 for size in sizes[:2]), CHIPS[row["chip"]].memory
+    return "yes" if needed <= memory else f"yes, but needs {needed / GIB:.1f} of {memory / GIB:.1f} GiB"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

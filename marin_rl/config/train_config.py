@@ -49,7 +49,7 @@ from marin_rl.environments.base import EnvironmentConfig
 from marin_rl.learner.attention_kernel import PLATFORMS, AttentionKernel, attention_kernel
 from marin_rl.learner.checkpoint import CheckpointConfig
 from marin_rl.learner.critic import CriticConfig
-from marin_rl.learner.devices import microbatch_rows
+from marin_rl.learner.devices import microbatch_rows, platform_of
 from marin_rl.models.conversion import check_model
 from marin_rl.objectives.advantage_inputs import AdvantageConfig
 from marin_rl.objectives.advantages import RlooConfig
@@ -382,7 +382,7 @@ class TrainConfig:
         separate = dataclasses.replace(rollouts, packing=False)
         if rollouts.packing is not None or separate.positions(kernel) == layout.row_length:
             return layout
-        platform, devices = self._platform(trainer), trainer.data_axis_size
+        platform, devices = platform_of(trainer), trainer.data_axis_size
         rows = microbatch_rows(self.trainer, separate.rows_per_device(platform, devices)) * devices
         unpacked = self._layout(separate.positions(kernel), rows, packed=False)
         return dataclasses.replace(layout, unpacked=unpacked)
@@ -400,7 +400,7 @@ class TrainConfig:
 
     def logprob_block(self, trainer: TrainerConfig) -> int:
         """Tokens per device whose logits are in memory at once, for a trainer section of started devices."""
-        return self.logprob_block_size or LOGPROB_BLOCK_SIZE[self._platform(trainer)]
+        return self.logprob_block_size or LOGPROB_BLOCK_SIZE[platform_of(trainer)]
 
     def trained_model(self, trainer: TrainerConfig) -> LmConfig:
         """Model config with the attention kernel of the trainer's platform and a block size that divides the rows.
@@ -413,7 +413,4 @@ class TrainConfig:
         return kernel.configure(self.model, self.rollouts.positions(kernel))
 
     def _kernel(self, trainer: TrainerConfig) -> AttentionKernel:
-        return attention_kernel(self.model, self._platform(trainer))
-
-    def _platform(self, trainer: TrainerConfig) -> str:
-        return trainer.device_mesh.devices.flat[0].platform
+        return attention_kernel(self.model, platform_of(trainer))

@@ -110,8 +110,8 @@ class AttentionKernel:
         changes: dict[str, object] = {}
         if (block := self.block(row_length)) != self.block_size:
             changes["flash_attention_block_size"] = block
-        if self.backend is not AttentionBackend.SPLASH and hasattr(model, "attn_backend"):
-            # Otherwise levanter uses Transformer Engine on GPUs on which it is installed.
+        if hasattr(model, "attn_backend"):
+            # Levanter would choose by this machine's devices, and silently use another kernel if that one fails.
             changes["attn_backend"] = self.backend
         if self.backend is AttentionBackend.VANILLA and getattr(model, "use_flash_attention", None) is not None:
             # Most architectures ignore this field; the others reject `true` together with `vanilla`.

@@ -33,6 +33,11 @@ def join_processes(config: TrainerConfig) -> None:
         config.distributed.initialize()
 
 
+def platform_of(trainer: TrainerConfig) -> str:
+    """Return the platform of the devices of a run: `cpu`, `gpu` or `tpu`."""
+    return trainer.device_mesh.devices.flat[0].platform
+
+
 def start_devices(
     config: TrainerConfig, *, rows_per_device: int | Callable[[str, int], int], alone: bool = False
 ) -> TrainerConfig:
@@ -64,11 +69,11 @@ def start_devices(
             f"jax found {jax.process_count()} processes, but trainer.distributed.initialize_jax_distributed is false; "
             "set it to true"
         )
-    if config.require_accelerator and jax.default_backend() == "cpu":
+    if config.require_accelerator and jax.devices()[0].platform == "cpu":
         raise DeviceError("trainer.require_accelerator is true, but jax found only a CPU; set it to false to use that")
     _check_mesh(config)
     if not isinstance(rows_per_device, int):
-        rows_per_device = rows_per_device(jax.default_backend(), config.data_axis_size)
+        rows_per_device = rows_per_device(platform_of(config), config.data_axis_size)
     config.per_device_parallelism = microbatch_rows(config, rows_per_device)
     config.train_batch_size = config.per_device_parallelism * config.data_axis_size
     config._validate_and_set_defaults()

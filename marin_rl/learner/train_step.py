@@ -134,6 +134,21 @@ class Learner:
         with self.trainer:
             return eqx.filter_eval_shape(self._init, model, key)
 
+    def lower_initial_state(self, model: eqx.Module) -> jax.stages.Lowered:
+        """Lower the program of `initial_state` without compiling it, for analysis of its memory and cost.
+
+        Args:
+            model: shapes and shardings of the parameters, as from `placed_shape`.
+        """
+        # filter_jit takes no shapes.
+        arrays, rest = eqx.partition(model, _has_shape)
+
+        def create(arrays: Any, key: jax.Array) -> list[jax.Array]:
+            return _flatten(self._init(eqx.combine(arrays, rest), key))[1]
+
+        with self.trainer:
+            return jax.jit(create).lower(arrays, jax.eval_shape(lambda: jax.random.PRNGKey(0)))
+
     def place(self, state: TrainerState) -> TrainerState:
         """Shard every array of a state as an update does.
 

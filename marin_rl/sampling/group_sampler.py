@@ -18,6 +18,7 @@ import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import equinox as eqx
 import haliax.partitioning
@@ -26,15 +27,15 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 from haliax.partitioning import ResourceAxis
-from levanter.models.lm_model import LmHeadModel
+from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer import TrainerConfig
 
-from marin_rl.sampling.attention import CacheAxes, attention_form
+from marin_rl.sampling.attention import AttentionForm, attention_form
 from marin_rl.sampling.cached_model import Cache, CachedModel, cache_axes
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.decoding import compile_programs, head_shards
 from marin_rl.sampling.host_mesh import copy_to_host, count_hosts, host_mesh
-from marin_rl.sampling.prefill import Piece, copy_arguments, prefill_calls, prefill_shape
+from marin_rl.sampling.prefill import Piece, PrefillShape, copy_arguments, prefill_calls, prefill_shape
 from marin_rl.sampling.sampler import (
     SampledTokens,
     Sampler,
@@ -49,6 +50,51 @@ DECODE_STEPS = 16
 """Tokens of each sequence in one call of `decode`."""
 REFILL_FRACTION = 16
 """A call of `decode` ends when one in this number of slots can be refilled."""
+
+
+class SamplerSizes(NamedTuple):
+    """Devices and sizes of the programs of a sampler, a function of the config and the learner's mesh."""
+
+    mesh: jax.sharding.Mesh | None
+    """Devices of this process; None for one device."""
+    hosts: int
+    """Number of processes, each with a sampler of its own."""
+    shards: int
+    """Number of data shards of this process."""
+    shard_slots: int
+    """Slots of each data shard."""
+    head_shards: int
+    """Number of devices over which heads of keys and values are sharded."""
+    form: AttentionForm
+    """Attention over the cache."""
+    dtype: jnp.dtype
+    """Type of the cache."""
+    prefill: PrefillShape
+    """Shape of a call of `prefill` on each data shard."""
+
+    @property
+    def slots(self) -> int:
+        """Slots of all data shards of this process."""
+        return self.shards * self.shard_slots
+
+
+def sampler_sizes(config: SamplingConfig, max_context: int, trainer: TrainerConfig | None) -> SamplerSizes:
+    """Return the sizes of a sampler; the arguments are those of `GroupSampler`."""
+    mesh = None if trainer is None else host_mesh(trainer.device_mesh)
+    hosts = 1 if trainer is None else count_hosts(trainer.device_mesh)
+    shards = 1 if mesh is None else mesh.size // mesh.shape[ResourceAxis.MODEL]
+    shard_slots = -(-config.max_seqs // (shards * hosts))
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    return SamplerSizes(
+        mesh,
+        hosts,
+        shards,
+        shard_slots,
+        head_shards(trainer, mesh),
+        attention_form(device.platform, device.device_kind),
+        jnp.dtype(config.cache_dtype(device.platform)),
+        prefill_shape(device.platform, shard_slots, max_context, config.max_new_tokens),
+    )
 
 
 @dataclasses.dataclass
@@ -110,28 +156,20 @@ class GroupSampler(Sampler):
         self._weight_poll = weight_poll
         self._trainer = trainer
         self._version = version
-        self._mesh = None if trainer is None else host_mesh(trainer.device_mesh)
-        self._num_hosts = 1 if trainer is None else count_hosts(trainer.device_mesh)
-        self._shards = 1 if self._mesh is None else self._mesh.size // self._mesh.shape[ResourceAxis.MODEL]
-        self._shard_slots = -(-config.max_seqs // (self._shards * self._num_hosts))
-        self._num_slots = self._shard_slots * self._shards
-        device = jax.devices()[0] if self._mesh is None else self._mesh.devices.flat[0]
-        form = attention_form(device.platform, device.device_kind)
-        dtype = jnp.dtype(config.cache_dtype(device.platform))
-        heads = head_shards(trainer, self._mesh)
-        axes = cache_axes(model.config, form, self._num_slots, max_context, heads)
-        _check_cache_size(axes, dtype, self._shards * heads, config, max_context)
-        self._prefill = prefill_shape(device.platform, self._shard_slots, max_context, config.max_new_tokens)
+        sizes = sampler_sizes(config, max_context, trainer)
+        check_cache_size(model.config, sizes, config, max_context)
+        self._mesh, self._num_hosts, self._shards = sizes.mesh, sizes.hosts, sizes.shards
+        self._shard_slots, self._num_slots, self._prefill = sizes.shard_slots, sizes.slots, sizes.prefill
         steps = DECODE_STEPS if weight_poll is None else min(weight_poll.decode_steps, DECODE_STEPS)
         self._programs = compile_programs(
             trainer,
             model.config,
-            form,
-            slots=self._num_slots,
+            sizes.form,
+            slots=sizes.slots,
             context=max_context,
-            dtype=dtype,
+            dtype=sizes.dtype,
             steps=steps,
-            mesh=self._mesh,
+            mesh=sizes.mesh,
         )
         self._source = model
         self._count = 0
@@ -398,12 +436,15 @@ def _stop_table(sequences: Sequence[Sequence[int]], vocab_size: int) -> np.ndarr
     return rows
 
 
-def _check_cache_size(
-    axes: Sequence[CacheAxes], dtype: jnp.dtype, devices: int, config: SamplingConfig, max_context: int
-) -> None:
-    """Compare the size of the KV cache on one device with its limit."""
+def check_cache_size(model: LmConfig, sizes: SamplerSizes, config: SamplingConfig, max_context: int) -> None:
+    """Compare the size of the KV cache on one device with its limit.
+
+    Raises:
+        ValueError: if it exceeds `config.max_cache_gib`.
+    """
+    axes = cache_axes(model, sizes.form, sizes.slots, max_context, sizes.head_shards)
     elements = sum(math.prod(axis.size for axis in array) for layer in axes for array in layer)
-    gib = elements * dtype.itemsize / devices / 2**30
+    gib = elements * sizes.dtype.itemsize / (sizes.shards * sizes.head_shards) / 2**30
     if config.max_cache_gib is not None and gib > config.max_cache_gib:
         raise ValueError(
             f"the KV cache of {config.max_seqs} sequences (sampling.max_seqs) of {max_context} tokens takes {gib:.2f} "

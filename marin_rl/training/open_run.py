@@ -33,7 +33,7 @@ from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.errors import Closing, writing
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import attach_critic, policy_of
-from marin_rl.learner.devices import own_rows, start_devices
+from marin_rl.learner.devices import own_rows, platform_of, start_devices
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.saved_checkpoint import Checkpoint, CheckpointError
 from marin_rl.learner.scoring import Scorer
@@ -145,6 +145,33 @@ def make_loss(config: TrainConfig, trainer: TrainerConfig) -> RlLoss:
     )
 
 
+def make_learner(config: TrainConfig, trainer: TrainerConfig, layout: RowLayout) -> Learner:
+    """Build the learner of a run; the arguments are those of `make_scorer`."""
+    # A run with 0 steps only warms up and exports, but a learning rate schedule needs at least one step.
+    num_updates = max(config.num_steps, 1) * config.updates.per_step
+    capacity = layout.microbatches(math.ceil(config.rollouts.rollouts_per_step / config.updates.minibatches))
+    return Learner(trainer, config.optimizer, make_loss(config, trainer), num_updates=num_updates, capacity=capacity)
+
+
+def make_scorer(config: TrainConfig, trainer: TrainerConfig, layout: RowLayout, pad_token_id: int) -> Scorer:
+    """Build the scorer of a run.
+
+    Args:
+        config: training config.
+        trainer: as returned by `start_devices`.
+        layout: shape of a microbatch.
+        pad_token_id: token id of padding.
+    """
+    return Scorer(
+        trainer,
+        layout,
+        pad_token_id=pad_token_id,
+        temperature=config.sampling.temperature,
+        block_size=config.logprob_block(trainer),
+        capacity=layout.microbatches(config.rollouts.rollouts_per_step),
+    )
+
+
 def drop_groups_of_lost_weights(state: RunState, report: Report) -> None:
     """Drop waiting groups that were sampled with weights that are no longer kept, and request them again.
 
@@ -163,7 +190,7 @@ def _open_parts(config: TrainConfig, folder: StoragePath, resources: contextlib.
     trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
     layout = config.row_layout(trainer)
     check_config(config)
-    check_worker_devices(config, jax.default_backend(), os.environ)
+    check_worker_devices(config, platform_of(trainer), os.environ)
     tokenizer, environment = config.tokenizer.build(), config.environment.build()
     if config.mode is Mode.SYNC or config.warm_start.max_steps > 0 or config.evaluation.tasks > 0:
         reward_functions, loop = open_reward_functions(config, environment, resources)
@@ -174,10 +201,7 @@ def _open_parts(config: TrainConfig, folder: StoragePath, resources: contextlib.
     resources.enter_context(Closing(functools.partial(_close, store)))
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
     resources.enter_context(Closing(checkpoints.close))
-    # A run with 0 steps only warms up and exports, but a learning rate schedule needs at least one step.
-    num_updates = max(config.num_steps, 1) * config.updates.per_step
-    capacity = layout.microbatches(math.ceil(config.rollouts.rollouts_per_step / config.updates.minibatches))
-    learner = Learner(trainer, config.optimizer, make_loss(config, trainer), num_updates=num_updates, capacity=capacity)
+    learner = make_learner(config, trainer, layout)
     return _Parts(trainer, layout, tokenizer, environment, reward_functions, loop, store, checkpoints, learner)
 
 
@@ -252,14 +276,7 @@ def _open_runner(config: TrainConfig, parts: _Parts, policy: LmHeadModel, versio
 
 
 def _make_batch_builder(config: TrainConfig, parts: _Parts, history: WeightHistory[LmHeadModel] | None) -> BatchBuilder:
-    scorer = Scorer(
-        parts.trainer,
-        parts.layout,
-        pad_token_id=parts.tokenizer.pad_token_id,
-        temperature=config.sampling.temperature,
-        block_size=config.logprob_block(parts.trainer),
-        capacity=parts.layout.microbatches(config.rollouts.rollouts_per_step),
-    )
+    scorer = make_scorer(config, parts.trainer, parts.layout, parts.tokenizer.pad_token_id)
     score_reference = None
     if config.kl.needs_reference:
         reference = restore_policy(parts.checkpoints.open(0), config, parts.trainer)

@@ -42,15 +42,15 @@ def copy_arrays(arrays: Mapping[str, Array], dtype: str | None) -> dict[str, Arr
         else:
             copies[name] = np.array(array, dtype=_copy_dtype(array, dtype), copy=True)
     for group in groups.values():
-        program = _copy_program(tuple(array.sharding for array in group.values()), dtype)
+        program = copy_program(tuple(array.sharding for array in group.values()), dtype)
         copies.update(zip(group, program(list(group.values())), strict=True))
     return {name: copies[name] for name in arrays}
 
 
 @functools.cache
-def _copy_program(
-    shardings: tuple[jax.sharding.Sharding, ...], dtype: str | None
-) -> Callable[[list[jax.Array]], list[jax.Array]]:
+def copy_program(shardings: tuple[jax.sharding.Sharding, ...], dtype: str | None) -> jax.stages.Wrapped:
+    """Return the jitted program of `copy_arrays` for arrays with these shardings."""
+
     def copy(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         targets = [_copy_dtype(array, dtype) for array in arrays]
         # jit may alias an unchanged input with its output; jnp.copy prevents that.

@@ -10,69 +10,6 @@ from typing import Any
 import pytest
 
 from experiments.benchmarks import compile_tpu
-from experiments.benchmarks.hlo import count_collectives, loop_bytes
-
-PROGRAM = """\
-HloModule jit_run, is_scheduled=true
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[]{:T(128)} parameter(0)
-  %b = f32[]{:T(128)} parameter(1)
-  ROOT %sum = f32[]{:T(128)} add(%a, %b)
-}
-
-%called (x: f32[8,128]) -> f32[8,128] {
-  %x = f32[8,128]{1,0:T(8,128)} parameter(0)
-  ROOT %gathered = f32[8,128]{1,0:T(8,128)} all-gather(%x), replica_groups={{0,1}}, dimensions={0}
-}
-
-%body (state: (s32[], bf16[4,128])) -> (s32[], bf16[4,128]) {
-  %state = (s32[]{:T(128)}, bf16[4,128]{1,0:T(8,128)(2,1)}) parameter(0)
-  %step = s32[]{:T(128)S(1)} get-tuple-element(%state), index=0
-  %cache = bf16[4,128]{1,0:T(8,128)(2,1)} get-tuple-element(%state), index=1
-  %weight = f32[8,128]{1,0:T(8,128)} fusion(), kind=kLoop, calls=%called, metadata={op_name="a(b)"}
-  %slice-start = ((f32[8,128]{1,0:T(8,128)}), f32[2,128]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%weight)
-  %slice-done = f32[2,128]{1,0:T(8,128)S(1)} slice-done(%slice-start)
-  %update = bf16[1,128]{1,0:T(8,128)(2,1)} fusion(%slice-done), kind=kLoop, calls=%add
-  %query = f32[2,128]{1,0:T(8,128)} copy(%slice-done)
-  %scatter = bf16[4,128]{1,0:T(8,128)(2,1)} fusion(%cache, %step, %update), kind=kCustom, calls=%add
-  %read = f32[2,128]{1,0:T(8,128)} custom-call(%scatter, %query), custom_call_target="tpu_custom_call"
-  %reduced = f32[1,128]{1,0:T(8,128)S(1)} all-reduce-start(%step), to_apply=%add
-  ROOT %next = (s32[]{:T(128)}, bf16[4,128]{1,0:T(8,128)(2,1)}) tuple(%step, %scatter)
-}
-
-%condition (state.1: (s32[], bf16[4,128])) -> pred[] {
-  %state.1 = (s32[]{:T(128)}, bf16[4,128]{1,0:T(8,128)(2,1)}) parameter(0)
-  ROOT %continue = pred[]{:T(512)} constant(true)
-}
-
-ENTRY %main (cache.1: bf16[4,128]) -> bf16[4,128] {
-  %cache.1 = bf16[4,128]{1,0:T(8,128)(2,1)} parameter(0)
-  %moved = bf16[4,128]{1,0:T(8,128)(2,1)} collective-permute(%cache.1), source_target_pairs={{0,1}}
-  %start = (s32[]{:T(128)}, bf16[4,128]{1,0:T(8,128)(2,1)}) tuple(%zero, %moved)
-  %while = (s32[]{:T(128)}, bf16[4,128]{1,0:T(8,128)(2,1)}) while(%start), condition=%condition, body=%body
-  ROOT %result = bf16[4,128]{1,0:T(8,128)(2,1)} get-tuple-element(%while), index=1
-}
-"""
-
-
-def test_collectives_are_counted_inside_and_outside_loops():
-    inside, outside = count_collectives(PROGRAM)
-    assert inside == {"all-gather": 1, "all-reduce": 1}
-    assert outside == {"collective-permute": 1}
-
-
-def test_program_without_loops_has_no_collectives_inside_them():
-    text = PROGRAM.replace(" while(", " call(")
-    assert count_collectives(text).inside_loops == {}
-    assert loop_bytes(text) == 0
-
-
-def test_bytes_of_a_loop_are_those_of_the_main_memory():
-    weight, update, cache = 8 * 128 * 4, 128 * 2, 4 * 128 * 2
-    a_slice = 2 * 128 * 4
-    written_query, kernel = a_slice, a_slice + cache + a_slice
-    assert loop_bytes(PROGRAM) == weight + a_slice + written_query + update + 2 * update + kernel
 
 
 def make_row(chip: str, program: str = "decode", error: str | None = None, **changes: Any) -> dict[str, Any]:
@@ -94,7 +31,7 @@ def test_table_computes_the_whole_model_from_two_layers():
     table = compile_tpu.table([make_row("v6e"), make_row("v5e"), make_row("v5p", error="RESOURCE_EXHAUSTED:\n a | b")])
     first, second, third = table.splitlines()[2:]
     sizes = "| 1B | 8192 | decode | 17.00 | 0.50 | 0.00 | 4 all-reduce | none | 1.20 |"
-    assert first == f"| v5e {sizes} yes, but needs 17.5 of 16 GiB |"
+    assert first == f"| v5e {sizes} yes, but needs 17.5 of 15.8 GiB |"
     assert second == "| v5p | 1B | 8192 | decode |  |  |  |  |  |  | no: RESOURCE_EXHAUSTED: a / b |"
     assert third == f"| v6e {sizes} yes |"
 

@@ -1,0 +1,114 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Plan a run without its hardware: `python -m marin_rl.plan --config FILE --topology v5p:2x2x4`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from marin_rl.escaping import escape
+from marin_rl.logs import warnings_to_stderr
+
+FITS, ERROR, DOES_NOT_FIT = 0, 1, 2
+"""Exit statuses."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments without the program's name; None for the arguments of the process.
+
+    Returns:
+        Exit status: 0 if every program compiles and fits, 2 if one does not, 1 after an error.
+    """
+    arguments, rest = _parser().parse_known_args(argv)
+    # Imported here because jax and levanter take seconds to import.
+    from marin_rl.errors import USER_ERRORS
+
+    with warnings_to_stderr():
+        try:
+            return _run(arguments, rest)
+        except USER_ERRORS as error:
+            print(f"error: {escape(str(error))}", file=sys.stderr)
+            return ERROR
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m marin_rl.plan",
+        description="Compile every program of a run for a topology, and report memory and the least time of a step.",
+        epilog="All other arguments are those of marin_rl.train: --config FILE and --key value.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--topology", required=True, metavar="NAME", help="v5p:2x2x4, 2xv5p:2x2x4 (slices) or cpu:8")
+    parser.add_argument("--worker_topology", metavar="NAME", help="of a rollout worker (default: one host)")
+    parser.add_argument("--vocab_size", type=_positive, help="tokens of the model (default: those of the tokenizer)")
+    parser.add_argument("--prompt_tokens", type=_positive, help="tokens of every prompt (default: the longest)")
+    parser.add_argument(
+        "--answer_tokens", type=_positive, help="sampled tokens of every rollout (default: the longest)"
+    )
+    parser.add_argument("--search", action="store_true", help="also try other sizes, and print the best plans")
+    parser.add_argument("--most", type=_positive, default=12, help="maximum number of further plans of --search (12)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to a file")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
+
+
+def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    from marin_rl.planning.chips import parse_topology
+
+    topology = parse_topology(arguments.topology)
+    worker_topology = None if arguments.worker_topology is None else parse_topology(arguments.worker_topology)
+
+    from marin_rl.config.command_line import parse_config
+    from marin_rl.config.train_config import TrainConfig
+    from marin_rl.planning.report import describe
+    from marin_rl.planning.run_plan import Lengths, Plan, default_lengths, make_plan, to_json, vocab_size_of, with_model
+    from marin_rl.planning.search import describe_search, search
+
+    config = with_model(parse_config(TrainConfig, rest).config)
+    longest = default_lengths(config)
+    lengths = Lengths(arguments.prompt_tokens or longest.prompt, arguments.answer_tokens or longest.answer)
+    if lengths.prompt + lengths.answer > config.rollouts.max_length:
+        raise ValueError(
+            f"{lengths.prompt} prompt tokens and {lengths.answer} answer tokens exceed rollouts.max_length, "
+            f"{config.rollouts.max_length}; lower --prompt_tokens or --answer_tokens"
+        )
+    vocab_size = arguments.vocab_size or vocab_size_of(config)
+
+    def make(changed: TrainConfig, like: Plan | None = None, programs: frozenset[str] = frozenset()) -> Plan:
+        phases = () if like is None else like.phases
+        return make_plan(
+            changed,
+            topology,
+            vocab_size=vocab_size,
+            worker_topology=worker_topology,
+            lengths=lengths,
+            known={phase.name: phase.result for phase in phases if phase.name not in programs},
+            report=lambda name: print(f"compiling {name}", file=sys.stderr, flush=True),
+        )
+
+    plan = make(config)
+    print(describe(plan))
+    candidates = search(config, plan, make, most=arguments.most) if arguments.search else []
+    if candidates:
+        print(f"\n{describe_search(candidates, topology)}")
+    if arguments.json is not None:
+        found = {"search": [{"changes": dict(changes), **to_json(plan)} for changes, plan in candidates]}
+        values = to_json(plan) | (found if candidates else {})
+        arguments.json.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n")
+    return FITS if plan.fits else DOES_NOT_FIT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

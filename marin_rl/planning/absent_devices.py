@@ -1,0 +1,104 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The devices of a topology for compilation, without the hardware: libtpu's description of a pod, or CPU devices."""
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+import jax
+from jax._src.core import trace_state_clean
+from jax.experimental import mesh_utils
+from jax.experimental.topologies import get_topology_desc
+
+from marin_rl.planning.chips import Topology, TopologyError
+
+
+@contextlib.contextmanager
+def absent_devices(topology: Topology) -> Iterator[None]:
+    """Let jax and levanter find the devices of a topology instead of this machine's.
+
+    Inside, programs can be lowered and compiled from shapes, but not run. For a CPU, the devices are this process's, so
+    it must not have used any before.
+
+    Raises:
+        TopologyError: if libtpu is not installed or does not know the topology, or this process has other CPU devices.
+    """
+    if topology.chip.platform == "cpu":
+        use_cpu_devices(topology.num_chips)
+        yield
+        return
+    devices = _describe(topology)
+
+    def make_mesh(
+        replicas: int, data: int, model: int, replica_slices: int = 1, data_slices: int = 1
+    ) -> jax.sharding.Mesh:
+        per_slice, slices = (replicas, data, model), (replica_slices, data_slices, 1)
+        if topology.slices > 1:
+            grid = mesh_utils.create_hybrid_device_mesh(per_slice, slices, devices, allow_split_physical_axes=True)
+        else:
+            grid = mesh_utils.create_device_mesh(per_slice, devices, allow_split_physical_axes=True)
+        return jax.sharding.Mesh(grid, ("replica", "data", "model"))
+
+    def local_devices() -> list[jax.Device]:
+        return [device for device in devices if device.process_index == 0]
+
+    # Levanter and the Pallas kernels ask jax for the devices of this process. jax.ensure_compile_time_eval and eager
+    # operations of haliax would run on the devices of the mesh.
+    with (
+        mock.patch("jax.devices", return_value=devices),
+        mock.patch("jax.device_count", return_value=len(devices)),
+        mock.patch("jax.local_devices", side_effect=lambda *_, backend=None: local_devices()),
+        mock.patch("jax.local_device_count", return_value=len(local_devices())),
+        mock.patch("jax.default_backend", return_value="tpu"),
+        mock.patch("levanter.trainer.create_fsdp_mesh", make_mesh),
+        mock.patch("jax.ensure_compile_time_eval", contextlib.nullcontext),
+        mock.patch("haliax.partitioning.is_in_jit", _is_tracing),
+    ):
+        yield
+
+
+def _is_tracing() -> bool:
+    return not trace_state_clean()
+
+
+def use_cpu_devices(count: int) -> None:
+    """Split this machine's CPU into a number of devices, before the first use of jax in this process.
+
+    Raises:
+        TopologyError: if jax has started with another number.
+    """
+    with contextlib.suppress(RuntimeError):  # jax has started
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    if (found := len(jax.devices())) != count or jax.devices()[0].platform != "cpu":
+        raise TopologyError(
+            f"jax has started with {found} devices of {jax.devices()[0].platform} in this process, so it cannot use "
+            f"cpu:{count}; use a new process, without XLA_FLAGS for the number of devices"
+        )
+
+
+def _describe(topology: Topology) -> list[jax.Device]:
+    if importlib.util.find_spec("libtpu") is None:
+        raise TopologyError(
+            f"compiling for {topology.name} needs libtpu, which is not installed; install marin_rl with the extra tpu: "
+            "pip install 'marin_rl[tpu]'"
+        )
+    jax.config.update("jax_platforms", "cpu")
+    os.environ.update(
+        TPU_SKIP_MDS_QUERY="1",
+        TPU_ACCELERATOR_TYPE=topology.accelerator,
+        TPU_WORKER_HOSTNAMES="localhost",
+        TPU_WORKER_ID="0",
+        # Otherwise a second compiling process on this machine fails.
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+    )
+    shape = f"{topology.chip.name}:{'x'.join(map(str, topology.shape))}"
+    slices = {"num_slices": topology.slices} if topology.slices > 1 else {}
+    try:
+        return list(get_topology_desc(topology_name=shape, platform="tpu", **slices).devices)
+    except jax.errors.JaxRuntimeError as error:
+        raise TopologyError(f"libtpu has no topology {topology.name!r}: {str(error).splitlines()[0]}") from error

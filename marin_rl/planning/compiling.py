@@ -1,0 +1,232 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Compiles one program of a run, and reads its memory, traffic and collectives. A failure is a result."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import numpy as np
+from haliax import NamedArray
+from haliax.partitioning import ResourceMapping
+from levanter.models.lm_model import LmHeadModel
+
+from marin_rl.planning.chips import Number
+from marin_rl.planning.hlo import CollectiveBytes, collective_bytes, loop_bytes, memory_traffic
+from marin_rl.planning.programs import LOWER, UNROLLED, RunShapes
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Sizes of a compiled program on each chip, in bytes."""
+
+    arguments: Number
+    """All inputs."""
+    outputs: Number
+    """All outputs."""
+    aliased: Number
+    """Outputs that replace an input."""
+    temporaries: Number
+    """Everything else that is allocated when the program uses most memory."""
+    traffic: Number
+    """Bytes from and to main memory in one execution; for `decode`, in one step of all slots."""
+    collectives: CollectiveBytes
+    """Bytes sent to other chips in one execution; for `decode`, in one step."""
+    weights: Number = 0
+    """Weights among the arguments, for `decode`."""
+    cache: Number = 0
+    """KV cache among the arguments, for `decode`."""
+    extrapolated: bool = False
+    """Whether the sizes follow from programs with one and two layers."""
+    seconds: float = 0.0
+    """Time to lower and compile."""
+
+    @property
+    def total(self) -> Number:
+        """Bytes on each chip while the program runs."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A program that cannot be compiled."""
+
+    problem: str
+    """What failed, in one line."""
+    remedy: str
+    """What to change, in one sentence."""
+
+
+def compile_program(name: str, run: RunShapes, unknown_trips: Sequence[Number]) -> Measured | Failure:
+    """Compile a program of a run on the current devices.
+
+    Programs with one copy of the code per layer are compiled with one and two layers. The difference is the cost of a
+    layer; temporaries are those of two layers, because layers run one after another.
+
+    Args:
+        name: one of `programs.LOWER`.
+        run: the run.
+        unknown_trips: iterations of loops, as for `hlo.collective_bytes`.
+    """
+    start = time.perf_counter()
+    try:
+        if name not in UNROLLED or run.num_layers == 1:
+            measured = _measure(name, run, unknown_trips)
+        else:
+            one, two = (_measure(name, run.with_layers(count), unknown_trips) for count in (1, 2))
+            measured = two if run.num_layers == 2 else extrapolate(one, two, run.num_layers)
+    # Any error of lowering and compiling is a result.
+    except Exception as error:
+        return explain(name, error, run)
+    return dataclasses.replace(measured, seconds=time.perf_counter() - start)
+
+
+def extrapolate(one: Measured, two: Measured, layers: int) -> Measured:
+    """Return the sizes of a program of several layers, from those of one and two.
+
+    >>> sent = CollectiveBytes(0, 0, 0)
+    >>> one, two = (Measured(size, 0, 0, 3, 0, sent) for size in (5, 7))
+    >>> extrapolate(one, two, 10).arguments, extrapolate(one, two, 10).temporaries
+    (23, 3)
+    """
+
+    def line(first: Number, second: Number) -> Number:
+        return first + (layers - 1) * (second - first)
+
+    linear = ("arguments", "outputs", "aliased", "traffic", "weights", "cache")
+    return Measured(
+        **{name: line(getattr(one, name), getattr(two, name)) for name in linear},
+        temporaries=two.temporaries,
+        collectives=CollectiveBytes(*map(line, one.collectives, two.collectives)),
+        extrapolated=True,
+    )
+
+
+def _measure(name: str, run: RunShapes, unknown_trips: Sequence[Number]) -> Measured:
+    compiled = LOWER[name](run).compile()
+    memory, text = cast(Any, compiled.memory_analysis()), compiled.as_text() or ""
+    slices = [getattr(device, "slice_index", 0) for device in run.trainer.device_mesh.devices.flat]
+    traffic, weights, cache = memory_traffic(text, unknown_trips), 0, 0
+    if name == "decode":
+        traffic, weights, cache = loop_bytes(text), chip_bytes(run.sampler_weights), chip_bytes(run.cache)
+    return Measured(
+        arguments=memory.argument_size_in_bytes,
+        outputs=memory.output_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
+        temporaries=_temporaries(memory, run.trainer.device_mesh.devices.flat[0].platform),
+        traffic=traffic,
+        collectives=collective_bytes(text, unknown_trips, slices),
+        weights=weights,
+        cache=cache,
+    )
+
+
+def _temporaries(memory: Any, platform: str) -> int:
+    """Return the temporaries of a program when it uses most memory.
+
+    XLA for TPUs refuses a program by its peak. Its `temp_size_in_bytes` counts more than is allocated at a time: a
+    program with 5.6 GiB of arguments and 13.4 GiB of that size compiles for a chip of 15.75 GiB, with a peak of 14.2.
+    The peak on a CPU does not contain temporaries.
+    """
+    if platform != "tpu":
+        return memory.temp_size_in_bytes
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return max(memory.peak_memory_in_bytes - kept, 0)
+
+
+def chip_bytes(tree: Any) -> int:
+    """Return the bytes of arrays or shapes with shardings on each chip."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if getattr(leaf, "sharding", None) is not None]
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
+
+
+class ShardingError(ValueError):
+    """A mesh axis does not divide an axis of the model."""
+
+
+def check_sharding(policy: LmHeadModel, mesh: Mapping[str, int], mappings: Sequence[ResourceMapping]) -> None:
+    """Check that every axis of the parameters is divisible by the mesh axes that shard it.
+
+    Args:
+        policy: shapes of the parameters.
+        mesh: sizes of the mesh axes.
+        mappings: mesh axes of the model's axes, for parameters and for computation.
+
+    Raises:
+        ShardingError: if one is not; names the sizes that divide it.
+    """
+    for leaf in jax.tree.leaves(policy, is_leaf=lambda node: isinstance(node, NamedArray)):
+        if isinstance(leaf, NamedArray):
+            for mapping in mappings:
+                _check_axes(leaf, mapping, mesh)
+
+
+def _check_axes(leaf: NamedArray, mapping: ResourceMapping, mesh: Mapping[str, int]) -> None:
+    for axis in leaf.axes:
+        target = mapping.get(axis.name)
+        names = [] if target is None else [target] if isinstance(target, str) else list(target)
+        shards = math.prod(mesh[name] for name in names)
+        if axis.size % shards:
+            remedy = (
+                f"shard another axis than {axis.name} (trainer.fsdp_axis), or use a number of chips that divides it"
+            )
+            if names == ["model"]:
+                sizes = [size for size in range(1, axis.size + 1) if axis.size % size == 0 and size <= 2 * shards]
+                remedy = f"set trainer.model_axis_size to one of {', '.join(map(str, sizes))}"
+            raise ShardingError(
+                f"the model's axis {axis.name} has {axis.size} elements, which {shards} shards of the mesh axis "
+                f"{' x '.join(names)} do not divide; {remedy}"
+            )
+
+
+def explain(name: str, error: Exception, run: RunShapes) -> Failure:
+    """Return the problem of an error of lowering or compiling, and its remedy."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    lowered = text.lower()
+    if "vmem" in lowered:
+        return Failure(_used(text, "vmem"), _VMEM_REMEDIES["sampler" if name in UNROLLED else "learner"])
+    if "resource_exhausted" in lowered or "hbm" in lowered:
+        return Failure(_used(text, "hbm"), memory_remedy(name, run))
+    if isinstance(error, ValueError) and "; " in text and len(text) < 600:
+        # marin_rl's own errors name the remedy.
+        problem, _, remedy = text.partition("; ")
+        return Failure(problem, remedy)
+    kind = type(run.config.model).__name__
+    return Failure(
+        f"{type(error).__name__}: {text[:200]}",
+        f"check that levanter's {kind} supports this mesh and precision, starting with trainer.model_axis_size: 1",
+    )
+
+
+_VMEM_REMEDIES = {
+    "learner": "set model.flash_attention_block_size to 256 or 128, for a smaller block of attention in vector memory",
+    "sampler": "raise trainer.model_axis_size, so that each chip has fewer KV heads, or lower rollouts.max_length",
+}
+
+
+def memory_remedy(name: str, run: RunShapes) -> str:
+    """Return what reduces the main memory of a program."""
+    config, rows = run.config, run.trainer.per_device_parallelism
+    if name in UNROLLED:
+        halved = max(config.sampling.max_seqs // 2, 1)
+        dtype = "" if config.sampling.kv_cache_dtype != "float32" else ", or sampling.kv_cache_dtype to bfloat16"
+        return f"set sampling.max_seqs to {halved}{dtype}, or raise trainer.model_axis_size"
+    if name == "update" and getattr(config.model, "gradient_checkpointing", True) is False:
+        return "set model.gradient_checkpointing to true"
+    if name in ("update", "score") and rows > 1:
+        return f"set trainer.per_device_parallelism to {rows // 2} (now {rows} rows on each device)"
+    if name in ("update", "score"):
+        return "use more chips, raise trainer.model_axis_size, or lower rollouts.max_length and logprob_block_size"
+    return "use more chips, so that each holds a smaller part of weights and optimizer state"
+
+
+def _used(text: str, space: str) -> str:
+    """Return the sizes that XLA names, or the first part of its message."""
+    at = text.lower().find("used ")
+    sizes = text[at : at + 60].split(space)[0] if at >= 0 else ""
+    kind = "vector memory (VMEM)" if space == "vmem" else "main memory (HBM)"
+    return f"out of {kind}: {sizes.strip().lower()}".rstrip(": ") if sizes else f"out of {kind}: {text[:160]}"

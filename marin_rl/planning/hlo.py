@@ -1,0 +1,293 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Collectives, loops and memory traffic of a compiled program, read from its optimized form as XLA prints it."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from marin_rl.planning.chips import Number
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
+"""Collective operations of XLA."""
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$", re.MULTILINE)
+_COLLECTIVE = re.compile(rf" ({'|'.join(KINDS)})(?:-start)?\(")
+_LOOP = re.compile(r" while\(.*(?:condition|body)=%?([\w.\-]+), (?:condition|body)=%?([\w.\-]+)")
+_CALLED = re.compile(
+    r"(?:calls|to_apply|condition|body|called_computations|branch_computations)=(?:\{([^}]*)\}|%?([\w.\-]+))"
+)
+
+
+class Collectives(NamedTuple):
+    """Number of collective operations by kind."""
+
+    inside_loops: dict[str, int]
+    """In a loop's body or condition, or in a computation that these call."""
+    outside_loops: dict[str, int]
+    """All others."""
+
+
+def count_collectives(text: str) -> Collectives:
+    """Count the collective operations of an optimized program.
+
+    Args:
+        text: the program in XLA's text form, as from `jax.stages.Compiled.as_text`.
+    """
+    computations = _split(text)
+    looped = [name for body in computations.values() for loop in _LOOP.findall(body) for name in loop]
+    reached: set[str] = set()
+    while looped:
+        name = looped.pop()
+        if name not in reached and name in computations:
+            reached.add(name)
+            looped += _called(computations[name])
+    inside, outside = Counter[str](), Counter[str]()
+    for name, body in computations.items():
+        (inside if name in reached else outside).update(_COLLECTIVE.findall(body))
+    return Collectives(dict(sorted(inside.items())), dict(sorted(outside.items())))
+
+
+def _split(text: str) -> dict[str, str]:
+    """Return the text of each computation by its name."""
+    headers = list(_COMPUTATION.finditer(text))
+    ends = [header.start() for header in headers[1:]] + [len(text)]
+    return {header[1]: text[header.end() : end] for header, end in zip(headers, ends, strict=True)}
+
+
+def _called(body: str) -> list[str]:
+    groups = [several or one for several, one in _CALLED.findall(body)]
+    return [name.strip().lstrip("%") for group in groups for name in group.split(",")]
+
+
+_INSTRUCTION = re.compile(r"^  (?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(?:, |$)", re.MULTILINE)
+_SHAPE = re.compile(r"(pred|[a-z]+(?=\d))(\d*)[a-z0-9]*\[([\d,]*)\](\{[^}]*\})?")
+_WITHOUT_TRAFFIC = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while")
+
+
+def loop_bytes(text: str) -> int:
+    """Return the bytes that one iteration of a program's largest loop moves from and to the main memory of a TPU.
+
+    Every instruction reads its operands and writes its result, unless the layout places them in on-chip memory, such as
+    `S(1)`. An update in place (a scatter, or an update of a slice) reads and writes its other operands only. A gather
+    counts its whole table.
+
+    Args:
+        text: the optimized program in XLA's text form.
+    """
+    computations = _split(text)
+    loops = [name for body in computations.values() for loop in _LOOP.findall(body) for name in loop]
+    if not loops:
+        return 0
+    return _body_traffic(max((computations[name] for name in loops), key=len))
+
+
+def _body_traffic(body: str) -> int:
+    instructions = _INSTRUCTION.findall(body)
+    shapes = {name: shape for name, shape, _, _ in instructions}
+    return sum(_traffic(shape, operation, names, shapes) for _, shape, operation, names in instructions)
+
+
+def _traffic(shape: str, operation: str, arguments: str, shapes: dict[str, str]) -> int:
+    if operation in _WITHOUT_TRAFFIC or operation.endswith("-done"):
+        return 0
+    if operation.endswith("-start"):
+        # A copy or a slice, with source and destination first in its type. It reads as much as it writes.
+        ends = _SHAPE.findall(shape)[:2]
+        return min(map(_size, ends)) * sum("S(" not in end[-1] for end in ends)
+    operands = [shapes.get(name.strip().split("%")[-1], "") for name in arguments.split(", ")]
+    if operation not in ("custom-call", *KINDS) and len(operands) > 1 and shape in operands and _bytes(shape):
+        operands.remove(shape)
+        return 2 * sum(map(_bytes, operands))
+    return _bytes(shape) + sum(map(_bytes, operands))
+
+
+def _bytes(shape: str) -> int:
+    """Return the bytes of the arrays of a type that are in main memory."""
+    return sum(_size(array) for array in _SHAPE.findall(shape) if "S(" not in array[-1])
+
+
+def _size(array: tuple[str, str, str, str]) -> int:
+    kind, bits, dimensions, _ = array
+    width = 1 if kind == "pred" else -(-int(bits) // 8)
+    return width * math.prod(int(size) for size in dimensions.split(",") if size)
+
+
+class CollectiveBytes(NamedTuple):
+    """Bytes that a chip sends in one execution of a program."""
+
+    interconnect: Number
+    """Over the links within a slice."""
+    network: Number
+    """Between slices."""
+    operations: Number
+    """Number of executed collective operations."""
+
+
+_CALL = re.compile(r" call\(.*to_apply=%?([\w.\-]+)()")
+_WHILE = re.compile(r"^.* while\(%?([\w.\-]+)\), condition=%?([\w.\-]+), body=%?([\w.\-]+).*$", re.MULTILINE)
+_TRIPS = re.compile(r'known_trip_count[^\d}]*"?n"?:"?(\d+)')
+_COMPARED = re.compile(r"ROOT .* compare\((.*?)\), direction=LT")
+_ELEMENT = re.compile(r"get-tuple-element\([^)]*\), index=(\d+)")
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+_PAIRS = re.compile(r"source_target_pairs=\{(.*?)\}(?:,|$| )")
+_OPERATION = re.compile(rf"^.* = (.*?) ({'|'.join(KINDS)})(-start)?\(.*$", re.MULTILINE)
+
+
+def collective_bytes(text: str, unknown_trips: Sequence[Number], slice_of: Sequence[int]) -> CollectiveBytes:
+    """Return the bytes that a chip sends in a program, with the iterations of its loops.
+
+    A group of n chips sends `(n-1)/n` of the result of an all-gather or all-to-all, twice that in an all-reduce, and
+    `n-1` times the result of a reduce-scatter (ring algorithms, as in chapter 3 of "How to Scale Your Model").
+
+    Args:
+        text: the optimized program in XLA's text form.
+        unknown_trips: iterations of a loop whose number of iterations is not a constant, by the number of such loops
+            around it; the last counts for deeper ones.
+        slice_of: slice of each device, in the order of the program's devices.
+    """
+    counts = executions(text, unknown_trips)
+    sent: dict[str, tuple[float, float, bool]] = {}
+    for name, body in _split(text).items():
+        for match in _OPERATION.finditer(body):
+            line, count = match[0], counts.get(name, 0.0)
+            size = _sent_bytes(match[1], match[2], bool(match[3]), line)
+            crosses = any(len({slice_of[device] for device in group}) > 1 for group in _groups(line))
+            channel = _CHANNEL.search(line)
+            # The parts of an asynchronous operation repeat it under the same channel.
+            key = line if channel is None else f"{match[2]} {channel[1]}"
+            if count > sent.get(key, (0.0, 0.0, False))[0]:
+                sent[key] = (count, size, crosses)
+    totals = [
+        sum(count * size for count, size, crosses in sent.values() if crosses is where) for where in (False, True)
+    ]
+    return CollectiveBytes(totals[0], totals[1], sum(count for count, _, _ in sent.values()))
+
+
+def memory_traffic(text: str, unknown_trips: Sequence[Number]) -> Number:
+    """Return the bytes that a program moves from and to main memory, counted as by `loop_bytes` in all of its loops.
+
+    The arguments are those of `collective_bytes`.
+    """
+    computations, counts = _split(text), executions(text, unknown_trips)
+    scheduled = {list(computations)[-1]}
+    for body in computations.values():
+        for pattern in (_LOOP, _CALL):
+            scheduled.update(name for names in pattern.findall(body) for name in names if name)
+    return sum(counts[name] * _body_traffic(computations[name]) for name in scheduled if name in counts)
+
+
+def executions(text: str, unknown_trips: Sequence[Number]) -> dict[str, Number]:
+    """Return how often each computation of a program runs; see `collective_bytes`."""
+    computations = _split(text)
+    counts: dict[str, Number] = dict.fromkeys(computations, 0.0)
+    depths = dict.fromkeys(computations, 0)
+    counts[list(computations)[-1]] = 1.0  # The entry is the last one, and callers follow what they call.
+    for name in reversed(computations):
+        body, count, depth = computations[name], counts[name], depths[name]
+        loops = {
+            part: _trips(loop, body, computations) for loop in _WHILE.finditer(body) for part in (loop[2], loop[3])
+        }
+        for called in _called(body):
+            if called not in counts:
+                continue
+            trips = loops.get(called, 1.0)
+            depths[called] = max(depths[called], depth + (trips is None))
+            if trips is None:
+                trips = unknown_trips[min(depth, len(unknown_trips) - 1)]
+            counts[called] += count * trips
+    return counts
+
+
+def _trips(loop: re.Match[str], body: str, computations: dict[str, str]) -> float | None:
+    """Return the iterations of a loop that counts from 0 to a constant; None if they are not constant."""
+    if known := _TRIPS.search(loop[0]):
+        return float(known[1])
+    condition = computations.get(loop[2], "")
+    compared = _COMPARED.search(condition)
+    if compared is None:
+        return None
+    counter, limit = (name.strip().split("%")[-1] for name in compared[1].split(",")[-2:])
+    bound = _constant(condition, limit)
+    if bound is None and (element := _element(condition, limit)) is not None:
+        bound = _constant(body, _operand(body, loop[1], element))
+    if bound is None:
+        return None
+    index = _element(condition, counter)
+    return float(-(-bound // (1 if index is None else _stride(computations[loop[3]], index))))
+
+
+def _line(body: str, name: str) -> str:
+    found = re.search(rf"^ *(?:ROOT )?%?{re.escape(name)} = .*$", body, re.MULTILINE)
+    return found[0] if found else ""
+
+
+def _constant(body: str, name: str) -> int | None:
+    found = re.search(r" constant\((\d+)\)", _line(body, name))
+    return int(found[1]) if found else None
+
+
+def _element(body: str, name: str) -> int | None:
+    found = _ELEMENT.search(_line(body, name))
+    return int(found[1]) if found else None
+
+
+def _operand(body: str, name: str, index: int) -> str:
+    arguments = re.search(r" tuple\((.*?)\)(?:,|$)", _line(body, name))
+    names = arguments[1].split(", ") if arguments else []
+    return names[index].split("%")[-1] if index < len(names) else ""
+
+
+def _stride(body: str, index: int) -> int:
+    """Return the step of a loop's counter, which is an element of the loop's state."""
+    root = re.search(r"^ *ROOT %?([\w.\-]+) = ", body, re.MULTILINE)
+    added = re.search(r" add\((.*?)\)", _line(body, _operand(body, root[1], index))) if root else None
+    names = added[1].split(", ") if added else []
+    steps = [value for name in names if (value := _constant(body, name.split("%")[-1])) is not None]
+    return max(steps[0], 1) if steps else 1
+
+
+def _sent_bytes(shape: str, kind: str, starts: bool, line: str) -> float:
+    arrays = [_size(array) for array in _SHAPE.findall(shape)]
+    if kind == "collective-permute":
+        return float(arrays[0])
+    group = max((len(group) for group in _groups(line)), default=1)
+    total = float(sum(arrays))
+    if starts and kind == "all-gather":
+        total *= group / (group + 1)  # Source and result are both in the type.
+    match kind:
+        case "all-reduce":
+            return 2 * total * (group - 1) / group
+        case "reduce-scatter":
+            return total * (group - 1)
+        case _:
+            return total * (group - 1) / group
+
+
+def _groups(line: str) -> list[tuple[int, ...]]:
+    """Return the groups of devices of a collective operation, in any of XLA's notations."""
+    if pairs := _PAIRS.search(line):
+        return _listed(pairs[1] + "}")
+    if listed := re.search(r"replica_groups=\{(\{.*?\})\}", line):
+        return _listed(listed[1])
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        shape, dimensions = ([int(size) for size in text.split(",")] for text in (iota[1], iota[2]))
+        order = [int(axis) for axis in iota[3].split(",")] if iota[3] else list(range(len(dimensions)))
+        ids = np.arange(math.prod(dimensions)).reshape(dimensions).transpose(order).reshape(shape[0], -1)
+        return [tuple(row) for row in ids.tolist()]
+    if mesh := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
+        grouped = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", mesh[2]) if name in sizes]
+        rest = [axis for axis in range(len(sizes)) if axis not in grouped]
+        ids = np.arange(math.prod(sizes.values())).reshape([*sizes.values()]).transpose(rest + grouped)
+        return [tuple(row) for row in ids.reshape(-1, math.prod(ids.shape[len(rest) :])).tolist()]
+    return []
+
+
+def _listed(text: str) -> list[tuple[int, ...]]:
+    return [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}?", text)]

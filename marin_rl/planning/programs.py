@@ -1,0 +1,302 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Lowers every program of a run from shapes, on the devices of a topology. No weights are allocated."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import equinox as eqx
+import haliax as hax
+import haliax.partitioning
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis
+from jax.sharding import Mesh
+from levanter.distributed import DistributedConfig
+from levanter.models.lm_model import LmConfig, LmHeadModel
+from levanter.trainer import TrainerConfig
+
+from marin_rl.batching.packing import RowLayout
+from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
+from marin_rl.config.sections import Mode
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.learner.critic import with_critic
+from marin_rl.learner.devices import start_devices
+from marin_rl.learner.policy_model import model_shape
+from marin_rl.learner.train_step import placed_shape
+from marin_rl.sampling.attention import Tokens
+from marin_rl.sampling.config import LevanterSamplerConfig
+from marin_rl.sampling.decoding import Programs, Slots, compile_programs
+from marin_rl.sampling.group_sampler import DECODE_STEPS, SamplerSizes, check_cache_size, sampler_sizes
+from marin_rl.training.open_run import make_learner, make_scorer
+from marin_rl.weights.publish import copy_program
+from marin_rl.weights.tree import named_leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class RunShapes:
+    """A run on the current devices: everything that determines its programs."""
+
+    config: TrainConfig
+    """Training config; `model` is set."""
+    trainer: TrainerConfig
+    """Mesh, precision and sharding, completed by `start_devices`."""
+    layout: RowLayout
+    """Shape of a microbatch."""
+    vocab_size: int
+    """Number of tokens of the model."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the model."""
+        return cast(Any, self.config.model).num_layers
+
+    @functools.cached_property
+    def policy(self) -> LmHeadModel:
+        """Shapes of the policy's parameters."""
+        return model_shape(self.config.trained_model(self.trainer), Axis("vocab", self.vocab_size), self.trainer)
+
+    @functools.cached_property
+    def parameters(self) -> LmHeadModel:
+        """The same with their shardings."""
+        return self.place(self.policy)
+
+    @functools.cached_property
+    def trained(self) -> eqx.Module:
+        """Shapes and shardings of all trained parameters: the policy, and the critic if there is one."""
+        if self.config.critic is None:
+            return self.parameters
+        return self.place(eqx.filter_eval_shape(with_critic, self.config.critic, self.policy))
+
+    def place(self, tree: Any) -> Any:
+        """Return shapes with the shardings of parameters."""
+        return placed_shape(tree, self.trainer.device_mesh, self.trainer.parameter_axis_mapping)
+
+    def with_layers(self, count: int) -> "RunShapes":
+        """Return the same run with another number of layers."""
+        if count not in self._by_layers:
+            model = dataclasses.replace(cast(Any, self.config.model), num_layers=count)
+            config = dataclasses.replace(self.config, model=model)
+            self._by_layers[count] = dataclasses.replace(self, config=config)
+        return self._by_layers[count]
+
+    @functools.cached_property
+    def _by_layers(self) -> "dict[int, RunShapes]":
+        return {}
+
+    @functools.cached_property
+    def sizes(self) -> SamplerSizes:
+        """Sizes of the sampler."""
+        return sampler_sizes(self.config.sampling, self.config.rollouts.max_length, self.trainer)
+
+    @functools.cached_property
+    def sampler_programs(self) -> Programs:
+        """Programs of the sampler, not yet compiled.
+
+        Raises:
+            ValueError: if the KV cache exceeds `sampling.max_cache_gib`.
+        """
+        model, sizes, context = cast(LmConfig, self.policy.config), self.sizes, self.config.rollouts.max_length
+        check_cache_size(model, sizes, self.config.sampling, context)
+        return compile_programs(
+            self.trainer,
+            model,
+            sizes.form,
+            slots=sizes.slots,
+            context=context,
+            dtype=sizes.dtype,
+            steps=DECODE_STEPS,
+            mesh=sizes.mesh,
+        )
+
+    @functools.cached_property
+    def sampler_source(self) -> Any:
+        """Shapes and shardings of the weights that the sampler converts: the parameters, or their copy on one host."""
+        if self.sizes.hosts == 1:
+            return self.parameters
+        cast_weights = eqx.filter_eval_shape(self.trainer.mp.cast_to_compute, self.policy)
+        return placed_shape(cast_weights, cast(Mesh, self.sizes.mesh), self.trainer.compute_axis_mapping)
+
+    @functools.cached_property
+    def sampler_weights(self) -> Any:
+        """Shapes and shardings of the weights in the layout for decoding; compiles their conversion."""
+        with self.use_sampler_mesh():
+            return _output_shapes(self.sampler_programs.prepare, self.sampler_source)
+
+    @functools.cached_property
+    def cache(self) -> Any:
+        """Shapes and shardings of the KV cache of every layer."""
+        with self.use_sampler_mesh():
+            return _output_shapes(self.sampler_programs.empty)
+
+    def use_sampler_mesh(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context with the mesh of the sampler, which is one host's."""
+        return haliax.partitioning.set_mesh(cast(Mesh, self.sizes.mesh))
+
+
+def open_shapes(config: TrainConfig, vocab_size: int) -> RunShapes:
+    """Complete a config for the current devices, as a run does at its start.
+
+    Args:
+        config: training config; `model` is set.
+        vocab_size: number of tokens of the model.
+
+    Raises:
+        ValueError: if the mesh or the rows do not fit the devices.
+    """
+    trainer = dataclasses.replace(
+        config.trainer_config(),
+        distributed=DistributedConfig(initialize_jax_distributed=False),
+        require_accelerator=False,
+    )
+    trainer = start_devices(trainer, rows_per_device=config.rollouts.rows_per_device)
+    return RunShapes(config, trainer, config.row_layout(trainer), vocab_size)
+
+
+def lower_initial_state(run: RunShapes) -> jax.stages.Lowered:
+    """Lower the creation of the training state from the first policy."""
+    return make_learner(run.config, run.trainer, run.layout).lower_initial_state(run.trained)
+
+
+def lower_update(run: RunShapes) -> jax.stages.Lowered:
+    """Lower an update."""
+    learner = make_learner(run.config, run.trainer, run.layout)
+    state = run.place(learner.state_shape(_shapes(run.trained)))
+    return learner.lower(state, [_batch(run.layout)])
+
+
+def lower_score(run: RunShapes) -> jax.stages.Lowered:
+    """Lower the forward pass over a batch, for the reference or the learner's own log-probabilities."""
+    scorer = make_scorer(run.config, run.trainer, run.layout, pad_token_id=0)
+    model = run.trained if _scores_own(run.config) else run.parameters
+    return scorer.lower(cast(LmHeadModel, model), [_batch(run.layout)])
+
+
+def lower_weight_copy(run: RunShapes) -> jax.stages.Lowered:
+    """Lower the copy of the policy that workers fetch."""
+    arrays = list(named_leaves(run.parameters).values())
+    program = copy_program(tuple(leaf.sharding for leaf in cast(Any, arrays)), run.config.weights.sent_dtype)
+    return program.lower(arrays)
+
+
+def lower_resharding(run: RunShapes) -> jax.stages.Lowered:
+    """Lower the copy of all weights in compute precision to every host, as sharded in one host."""
+    mapping, arrays = run.trainer.compute_axis_mapping, eqx.filter(run.parameters, _is_shape)
+
+    def copy(model: Any) -> Any:
+        return hax.shard(run.trainer.mp.cast_to_compute(model), mapping)
+
+    with run.trainer.use_device_mesh():
+        return jax.jit(copy).lower(arrays)
+
+
+def lower_sampler_weights(run: RunShapes) -> jax.stages.Lowered:
+    """Lower the conversion of the weights to the layout for decoding."""
+    with run.use_sampler_mesh():
+        return cast(Any, run.sampler_programs.prepare).lower(run.sampler_source)
+
+
+def lower_prefill(run: RunShapes) -> jax.stages.Lowered:
+    """Lower a call of `prefill`."""
+    rows, chunk = run.sizes.prefill
+    rows *= run.sizes.shards
+    tokens = Tokens(_integers(rows, chunk), _integers(rows), _integers(rows, chunk))
+    with run.use_sampler_mesh():
+        return cast(Any, run.sampler_programs.prefill).lower(run.sampler_weights, run.cache, tokens)
+
+
+def lower_decode(run: RunShapes) -> jax.stages.Lowered:
+    """Lower a call of `decode`, without stop sequences of several tokens."""
+    slots = run.sizes.slots
+    keys, temperatures = jax.ShapeDtypeStruct((slots, 2), jnp.uint32), jax.ShapeDtypeStruct((slots,), jnp.float32)
+    active = jax.ShapeDtypeStruct((slots,), jnp.bool_)
+    numbers = _integers(slots)
+    state = Slots(*cast(Any, (active, numbers, numbers, _integers(slots, 0), numbers, keys, temperatures)))
+    inputs = run.sampler_weights, run.cache, state, _integers(1, 1), _integers()
+    with run.use_sampler_mesh():
+        return cast(Any, run.sampler_programs.decode).lower(*inputs)
+
+
+LOWER: dict[str, Callable[[RunShapes], jax.stages.Lowered]] = {
+    "initial state": lower_initial_state,
+    "update": lower_update,
+    "score": lower_score,
+    "resharding": lower_resharding,
+    "sampler weights": lower_sampler_weights,
+    "prefill": lower_prefill,
+    "decode": lower_decode,
+    "weight copy": lower_weight_copy,
+}
+"""Function that lowers each program."""
+UNROLLED = ("sampler weights", "prefill", "decode")
+"""Programs with one copy of the code per layer."""
+
+
+def programs_of(config: TrainConfig, hosts: int) -> list[str]:
+    """Return the names of the programs that a run executes, in the order of `LOWER`.
+
+    Args:
+        config: training config.
+        hosts: number of hosts of the trainer.
+
+    >>> from marin_rl.environments import ArithmeticConfig
+    >>> from levanter.models.llama import LlamaConfig
+    >>> programs_of(TrainConfig(environment=ArithmeticConfig(), run_dir="runs/a", model=LlamaConfig()), hosts=1)
+    ['initial state', 'update', 'sampler weights', 'prefill', 'decode']
+    """
+    builtin = isinstance(config.sampler, LevanterSamplerConfig)
+    needed = {
+        "initial state": True,
+        "update": True,
+        "score": config.kl.needs_reference or _scores_own(config),
+        "resharding": builtin and hosts > 1 and config.mode is Mode.SYNC,
+        "sampler weights": builtin,
+        "prefill": builtin,
+        "decode": builtin,
+        "weight copy": config.mode is Mode.ASYNC,
+    }
+    return [name for name in LOWER if needed[name]]
+
+
+def _scores_own(config: TrainConfig) -> bool:
+    return config.critic is not None or config.off_policy_correction.needs_sampling_logprobs
+
+
+def _batch(layout: RowLayout) -> RlExample:
+    """Return a microbatch without content."""
+    axes = (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.row_length))
+    shape = [axis.size for axis in axes]
+    names = [*PER_TOKEN_DTYPES, *(["prompt_segment_ids"] if layout.share_prompts else [])]
+    return RlExample(
+        **{
+            name: hax.NamedArray(cast(Any, np.zeros(shape, PER_TOKEN_DTYPES.get(name, np.int32))), axes)
+            for name in names
+        }
+    )
+
+
+def _shapes(tree: Any) -> Any:
+    """Return shapes without shardings."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def _output_shapes(program: Any, *arguments: Any) -> Any:
+    compiled = program.lower(*arguments).compile()
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        compiled.out_info,
+        compiled.output_shardings,
+    )
+
+
+def _is_shape(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _integers(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

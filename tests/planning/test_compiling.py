@@ -1,0 +1,142 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+from typing import Any, cast
+
+import jax
+import pytest
+
+from marin_rl.planning import compiling
+from marin_rl.planning.compiling import (
+    Failure,
+    Measured,
+    ShardingError,
+    check_sharding,
+    chip_bytes,
+    compile_program,
+    explain,
+    extrapolate,
+)
+from marin_rl.planning.hlo import CollectiveBytes
+from marin_rl.planning.programs import RunShapes, open_shapes
+from tests.planning.plan_cases import tiny_config
+
+
+@pytest.fixture(scope="module")
+def run() -> RunShapes:
+    return open_shapes(tiny_config(), vocab_size=128)
+
+
+def with_config(run: RunShapes, *overrides: str) -> RunShapes:
+    return open_shapes(tiny_config(*overrides), vocab_size=128)
+
+
+def check_on_mesh(run: RunShapes, **sizes: int) -> None:
+    mappings = [{"embed": "data", "kv_head": "model"}, {"kv_head": "model", "batch": ("replica", "data")}]
+    check_sharding(run.policy, {"replica": 1, "data": 1, "model": 1} | sizes, mappings)
+
+
+def test_sizes_of_more_layers_follow_from_one_and_two():
+    one = Measured(10, 20, 5, 7, 30, CollectiveBytes(1, 2, 3), weights=2, cache=3)
+    two = Measured(14, 21, 6, 9, 50, CollectiveBytes(4, 2, 5), weights=3, cache=5)
+    whole = extrapolate(one, two, 4)
+    assert whole == Measured(22, 23, 8, 9, 90, CollectiveBytes(10, 2, 9), weights=5, cache=9, extrapolated=True)
+    assert whole.total == 22 + 23 - 8 + 9
+
+
+def test_bytes_of_a_chip_are_those_of_its_shards(run: RunShapes):
+    floats = sum(leaf.size for leaf in jax.tree.leaves(run.policy))
+    assert chip_bytes(run.parameters) == 4 * floats
+
+
+@pytest.mark.medium
+def test_unrolled_program_of_three_layers_equals_the_compiled_one(run: RunShapes):
+    """Arguments and the weights are linear in the number of layers."""
+    three = run.with_layers(3)
+    whole = compile_program("decode", three, [1.0])
+    direct = compiling._measure("decode", three, [1.0])
+    assert isinstance(whole, Measured)
+    assert whole.extrapolated
+    for name in ("arguments", "weights", "cache"):
+        # Small arguments are padded.
+        assert getattr(whole, name) == pytest.approx(getattr(direct, name), rel=0.01)
+    assert whole.traffic == pytest.approx(direct.traffic, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"model": 4},
+            r"axis kv_head has 2 elements, which 4 shards.* model do not divide; set.*model_axis_size to one of 1, 2",
+        ),
+        ({"data": 64}, r"axis embed has 32 elements, which 64 shards.* data do not divide; .*trainer.fsdp_axis"),
+    ],
+)
+def test_mesh_that_does_not_divide_the_model_is_named(run: RunShapes, sizes: dict[str, int], message: str):
+    with pytest.raises(ShardingError, match=message):
+        check_on_mesh(run, **sizes)
+
+
+def test_mesh_that_divides_the_model_passes(run: RunShapes):
+    check_on_mesh(run, model=2, data=16)
+
+
+HBM = "RESOURCE_EXHAUSTED: XLA:TPU compile error. Ran out of memory in memory space hbm. Used 40.10G of 15.75G hbm."
+VMEM = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 16.20M of 16.00M vmem."
+
+
+@pytest.mark.parametrize(
+    ("program", "overrides", "remedy"),
+    [
+        ("update", [], "set model.gradient_checkpointing to true"),
+        ("update", ["--model.gradient_checkpointing", "true"], "set trainer.per_device_parallelism to 2"),
+        ("score", [], "set trainer.per_device_parallelism to 2 (now 4 rows on each device)"),
+        ("score", ["--trainer.per_device_parallelism", "1"], "use more chips, raise trainer.model_axis_size"),
+        ("decode", [], "set sampling.max_seqs to 4, or raise trainer.model_axis_size"),
+        ("decode", ["--sampling.kv_cache_dtype", "float32"], "sampling.kv_cache_dtype to bfloat16"),
+        ("initial state", [], "use more chips"),
+    ],
+)
+def test_remedy_of_too_little_main_memory(run: RunShapes, program: str, overrides: list[str], remedy: str):
+    failure = explain(program, jax.errors.JaxRuntimeError(HBM), with_config(run, *overrides) if overrides else run)
+    assert failure.problem == "out of main memory (HBM): used 40.10g of 15.75g"
+    assert remedy in failure.remedy
+
+
+@pytest.mark.parametrize(
+    ("program", "remedy"),
+    [("update", "model.flash_attention_block_size"), ("prefill", "raise trainer.model_axis_size")],
+)
+def test_remedy_of_too_little_vector_memory(run: RunShapes, program: str, remedy: str):
+    failure = explain(program, jax.errors.JaxRuntimeError(VMEM), run)
+    assert failure.problem == "out of vector memory (VMEM): used 16.20m of 16.00m"
+    assert remedy in failure.remedy
+
+
+def test_own_errors_keep_their_remedy(run: RunShapes):
+    error = ValueError("rollouts.row_length is 640, but splash does not support it; set rollouts.row_length: 1024")
+    assert explain("update", error, run) == Failure(
+        "rollouts.row_length is 640, but splash does not support it", "set rollouts.row_length: 1024"
+    )
+
+
+def test_unknown_errors_name_their_type_and_the_model(run: RunShapes):
+    failure = explain("decode", AttributeError("'X' object has no attribute 'layers'\nmore"), run)
+    assert failure.problem == "AttributeError: 'X' object has no attribute 'layers' more"
+    assert "levanter's LlamaConfig" in failure.remedy
+
+
+def test_error_of_lowering_is_a_result(run: RunShapes, monkeypatch: pytest.MonkeyPatch):
+    def fail(run: RunShapes) -> Any:
+        raise NotImplementedError("no such kernel")
+
+    monkeypatch.setitem(cast(Any, compiling.LOWER), "update", fail)
+    assert compile_program("update", run, [1.0]) == explain("update", NotImplementedError("no such kernel"), run)
+
+
+def test_cache_above_its_limit_is_a_result(run: RunShapes):
+    failure = compile_program("decode", with_config(run, "--sampling.max_cache_gib", "1e-6"), [1.0])
+    assert isinstance(failure, Failure)
+    assert "more than sampling.max_cache_gib 1e-06" in failure.problem
+    assert "lower sampling.max_seqs" in failure.remedy

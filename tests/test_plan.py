@@ -1,0 +1,110 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import json
+import subprocess
+import sys
+from importlib import util
+from pathlib import Path
+
+import pytest
+
+from marin_rl import plan
+from tests.planning.plan_cases import TINY
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "tiny.yaml"
+    file.write_text(TINY)
+    return file
+
+
+def run_plan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "marin_rl.plan", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_plan_of_a_cpu_mesh(config: Path, tmp_path: Path):
+    file = tmp_path / "plan.json"
+    mesh = ["--trainer.model_axis_size", "2", "--trainer.tensor_parallel_axes", "[heads, kv_head, mlp]"]
+    kl = ["--kl", "{type: in_loss, beta: 0.1}"]
+    done = run_plan("--config", str(config), "--topology", "cpu:8", "--json", str(file), "--mode", "async", *mesh, *kl)
+    assert done.returncode == plan.FITS, done.stderr
+    assert "mesh replica 1 x data 4 x model 2" in done.stdout
+    assert done.stdout.endswith("every program compiles and fits\n")
+    assert max(map(len, done.stdout.splitlines())) <= 120
+    values = json.loads(file.read_text())
+    names = ["initial state", "update", "score", "weight copy", "sampler weights", "prefill", "decode"]
+    assert [phase["name"] for phase in values["phases"]] == names
+    assert [phase["place"] for phase in values["phases"]] == ["trainer"] * 4 + ["worker"] * 3
+    update = values["phases"][1]
+    # Weights and moments are sharded over both axes, apart from a few small arrays.
+    assert values["held"]["optimizer"] == pytest.approx(2 * values["held"]["weights"], rel=0.01)
+    assert values["held"]["weights"] == pytest.approx(4 * values["parameters"] / 8, rel=0.2)
+    assert update["memory"] > sum(values["held"].values())
+    assert update["work"]["interconnect"] > 0
+    assert values["workers"] >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(util.find_spec("libtpu") is None, reason="needs libtpu, from the extra tpu")
+def test_plan_of_a_tpu_slice(config: Path):
+    sizes = ["--model.hidden_dim", "512", "--model.attn_backend", "null", "--trainer.mp", "p=f32,c=bf16"]
+    done = run_plan("--config", str(config), "--topology", "v5e:2x2", *sizes)
+    assert done.returncode == plan.FITS, done.stdout + done.stderr
+    assert "4 chips of 15.75 GiB on 1 host" in done.stdout
+
+
+@pytest.mark.medium
+def test_mesh_that_does_not_divide_the_heads_is_one_sentence(config: Path):
+    mesh = ["--trainer.model_axis_size", "4", "--trainer.tensor_parallel_axes", "[kv_head]"]
+    done = run_plan("--config", str(config), "--topology", "cpu:4", *mesh)
+    assert done.returncode == plan.ERROR
+    assert "error: the model's axis kv_head has 2 elements" in done.stderr
+    assert "set trainer.model_axis_size to one of 1, 2" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--topology", "v5:2x2"], "there is no data of chip 'v5'; nearest: "),
+        (["--topology", "cpu:1", "--worker_topology", "x"], "'x' is not a topology"),
+        (["--topology", "cpu:1", "--num_step", "3"], "num_step"),
+        (
+            ["--topology", "cpu:1", "--prompt_tokens", "30"],
+            "30 prompt tokens and 8 answer tokens exceed rollouts.max_length",
+        ),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    config: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert plan.main([*arguments, "--config", str(config)]) == plan.ERROR
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.medium
+def test_run_that_does_not_fit_has_another_exit_status(config: Path):
+    done = run_plan("--config", str(config), "--topology", "cpu:1", "--sampling.max_cache_gib", "0.000001")
+    assert done.returncode == plan.DOES_NOT_FIT
+    assert "decode: the KV cache of 8 sequences" in done.stdout
+
+
+@pytest.mark.medium
+def test_mesh_that_does_not_fit_the_devices_is_an_error(config: Path):
+    done = run_plan("--config", str(config), "--topology", "cpu:4", "--trainer.model_axis_size", "3")
+    assert done.returncode == plan.ERROR
+    assert "4 devices cannot be split into trainer.model_axis_size 3" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["--topology", "cpu:1", "--vocab_size", "0"]])
+def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        plan.main(arguments)
+    assert "usage: python -m marin_rl.plan" in capsys.readouterr().err
