@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.planning.chips import Topology
 from marin_rl.planning.compiling import Failure
+from marin_rl.planning.programs import LOWER
 from marin_rl.planning.report import table
 from marin_rl.planning.run_plan import Plan
 
@@ -45,7 +46,7 @@ class Knob(NamedTuple):
 
 
 _LEARNER, _SAMPLER = frozenset({"update", "score"}), frozenset({"sampler weights", "prefill", "decode"})
-_ALL = _LEARNER | _SAMPLER | {"initial state", "weight copy"}
+_ALL = frozenset(LOWER)
 
 
 def _model_axis(config: TrainConfig, plan: Plan) -> Sequence[Sequence[Setting]]:

@@ -221,7 +221,7 @@ def _with_traffic(flops: Number, measured: Measured | None, count: Number) -> Wo
 def measure_cpu(chip: Chip, devices: int) -> Chip:
     """Return a CPU device with the measured rates of this machine, divided by the number of devices.
 
-    Matrix products in float32 of 1,024 x 1,024, and copies of 4 MiB, at the best of several times: the arrays of a
+    Matrix products in float32 of 1,024 x 1,024, and copies of 4 MiB, at the best of 30 times: the arrays of a
     program on a CPU are mostly of such sizes, and stay in its caches.
     """
     square, long = jnp.ones((1024, 1024), jnp.float32), jnp.ones(2**20, jnp.float32)
@@ -237,7 +237,7 @@ def measure_cpu(chip: Chip, devices: int) -> Chip:
     )
 
 
-def _best(function: Callable[..., jax.Array], *arguments: jax.Array, repeats: int = 10) -> float:
+def _best(function: Callable[..., jax.Array], *arguments: jax.Array, repeats: int = 30) -> float:
     function(*arguments).block_until_ready()
     seconds = []
     for _ in range(repeats):
