@@ -37,7 +37,7 @@ def _head(plan: Plan) -> str:
         ),
         (
             "microbatches",
-            f"{step.microbatches:,} in {_count(step.updates, 'update')}, of {plan.rows:,} rows x "
+            f"{step.microbatches:,} in {_count(step.updates, 'update')}, of {_count(plan.rows, 'row')} x "
             f"{plan.row_length:,} positions on each data-parallel chip",
         ),
         ("held", f"{held} {unit_name} on each chip"),

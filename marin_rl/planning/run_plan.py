@@ -295,14 +295,28 @@ def _phase(
     result = compiler.compile(name, run, trips.get(name, (1.0,)))
     measured = None if isinstance(result, Failure) else result
     work = _work(name, run, step, measured)
-    # Held arrays that are arguments of the program count once.
-    arguments = {"initial state": ("weights",), "update": ("weights", "optimizer")}
-    inside = arguments.get(name, ("reference",) if "reference" in held else ("weights",))
     absent = ("optimizer", "reference") if name == "initial state" else ()
-    if name in ("prefill", "decode") or (name == "sampler weights" and run.sizes.hosts > 1):
-        inside = ()
-    others = math.fsum(size for part, size in held.items() if part not in (*inside, *absent))
+    resident = math.fsum(size for part, size in held.items() if part not in absent)
+    arguments = math.fsum(held[part] for part in _held_arguments(name, run, held))
+    # Held arrays that are arguments of the program count once; a program may take a part of them.
+    inside = arguments if measured is None else min(arguments, measured.arguments)
+    others = resident - inside
     return Phase(name, place, result, others, work, time_model.bound(work, chip), name != "initial state")
+
+
+def _held_arguments(name: str, run: RunShapes, held: dict[str, Number]) -> tuple[str, ...]:
+    """Return the held arrays that are arguments of a program."""
+    match name:
+        case "update":
+            return "weights", "optimizer"
+        case "score":
+            return ("reference",) if "reference" in held else ("weights",)
+        case "prefill" | "decode":
+            return ()
+        case "sampler weights" if run.sizes.hosts > 1:
+            return ()
+        case _:
+            return ("weights",)
 
 
 def _head_blocks(run: RunShapes, step: StepSize) -> float:

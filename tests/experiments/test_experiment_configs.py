@@ -2,6 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +54,38 @@ def test_controls_differ_only_in_the_controlled_settings():
     assert (control.seed, control.run_dir) == (1, "runs/rloo-random-reward-seed1")
     assert control.optimizer == rloo(1).optimizer
     assert (more_warm_start(1, 900).num_steps, more_warm_start(1, 900).warm_start.max_steps) == (0, 900)
+
+
+SMALL = {
+    "environment": "{type: arithmetic}",
+    "initialize_from": "null",
+    "tokenizer.path": "null",
+    "model": "{seq_len: 64, hidden_dim: 64, intermediate_dim: 128, num_layers: 2, num_heads: 8, head_dim: 16}",
+    "rollouts": "{prompts_per_step: 4, group_size: 4, max_length: 32}",
+    "sampling": "{max_new_tokens: 8, max_seqs: 16}",
+    "trainer.per_device_parallelism": "1",
+    "trainer.require_accelerator": "false",
+    "trainer.distributed.initialize_jax_distributed": "false",
+    "evaluation.tasks": "0",
+    "num_steps": "3",
+}
+"""Overrides that leave the mesh, the losses and the precision of an experiment as they are."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "devices"), [("v5e_8_qwen3_1_7b", 8), ("v5p_32_qwen3_8b", 16)])
+def test_experiment_for_a_slice_trains_a_small_model_on_the_same_mesh(name: str, devices: int, tmp_path: Path):
+    overrides = [text for key, value in SMALL.items() for text in (f"--{key}", value)]
+    command = ["--config", str(EXPERIMENTS / f"{name}.yaml"), "--run_dir", str(tmp_path / "run"), *overrides]
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "marin_rl.train", *command], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(records) == 3
+    assert (tmp_path / "run" / "hf" / "config.json").exists()

@@ -215,11 +215,20 @@ def test_levanter_accepts_the_configured_kernel(model: LmConfig) -> None:
     assert attention_kernel(plain, "cpu").configure(plain, 512) == plain
 
 
-def test_levanter_does_not_choose_the_kernel_of_a_gpu() -> None:
-    """It would choose Transformer Engine where that is installed."""
-    for model, backend in ((LlamaConfig(), PALLAS), (Gpt2Config(), FLASH), (GEMMA2, VANILLA)):
-        configured = attention_kernel(model, "gpu").configure(model, 512)
-        assert cast(Any, configured).attn_backend is backend
+@pytest.mark.parametrize(
+    ("platform", "model", "backend"),
+    [
+        ("gpu", LlamaConfig(), PALLAS),
+        ("gpu", Gpt2Config(), FLASH),
+        ("gpu", GEMMA2, VANILLA),
+        ("tpu", LlamaConfig(), SPLASH),
+        ("cpu", LlamaConfig(), FLASH),
+    ],
+)
+def test_levanter_does_not_choose_the_kernel(platform: str, model: LmConfig, backend: AttentionBackend) -> None:
+    """It would choose by the devices of this machine, such as Transformer Engine where that is installed."""
+    configured = attention_kernel(model, platform).configure(model, 512)
+    assert cast(Any, configured).attn_backend is backend
 
 
 def test_kernels_that_compare_segment_ids_do_not_support_shared_prompts() -> None:
