@@ -10,9 +10,10 @@ piece that a mesh needs is read by exactly one process, which sends it to the ot
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -256,7 +257,11 @@ def load_arrays(
         array = _assemble(
             saved[name],
             shardings[name],
-            {index: buffers.pop((name, index), None) for index in range(len(saved[name].boxes))},
+            [
+                (box.bounds, buffers.pop((name, index)))
+                for index, box in enumerate(saved[name].boxes)
+                if (name, index) in buffers
+            ],
         )
         loaded.append(NamedArray(array, leaf.axes) if _is_named(leaf) else array)
     return jax.tree.unflatten(structure, loaded)
@@ -268,8 +273,8 @@ def _sharding(leaf: Any, mapping: ResourceMapping, mesh: Mesh) -> Sharding:
     return getattr(leaf, "sharding", None) or hax.partitioning.sharding_for_axis((), {}, mesh)
 
 
-def _assemble(saved: SavedArray, sharding: Sharding, boxes: Mapping[int, np.ndarray | None]) -> jax.Array:
-    """Make an array of the saved boxes that this process needs."""
+def _assemble(saved: SavedArray, sharding: Sharding, boxes: Sequence[tuple[Bounds, np.ndarray]]) -> jax.Array:
+    """Make an array of the bytes of the saved boxes that this process needs."""
     dtype = jnp.dtype(saved.dtype)
     assembled: dict[Bounds, np.ndarray] = {}
 
@@ -278,15 +283,15 @@ def _assemble(saved: SavedArray, sharding: Sharding, boxes: Mapping[int, np.ndar
         if bounds in assembled:
             return assembled[bounds]
         result = np.empty(shape_of(bounds), dtype)
-        for number, box in enumerate(saved.boxes):
-            data, shared = boxes[number], overlap(box.bounds, bounds)
-            if data is None or shared is None:
+        for box, data in boxes:
+            shared = overlap(box, bounds)
+            if shared is None:
                 continue
-            values = data.view(dtype).reshape(shape_of(box.bounds))
-            if box.bounds == bounds:
+            values = data.view(dtype).reshape(shape_of(box))
+            if box == bounds:
                 result = values
             else:
-                result[slices_within(shared, bounds)] = values[slices_within(shared, box.bounds)]
+                result[slices_within(shared, bounds)] = values[slices_within(shared, box)]
         assembled[bounds] = result
         return result
 
@@ -343,11 +348,14 @@ def _users(saved: SavedArray, sharding: Sharding) -> Iterator[set[int]]:
     targets: dict[Bounds, set[int]] = {}
     for device, index in sharding.devices_indices_map(saved.shape).items():
         targets.setdefault(bounds_of(index or (), saved.shape), set()).add(device.process_index)
+    # The targets are a grid, so that a box need not be compared with each of them.
+    cuts = [sorted({bounds[dimension] for bounds in targets}) for dimension in range(len(saved.shape))]
     for box in saved.boxes:
-        if box.bounds in targets:
-            yield targets[box.bounds]
-            continue
-        yield {user for bounds, users in targets.items() if overlap(box.bounds, bounds) is not None for user in users}
+        touched = [
+            [(low, high) for low, high in intervals if low < stop and start < high]
+            for (start, stop), intervals in zip(box.bounds, cuts, strict=True)
+        ]
+        yield set().union(*(targets.get(bounds, ()) for bounds in itertools.product(*touched)))
 
 
 def _places(box: Box, key: _Key) -> Iterator[_Place]:
@@ -387,7 +395,7 @@ def _read_pieces(folder: StoragePath, pieces: list[Piece], targets: list[np.ndar
 
 
 def _agree(read: Callable[[], None]) -> None:
-    """Call a function in every process; if it fails in one, raise the same error in all."""
+    """Call a function in every process; if it fails in one, raise an error of the same type in all."""
     kind, text, own = "", "", None
     try:
         read()
@@ -398,13 +406,16 @@ def _agree(read: Callable[[], None]) -> None:
     except OSError as error:
         kind, text, own = "damaged", f"a file cannot be read: {error}", error
     answers = [json.loads(answer) for answer in multihost.gather_texts(json.dumps([kind, text]))]
-    if isinstance(own, StorageError):
-        raise own
+    failures = {kind: f"training process {process}: {text}" for process, (kind, text) in enumerate(answers) if kind}
+    if "store" in failures:
+        # Not damage, even if this process has found some: all processes must do the same.
+        if isinstance(own, StorageError):
+            raise own
+        raise StorageError(failures["store"], "checkpoint", "run the same command again when the store is reachable")
     if own is not None:
         raise DamagedArraysError(text) from own
-    for process, (kind, text) in enumerate(answers):
-        if kind:
-            raise DamagedArraysError(f"process {process}: {text}")
+    if "damaged" in failures:
+        raise DamagedArraysError(failures["damaged"])
 
 
 def _exchange(

@@ -6,6 +6,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,7 +95,7 @@ MOMENTS = [
     r"POST runs/tiny/checkpoints/step-00000000/state/",
     r"POST runs/tiny/checkpoints/step-00000002/manifest\.json",
     r"POST runs/tiny/rollouts/step-00000004\.parquet",
-    r"DELETE runs/tiny/checkpoints/step-00000004/state/",
+    r"DELETE runs/tiny/checkpoints/step-00000003/state/",
     r"POST runs/tiny/hf/model\.safetensors",
 ]
 """Requests at which the run is killed; they are not served."""
@@ -257,3 +259,22 @@ def test_resume_reads_each_byte_of_a_checkpoint_once(stored: Gcs, tmp_path: Path
     for name in stored.names(folder):
         assert stored.downloads[folder + name] == [(0, len(stored.read(folder + name)))], name
     assert not [name for name in stored.downloads if "step-00000005" in name]
+
+
+@pytest.mark.medium
+def test_compiled_programs_are_cached_in_a_bucket(gcs: Gcs) -> None:
+    code = "import jax; jax.config.update('jax_compilation_cache_dir', 'gs://bucket/jax'); jax.jit(lambda x: -x)(2.0)"
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")},
+        **gcs.environment,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    command = [sys.executable, "-c", code]
+    subprocess.run(command, env=environment, check=True)
+    programs = [name for name in gcs.names("jax/") if name.endswith("-cache")]
+    assert programs
+    before = dict(gcs.objects)
+    subprocess.run(command, env=environment, check=True)
+    assert all(gcs.downloads[f"jax/{name}"] for name in programs)
+    assert all(gcs.objects[f"jax/{name}"] == before[f"jax/{name}"] for name in programs)
