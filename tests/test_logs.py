@@ -7,6 +7,8 @@ import pytest
 
 from marin_rl.errors import RunDirectoryError
 from marin_rl.logs import log_to, warnings_to_stderr
+from marin_rl.storage import RemotePath
+from tests.gcs_emulator import Fault, Gcs
 
 
 def test_log_is_appended_and_closed(tmp_path):
@@ -111,3 +113,19 @@ def test_log_that_cannot_be_opened_is_named(tmp_path):
     file.mkdir()
     with pytest.raises(RunDirectoryError, match=r"cannot write .*log\.txt'"), log_to(file):
         pass
+
+
+def test_log_in_an_object_store_continues_and_is_uploaded_at_the_end(gcs: Gcs) -> None:
+    for text in ("first", "second"):
+        with log_to(RemotePath("gs://bucket/run/log.txt")):
+            logging.getLogger("marin_rl.x").info("%s", text)
+    lines = gcs.read("run/log.txt").decode().splitlines()
+    assert [line.partition(" INFO ")[2] for line in lines] == ["marin_rl.x: first", "marin_rl.x: second"]
+
+
+def test_log_that_cannot_be_uploaded_is_reported_once(gcs: Gcs, capsys: pytest.CaptureFixture[str]) -> None:
+    with log_to(RemotePath("gs://bucket/run/log.txt")):
+        logging.getLogger("marin_rl.x").info("lost")
+        gcs.faults.append(Fault("POST", 403))
+    warning = "warning: gs://bucket/run/log.txt cannot be written (gs://bucket/run/log.txt: permission denied"
+    assert capsys.readouterr().err.count(warning) == 1

@@ -109,11 +109,11 @@ def _train(
         # Only the main process writes records.
         records = _open_records(run, directory) if multihost.is_main() else None
         if records is not None:
-            closing.enter_context(Closing(records.close))
+            closing.enter_context(Closing(functools.partial(_close_records, records, check_lock)))
         run.before_save = functools.partial(_before_save, records, check_lock)
 
         def record(step: int, metrics: dict[str, float]) -> None:
-            multihost.on_main(lambda: cast(StepRecords, records).record(step, metrics))
+            multihost.on_main(lambda: _record(cast(StepRecords, records), check_lock, step, metrics))
             display.update(step, metrics)
 
         complete = train(run, record, stop.is_set)
@@ -132,6 +132,17 @@ def _train(
     if records is not None:
         records.finish({"episodes": run.state.progress.episodes})
     return run if complete else None
+
+
+def _record(records: "StepRecords", check_lock: Callable[[], None], step: int, metrics: dict[str, float]) -> None:
+    # A process that was suspended must not write into the directory of the process that continues its run.
+    check_lock()
+    records.record(step, metrics)
+
+
+def _close_records(records: "StepRecords", check_lock: Callable[[], None]) -> None:
+    check_lock()
+    records.close()
 
 
 def _before_save(records: "StepRecords | None", check_lock: Callable[[], None]) -> None:

@@ -278,3 +278,28 @@ def test_compiled_programs_are_cached_in_a_bucket(gcs: Gcs) -> None:
     subprocess.run(command, env=environment, check=True)
     assert all(gcs.downloads[f"jax/{name}"] for name in programs)
     assert all(gcs.objects[f"jax/{name}"] == before[f"jax/{name}"] for name in programs)
+
+
+@pytest.mark.medium
+def test_process_that_lost_its_lock_ends_without_writing(
+    stored: Gcs, tmp_path: Path, no_curves: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from marin_rl.training.batch_builder import BatchBuilder
+
+    run = remote_run(tmp_path / "here")
+    for name in stored.names(PREFIX):
+        if name.startswith(("hf/", "checkpoints/step-00000006/", "checkpoints/step-00000005/")):
+            del stored.objects[PREFIX + name]
+    build = BatchBuilder.build
+
+    def suspended(*arguments: object) -> object:
+        """Another process takes over during the step."""
+        stored.put(f"{PREFIX}.lock/00000002", b"{}")
+        stored.put(f"{PREFIX}metrics.jsonl", b"of the other process\n")
+        return build(*arguments)
+
+    monkeypatch.setattr(BatchBuilder, "build", suspended)
+    assert run.train() == 1
+    assert f"error: run directory '{ADDRESS}' was taken over by another process" in capfd.readouterr().err
+    assert stored.read(f"{PREFIX}metrics.jsonl") == b"of the other process\n"
+    assert not stored.names(f"{PREFIX}checkpoints/step-00000005/")
