@@ -127,8 +127,8 @@ def attention_kernel(model: LmConfig | None, platform: str) -> AttentionKernel:
     """Select the kernel that trains a model.
 
     `splash` on TPU, `pallas` on GPU, `jax_flash` on CPU and for GPT-2; or `vanilla` if the model sets
-    `use_flash_attention: false`, or if it caps its attention logits off TPU: the gradient of `jax_flash` lacks the
-    derivative of the cap, and `pallas` has no cap.
+    `use_flash_attention: false`, or if it caps its attention logits on a CPU: the gradient of `jax_flash` lacks the
+    derivative of the cap.
 
     Args:
         model: the architecture; None if it has no attention settings.
@@ -144,7 +144,7 @@ def attention_kernel(model: LmConfig | None, platform: str) -> AttentionKernel:
     backend = cast(AttentionBackend | None, getattr(model, "attn_backend", None))
     unwanted = getattr(model, "use_flash_attention", None) is False
     cap = getattr(model, "attn_logit_softcapping", None)
-    exact = (AttentionBackend.VANILLA, AttentionBackend.SPLASH)
+    exact = (AttentionBackend.VANILLA, AttentionBackend.SPLASH, GpuBackend.PALLAS)
     if backend in (None, AttentionBackend.DEFAULT):
         default = _default_backend(model, platform)
         if unwanted or (cap is not None and default not in exact):

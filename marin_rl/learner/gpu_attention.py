@@ -4,14 +4,17 @@
 """Attention of training and scoring on GPUs: jax's Pallas flash attention, within segments.
 
 Levanter's own attention for GPUs, Transformer Engine, materializes a `[position, position]` mask and does not read
-segment ids. The kernel here compares the segment ids of one tile of queries and keys at a time.
+segment ids. The kernel here compares the segment ids of one tile of queries and keys at a time. Attention logits with a
+cap, which it does not support, are computed by XLA for one block of queries at a time.
 """
 
 import enum
 import functools
+import math
 from typing import Any, cast
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
@@ -26,6 +29,10 @@ TILE_BYTES = 2**14
 (L4), the kernel fits it, and does not spill registers; tiles of twice the size spill. No GPU has run it yet."""
 LARGEST_TILE, SMALLEST_TILE = 64, 16
 """Numbers of positions. Rows are multiples of the largest; tensor cores require the smallest."""
+
+
+CAPPED_BLOCK = 256
+"""Largest number of queries in a block of `capped_attention`."""
 
 
 class GpuBackend(enum.Enum):
@@ -65,7 +72,10 @@ class _GpuAttention(eqx.Module):
         Batch = query.resolve_axis("batch")
         segments = _segments_of(mask).rearrange((Batch, "position"))
         scale = config.HeadSize.size**-0.5 if config.scaling_factor is None else config.scaling_factor
-        run = functools.partial(segment_attention, scale=scale, interpret=self.interpret)
+        if config.logits_soft_cap is None:
+            run = functools.partial(segment_attention, scale=scale, interpret=self.interpret)
+        else:
+            run = functools.partial(capped_attention, scale=scale, soft_cap=config.logits_soft_cap)
         by_row, by_row_and_head = sharding_of(Batch), sharding_of(Batch, None, config.KVHeads)
         sharded = on_each_shard(run, (by_row_and_head,) * 3 + (by_row,), by_row_and_head)
         attended = sharded(*(array.array.astype(dtype) for array in (query, keys, values)), segments.array)
@@ -129,6 +139,44 @@ def segment_attention(
         interpret=interpret,
     )
     return attended.reshape(query.shape)
+
+
+def capped_attention(
+    query: Float[Array, "batch position kv_head group head_size"],
+    keys: Float[Array, "batch position kv_head head_size"],
+    values: Float[Array, "batch position kv_head head_size"],
+    segment_ids: Int[Array, "batch position"],
+    *,
+    scale: float,
+    soft_cap: float,
+) -> Float[Array, "batch position kv_head group head_size"]:
+    """Attend as `segment_attention` does, with scores `c · tanh(score / c)`, which its kernel does not support.
+
+    Scores exist for one block of queries at a time, forward and backward, in float32.
+
+    Args:
+        query: queries; `group` of them share keys and values.
+        keys: keys, after rotary embedding.
+        values: values.
+        segment_ids: segment of each position.
+        scale: multiplies the scores before the cap.
+        soft_cap: the cap `c`.
+    """
+    positions = query.shape[1]
+    block = math.gcd(positions, CAPPED_BLOCK)
+
+    @jax.checkpoint
+    def attend(start: Int[Array, ""]) -> Float[Array, "batch block kv_head group head_size"]:
+        queries, segments = (jax.lax.dynamic_slice_in_dim(array, start, block, 1) for array in (query, segment_ids))
+        scores = jnp.einsum("bqhgd,bkhd->bhgqk", queries, keys, preferred_element_type=jnp.float32) * scale
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+        causal = start + jnp.arange(block)[:, None] >= jnp.arange(positions)
+        visible = causal & (segments[:, :, None] == segment_ids[:, None, :])
+        weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
+        return jnp.einsum("bhgqk,bkhd->bqhgd", weights.astype(values.dtype), values)
+
+    blocks = jax.lax.map(attend, jnp.arange(0, positions, block))
+    return jnp.moveaxis(blocks, 0, 1).reshape(query.shape)
 
 
 def tile_size(head_size: int, dtype: jnp.dtype) -> int:

@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 from haliax import Axis
 from levanter.layers.attention import AttentionMask
+from levanter.models.gemma import Gemma2Config
 from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmConfig
 from levanter.models.qwen import Qwen3Config
 
 from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
+from marin_rl.learner import gpu_attention
 from marin_rl.learner.attention_kernel import attention_kernel
-from marin_rl.learner.gpu_attention import segment_attention, with_gpu_attention
+from marin_rl.learner.gpu_attention import capped_attention, segment_attention, with_gpu_attention
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
 from tests.sampling.families import FAMILIES, random_model
 
@@ -32,9 +34,10 @@ SEGMENTS = np.zeros((2, POSITIONS), np.int32)
 SEGMENTS[0, :100], SEGMENTS[0, 100:230], SEGMENTS[1] = 1, 2, 1
 
 
-def oracle(query: jax.Array, keys: jax.Array, values: jax.Array, scale: float) -> jax.Array:
+def oracle(query: jax.Array, keys: jax.Array, values: jax.Array, soft_cap: float | None) -> jax.Array:
     """Attend with all scores in memory."""
-    scores = jnp.einsum("bqhgd,bkhd->bhgqk", query, keys, precision="highest") * scale
+    scores = jnp.einsum("bqhgd,bkhd->bhgqk", query, keys, precision="highest") * query.shape[-1] ** -0.5
+    scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
     same = SEGMENTS[:, :, None] == SEGMENTS[:, None, :]
     visible = same & np.tril(np.ones((POSITIONS, POSITIONS), bool))
     weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
@@ -52,17 +55,29 @@ def random_arrays(kv_heads: int, group: int, size: int, dtype: Any) -> tuple[jax
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "size", "dtype", "error"),
-    [(2, 2, 64, jnp.float32, 1e-6), (1, 4, 128, jnp.float32, 1e-6), (1, 2, 128, jnp.bfloat16, 1e-2)],
+    ("kv_heads", "group", "size", "dtype", "soft_cap", "error"),
+    [
+        (2, 2, 64, jnp.float32, None, 1e-6),
+        (1, 4, 128, jnp.float32, None, 1e-6),
+        (1, 2, 128, jnp.bfloat16, None, 1e-2),
+        (2, 2, 64, jnp.float32, 1.5, 1e-6),
+        (1, 2, 128, jnp.bfloat16, 1.5, 1e-2),
+    ],
 )
 def test_value_and_gradient_equal_those_of_the_full_scores(
-    kv_heads: int, group: int, size: int, dtype: Any, error: float
+    kv_heads: int, group: int, size: int, dtype: Any, soft_cap: float | None, error: float, monkeypatch: Any
 ):
+    # Several blocks of a row.
+    monkeypatch.setattr(gpu_attention, "CAPPED_BLOCK", 128)
+
     def kernel(*arrays: jax.Array) -> jax.Array:
-        return segment_attention(*arrays, jnp.asarray(SEGMENTS), scale=size**-0.5, interpret=True)
+        segments = jnp.asarray(SEGMENTS)
+        if soft_cap is not None:
+            return capped_attention(*arrays, segments, scale=size**-0.5, soft_cap=soft_cap)
+        return segment_attention(*arrays, segments, scale=size**-0.5, interpret=True)
 
     def exact(*arrays: jax.Array) -> jax.Array:
-        return oracle(*arrays, size**-0.5)
+        return oracle(*arrays, soft_cap)
 
     def value_and_gradient(function: Any, arrays: tuple[jax.Array, ...]) -> list[np.ndarray]:
         *inputs, weights = arrays
@@ -97,7 +112,7 @@ def example(prompts: bool = False) -> RlExample:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", ["llama", "olmo2", "qwen3"])
+@pytest.mark.parametrize("name", ["gemma2", "llama", "olmo2", "qwen3"])
 def test_models_train_as_with_levanters_attention(name: str):
     batch = example()
 
@@ -106,7 +121,8 @@ def test_models_train_as_with_levanters_attention(name: str):
         logprobs, _ = token_logprobs(activations, model.get_lm_head(), batch, temperature=1.0, block_size=64)
         return jnp.sum(jnp.sin(logprobs.array))
 
-    model = random_model(dataclasses.replace(cast(Any, FAMILIES[name]), num_layers=1))
+    config = dataclasses.replace(cast(Any, FAMILIES[name]), num_layers=1)
+    model = random_model(attention_kernel(config, "cpu").configure(config, POSITIONS))
     differentiate = eqx.filter_jit(eqx.filter_value_and_grad(loss))
     expected = differentiate(model)
     interpreted = with_gpu_attention(model, interpret=True)
@@ -142,13 +158,16 @@ MODELS: dict[str, LmConfig] = {
         hidden_dim=2048, intermediate_dim=8192, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64
     ),
     "Llama-3-8B": LlamaConfig(hidden_dim=4096, intermediate_dim=14336, num_layers=32, num_heads=32, num_kv_heads=8),
+    "Gemma-2-2B": Gemma2Config(
+        hidden_dim=2304, intermediate_dim=9216, num_layers=26, num_heads=8, num_kv_heads=4, head_dim=256
+    ),
 }
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize(("name", "mesh"), [*((name, (1, 1)) for name in MODELS), ("Llama-3-8B", (2, 2))])
 def test_training_is_lowered_for_gpus_that_are_absent(name: str, mesh: tuple[int, int]):
-    """The program has the kernel and its gradient, in bfloat16, and no `[position, position]` array."""
+    """The program has no `[position, position]` array. Without a cap it has the kernel and its gradient in bfloat16."""
     positions = 3456  # no other axis of the models has this size
     config = dataclasses.replace(cast(Any, MODELS[name]), seq_len=positions)
     config = attention_kernel(config, "gpu").configure(config, positions)
@@ -167,7 +186,8 @@ def test_training_is_lowered_for_gpus_that_are_absent(name: str, mesh: tuple[int
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(mesh, ("data", "model"))):
         lowered = jax.jit(jax.grad(loss)).trace(model, RlExample(**arrays)).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
-    assert {"mha_forward", "mha_backward"} <= set(re.findall(r"mha_(?:forward|backward)", text))
-    heads, size = config.num_heads // mesh[1], config.attention_config().HeadSize.size
-    assert f"2x{positions}x{heads}x{size}xbf16" in text
     assert f"{positions}x{positions}" not in text
+    if config.attention_config().logits_soft_cap is None:
+        assert {"mha_forward", "mha_backward"} <= set(re.findall(r"mha_(?:forward|backward)", text))
+        heads, size = config.num_heads // mesh[1], config.attention_config().HeadSize.size
+        assert f"2x{positions}x{heads}x{size}xbf16" in text
