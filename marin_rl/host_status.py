@@ -32,7 +32,7 @@ INTERVAL = 1.0
 GRACE = 10.0
 """Seconds that a process has to end by itself after another one failed. It may be blocked in a collective operation."""
 
-_ERROR, _SEEN = "marin_rl/error", "marin_rl/error-seen/"
+_ERROR, _ENDED = "marin_rl/error", "marin_rl/ended/"
 _FINISHED, _STOPPED = "finished", "stopped"
 _rounds = itertools.count()
 
@@ -177,21 +177,16 @@ def explain_errors() -> Iterator[None]:
 
 
 def _report(error: BaseException) -> None:
-    """Publish an error; the main process, which runs the service, waits until the others have read it."""
+    """Publish an error; the main process, which runs the service, waits until the others have printed it and end.
+
+    Without the service jax aborts them.
+    """
     if not isinstance(error, OtherProcessError | multihost.MainProcessError):
         _write_once(_ERROR, json.dumps({"process": jax.process_index(), "error": f"{type(error).__name__}: {error}"}))
-    _mark_seen()
-    deadline = time.monotonic() + GRACE
-    while (
-        multihost.is_main()
-        and time.monotonic() < deadline
-        and len(_client().key_value_dir_get(_SEEN)) < jax.process_count()
-    ):
+    deadline = time.monotonic() + INTERVAL + GRACE
+    others = jax.process_count() - 1
+    while multihost.is_main() and time.monotonic() < deadline and len(_client().key_value_dir_get(_ENDED)) < others:
         time.sleep(0.1)
-
-
-def _mark_seen() -> None:
-    _client().key_value_set(f"{_SEEN}{jax.process_index()}", "", allow_overwrite=True)
 
 
 def _watch(ended: threading.Event) -> None:
@@ -200,7 +195,6 @@ def _watch(ended: threading.Event) -> None:
         try:
             raise_error_of_others()
         except OtherProcessError as error:
-            _mark_seen()
             if not ended.wait(GRACE):
                 logger.error("%s", error)
                 print(f"error: {error}", file=sys.stderr)
@@ -214,6 +208,9 @@ def _watch(ended: threading.Event) -> None:
 def _end() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        if not multihost.is_main():
+            _client().key_value_set(f"{_ENDED}{jax.process_index()}", "", allow_overwrite=True)
     os._exit(1)
 
 

@@ -102,7 +102,9 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_count", lambda: COUNT)
     monkeypatch.setattr(jax, "process_index", lambda: processes.index)
-    monkeypatch.setattr(atexit, "register", lambda end: None)
+    monkeypatch.setattr("os._exit", lambda status: None)
+    # As if every process ended at once.
+    monkeypatch.setattr(atexit, "register", lambda end: end())
     return processes
 
 
@@ -211,8 +213,8 @@ def test_a_blocked_process_is_ended_with_the_error_of_the_other(
 ) -> None:
     monkeypatch.setattr(host_status, "GRACE", 0.05)
     ended = threading.Event()
-    monkeypatch.setattr(host_status, "_end", ended.set)
     # The watching threads act for process 1.
+    monkeypatch.setattr("os._exit", lambda status: None if hasattr(processes.own, "index") else ended.set())
     monkeypatch.setattr(jax, "process_index", lambda: getattr(processes.own, "index", 1))
 
     def blocked() -> None:

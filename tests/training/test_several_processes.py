@@ -217,3 +217,41 @@ def test_processes_evaluate_like_one(sync_runs: dict[int, TinyRun]) -> None:
     last = {name: value for name, value in run.records()[-1].items() if name.startswith("eval/")}
     found = without_losses({name: value for name, value in json.loads(line).items() if name.startswith("eval/")})
     assert found == last
+
+
+def test_an_error_in_one_process_ends_the_other_with_its_message(tmp_path: Path) -> None:
+    run = make_sync(tmp_path / "run", warm_start__max_steps=0, evaluation__tasks=0, num_steps=20)
+    long = {"prompt": 20 * "x", "answer": "1", "worked_answer": "1"}
+    with (tmp_path / "run" / "problems.jsonl").open("a") as file:
+        file.write(json.dumps(long))
+    outputs = train_sync(run, 2, code=1)
+    errors = [next(line for line in output.splitlines() if line.startswith("error: ")) for output in outputs]
+    # One process samples the group of this task.
+    [failed] = [index for index, error in enumerate(errors) if "training process" not in error]
+    cause = errors[failed].removeprefix("error: ")
+    assert "prompt" in cause
+    assert errors[1 - failed] == f"error: training process {failed} ended with an error: PromptTooLongError: {cause}"
+
+
+@pytest.mark.parametrize("killed", [None, 0, 1], ids=["stopped", "main killed", "other killed"])
+def test_a_stopped_or_killed_run_resumes_in_one_process(killed: int | None, tmp_path: Path) -> None:
+    run = make_sync(tmp_path / "run", num_steps=100_000, warm_start__max_steps=0, evaluation__tasks=0)
+    training = hosts(run, 2, devices=2)
+    with started(training):
+        training[0].wait_until(lambda: training[0].saved_steps >= 2, "the checkpoint of step 2")
+        if killed is None:
+            assert training[1].process is not None
+            training[1].process.terminate()
+            assert [host.end() for host in training] == [0, 0], [host.output.read_text() for host in training]
+            assert "stopped after step" in training[0].output.read_text()
+        else:
+            training[killed].kill()
+            assert training[1 - killed].end() != 0
+    saved = training[0].saved_steps
+    run.config.write_text(run.config.read_text().replace("num_steps: 100000", f"num_steps: {saved + 2}"))
+    (run.path / "config.yaml").write_text(
+        (run.path / "config.yaml").read_text().replace("num_steps: 100000", f"num_steps: {saved + 2}")
+    )
+    train_sync(run, 1)
+    assert f"resuming after step {saved}, from " in (run.path / "log.txt").read_text()
+    assert [record["step"] for record in run.records()] == list(range(saved + 3))
