@@ -10,7 +10,8 @@ import logging
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
-from marin_rl.storage import RemotePath, StorageError, StoragePath
+from marin_rl.remote_path import RemotePath, StorageError
+from marin_rl.storage import StoragePath
 
 
 class UserError(RuntimeError):

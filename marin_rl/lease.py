@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from marin_rl.errors import RunDirectoryError
+from marin_rl.remote_path import CONDITIONAL, RemotePath
 from marin_rl.retry import Clock
-from marin_rl.storage import CONDITIONAL, RemotePath
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from marin_rl.errors import writing
 from marin_rl.escaping import escape
-from marin_rl.storage import AppendedFile, RemotePath, StoragePath
+from marin_rl.remote_path import RemotePath
+from marin_rl.storage import AppendedFile, StoragePath
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 

@@ -3,18 +3,16 @@
 
 """Files of a run on a local file system or in an object store.
 
-A local path is a `pathlib.Path`. An address such as `gs://bucket/run` is a [`RemotePath`][marin_rl.storage.RemotePath],
-which has the methods of `pathlib.Path` that runs use, through fsspec. Both are a `StoragePath`.
+A local path is a `pathlib.Path`. An address such as `gs://bucket/run` is a
+[`RemotePath`][marin_rl.remote_path.RemotePath], which has the methods of `pathlib.Path` that runs use. Both are a
+`StoragePath`.
 
 Local files and folders are replaced by renaming, after they are flushed to disk. Object stores cannot rename, but write
 each object completely or not at all: a folder there is complete when the file that names its content is written last.
 """
 
 import contextlib
-import dataclasses
 import errno
-import fnmatch
-import functools
 import hashlib
 import logging
 import os
@@ -24,246 +22,24 @@ import threading
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import fsspec
 
+from marin_rl.remote_path import RemotePath
+
 logger = logging.getLogger(__name__)
 
-FLAT = frozenset({"gs", "gcs", "s3", "s3a", "az", "abfs", "memory"})
-"""Protocols of stores without folders."""
-CONDITIONAL = frozenset({"gs", "gcs", "s3", "s3a", "memory"})
-"""Protocols with a client that can create an object only if it does not exist."""
 EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
 """Extras of this package by protocol."""
 UPLOAD_SECONDS = 30.0
 """Longest time between an append to a file of up to 32 MiB in an object store and its upload."""
 _UPLOAD_BYTES = 32 * 2**20
 _DELETES = 16
-_BLOCK_BYTES = 32 * 2**20
-
-
-class StorageError(OSError):
-    """An object store refused or failed a request; the message names the address, the reason and the remedy."""
-
-    def __init__(self, reason: str, address: str, remedy: str) -> None:
-        super().__init__(errno.EIO, reason, address)
-        self.remedy = remedy
-        """How to continue."""
-
-    def __str__(self) -> str:
-        return f"{self.filename}: {self.strerror}; {self.remedy}"
-
-
-@dataclasses.dataclass(frozen=True, order=True)
-class RemotePath:
-    """Path in an object store, with the methods of `pathlib.Path` that runs use.
-
-    Listings are never cached, because other processes write to the same folder. Errors of the store's client are raised
-    as `OSError`: `FileNotFoundError`, `FileExistsError` or `StorageError`.
-
-    >>> (RemotePath("gs://bucket/run") / "rollouts" / "step-1.parquet").suffix
-    '.parquet'
-    """
-
-    address: str
-    """Address with protocol, without a trailing slash."""
-
-    def __truediv__(self, name: str) -> "RemotePath":
-        return RemotePath(f"{self.address}/{name}")
-
-    def __str__(self) -> str:
-        return self.address
-
-    @property
-    def protocol(self) -> str:
-        """Protocol, such as `gs`."""
-        return self.address.partition("://")[0]
-
-    @property
-    def name(self) -> str:
-        """Last part of the path."""
-        return self.address.rpartition("/")[2]
-
-    @property
-    def suffix(self) -> str:
-        """Last ending of the name with its dot; empty if there is none."""
-        return Path(self.name).suffix
-
-    @property
-    def parent(self) -> "RemotePath":
-        """The folder."""
-        return RemotePath(self.address.rpartition("/")[0])
-
-    def exists(self) -> bool:
-        """Whether there is an object of this name, or one in the folder of this name."""
-        return self._kind() is not None
-
-    def is_file(self) -> bool:
-        """Whether there is an object of this name."""
-        return self._kind() == "file"
-
-    def is_dir(self) -> bool:
-        """Whether there is an object in the folder of this name."""
-        return self._kind() == "directory"
-
-    def iterdir(self) -> Iterator["RemotePath"]:
-        """Yield the entries of the folder, sorted; none if it does not exist."""
-        yield from (self / name for name in self._listing(recursive=False))
-
-    def glob(self, pattern: str) -> Iterator["RemotePath"]:
-        """Yield the entries of the folder whose names match the pattern."""
-        yield from (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
-
-    def sizes(self) -> dict[str, int]:
-        """Sizes in bytes of all files below this folder, by relative path."""
-        return self._listing(recursive=True)
-
-    def read_bytes(self) -> bytes:
-        """Read the object."""
-        return self.read_range(None, None)
-
-    def read_range(self, start: int | None, stop: int | None) -> bytes:
-        """Read the bytes from `start` to `stop`; None for the beginning and the end."""
-        with self._client_errors() as (files, path):
-            return bytes(files.cat_file(path, start=start, end=stop))
-
-    def read_text(self, encoding: str = "utf-8") -> str:
-        """Read the object as text."""
-        return self.read_bytes().decode(encoding)
-
-    def write_bytes(self, data: bytes, *, only_new: bool = False) -> None:
-        """Write the object, atomically.
-
-        Args:
-            data: content.
-            only_new: fail if the object exists; atomic if the protocol is in `CONDITIONAL`.
-
-        Raises:
-            FileExistsError: if `only_new` and the object exists.
-        """
-        with self._client_errors() as (files, path):
-            if self.protocol not in FLAT:
-                files.makedirs(path.rpartition("/")[0], exist_ok=True)
-            files.pipe_file(path, data, **({"mode": "create"} if only_new else {}))
-
-    def write_parts(self, parts: Iterable[memoryview]) -> None:
-        """Write the object from consecutive parts with little memory; after an error it may be incomplete."""
-        with self._client_errors() as (files, path), files.open(path, "wb", block_size=_BLOCK_BYTES) as stream:
-            for part in parts:
-                stream.write(part)
-
-    def write_text(self, text: str, encoding: str = "utf-8") -> None:
-        """Write the object as text, atomically."""
-        self.write_bytes(text.encode(encoding))
-
-    def upload(self, file: Path) -> None:
-        """Copy a local file to this address."""
-        with self._client_errors() as (files, path):
-            files.put_file(str(file), path)
-
-    def download(self, file: Path) -> None:
-        """Copy the object to a local file."""
-        with self._client_errors() as (files, path):
-            files.get_file(path, str(file))
-
-    def version(self) -> str:
-        """Return a text that changes when the object is replaced."""
-        with self._client_errors() as (files, path):
-            return str(files.ukey(path))
-
-    def unlink(self, missing_ok: bool = False) -> None:
-        """Delete the object."""
-        try:
-            with self._client_errors() as (files, path):
-                files.rm_file(path)
-        except FileNotFoundError:
-            if not missing_ok:
-                raise
-
-    def mkdir(self, parents: bool = True, exist_ok: bool = True) -> None:
-        """Create the folder, if the store has folders."""
-        if self.protocol not in FLAT:
-            with self._client_errors() as (files, path):
-                files.makedirs(path, exist_ok=exist_ok)
-
-    def _kind(self) -> str | None:
-        """`file` or `directory`; None if there is no object. Clients' own `exists` is false if the store fails."""
-        try:
-            with self._client_errors() as (files, path):
-                files.invalidate_cache(path)
-                return files.info(path)["type"]
-        except FileNotFoundError:
-            return None
-
-    def _listing(self, *, recursive: bool) -> dict[str, int]:
-        """Return sizes by path relative to this folder."""
-        try:
-            with self._client_errors() as (files, path):
-                root = path.rstrip("/")
-                files.invalidate_cache(root)
-                found = files.find(root, detail=True) if recursive else files.ls(root, detail=True)
-        except FileNotFoundError:
-            return {}
-        entries = found.values() if isinstance(found, dict) else found
-        sizes = {str(entry["name"]).rstrip("/")[len(root) + 1 :]: int(entry.get("size") or 0) for entry in entries}
-        # Some tools create an empty object with the name of the folder.
-        return {name: sizes[name] for name in sorted(sizes) if name}
-
-    @contextlib.contextmanager
-    def _client_errors(self) -> Iterator[tuple[Any, str]]:
-        """Yield the client and its path; raise its errors as `OSError`."""
-        try:
-            yield _client(self.address)
-        except (FileNotFoundError, FileExistsError) as error:
-            raise type(error)(error.errno or errno.ENOENT, str(error), self.address) from error
-        except StorageError:
-            raise
-        except Exception as error:
-            # The clients raise errors of their libraries, such as those of google.auth, aiohttp and botocore.
-            raise _storage_error(error, self.address) from error
 
 
 StoragePath = Path | RemotePath
 """A local path or the address of an object."""
-
-_DENIED = ("forbidden", "access denied", "accessdenied", "permission", "unauthorized", "401", "403")
-_NO_CREDENTIALS = ("credential", "anonymous caller")
-
-
-def _storage_error(error: Exception, address: str) -> StorageError:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    detail = " ".join(lines[-1:]) or type(error).__name__
-    text = f"{type(error).__name__} {error}".lower()
-    protocol = address.partition("://")[0]
-    if any(mark in text for mark in _NO_CREDENTIALS):
-        return StorageError(
-            f"this machine has no valid credentials for {protocol}:// ({detail})",
-            address,
-            "log in (gcloud auth application-default login, aws configure) or attach a service account",
-        )
-    if isinstance(error, PermissionError) or any(mark in text for mark in _DENIED):
-        return StorageError(
-            f"permission denied ({detail})", address, "give the account of this machine read and write access"
-        )
-    return StorageError(
-        f"the store failed ({type(error).__name__}: {detail})",
-        address,
-        "run the same command again when the store is reachable",
-    )
-
-
-@functools.cache
-def _filesystem(protocol: str) -> Any:
-    # It prints a traceback of every error that it raises.
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
-    return fsspec.filesystem(protocol, use_listings_cache=False)
-
-
-def _client(address: str) -> tuple[Any, str]:
-    protocol, _, _ = address.partition("://")
-    files = _filesystem(protocol)
-    return files, files._strip_protocol(address)
 
 
 def storage_path(text: str, key: str = "path") -> StoragePath:

@@ -225,14 +225,14 @@ def gcs_emulator() -> Iterator[Gcs]:
 def gcs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gcs]:
     """An empty bucket, to which `gs://bucket` refers in this process and its children."""
     # Imported late, because pytest imports this file before it installs jaxtyping's import hook.
-    from marin_rl import storage
+    from marin_rl import remote_path
 
     with gcs_emulator() as emulator:
         for name, value in emulator.environment.items():
             monkeypatch.setenv(name, value)
         # The configuration of fsspec was read when it was imported.
         monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
-        storage._filesystem.cache_clear()
+        remote_path._filesystem.cache_clear()
         yield emulator
-    storage._filesystem.cache_clear()
+    remote_path._filesystem.cache_clear()
     fsspec.get_filesystem_class("gs").clear_instance_cache()

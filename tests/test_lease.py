@@ -16,8 +16,9 @@ import pytest
 from marin_rl import lease
 from marin_rl.errors import RunDirectoryError
 from marin_rl.lease import LEASE_SECONDS, hold
+from marin_rl.remote_path import RemotePath
 from marin_rl.retry import Clock
-from marin_rl.storage import RemotePath, remove
+from marin_rl.storage import remove
 from tests.gcs_emulator import Fault, Gcs
 
 LOCK = "run/.lock/"

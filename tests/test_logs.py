@@ -7,7 +7,7 @@ import pytest
 
 from marin_rl.errors import RunDirectoryError
 from marin_rl.logs import log_to, warnings_to_stderr
-from marin_rl.storage import RemotePath
+from marin_rl.remote_path import RemotePath
 from tests.gcs_emulator import Fault, Gcs
 
 

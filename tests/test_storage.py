@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from marin_rl import storage
+from marin_rl import remote_path
+from marin_rl.remote_path import RemotePath, StorageError
 from marin_rl.storage import (
     AppendedFile,
-    RemotePath,
-    StorageError,
     file_sizes,
     local_copy,
     open_atomically,
@@ -163,7 +162,7 @@ def test_error_of_a_login_names_the_login(root: RemotePath, monkeypatch: pytest.
     def fail(*_: object, **__: object) -> None:
         raise DefaultCredentialsError("Your default credentials were not found.")
 
-    monkeypatch.setattr(storage._filesystem("gs"), "cat_file", fail)
+    monkeypatch.setattr(remote_path._filesystem("gs"), "cat_file", fail)
     with pytest.raises(StorageError, match=r"no valid credentials for gs:// .*; log in \(gcloud auth"):
         root.read_bytes()
 

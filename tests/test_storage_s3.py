@@ -10,10 +10,11 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from marin_rl import storage
+from marin_rl import remote_path
 from marin_rl.errors import RunDirectoryError, writing
 from marin_rl.lease import hold
-from marin_rl.storage import AppendedFile, RemotePath, local_copy, read_range, remove, storage_path, upload_folder
+from marin_rl.remote_path import RemotePath
+from marin_rl.storage import AppendedFile, local_copy, read_range, remove, storage_path, upload_folder
 
 pytest.importorskip("s3fs")
 moto_server = pytest.importorskip("moto.server")
@@ -33,16 +34,16 @@ def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[RemotePath]:
         "AWS_DEFAULT_REGION": "us-east-1",
     }.items():
         monkeypatch.setenv(name, value)
-    storage._filesystem.cache_clear()
+    remote_path._filesystem.cache_clear()
     with warnings.catch_warnings():
         # botocore and its pin of urllib3 warn about each other's functions.
         warnings.simplefilter("ignore", DeprecationWarning)
-        storage._filesystem("s3").makedirs("bucket", exist_ok=True)
+        remote_path._filesystem("s3").makedirs("bucket", exist_ok=True)
         path = RemotePath("s3://bucket/run")
         yield path
         # All servers of a process share their buckets.
         remove(path)
-    storage._filesystem.cache_clear()
+    remote_path._filesystem.cache_clear()
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     server.stop()
 

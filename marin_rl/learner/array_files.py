@@ -27,7 +27,8 @@ from haliax.partitioning import ResourceMapping
 from jax.sharding import Mesh, Sharding
 
 from marin_rl import multihost
-from marin_rl.storage import RemotePath, StorageError, StoragePath, read_range, write_parts
+from marin_rl.remote_path import RemotePath, StorageError
+from marin_rl.storage import StoragePath, read_range, write_parts
 from marin_rl.weights.manifest import Bounds, bounds_of, find_gap, overlap, shape_of, slices_within, volume, whole
 
 T = TypeVar("T")

@@ -54,7 +54,8 @@ from marin_rl.learner.saved_checkpoint import (
     require_complete,
     step_of,
 )
-from marin_rl.storage import RemotePath, StoragePath, file_sizes, remove, replace_folder
+from marin_rl.remote_path import RemotePath
+from marin_rl.storage import StoragePath, file_sizes, remove, replace_folder
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ from levanter.trainer import TrainerConfig
 from marin_rl import multihost
 from marin_rl.errors import UserError
 from marin_rl.learner.array_files import DamagedArraysError, SavedArray, from_jsonable, load_arrays, named_arrays
-from marin_rl.storage import StorageError, StoragePath, file_sizes
+from marin_rl.remote_path import StorageError
+from marin_rl.storage import StoragePath, file_sizes
 
 T = TypeVar("T")
 

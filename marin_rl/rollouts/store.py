@@ -24,6 +24,7 @@ import pyarrow as pa
 from marin_rl.background_job import BackgroundJob
 from marin_rl.config_fields import convert_enum_fields
 from marin_rl.errors import UserError
+from marin_rl.remote_path import StorageError
 from marin_rl.rollouts.stored_rollout import (
     SCHEMA,
     OtherVersionError,
@@ -35,7 +36,7 @@ from marin_rl.rollouts.stored_rollout import (
     from_jsonl,
     from_parquet,
 )
-from marin_rl.storage import StorageError, StoragePath, file_sizes, write_bytes
+from marin_rl.storage import StoragePath, file_sizes, write_bytes
 from marin_rl.types import Rollout, RolloutGroup, RolloutStatus
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,8 @@ import pyarrow.parquet as pq
 from jaxtyping import Float, Int32
 
 from marin_rl.objectives.advantage_inputs import TurnAdvantages
-from marin_rl.storage import RemotePath, StoragePath
+from marin_rl.remote_path import RemotePath
+from marin_rl.storage import StoragePath
 from marin_rl.types import Info, Message, Rollout, RolloutStatus
 
 SCHEMA_VERSION = 3

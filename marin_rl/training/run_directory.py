@@ -26,7 +26,8 @@ from typing import Any, TextIO
 from marin_rl import lease
 from marin_rl.config.yaml_text import parse_yaml
 from marin_rl.errors import RunDirectoryError, writing
-from marin_rl.storage import RemotePath, StoragePath, write_bytes
+from marin_rl.remote_path import RemotePath
+from marin_rl.storage import StoragePath, write_bytes
 
 
 @dataclasses.dataclass(frozen=True)

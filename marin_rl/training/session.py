@@ -36,7 +36,8 @@ from marin_rl.learner.critic import policy_of
 from marin_rl.learner.devices import join_processes
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.logs import log_to
-from marin_rl.storage import AppendedFile, RemotePath, StoragePath, replace_folder, storage_path, upload_folder
+from marin_rl.remote_path import RemotePath
+from marin_rl.storage import AppendedFile, StoragePath, replace_folder, storage_path, upload_folder
 from marin_rl.training.console import ProgressDisplay, print_closing_table
 from marin_rl.training.loop import TrainingRun, train
 from marin_rl.training.metrics_file import append_record, format_record, read_records, truncate_records

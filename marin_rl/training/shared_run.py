@@ -23,8 +23,9 @@ from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.errors import RunDirectoryError, writing
+from marin_rl.remote_path import RemotePath
 from marin_rl.sampling.config import OpenAiSamplerConfig
-from marin_rl.storage import RemotePath, StoragePath
+from marin_rl.storage import StoragePath
 from marin_rl.training.batch_builder import TrainingBatch
 from marin_rl.training.run_directory import config_differences
 from marin_rl.weights.config import ArrowFlightConfig, is_loopback

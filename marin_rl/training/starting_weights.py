@@ -20,8 +20,9 @@ from marin_rl.learner.policy_model import initialize_policy, load_hf_policy, mod
 from marin_rl.learner.saved_checkpoint import Checkpoint
 from marin_rl.learner.train_step import Learner
 from marin_rl.models.hf_tensors import read_tensor_shapes
+from marin_rl.remote_path import RemotePath
 from marin_rl.seeds import derive_seed
-from marin_rl.storage import RemotePath, local_copy, storage_path
+from marin_rl.storage import local_copy, storage_path
 from marin_rl.tokenization.chat import ChatTokenizer
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from marin_rl.storage import RemotePath, StoragePath, read_range, storage_path, write_parts
+from marin_rl.remote_path import RemotePath
+from marin_rl.storage import StoragePath, read_range, storage_path, write_parts
 from marin_rl.types import WeightVersion
 from marin_rl.weights.manifest import Chunk, Manifest, check_secret
 from marin_rl.weights.protocol import ServerLostError, VersionGoneError, WrongSecretError

@@ -28,7 +28,8 @@ from marin_rl.learner.saved_checkpoint import (
     load_manifest,
     open_checkpoint,
 )
-from marin_rl.storage import StorageError, read_range
+from marin_rl.remote_path import StorageError
+from marin_rl.storage import read_range
 
 PROGRESS = {"step": 2, "episodes": 16, "evaluations": {"before RL": {"eval/accuracy": 0.1 + 0.2}}}
 
