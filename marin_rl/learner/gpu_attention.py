@@ -25,12 +25,10 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.kernel_sharding import on_each_shard, sharding_of
 
 TILE_BYTES = 2**14
-"""Largest size of a tile of queries, keys or values. Compiled for an H100 and for a GPU with 99 KiB of shared memory
-(L4), the kernel fits it, and does not spill registers; tiles of twice the size spill. No GPU has run it yet."""
+"""Largest size of a tile of queries, keys or values. Compiled for an H100 and for an L4, which has 99 KiB of shared
+memory, the kernel does not spill registers; with larger tiles it spills on at least one of them. No GPU has run it."""
 LARGEST_TILE, SMALLEST_TILE = 64, 16
 """Numbers of positions. Rows are multiples of the largest; tensor cores require the smallest."""
-
-
 CAPPED_BLOCK = 256
 """Largest number of queries in a block of `capped_attention`."""
 
@@ -89,7 +87,7 @@ def _segments_of(mask: AttentionMask) -> NamedArray:
     if not plain or not (mask.causal_offset is mask.explicit_mask is mask.sliding_window is None):
         raise NotImplementedError(
             f"attention on GPU takes causal masks with segments, not {type(mask).__name__} (rollouts.share_prompts) or "
-            "sliding windows; set model.attn_backend: jax_flash"
+            "sliding windows; set model.attn_backend: JAX_FLASH"
         )
     assert mask.segment_ids is not None
     return mask.segment_ids[0]

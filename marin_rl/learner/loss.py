@@ -44,7 +44,7 @@ class RlLoss:
     temperature: float
     """Sampling temperature; log-probabilities are computed at this temperature."""
     block_size: int
-    """Positions per row with logits in memory at the same time."""
+    """Tokens per device with logits in memory at the same time."""
     critic: CriticConfig | None = None
     """Configuration of the value loss; None without a critic."""
 
