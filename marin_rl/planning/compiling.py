@@ -211,6 +211,8 @@ _VMEM_REMEDIES = {
 def memory_remedy(name: str, run: RunShapes) -> str:
     """Return what reduces the main memory of a program."""
     config, rows = run.config, run.trainer.per_device_parallelism
+    if name in ("resharding", "sampler weights"):
+        return "raise trainer.model_axis_size up to the chips of a host, or use a chip with more memory"
     if name in UNROLLED:
         halved = max(config.sampling.max_seqs // 2, 1)
         dtype = "" if config.sampling.kv_cache_dtype != "float32" else ", or sampling.kv_cache_dtype to bfloat16"

@@ -58,7 +58,7 @@ def _memory_row(plan: Plan, phase: Phase) -> Sequence[str]:
         return name, "", "", "", "", "no"
     used, unit = phase.result, _unit(plan)[0]
     layers = "1 and 2 layers" if used.extrapolated else _count(plan.layers, "layer")
-    share = f"{phase.memory / plan.chip.memory:.0%}" + (" !" if phase.memory > plan.chip.memory else "")
+    share = f"{phase.memory / phase.chip.memory:.0%}" + (" !" if phase.memory > phase.chip.memory else "")
     resident = phase.memory - used.temporaries
     sizes = [f"{size / unit:.2f}" for size in (resident, used.temporaries, phase.memory)]
     return name, *sizes, share, f"{layers}, {used.seconds:.0f} s"
@@ -108,9 +108,9 @@ def _summary(plan: Plan) -> str:
 def _problems(plan: Plan) -> str:
     lines = []
     for phase in plan.phases:
-        problem = plan.problem(phase)
+        problem = phase.problem
         if problem is not None:
-            text = f"{_name(plan, phase)}: {problem.problem}" + (f"; {problem.remedy}" if problem.remedy else "")
+            text = f"{_name(plan, phase)}: {problem.problem}; {problem.remedy}"
             lines += textwrap.wrap(text, WIDTH, subsequent_indent="    ")
     if not lines:
         return "every program compiles and fits"

@@ -17,8 +17,8 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.models.hf_config import read_hf_config
 from marin_rl.planning import time_model
 from marin_rl.planning.absent_devices import absent_devices
-from marin_rl.planning.chips import Chip, Number, Topology
-from marin_rl.planning.compiling import Failure, Measured, check_sharding, chip_bytes, compile_program
+from marin_rl.planning.chips import GIB, Chip, Number, Topology
+from marin_rl.planning.compiling import Failure, Measured, check_sharding, chip_bytes, compile_program, memory_remedy
 from marin_rl.planning.programs import UNROLLED, RunShapes, open_shapes, programs_of
 from marin_rl.planning.time_model import Bound, StepSize, Work
 from marin_rl.tokenization.load import TokenizerLoadError
@@ -54,11 +54,24 @@ class Phase:
     """Least time of a step's work."""
     every_step: bool
     """Whether the phase is a part of each step."""
+    chip: Chip
+    """The chip that it runs on."""
+    remedy: str
+    """What reduces its memory, in one sentence."""
 
     @property
     def memory(self) -> Number:
         """Bytes on each chip during the phase; 0 if the program does not compile."""
         return 0.0 if isinstance(self.result, Failure) else self.others + self.result.total
+
+    @property
+    def problem(self) -> Failure | None:
+        """Why the phase cannot run; None if it can."""
+        if isinstance(self.result, Failure):
+            return self.result
+        if self.memory > self.chip.memory:
+            return Failure(f"needs {self.memory / GIB:.2f} of {self.chip.memory / GIB:.2f} GiB", self.remedy)
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,16 +106,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether every program compiles, and every phase fits the memory."""
-        return all(self.problem(phase) is None for phase in self.phases)
-
-    def problem(self, phase: Phase) -> Failure | None:
-        """Return why a phase cannot run; None if it can."""
-        if isinstance(phase.result, Failure):
-            return phase.result
-        if phase.memory > self.chip.memory:
-            needed, memory = phase.memory / 2**30, self.chip.memory / 2**30
-            return Failure(f"needs {needed:.2f} of {memory:.2f} GiB", "")
-        return None
+        return all(phase.problem is None for phase in self.phases)
 
     def seconds(self, place: str) -> float:
         """Return the least seconds of a step on the trainer or on a worker."""
@@ -194,6 +198,7 @@ def make_plan(
         worker = _open(config, vocab_size)
         held: dict[str, Number] = {"weights": chip_bytes(worker.parameters)}
         sampling = [name for name in names if name in UNROLLED]
+        chip = chip if chip.platform == "cpu" else worker_topology.chip
         phases += [_phase(name, "worker", worker, step, chip, held, compiler) for name in sampling]
     return dataclasses.replace(plan, phases=tuple(phases))
 
@@ -301,7 +306,8 @@ def _phase(
     # Held arrays that are arguments of the program count once; a program may take a part of them.
     inside = arguments if measured is None else min(arguments, measured.arguments)
     others = resident - inside
-    return Phase(name, place, result, others, work, time_model.bound(work, chip), name != "initial state")
+    bound = time_model.bound(work, chip)
+    return Phase(name, place, result, others, work, bound, name != "initial state", chip, memory_remedy(name, run))
 
 
 def _held_arguments(name: str, run: RunShapes, held: dict[str, Number]) -> tuple[str, ...]:
@@ -365,7 +371,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "microbatch": {"rows_per_device": plan.rows, "row_length": plan.row_length},
         "step": plan.step._asdict(),
         "held": plan.held,
-        "phases": [_phase_json(plan, phase) for phase in plan.phases],
+        "phases": [_phase_json(phase) for phase in plan.phases],
         "fits": plan.fits,
         "step_seconds": plan.step_seconds,
         "workers": plan.workers,
@@ -374,8 +380,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _phase_json(plan: Plan, phase: Phase) -> dict[str, Any]:
-    problem = plan.problem(phase)
+def _phase_json(phase: Phase) -> dict[str, Any]:
+    problem = phase.problem
     program: dict[str, Any] = {}
     if not isinstance(phase.result, Failure):
         program = dataclasses.asdict(phase.result) | {"collectives": phase.result.collectives._asdict()}

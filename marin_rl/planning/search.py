@@ -152,7 +152,7 @@ def describe_search(candidates: Sequence[Candidate], topology: Topology, best: i
     """
     rows = []
     for changes, plan in candidates[:best]:
-        largest = max(phase.memory for phase in plan.phases) / plan.chip.memory
+        largest = max(phase.memory / phase.chip.memory for phase in plan.phases)
         seconds = f"{plan.step_seconds:.3g}" if plan.fits else ""
         worker = f"{plan.seconds('worker'):.3g}" if plan.fits and plan.worker_topology is not None else ""
         text = ", ".join(f"{name.rpartition('.')[2]} {_value(value)}" for name, value in changes) or "the config"

@@ -96,6 +96,7 @@ VMEM = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 16.20M 
         ("decode", [], "set sampling.max_seqs to 4, or raise trainer.model_axis_size"),
         ("decode", ["--sampling.kv_cache_dtype", "float32"], "sampling.kv_cache_dtype to bfloat16"),
         ("initial state", [], "use more chips"),
+        ("sampler weights", [], "raise trainer.model_axis_size up to the chips of a host"),
     ],
 )
 def test_remedy_of_too_little_main_memory(run: RunShapes, program: str, overrides: list[str], remedy: str):

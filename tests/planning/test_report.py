@@ -16,11 +16,27 @@ NOTHING_SENT = CollectiveBytes(0, 0, 0)
 
 
 def phase(
-    name: str, place: str = "trainer", *, seconds: float = 1.0, gib: float = 10, others: float = 2 * GIB
+    name: str,
+    place: str = "trainer",
+    *,
+    seconds: float = 1.0,
+    gib: float = 10,
+    others: float = 2 * GIB,
+    chip: str = "v5p",
 ) -> Phase:
     program = Measured(gib * GIB, 0, 0, GIB, 0, NOTHING_SENT, seconds=3.2)
     work = Work(flops=seconds * 459e12, traffic=5e9, interconnect=1e9)
-    return Phase(name, place, program, others, work, Bound(seconds, "compute"), name != "initial state")
+    return Phase(
+        name,
+        place,
+        program,
+        others,
+        work,
+        Bound(seconds, "compute"),
+        name != "initial state",
+        CHIPS[chip],
+        "use fewer rows",
+    )
 
 
 def make_plan(*phases: Phase, asynchronous: bool = False) -> Plan:
@@ -69,7 +85,13 @@ def test_phase_above_the_memory_is_a_problem():
     text = describe(plan)
     assert not plan.fits
     assert "108% !" in text
-    assert "the run does not work:\nupdate: needs 103.00 of 95.74 GiB" in text
+    assert "the run does not work:\nupdate: needs 103.00 of 95.74 GiB; use fewer rows" in text
+
+
+def test_worker_has_the_memory_of_its_chip():
+    plan = make_plan(phase("update"), phase("decode", "worker", gib=14, chip="v5e"), asynchronous=True)
+    assert not plan.fits
+    assert "decode (worker): needs 17.00 of 15.75 GiB; use fewer rows" in describe(plan)
 
 
 def test_failure_is_shown_with_its_remedy_and_without_times():

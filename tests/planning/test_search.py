@@ -17,7 +17,7 @@ from tests.planning.plan_cases import tiny_config
 
 def make_plan(config: TrainConfig, seconds: float, *, bytes_used: int = 10) -> Plan:
     program = Measured(bytes_used, 0, 0, 0, 0, CollectiveBytes(0, 0, 0))
-    phase = Phase("update", "trainer", program, 0, Work(flops=1.0), Bound(seconds, "compute"), True)
+    phase = Phase("update", "trainer", program, 0, Work(flops=1.0), Bound(seconds, "compute"), True, CHIPS["v5e"], "")
     return Plan(
         topology=parse_topology("v5e:2x2"),
         worker_topology=None,
