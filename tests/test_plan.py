@@ -40,9 +40,9 @@ def test_plan_of_a_cpu_mesh(config: Path, tmp_path: Path):
     assert [phase["name"] for phase in values["phases"]] == names
     assert [phase["place"] for phase in values["phases"]] == ["trainer"] * 4 + ["worker"] * 3
     update = values["phases"][1]
-    # Weights and moments are sharded over both axes, apart from a few small arrays.
+    # Arrays are sharded over data (4), most of them also over model (2).
     assert values["held"]["optimizer"] == pytest.approx(2 * values["held"]["weights"], rel=0.01)
-    assert values["held"]["weights"] == pytest.approx(4 * values["parameters"] / 8, rel=0.2)
+    assert 4 * values["parameters"] / 8 <= values["held"]["weights"] <= 4 * values["parameters"] / 4
     assert update["memory"] > sum(values["held"].values())
     assert update["work"]["interconnect"] > 0
     assert values["workers"] >= 1
