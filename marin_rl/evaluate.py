@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from levanter.distributed import DistributedConfig
-from levanter.models.lm_model import LmHeadModel
-from levanter.trainer import TrainerConfig
 
 from marin_rl import multihost
 from marin_rl.config.command_line import parse_config
@@ -29,7 +27,6 @@ from marin_rl.escaping import escape, escape_line
 from marin_rl.host_status import exit_on_error, explain_errors
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.devices import join_processes, start_devices
-from marin_rl.learner.saved_checkpoint import Checkpoint, CheckpointError
 from marin_rl.learner.scoring import Scorer
 from marin_rl.logs import warnings_to_stderr
 from marin_rl.sampling.config import MIN_TEMPERATURE, LevanterSamplerConfig
@@ -37,7 +34,7 @@ from marin_rl.storage import storage_path
 from marin_rl.training.evaluation import evaluate, first_of_each, reference_loss
 from marin_rl.training.run_directory import open_existing
 from marin_rl.training.shared_run import check_config
-from marin_rl.training.starting_weights import restore_policy
+from marin_rl.training.starting_weights import require_checkpoint, restore_checkpoint
 
 FLAGS = {"json": "Print one JSON object instead of lines."}
 
@@ -103,7 +100,7 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
         trainer=dataclasses.replace(train_config.trainer, distributed=config.distributed),
     )
     checkpoints = Checkpoints(directory.checkpoints, train_config.checkpoint)
-    _require_checkpoint(config, checkpoints)
+    require_checkpoint(config.run, checkpoints, config.step)
     join_processes(train_config.trainer)
     with exit_on_error(), explain_errors():
         check_config(train_config)
@@ -116,7 +113,7 @@ def _evaluate(
     config: EvaluateConfig, train_config: TrainConfig, checkpoints: Checkpoints
 ) -> tuple[int, dict[str, float]]:
     trainer = start_devices(train_config.trainer_config(), rows_per_device=train_config.rollouts.rows_per_device)
-    step, model = _restore(config, checkpoints, train_config, trainer)
+    step, model = restore_checkpoint(checkpoints, config.step, train_config, trainer)
     tokenizer = train_config.tokenizer.build()
     sampler = open_group_sampler(train_config, model, tokenizer, trainer, step)
     environment = train_config.environment.build()
@@ -177,27 +174,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _data(config: EvaluateConfig) -> dict[str, Any]:
     """Split and environment for the output; the environment is null if it is the run's."""
     return {"split": config.split.value, "environment": encode(config.environment, EnvironmentConfig | None)}
-
-
-def _require_checkpoint(config: EvaluateConfig, checkpoints: Checkpoints) -> None:
-    steps = checkpoints.steps()
-    if config.step is not None and config.step not in steps:
-        raise CheckpointError(f"run {config.run!r} has no checkpoint of step {config.step}; it has {steps}")
-    if not steps:
-        raise CheckpointError(f"run {config.run!r} has no checkpoint yet")
-
-
-def _restore(
-    config: EvaluateConfig, checkpoints: Checkpoints, train_config: TrainConfig, trainer: TrainerConfig
-) -> tuple[int, LmHeadModel]:
-    """Load the policy of the configured checkpoint, or of the newest one that is not damaged."""
-
-    def load(checkpoint: Checkpoint) -> tuple[int, LmHeadModel]:
-        return checkpoint.step, restore_policy(checkpoint, train_config, trainer)
-
-    restored = checkpoints.restore_newest(load) if config.step is None else load(checkpoints.open(config.step))
-    assert restored is not None
-    return restored
 
 
 if __name__ == "__main__":

@@ -15,12 +15,13 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.evaluate import EvaluateConfig
 from marin_rl.launch.local import LocalConfig
 from marin_rl.launch.tpu import TpuConfig
+from marin_rl.serve import ServeConfig
 
 
 def config_classes() -> set[type]:
     """All dataclasses of marin_rl in the configs of the commands, including the options of choices."""
     classes: set[type] = set()
-    for root in (TrainConfig, EvaluateConfig, LocalConfig, TpuConfig):
+    for root in (TrainConfig, EvaluateConfig, ServeConfig, LocalConfig, TpuConfig):
         _collect(root, classes)
     return classes
 

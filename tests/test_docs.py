@@ -23,7 +23,7 @@ import pydantic
 import pytest
 import yaml
 
-from marin_rl import evaluate, train
+from marin_rl import evaluate, serve, train
 from marin_rl.config.command_line import merge, parse_config
 from marin_rl.config.decode import ConfigError, decode
 from marin_rl.config.train_config import TrainConfig
@@ -218,7 +218,7 @@ def test_example_policy_loss(extending: None) -> None:
     assert jax.grad(loss)(logprobs, -2.0).tolist() == [0.5, 0.5]
 
 
-SHOWN = re.compile(r"-m (marin_rl\.(?:train|evaluate|launch)\b[^#\n]*)")
+SHOWN = re.compile(r"-m (marin_rl\.(?:train|evaluate|launch|serve)\b[^#\n]*)")
 
 
 def shown_commands() -> list[Any]:
@@ -249,6 +249,8 @@ def test_commands_have_valid_arguments(words: list[str], monkeypatch: pytest.Mon
         assert parse_config(TrainConfig, argv, train.FLAGS).config.run_dir
     elif module == "marin_rl.launch":
         check_launch(argv)
+    elif module == "marin_rl.serve":
+        assert parse_config(serve.ServeConfig, argv).config.port
     else:
         assert parse_config(evaluate.EvaluateConfig, argv, evaluate.FLAGS).config.run
 

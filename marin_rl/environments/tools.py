@@ -146,16 +146,21 @@ def _refuse_constant(name: str) -> float:
 
 
 def describe_tools(tools: Sequence[Tool]) -> str:
+    """Return the system message that describes tools, at least one; see `describe_schemas`."""
+    return describe_schemas([tool_schema(tool) for tool in tools])
+
+
+def describe_schemas(schemas: Sequence[Mapping[str, Any]]) -> str:
     """Return the system message that describes tools, with the exact text of the templates of Qwen and Hermes.
 
     Args:
-        tools: at least one tool.
+        schemas: schemas of at least one tool, as `tool_schema` returns them.
     """
-    schemas = "\n".join(json.dumps(tool_schema(tool), ensure_ascii=False) for tool in tools)
+    lines = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
         "You are provided with function signatures within <tools></tools> XML tags:\n"
-        f"<tools>\n{schemas}\n</tools>\n\n"
+        f"<tools>\n{lines}\n</tools>\n\n"
         "For each function call, return a json object with function name and arguments within "
         f"{_OPEN}{_CLOSE} XML tags:\n"
         f'{_OPEN}\n{{"name": <function-name>, "arguments": <args-json-object>}}\n{_CLOSE}'

@@ -222,13 +222,17 @@ class ChatTokenizer:
                 return tuple(ids[1:]), False
         return tuple(self._encoder.encode(after, mark)[0]), True
 
-    def decode_reply(self, token_ids: Sequence[int]) -> str:
-        """Decode a generation without its stop token and other special tokens.
+    def decode_reply(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Decode a generation without its stop token.
 
         Bytes that are not valid UTF-8 become U+FFFD.
+
+        Args:
+            token_ids: the generation.
+            skip_special_tokens: whether to leave out special tokens before the stop token, too.
         """
         ids = self._without_stop_tokens(token_ids)
-        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:

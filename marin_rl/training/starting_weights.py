@@ -15,9 +15,10 @@ from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
 from marin_rl.config.train_config import TrainConfig, compilation_cache
+from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import with_critic
 from marin_rl.learner.policy_model import initialize_policy, load_hf_policy, model_shape, read_hf_architecture
-from marin_rl.learner.saved_checkpoint import Checkpoint
+from marin_rl.learner.saved_checkpoint import Checkpoint, CheckpointError
 from marin_rl.learner.train_step import Learner
 from marin_rl.models.hf_tensors import read_tensor_shapes
 from marin_rl.remote_path import RemotePath
@@ -127,6 +128,44 @@ def restore_policy(checkpoint: Checkpoint, config: TrainConfig, trainer: Trainer
     like = _policy_shape(checkpoint, config, trainer)
     subtree = "model" if config.critic is None else "model/policy"
     return checkpoint.restore(like, trainer, subtree)
+
+
+def require_checkpoint(run: str, checkpoints: Checkpoints, step: int | None) -> None:
+    """Check that a run has a checkpoint.
+
+    Args:
+        run: the run, for the error message.
+        checkpoints: its checkpoints.
+        step: step of the checkpoint; None for any.
+
+    Raises:
+        CheckpointError: if it has none.
+    """
+    steps = checkpoints.steps()
+    if step is not None and step not in steps:
+        raise CheckpointError(f"run {run!r} has no checkpoint of step {step}; it has {steps}")
+    if not steps:
+        raise CheckpointError(f"run {run!r} has no checkpoint yet")
+
+
+def restore_checkpoint(
+    checkpoints: Checkpoints, step: int | None, config: TrainConfig, trainer: TrainerConfig
+) -> tuple[int, LmHeadModel]:
+    """Load the step and the policy of a checkpoint; see `require_checkpoint`.
+
+    Args:
+        checkpoints: checkpoints of the run.
+        step: step of the checkpoint; None for the newest one that is not damaged.
+        config: training config of the run.
+        trainer: as returned by `start_devices`.
+    """
+
+    def load(checkpoint: Checkpoint) -> tuple[int, LmHeadModel]:
+        return checkpoint.step, restore_policy(checkpoint, config, trainer)
+
+    restored = checkpoints.restore_newest(load) if step is None else load(checkpoints.open(step))
+    assert restored is not None
+    return restored
 
 
 def restore_state(checkpoint: Checkpoint, config: TrainConfig, learner: Learner) -> TrainerState:

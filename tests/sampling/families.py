@@ -47,10 +47,10 @@ FAMILIES: dict[str, LmConfig] = {
 }
 
 
-def random_model(config: LmConfig, seed: int = 0) -> LmHeadModel:
+def random_model(config: LmConfig, seed: int = 0, vocab: int = VOCAB) -> LmHeadModel:
     """Return a model with weights drawn by numpy, which avoids compiling its initializers."""
     rng = np.random.default_rng(seed)
-    shapes = eqx.filter_eval_shape(lambda: config.build(Axis("vocab", VOCAB), key=jax.random.PRNGKey(0)))
+    shapes = eqx.filter_eval_shape(lambda: config.build(Axis("vocab", vocab), key=jax.random.PRNGKey(0)))
 
     def draw(leaf: Any) -> Any:
         # GPT-2 has flags of dropout layers among its leaves.

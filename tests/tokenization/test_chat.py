@@ -359,6 +359,11 @@ def test_decode_reply_drops_stop_and_special_tokens_only(chatml: ChatTokenizer):
     assert chatml.decode_reply(()) == ""
 
 
+def test_decode_reply_keeps_special_tokens_before_the_stop_token():
+    assert BYTE_CHAT.decode_reply([53, 259, 257], skip_special_tokens=False) == "5<|user|>"
+    assert BYTE_CHAT.decode_reply([53, 259, 257]) == "5"
+
+
 def test_a_stop_token_that_is_not_flagged_as_special_is_dropped_and_guarded():
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["<stop>"])

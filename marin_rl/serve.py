@@ -1,0 +1,241 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Serve a policy over OpenAI's HTTP protocol: `python -m marin_rl.serve --run runs/rloo`."""
+
+import dataclasses
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from marin_rl.config.command_line import parse_config
+from marin_rl.config.train_config import TrainConfig, default_trainer
+from marin_rl.config.yaml_text import from_yaml
+from marin_rl.config_fields import check_at_least, local_path
+from marin_rl.distributed.samplers import open_group_sampler
+from marin_rl.errors import USER_ERRORS, UserError
+from marin_rl.escaping import escape
+from marin_rl.learner.checkpoint import Checkpoints
+from marin_rl.learner.devices import start_devices
+from marin_rl.learner.policy_model import load_hf_policy
+from marin_rl.logs import warnings_to_stderr
+from marin_rl.sampling.config import SamplingConfig
+from marin_rl.sampling.group_sampler import GroupSampler
+from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.storage import storage_path
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import TokenizerConfig
+from marin_rl.training.run_directory import open_existing
+from marin_rl.training.starting_weights import require_checkpoint, restore_checkpoint
+
+_PACKAGES = ("starlette", "uvicorn", "prometheus_client")
+_DEFAULT_CONTEXT = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig:
+    """A server for the policy of a run, or for a model in Hugging Face format."""
+
+    run: str | None = None
+    """Run directory whose policy is served, with the run's tokenizer and sampling limits; the server changes no file in
+    it."""
+    step: int | None = None
+    """Step of the run's checkpoint; the newest valid checkpoint by default."""
+    model: str | None = None
+    """Folder in Hugging Face format, instead of `run`."""
+    name: str | None = None
+    """Name of the model in requests; the name of the folder by default."""
+    host: str = "127.0.0.1"
+    """Address to listen on. One that other machines can reach requires an API key."""
+    port: int = 8000
+    """Port to listen on; 0 for any free one."""
+    api_key_env: str = "MARIN_RL_API_KEY"
+    """Environment variable with the API key. If it is not set, requests need no key."""
+    max_seqs: int | None = None
+    """Number of sequences that are decoded together; null: `sampling.max_seqs` of the run, or 64."""
+    max_context: int | None = None
+    """Maximum number of prompt and new tokens of a sequence; null: `rollouts.max_length` of the run, or the model's
+    context up to 4,096."""
+    max_new_tokens: int | None = None
+    """Maximum number of new tokens of a sequence; null: `sampling.max_new_tokens` of the run, or all that fit."""
+    max_choices: int = 128
+    """Maximum number of sequences of a request: prompts times `n`."""
+    max_sequences: int = 1024
+    """Maximum number of sequences in progress and waiting; further requests get status 429."""
+    max_body_bytes: int = 4 * 2**20
+    """Maximum size of a request's body."""
+    client_seconds: float = 60.0
+    """Seconds after which a client that neither sends its request nor reads its response is disconnected."""
+    drain_seconds: float = 60.0
+    """Seconds that requests in progress have after SIGTERM or Ctrl-C."""
+
+    def __post_init__(self) -> None:
+        if (self.run is None) == (self.model is None):
+            raise ValueError("give either run (a run directory) or model (a folder in Hugging Face format)")
+        if self.run is not None:
+            storage_path(self.run, "run")
+        else:
+            local_path(str(self.model), "model")
+        if self.step is not None and self.run is None:
+            raise ValueError(f"step is {self.step}, but only a run has steps; give run, or omit step")
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"port is {self.port}; it must be between 0 and 65535")
+        minimums = {"max_seqs": 1, "max_context": 2, "max_new_tokens": 1}
+        check_at_least(
+            self,
+            "serve",
+            max_choices=1,
+            max_sequences=1,
+            max_body_bytes=1,
+            **{name: least for name, least in minimums.items() if getattr(self, name) is not None},
+        )
+        for name in ("client_seconds", "drain_seconds"):
+            if not 0 < getattr(self, name) < 1e6:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be a number of seconds above 0")
+
+
+class Policy(NamedTuple):
+    """A policy that can be served."""
+
+    sampler: GroupSampler
+    """Samples from it."""
+    tokenizer: ChatTokenizer
+    """Its tokenizer."""
+    vocab_size: int
+    """Vocabulary size of the model."""
+    max_context: int
+    """Maximum number of prompt and new tokens of a sequence."""
+    sampling: SamplingConfig
+    """Limits and stop texts."""
+
+
+def load_policy(config: ServeConfig) -> Policy:
+    """Load the weights and create the sampler.
+
+    Raises:
+        RunDirectoryError: if the run does not exist.
+        CheckpointError: if the run has no checkpoint of this step, or no valid checkpoint.
+        PolicyModelError: if the model cannot be loaded.
+    """
+    return _load_run(config, config.run) if config.run is not None else _load_folder(config, str(config.model))
+
+
+def _load_run(config: ServeConfig, run: str) -> Policy:
+    directory = open_existing(storage_path(run, "run"))
+    train_config = from_yaml(TrainConfig, directory.config.read_text(encoding="utf-8"), str(directory.config))
+    max_context = config.max_context or train_config.rollouts.max_length
+    sampling = _limited(config, train_config.sampling)
+    checkpoints = Checkpoints(directory.checkpoints, train_config.checkpoint)
+    require_checkpoint(run, checkpoints, config.step)
+    trainer = start_devices(
+        train_config.trainer_config(), rows_per_device=train_config.rollouts.rows_per_device, alone=True
+    )
+    step, model = restore_checkpoint(checkpoints, config.step, train_config, trainer)
+    tokenizer = train_config.tokenizer.build()
+    served = dataclasses.replace(
+        train_config,
+        sampling=sampling,
+        rollouts=dataclasses.replace(train_config.rollouts, max_length=max_context),
+    )
+    sampler = open_group_sampler(served, model, tokenizer, trainer, step)
+    return Policy(sampler, tokenizer, model.vocab_size, max_context, sampling)
+
+
+def _load_folder(config: ServeConfig, folder: str) -> Policy:
+    tokenizer = TokenizerConfig(path=folder).build()
+    trainer = start_devices(default_trainer(), rows_per_device=1, alone=True)
+    model = load_hf_policy(folder, tokenizer, trainer, None)
+    max_context = config.max_context or min(model.Pos.size, _DEFAULT_CONTEXT)
+    sampling = _limited(config, SamplingConfig(max_new_tokens=max_context - 1))
+    sampler = GroupSampler(
+        model,
+        config=sampling,
+        stop_sequences=[[token] for token in tokenizer.stop_token_ids],
+        max_context=max_context,
+        trainer=trainer,
+    )
+    return Policy(sampler, tokenizer, model.vocab_size, max_context, sampling)
+
+
+def _limited(config: ServeConfig, sampling: SamplingConfig) -> SamplingConfig:
+    return dataclasses.replace(
+        sampling,
+        max_seqs=config.max_seqs or sampling.max_seqs,
+        max_new_tokens=config.max_new_tokens or sampling.max_new_tokens,
+    )
+
+
+def serve(config: ServeConfig) -> None:
+    """Load the policy and serve it until a signal.
+
+    Raises:
+        UserError: if a package is missing, or the key that a public address requires.
+        ValueError: if the address is not available. See `load_policy` for further errors.
+    """
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"serving needs {', '.join(missing)}; install the extra: pip install 'marin_rl[serve]'")
+    # Imported here because the extra is optional.
+    from marin_rl.serving.app import Server, ServerOptions, is_loopback
+    from marin_rl.serving.engine import Engine
+    from marin_rl.serving.http_server import HttpServer, listen, url_of
+    from marin_rl.serving.protocol import Limits
+
+    key = os.environ.get(config.api_key_env) or None
+    if key is None and not is_loopback(config.host):
+        raise UserError(
+            f"host is {config.host!r}, which other machines can reach, but {config.api_key_env} is not set; set it to "
+            "a secret key, or use host 127.0.0.1"
+        )
+    # Before the weights are loaded, which may take minutes.
+    listener = listen(config.host, config.port, config.client_seconds)
+    with listener:
+        policy = load_policy(config)
+        name = config.name or Path(str(config.run or config.model)).resolve().name
+        limits = Limits(
+            max_context=policy.max_context,
+            max_new_tokens=policy.sampling.max_new_tokens,
+            max_choices=config.max_choices,
+            vocab_size=policy.vocab_size,
+            stop_token_ids=frozenset(policy.tokenizer.stop_token_ids),
+            has_stop_texts=bool(policy.sampling.stop),
+        )
+        options = ServerOptions(name, key, limits, config.max_sequences, config.max_body_bytes, config.client_seconds)
+        # Compile the programs; equal prompts share their cache.
+        prompt = (0,) * min(2, policy.max_context - 1)
+        policy.sampler.sample([SampleRequest(prompt, seed, 1) for seed in range(2)])
+        engine = Engine(policy.sampler, policy.tokenizer.decode_reply)
+        server = HttpServer(Server(engine, policy.tokenizer, options).app(), engine, config.drain_seconds)
+        print(
+            f"serving {name} at {url_of(listener)}/v1 ({policy.max_context} tokens of context, "
+            f"{policy.sampler.batch_size} sequences together, {'with' if key else 'no'} API key)",
+            flush=True,
+        )
+        server.run(listener)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments without the program name; None for `sys.argv`.
+
+    Returns:
+        The exit status: 0 after SIGTERM or Ctrl-C, 1 after an error.
+    """
+    try:
+        with warnings_to_stderr():
+            serve(parse_config(ServeConfig, sys.argv[1:] if argv is None else argv).config)
+    except KeyboardInterrupt:
+        return 130
+    except USER_ERRORS as error:
+        print(f"error: {escape(str(error))}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

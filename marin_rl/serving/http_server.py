@@ -1,0 +1,100 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Runs the HTTP application until a signal arrives."""
+
+import logging
+import signal
+import socket
+import threading
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from marin_rl.serving.engine import Engine
+
+
+def listen(host: str, port: int, client_seconds: float) -> socket.socket:
+    """Open the server's socket.
+
+    Args:
+        host: name or address of the interface.
+        port: port; 0 for any free one.
+        client_seconds: seconds after which a client that does not read its response is disconnected (Linux only).
+
+    Raises:
+        ValueError: if the address is not available; the message names it.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host}:{port}: {error}; choose another host or port") from error
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        # Accepted connections inherit it. It also counts while the client's receive window is full.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * client_seconds))
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return the base URL of the server."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class HttpServer:
+    """An HTTP server with an engine.
+
+    On SIGTERM or SIGINT it accepts no further connections, completes the requests in progress, and returns.
+    """
+
+    def __init__(self, app: ASGIApp, engine: Engine, drain_seconds: float) -> None:
+        """Configure the server.
+
+        Args:
+            app: application.
+            engine: started and closed by `run`. Its failure ends the server.
+            drain_seconds: seconds after which requests in progress are cancelled at the end.
+        """
+        config = uvicorn.Config(
+            app,
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=max(round(drain_seconds), 1),
+        )
+        self._server = uvicorn.Server(config)
+        self._engine = engine
+        engine.on_failure = self.stop
+        # Malformed requests are logged as warnings there.
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+
+    def stop(self) -> None:
+        """Make `run` complete the requests in progress and return. Thread-safe."""
+        self._server.should_exit = True
+
+    def run(self, listener: socket.socket) -> None:
+        """Serve until a signal or `stop`.
+
+        Args:
+            listener: the socket; closed at the end.
+
+        Raises:
+            Exception: the error of the sampler, if it failed.
+        """
+        if threading.current_thread() is threading.main_thread():
+            # Uvicorn handles these signals, and raises them again at its end.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: None)
+        self._engine.start()
+        try:
+            self._server.run(sockets=[listener])
+        finally:
+            self._engine.close()
+            listener.close()
+        if self._engine.failure is not None:
+            raise self._engine.failure

@@ -1,0 +1,392 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Requests in OpenAI's protocol and vLLM's extensions, validated. A parameter that has no exact effect is refused."""
+
+import json
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+
+import pydantic
+
+from marin_rl.environments.tools import describe_schemas
+from marin_rl.sampling.config import MIN_TEMPERATURE
+from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.seeds import derive_seed
+from marin_rl.serving.engine import EngineRequest
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.types import Message
+
+MAX_STOPS = 16
+"""Maximum number of stop strings of a request."""
+
+
+class ApiError(Exception):
+    """A request that is answered with an error in OpenAI's format."""
+
+    def __init__(
+        self, message: str, *, status: int = HTTPStatus.BAD_REQUEST, param: str | None = None, code: str | None = None
+    ) -> None:
+        """Create the error.
+
+        Args:
+            message: names the problem and the remedy.
+            status: HTTP status.
+            param: name of the invalid parameter.
+            code: OpenAI's error code.
+        """
+        super().__init__(message)
+        self.status = int(status)
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """Return the body of the response."""
+        kind = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "detokenize": (True,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "top_k": (-1, 0),
+    "top_p": (1,),
+    "use_beam_search": (False,),
+}
+"""Parameters that the server does not implement, with the values that have no effect."""
+WITHOUT_EFFECT = frozenset(
+    {
+        *("cache_salt", "metadata", "priority", "prompt_cache_key", "request_id", "safety_identifier"),
+        *("service_tier", "store", "user"),
+    }
+)
+"""Parameters that never affect the reply."""
+
+
+class StreamOptions(pydantic.BaseModel):
+    """Options of a streamed response."""
+
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class SamplingParams(pydantic.BaseModel):
+    """Parameters that all endpoints have."""
+
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
+    default_tokens: ClassVar[float] = 16
+    """Maximum number of new tokens without `max_tokens`, as in OpenAI's completions and in vLLM."""
+    max_tokens: int | None = pydantic.Field(None, ge=1)
+    temperature: float = pydantic.Field(1.0, ge=0, allow_inf_nan=False)
+    seed: int | None = pydantic.Field(None, ge=0, lt=2**63)
+    n: int = pydantic.Field(1, ge=1)
+    stop: str | list[str] = pydantic.Field(default_factory=list)
+    stop_token_ids: list[int] = pydantic.Field(default_factory=list)
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    @pydantic.field_validator("temperature")
+    @classmethod
+    def _check_temperature(cls, value: float) -> float:
+        if 0 < value < MIN_TEMPERATURE:
+            raise ValueError(f"must be 0 (greedy) or at least {MIN_TEMPERATURE}")
+        return value
+
+    @pydantic.field_validator("stop")
+    @classmethod
+    def _check_stop(cls, value: str | list[str]) -> list[str]:
+        stops = [value] if isinstance(value, str) else value
+        if len(stops) > MAX_STOPS or "" in stops:
+            raise ValueError(f"must be at most {MAX_STOPS} texts, none of them empty")
+        return stops
+
+    @property
+    def new_tokens(self) -> int | None:
+        """Maximum number of new tokens; None for the default."""
+        return self.max_tokens
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class TextParams(SamplingParams):
+    """Parameters of the endpoints that return text."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+
+class CompletionRequest(TextParams):
+    """Body of `/v1/completions`."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: int | None = pydantic.Field(None, ge=0, le=1)
+
+    def prompts(self, tokenizer: ChatTokenizer) -> list[tuple[int, ...]]:
+        """Return the tokens of each prompt; texts are tokenized with their special tokens."""
+        given: Sequence[Any] = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        if all(isinstance(part, int) for part in given):
+            given = [given]
+        return [_text_tokens(part, tokenizer) if isinstance(part, str) else tuple(part) for part in given]
+
+
+class ChatRequest(TextParams):
+    """Body of `/v1/chat/completions`."""
+
+    default_tokens: ClassVar[float] = math.inf
+    messages: list[dict[str, Any]] = pydantic.Field(min_length=1)
+    max_completion_tokens: int | None = pydantic.Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = pydantic.Field(0, ge=0, le=1)
+    tools: list[dict[str, Any]] = pydantic.Field(default_factory=list)
+    tool_choice: Literal["auto", "none"] = "auto"
+
+    @pydantic.model_validator(mode="after")
+    def _check_logprobs(self) -> "ChatRequest":
+        if self.top_logprobs and (self.temperature > 0 or not self.logprobs):
+            raise ValueError("top_logprobs: 1 needs logprobs: true and temperature: 0")
+        return self
+
+    @property
+    def new_tokens(self) -> int | None:
+        """Maximum number of new tokens; None for all that fit."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether tool calls in the reply are returned as such."""
+        return bool(self.tools) and self.tool_choice == "auto"
+
+    def conversation(self) -> list[Message]:
+        """Return the messages in the form of chat templates, tools included.
+
+        Raises:
+            ApiError: if a message is invalid.
+        """
+        messages = [_message(index, message) for index, message in enumerate(self.messages)]
+        if not self.calls_tools:
+            return messages
+        for index, tool in enumerate(self.tools):
+            if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+                raise ApiError(f"tools[{index}] must have type function, and a function", param="tools")
+        has_system = messages[0]["role"] == "system"
+        text = messages[0]["content"] if has_system else ""
+        words = describe_schemas(self.tools)
+        shown = Message(role="system", content=text, tools=self.tools, tools_in_words=words)
+        return [shown, *messages[has_system:]]
+
+
+class GenerateParams(SamplingParams):
+    """`sampling_params` of vLLM's generate endpoint."""
+
+    logprobs: int | None = pydantic.Field(None, ge=0, le=1)
+
+
+class GenerateRequest(pydantic.BaseModel):
+    """Body of vLLM's `/inference/v1/generate`: tokens in, tokens out."""
+
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
+    token_ids: list[int]
+    sampling_params: GenerateParams
+    model: str | None = None
+    stream: Literal[False] = False
+    return_token_ids: bool = False
+
+
+BodyT = TypeVar("BodyT", bound=pydantic.BaseModel)
+
+
+def parse_body(body_class: type[BodyT], body: Mapping[str, Any]) -> BodyT:
+    """Validate the body of a request.
+
+    Args:
+        body_class: the endpoint's class.
+        body: parsed JSON; values of null count as absent.
+
+    Raises:
+        ApiError: if a parameter is invalid, unknown, or not implemented; names the first one.
+    """
+    values = _without_neutral(body, body_class.model_fields)
+    if isinstance(params := values.get("sampling_params"), Mapping):
+        values["sampling_params"] = _without_neutral(params, GenerateParams.model_fields)
+    try:
+        return body_class.model_validate(values)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        name = ".".join(str(part) for part in first["loc"]) or None
+        message = "it is not a parameter of this server" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ApiError(f"{name}: {message}" if name else message, param=name) from error
+
+
+def _without_neutral(body: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in body.items():
+        if value is None or (name in WITHOUT_EFFECT and name not in fields):
+            continue
+        if name in fields or name not in NEUTRAL:
+            values[name] = value
+        elif value not in NEUTRAL[name]:
+            raise ApiError(
+                f"{name} is {json.dumps(value)[:100]}, but the server does not implement it, so that replies are exact "
+                f"samples of the policy; omit it (neutral: {json.dumps(NEUTRAL[name][0])})",
+                param=name,
+                code="unsupported_parameter",
+            )
+    return values
+
+
+def _text_tokens(text: str, tokenizer: ChatTokenizer) -> tuple[int, ...]:
+    _check_text(text, "prompt")
+    return tuple(tokenizer.tokenizer(text)["input_ids"])
+
+
+def _check_text(text: str, param: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ApiError(
+            f"{param} has a lone surrogate at character {error.start}; repair the text", param=param
+        ) from error
+
+
+_ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+def _message(index: int, message: Mapping[str, Any]) -> Message:
+    where = f"messages[{index}]"
+    role, content = message.get("role"), message.get("content")
+    if role not in _ROLES:
+        raise ApiError(f"{where}.role is {role!r}; use system, user, assistant or tool", param="messages")
+    if isinstance(content, list):
+        parts = [part if isinstance(part, dict) else {} for part in content]
+        if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in parts):
+            raise ApiError(f"{where}.content has a part that is not text; the server reads text only", param="messages")
+        content = "".join(part["text"] for part in parts)
+    calls = message.get("tool_calls") or []
+    if content is None and calls:
+        content = ""
+    if not isinstance(content, str) or not isinstance(calls, list):
+        raise ApiError(f"{where}.content must be a text or a list of text parts", param="messages")
+    lines = [content, *(_call_text(where, call) for call in calls)]
+    return Message(role=_ROLES[role], content="\n".join(line for line in lines if line))
+
+
+def _call_text(where: str, call: object) -> str:
+    """Return a tool call of an earlier reply as the policy writes it."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ApiError(f"{where}.tool_calls has a call without a function name", param="messages")
+    try:
+        arguments = json.loads(function.get("arguments") or "{}")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ApiError(f"{where}.tool_calls has arguments that are not JSON: {error}", param="messages") from error
+    text = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
+class Limits(NamedTuple):
+    """Limits of requests."""
+
+    max_context: int
+    """Maximum number of prompt and new tokens of a sequence."""
+    max_new_tokens: int
+    """Maximum number of new tokens of a sequence."""
+    max_choices: int
+    """Maximum number of sequences of a request: prompts times `n`."""
+    vocab_size: int
+    """Vocabulary size of the model."""
+    stop_token_ids: frozenset[int]
+    """Tokens that end every reply."""
+    has_stop_texts: bool = False
+    """Whether texts of the run's config end every reply."""
+
+
+def engine_requests(prompts: Sequence[tuple[int, ...]], params: SamplingParams, limits: Limits) -> list[EngineRequest]:
+    """Return the requests of all choices, prompt by prompt, each `n` times with different seeds.
+
+    Choice 0 of each prompt has the seed itself, choice i the seed `derive_seed(seed, i)`.
+
+    Args:
+        prompts: tokens of each prompt.
+        params: sampling parameters.
+        limits: limits of the server.
+
+    Raises:
+        ApiError: if a request exceeds a limit or is invalid.
+    """
+    if not 1 <= len(prompts) * params.n <= limits.max_choices:
+        raise ApiError(
+            f"{len(prompts)} prompts with n: {params.n} are {len(prompts) * params.n} sequences; a request has between "
+            f"1 and {limits.max_choices}",
+            param="n",
+        )
+    own = frozenset(params.stop_token_ids)
+    if params.ignore_eos and (limits.has_stop_texts or not limits.stop_token_ids <= own):
+        raise ApiError(
+            f"ignore_eos: the server's stop tokens {sorted(limits.stop_token_ids)} end every reply; omit ignore_eos, "
+            "or list them in stop_token_ids",
+            param="ignore_eos",
+            code="unsupported_parameter",
+        )
+    seed = secrets.randbits(63) if params.seed is None else params.seed
+    requests = []
+    for prompt in prompts:
+        allowed = _allowed(prompt, params, limits)
+        for index in range(params.n):
+            sample = SampleRequest(prompt, derive_seed(seed, index) if index else seed, allowed, params.temperature)
+            requests.append(
+                EngineRequest(sample, params.stop_texts, own - limits.stop_token_ids, params.skip_special_tokens)
+            )
+    return requests
+
+
+def _allowed(prompt: tuple[int, ...], params: SamplingParams, limits: Limits) -> int:
+    max_tokens = params.new_tokens
+    if not prompt:
+        raise ApiError("the prompt is empty; it needs at least one token", param="prompt")
+    invalid = next((token for token in prompt if not 0 <= token < limits.vocab_size), None)
+    if invalid is not None:
+        raise ApiError(f"prompt token {invalid} is not in the vocabulary of {limits.vocab_size}", param="prompt")
+    room = limits.max_context - len(prompt)
+    if room < 1 or (max_tokens is not None and max_tokens > room):
+        wanted = "" if max_tokens is None else f" and max_tokens is {max_tokens}"
+        raise ApiError(
+            f"the prompt has {len(prompt)} tokens{wanted}, but this model's maximum context length is "
+            f"{limits.max_context} tokens, prompt and reply together",
+            param="max_tokens" if room >= 1 else "prompt",
+            code="context_length_exceeded",
+        )
+    if max_tokens is not None and max_tokens > limits.max_new_tokens:
+        raise ApiError(
+            f"max_tokens is {max_tokens}; the server allows at most {limits.max_new_tokens} new tokens",
+            param="max_tokens",
+        )
+    return int(min(room, limits.max_new_tokens, params.default_tokens)) if max_tokens is None else max_tokens

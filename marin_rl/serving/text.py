@@ -1,0 +1,167 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Text of a generation that arrives in parts: whole characters, stop strings, and tool calls."""
+
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+from marin_rl.environments.tools import ToolCall, ToolError, find_calls, parse_call
+from marin_rl.types import StopReason
+
+_REPLACEMENT = "\ufffd"
+"""Decoders return it for bytes that are not valid UTF-8, such as the first bytes of a character."""
+_CONTEXT = 8
+"""Tokens before new ones that are decoded with them, because decoders treat the start of a text differently."""
+
+
+class TextPart(NamedTuple):
+    """The next part of a reply."""
+
+    token_ids: tuple[int, ...]
+    """The next tokens, up to the one that ends the reply, included."""
+    logprobs: tuple[float, ...]
+    """Their log-probabilities."""
+    text: str
+    """The next text, which may lag behind the tokens until the last part."""
+    finish_reason: str | None = None
+    """`stop` or `length` in the last part; None before."""
+    stop_reason: int | str | None = None
+    """The stop token or stop string of the request that ended the reply; None for others."""
+
+
+class ReplyReader:
+    r"""Converts the tokens of a generation to text, and ends the reply at the request's stop strings and stop tokens.
+
+    The parts joined are the same however the tokens are divided: text is passed on only in whole characters, and never
+    if it may be the beginning of a stop string.
+
+    >>> reader = ReplyReader(lambda tokens: bytes(tokens).decode(errors="replace"), stop=["END"])
+    >>> [reader.push([byte], [-1.0]).text for byte in b"a\xc3\xa4E"]
+    ['a', '', 'ä', '']
+    >>> reader.push(b"ND", [-1.0, -1.0])
+    TextPart(token_ids=(78, 68), logprobs=(-1.0, -1.0), text='', finish_reason='stop', stop_reason='END')
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stop: Sequence[str] = (),
+        stop_token_ids: Collection[int] = (),
+    ) -> None:
+        """Start an empty reply.
+
+        Args:
+            decode: decodes tokens, without the sampler's stop token at their end.
+            stop: texts that end the reply and are not part of its text.
+            stop_token_ids: tokens that end the reply and are not part of its text.
+        """
+        self._decode = decode
+        self._stop = tuple(stop)
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._window: list[int] = []
+        """The last tokens, with those that are not decoded yet."""
+        self._read = ""
+        """The text of the window that has been read."""
+        self._held = ""
+        """Text that was read but not passed on, because it may begin a stop string."""
+        self.finish_reason: str | None = None
+        """Why the reply ended; None while it has not."""
+
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[float], end: StopReason | None = None) -> TextPart:
+        """Add sampled tokens and return the next part of the reply.
+
+        Args:
+            token_ids: the next tokens.
+            logprobs: their log-probabilities.
+            end: why the generation ended with these tokens; None if it continues.
+        """
+        tokens = list(token_ids)
+        stop_reason: int | str | None = None
+        cut = next((index for index, token in enumerate(tokens) if token in self._stop_token_ids), None)
+        if cut is not None:
+            tokens, stop_reason, end = tokens[: cut + 1], tokens[cut], StopReason.STOP
+        shown = tokens if cut is None else tokens[:-1]
+        text = self._held + self._new_text(shown, whole=end is not None)
+        if any(stop in text for stop in self._stop):
+            count = next(n for n in range(len(shown) + 1) if self._first_stop(self._text_after(shown[:n])))
+            text = self._text_after(shown[:count])
+            position, _, stop_reason = self._first_stop(text)[0]
+            tokens, text, end = tokens[:count], text[:position], StopReason.STOP
+        if end is None:
+            self._held = text[len(text) - self._num_held(text) :]
+            self._advance(shown)
+        else:
+            self.finish_reason = "stop" if end is StopReason.STOP else "length"
+        passed = text if end is not None else text[: len(text) - len(self._held)]
+        return TextPart(tuple(tokens), tuple(logprobs[: len(tokens)]), passed, self.finish_reason, stop_reason)
+
+    def _new_text(self, tokens: Sequence[int], whole: bool) -> str:
+        """Return the text of new tokens, without a last character that may be incomplete unless `whole`."""
+        text = self._decode([*self._window, *tokens])
+        return (text if whole else text.rstrip(_REPLACEMENT))[len(self._read) :]
+
+    def _text_after(self, tokens: Sequence[int]) -> str:
+        return self._held + self._new_text(tokens, whole=True)
+
+    def _first_stop(self, text: str) -> list[tuple[int, int, str]]:
+        """Return position, negative length and text of the stop strings in a text, the first and longest one first."""
+        return sorted((text.index(stop), -len(stop), stop) for stop in self._stop if stop in text)
+
+    def _num_held(self, text: str) -> int:
+        """Return the length of the longest end of the text that begins a stop string."""
+        longest = max(map(len, self._stop), default=1) - 1
+        return next(
+            (n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)), 0
+        )
+
+    def _advance(self, tokens: Sequence[int]) -> None:
+        self._window += tokens
+        text = self._decode(self._window)
+        self._read = text.rstrip(_REPLACEMENT)
+        if self._read == text and len(self._window) > _CONTEXT:
+            del self._window[:-_CONTEXT]
+            self._read = self._decode(self._window)
+
+
+class ToolReader:
+    """Holds back the text of a reply that may be a tool call."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._passed = 0
+
+    def push(self, text: str) -> str:
+        """Add text, and return the next text that is not part of a call."""
+        self._text += text
+        end = len(self._text)
+        if self._text.lstrip()[:1] in ("", "{"):
+            end = 0
+        elif (match := _BEGINS_CALL.search(self._text)) is not None:
+            end = match.start()
+        passed, self._passed = self._text[self._passed : end], max(end, self._passed)
+        return passed
+
+    def finish(self) -> tuple[str, list[dict[str, Any]]]:
+        """Return the rest of the text and the calls; a reply with a malformed call has none, and is all text."""
+        try:
+            calls = [parse_call(call) for call in find_calls(self._text)]
+        except ToolError:
+            calls = []
+        if not calls:
+            return self._text[self._passed :], []
+        _, _, answer = self._text.rpartition("</think>")
+        end = len(self._text) - len(answer) + max(answer.find(_OPEN), 0)
+        return self._text[self._passed : end].rstrip(), [tool_call(index, call) for index, call in enumerate(calls)]
+
+
+_OPEN = "<tool_call>"
+_BEGINS_CALL = re.compile(rf"\s*(?:{_OPEN}|{'|'.join(re.escape(_OPEN[:n]) + '$' for n in range(1, len(_OPEN)))})|\s+$")
+
+
+def tool_call(index: int, call: ToolCall) -> dict[str, Any]:
+    """Return a tool call in OpenAI's format."""
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return {"id": f"call_{index}", "type": "function", "function": {"name": call.name, "arguments": arguments}}

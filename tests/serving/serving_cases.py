@@ -1,0 +1,75 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A real server on loopback with a tiny model and the byte-level tokenizer."""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+
+import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+from levanter.models.lm_model import LmHeadModel
+
+from marin_rl.sampling.config import SamplingConfig
+from marin_rl.sampling.group_sampler import GroupSampler
+from marin_rl.sampling.sampler import Sampler, WeightPoll
+from marin_rl.serving.app import Server, ServerOptions
+from marin_rl.serving.engine import Engine
+from marin_rl.serving.http_server import HttpServer, listen, url_of
+from marin_rl.serving.protocol import Limits
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import byte_tokenizer
+from tests.sampling.families import FAMILIES, random_model
+
+CONTEXT = 256
+SLOTS = 16
+MAX_NEW = 128
+TOKENIZER = ChatTokenizer(byte_tokenizer())
+
+
+def tiny_model(seed: int = 0) -> LmHeadModel:
+    """A model with random weights."""
+    return random_model(FAMILIES["llama"], seed, vocab=TOKENIZER.vocab_size)
+
+
+def tiny_sampler(weight_poll: WeightPoll | None = None, slots: int = SLOTS) -> GroupSampler:
+    """A sampler with random weights."""
+    return GroupSampler(
+        tiny_model(),
+        config=SamplingConfig(max_new_tokens=MAX_NEW, max_seqs=slots),
+        stop_sequences=[[token] for token in TOKENIZER.stop_token_ids],
+        max_context=CONTEXT,
+        weight_poll=weight_poll,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Serving:
+    """A running server."""
+
+    url: str
+    """Address without a path."""
+    engine: Engine
+    """Its engine."""
+
+
+@contextlib.contextmanager
+def serving(
+    sampler: Sampler, *, key: str | None = None, drain_seconds: float = 10.0, **options: int | float
+) -> Iterator[Serving]:
+    """Serve until the end of the block; fails if the server leaves sequences behind."""
+    limits = Limits(CONTEXT, MAX_NEW, 64, TOKENIZER.vocab_size, frozenset(TOKENIZER.stop_token_ids))
+    values = {"max_sequences": 4096, "max_body_bytes": 100_000, "body_seconds": 10.0, **options}
+    engine = Engine(sampler, TOKENIZER.decode_reply)
+    app = Server(engine, TOKENIZER, ServerOptions(model="policy", key=key, limits=limits, **values)).app()
+    listener = listen("127.0.0.1", 0, 10.0)
+    server = HttpServer(app, engine, drain_seconds)
+    thread = threading.Thread(target=server.run, args=[listener])
+    thread.start()
+    try:
+        yield Serving(url_of(listener), engine)
+    finally:
+        server.stop()
+        thread.join()
+    assert engine.in_progress == 0

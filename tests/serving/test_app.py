@@ -1,0 +1,347 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The `openai` SDK against the server: results equal those of the sampler bit for bit."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+import pytest
+
+from marin_rl.sampling.group_sampler import GroupSampler
+from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.seeds import derive_seed
+from marin_rl.serving.app import is_loopback
+from marin_rl.serving.protocol import NEUTRAL
+from marin_rl.types import Generation, StopReason
+from tests.scripted_sampler import ScriptedSampler
+from tests.serving.serving_cases import CONTEXT, MAX_NEW, TOKENIZER, Serving, serving, tiny_sampler
+
+openai = pytest.importorskip("openai")
+
+PROMPT = (5, 9, 33, 2)
+
+
+@pytest.fixture(scope="module")
+def bare() -> GroupSampler:
+    """A sampler outside the server."""
+    return tiny_sampler()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    with serving(tiny_sampler(), key="secret") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def client(server: Serving) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as opened:
+        yield opened
+
+
+def post(server: Serving, path: str, body: Any, **headers: str | bytes) -> httpx.Response:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    given = {"Authorization": "Bearer secret", "Content-Type": "application/json", **headers}
+    return httpx.post(f"{server.url}{path}", content=data, headers=given, timeout=60)
+
+
+def error_of(response: httpx.Response) -> tuple[int, str, str | None]:
+    """Status, message and parameter of an error in OpenAI's format."""
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return response.status_code, error["message"], error["param"]
+
+
+def expected(bare: GroupSampler, prompt: tuple[int, ...], seed: int, length: int, temperature: float) -> Generation:
+    [generation] = bare.sample([SampleRequest(prompt, seed, length, temperature)])
+    return generation
+
+
+def completion(choice: Any) -> tuple[tuple[int, ...], tuple[float, ...], str]:
+    return tuple(choice.token_ids), tuple(choice.logprobs.token_logprobs), choice.finish_reason
+
+
+def as_completion(generation: Generation) -> tuple[tuple[int, ...], tuple[float, ...], str]:
+    reason = "stop" if generation.stop_reason is StopReason.STOP else "length"
+    return generation.token_ids, generation.logprobs, reason
+
+
+def test_models(client: Any):
+    [card] = client.models.list().data
+    assert (card.id, card.max_model_len) == ("policy", CONTEXT)
+    assert client.models.retrieve("policy").id == "policy"
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_completions_equal_the_sampler(client: Any, bare: GroupSampler, temperature: float, streamed: bool):
+    wanted = expected(bare, PROMPT, 3, 100, temperature)
+    options = {"model": "policy", "prompt": list(PROMPT), "seed": 3, "max_tokens": 100, "temperature": temperature}
+    extra = {"extra_body": {"return_token_ids": True}, "logprobs": 0}
+    if not streamed:
+        response = client.completions.create(**options, **extra)
+        [choice] = response.choices
+        assert completion(choice) == as_completion(wanted)
+        assert choice.text == TOKENIZER.decode_reply(wanted.token_ids)
+        assert choice.prompt_token_ids == list(PROMPT)
+        assert (response.usage.prompt_tokens, response.usage.completion_tokens) == (4, len(wanted.token_ids))
+        return
+    chunks = list(client.completions.create(**options, **extra, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == len(wanted.token_ids)
+    parts = [chunk.choices[0] for chunk in chunks[:-1]]
+    assert len(parts) > 2
+    assert tuple(token for part in parts for token in part.token_ids) == wanted.token_ids
+    assert tuple(value for part in parts for value in part.logprobs.token_logprobs) == wanted.logprobs
+    assert "".join(part.text for part in parts) == TOKENIZER.decode_reply(wanted.token_ids)
+    assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [as_completion(wanted)[2]]
+
+
+@pytest.mark.medium
+def test_chat_equals_the_sampler_streamed_or_not(client: Any, bare: GroupSampler):
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "2+3="}]},
+    ]
+    prompt = TOKENIZER.prompt_tokens([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3="}])
+    wanted = [expected(bare, prompt, seed, 60, 1.0) for seed in (11, derive_seed(11, 1))]
+    options = {
+        "model": "policy",
+        "messages": messages,
+        "seed": 11,
+        "max_completion_tokens": 60,
+        "n": 2,
+        "logprobs": True,
+    }
+    response = client.chat.completions.create(**options, extra_body={"return_token_ids": True})
+    for choice, generation in zip(response.choices, wanted, strict=True):
+        assert tuple(choice.token_ids) == generation.token_ids
+        assert tuple(entry.logprob for entry in choice.logprobs.content) == generation.logprobs
+        assert bytes(byte for entry in choice.logprobs.content for byte in entry.bytes).startswith(
+            choice.message.content.encode() if "\ufffd" not in choice.message.content else b""
+        )
+        assert choice.message.content == TOKENIZER.decode_reply(generation.token_ids)
+    texts, tokens = ["", ""], [[], []]
+    for chunk in client.chat.completions.create(**options, stream=True, extra_body={"return_token_ids": True}):
+        [choice] = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        tokens[choice.index] += choice.token_ids
+    assert texts == [choice.message.content for choice in response.choices]
+    assert [tuple(ids) for ids in tokens] == [generation.token_ids for generation in wanted]
+
+
+@pytest.mark.medium
+def test_concurrent_requests_equal_the_sampler(server: Serving, bare: GroupSampler):
+    """Sixty-four requests, every other one streamed."""
+    samples = [SampleRequest((*PROMPT, seed), seed, 20 + seed, (0.0, 1.0)[seed % 3 > 0]) for seed in range(64)]
+
+    async def ask(client: Any, sample: SampleRequest) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        response = await client.completions.create(
+            model="policy",
+            prompt=list(sample.prompt_tokens),
+            seed=sample.seed,
+            max_tokens=sample.max_new_tokens,
+            temperature=sample.temperature,
+            logprobs=0,
+            stream=sample.seed % 2 == 0,
+            extra_body={"return_token_ids": True},
+        )
+        parts = [chunk.choices[0] async for chunk in response] if sample.seed % 2 == 0 else [response.choices[0]]
+        tokens = tuple(token for part in parts for token in part.token_ids)
+        return tokens, tuple(value for part in parts for value in part.logprobs.token_logprobs)
+
+    async def ask_all() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as client:
+            return await asyncio.gather(*(ask(client, sample) for sample in samples))
+
+    wanted = [(generation.token_ids, generation.logprobs) for generation in bare.sample(samples)]
+    assert asyncio.run(ask_all()) == wanted
+    assert server.engine.in_progress == 0
+
+
+def test_stop_strings_end_a_reply(client: Any, bare: GroupSampler):
+    """Tokens and text end at the first stop string, streamed or not."""
+    whole = expected(bare, PROMPT, 5, MAX_NEW, 1.0)
+    text = TOKENIZER.decode_reply(whole.token_ids)
+    stop = next(text[start : start + 2] for start in range(20, len(text)) if text[start : start + 2].isascii())
+    options = {"model": "policy", "prompt": list(PROMPT), "seed": 5, "max_tokens": MAX_NEW, "stop": ["never", stop]}
+    extra = {"return_token_ids": True}
+    [choice] = client.completions.create(**options, extra_body=extra).choices
+    assert (choice.text, choice.finish_reason, choice.stop_reason) == (text[: text.index(stop)], "stop", stop)
+    assert tuple(choice.token_ids) == whole.token_ids[: len(choice.token_ids)]
+    assert stop in TOKENIZER.decode_reply(choice.token_ids)
+    assert stop not in TOKENIZER.decode_reply(choice.token_ids[:-1])
+    parts = [chunk.choices[0] for chunk in client.completions.create(**options, stream=True, extra_body=extra)]
+    assert "".join(part.text for part in parts) == choice.text
+    assert [token for part in parts for token in part.token_ids] == choice.token_ids
+
+
+def test_generate_takes_and_returns_tokens(server: Serving, bare: GroupSampler):
+    """The body of `renderers.client.generate`."""
+    wanted = expected(bare, PROMPT, 9, 12, 1.0)
+    params = {
+        "max_tokens": 12,
+        "seed": 9,
+        "top_p": 1.0,
+        "stop_token_ids": [257],
+        "logprobs": 1,
+        "skip_special_tokens": False,
+    }
+    body = {"model": "policy", "token_ids": list(PROMPT), "sampling_params": params, "cache_salt": "7"}
+    answer = post(server, "/inference/v1/generate", body).json()
+    [choice] = answer["choices"]
+    assert tuple(choice["token_ids"]) == wanted.token_ids
+    content = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in wanted.token_ids]
+    assert tuple(entry["logprob"] for entry in content) == wanted.logprobs
+
+
+def test_stop_tokens_of_a_request_end_a_reply(server: Serving, bare: GroupSampler):
+    whole = expected(bare, PROMPT, 9, 40, 1.0)
+    stop = whole.token_ids[30]
+    end = whole.token_ids.index(stop) + 1
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 40, "seed": 9, "stop_token_ids": [stop]}}
+    [choice] = post(server, "/inference/v1/generate", body).json()["choices"]
+    assert tuple(choice["token_ids"]) == whole.token_ids[:end]
+    assert (choice["finish_reason"], choice["stop_reason"], choice["logprobs"]) == ("stop", stop, None)
+
+
+def test_greedy_samples_have_top_logprobs(client: Any):
+    options = {"model": "policy", "temperature": 0, "max_tokens": 4}
+    [choice] = client.completions.create(prompt="a", logprobs=1, **options).choices
+    assert [list(top.values()) for top in choice.logprobs.top_logprobs] == [[v] for v in choice.logprobs.token_logprobs]
+    [choice] = client.chat.completions.create(
+        messages=[{"role": "user", "content": "a"}], logprobs=True, top_logprobs=1, **options
+    ).choices
+    assert all(entry.top_logprobs[0].logprob == entry.logprob for entry in choice.logprobs.content)
+
+
+BODY = {"model": "policy", "prompt": "a"}
+CHAT = {"model": "policy", "messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "status", "message"),
+    [
+        ("completions", {"top_p": 0.9}, 400, "top_p is 0.9, but the server does not implement it"),
+        ("completions", {"logit_bias": {"5": 1}}, 400, "logit_bias is"),
+        ("completions", {"presence_penalty": 0.5}, 400, "presence_penalty is 0.5"),
+        ("completions", {"logprobs": 5}, 400, "logprobs: Input should be less than or equal to 1"),
+        ("completions", {"echo": True}, 400, "echo is true"),
+        ("completions", {"guided_regex": "a"}, 400, "guided_regex: it is not a parameter of this server"),
+        ("completions", {"model": "gpt"}, 404, "the model 'gpt' does not exist; the server has 'policy'"),
+        ("completions", {"prompt": ""}, 400, "the prompt is empty"),
+        ("completions", {"prompt": [264]}, 400, "prompt token 264 is not in the vocabulary of 264"),
+        ("completions", {"prompt": [-1]}, 400, "prompt token -1 is not in the vocabulary"),
+        ("completions", {"prompt": []}, 400, "the prompt is empty"),
+        ("completions", {"prompt": "a\ud800"}, 400, "prompt has a lone surrogate at character 1"),
+        ("completions", {"prompt": "a" * CONTEXT}, 400, "the prompt has 256 tokens, but this model's maximum context"),
+        ("completions", {"prompt": "a" * 200, "max_tokens": 57}, 400, "the prompt has 200 tokens and max_tokens is 57"),
+        ("completions", {"max_tokens": MAX_NEW + 1}, 400, "max_tokens is 129; the server allows at most 128"),
+        ("completions", {"max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
+        ("completions", {"temperature": -1}, 400, "temperature: "),
+        ("completions", {"temperature": 1e-31}, 400, "temperature: Value error, must be 0 (greedy) or at least 1e-30"),
+        ("completions", {"seed": -1}, 400, "seed: "),
+        ("completions", {"n": 65}, 400, "1 prompts with n: 65 are 65 sequences"),
+        ("completions", {"stop": [""]}, 400, "stop: "),
+        ("completions", {"ignore_eos": True}, 400, "ignore_eos: the server's stop tokens [257] end every reply"),
+        ("completions", {"stream": "yes"}, 400, "stream: Input should be a valid boolean"),
+        ("chat/completions", {"messages": []}, 400, "messages: "),
+        ("chat/completions", {"messages": [{"role": "robot", "content": "a"}]}, 400, "messages[0].role is 'robot'"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages[0].content must be a text"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "messages[0].content has a part that is not text",
+        ),
+        ("chat/completions", {"tool_choice": "required"}, 400, "tool_choice: "),
+        ("chat/completions", {"tools": [{"type": "function"}]}, 400, "tools[0] must have type function"),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 1}, 400, "top_logprobs: 1 needs"),
+        ("chat/completions", {"response_format": {"type": "json_object"}}, 400, "response_format is"),
+    ],
+)
+def test_invalid_requests_are_named(server: Serving, path: str, change: dict, status: int, message: str):
+    body = {**(CHAT if path == "chat/completions" else BODY), **change}
+    found = error_of(post(server, f"/v1/{path}", body))
+    assert found[0] == status
+    assert message in found[1]
+    assert found[2] in (*change, None, "max_tokens", "prompt")
+
+
+def test_neutral_values_pass(server: Serving):
+    neutral = {name: values[0] for name, values in NEUTRAL.items()} | {"user": "me", "logprobs": None}
+    assert post(server, "/v1/completions", {**BODY, "max_tokens": 1, **neutral}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "message"),
+    [
+        (b"{", {}, 400, "the body is not valid JSON"),
+        (b"[]", {}, 400, "the body is a JSON list; it must be an object"),
+        (b"[" * 50_000, {}, 400, "the body is not valid JSON"),
+        (b"\xff", {}, 400, "the body is not valid JSON"),
+        (b"{}", {"Content-Type": "text/plain"}, 415, "the content type must be application/json"),
+        (b" " * 100_001, {}, 413, "the body exceeds 100000 bytes"),
+        (b"{}", {"Authorization": "Bearer wrong"}, 401, "the API key is missing or wrong"),
+        (b"{}", {"Authorization": ""}, 401, "the API key is missing or wrong"),
+        (b"{}", {"Authorization": b"Bearer s\xe9cret"}, 401, "the API key is missing or wrong"),
+    ],
+)
+def test_malformed_bodies_and_keys(server: Serving, body: bytes, headers: dict, status: int, message: str):
+    found = error_of(post(server, "/v1/completions", body, **headers))
+    assert found[0] == status
+    assert message in found[1]
+
+
+def test_unknown_paths_and_methods(server: Serving):
+    assert error_of(post(server, "/v1/embeddings", {}))[:2] == (404, "POST /v1/embeddings: Not Found")
+    response = httpx.get(f"{server.url}/v1/completions", headers={"Authorization": "Bearer secret"})
+    assert error_of(response)[0] == 405
+
+
+def test_sdk_raises_its_own_errors(server: Serving, client: Any):
+    with pytest.raises(openai.BadRequestError, match="top_p is"):
+        client.completions.create(**BODY, top_p=0.5)
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt", prompt="a")
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        stranger.models.list()
+
+
+def test_health_needs_no_key_and_metrics_do(server: Serving):
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok", "model": "policy"}
+    assert httpx.get(f"{server.url}/metrics").status_code == 401
+    text = httpx.get(f"{server.url}/metrics", headers={"Authorization": "Bearer secret"}).text
+    assert "marin_rl_slots 16.0" in text
+    assert "marin_rl_sequences 0.0" in text
+    assert 'marin_rl_requests_total{path="/health",status="200"}' in text
+
+
+def test_without_a_key_only_this_machine_is_served():
+    """A web page with a host name of its own that resolves to 127.0.0.1 is refused."""
+    with serving(ScriptedSampler({}, stop_token_ids=[257])) as keyless:
+        for host, status in (
+            ("localhost:1", 200),
+            ("127.0.0.1", 200),
+            ("[::1]:8000", 200),
+            ("[::1", 403),
+            ("evil.example", 403),
+        ):
+            response = httpx.get(f"{keyless.url}/v1/models", headers={"Host": host})
+            assert response.status_code == status
+        assert error_of(response)[1].startswith("the host 'evil.example' is not this machine")
+
+
+def test_loopback_addresses():
+    assert all(map(is_loopback, ("127.0.0.1", "127.3.2.1", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "")))

@@ -1,0 +1,130 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+import pytest
+
+from marin_rl.sampling.sampler import SampleRequest, SamplerError
+from marin_rl.serving.engine import Engine, EngineError, EngineRequest
+from marin_rl.types import Generation, StopReason
+from tests.scripted_sampler import BatchSampler, ScriptedSampler
+
+
+def decode(tokens: Sequence[int], skip_special_tokens: bool) -> str:
+    return bytes(tokens).decode()
+
+
+def request(text: str) -> EngineRequest:
+    return EngineRequest(SampleRequest(tuple(text.encode()), seed=0, max_new_tokens=3))
+
+
+@contextlib.contextmanager
+def running(engine: Engine):
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+async def text_of(engine: Engine, one: EngineRequest) -> str:
+    async with contextlib.aclosing(engine.stream(one)) as parts:
+        return "".join([part.text async for part in parts])
+
+
+def test_concurrent_replies():
+    sampler = ScriptedSampler(lambda one: [*one.prompt_tokens, 46, 46, 46], stop_token_ids=[46])
+
+    async def ask() -> list[str]:
+        return await asyncio.gather(*(text_of(engine, request(text)) for text in ("ab", "cd", "ef")))
+
+    with running(Engine(sampler, decode)) as engine:
+        assert asyncio.run(ask()) == ["ab.", "cd.", "ef."]
+        assert engine.in_progress == 0
+
+
+class Broken(BatchSampler):
+    def answer(self, requests: Sequence[SampleRequest]) -> list[Generation]:
+        raise SamplerError("the weights are NaN")
+
+
+def test_a_failure_of_the_sampler_fails_all_requests_and_is_reported():
+    calls = []
+    engine = Engine(Broken(4), decode)
+    engine.on_failure = lambda: calls.append(str(engine.failure))
+
+    async def ask() -> list[str | BaseException]:
+        asked = [text_of(engine, request(text)) for text in ("ab", "cd")]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    with running(engine):
+        found = asyncio.run(ask())
+        assert [str(error) for error in found] == ["the sampler has stopped: the weights are NaN"] * 2
+        with pytest.raises(EngineError, match="the weights are NaN"):
+            asyncio.run(text_of(engine, request("ab")))
+    assert calls == ["the weights are NaN"]
+    assert engine.in_progress == 0
+
+
+class Stuck(BatchSampler):
+    """Never answers."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.ended: list[str] = []
+
+    def advance(self) -> list[tuple[int, Generation]]:
+        return []
+
+    def end_conversation(self, conversation: str) -> None:
+        self.ended.append(conversation)
+
+
+def test_close_fails_the_requests_in_progress():
+    engine = Engine(Stuck(), decode)
+
+    async def ask() -> None:
+        asked = asyncio.create_task(text_of(engine, request("ab")))
+        while not engine.in_progress:
+            await asyncio.sleep(0)
+        await asyncio.to_thread(engine.close)
+        with pytest.raises(EngineError, match="the server shuts down"):
+            await asked
+
+    engine.start()
+    asyncio.run(ask())
+    assert engine.in_progress == 0
+
+
+def test_a_cancelled_request_leaves_the_sampler():
+    sampler = Stuck()
+
+    async def ask(engine: Engine) -> None:
+        asked = asyncio.create_task(text_of(engine, request("ab")))
+        while not engine.in_progress:
+            await asyncio.sleep(0)
+        asked.cancel()
+        while not sampler.ended:
+            await asyncio.sleep(0)
+
+    with running(Engine(sampler, decode)) as engine:
+        asyncio.run(ask(engine))
+        assert engine.in_progress == 0
+    assert sampler.ended == ["0"]
+
+
+def test_parts_end_with_the_reason():
+    sampler = ScriptedSampler(lambda one: [97, 98, 99, 100], stop_token_ids=[46])
+
+    async def ask() -> list[str | None]:
+        async with contextlib.aclosing(engine.stream(request("x"))) as parts:
+            return [part.finish_reason async for part in parts]
+
+    with running(Engine(sampler, decode)) as engine:
+        assert asyncio.run(ask()) == ["length"]
+    assert sampler.requests[0].conversation == "0"
+    assert StopReason.LENGTH == "length"

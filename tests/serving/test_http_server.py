@@ -1,0 +1,200 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Load and abuse: nothing leaks, and other clients are served."""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+import pytest
+
+from marin_rl.sampling.group_sampler import GroupSampler
+from marin_rl.sampling.sampler import SampleRequest, WeightPoll
+from marin_rl.serving.http_server import listen, url_of
+from tests.serving.serving_cases import MAX_NEW, Serving, serving, tiny_model, tiny_sampler
+
+
+class Held:
+    """A sampler that samples two tokens at a time, and only while the gate is open."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.before: Callable[[], None] = lambda: None
+        self.sampler = tiny_sampler(WeightPoll(self._wait, 2))
+
+    def _wait(self) -> None:
+        self.before()
+        self.open.wait()
+
+
+@pytest.fixture(scope="module")
+def held() -> Held:
+    return Held()
+
+
+@pytest.fixture
+def server(held: Held) -> Iterator[Serving]:
+    held.open.set()
+    held.before = lambda: None
+    with serving(held.sampler, max_sequences=1200) as started:
+        yield started
+        held.open.set()
+
+
+def body(seed: int = 0, **changes: object) -> dict[str, object]:
+    # The end token does not end a reply at this seed and length.
+    return {"model": "policy", "prompt": "ab", "seed": seed, "max_tokens": MAX_NEW, **changes}
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true within a minute"
+        time.sleep(0.002)
+
+
+def open_sockets() -> int:
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sum(link.startswith("socket:") for link in links)
+
+
+def raw_request(server: Serving, data: dict[str, object]) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    client = socket.create_connection((host, int(port)))
+    content = json.dumps(data).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    return client
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnected_clients_free_their_slots(server: Serving, held: Held, stream: bool):
+    """More clients than slots disconnect while the first tokens are sampled."""
+    assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
+    sockets = open_sockets()
+    held.open.clear()
+    clients = [raw_request(server, body(seed, stream=stream)) for seed in range(40)]
+    until(lambda: server.engine.in_progress == 40)
+    for client in clients:
+        client.close()
+    until(lambda: server.engine.in_progress == 0)
+    held.open.set()
+    sampled = held.sampler.work.sampled_tokens
+    assert httpx.post(f"{server.url}/v1/completions", json=body(), timeout=60).status_code == 200
+    # The dropped requests took no part in the decode steps.
+    assert held.sampler.work.sampled_tokens - sampled < 2 * MAX_NEW + 40 * 2
+    until(lambda: open_sockets() <= sockets)
+
+
+@pytest.mark.medium
+def test_a_client_that_leaves_a_stream_frees_its_slot(server: Serving, held: Held):
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body(stream=True), timeout=60) as response:
+        next(response.iter_lines())
+        held.open.clear()
+    until(lambda: server.engine.in_progress == 0)
+    held.open.set()
+
+
+@pytest.mark.medium
+def test_a_thousand_queued_requests(server: Serving, held: Held):
+    async def ask() -> list[int]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(limits=limits, timeout=300) as client:
+            url, data = f"{server.url}/v1/completions", body(max_tokens=4)
+            return [r.status_code for r in await asyncio.gather(*(client.post(url, json=data) for _ in range(1000)))]
+
+    assert asyncio.run(ask()) == [200] * 1000
+    assert server.engine.in_progress == 0
+
+
+def test_requests_above_the_limit_are_refused(held: Held):
+    held.open.clear()
+    with serving(held.sampler, max_sequences=3) as server:
+        client = raw_request(server, body(n=2))
+        until(lambda: server.engine.in_progress == 2)
+        response = httpx.post(f"{server.url}/v1/completions", json=body(n=2), timeout=60)
+        assert (response.status_code, response.headers["Retry-After"]) == (429, "1")
+        assert response.json()["error"]["code"] == "rate_limit_exceeded"
+        client.close()
+        held.open.set()
+
+
+@pytest.mark.medium
+def test_a_weight_update_in_mid_stream(server: Serving, held: Held):
+    """The tokens before the update are those of the old weights, and no stream breaks."""
+    [before] = held_generation(held, MAX_NEW)
+    old, new = tiny_model(), tiny_model(seed=1)
+    updated = threading.Event()
+
+    def update() -> None:
+        if not updated.is_set() and len(tokens) >= 20:
+            held.sampler.update_weights(new, 1)
+            updated.set()
+
+    tokens: list[int] = []
+    held.before = update
+    data = body(stream=True, return_token_ids=True)
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=data, timeout=60) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                tokens += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"]
+    held.before = lambda: None
+    assert updated.is_set()
+    assert tuple(tokens[:20]) == before[:20]
+    assert tuple(tokens) != before
+    held.sampler.update_weights(old, 0)
+
+
+def held_generation(held: Held, length: int) -> list[tuple[int, ...]]:
+    bare: GroupSampler = tiny_sampler()
+    return [one.token_ids for one in bare.sample([SampleRequest(tuple(b"ab"), 0, length)])]
+
+
+def test_an_incomplete_body_times_out(held: Held):
+    with serving(held.sampler, body_seconds=0.05) as server:
+        client = raw_request(server, {})
+        client.close()
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                b"Content-Length: 100\r\n\r\n{"
+            )
+            assert client.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_requests_in_progress_complete_before_the_end(held: Held):
+    held.open.clear()
+    responses: list[httpx.Response] = []
+
+    def ask(url: str) -> None:
+        responses.append(httpx.post(f"{url}/v1/completions", json=body(max_tokens=8), timeout=60))
+
+    with serving(held.sampler) as server:
+        client = threading.Thread(target=ask, args=[server.url])
+        client.start()
+        until(lambda: server.engine.in_progress == 1)
+        threading.Timer(0.1, held.open.set).start()
+    client.join()
+    assert [response.status_code for response in responses] == [200]
+
+
+def test_addresses():
+    with listen("127.0.0.1", 0, 5.0) as listener:
+        port = listener.getsockname()[1]
+        assert url_of(listener) == f"http://127.0.0.1:{port}"
+        assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 5000
+        with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}"):
+            listen("127.0.0.1", port, 5.0)

@@ -1,0 +1,98 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import itertools
+from collections.abc import Sequence
+
+import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from marin_rl.serving.text import ReplyReader, TextPart, ToolReader
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import byte_tokenizer
+from marin_rl.types import StopReason
+
+DECODE = ChatTokenizer(byte_tokenizer()).decode_reply
+
+
+def read(chunks: Sequence[Sequence[int]], stop: Sequence[str] = (), stop_token_ids: Sequence[int] = ()) -> TextPart:
+    """The joined parts of a reply of chunks, the last of which ends the generation."""
+    reader = ReplyReader(DECODE, stop, stop_token_ids)
+    tokens: list[int] = []
+    text, part = "", TextPart((), (), "")
+    for index, chunk in enumerate(chunks):
+        part = reader.push(chunk, [-1.0] * len(chunk), StopReason.LENGTH if index == len(chunks) - 1 else None)
+        tokens += part.token_ids
+        assert len(part.logprobs) == len(part.token_ids)
+        text += part.text
+        if part.finish_reason is not None:
+            break
+    return TextPart(tuple(tokens), (), text, part.finish_reason, part.stop_reason)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    tokens=st.lists(st.sampled_from([*b"abcaab", *"äé€😀".encode(), 0xFF, 0x80, 258, 260]), min_size=1, max_size=60),
+    cuts=st.sets(st.integers(1, 59)),
+    stop=st.lists(st.sampled_from(["ab", "aab", "c", "bä", "€"]), max_size=2),
+)
+def test_parts_join_to_the_whole_reply(tokens: list[int], cuts: set[int], stop: list[str]):
+    bounds = [0, *sorted(cut for cut in cuts if cut < len(tokens)), len(tokens)]
+    chunks = [tokens[start:end] for start, end in itertools.pairwise(bounds)]
+    whole = read([tokens], stop)
+    assert read(chunks, stop) == whole
+    assert read([[token] for token in tokens], stop) == whole
+    if not stop:
+        assert whole.text == DECODE(tokens)
+
+
+def test_text_is_held_back_while_it_may_change():
+    reader = ReplyReader(DECODE, ["abc"])
+    shown = [reader.push([byte], [-1.0]).text for byte in "xä€abab".encode()]
+    assert shown == ["x", "", "ä", "", "", "€", "", "", "ab", ""]
+
+
+def test_the_earliest_stop_string_wins():
+    reply = read([b"xxabc"], ["c", "ab"])
+    assert (reply.text, reply.token_ids, reply.stop_reason) == ("xx", tuple(b"xxab"), "ab")
+
+
+def test_of_two_stop_strings_at_a_position_the_longer_one_wins():
+    assert read([b"xaab"], ["b", "ab", "aab"])[2:] == ("x", "stop", "aab")
+
+
+def test_stop_tokens_are_not_part_of_the_text():
+    reply = read([[97, 98], [99, 100]], stop_token_ids=[99])
+    assert reply == TextPart((97, 98, 99), (), "ab", "stop", 99)
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def read_tools(text: str, size: int) -> tuple[str, list]:
+    reader = ToolReader()
+    shown = "".join(reader.push(text[start : start + size]) for start in range(0, len(text), size))
+    rest, calls = reader.finish()
+    return shown + rest, [(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize(
+    ("text", "content", "names"),
+    [
+        ("No call < here.", "No call < here.", []),
+        (f"Let me see.\n{CALL}", "Let me see.", ["add"]),
+        (f"{CALL}\n{CALL}", "", ["add", "add"]),
+        ('{"name": "add", "parameters": {"a": 1}}', "", ["add"]),
+        ('{"answer": 1}', '{"answer": 1}', []),
+        ("a <tool_call>{broken</tool_call> b ", "a <tool_call>{broken</tool_call> b ", []),
+        (f"<think>\n{CALL}</think>\nno call", f"<think>\n{CALL}</think>\nno call", []),
+        (f"<think>no</think> yes {CALL}", "<think>no</think> yes", ["add"]),
+    ],
+)
+def test_tool_calls_are_separated_from_text(text: str, content: str, names: list[str], size: int):
+    shown, calls = read_tools(text, size)
+    assert (shown, [name for _, name, _ in calls]) == (content, names)
+    assert calls == [(f"call_{index}", name, '{"a": 1}') for index, name in enumerate(names)]

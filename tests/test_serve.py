@@ -1,0 +1,94 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+import pytest
+
+from marin_rl import serve
+from marin_rl.serve import ServeConfig, load_policy, main
+from tests.tiny_run import TinyRun
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "give either run"),
+        (["--run", "a", "--model", "b"], "give either run"),
+        (["--model", "b", "--step", "3"], "only a run has steps"),
+        (["--run", "a", "--port", "70000"], "port is 70000; it must be between 0 and 65535"),
+        (["--run", "a", "--max_context", "1"], "serve.max_context is 1; it must be at least 2"),
+        (["--run", "a", "--drain_seconds", "0"], "drain_seconds is 0.0; it must be a number of seconds above 0"),
+        (["--run", "a", "--top_p", "1"], "unknown key top_p"),
+        (["--model", "gs://b/r"], "gs://b/r"),
+        (["--run", "missing", "--port", "0"], "'missing' is not a run directory"),
+        (["--run", "a", "--host", "0.0.0.0"], "but MARIN_RL_API_KEY is not set; set it to a secret key"),
+    ],
+)
+def test_mistakes_are_named(argv: list[str], message: str, capfd: Capture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("MARIN_RL_API_KEY", raising=False)
+    assert main(argv) == 1
+    error = capfd.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+
+
+def test_an_address_in_use_is_named(capfd: Capture):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["--run", "missing", "--port", str(port)]) == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in capfd.readouterr().err
+
+
+def test_a_missing_extra_is_named(capfd: Capture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serve, "_PACKAGES", ("starlette", "no_such_package"))
+    assert main(["--run", "a"]) == 1
+    assert "serving needs no_such_package; install the extra: pip install 'marin_rl[serve]'" in capfd.readouterr().err
+
+
+@pytest.mark.medium
+def test_a_run_and_its_export_are_the_same_policy(finished_run: TinyRun):
+    run = load_policy(ServeConfig(run=str(finished_run.path)))
+    folder = load_policy(ServeConfig(model=str(finished_run.path / "hf"), max_context=12, max_new_tokens=3))
+    assert (run.max_context, run.sampling.max_new_tokens, run.sampling.max_seqs) == (12, 3, 16)
+    assert folder.max_context == 12
+    assert folder.tokenizer.stop_token_ids == run.tokenizer.stop_token_ids
+    request = serve.SampleRequest((50, 120, 51), 7, 3)
+    [first], [second] = run.sampler.sample([request]), folder.sampler.sample([request])
+    assert first.token_ids == second.token_ids
+    assert first.logprobs == pytest.approx(second.logprobs, abs=1e-5)
+    assert (first.first_version, run.sampler.version) == (6, 6)
+
+
+@pytest.mark.slow
+def test_the_command_serves_until_sigterm(finished_run: TinyRun):
+    command = [sys.executable, "-m", "marin_rl.serve", "--run", str(finished_run.path), "--port", "0"]
+    environment = {**os.environ, "MARIN_RL_API_KEY": "k"}
+    root = Path(__file__).parents[1]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=root
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        match = re.fullmatch(
+            r"serving run at (http://127\.0\.0\.1:\d+/v1) \(12 tokens of context, 16 sequences together, "
+            r"with API key\)\n",
+            line,
+        )
+        assert match is not None, line
+        body = {"model": "run", "prompt": "2x3", "max_tokens": 2}
+        response = httpx.post(f"{match[1]}/completions", json=body, headers={"Authorization": "Bearer k"})
+        assert response.json()["usage"]["prompt_tokens"] == 3
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=60)
+        assert (process.returncode, output, errors) == (0, "", "")
