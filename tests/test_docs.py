@@ -271,7 +271,6 @@ def check_launch(argv: list[str]) -> None:
         launch = ["--tpu_name", "a", "--zone", "us-east5-a", "--slices.tpu_type", "v5p-8", *own[3:]]
         parse_config(TpuConfig, launch, ACTIONS[own[0]])
     if command == "local" or own[0] == "start":
-        training = ["runs/x" if word.startswith("gs://") else word for word in training]
         assert parse_config(TrainConfig, training).config.run_dir
 
 

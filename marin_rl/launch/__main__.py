@@ -167,7 +167,7 @@ def _start(
 
 def _name_existing(launch: Launch, same: str) -> None:
     if existing := launch.existing():
-        _report(f"{', '.join(existing)} still exists, and is billed; delete with `{same.format('delete')}`")
+        _report(f"{', '.join(existing)} still exists, and its slices are billed; delete with `{same.format('delete')}`")
 
 
 def _report(text: str) -> None:

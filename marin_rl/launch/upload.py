@@ -111,7 +111,7 @@ def show_upload(config: CodeConfig, names: Sequence[str], jobs: Mapping[str, Seq
     files = {
         "environment.sh (mode 600)": environment_script(config, hide=True),
         "install.sh": config.install,
-        "host.sh": f"(a copy of {HOST_SCRIPT.name} of marin_rl.launch)\n",
+        "host.sh": HOST_SCRIPT.read_text(encoding="utf-8"),
         **{f"{name}.sh": job_script(command) for name, command in jobs.items()},
     }
     text = io.StringIO()

@@ -49,7 +49,10 @@ def test_start_runs_on_all_hosts_until_the_end(
     assert "pod: requesting 1 x v5p-16\n" in output
     assert "pod: WAITING_FOR_RESOURCES\npod: ACTIVE\npod: installing the code on 2 hosts\n" in output
     assert "the run is complete, or was stopped\n" in output
-    assert re.search(r"pod still exists, and is billed; delete with `python -m marin_rl.launch tpu delete ", output)
+    assert re.search(
+        r"pod still exists, and its slices are billed; delete with `python -m marin_rl.launch tpu delete ",
+        output,
+    )
     (create,) = cloud.called("create")
     assert "--node-id=pod" in create
     assert "--runtime-version=v2-alpha-tpuv5" in create
@@ -140,7 +143,7 @@ def test_gives_up_if_hosts_stay_unreachable(cloud: Cloud, project: Project, caps
     captured = capsys.readouterr()
     assert "poll 1 of 2 failed" in captured.out
     assert "cannot reach a host" in captured.err
-    assert "pod still exists, and is billed; delete with" in captured.out
+    assert "pod still exists, and its slices are billed; delete with" in captured.out
 
 
 @pytest.mark.medium
@@ -452,4 +455,7 @@ def test_interrupt_names_what_is_left(
     assert launch("start", project) == 130
     output = capsys.readouterr().out
     assert "interrupted; the run continues without it. Logs: `python -m marin_rl.launch tpu logs --tpu_name" in output
-    assert "pod still exists, and is billed; delete with `python -m marin_rl.launch tpu delete --tpu_name" in output
+    assert (
+        "pod still exists, and its slices are billed; delete with `python -m marin_rl.launch tpu delete --tpu_name"
+        in output
+    )

@@ -83,9 +83,10 @@ def test_bad_training_arguments(folder: Path, changes: dict[str, Any], arguments
 
 
 @pytest.mark.medium
-def test_returns_the_run_directory(folder: Path) -> None:
-    arguments = ["--config", "run.yaml", "--run_dir", "/mnt/runs/a"]
-    assert training_run(decode(TpuConfig, VALID), arguments) == "/mnt/runs/a"
+@pytest.mark.parametrize("run_dir", ["gs://bucket/runs/a", "/mnt/runs/a"])
+def test_returns_the_run_directory(folder: Path, run_dir: str) -> None:
+    arguments = ["--config", "run.yaml", "--run_dir", run_dir]
+    assert training_run(decode(TpuConfig, VALID), arguments) == run_dir
 
 
 @pytest.mark.medium
