@@ -34,7 +34,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """Mount a file system with room for one or two checkpoints of the tiny model."""
     place = tmp_path / "disk"
     place.mkdir()
-    mounted = os.geteuid() == 0 and mount(place, "1500k")
+    mounted = os.geteuid() == 0 and mount(place, "900k")
     if not mounted:
         pytest.skip("only root can mount a small file system")
     yield place
