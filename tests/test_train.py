@@ -35,7 +35,7 @@ def test_dry_run_prints_config_and_sizes_and_writes_nothing(new_run: Callable[..
         "max_tokens": None,
         "max_seconds": 120.0,
         "packing": None,
-        "share_prompts": False,
+        "share_prompts": True,
         "row_length": None,
         "state_hashing": None,
     }

@@ -6,9 +6,9 @@
     python -m experiments.benchmarks.benchmark_shared_prompts
     python -m experiments.benchmarks.benchmark_shared_prompts --prompts 512 --answers 64 --model.hidden_dim 512
 
-The same update runs in four layouts, in alternation: one sequence per row; packed rows of the default length; the same
-with shared prompts; and shared prompts in rows that hold a whole group. Answers have between half of the maximal length
-and all of it.
+The same update runs in three layouts, in alternation: one sequence per row; packed rows; and rows of a prompt and
+several answers. Answers have between half of the maximal length and all of it; `--equal` gives all of them the maximal
+length.
 """
 
 import dataclasses
@@ -40,24 +40,26 @@ from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy
 
 LAYOUTS = {
-    # layout: packing, shared prompts, rows for a whole group
-    "unpacked": (False, False, False),
-    "packed": (True, False, False),
-    "shared": (True, True, False),
-    "shared_long_rows": (True, True, True),
+    # layout: packing, shared prompts
+    "unpacked": (False, False),
+    "packed": (True, False),
+    "shared": (True, True),
 }
 
 
 def random_groups(
-    prompt: int, answer: int, groups: int, group_size: int, vocab_size: int
+    prompt: int, answer: int, groups: int, group_size: int, vocab_size: int, *, shortest: int
 ) -> tuple[list[ProcessedRollout], list[float]]:
-    """Return groups of rollouts of random tokens that share their prompts, and an advantage of each rollout."""
+    """Return groups of rollouts of random tokens that share their prompts, and an advantage of each rollout.
+
+    Answers have between `shortest` and `answer` tokens.
+    """
     rng = np.random.default_rng(0)
     prompts = rng.integers(vocab_size, size=(groups, prompt))
     rollouts = []
     positions = np.arange(prompt + answer)[None]
     for index in range(groups * group_size):
-        tokens = positions < prompt + rng.integers(answer - answer // 2, answer + 1)
+        tokens = positions < prompt + rng.integers(shortest, answer + 1)
         mask = tokens & (positions >= prompt)
         ids = np.concatenate([prompts[index // group_size], rng.integers(vocab_size, size=answer)])[None]
         zeros = np.zeros(tokens.shape, np.float32)
@@ -78,7 +80,15 @@ def random_groups(
 
 
 def measure_shape(
-    config: TrainConfig, trainer: TrainerConfig, prompt: int, answer: int, group_size: int, groups: int, rounds: int
+    config: TrainConfig,
+    trainer: TrainerConfig,
+    prompt: int,
+    answer: int,
+    group_size: int,
+    groups: int,
+    rounds: int,
+    *,
+    equal: bool,
 ) -> dict[str, Any]:
     """Time updates of one shape in every layout, after a first update that compiles.
 
@@ -90,26 +100,29 @@ def measure_shape(
         group_size: answers per prompt.
         groups: prompts.
         rounds: timed updates in each layout.
+        equal: whether all answers have the maximal length.
 
     Returns:
         Figures as in docs/pages/benchmarks.md.
     """
     tokenizer = config.tokenizer.build()
-    rollouts, advantages = random_groups(prompt, answer, groups, group_size, tokenizer.vocab_size)
-    whole_group = -(-(prompt - 1 + group_size * (answer + 1)) // 128) * 128
+    shortest = answer if equal else answer - answer // 2
+    rollouts, advantages = random_groups(prompt, answer, groups, group_size, tokenizer.vocab_size, shortest=shortest)
     updates: dict[str, RlooStep] = {}
     figures: dict[str, Any] = {}
     losses = {}
-    for name, (packed, shared, long_rows) in LAYOUTS.items():
+    for name, (packed, shared) in LAYOUTS.items():
         sections = dataclasses.replace(
             config.rollouts,
             max_length=prompt + answer,
+            group_size=group_size,
             packing=packed,
             share_prompts=shared,
-            row_length=max(whole_group, prompt + answer) if long_rows else None,
+            row_length=None,
         )
+        sampling = dataclasses.replace(config.sampling, max_new_tokens=answer)
         model_config = dataclasses.replace(cast(Any, config.model), seq_len=prompt + answer)
-        shaped = dataclasses.replace(config, rollouts=sections, model=model_config)
+        shaped = dataclasses.replace(config, rollouts=sections, sampling=sampling, model=model_config)
         batch = pack(shaped, trainer, rollouts, advantages, packed=packed)
         model = initialize_policy(shaped.trained_model(trainer), tokenizer, trainer, key=jax.random.PRNGKey(0))
         updates[name] = RlooStep(shaped, trainer, model, batch)
@@ -145,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--group_sizes", type=int, nargs="+", default=[4, 16], help="answers per prompt")
     parser.add_argument("--groups", type=int, default=4, help="prompts in a batch")
     parser.add_argument("--rounds", type=int, default=5, help="timed updates in each layout")
+    parser.add_argument("--equal", action="store_true", help="give all answers the maximal length")
     arguments, rest = parser.parse_known_args(argv)
     config = load_config(rest)
     without_compilation_cache()
@@ -152,7 +166,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     figures = {}
     for prompt, answer, group_size in itertools.product(arguments.prompts, arguments.answers, arguments.group_sizes):
         shape = f"{prompt} + {answer} x {group_size}"
-        figures[shape] = measure_shape(config, trainer, prompt, answer, group_size, arguments.groups, arguments.rounds)
+        figures[shape] = measure_shape(
+            config,
+            trainer,
+            prompt,
+            answer,
+            group_size,
+            arguments.groups,
+            arguments.rounds,
+            equal=arguments.equal,
+        )
         faster = {name: figures[shape][name]["times_faster_than_packed"]["median"] for name in LAYOUTS}
         say(f"{shape}: " + ", ".join(f"{name} {value:.2f}" for name, value in faster.items()))
         jax.clear_caches()

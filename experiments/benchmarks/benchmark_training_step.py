@@ -220,7 +220,7 @@ def _join(microbatches: Sequence[RlExample]) -> RlExample:
         name: np.concatenate([np.asarray(getattr(example, name).array) for example in microbatches])
         for name in microbatches[0].arrays()
     }
-    return RlExample(**{name: hax.named(array, axes) for name, array in arrays.items()})
+    return RlExample(**{name: hax.named(array, axes) for name, array in arrays.items()}, group=None)
 
 
 def measure_training_step(

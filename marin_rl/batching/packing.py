@@ -7,7 +7,6 @@ All microbatches of a run have one fixed shape, so a run compiles once regardles
 """
 
 import dataclasses
-import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,9 +15,39 @@ import numpy as np
 from jaxtyping import Int64
 
 
+class GroupRow(NamedTuple):
+    """Positions of a row that holds a prompt once for several sequences: the prompt, then parts of equal length."""
+
+    prompt_length: int
+    """Positions of the prompt."""
+    answers: int
+    """Sequences that share it."""
+    answer_length: int
+    """Positions of the rest of each sequence."""
+
+    @property
+    def row_length(self) -> int:
+        """Positions of the row.
+
+        >>> GroupRow(prompt_length=4, answers=2, answer_length=3).row_length
+        10
+        """
+        return self.prompt_length + self.answers * self.answer_length
+
+    @property
+    def attention_pairs(self) -> int:
+        """Pairs of a query and a key: the prompt attends to itself, each answer to the prompt and itself.
+
+        >>> GroupRow(prompt_length=4, answers=2, answer_length=3).attention_pairs
+        58
+        """
+        prompt, answers, answer = self
+        return prompt**2 + answers * answer * (prompt + answer)
+
+
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """Shape of every microbatch of a run."""
+    """Shape of the microbatches of a batch."""
 
     row_length: int
     """Positions per row."""
@@ -28,28 +57,39 @@ class RowLayout:
     """Whether several sequences may share a row; if False, each sequence has a separate row."""
     whole_rollouts: bool = True
     """Whether all sequences of a rollout must be in one microbatch, as required by ratios of whole rollouts."""
-    share_prompts: bool = False
-    """Whether sequences with the same prompt may share one copy of it; requires `packed`."""
+    group: GroupRow | None = None
+    """Parts of a row whose sequences share their prompt; None for rows without shared prompts."""
     row_cost: float = 0.0
     """Relative cost of one row, to compare layouts."""
-    unpacked: "RowLayout | None" = None
-    """Layout of batches that cost less with one sequence per row; None if there are none."""
+    alternatives: tuple["RowLayout", ...] = ()
+    """Layouts of batches that cost less in them."""
 
     def __post_init__(self) -> None:
         for name in ("row_length", "rows_per_microbatch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"RowLayout.{name} is {getattr(self, name)}; it must be at least 1")
-        if self.share_prompts and not self.packed:
-            raise ValueError("RowLayout.share_prompts is true, but packed is false; sequences share a prompt in a row")
+        if self.group is not None and self.group.row_length != self.row_length:
+            raise ValueError(
+                f"RowLayout.row_length is {self.row_length}, but its group has {self.group.row_length} positions; "
+                "make them equal"
+            )
+
+    @property
+    def attended(self) -> float:
+        """Keys per query of a row, on average; causal masks exclude about half of them."""
+        return float(self.row_length) if self.group is None else self.group.attention_pairs / self.row_length
 
     def microbatches(self, rollouts: int) -> int:
-        """Return the number of microbatches of rollouts of one sequence each if no two of them share a row.
+        """Return the number of microbatches of rollouts of one sequence each, if no two of them share a row.
+
+        Rows with groups are counted as full, because a batch that fills them badly costs less in another layout.
 
         >>> RowLayout(row_length=8, rows_per_microbatch=4, packed=True).microbatches(9)
         3
         """
-        own = -(-rollouts // self.rows_per_microbatch)
-        return own if self.unpacked is None else max(own, self.unpacked.microbatches(rollouts))
+        rows = rollouts if self.group is None else -(-rollouts // self.group.answers)
+        own = -(-rows // self.rows_per_microbatch)
+        return max([own, *(layout.microbatches(rollouts) for layout in self.alternatives)])
 
     def cost(self, microbatches: int) -> float:
         """Return the cost of a number of microbatches, in units of `row_cost`."""
@@ -59,8 +99,8 @@ class RowLayout:
 class Slot(NamedTuple):
     """Location of one sequence in the microbatches of a batch.
 
-    The first `prompt_length` tokens are at `prompt_start`, where other sequences may have theirs too. The other tokens
-    are at `start`.
+    The first `prompt_length` tokens are at the start of the row, where other sequences have theirs too. The other
+    tokens are at `start`.
     """
 
     microbatch_index: int
@@ -71,8 +111,6 @@ class Slot(NamedTuple):
     """Position of the first token after the shared prompt."""
     length: int
     """Number of tokens after the shared prompt."""
-    prompt_start: int = 0
-    """Position of the shared prompt; 0 without one."""
     prompt_length: int = 0
     """Number of tokens of the shared prompt; 0 without one."""
 
@@ -139,15 +177,15 @@ def choose_layout(
     ids: Sequence[str] | None = None,
     prompts: Sequence[Sequence[Prompt]] | None = None,
 ) -> tuple[RowLayout, tuple[tuple[Slot, ...], ...]]:
-    """Pack a batch, share prompts if that takes fewer microbatches, or give each sequence a row if that costs less.
+    """Pack a batch in the layout in which it costs least.
 
     Depends on the lengths and prompts only.
 
     Args:
         lengths: per rollout, the number of tokens of each sequence.
-        layout: layout of packed rows; its `unpacked` is the other candidate.
+        layout: layout that can hold any batch; its alternatives are the other candidates.
         ids: rollout ids for error messages; indices by default.
-        prompts: per rollout, the prompt of each sequence, to share them in packed rows; None for no sharing.
+        prompts: per rollout, the prompt of each sequence; required by layouts with groups.
 
     Returns:
         The chosen layout, and per rollout the slot of each sequence.
@@ -156,115 +194,98 @@ def choose_layout(
         ValueError: as for `pack_sequences`.
 
     >>> separate = RowLayout(row_length=6, rows_per_microbatch=1, packed=False, row_cost=6.0)
-    >>> layout = RowLayout(row_length=8, rows_per_microbatch=1, packed=True, row_cost=9.0, unpacked=separate)
+    >>> layout = RowLayout(row_length=8, rows_per_microbatch=1, packed=True, row_cost=9.0, alternatives=(separate,))
     >>> [choose_layout([[n], [n], [n]], layout)[0].packed for n in (2, 4, 6)]
     [True, True, False]
     """
     slots = pack_sequences(lengths, layout, ids)
-    if prompts is not None:
-        shared = pack_shared_prompts(lengths, prompts, layout)
-        # All microbatches of a layout take the same time.
-        slots = shared if count_microbatches(shared) < count_microbatches(slots) else slots
-    separate, rows = layout.unpacked, sum(len(sequences) for sequences in lengths)
-    if not rows or separate is None or max(len(sequences) for sequences in lengths) > separate.rows_per_microbatch:
+    chosen, cost = layout, layout.cost(count_microbatches(slots))
+    for other in layout.alternatives if any(lengths) else ():
+        rows = _count_rows(lengths, other, prompts)
+        if rows is not None and other.cost(-(-rows // other.rows_per_microbatch)) < cost:
+            chosen, cost = other, other.cost(-(-rows // other.rows_per_microbatch))
+    if chosen is layout:
         return layout, slots
-    # A lower bound: whole rollouts may need a few microbatches more.
-    if layout.cost(count_microbatches(slots)) <= separate.cost(-(-rows // separate.rows_per_microbatch)):
-        return layout, slots
-    return separate, pack_sequences(lengths, separate, ids)
+    if chosen.group is not None and prompts is not None:
+        return chosen, pack_groups(lengths, prompts, chosen)
+    return chosen, pack_sequences(lengths, chosen, ids)
 
 
-def pack_shared_prompts(
+def _count_rows(
+    lengths: Sequence[Sequence[int]], layout: RowLayout, prompts: Sequence[Sequence[Prompt]] | None
+) -> int | None:
+    """Return the rows of a batch in an alternative layout; None if it does not fit.
+
+    For rollouts of several sequences this is a lower bound, because whole rollouts may need a few more microbatches.
+    """
+    if layout.group is not None:
+        rows = None if prompts is None else _group_rows(lengths, prompts, layout)
+        return None if rows is None else len(rows)
+    if max(len(own) for own in lengths) > layout.rows_per_microbatch:
+        return None
+    return sum(len(own) for own in lengths)
+
+
+def pack_groups(
     lengths: Sequence[Sequence[int]], prompts: Sequence[Sequence[Prompt]], layout: RowLayout
 ) -> tuple[tuple[Slot, ...], ...]:
-    """Assign each sequence to a slot, with one copy of each prompt for as many of its sequences as a row can hold.
+    """Assign each sequence to a slot in rows that hold one prompt and the rest of several sequences.
 
-    A row contains a prompt, then the rest of each sequence that shares it. If they do not fit into one row, each row
-    has a copy of the prompt. With `whole_rollouts`, only rollouts of one sequence share prompts.
+    Rows do not depend on the order of the rollouts, apart from sequences of equal length and prompt. A prompt with more
+    sequences than a row can hold is in several rows.
 
     Args:
         lengths: per rollout, the number of tokens of each sequence, as for `pack_sequences`.
-        prompts: per rollout, the prompt of each sequence, shorter than the sequence.
-        layout: shape of a microbatch.
+        prompts: per rollout, the prompt of each sequence.
+        layout: shape of a microbatch, with a group.
 
     Returns:
         Per rollout, the slot of each sequence.
 
     Raises:
-        ValueError: as for `pack_sequences`.
+        ValueError: if a sequence does not fit, or a rollout has several although `whole_rollouts` is set.
 
-    >>> layout = RowLayout(row_length=10, rows_per_microbatch=1, packed=True)
-    >>> slots = pack_shared_prompts([[6], [7]], [[Prompt(b"abcd", 4)], [Prompt(b"abcd", 4)]], layout)
-    >>> [(slot.prompt_start, slot.prompt_length, slot.start, slot.length) for (slot,) in slots]
-    [(0, 4, 7, 2), (0, 4, 4, 3)]
+    >>> layout = RowLayout(row_length=10, rows_per_microbatch=1, packed=True, group=GroupRow(4, 2, 3))
+    >>> slots = pack_groups([[6], [7]], [[Prompt(b"abcd", 4)], [Prompt(b"abcd", 4)]], layout)
+    >>> [(slot.prompt_length, slot.start, slot.length) for (slot,) in slots]
+    [(4, 7, 2), (4, 4, 3)]
     """
+    rows = _group_rows(lengths, prompts, layout)
+    if rows is None or layout.group is None:
+        raise ValueError(f"the batch does not fit into rows with parts {layout.group}")
+    slots = [[Slot(0, 0, 0, 0)] * len(own) for own in lengths]
+    for index, (shared, sequences) in enumerate(rows):
+        for number, (rollout, sequence) in enumerate(sequences):
+            start = layout.group.prompt_length + number * layout.group.answer_length
+            rest = lengths[rollout][sequence] - shared
+            slots[rollout][sequence] = Slot(*divmod(index, layout.rows_per_microbatch), start, rest, shared)
+    return tuple(tuple(own) for own in slots)
+
+
+def _group_rows(
+    lengths: Sequence[Sequence[int]], prompts: Sequence[Sequence[Prompt]], layout: RowLayout
+) -> list[tuple[int, list[tuple[int, int]]]] | None:
+    """Return for each row the length of the shared prompt, and rollout and index of each sequence.
+
+    None if a sequence does not fit, or if a rollout of several sequences must stay in one microbatch. The end of a
+    prompt that is longer than its place in the row is repeated in each answer.
+    """
+    group = layout.group
+    if group is None or (layout.whole_rollouts and any(len(own) > 1 for own in lengths)):
+        return None
     sharing: dict[Prompt, list[tuple[int, int]]] = defaultdict(list)
-    units: list[_Unit] = []
     for rollout, own in enumerate(lengths):
-        sequences = [(rollout, index) for index in range(len(own))]
-        if layout.whole_rollouts and len(own) > 1:
-            units.append(_Unit(0, tuple(sequences), own))
-            continue
-        for sequence, length, prompt in zip(sequences, own, prompts[rollout], strict=True):
-            if prompt.length:
-                sharing[prompt].append(sequence)
-            else:
-                units.append(_Unit(0, (sequence,), (length,)))
-    for prompt, sequences in sharing.items():
-        units += _split_over_rows(prompt.length, sequences, lengths, layout.row_length)
-    # Equal sums must not be ordered by rollout, because the order of rollouts does not affect the packing.
-    units.sort(key=lambda unit: (unit.prompt_length, sorted(unit.lengths)))
-    by_unit = pack_sequences([unit.spaces for unit in units], dataclasses.replace(layout, whole_rollouts=True))
-    by_sequence = {
-        sequence: slot
-        for unit, slots in zip(units, by_unit, strict=True)
-        for sequence, slot in zip(unit.sequences, unit.place(slots), strict=True)
-    }
-    return tuple(tuple(by_sequence[rollout, index] for index in range(len(own))) for rollout, own in enumerate(lengths))
-
-
-class _Unit(NamedTuple):
-    """Sequences that are placed together: in one row with a shared prompt, or the sequences of a rollout."""
-
-    prompt_length: int
-    """Tokens of the shared prompt; 0 without one."""
-    sequences: tuple[tuple[int, int], ...]
-    """Rollout and index of each sequence."""
-    lengths: Sequence[int]
-    """Tokens of each sequence, without the shared prompt."""
-
-    @property
-    def spaces(self) -> Sequence[int]:
-        """Number of positions of each space that the unit needs."""
-        return (self.prompt_length + sum(self.lengths),) if self.prompt_length else self.lengths
-
-    def place(self, slots: Sequence[Slot]) -> Sequence[Slot]:
-        """Return the slot of each sequence, for slots of the unit's spaces."""
-        if not self.prompt_length:
-            return slots
-        (slot,) = slots
-        starts = itertools.accumulate(self.lengths, initial=slot.start + self.prompt_length)
-        return [
-            slot._replace(start=start, length=length, prompt_start=slot.start, prompt_length=self.prompt_length)
-            for start, length in zip(starts, self.lengths, strict=False)
-        ]
-
-
-def _split_over_rows(
-    prompt_length: int, sequences: Sequence[tuple[int, int]], lengths: Sequence[Sequence[int]], row_length: int
-) -> list[_Unit]:
-    """Distribute the sequences of a prompt over as few rows as first-fit decreasing finds."""
-    rest = [lengths[rollout][index] - prompt_length for rollout, index in sequences]
-    slots = pack_sequences([[length] for length in rest], RowLayout(row_length - prompt_length, 1, packed=True))
-    rows: dict[int, list[tuple[tuple[int, int], int]]] = defaultdict(list)
-    for (slot,), sequence, length in sorted(zip(slots, sequences, rest, strict=True)):
-        rows[slot.microbatch_index].append((sequence, length))
-    units = []
-    for row in rows.values():
-        in_row, own = zip(*row, strict=True)
-        # A single sequence has nothing to share.
-        units.append(_Unit(prompt_length, in_row, own) if len(row) > 1 else _Unit(0, in_row, (prompt_length + own[0],)))
-    return units
+        for index, (length, prompt) in enumerate(zip(own, prompts[rollout], strict=True)):
+            if length - min(prompt.length, group.prompt_length) > group.answer_length:
+                return None
+            sharing[prompt].append((rollout, index))
+    rows = []
+    for prompt in sorted(sharing):
+        sequences = sorted(sharing[prompt], key=lambda sequence: -lengths[sequence[0]][sequence[1]])
+        for first in range(0, len(sequences), group.answers):
+            part = sequences[first : first + group.answers]
+            rows.append((min(prompt.length, group.prompt_length), part))
+    return rows
 
 
 def count_microbatches(slots: Sequence[Sequence[Slot]]) -> int:

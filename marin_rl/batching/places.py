@@ -107,8 +107,8 @@ def find_places(slots: Sequence[Sequence[Slot]], shape: tuple[int, int, int]) ->
     """Return the places of all sequences in microbatches of a shape."""
     table: dict[tuple[int, ...], tuple[int, ...]] = {}
     for rollout, own in enumerate(slots):
-        for row, (*packed_row, start, length, prompt_start, prompt_length) in enumerate(own):
-            prompt = prompt_start if prompt_length else start
+        for row, (*packed_row, start, length, prompt_length) in enumerate(own):
+            prompt = 0 if prompt_length else start
             table[*packed_row, start] = (rollout, rollout, row, prompt_length, length, prompt)
             if prompt_length:
                 # The tokens of a shared prompt are taken from any of its rollouts, but belong to none.

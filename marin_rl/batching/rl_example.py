@@ -22,7 +22,7 @@ from jaxtyping import Float, Int64, Shaped
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
 
-from marin_rl.batching.packing import Prompt, RowLayout, Slot, choose_layout, count_microbatches
+from marin_rl.batching.packing import GroupRow, Prompt, RowLayout, Slot, choose_layout, count_microbatches
 from marin_rl.batching.places import find_places, join
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
@@ -68,14 +68,19 @@ def to_tokens(per_predictor: NamedArray) -> NamedArray:
 
 
 class SharedPromptMask(AttentionMask):
-    """Causal attention within each segment, and of each segment to its prompt, which may be another segment.
+    """Causal attention within each segment, and of each answer to the prompt of its row.
 
-    Levanter's attention calls `materialize` for a whole row or for blocks of it. Kernels that read `segment_ids` would
-    ignore the prompts; `AttentionKernel.supports_shared_prompts` excludes them.
+    `marin_rl.learner.group_attention` computes it without the pairs that it excludes. Levanter's attention calls
+    `materialize` for a whole row or for blocks of it. Kernels that read `segment_ids` would ignore the prompts;
+    `AttentionKernel.supports_shared_prompts` excludes them.
     """
 
     prompt_segment_ids: NamedArray = eqx.field(kw_only=True)
     """As in [`RlExample`][marin_rl.batching.rl_example.RlExample]."""
+    position_ids: NamedArray = eqx.field(kw_only=True)
+    """As in [`RlExample`][marin_rl.batching.rl_example.RlExample]; not all models pass them to their attention."""
+    group: GroupRow = eqx.field(static=True, kw_only=True)
+    """Parts of a row."""
 
     def materialize(
         self, QPos: Axis, KPos: Axis, q_slice: hax.dslice | None = None, k_slice: hax.dslice | None = None
@@ -129,8 +134,10 @@ class RlExample(eqx.Module):
     returns: NamedArray
     """float32, regression targets of the critic; 0 outside the loss mask or without a critic."""
     prompt_segment_ids: NamedArray | None = None
-    """int32, segment of the shared prompt of each token's sequence, or the token's own segment; 0 for padding. None if
-    the layout does not share prompts."""
+    """int32, segment of the shared prompt of each token's sequence, or the token's own segment; 0 for padding. None
+    for rows without shared prompts."""
+    group: GroupRow | None = eqx.field(static=True, default=None)
+    """Parts of a row whose sequences share their prompt; None for rows without shared prompts."""
 
     def __check_init__(self) -> None:
         leaves = self.arrays()
@@ -143,7 +150,7 @@ class RlExample(eqx.Module):
 
     def arrays(self) -> dict[str, NamedArray]:
         """Return the arrays by name."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "group"}
         return {name: array for name, array in fields.items() if array is not None}
 
     def to_lm_example(self) -> LmExample:
@@ -157,10 +164,15 @@ class RlExample(eqx.Module):
     @property
     def attention_mask(self) -> AttentionMask:
         """Causal attention within each segment and to its prompt."""
-        if self.prompt_segment_ids is None:
+        if self.prompt_segment_ids is None or self.group is None:
             return AttentionMask.causal().with_segment_ids(self.segment_ids)
-        segments = (self.segment_ids, self.segment_ids)
-        return SharedPromptMask(is_causal=True, segment_ids=segments, prompt_segment_ids=self.prompt_segment_ids)
+        return SharedPromptMask(
+            is_causal=True,
+            segment_ids=(self.segment_ids, self.segment_ids),
+            prompt_segment_ids=self.prompt_segment_ids,
+            position_ids=self.position_ids,
+            group=self.group,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,9 +213,9 @@ class PackedBatch:
         rollouts = []
         for slots, positions in zip(self.slots, self.positions, strict=True):
             rollout = np.zeros((len(slots), positions), values[0].dtype)
-            for row, (index, packed_row, start, length, prompt_start, prompt_length) in enumerate(slots):
+            for row, (index, packed_row, start, length, prompt_length) in enumerate(slots):
                 packed = values[index][packed_row]
-                rollout[row, :prompt_length] = packed[prompt_start : prompt_start + prompt_length]
+                rollout[row, :prompt_length] = packed[:prompt_length]
                 rollout[row, prompt_length : prompt_length + length] = packed[start : start + length]
             rollouts.append(rollout)
         return rollouts
@@ -212,8 +224,8 @@ class PackedBatch:
     def num_tokens(self) -> int:
         """Number of tokens, including prompts, without padding. A shared prompt counts once per row."""
         slots = [slot for own in self.slots for slot in own]
-        prompts = {(slot.microbatch_index, slot.row, slot.prompt_start): slot for slot in slots if slot.prompt_length}
-        return sum(slot.length for slot in slots) + sum(slot.prompt_length for slot in prompts.values())
+        prompts = {(slot.microbatch_index, slot.row): slot.prompt_length for slot in slots}
+        return sum(slot.length for slot in slots) + sum(prompts.values())
 
     @property
     def num_positions(self) -> int:
@@ -233,15 +245,15 @@ def pack_batch(
 ) -> PackedBatch:
     """Pack rollouts into microbatches of a fixed shape.
 
-    Sequences share prompts if the layout allows it and the batch takes fewer microbatches then; this depends on the
-    rollouts only. There is always at least one microbatch. All loss weights are 0 if there are no loss tokens.
+    The layout is the given one or an alternative of it, whichever costs least; this depends on the rollouts only. There
+    is always at least one microbatch. All loss weights are 0 if there are no loss tokens.
 
     Args:
         rollouts: the rollouts, in any order and of any row length.
         advantages: per rollout, the advantages and value targets of its action tokens, which are `array[loss_mask]`,
             row by row.
         aggregation: aggregation of token terms; its denominators are computed here over all microbatches.
-        layout: shape of a microbatch, and whether sequences share rows.
+        layout: shape of a microbatch, and its alternatives.
         pad_token_id: token id of the padding.
         importance_weights: per rollout, the weight of each action token; 1 by default.
         own_rows: returns the rows of a microbatch that this process feeds; the microbatches contain only these. Slots,
@@ -263,7 +275,7 @@ def pack_batch(
     for name, arrays in per_action.items():
         _check_per_action(name, arrays, rollouts)
     prompts = None
-    if layout.share_prompts:
+    if any(candidate.group for candidate in (layout, *layout.alternatives)):
         prompts = [[_prompt_of(rollout, row) for row in range(len(rollout.lengths))] for rollout in rollouts]
     layout, slots = choose_layout(
         [rollout.lengths for rollout in rollouts], layout, [rollout.id for rollout in rollouts], prompts
@@ -273,7 +285,10 @@ def pack_batch(
     axes = (Axis("batch", arrays["input_ids"].shape[1]), Axis("position", layout.row_length))
     microbatches = tuple(
         # On the host: `hax.named` would put every array on the default device.
-        RlExample(**{name: NamedArray(cast(jax.Array, array[index]), axes) for name, array in arrays.items()})
+        RlExample(
+            **{name: NamedArray(cast(jax.Array, array[index]), axes) for name, array in arrays.items()},
+            group=layout.group,
+        )
         for index in range(count_microbatches(slots))
     )
     positions = tuple(rollout.input_ids.shape[1] for rollout in rollouts)
@@ -300,8 +315,9 @@ def pack_to_score(
 
 
 def _prompt_of(rollout: ProcessedRollout, row: int) -> Prompt:
-    """Return the tokens of a sequence before the one that predicts its first loss token; empty without loss tokens."""
-    length = max(int(np.argmax(rollout.loss_mask[row])) - 1, 0)
+    """Return the tokens before the one that predicts the first loss token, or without loss before the last token."""
+    mask = rollout.loss_mask[row]
+    length = max((int(np.argmax(mask)) if mask.any() else rollout.lengths[row]) - 1, 0)
     return Prompt(rollout.input_ids[row, :length].tobytes(), length)
 
 
@@ -350,7 +366,7 @@ def _scatter(
         **{name: put_actions(name, values) for name, values in per_action.items()},
         **{name: np.where(loss_mask, gather(name), 0) for name in ("policy_logprobs", "reference_logprobs", "values")},
     }
-    if layout.share_prompts:
+    if layout.group is not None:
         arrays["prompt_segment_ids"] = places.spread(places.prompt_segment, 0, np.int32)
     return {name: array.reshape(shape) for name, array in arrays.items()}
 

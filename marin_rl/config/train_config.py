@@ -23,7 +23,7 @@ from levanter.trainer import TrainerConfig
 import marin_rl.objectives.gae
 import marin_rl.objectives.gigpo
 import marin_rl.rewards.pipeline  # noqa: F401
-from marin_rl.batching.packing import RowLayout
+from marin_rl.batching.packing import GroupRow, RowLayout
 from marin_rl.config.decode import default_of
 from marin_rl.config.objective_config import ObjectiveConfig, UpdateConfig
 from marin_rl.config.sections import (
@@ -274,11 +274,6 @@ class TrainConfig:
                     f"trainer.{key} has 'experts', but levanter cannot shard the experts of a mixtral model over "
                     "devices; shard their hidden layers with trainer.tensor_parallel_axes: [mlp] instead"
                 )
-        if self.rollouts.share_prompts:
-            raise ValueError(
-                "rollouts.share_prompts is true, but levanter's mixtral layers take the position of a token in its row "
-                "for its position in its sequence; set it to false"
-            )
 
     def _check_row_length(self) -> None:
         """Validate that a platform supports the row length; the run's platform is checked after jax has started."""
@@ -366,38 +361,33 @@ class TrainConfig:
     def row_layout(self, trainer: TrainerConfig) -> RowLayout:
         """Shape of the microbatches, for a trainer section completed by `start_devices`.
 
-        A row of R positions costs `R · (1 + R / (6 · hidden size))`: the second term is attention, whose products have
-        that share of the flops of the linear layers of a transformer.
+        A row of R positions and P pairs of a query and a key costs `R + P / (6 · hidden size)`: the second term is
+        attention, relative to the flops of the linear layers of a transformer.
 
         Raises:
             ValueError: if the attention kernel of the trainer's platform does not support `rollouts.row_length`.
         """
         kernel, rollouts = self._kernel(trainer), self.rollouts
         packed = rollouts.packing is not False
-        layout = self._layout(
-            rollouts.positions(kernel),
-            cast(int, trainer.train_batch_size),
-            packed=packed,
-            share_prompts=packed and rollouts.share_prompts and kernel.supports_shared_prompts,
-        )
-        separate = dataclasses.replace(rollouts, packing=False)
-        if rollouts.packing is not None or separate.positions(kernel) == layout.row_length:
-            return layout
+        layout = self._layout(rollouts.positions(kernel), cast(int, trainer.train_batch_size), packed=packed)
         platform, devices = platform_of(trainer), trainer.data_axis_size
-        rows = microbatch_rows(self.trainer, separate.rows_per_device(platform, devices)) * devices
-        unpacked = self._layout(separate.positions(kernel), rows, packed=False)
-        return dataclasses.replace(layout, unpacked=unpacked)
+        alternatives = []
+        separate = dataclasses.replace(rollouts, packing=False)
+        if rollouts.packing is None and separate.positions(kernel) != layout.row_length:
+            rows = microbatch_rows(self.trainer, separate.rows_per_device(platform, devices)) * devices
+            alternatives.append(self._layout(separate.positions(kernel), rows, packed=False))
+        group = rollouts.group_row(self.sampling.max_new_tokens, platform)
+        shares = rollouts.share_prompts and packed and rollouts.row_length is None and kernel.supports_shared_prompts
+        if group is not None and shares:
+            rows = microbatch_rows(self.trainer, rollouts.group_rows_per_device(group, platform, devices)) * devices
+            alternatives.append(self._layout(group.row_length, rows, packed=True, group=group))
+        return dataclasses.replace(layout, alternatives=tuple(alternatives))
 
-    def _layout(self, row_length: int, rows: int, *, packed: bool, share_prompts: bool = False) -> RowLayout:
+    def _layout(self, row_length: int, rows: int, *, packed: bool, group: GroupRow | None = None) -> RowLayout:
         hidden = 1024 if self.model is None else self.model.Embed.size
-        return RowLayout(
-            row_length,
-            rows,
-            packed,
-            whole_rollouts=self.policy_loss.is_sequence_level,
-            share_prompts=share_prompts,
-            row_cost=row_length * (1 + row_length / (6 * hidden)),
-        )
+        whole = self.policy_loss.is_sequence_level
+        layout = RowLayout(row_length, rows, packed, whole_rollouts=whole, group=group)
+        return dataclasses.replace(layout, row_cost=row_length * (1 + layout.attended / (6 * hidden)))
 
     def logprob_block(self, trainer: TrainerConfig) -> int:
         """Tokens per device whose logits are in memory at once, for a trainer section of started devices."""

@@ -24,6 +24,7 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.rl_example import RlExample, to_predictors, to_tokens
 from marin_rl.learner.gpu_attention import GpuBackend, with_gpu_attention
+from marin_rl.learner.group_attention import with_group_attention
 
 Carry = TypeVar("Carry")
 
@@ -44,6 +45,8 @@ def policy_activations(model: LmHeadModel, batch: RlExample) -> NamedArray:
     """
     if getattr(model.config, "attn_backend", None) is GpuBackend.PALLAS:
         model = with_gpu_attention(model)
+    elif batch.group is not None:
+        model = with_group_attention(model)
     # Mixture-of-experts models log their routing with a callback that cannot be differentiated unless it is deferred.
     with levanter.tracker.defer_tracker_for_jit():
         activations = model.activations(batch.input_ids, batch.attention_mask, key=None, pos_ids=batch.position_ids)

@@ -271,13 +271,11 @@ def _batch(layout: RowLayout) -> RlExample:
     """Return a microbatch without content."""
     axes = (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.row_length))
     shape = [axis.size for axis in axes]
-    names = [*PER_TOKEN_DTYPES, *(["prompt_segment_ids"] if layout.share_prompts else [])]
-    return RlExample(
-        **{
-            name: hax.NamedArray(cast(Any, np.zeros(shape, PER_TOKEN_DTYPES.get(name, np.int32))), axes)
-            for name in names
-        }
-    )
+    names = [*PER_TOKEN_DTYPES, *(["prompt_segment_ids"] if layout.group else [])]
+    arrays = {
+        name: hax.NamedArray(cast(Any, np.zeros(shape, PER_TOKEN_DTYPES.get(name, np.int32))), axes) for name in names
+    }
+    return RlExample(**arrays, group=layout.group)
 
 
 def _shapes(tree: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from marin_rl.batching.packing import choose_layout, count_microbatches
+from marin_rl.batching.packing import Prompt, choose_layout, count_microbatches
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.models.hf_config import read_hf_config
@@ -248,7 +248,8 @@ def _chosen_layout(run: RunShapes, lengths: Lengths) -> tuple[RunShapes, StepSiz
     count = rollouts.rollouts_per_step
     per_update = -(-count // updates.minibatches)
     sequences = [[min(lengths.prompt + lengths.answer, rollouts.max_length)]] * per_update
-    layout, slots = choose_layout(sequences, run.layout)
+    prompts = [[Prompt(str(i // rollouts.group_size).encode(), lengths.prompt - 1)] for i in range(per_update)]
+    layout, slots = choose_layout(sequences, run.layout, prompts=prompts)
     step = StepSize(
         rollouts.prompts_per_step,
         count,

@@ -148,7 +148,7 @@ def update_work(run: RunShapes, step: StepSize, measured: Measured | None) -> Wo
     tokens = step.microbatches * layout.rows_per_microbatch * layout.row_length
     recomputed = getattr(run.config.model, "gradient_checkpointing", True) is not False
     answers = step.rollouts * step.answer_tokens * run.config.updates.epochs
-    layers = (4 if recomputed else 3) * model.forward(tokens, layout.row_length / 2, 0)
+    layers = (4 if recomputed else 3) * model.forward(tokens, layout.attended / 2, 0)
     flops = (layers + 4 * model.forward(0, 0, answers)) / chips
     return _with_traffic(flops, measured, step.updates)
 
@@ -157,7 +157,7 @@ def score_work(run: RunShapes, step: StepSize, measured: Measured | None) -> Wor
     """Return the work of a forward pass over all rollouts of a step; see `update_work`."""
     model, layout = model_work(run), run.layout
     tokens = step.microbatches / run.config.updates.epochs * layout.rows_per_microbatch * layout.row_length
-    flops = model.forward(tokens, layout.row_length / 2, step.rollouts * step.answer_tokens)
+    flops = model.forward(tokens, layout.attended / 2, step.rollouts * step.answer_tokens)
     return _with_traffic(flops / run.trainer.device_mesh.size, measured, 1)
 
 

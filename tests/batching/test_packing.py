@@ -1,7 +1,6 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-import dataclasses
 import itertools
 import re
 from collections import Counter
@@ -13,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marin_rl.batching.packing import (
+    GroupRow,
     Prompt,
     RowLayout,
     Slot,
     choose_layout,
     count_microbatches,
+    pack_groups,
     pack_sequences,
-    pack_shared_prompts,
 )
 
 Lengths = list[list[int]]
@@ -267,125 +267,122 @@ def test_empty_layouts_are_invalid(name: str, shape: tuple[int, int]) -> None:
 
 
 SEPARATE = RowLayout(row_length=96, rows_per_microbatch=8, packed=False, whole_rollouts=False, row_cost=96 * 1.125)
-SHARED = RowLayout(128, 6, packed=True, whole_rollouts=False, row_cost=128 * 1.167, unpacked=SEPARATE)
+GROUPS = RowLayout(551, 2, True, whole_rollouts=False, group=GroupRow(31, 8, 65), row_cost=551 * 1.12)
+LAYOUT = RowLayout(128, 6, packed=True, whole_rollouts=False, row_cost=128 * 1.167, alternatives=(SEPARATE, GROUPS))
 
 
 @pytest.mark.parametrize(
     ("lengths", "packed"), [([96] * 128, False), ([64] * 128, True), ([65] * 128, False), ([30] * 128, True)]
 )
 def test_the_cheaper_layout_is_chosen(lengths: list[int], packed: bool):
-    layout, slots = choose_layout([[length] for length in lengths], SHARED)
-    assert layout == (SHARED if packed else SEPARATE)
+    layout, slots = choose_layout([[length] for length in lengths], LAYOUT)
+    assert layout == (LAYOUT if packed else SEPARATE)
     assert slots == pack_sequences([[length] for length in lengths], layout)
 
 
 def test_the_choice_does_not_depend_on_the_order_of_rollouts():
     lengths = np.random.default_rng(0).integers(40, 97, 100).tolist()
     chosen = {
-        choose_layout([[length] for length in np.roll(lengths, shift).tolist()], SHARED)[0].packed for shift in range(5)
+        choose_layout([[length] for length in np.roll(lengths, shift).tolist()], LAYOUT)[0].packed for shift in range(5)
     }
     assert len(chosen) == 1
 
 
 def test_a_rollout_with_more_sequences_than_unpacked_rows_is_packed():
-    layout, _ = choose_layout([[96] * 9, [96] * 9], SHARED)
-    assert layout == SHARED
+    layout, _ = choose_layout([[96] * 9, [96] * 9], LAYOUT)
+    assert layout == LAYOUT
 
 
 def test_a_batch_of_no_rollouts_is_packed():
-    assert choose_layout([], SHARED) == (SHARED, ())
+    assert choose_layout([], LAYOUT) == (LAYOUT, ())
 
 
 def test_errors_name_the_rollout_in_both_layouts():
     with pytest.raises(ValueError, match="rollout r7 has a sequence of 129 tokens"):
-        choose_layout([[129]], SHARED, ["r7"])
+        choose_layout([[129]], LAYOUT, ["r7"])
 
 
 @st.composite
-def shared_problems(draw: st.DrawFn) -> tuple[Lengths, list[list[Prompt]], RowLayout]:
-    """Sequences with one of three prompts, or with none, in packed rows."""
-    lengths, layout = draw(problems().filter(lambda problem: problem[1].packed))
-    layout = dataclasses.replace(layout, whole_rollouts=draw(st.booleans()))
-    pool = [Prompt(name, length) for name, length in ((b"", 0), (b"a", 1), (b"abc", 3), (b"abd", 3))]
-    prompts = [[draw(st.sampled_from([p for p in pool if p.length < length])) for length in own] for own in lengths]
+def group_problems(draw: st.DrawFn) -> tuple[Lengths, list[list[Prompt]], RowLayout]:
+    """Sequences with one of four prompts, or with none, that fit into rows with groups."""
+    group = GroupRow(draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(2, 5)))
+    layout = RowLayout(group.row_length, draw(st.integers(1, 3)), packed=True, whole_rollouts=False, group=group)
+    pool = [Prompt(name, len(name)) for name in (b"", b"a", b"abc", b"abd", b"abcdef")]
+    pool = [prompt for prompt in pool if prompt.length < group.prompt_length + group.answer_length]
+    lengths, prompts = [], []
+    for _ in range(draw(st.integers(0, 10))):
+        own = draw(st.lists(st.sampled_from(pool), max_size=3))
+        prompts.append(own)
+        most = [min(prompt.length, group.prompt_length) + group.answer_length for prompt in own]
+        lengths.append([draw(st.integers(prompt.length + 1, n)) for prompt, n in zip(own, most, strict=True)])
     return lengths, prompts, layout
 
 
-@given(shared_problems())
-def test_each_token_is_in_one_place_and_each_prompt_in_one_place_per_row(problem) -> None:
+@given(group_problems())
+def test_rows_of_groups_hold_one_prompt_and_aligned_answers(problem) -> None:
     lengths, prompts, layout = problem
-    slots = pack_shared_prompts(lengths, prompts, layout)
-    places: dict[tuple[int, int, int], Prompt] = {}
-    sharers = Counter()
-    taken = Counter()
+    group, slots = layout.group, pack_groups(lengths, prompts, layout)
+    assert group is not None
+    in_row: dict[tuple[int, int], Prompt] = {}
+    starts = Counter()
     for own, own_lengths, own_prompts in zip(slots, lengths, prompts, strict=True):
         for slot, length, prompt in zip(own, own_lengths, own_prompts, strict=True):
             assert slot.length + slot.prompt_length == length
-            taken.update((*slot[:2], position) for position in range(slot.start, slot.start + slot.length))
-            if slot.prompt_length:
-                where = (*slot[:2], slot.prompt_start)
-                sharers[where] += 1
-                assert places.setdefault(where, prompt) == prompt
-                assert slot.prompt_length == prompt.length
-                assert slot.prompt_start + slot.prompt_length <= slot.start
-    for (microbatch_index, row, start), prompt in places.items():
-        taken.update((microbatch_index, row, position) for position in range(start, start + prompt.length))
-    assert set(taken.values()) <= {1}
-    assert min(sharers.values(), default=2) >= 2
-    for _, row, position in taken:
-        assert 0 <= row < layout.rows_per_microbatch
-        assert 0 <= position < layout.row_length
+            assert slot.prompt_length == min(prompt.length, group.prompt_length)
+            assert in_row.setdefault(slot[:2], prompt) == prompt
+            assert 1 <= slot.length <= group.answer_length
+            assert slot.start in range(group.prompt_length, layout.row_length, group.answer_length)
+            assert slot.row < layout.rows_per_microbatch
+            starts[slot[:3]] += 1
+    assert set(starts.values()) <= {1}
+    sharing = Counter(prompt for own in prompts for prompt in own)
+    assert len(in_row) == sum(-(-count // group.answers) for count in sharing.values())
+    assert count_microbatches(slots) == max(-(-len(in_row) // layout.rows_per_microbatch), 1)
 
 
-@given(shared_problems())
-def test_whole_rollouts_are_in_one_microbatch_and_share_if_they_are_one_sequence(problem) -> None:
-    lengths, prompts, layout = problem
-    slots = pack_shared_prompts(lengths, prompts, layout)
-    if layout.whole_rollouts:
-        for own in slots:
-            assert len({slot.microbatch_index for slot in own}) <= 1
-            assert len(own) == 1 or not any(slot.prompt_length for slot in own)
-
-
-@given(shared_problems(), st.randoms(use_true_random=False))
-def test_shared_packing_does_not_depend_on_rollout_order(problem, random) -> None:
+@given(group_problems(), st.randoms(use_true_random=False))
+def test_rows_of_groups_do_not_depend_on_rollout_order(problem, random) -> None:
     lengths, prompts, layout = problem
     order = list(range(len(lengths)))
     random.shuffle(order)
-    expected = filling(pack_shared_prompts(lengths, prompts, layout))
+    expected = filling(pack_groups(lengths, prompts, layout))
     permuted = [[values[index] for index in order] for values in (lengths, prompts)]
-    assert filling(pack_shared_prompts(*permuted, layout)) == expected
-
-
-@given(problems().filter(lambda problem: problem[1].packed))
-def test_sequences_without_prompts_are_packed_as_without_sharing(problem: tuple[Lengths, RowLayout]) -> None:
-    lengths, layout = problem
-    prompts = [[Prompt(b"", 0) for _ in own] for own in lengths]
-    assert filling(pack_shared_prompts(lengths, prompts, layout)) == filling(pack_sequences(lengths, layout))
-
-
-def test_a_group_that_does_not_fit_has_a_copy_of_the_prompt_in_each_row() -> None:
-    prompt = Prompt(b"prompt", 6)
-    slots = pack_shared_prompts([[8], [9], [8], [8]], [[prompt]] * 4, RowLayout(11, 2, packed=True))
-    assert slots == (
-        (Slot(0, 0, 9, 2, 0, 6),),  # 6 + 3 + 2 positions
-        (Slot(0, 0, 6, 3, 0, 6),),
-        (Slot(0, 1, 6, 2, 0, 6),),  # 6 + 2 + 2 positions
-        (Slot(0, 1, 8, 2, 0, 6),),
-    )
-
-
-def test_shared_prompts_require_packed_rows() -> None:
-    with pytest.raises(ValueError, match=r"RowLayout.share_prompts is true, but packed is false"):
-        RowLayout(8, 1, packed=False, share_prompts=True)
+    assert filling(pack_groups(*permuted, layout)) == expected
 
 
 @pytest.mark.parametrize(
-    ("answer", "prompts", "layout", "shares"),
-    [(10, 1, SHARED, True), (10, 128, SHARED, False), (56, 1, SEPARATE, False)],
+    ("lengths", "prompt", "whole_rollouts"),
+    [([[6], [8]], Prompt(b"abcd", 4), True), ([[6], [4, 5]], Prompt(b"ab", 2), True), ([[4]], Prompt(b"", 0), False)],
+    ids=["a long answer", "a rollout of two sequences", "a sequence without a prompt"],
 )
-def test_prompts_are_shared_if_that_costs_least(answer: int, prompts: int, layout: RowLayout, shares: bool) -> None:
-    own = [[Prompt(bytes([index % prompts]), 40)] for index in range(128)]
-    chosen, slots = choose_layout([[40 + answer]] * 128, SHARED, prompts=own)
+def test_batches_that_do_not_fit_into_groups_are_packed(lengths: Lengths, prompt: Prompt, whole_rollouts: bool) -> None:
+    groups = RowLayout(10, 1, packed=True, whole_rollouts=whole_rollouts, group=GroupRow(4, 2, 3))
+    layout = RowLayout(12, 2, packed=True, whole_rollouts=whole_rollouts, row_cost=12.0, alternatives=(groups,))
+    prompts = [[prompt] * len(own) for own in lengths]
+    assert choose_layout(lengths, layout, prompts=prompts) == (layout, pack_sequences(lengths, layout))
+    with pytest.raises(ValueError, match=r"does not fit into rows with parts GroupRow\(prompt_length=4, answers=2"):
+        pack_groups(lengths, prompts, groups)
+
+
+def test_a_row_must_be_as_long_as_its_group() -> None:
+    with pytest.raises(ValueError, match=r"RowLayout\.row_length is 8, but its group has 10 positions"):
+        RowLayout(8, 1, packed=True, group=GroupRow(4, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("length", "prompts", "prompt_length", "layout"),
+    [(95, 16, 31, GROUPS), (40, 16, 31, LAYOUT), (95, 128, 31, SEPARATE), (95, 16, 20, SEPARATE)],
+    ids=["long answers", "short answers", "different prompts", "answers that do not fit"],
+)
+def test_prompts_are_shared_if_that_costs_least(
+    length: int, prompts: int, prompt_length: int, layout: RowLayout
+) -> None:
+    own = [[Prompt(bytes([index % prompts]), prompt_length)] for index in range(128)]
+    chosen, slots = choose_layout([[length]] * 128, LAYOUT, prompts=own)
     assert chosen == layout
-    assert any(slot.prompt_length for (slot,) in slots) == shares
+    assert any(slot.prompt_length for (slot,) in slots) == (layout is GROUPS)
+
+
+def test_room_for_a_batch_in_any_layout() -> None:
+    # 128 rows in microbatches of 6, 128 rows in those of 8, and 16 rows of 8 answers in those of 2.
+    assert [layout.microbatches(128) for layout in (LAYOUT, SEPARATE, GROUPS)] == [22, 16, 8]

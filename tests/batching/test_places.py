@@ -10,8 +10,8 @@ from marin_rl.batching.places import find_places
 
 SHAPE = (2, 3, 4)
 SLOTS = [
-    [Slot(0, 2, 1, 2, 0, 0)],
-    [Slot(1, 0, 0, 3, 0, 0), Slot(0, 0, 0, 4, 0, 0)],
+    [Slot(0, 2, 1, 2)],
+    [Slot(1, 0, 0, 3), Slot(0, 0, 0, 4)],
 ]
 """Two rollouts; the second has two sequences."""
 

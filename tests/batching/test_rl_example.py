@@ -21,7 +21,7 @@ from levanter.models.gpt2 import Gpt2Config
 from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
-from marin_rl.batching.packing import RowLayout
+from marin_rl.batching.packing import GroupRow, RowLayout
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.batching.rl_example import (
     PER_TOKEN_DTYPES,
@@ -32,6 +32,7 @@ from marin_rl.batching.rl_example import (
     to_predictors,
     to_tokens,
 )
+from marin_rl.learner.logprobs import policy_activations
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.aggregation import (
     AggregationConfig,
@@ -142,16 +143,28 @@ def empty_rollout(id: str, length: int) -> ProcessedRollout:
     )
 
 
+def with_groups(layout: RowLayout, group: GroupRow, rows: int) -> RowLayout:
+    """Add a layout with shared prompts, which all batches use that fit."""
+    groups = RowLayout(group.row_length, rows, packed=True, whole_rollouts=layout.whole_rollouts, group=group)
+    return dataclasses.replace(layout, row_cost=1.0, alternatives=(groups,))
+
+
 LAYOUTS = st.builds(
-    lambda row_length, rows, sharing: RowLayout(row_length, rows, sharing is not None, share_prompts=bool(sharing)),
+    lambda row_length, rows, packed, group, whole: (
+        with_groups(RowLayout(row_length, rows, packed, whole_rollouts=whole), group, rows)
+        if group
+        else RowLayout(row_length, rows, packed)
+    ),
     st.integers(8, 20),
     st.integers(3, 5),
-    st.sampled_from([None, False, True, True]),  # unpacked, packed, with shared prompts
+    st.booleans(),
+    st.none() | st.builds(GroupRow, st.integers(1, 5), st.integers(2, 3), st.integers(4, 9)),
+    st.booleans(),
 )
 GROUP = [with_prompt(processed(f"g{index}", row), 0, 0) for index, row in enumerate(["oooooxx", "oooooxxx", "ooooox"])]
 """Three rollouts with a common prompt of 5 tokens."""
-SHARING = RowLayout(14, 1, packed=True, share_prompts=True)
-"""Holds `GROUP` in one row: 4 + 3 + 4 + 2 = 13 positions instead of 7 + 8 + 6 = 21."""
+SHARING = with_groups(RowLayout(14, 1, packed=True), GroupRow(4, 3, 4), 1)
+"""Holds `GROUP` in one row: 4 + 4 + 3 + 2 = 13 of 16 positions instead of 8 + 7 + 6 = 21."""
 
 
 def weight_by_hand(aggregation: AggregationConfig, rollouts: Sequence[ProcessedRollout], index: int) -> float:
@@ -193,17 +206,14 @@ def lay_out_by_hand(
                 for other in others
                 if other[:2] == slot[:2]  # microbatch and row
             ]
-            starts = {other.start for other in in_row} | {other.prompt_start for other in in_row if other.prompt_length}
-            starts = sorted(starts)
+            starts = sorted({other.start for other in in_row} | {0 for other in in_row if other.prompt_length})
             for position in range(int(rollout.segment_ids[sequence].sum())):
                 shared = position < slot.prompt_length
-                start = slot.prompt_start if shared else slot.start - slot.prompt_length
+                start = 0 if shared else slot.start - slot.prompt_length
                 at, here = (slot.row, start + position), (sequence, position)
                 out["input_ids"][at] = rollout.input_ids[here]
-                out["segment_ids"][at] = starts.index(slot.prompt_start if shared else slot.start) + 1
-                out["prompt_segment_ids"][at] = (
-                    starts.index(slot.prompt_start if slot.prompt_length else slot.start) + 1
-                )
+                out["segment_ids"][at] = starts.index(0 if shared else slot.start) + 1
+                out["prompt_segment_ids"][at] = starts.index(0 if slot.prompt_length else slot.start) + 1
                 out["position_ids"][at] = position
                 out["rollout_ids"][at] = -1 if shared else seen[slot.microbatch_index]
                 if rollout.loss_mask[here]:
@@ -215,8 +225,8 @@ def lay_out_by_hand(
                     for name in SAMPLED:
                         out[name][at] = getattr(rollout, name)[here]
                     action += 1
-        if own:
-            seen[own[0].microbatch_index] += 1
+        for microbatch_index in {slot.microbatch_index for slot in own}:
+            seen[microbatch_index] += 1
     return microbatches
 
 
@@ -227,10 +237,11 @@ def test_equals_a_layout_by_hand(rollouts, layout: RowLayout, aggregation: Aggre
     weights = [np.random.default_rng(2).uniform(0.5, 2, rollout.num_loss_tokens) for rollout in rollouts]
     batch = pack(rollouts, layout, aggregation, weights)
     advantages = [token_advantages(rollout) for rollout in rollouts]
+    layout = batch.layout
     expected = lay_out_by_hand(rollouts, advantages, aggregation, layout, weights, batch.slots)
     assert len(batch.microbatches) == len(expected)
     for values, by_hand in zip(batch.microbatches, expected, strict=True):
-        assert set(values.arrays()) == set(by_hand) - (set() if layout.share_prompts else {"prompt_segment_ids"})
+        assert set(values.arrays()) == set(by_hand) - (set() if layout.group else {"prompt_segment_ids"})
         for name, array in values.arrays().items():
             assert array.axes == (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.row_length)), name
             assert array.dtype == PER_TOKEN_DTYPES.get(name, jnp.int32), name
@@ -267,9 +278,10 @@ def test_padding_positions_have_the_padding_token_and_zeros(rollouts, layout: Ro
             assert (np.asarray(array.array)[padding] == filler).all(), name
     tokens = sum(sum(rollout.lengths) for rollout in rollouts)
     saved = tokens - sum(np.count_nonzero(ids) for ids in arrays(batch, "segment_ids"))
-    assert saved > 0 if any(slot.prompt_length for own in batch.slots for slot in own) else saved == 0
+    in_rows = {slot[:2]: slot.prompt_length for own in batch.slots for slot in own}
+    assert saved == sum(slot.prompt_length for own in batch.slots for slot in own) - sum(in_rows.values())
     tokens -= saved
-    slots = len(batch.microbatches) * layout.rows_per_microbatch * layout.row_length
+    slots = len(batch.microbatches) * batch.layout.rows_per_microbatch * batch.layout.row_length
     assert (batch.num_tokens, batch.num_positions) == (tokens, slots)
 
 
@@ -291,14 +303,14 @@ def test_token_values_do_not_depend_on_layout_or_rollout_order(rollouts, first, 
 @given(batches(), LAYOUTS)
 def test_rollout_ids_number_the_rollouts_of_a_microbatch(rollouts, layout: RowLayout) -> None:
     batch = pack(rollouts, layout)
-    ids = [
-        {int(id) for id in values[rollout.segment_ids != 0]} - {-1}  # tokens of shared prompts
-        for values, rollout in zip(unpacked(batch, "rollout_ids"), rollouts, strict=True)
-    ]
+    ids = unpacked(batch, "rollout_ids")
     for index in range(len(batch.microbatches)):
-        here = [
-            own for own, slots in zip(ids, batch.slots, strict=True) if slots and slots[0].microbatch_index == index
-        ]
+        here = []
+        for values, rollout, slots in zip(ids, rollouts, batch.slots, strict=True):
+            rows = [row for row, slot in enumerate(slots) if slot.microbatch_index == index]
+            own = values[rows][rollout.segment_ids[rows] != 0]
+            if rows:
+                here.append(set(own.tolist()) - {-1})  # tokens of shared prompts
         assert here == [{number} for number in range(len(here))]
 
 
@@ -450,12 +462,12 @@ def test_attention_is_causal_within_each_segment() -> None:
 @given(batches(), LAYOUTS)
 def test_tokens_see_the_tokens_before_them_in_their_sequence(rollouts, layout: RowLayout) -> None:
     batch = pack(rollouts, layout)
+    layout = batch.layout
     Pos, KeyPos = hax.Axis("position", layout.row_length), hax.Axis("key_position", layout.row_length)
     axes = (Axis("batch", layout.rows_per_microbatch), Pos, KeyPos)
     expected = np.zeros((len(batch.microbatches), *(axis.size for axis in axes)), bool)
     for slot in (slot for own in batch.slots for slot in own):
-        prompt = range(slot.prompt_start, slot.prompt_start + slot.prompt_length)
-        path = [*prompt, *range(slot.start, slot.start + slot.length)]
+        path = [*range(slot.prompt_length), *range(slot.start, slot.start + slot.length)]
         for place, query in enumerate(path):
             expected[slot.microbatch_index, slot.row, query, path[: place + 1]] = True
     for example, by_hand in zip(batch.microbatches, expected, strict=True):
@@ -479,32 +491,24 @@ def test_rollouts_with_a_common_prompt_share_it_in_fewer_microbatches() -> None:
     assert example.input_ids.array[0].tolist() == [
         *prompt[:4],
         *(prompt[4], *GROUP[1].input_ids[0, 5:8]),
-        *(prompt[4], *GROUP[0].input_ids[0, 5:7]),
-        *(prompt[4], *GROUP[2].input_ids[0, 5:6]),
-        PAD,
+        *(prompt[4], *GROUP[0].input_ids[0, 5:7], PAD),
+        *(prompt[4], *GROUP[2].input_ids[0, 5:6], PAD, PAD),
     ]
-    assert example.position_ids.array[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 4, 5, 0]
-    assert example.segment_ids.array[0].tolist() == [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 4, 4, 0]
-    assert example.rollout_ids.array[0].tolist() == [-1, -1, -1, -1, 1, 1, 1, 1, 0, 0, 0, 2, 2, -1]
-    assert arrays(batch, "prompt_segment_ids")[0].tolist() == [[1] * 13 + [0]]
-    assert example.loss_mask.array[0].tolist() == [c == "x" for c in "oooo" + "oxxx" + "oxx" + "ox" + "."]
-    assert (batch.num_tokens, batch.num_loss_tokens, batch.num_positions) == (13, 6, 14)
+    assert example.position_ids.array[0].tolist() == [0, 1, 2, 3, *(4, 5, 6, 7), *(4, 5, 6, 0), *(4, 5, 0, 0)]
+    assert example.segment_ids.array[0].tolist() == [1, 1, 1, 1, *(2, 2, 2, 2), *(3, 3, 3, 0), *(4, 4, 0, 0)]
+    assert example.rollout_ids.array[0].tolist() == [-1] * 4 + [1] * 4 + [0, 0, 0, -1] + [2, 2, -1, -1]
+    assert arrays(batch, "prompt_segment_ids")[0].tolist() == [[1] * 11 + [0, 1, 1, 0, 0]]
+    assert example.loss_mask.array[0].tolist() == [c == "x" for c in "oooo" + "oxxx" + "oxx." + "ox.."]
+    assert (batch.num_tokens, batch.num_loss_tokens, batch.num_positions) == (13, 6, 16)
 
 
-@pytest.mark.parametrize(
-    ("rollouts", "row_length"),
-    [
-        (GROUP[:2], 15),  # fit into one row anyway
-        ([with_prompt(rollout, 0, index) for index, rollout in enumerate(GROUP)], 14),  # different prompts
-        ([processed(str(index), "oxxxxx") for index in range(3)], 11),  # prompts of one token
-        ([with_prompt(processed(str(index), "ooooooo"), 0, 0) for index in range(2)], 11),  # no loss
-    ],
-)
-def test_prompts_are_not_shared_without_a_gain(rollouts, row_length: int) -> None:
-    sharing, plain = (pack(rollouts, RowLayout(row_length, 1, True, share_prompts=share)) for share in (True, False))
-    assert sharing.slots == plain.slots
-    np.testing.assert_array_equal(arrays(sharing, "prompt_segment_ids"), arrays(sharing, "segment_ids"))
-    assert plain.microbatches[0].prompt_segment_ids is None
+def test_a_rollout_without_loss_shares_no_prompt() -> None:
+    """Its prompt is unknown, so it takes a row of its own."""
+    rollouts = [*GROUP, with_prompt(processed("none", "ooooooo"), 0, 0)]
+    batch = pack(rollouts, SHARING)
+    assert [slot.prompt_length for (slot,) in batch.slots] == [4, 4, 4, 4]
+    assert [(slot.microbatch_index, slot.row) for (slot,) in batch.slots] == [(0, 0)] * 3 + [(1, 0)]
+    assert batch.microbatches[1].loss_weights.array.sum() == 0
 
 
 def test_rows_with_shared_prompts_have_no_sliding_windows() -> None:
@@ -597,7 +601,7 @@ def activations_and_gradient(model: LmHeadModel, batch: PackedBatch) -> tuple[li
     @eqx.filter_jit
     @functools.partial(eqx.filter_value_and_grad, has_aux=True)
     def total(model: LmHeadModel, example: RlExample) -> tuple[jax.Array, jax.Array]:
-        values = model.activations(example.input_ids, example.attention_mask, pos_ids=example.position_ids, key=None)
+        values = policy_activations(model, example)
         weighted = hax.dot(values, weights, axis=model.Embed) * to_predictors(example.advantages)
         return hax.sum(weighted).scalar(), values.rearrange(("embed", "batch", "position")).array
 
@@ -620,7 +624,7 @@ def test_shared_prompts_do_not_change_activations_and_gradient(config: LmConfig)
     model = config.build(Axis("vocab", VOCAB), key=jax.random.PRNGKey(0))
     rows = ["oooooxxoox", "oooooxxx", "ooooo", "oooooxxxxxx", "ooooox", "oxx", "oooooxx", "oooooxx"]
     rollouts = [with_prompt(processed(f"r{i}", row), 0, prompt) for prompt in (0, 1, 0) for i, row in enumerate(rows)]
-    shared = pack(rollouts, RowLayout(16, 2, packed=True, share_prompts=True))
+    shared = pack(rollouts, with_groups(RowLayout(16, 2, packed=True), GroupRow(4, 3, 7), 2))
     assert sum(slot.prompt_length > 0 for own in shared.slots for slot in own) > 9
     alone = pack(rollouts, RowLayout(12, 2, packed=False))
     found, expected = (activations_and_gradient(model, batch) for batch in (shared, alone))

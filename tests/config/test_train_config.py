@@ -13,6 +13,7 @@ from levanter.models.llama import LlamaConfig
 from levanter.models.mixtral import MixtralConfig
 from levanter.optim import AdamConfig
 
+from marin_rl.batching.packing import GroupRow
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.decode import ConfigError
 from marin_rl.config.sections import Mode, RolloutConfig
@@ -136,10 +137,6 @@ def test_reinforce_accepts_groups_of_one():
                 rf"trainer\.{key} has 'experts', but levanter cannot shard the experts",
             )
             for key, value in (("tensor_parallel_axes", ["mlp", "experts"]), ("axis_resources", {"experts": "model"}))
-        ),
-        (
-            {"model": MixtralConfig(**SIZES), "rollouts": RolloutConfig(max_length=32, share_prompts=True)},
-            r"rollouts\.share_prompts is true, but levanter's mixtral layers .* set it to false",
         ),
         ({"model": dataclasses.replace(MODEL, scan_layers=False)}, r"model\.scan_layers is false"),
         (
@@ -289,15 +286,13 @@ def test_layout_of_a_microbatch():
 
 def test_packing_is_chosen_between_rows_of_both_lengths():
     trainer = start_devices(default_trainer(), rows_per_device=6)
-    unpacked = config(rollouts=RolloutConfig(max_length=32)).row_layout(trainer).unpacked
-    assert unpacked is not None
+    (unpacked,) = config(rollouts=RolloutConfig(max_length=32)).row_layout(trainer).alternatives
     assert (unpacked.row_length, unpacked.rows_per_microbatch, unpacked.packed) == (32, 24, False)
     # Longer rows cost more per position, because of attention.
     layout = config(rollouts=RolloutConfig(max_length=32)).row_layout(trainer)
     assert layout.row_cost / 128 > unpacked.row_cost / 32 > 1
     rows = dataclasses.replace(default_trainer(), per_device_parallelism=5)
-    unpacked = config(rollouts=RolloutConfig(max_length=32), trainer=rows).row_layout(trainer).unpacked
-    assert unpacked is not None
+    (unpacked,) = config(rollouts=RolloutConfig(max_length=32), trainer=rows).row_layout(trainer).alternatives
     assert unpacked.rows_per_microbatch == 5
     # There is nothing to choose between rows of one length, or if the config decides.
     for rollouts in (
@@ -305,27 +300,40 @@ def test_packing_is_chosen_between_rows_of_both_lengths():
         RolloutConfig(max_length=32, packing=False),
         RolloutConfig(max_length=32, row_length=64),
     ):
-        assert config(rollouts=rollouts).row_layout(trainer).unpacked is None
+        assert config(rollouts=rollouts).row_layout(trainer).alternatives == ()
 
 
 @pytest.mark.parametrize(
-    ("rollouts", "model", "shares"),
+    ("rollouts", "new_tokens", "backend"),
     [
-        (RolloutConfig(max_length=32), MODEL, False),
-        (RolloutConfig(max_length=32, share_prompts=True), MODEL, True),
-        (RolloutConfig(max_length=32, share_prompts=True, packing=True), MODEL, True),
-        (RolloutConfig(max_length=32, share_prompts=True, packing=False), MODEL, False),
-        (
-            RolloutConfig(max_length=32, share_prompts=True),
-            dataclasses.replace(MODEL, attn_backend=AttentionBackend.SPLASH),
-            False,
-        ),
+        (RolloutConfig(max_length=32, share_prompts=False), 8, None),
+        (RolloutConfig(max_length=32, packing=False), 8, None),
+        (RolloutConfig(max_length=32, row_length=64), 8, None),
+        (RolloutConfig(max_length=32), 31, None),  # no room for a prompt
+        (RolloutConfig(max_length=900), 400, None),  # one answer in a microbatch
+        (RolloutConfig(max_length=1100), 8, None),  # too many scores
+        (RolloutConfig(max_length=32), 8, AttentionBackend.SPLASH),
     ],
 )
-def test_prompts_are_shared_in_packed_rows_if_the_kernel_supports_it(rollouts, model, shares: bool):
-    layout = config(model=model, rollouts=rollouts).row_layout(start_devices(default_trainer(), rows_per_device=6))
-    assert layout.share_prompts == shares
-    assert layout.unpacked is None or not layout.unpacked.share_prompts
+def test_rows_without_shared_prompts(rollouts: RolloutConfig, new_tokens: int, backend: AttentionBackend | None):
+    model = dataclasses.replace(MODEL, attn_backend=backend, seq_len=2048)
+    limited = config(model=model, rollouts=rollouts, sampling=SamplingConfig(max_new_tokens=new_tokens))
+    layout = limited.row_layout(start_devices(default_trainer(), rows_per_device=6))
+    assert all(alternative.group is None for alternative in (layout, *layout.alternatives))
+
+
+@pytest.mark.parametrize("packing", [None, True])
+def test_rows_with_shared_prompts(packing: bool | None):
+    rollouts = RolloutConfig(max_length=32, group_size=4, packing=packing)
+    sampling = SamplingConfig(max_new_tokens=8)
+    trainer = start_devices(default_trainer(), rows_per_device=6)
+    layout = config(rollouts=rollouts, sampling=sampling).row_layout(trainer)
+    groups = layout.alternatives[-1]
+    assert len(layout.alternatives) == (2 if packing is None else 1)
+    assert groups.group == GroupRow(prompt_length=23, answers=4, answer_length=9)
+    assert (groups.row_length, groups.rows_per_microbatch, groups.packed) == (59, 13, True)
+    # Its attention has fewer pairs than that of a packed row of the same length.
+    assert 59 < groups.row_cost < 59 * layout.row_cost / layout.row_length
 
 
 def test_default_logprob_block_depends_on_the_platform():

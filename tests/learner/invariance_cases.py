@@ -29,7 +29,7 @@ from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
-from marin_rl.batching.packing import RowLayout
+from marin_rl.batching.packing import GroupRow, RowLayout
 from marin_rl.batching.processed_rollout import ProcessedRollout, process_rollout, without_loss
 from marin_rl.batching.rl_example import PackedBatch, RlExample, pack_batch
 from marin_rl.learner.critic import ActorCritic, CriticConfig
@@ -255,15 +255,22 @@ class Arrangement:
     each_turn_apart: bool = False
     """Split every turn into a separate sequence that repeats earlier tokens without loss."""
     whole_rollouts: bool = True
-    share_prompts: bool = False
+    one_sequence: bool = False
+    """Leave out rollouts of several sequences."""
+    group: GroupRow | None = None
+    """Parts of the rows of another layout, which the rollouts use."""
 
     @property
     def layout(self) -> RowLayout:
-        return RowLayout(self.row_length, self.rows, self.packed, self.whole_rollouts, self.share_prompts)
+        layout = RowLayout(self.row_length, self.rows, self.packed, self.whole_rollouts)
+        if self.group is None:
+            return layout
+        groups = dataclasses.replace(layout, row_length=self.group.row_length, group=self.group)
+        return dataclasses.replace(layout, row_cost=1.0, alternatives=(groups,))
 
 
 BASE = Arrangement(SEQUENCES)
-# Five kinds of microbatches, hence five programs.
+# Four kinds of microbatches, hence four programs.
 ARRANGEMENTS = {
     "permuted": Arrangement(16, order=5),
     "two passes": Arrangement(8, microbatches=2),
@@ -276,14 +283,15 @@ ARRANGEMENTS = {
     "packed, permuted": Arrangement(4, packed=True, order=6, microbatches=2),
     "longer rows, eight microbatches": Arrangement(2, 17, microbatches=8),
     "packed in longer rows, four microbatches": Arrangement(2, 17, packed=True, microbatches=4),
-    "shared prompts": Arrangement(2, 28, packed=True, share_prompts=True, microbatches=2),
 }
-OF_LLAMA = ("packed", "each turn apart", "longer rows of their own", "shared prompts")
-"""Arrangements that the program of "two passes" can run, and one with shared prompts."""
+OF_LLAMA = ("packed", "each turn apart", "longer rows of their own")
+"""Arrangements that the program of "two passes" can run."""
 ON_MESHES = ARRANGEMENTS["each turn apart"]
 SCATTERED = Arrangement(4, packed=True, microbatches=3, each_turn_apart=True, whole_rollouts=False)
+ONE_SEQUENCE = Arrangement(SEQUENCES, one_sequence=True)
+ONE_SEQUENCE_SHARED = Arrangement(4, packed=True, group=GroupRow(4, 3, 13), one_sequence=True)
 SCATTERED_SHARED = Arrangement(
-    2, 28, packed=True, share_prompts=True, microbatches=3, each_turn_apart=True, whole_rollouts=False
+    4, packed=True, group=GroupRow(4, 3, 13), microbatches=5, each_turn_apart=True, whole_rollouts=False
 )
 """Arrangements with a rollout's sequences in different microbatches; only for terms without a ratio per rollout."""
 MESHES = {"data8": 1, "data4-model2": 2}
@@ -361,7 +369,7 @@ class Matrix:
     def pack(self, arrangement: Arrangement, aggregation: str, in_reward: bool) -> PackedBatch:
         """Return the batch with all inputs from the host."""
         actions, token_advantages_list = self.per_action, self._credits(in_reward)
-        order = list(range(len(self.episodes)))
+        order = [i for i, episode in enumerate(self.episodes) if not (arrangement.one_sequence and episode.rewritten)]
         if arrangement.order is not None:
             order = np.random.default_rng(arrangement.order).permutation(order).tolist()
         rollouts = []

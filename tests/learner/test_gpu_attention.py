@@ -21,6 +21,7 @@ from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmConfig
 from levanter.models.qwen import Qwen3Config
 
+from marin_rl.batching.packing import GroupRow
 from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
 from marin_rl.learner import gpu_attention
 from marin_rl.learner.attention_kernel import attention_kernel
@@ -108,7 +109,8 @@ def example(prompts: bool = False) -> RlExample:
     if prompts:
         arrays["prompt_segment_ids"] = np.minimum(SEGMENTS, 1)
     axes = (Axis("batch", 2), Axis("position", POSITIONS))
-    return RlExample(**{name: hax.named(jnp.asarray(array), axes) for name, array in arrays.items()})
+    group = GroupRow(100, 1, POSITIONS - 100) if prompts else None
+    return RlExample(**{name: hax.named(jnp.asarray(array), axes) for name, array in arrays.items()}, group=group)
 
 
 @pytest.mark.medium

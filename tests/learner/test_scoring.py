@@ -11,7 +11,7 @@ from haliax import Axis, NamedArray
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.batching.packing import RowLayout
+from marin_rl.batching.packing import GroupRow, RowLayout
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.batching.rl_example import pack_to_score
 from marin_rl.learner.critic import ActorCritic, CriticConfig, with_critic
@@ -182,9 +182,10 @@ def test_shared_prompts_do_not_change_scores(trainer, critic: ActorCritic, rollo
         ids[:, 6:] += index
         turns = np.where(mask, 0, -1).astype(np.int32)
         group.append(dataclasses.replace(rollout, input_ids=ids, loss_mask=mask, turn_ids=turns))
-    layout = RowLayout(32, 1, packed=True, share_prompts=True, whole_rollouts=False)
+    groups = RowLayout(41, 1, packed=True, whole_rollouts=False, group=GroupRow(5, 2, 18))
+    layout = RowLayout(32, 1, packed=True, whole_rollouts=False, row_cost=1.0, alternatives=(groups,))
     packed = pack_to_score([*group, *rollouts], layout, pad_token_id=0)
-    assert sum(slot.prompt_length for own in packed.slots for slot in own) == 4 * 5
+    assert [slot.prompt_length for own in packed.slots[:5] for slot in own].count(5) == 4
     found, expected = (
         Scorer(trainer, layout, pad_token_id=0, temperature=TEMPERATURE, block_size=5).score(
             critic, [*group, *rollouts]

@@ -1,14 +1,12 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import equinox as eqx
-import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,6 @@ import optax
 import pytest
 from levanter.layers.attention import AttentionMask
 
-from marin_rl.batching.rl_example import RlExample
 from marin_rl.learner.loss import loss_metrics
 from marin_rl.learner.train_step import (
     NonFiniteUpdateError,
@@ -161,18 +158,6 @@ def test_later_steps_with_any_microbatch_count_do_not_compile(tiny, learner) -> 
     with tiny.counted_compiles() as compiled:
         jax.jit(lambda x: x + 17)(jnp.ones(3)).block_until_ready()
     assert compiled  # the listener works
-
-
-def test_one_program_runs_batches_with_and_without_shared_prompts(tiny, learner) -> None:
-    def with_prompts(prompt_segment: int) -> RlExample:
-        example = tiny.make_example()
-        prompts = np.minimum(np.asarray(example.segment_ids.array), prompt_segment).astype(np.int32)
-        return dataclasses.replace(example, prompt_segment_ids=hax.named(prompts, example.input_ids.axes))
-
-    state, _ = learner.step(tiny.fresh_state(learner), [with_prompts(9)])
-    with tiny.counted_compiles() as compiled:
-        learner.step(state, [with_prompts(1)])
-    assert compiled == []
 
 
 MEASURED_BY_THE_LOSS = ("loss/policy", "loss/kl", "policy/", "log_ratio/")
