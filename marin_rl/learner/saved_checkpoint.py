@@ -99,7 +99,8 @@ def open_checkpoint(path: StoragePath) -> Checkpoint:
     """Read a checkpoint's manifest, and check that all files are present with their sizes; in this process alone.
 
     Raises:
-        DamagedCheckpointError: if it is incomplete, altered, or of an unknown format.
+        DamagedCheckpointError: if it is incomplete or altered.
+        CheckpointError: if it has another format.
     """
     return _parse(path, _read_manifest(path).encode())
 
@@ -108,7 +109,8 @@ def open_on_main(path: StoragePath) -> Checkpoint:
     """Open a checkpoint as the main process sees it, in every process; collective.
 
     Raises:
-        DamagedCheckpointError: in all processes, if it is incomplete, altered, or of an unknown format.
+        DamagedCheckpointError: in all processes, if it is incomplete or altered.
+        CheckpointError: if it has another format.
     """
     return _parse(path, _read_on_main(lambda: _read_manifest(path).encode()))
 
@@ -150,8 +152,10 @@ def _read_manifest(path: StoragePath) -> str:
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"checkpoint {path} has no readable {MANIFEST}: {error}") from error
     if manifest.get("format") != FORMAT:
-        raise DamagedCheckpointError(
-            f"checkpoint {path} has format {manifest.get('format')}, this version reads {FORMAT}"
+        # Not damaged: an older checkpoint must not replace it.
+        raise CheckpointError(
+            f"checkpoint {path} has format {manifest.get('format')}, this version reads {FORMAT}: another version of "
+            "marin_rl wrote it. Resume with that version, or start a new run from exported weights (initialize_from)"
         )
     for name, kind in _MANIFEST_TYPES.items():
         if not isinstance(manifest.get(name), kind):

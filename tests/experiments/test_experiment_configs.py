@@ -87,5 +87,5 @@ def test_experiment_for_a_slice_trains_a_small_model_on_the_same_mesh(name: str,
     )
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert len(records) == 3
+    assert [record["step"] for record in records] == [0, 1, 2, 3]
     assert (tmp_path / "run" / "hf" / "config.json").exists()

@@ -442,8 +442,9 @@ def test_unknown_format_is_rejected(saved: Checkpoints) -> None:
     manifest = json.loads(path.read_text())
     manifest.pop("sha256")
     path.write_text(dump_manifest({**manifest, "format": 99}))
-    with pytest.raises(CheckpointError, match="has format 99, this version reads 2"):
+    with pytest.raises(CheckpointError, match="has format 99, this version reads 2: another version") as caught:
         open_checkpoint(path.parent)
+    assert not isinstance(caught.value, DamagedCheckpointError)
 
 
 def test_error_names_a_missing_checkpoint(saved: Checkpoints) -> None:
