@@ -83,7 +83,7 @@ def test_killed_run_of_two_processes_without_a_common_disk_equals_one_that_was_n
 
     whole = hosts(local, 2)
     with started(whole):
-        assert [host.end() for host in whole] == [0, 0]
+        assert [host.end() for host in whole] == [0, 0], "\n".join(host.said[-2000:] for host in whole)
     gcs.download(PREFIX, tmp_path / "copy")
     found, expected = outcome(TinyRun(tmp_path / "copy", remote.config)), outcome(local)
     for records in (found["records"], expected["records"]):

@@ -15,6 +15,9 @@ import pytest
 
 from marin_rl.launch.supervise import SupervisorConfig, exit_status, supervise
 
+# Jax warns of forks if another test has imported it into this process; a supervisor does not import it.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+
 TIMEOUT = 400.0
 """Timeout in seconds, for a busy machine."""
 
