@@ -23,6 +23,8 @@ INTERNAL = {
     "_RetryableError": "makes a judge ask again",
     "WorkerLostError": "makes the sandbox start another worker",
     "RewardFunctionError": "reported by the sandbox worker that loads the user's file",
+    "ApiError": "answered to a client of the server",
+    "EngineError": "answered to a client of the server",
     "StopRequestedError": "ends the step; the training loop saves and stops",
 }
 """Errors that are handled before they reach the command line."""

@@ -87,11 +87,11 @@ def test_configured_rows_without_packing():
     )
 
 
-def test_row_positions_differ_on_tpu():
+def test_row_positions_differ_on_gpu_and_tpu():
     model = dataclasses.replace(CONFIG.model, seq_len=2048)
     found = lines(dataclasses.replace(CONFIG, model=model, rollouts=RolloutConfig(max_length=1100)))
     assert found["one microbatch"].startswith("1 rows x 1,280 positions = 1,280 tokens on each data-parallel device")
-    assert found["one microbatch"].endswith("; 7 x 1,280 on gpu; 7 x 1,536 on tpu")
+    assert found["one microbatch"].endswith("; 7 x 1,152 on gpu; 7 x 1,536 on tpu")
 
 
 @pytest.mark.parametrize(("shared", "words"), [(True, "one output on the policy's trunk"), (False, "a separate trunk")])
