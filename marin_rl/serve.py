@@ -19,7 +19,7 @@ from marin_rl.distributed.samplers import open_group_sampler
 from marin_rl.errors import USER_ERRORS, UserError
 from marin_rl.escaping import escape
 from marin_rl.learner.checkpoint import Checkpoints
-from marin_rl.learner.devices import start_devices
+from marin_rl.learner.devices import exempt_from_collection, start_devices
 from marin_rl.learner.policy_model import load_hf_policy
 from marin_rl.logs import warnings_to_stderr
 from marin_rl.sampling.config import SamplingConfig
@@ -214,7 +214,8 @@ def serve(config: ServeConfig) -> None:
             f"{policy.sampler.batch_size} sequences together, {'with' if key else 'no'} API key)",
             flush=True,
         )
-        server.run(listener)
+        with exempt_from_collection():
+            server.run(listener)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,7 +26,7 @@ from marin_rl.distributed.rollout_runner import make_runner, open_reward_functio
 from marin_rl.distributed.samplers import open_worker_sampler
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.errors import Closing
-from marin_rl.learner.devices import start_devices
+from marin_rl.learner.devices import exempt_from_collection, start_devices
 from marin_rl.learner.policy_model import model_shape
 from marin_rl.rollouts.group_codec import encode_group
 from marin_rl.rollouts.run_rollouts import GroupInput, stream_requests
@@ -60,7 +60,7 @@ def run_worker(config: TrainConfig, vocab_size: int, secret: str, client: Coordi
     """
     try:
         policy = WorkerPolicy(config, vocab_size, secret, lambda: client.call(Coordinator.announced))
-        with Closing(policy.close):
+        with Closing(policy.close), exempt_from_collection():
             RolloutWorker(client, name, policy).run(config.workers.heartbeat_timeout)
     except BaseException as error:
         logger.exception("worker %s ends with an error", name)

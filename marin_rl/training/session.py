@@ -33,7 +33,7 @@ from marin_rl.distributed.ray_workers import find_cluster
 from marin_rl.errors import Closing, writing
 from marin_rl.host_status import exit_on_error, explain_errors
 from marin_rl.learner.critic import policy_of
-from marin_rl.learner.devices import join_processes
+from marin_rl.learner.devices import exempt_from_collection, join_processes
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.logs import log_to
 from marin_rl.remote_path import RemotePath
@@ -117,7 +117,8 @@ def _train(
             multihost.on_main(lambda: _record(cast(StepRecords, records), check_lock, step, metrics))
             display.update(step, metrics)
 
-        complete = train(run, record, stop.is_set)
+        with exempt_from_collection():
+            complete = train(run, record, stop.is_set)
     if records is not None:
         # Imported here because matplotlib takes half a second to import.
         from marin_rl.training.curves import plot_curves

@@ -1,6 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import gc
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import jax
 import pytest
 
 from marin_rl.config.train_config import default_trainer
-from marin_rl.learner.devices import start_devices
+from marin_rl.learner.devices import exempt_from_collection, start_devices
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +61,25 @@ def test_input_config_is_not_modified():
     assert section == default_trainer()
     assert section.per_device_parallelism == -1
     assert (started.per_device_parallelism, started.train_batch_size) == (4, 4 * jax.device_count())
+
+
+def test_only_objects_of_the_context_are_collected():
+    class Cycle:
+        alive = 0
+
+        def __init__(self):
+            Cycle.alive += 1
+            self.itself = self
+
+        def __del__(self):
+            Cycle.alive -= 1
+
+    before = Cycle()
+    with exempt_from_collection():
+        del before
+        Cycle()
+        gc.collect()
+        assert Cycle.alive == 1  # the object of before the context
+    gc.collect()
+    assert Cycle.alive == 0
+    assert gc.get_freeze_count() == 0
