@@ -24,6 +24,7 @@ _DTYPES = {
     "values": np.float32,
 }
 _NO_TURN = -1
+_PADDING = -2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,26 +115,84 @@ def process_rollout(rollout: Rollout, *, length: int, pad_token_id: int) -> Proc
     Raises:
         ValueError: if a sequence is longer than `length`; the message gives the rollout and both lengths.
     """
-    lengths = sequence_lengths(rollout)
-    if (longest := max(lengths, default=0)) > length:
-        raise ValueError(
-            f"rollout {rollout.id}: a sequence of {longest} tokens does not fit into rows of {length} positions; "
-            "raise rollouts.max_length"
-        )
-    arrays = _padding(len(lengths), length, pad_token_id)
-    row, end = -1, 0
-    for index, turn in enumerate(rollout.turns):
-        if turn.starts_sequence:
-            row, end = row + 1, 0
-        start, sampled = end + len(turn.observation_tokens), turn.generation
-        arrays["input_ids"][row, end:start] = np.array(turn.observation_tokens, np.int32)
-        end = start + len(sampled.token_ids)
-        arrays["input_ids"][row, start:end] = np.array(sampled.token_ids, np.int32)
-        arrays["policy_logprobs"][row, start:end] = np.array(sampled.logprobs, np.float32)
-        arrays["turn_ids"][row, start:end] = index
-        arrays["loss_mask"][row, start:end] = True
-        arrays["segment_ids"][row, :end] = 1
-    return ProcessedRollout(source=rollout.task.environment, id=rollout.id, **arrays)
+    return _convert([rollout], [sequence_lengths(rollout)], [length], pad_token_id)[0]
+
+
+def process_rollouts(rollouts: Sequence[Rollout], *, max_length: int, pad_token_id: int) -> list[ProcessedRollout]:
+    """Convert sampled rollouts to arrays like `process_rollout`, with rows as long as the longest sequence of each.
+
+    Args:
+        rollouts: the rollouts.
+        max_length: maximum number of positions per row.
+        pad_token_id: token id of the padding.
+
+    Raises:
+        ValueError: if a sequence is longer than `max_length`; the message gives the rollout and both lengths.
+    """
+    lengths = [sequence_lengths(rollout) for rollout in rollouts]
+    row_lengths = [min(max(own, default=0), max_length) for own in lengths]
+    return _convert(rollouts, lengths, row_lengths, pad_token_id)
+
+
+def _convert(
+    rollouts: Sequence[Rollout], lengths: Sequence[Sequence[int]], row_lengths: Sequence[int], pad_token_id: int
+) -> list[ProcessedRollout]:
+    """Convert rollouts together: the arrays of each are views of arrays of all, which are filled and checked once."""
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    runs: list[tuple[int, int]] = []  # turn or another marker, and number of positions
+
+    def add(marker: int, tokens: Sequence[int], values: Sequence[float]) -> None:
+        token_ids.extend(tokens)
+        logprobs.extend(values)
+        runs.append((marker, len(tokens)))
+
+    for rollout, own, row_length in zip(rollouts, lengths, row_lengths, strict=True):
+        if (longest := max(own, default=0)) > row_length:
+            raise ValueError(
+                f"rollout {rollout.id}: a sequence of {longest} tokens does not fit into rows of {row_length} "
+                "positions; raise rollouts.max_length"
+            )
+        padding = [row_length - length for length in own]
+        row = -1
+        for index, turn in enumerate(rollout.turns):
+            if turn.starts_sequence:
+                if row >= 0:
+                    add(_PADDING, [pad_token_id] * padding[row], [0.0] * padding[row])
+                row += 1
+            add(_NO_TURN, turn.observation_tokens, [0.0] * len(turn.observation_tokens))
+            add(index, turn.generation.token_ids, turn.generation.logprobs)
+        if row >= 0:
+            add(_PADDING, [pad_token_id] * padding[row], [0.0] * padding[row])
+    markers = np.repeat(*np.array(runs, np.int32).reshape(-1, 2).T)
+    arrays = {
+        "input_ids": np.array(token_ids, np.int32),
+        "loss_mask": markers >= 0,
+        "segment_ids": (markers != _PADDING).astype(np.int32),
+        "policy_logprobs": np.array(logprobs, np.float32),
+        "reference_logprobs": np.zeros(len(markers), np.float32),
+        "turn_ids": np.maximum(markers, _NO_TURN),
+        "values": np.zeros(len(markers), np.float32),
+    }
+    rows = np.array([row_length for own, row_length in zip(lengths, row_lengths, strict=True) for _ in own], np.int64)
+    first = (np.cumsum(rows) - rows)[rows > 0]
+    logprobs_valid = bool(np.all((arrays["policy_logprobs"] > -np.inf) & (arrays["policy_logprobs"] <= 0)))
+    # The rest is valid by construction. The checks of a single rollout name what is wrong.
+    valid = logprobs_valid and not arrays["loss_mask"][first].any()
+    make = _make_unchecked if valid else ProcessedRollout
+    converted, start = [], 0
+    for rollout, own, row_length in zip(rollouts, lengths, row_lengths, strict=True):
+        shape, end = (len(own), row_length), start + len(own) * row_length
+        views: dict[str, Any] = {name: array[start:end].reshape(shape) for name, array in arrays.items()}
+        converted.append(make(source=rollout.task.environment, id=rollout.id, **views))
+        start = end
+    return converted
+
+
+def _make_unchecked(**fields: Any) -> ProcessedRollout:
+    rollout = object.__new__(ProcessedRollout)
+    vars(rollout).update(fields)
+    return rollout
 
 
 def sequence_lengths(rollout: Rollout) -> list[int]:

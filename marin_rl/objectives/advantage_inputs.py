@@ -59,7 +59,8 @@ class AdvantageInputs:
             )
         for name in ("turn_rewards", "penalties", "values"):
             array = getattr(self, name)
-            if not np.isfinite(array).all():
+            # The sum is finite unless a number is not, or very large numbers overflow.
+            if not math.isfinite(array.sum()) and not np.isfinite(array).all():
                 bad = np.flatnonzero(~np.isfinite(array))
                 raise ValueError(f"rollout {self.id}: {name}[{bad[0]}] is {array[bad[0]]}; it must be finite")
         if (self.turn_ids[:-1] > self.turn_ids[1:]).any():

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from marin_rl.batching.packing import RowLayout
-from marin_rl.batching.processed_rollout import ProcessedRollout, process_rollout, sequence_lengths, without_loss
+from marin_rl.batching.processed_rollout import ProcessedRollout, process_rollouts, without_loss
 from marin_rl.batching.rl_example import OwnRows, PackedBatch, pack_batch
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.scoring import Scores
@@ -85,16 +85,13 @@ class BatchBuilder:
         if not graded:
             return TrainingBatch((), (), (), {}, {})
         with timer.phase("batch"):
-            rollouts = [
-                process_rollout(rollout, length=self._row_length(rollout), pad_token_id=self.pad_token_id)
-                for rollout in graded
-            ]
+            rollouts = process_rollouts(graded, max_length=config.rollouts.max_length, pad_token_id=self.pad_token_id)
         with timer.phase("reference"):
             versions = [_sampling_version(rollout, default=step - 1) for rollout in graded]
             scored, own = self._score(rollouts, model, step, versions)
             rollouts, weights, mismatch = _correct(config, scored, own)
         with timer.phase("batch"):
-            penalties = [config.kl.reward_penalty(_k1(rollout)) for rollout in rollouts]
+            penalties = self._penalties(rollouts)
             metrics = self._reward_metrics(graded, rollouts)
             rollouts, weights = _mask_truncated(config, graded, rollouts, weights)
             advantage_inputs = {
@@ -150,10 +147,6 @@ class BatchBuilder:
                         own_rows=self.own_rows,
                     )
 
-    def _row_length(self, rollout: Rollout) -> int:
-        """Return the length of the longest sequence, so that arrays have little padding, or the maximum if exceeded."""
-        return min(max(sequence_lengths(rollout)), self.config.rollouts.max_length)
-
     def _score(
         self, rollouts: Sequence[ProcessedRollout], model: Any, step: int, versions: Sequence[WeightVersion]
     ) -> tuple[list[ProcessedRollout], list[Scores] | None]:
@@ -188,6 +181,11 @@ class BatchBuilder:
             weights = model if version == step - 1 else self.sampling_weights(version)
             own |= zip(indices, self.score(weights, [rollouts[index] for index in indices]), strict=True)
         return [own[index] for index in range(len(rollouts))]
+
+    def _penalties(self, rollouts: Sequence[ProcessedRollout]) -> list[Tokens]:
+        if self.score_reference is None:
+            return [np.zeros(rollout.num_loss_tokens) for rollout in rollouts]
+        return [self.config.kl.reward_penalty(_k1(rollout)) for rollout in rollouts]
 
     def _reward_metrics(self, graded: Sequence[Rollout], rollouts: Sequence[ProcessedRollout]) -> dict[str, float]:
         metrics = {"objective/non_score_reward": 0.0}
@@ -262,7 +260,7 @@ def _k1(rollout: ProcessedRollout) -> Tokens:
 def _advantage_inputs(rollout: Rollout, processed: ProcessedRollout, penalties: Tokens) -> AdvantageInputs:
     mask, score = processed.loss_mask, rollout.total_reward
     assert score is not None
-    if not mask.any():
+    if not processed.num_loss_tokens:
         # Its tokens have no loss, but its return, including penalties, still counts in the baseline of the group.
         score, penalties = score - math.fsum(penalties), np.zeros(0)
     rewards = [turn.reward for turn in rollout.turns]

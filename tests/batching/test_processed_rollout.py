@@ -8,7 +8,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from marin_rl.batching.processed_rollout import process_conversation, process_rollout, without_loss
+from marin_rl.batching.processed_rollout import process_conversation, process_rollout, process_rollouts, without_loss
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Generation, Observation, Rollout, RolloutStatus, StopReason, Task, Turn
@@ -103,6 +103,37 @@ def test_a_rollout_that_failed_before_its_first_turn_has_no_rows() -> None:
 def test_an_empty_observation_raises_an_error() -> None:
     with pytest.raises(ValueError, match="includes the first token"):
         process_rollout(rollout(turn((), {5: -1.0}, starts=True)), length=4, pad_token_id=PAD)
+
+
+SPLIT = dataclasses.replace(rollout(*TWO_TURNS.turns, turn((*FIRST, 17), {15: -1.5}, starts=True)), id="split")
+UNBEGUN = Rollout("unbegun", "group-0", TASK, (), RolloutStatus.FAILED, {}, "boom")
+
+
+def test_rollouts_are_converted_together_as_alone() -> None:
+    rollouts = [SPLIT, UNBEGUN, TWO_TURNS, rollout(turn((USER,), {5: -1.0}, starts=True)), SPLIT]
+    together = process_rollouts(rollouts, max_length=20, pad_token_id=PAD)
+    for one, processed in zip(rollouts, together, strict=True):
+        alone = process_rollout(one, length=processed.input_ids.shape[1], pad_token_id=PAD)
+        for field in dataclasses.fields(alone):
+            ours, theirs = getattr(processed, field.name), getattr(alone, field.name)
+            assert np.array_equal(ours, theirs), field.name
+            assert getattr(ours, "dtype", None) == getattr(theirs, "dtype", None)
+    assert [processed.input_ids.shape for processed in together] == [(2, 15), (0, 0), (1, 15), (1, 2), (2, 15)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (turn((USER,), {5: -1e39}, starts=True), "bad: policy_logprobs must be finite and <= 0"),
+        (turn((), {5: -1.0}, starts=True), "bad: loss_mask includes the first token of a row"),
+        (turn((USER,) * 20, {5: -1.0}, starts=True), "bad: a sequence of 21 tokens does not fit into rows of 20"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_a_bad_rollout_is_named_among_others(bad: Turn, message: str) -> None:
+    named = dataclasses.replace(rollout(bad), id="bad")
+    with pytest.raises(ValueError, match=message):
+        process_rollouts([SPLIT, named, TWO_TURNS], max_length=20, pad_token_id=PAD)
 
 
 def test_without_loss_keeps_only_the_tokens() -> None:
