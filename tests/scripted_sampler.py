@@ -141,3 +141,68 @@ class ScriptedSampler(BatchSampler):
         if request.prompt_tokens not in self._script:
             raise ValueError(f"the script has no reply to prompt {request.prompt_tokens}; add one")
         return self._script[request.prompt_tokens]
+
+
+class TokenSampler(BatchSampler):
+    """Samples one token of every request in each call; token i of prompt `[p]` is p + i.
+
+    >>> sampler = TokenSampler(length=2)
+    >>> [generation] = sampler.sample([SampleRequest((7,), seed=0, max_new_tokens=2)])
+    >>> generation.token_ids
+    (7, 8)
+    """
+
+    def __init__(self, length: int, tokens_per_version: int = 1_000_000) -> None:
+        """Create the sampler.
+
+        Args:
+            length: number of tokens of a reply.
+            tokens_per_version: number of tokens of a reply that are sampled with the same weights.
+        """
+        super().__init__(batch_size=4)
+        self._length = length
+        self._tokens_per_version = tokens_per_version
+        self._running: dict[int, SampleRequest] = {}
+        self._counts: dict[int, int] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there are no requests."""
+        return not self._running
+
+    def start(self, requests: Sequence[SampleRequest]) -> list[int]:
+        """Accept requests."""
+        numbers = super().start(requests)
+        self._waiting.clear()
+        self._running |= zip(numbers, requests, strict=True)
+        self._counts |= dict.fromkeys(numbers, 0)
+        return numbers
+
+    def reset(self) -> None:
+        """Drop all requests."""
+        self._running.clear()
+
+    def advance(self) -> list[tuple[int, Generation]]:
+        """Sample a token of every request."""
+        ended = []
+        for number in list(self._running):
+            self._counts[number] += 1
+            if self._counts[number] == self._length:
+                sampled = self._sampled(number, 0)
+                ended.append((number, Generation(sampled[0], sampled[1], StopReason.STOP, *sampled[2:])))
+                del self._running[number]
+        return ended
+
+    def progress(self, seen: Mapping[int, int]) -> dict[int, SampledTokens]:
+        """Return the new tokens of requests in progress."""
+        asked = seen.keys() & self._running.keys()
+        return {number: self._sampled(number, seen[number]) for number in asked if self._counts[number] > seen[number]}
+
+    def end_conversation(self, conversation: str) -> None:
+        """Drop the request of a conversation."""
+        self._running = {number: one for number, one in self._running.items() if one.conversation != conversation}
+
+    def _sampled(self, number: int, start: int) -> SampledTokens:
+        first, count = self._running[number].prompt_tokens[0], self._counts[number]
+        tokens = tuple(range(first + start, first + count))
+        return SampledTokens(tokens, (-1.0,) * len(tokens), 0, (count - 1) // self._tokens_per_version)

@@ -4,21 +4,23 @@
 """Requests and tokens per second of the server, compared with the bare sampler.
 
     python -m experiments.benchmarks.benchmark_serving
-    python -m experiments.benchmarks.benchmark_serving --concurrent 16 --new_tokens 64
+    python -m experiments.benchmarks.benchmark_serving --requests 64 --new_tokens 64
 
-Weights and prompts are random, which does not affect the time per token. The clients are in a process of their own.
+Weights and prompts are random, which does not affect the time per token. The clients are in a process of their own, and
+send their next request when a response is complete. The bare sampler has all requests in its queue.
 """
 
 import asyncio
+import contextlib
+import dataclasses
 import json
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import httpx
 import jax
 import numpy as np
 
@@ -28,16 +30,17 @@ from experiments.benchmarks.measurement import (
     make_report,
     ratios,
     spread,
-    take_turns,
+    timed,
 )
 from marin_rl.distributed.samplers import open_group_sampler
-from marin_rl.learner.devices import start_devices
+from marin_rl.learner.devices import exempt_from_collection, start_devices
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.serving.app import Server, ServerOptions
 from marin_rl.serving.engine import Engine
-from marin_rl.serving.http_server import HttpServer, listen, url_of
+from marin_rl.serving.http_server import HttpServer, listen
 from marin_rl.serving.protocol import Limits
+from marin_rl.tokenization.chat import ChatTokenizer
 
 PROMPT_TOKENS = 32
 
@@ -48,52 +51,158 @@ def make_requests(count: int, new_tokens: int, vocab_size: int) -> list[SampleRe
     return [SampleRequest(tuple(prompt), seed, new_tokens) for seed, prompt in enumerate(prompts)]
 
 
-async def ask_all(url: str, requests: Sequence[SampleRequest], stream: bool) -> list[float]:
-    """Send all requests at the same time and return the seconds of each."""
+def request_bytes(request: SampleRequest, stream: bool) -> bytes:
+    """Return a request over HTTP."""
+    body = {
+        "model": "policy",
+        "prompt": list(request.prompt_tokens),
+        "max_tokens": request.max_new_tokens,
+        "seed": request.seed,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "stream": stream,
+    }
+    content = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
-    async def ask(client: httpx.AsyncClient, request: SampleRequest) -> float:
-        body = {
-            "model": "policy",
-            "prompt": list(request.prompt_tokens),
-            "max_tokens": request.max_new_tokens,
-            "seed": request.seed,
-            "logprobs": 0,
-            "return_token_ids": True,
-            "stream": stream,
-        }
-        start = time.perf_counter()
-        (await client.post(f"{url}/v1/completions", json=body)).raise_for_status()
-        return time.perf_counter() - start
 
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(limits=limits, timeout=600) as client:
-        return await asyncio.gather(*(ask(client, request) for request in requests))
+async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes) -> None:
+    """Send a request over an open connection and read its response, without the cost of a client library.
+
+    Raises:
+        RuntimeError: if the response is an error.
+    """
+    writer.write(data)
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    if not head.startswith(b"http/1.1 200"):
+        raise RuntimeError(f"the server responds {head.decode()}")
+    if b"content-length:" in head:
+        await reader.readexactly(int(head.partition(b"content-length:")[2].partition(b"\r\n")[0]))
+    else:
+        await reader.readuntil(b"0\r\n\r\n")
+
+
+async def ask_all(port: int, requests: Sequence[bytes], concurrent: int) -> list[float]:
+    """Send requests over `concurrent` connections, the next one when a response is complete.
+
+    Returns:
+        Seconds of each request.
+    """
+    waiting, seconds = iter(requests), []
+
+    async def ask_some() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
+        for data in waiting:
+            start = time.perf_counter()
+            await ask(reader, writer, data)
+            seconds.append(time.perf_counter() - start)
+        writer.close()
+
+    await asyncio.gather(*(ask_some() for _ in range(concurrent)))
+    return seconds
 
 
 def run_client() -> None:
-    """Answer each line `URL COUNT NEW_TOKENS VOCAB STREAM` on standard input with the seconds of its requests."""
+    """Answer each line `PORT COUNT CONCURRENT NEW_TOKENS VOCAB STREAM` on standard input.
+
+    The answer is a line with the seconds of all requests together, the CPU seconds of this process, and the seconds of
+    each request.
+    """
     for line in sys.stdin:
-        url, count, new_tokens, vocab, stream = line.split()
-        requests = make_requests(int(count), int(new_tokens), int(vocab))
-        print(json.dumps(asyncio.run(ask_all(url, requests, stream == "True"))), flush=True)
+        port, count, concurrent, new_tokens, vocab, stream = map(int, line.split())
+        data = [request_bytes(one, bool(stream)) for one in make_requests(count, new_tokens, vocab)]
+        start, cpu = time.perf_counter(), time.process_time()
+        latencies = asyncio.run(ask_all(port, data, concurrent))
+        print(json.dumps([time.perf_counter() - start, time.process_time() - cpu, latencies]), flush=True)
+
+
+@contextlib.contextmanager
+def running_server(engine: Engine, tokenizer: ChatTokenizer, limits: Limits) -> Iterator[int]:
+    """Serve on a free port of this machine, in a thread, until the end of the block."""
+    options = ServerOptions("policy", None, limits, max_sequences=4096, max_body_bytes=2**20, body_seconds=60.0)
+    listener = listen("127.0.0.1", 0, 60.0)
+    port = listener.getsockname()[1]
+    server = HttpServer(Server(engine, tokenizer, options).app(), engine, drain_seconds=1.0)
+    thread = threading.Thread(target=server.run, args=[listener])
+    thread.start()
+    try:
+        yield port
+    finally:
+        server.stop()
+        thread.join()
+
+
+@dataclasses.dataclass
+class Rounds:
+    """Measurements of one way to sample, one entry for each round."""
+
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    """Until all requests have ended."""
+    cpu_seconds: list[float] = dataclasses.field(default_factory=list)
+    """CPU seconds of the server's process."""
+    client_cpu_seconds: list[float] = dataclasses.field(default_factory=list)
+    """CPU seconds of the clients' process."""
+    latencies: list[float] = dataclasses.field(default_factory=list)
+    """Seconds of each request."""
+
+
+Measurement = tuple[float, float, list[float]]
+"""Seconds, CPU seconds of the clients, and seconds of each request."""
+
+
+def measure(kinds: Mapping[str, Callable[[], Measurement]], rounds: int) -> dict[str, Rounds]:
+    """Measure every kind in each round, after one that compiles; the order rotates from round to round."""
+    measured, order = {kind: Rounds() for kind in kinds}, list(kinds)
+    for index in range(rounds + 1):
+        for kind in order:
+            cpu = time.process_time()
+            seconds, client_cpu, latencies = kinds[kind]()
+            if index:
+                measured[kind].seconds.append(seconds)
+                measured[kind].cpu_seconds.append(time.process_time() - cpu)
+                measured[kind].client_cpu_seconds.append(client_cpu)
+                measured[kind].latencies += latencies
+        order = [*order[1:], order[0]]
+    return measured
+
+
+def figures_of(rounds: Rounds, bare: Rounds, count: int, tokens: int) -> dict[str, Any]:
+    """Summarize the measurements."""
+    figures: dict[str, Any] = {
+        "tokens_per_second": spread([tokens / one for one in rounds.seconds]),
+        "requests_per_second": spread([count / one for one in rounds.seconds]),
+        "cpu_ms_per_request": spread([1000 * one / count for one in rounds.cpu_seconds]),
+    }
+    if rounds is bare:
+        return figures
+    p50, p99 = np.percentile(rounds.latencies, [50, 99]).tolist()
+    return figures | {
+        "seconds_over_bare": ratios(rounds.seconds, bare.seconds),
+        "cpu_over_bare": ratios(rounds.cpu_seconds, bare.cpu_seconds),
+        "client_cpu_ms_per_request": spread([1000 * one / count for one in rounds.client_cpu_seconds]),
+        "latency_p50_seconds": p50,
+        "latency_p99_seconds": p99,
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark and print one JSON object."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = benchmark_parser("Throughput of the server; other flags are those of marin_rl.train")
-    parser.add_argument("--concurrent", type=int, default=64, help="requests at the same time")
+    parser.add_argument("--requests", type=int, default=512, help="requests of a round")
+    parser.add_argument("--concurrent", type=int, default=64, help="requests at the same time, and slots")
     parser.add_argument("--new_tokens", type=int, default=128, help="maximum number of new tokens of a request")
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds")
     arguments, rest = parser.parse_known_args(argv)
-    count, new_tokens = arguments.concurrent, arguments.new_tokens
+    count, concurrent, new_tokens = arguments.requests, arguments.concurrent, arguments.new_tokens
     context = PROMPT_TOKENS + new_tokens
     sizes = [
         f"--model.seq_len={context}",
         f"--rollouts.max_length={context}",
         f"--sampling.max_new_tokens={new_tokens}",
     ]
-    config = load_config([*rest, *sizes, f"--sampling.max_seqs={count}"])
+    config = load_config([*rest, *sizes, f"--sampling.max_seqs={concurrent}"])
     assert config.model is not None
     trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
     tokenizer = config.tokenizer.build()
@@ -101,47 +210,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     bare, served = (open_group_sampler(config, model, tokenizer, trainer, version=0) for _ in range(2))
     requests = make_requests(count, new_tokens, tokenizer.vocab_size)
     tokens = sum(len(generation.token_ids) for generation in bare.sample(requests))
-    limits = Limits(context, new_tokens, count, tokenizer.vocab_size, frozenset(tokenizer.stop_token_ids))
-    engine = Engine(served, tokenizer.decode_reply)
-    options = ServerOptions("policy", None, limits, max_sequences=count, max_body_bytes=2**20, body_seconds=60.0)
-    listener = listen("127.0.0.1", 0, 60.0)
-    url = url_of(listener)
-    server = HttpServer(Server(engine, tokenizer, options).app(), engine, drain_seconds=1.0)
-    thread = threading.Thread(target=server.run, args=[listener])
-    thread.start()
+    limits = Limits(context, new_tokens, concurrent, tokenizer.vocab_size, frozenset(tokenizer.stop_token_ids))
     command = [sys.executable, "-c", "from experiments.benchmarks.benchmark_serving import run_client; run_client()"]
-    latencies: dict[bool, list[float]] = {False: [], True: []}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+    with (
+        exempt_from_collection(),
+        running_server(Engine(served, tokenizer.decode_reply), tokenizer, limits) as port,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client,
+    ):
         assert client.stdin is not None
         assert client.stdout is not None
         send, answers = client.stdin, client.stdout
 
-        def ask(stream: bool) -> None:
-            print(url, count, new_tokens, tokenizer.vocab_size, stream, file=send, flush=True)
-            latencies[stream] += json.loads(answers.readline())
+        def sample_bare() -> Measurement:
+            return timed(lambda: bare.sample(requests)), 0.0, []
 
-        kinds = {"bare": lambda: bare.sample(requests), "whole": lambda: ask(False), "streamed": lambda: ask(True)}
-        take_turns(kinds, 1)
-        for seconds in latencies.values():
-            seconds.clear()
-        spent = take_turns(kinds, arguments.rounds)
+        def ask_server(stream: bool) -> Measurement:
+            print(port, count, concurrent, new_tokens, tokenizer.vocab_size, int(stream), file=send, flush=True)
+            return tuple(json.loads(answers.readline()))
+
+        kinds = {"bare": sample_bare, "whole": lambda: ask_server(False), "streamed": lambda: ask_server(True)}
+        measured = measure(kinds, arguments.rounds)
         send.close()
-    server.stop()
-    thread.join()
-    figures: dict[str, Any] = {"tokens_per_round": tokens}
-    for kind, seconds in spent.items():
-        figures[kind] = {
-            "tokens_per_second": spread([tokens / one for one in seconds]),
-            "requests_per_second": spread([count / one for one in seconds]),
-        }
-    for kind, stream in (("whole", False), ("streamed", True)):
-        p50, p99 = np.percentile(latencies[stream], [50, 99]).tolist()
-        figures[kind] |= {
-            "seconds_over_bare": ratios(spent[kind], spent["bare"]),
-            "latency_p50_seconds": p50,
-            "latency_p99_seconds": p99,
-        }
-    print(make_report("benchmark_serving", argv, vars(arguments), figures))
+    figures = {kind: figures_of(rounds, measured["bare"], count, tokens) for kind, rounds in measured.items()}
+    print(make_report("benchmark_serving", argv, vars(arguments), {"tokens_per_round": tokens, **figures}))
 
 
 if __name__ == "__main__":

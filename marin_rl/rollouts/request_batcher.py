@@ -70,10 +70,14 @@ class RequestBatcher:
             self._ended.append(conversation)
             self._changed.notify()
 
-    async def sample(
+    async def sample(self, request: SampleRequest) -> Generation:
+        """Add a request and wait for its generation; see `submit`."""
+        return await self.submit(request)
+
+    def submit(
         self, request: SampleRequest, on_tokens: OnTokens | None = None, is_last_turn: bool = False
-    ) -> Generation:
-        """Add a request and wait for its generation.
+    ) -> "asyncio.Future[Generation]":
+        """Add a request, and return the future of its generation. Call it in the event loop.
 
         Args:
             request: the request; it must be valid for the sampler.
@@ -86,7 +90,7 @@ class RequestBatcher:
         with self._changed:
             self._pending.append(_Pending(request, answer, on_tokens, is_last_turn))
             self._changed.notify()
-        return await answer
+        return answer
 
     def close(self) -> None:
         """End `serve`; no further requests are answered."""

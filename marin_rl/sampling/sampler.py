@@ -44,6 +44,10 @@ class SampledTokens(NamedTuple):
     """`[length]`, the sampled tokens."""
     logprobs: tuple[float, ...]
     """`[length]`, their log-probabilities, as in `Generation`."""
+    first_version: WeightVersion
+    """Version of the weights that produced the request's first token."""
+    last_version: WeightVersion
+    """Version of the weights that produced the last of these tokens."""
 
 
 class Sampler(abc.ABC):

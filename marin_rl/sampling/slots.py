@@ -131,14 +131,14 @@ class SlotTable:
 
     def _finish(self, slot: int, *, stopped: bool) -> tuple[AcceptedRequest, Generation]:
         accepted = self._request(slot)
-        tokens, logprobs = self._sampled(slot, 0)
+        sampled = self._sampled(slot, 0)
         self._requests[slot] = None
         return accepted, Generation(
-            token_ids=tokens,
-            logprobs=logprobs,
+            token_ids=sampled.token_ids,
+            logprobs=sampled.logprobs,
             stop_reason=StopReason.STOP if stopped else StopReason.LENGTH,
-            first_version=int(self._first_versions[slot]),
-            last_version=int(self._last_versions[slot]),
+            first_version=sampled.first_version,
+            last_version=sampled.last_version,
         )
 
     def _request(self, slot: int) -> AcceptedRequest:
@@ -156,4 +156,9 @@ class SlotTable:
                 f"request {self._request(slot).number}: a sampled token has log-probability {logprobs[~valid][0]}; it "
                 "must be finite and at most 0. Check the weights for NaN"
             )
-        return SampledTokens(tuple(self._tokens[slot, start:count].tolist()), tuple(np.minimum(logprobs, 0.0).tolist()))
+        return SampledTokens(
+            tuple(self._tokens[slot, start:count].tolist()),
+            tuple(np.minimum(logprobs, 0.0).tolist()),
+            int(self._first_versions[slot]),
+            int(self._last_versions[slot]),
+        )

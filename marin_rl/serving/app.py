@@ -45,6 +45,7 @@ from marin_rl.tokenization.load import TokenPieces
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _HOST = re.compile(r"\[?([^\[\]]*?)\]?(?::\d+)?")
+_SHORT_BYTES = 2**14
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
 
@@ -135,20 +136,23 @@ class Server:
             )
 
     async def _completions(self, request: Request) -> "Response | EventStream":
-        body = parse_body(CompletionRequest, await self._read(request))
+        values, size = await self._read(request)
+        body = parse_body(CompletionRequest, values)
         self._check_model(body.model)
-        prompts = await asyncio.to_thread(_call, lambda: body.prompts(self._tokenizer), "prompt")
+        prompts = await _tokenize(lambda: body.prompts(self._tokenizer), "prompt", size)
         return await self._respond(request, body, prompts)
 
     async def _chat(self, request: Request) -> "Response | EventStream":
-        body = parse_body(ChatRequest, await self._read(request))
+        values, size = await self._read(request)
+        body = parse_body(ChatRequest, values)
         self._check_model(body.model)
         messages = body.conversation()
-        prompt = await asyncio.to_thread(_call, lambda: self._tokenizer.prompt_tokens(messages), "messages")
+        prompt = await _tokenize(lambda: self._tokenizer.prompt_tokens(messages), "messages", size)
         return await self._respond(request, body, [prompt])
 
     async def _generate(self, request: Request) -> Response:
-        body = parse_body(GenerateRequest, await self._read(request))
+        values, _ = await self._read(request)
+        body = parse_body(GenerateRequest, values)
         self._check_model(body.model)
         requests = self._admit([tuple(body.token_ids)], body.sampling_params)
         parts = await _while_connected(request.receive, self._sample(requests))
@@ -197,24 +201,12 @@ class Server:
 
     async def _sample(self, requests: Sequence[EngineRequest]) -> list[TextPart]:
         """Return the whole replies."""
+        parts = await _all([self._engine.reply(request) for request in requests])
+        self.metrics.sampled_tokens.inc(sum(len(part.token_ids) for part in parts))
+        return parts
 
-        async def whole(request: EngineRequest) -> TextPart:
-            tokens: list[int] = []
-            logprobs: list[float] = []
-            texts: list[str] = []
-            part = TextPart((), (), "")
-            async with contextlib.aclosing(self._engine.stream(request, by_part=False)) as parts:
-                async for part in parts:
-                    tokens += part.token_ids
-                    logprobs += part.logprobs
-                    texts.append(part.text)
-            self.metrics.sampled_tokens.inc(len(tokens))
-            return part._replace(token_ids=tuple(tokens), logprobs=tuple(logprobs), text="".join(texts))
-
-        return await _all([whole(request) for request in requests])
-
-    async def _read(self, request: Request) -> dict[str, Any]:
-        """Read the body of a request, a JSON object."""
+    async def _read(self, request: Request) -> tuple[dict[str, Any], int]:
+        """Read the body of a request, a JSON object; return it with its size in bytes."""
         # Browsers send JSON to another origin only after a preflight, which this server refuses.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError("the content type must be application/json", status=HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
@@ -233,7 +225,7 @@ class Server:
             raise ApiError(f"the body is not valid JSON: {error}") from error
         if not isinstance(body, dict):
             raise ApiError(f"the body is a JSON {type(body).__name__}; it must be an object")
-        return body
+        return body, len(data)
 
 
 class EventStream:
@@ -322,31 +314,38 @@ def is_loopback(host: str) -> bool:
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine, and cancel it when the client disconnects.
+    """Run a coroutine in this task, and cancel it when the client disconnects.
 
     Raises:
         ClientDisconnect: if the client disconnected.
     """
+    task = asyncio.current_task()
+    assert task is not None
+    has_left = False
 
-    async def disconnected() -> None:
+    async def watch() -> None:
+        nonlocal has_left
         while (await receive())["type"] != "http.disconnect":
             pass
+        has_left = True
+        task.cancel()
 
-    running, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    watcher = asyncio.create_task(watch())
     try:
-        await asyncio.wait((running, gone), return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            return running.result()
-        raise ClientDisconnect
+        return await work
+    except asyncio.CancelledError:
+        # The server may cancel the request, too.
+        if has_left and task.uncancel() == 0:
+            raise ClientDisconnect from None
+        raise
     finally:
-        for task in (running, gone):
-            task.cancel()
-        # The work has freed its slots when the request ends.
-        await asyncio.wait((running, gone))
+        watcher.cancel()
 
 
 async def _all(works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
     """Run coroutines concurrently; the first error cancels the others and propagates."""
+    if len(works) == 1:
+        return [await works[0]]
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]
@@ -355,10 +354,11 @@ async def _all(works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
     return [task.result() for task in tasks]
 
 
-def _call(function: Callable[[], Result], param: str) -> Result:
-    """Call a function of the tokenizer; its errors name problems of the request."""
+async def _tokenize(function: Callable[[], Result], param: str, size: int) -> Result:
+    """Call a function of the tokenizer for a body of `size` bytes; its errors name problems of the request."""
     try:
-        return function()
+        # Long texts would delay other requests; for short ones a thread takes longer than the tokenizer.
+        return function() if size <= _SHORT_BYTES else await asyncio.to_thread(function)
     except ValueError as error:
         raise ApiError(str(error), param=param) from error
 

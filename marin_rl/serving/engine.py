@@ -9,9 +9,10 @@ import dataclasses
 import itertools
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
-from marin_rl.rollouts.request_batcher import RequestBatcher
+from marin_rl.rollouts.request_batcher import OnTokens, RequestBatcher
 from marin_rl.sampling.sampler import SampledTokens, Sampler, SampleRequest
 from marin_rl.serving.text import ReplyReader, TextPart
 from marin_rl.timing import PhaseTimer
@@ -68,7 +69,7 @@ class Engine:
         self._decode = decode
         self._numbers = itertools.count()
         self._batcher = RequestBatcher(sampler.batch_size, _CLIENTS, MAX_WAIT)
-        self._tasks: set[asyncio.Task[Generation]] = set()
+        self._answers: set[asyncio.Future[Generation]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="sampler", daemon=True)
@@ -88,60 +89,82 @@ class Engine:
         self._batcher.close()
         self._thread.join()
 
-    async def stream(self, request: EngineRequest, by_part: bool = True) -> AsyncGenerator[TextPart, None]:
-        """Yield the parts of a reply. Closing the generator frees the request's slot.
+    async def reply(self, request: EngineRequest) -> TextPart:
+        """Return a whole reply. Cancelling the call frees the request's slot.
+
+        Without stop texts and stop tokens of its own, the request costs the event loop nothing until its end.
 
         Args:
             request: a valid request.
-            by_part: whether to yield parts as they are sampled instead of the whole reply.
 
         Raises:
             EngineError: if the sampler failed.
         """
-        if self.failure is not None or self._closed:
-            raise EngineError(f"the sampler has stopped: {self.failure or 'the server shuts down'}")
-        # A reply that the request itself may end must be read while it is sampled.
-        reads_parts = by_part or bool(request.stop or request.stop_token_ids)
-        reader = ReplyReader(
-            lambda tokens: self._decode(tokens, request.skip_special_tokens), request.stop, request.stop_token_ids
-        )
-        # A generator that is left early is closed at once only with `aclosing`.
-        async with contextlib.aclosing(self._sample(request.sample, reads_parts)) as sampled:
-            async for tokens, end in sampled:
-                part = reader.push(tokens.token_ids, tokens.logprobs, end)
-                yield part
-                if part.finish_reason is not None:
-                    return
+        if request.stop or request.stop_token_ids:
+            # A generator that is left early is closed at once only with `aclosing`.
+            async with contextlib.aclosing(self.stream(request)) as parts:
+                return _join_text([part async for part in parts])
+        reader = self._reader(request)
+        with self._sampling(request.sample, None) as answer:
+            return _push(reader, *_rest(await answer, 0))
 
-    async def _sample(
-        self, request: SampleRequest, reads_parts: bool
-    ) -> AsyncGenerator[tuple[SampledTokens, StopReason | None], None]:
-        """Yield the tokens of a generation, the last ones with the reason for its end."""
-        self._loop = asyncio.get_running_loop()
-        parts: asyncio.Queue[SampledTokens | None] = asyncio.Queue()
-        conversation = str(next(self._numbers))
-        self.in_progress += 1
-        named = dataclasses.replace(request, conversation=conversation)
-        sampling = asyncio.create_task(
-            self._batcher.sample(named, parts.put_nowait if reads_parts else None, is_last_turn=True)
-        )
-        sampling.add_done_callback(lambda _: parts.put_nowait(None))
-        self._tasks.add(sampling)
-        try:
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[TextPart, None]:
+        """Yield the parts of a reply. Closing the generator frees the request's slot.
+
+        If the caller is slower than the sampler, the parts that have arrived are joined.
+
+        Args:
+            request: a valid request.
+
+        Raises:
+            EngineError: if the sampler failed.
+        """
+        reader = self._reader(request)
+        waiting: deque[SampledTokens] = deque()
+        arrived = asyncio.Event()
+
+        def add(part: SampledTokens) -> None:
+            waiting.append(part)
+            arrived.set()
+
+        with self._sampling(request.sample, add) as answer:
+            answer.add_done_callback(lambda _: arrived.set())
             count = 0
-            while (part := await parts.get()) is not None:
-                count += len(part.token_ids)
-                yield part, None
-            if sampling.cancelled():
-                raise EngineError(f"the sampler has stopped: {self.failure or 'the server shuts down'}")
-            generation = sampling.result()
-            rest = SampledTokens(generation.token_ids[count:], generation.logprobs[count:])
-            yield rest, generation.stop_reason
+            while reader.finish_reason is None:
+                while not (waiting or answer.done()):
+                    await arrived.wait()
+                    arrived.clear()
+                new, end = (_take(waiting), None) if waiting else _rest(answer.result(), count)
+                count += len(new.token_ids)
+                yield _push(reader, new, end)
+
+    def _reader(self, request: EngineRequest) -> ReplyReader:
+        def decode(tokens: Sequence[int]) -> str:
+            return self._decode(tokens, request.skip_special_tokens)
+
+        return ReplyReader(decode, request.stop, request.stop_token_ids)
+
+    @contextlib.contextmanager
+    def _sampling(self, request: SampleRequest, on_tokens: OnTokens | None) -> Iterator["asyncio.Future[Generation]"]:
+        """Sample a request until the end of the block."""
+        if self.failure is not None or self._closed:
+            raise self._error()
+        self._loop = asyncio.get_running_loop()
+        conversation = str(next(self._numbers))
+        named = dataclasses.replace(request, conversation=conversation)
+        answer = self._batcher.submit(named, on_tokens, is_last_turn=True)
+        self._answers.add(answer)
+        self.in_progress += 1
+        try:
+            yield answer
         finally:
-            self._tasks.discard(sampling)
+            self._answers.discard(answer)
             self.in_progress -= 1
             self._batcher.leave(conversation)
-            sampling.cancel()
+            answer.cancel()
+
+    def _error(self) -> EngineError:
+        return EngineError(f"the sampler has stopped: {self.failure or 'the server shuts down'}")
 
     def _serve(self) -> None:
         try:
@@ -152,8 +175,39 @@ class Engine:
             self.on_failure()
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # The event loop may be closed.
-                self._loop.call_soon_threadsafe(self._cancel_all)
+                self._loop.call_soon_threadsafe(self._fail_all)
 
-    def _cancel_all(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+    def _fail_all(self) -> None:
+        for answer in self._answers:
+            if not answer.done():
+                answer.set_exception(self._error())
+
+
+def _take(waiting: deque[SampledTokens]) -> SampledTokens:
+    """Remove and join the first parts that were sampled with the same weights."""
+    parts = [waiting.popleft()]
+    while waiting and waiting[0].last_version == parts[0].last_version:
+        parts.append(waiting.popleft())
+    tokens = tuple(itertools.chain.from_iterable(part.token_ids for part in parts))
+    return parts[0]._replace(
+        token_ids=tokens, logprobs=tuple(itertools.chain.from_iterable(part.logprobs for part in parts))
+    )
+
+
+def _rest(generation: Generation, count: int) -> tuple[SampledTokens, StopReason]:
+    """Return the tokens of a generation from index `count`, and the reason for its end."""
+    tokens, logprobs = generation.token_ids[count:], generation.logprobs[count:]
+    return SampledTokens(tokens, logprobs, generation.first_version, generation.last_version), generation.stop_reason
+
+
+def _push(reader: ReplyReader, new: SampledTokens, end: StopReason | None) -> TextPart:
+    part = reader.push(new.token_ids, new.logprobs, end)
+    return part._replace(weight_versions=(new.first_version, new.last_version))
+
+
+def _join_text(parts: Sequence[TextPart]) -> TextPart:
+    return parts[-1]._replace(
+        token_ids=tuple(itertools.chain.from_iterable(part.token_ids for part in parts)),
+        logprobs=tuple(itertools.chain.from_iterable(part.logprobs for part in parts)),
+        text="".join(part.text for part in parts),
+    )

@@ -60,12 +60,14 @@ class Choice(abc.ABC):
         """Return the choice of a response that is not streamed."""
 
     def _fields(self, part: TextPart) -> dict[str, Any]:
-        """Return vLLM's extensions."""
+        """Return vLLM's extensions, and the versions of the weights."""
         fields: dict[str, Any] = {"stop_reason": part.stop_reason}
         if self._request.return_token_ids:
             fields["token_ids"] = list(part.token_ids)
             if self._is_first:
                 fields["prompt_token_ids"] = list(self._prompt)
+        if part.finish_reason is not None:
+            fields["weight_versions"] = list(part.weight_versions)
         self._is_first = False
         return fields
 
@@ -194,6 +196,7 @@ def generate_body(
                 "logprobs": {"content": content} if has_logprobs else None,
                 "finish_reason": part.finish_reason,
                 "stop_reason": part.stop_reason,
+                "weight_versions": list(part.weight_versions),
             }
         )
     return {

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from marin_rl.environments.tools import ToolCall, ToolError, find_calls, parse_call
-from marin_rl.types import StopReason
+from marin_rl.types import StopReason, WeightVersion
 
 _REPLACEMENT = "\ufffd"
 """Decoders return it for bytes that are not valid UTF-8, such as the first bytes of a character."""
@@ -30,6 +30,8 @@ class TextPart(NamedTuple):
     """`stop` or `length` in the last part; None before."""
     stop_reason: int | str | None = None
     """The stop token or stop string of the request that ended the reply; None for others."""
+    weight_versions: tuple[WeightVersion, WeightVersion] = (0, 0)
+    """Versions of the weights that produced the first token of the reply, and the last one of this part."""
 
 
 class ReplyReader:
@@ -84,7 +86,8 @@ class ReplyReader:
         if cut is not None:
             tokens, stop_reason, end = tokens[: cut + 1], tokens[cut], StopReason.STOP
         shown = tokens if cut is None else tokens[:-1]
-        text = self._held + self._new_text(shown, whole=end is not None)
+        decoded = self._decode([*self._window, *shown])
+        text = self._held + self._unread(decoded, whole=end is not None)
         if any(stop in text for stop in self._stop):
             count = next(n for n in range(len(shown) + 1) if self._first_stop(self._text_after(shown[:n])))
             text = self._text_after(shown[:count])
@@ -92,19 +95,18 @@ class ReplyReader:
             tokens, text, end = tokens[:count], text[:position], StopReason.STOP
         if end is None:
             self._held = text[len(text) - self._num_held(text) :]
-            self._advance(shown)
+            self._advance(shown, decoded)
         else:
             self.finish_reason = "stop" if end is StopReason.STOP else "length"
         passed = text if end is not None else text[: len(text) - len(self._held)]
         return TextPart(tuple(tokens), tuple(logprobs[: len(tokens)]), passed, self.finish_reason, stop_reason)
 
-    def _new_text(self, tokens: Sequence[int], whole: bool) -> str:
-        """Return the text of new tokens, without a last character that may be incomplete unless `whole`."""
-        text = self._decode([*self._window, *tokens])
-        return (text if whole else text.rstrip(_REPLACEMENT))[len(self._read) :]
+    def _unread(self, decoded: str, whole: bool) -> str:
+        """Return the new text, without a last character that may be incomplete unless `whole`."""
+        return (decoded if whole else decoded.rstrip(_REPLACEMENT))[len(self._read) :]
 
     def _text_after(self, tokens: Sequence[int]) -> str:
-        return self._held + self._new_text(tokens, whole=True)
+        return self._held + self._unread(self._decode([*self._window, *tokens]), whole=True)
 
     def _first_stop(self, text: str) -> list[tuple[int, int, str]]:
         """Return position, negative length and text of the stop strings in a text, the first and longest one first."""
@@ -117,11 +119,10 @@ class ReplyReader:
             (n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)), 0
         )
 
-    def _advance(self, tokens: Sequence[int]) -> None:
+    def _advance(self, tokens: Sequence[int], decoded: str) -> None:
         self._window += tokens
-        text = self._decode(self._window)
-        self._read = text.rstrip(_REPLACEMENT)
-        if self._read == text and len(self._window) > _CONTEXT:
+        self._read = decoded.rstrip(_REPLACEMENT)
+        if self._read == decoded and len(self._window) > _CONTEXT:
             del self._window[:-_CONTEXT]
             self._read = self._decode(self._window)
 

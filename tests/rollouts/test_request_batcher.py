@@ -5,16 +5,16 @@ import asyncio
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.request_batcher import RequestBatcher
-from marin_rl.sampling.sampler import SampledTokens, SampleRequest
+from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import Generation, StopReason
-from tests.scripted_sampler import BatchSampler
+from tests.scripted_sampler import BatchSampler, TokenSampler
 
 
 class RecordingSampler(BatchSampler):
@@ -301,55 +301,15 @@ def test_batcher_ends_conversations_and_resets_the_sampler():
     assert calls in (["first", "reset"], ["first", "0", "reset"])
 
 
-class ByToken(RecordingSampler):
-    """Samples one token of every request in each call; token i of prompt p is p + i."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__(batch_size=4)
-        self.length = length
-        self.sampled: dict[int, int] = {}
-        self.open: dict[str | None, int] = {}
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.open
-
-    def start(self, requests: Sequence[SampleRequest]) -> list[int]:
-        numbers = super().start(requests)
-        self.open |= {request.conversation: number for request, number in zip(requests, numbers, strict=True)}
-        self.sampled |= dict.fromkeys(numbers, 0)
-        return numbers
-
-    def tokens(self, number: int) -> tuple[int, ...]:
-        prompt = next(request.prompt_tokens[0] for known, request in self._waiting if known == number)
-        return tuple(range(prompt, prompt + self.sampled[number]))
-
-    def advance(self) -> list[tuple[int, Generation]]:
-        ended = []
-        for number in self.open.values():
-            self.sampled[number] += 1
-            if self.sampled[number] == self.length:
-                tokens = self.tokens(number)
-                ended.append((number, Generation(tokens, (-1.0,) * len(tokens), StopReason.STOP, 0, 0)))
-        return ended
-
-    def progress(self, seen: Mapping[int, int]) -> dict[int, SampledTokens]:
-        new = {number: self.tokens(number)[start:] for number, start in seen.items()}
-        return {number: SampledTokens(tokens, (-1.0,) * len(tokens)) for number, tokens in new.items() if tokens}
-
-    def end_conversation(self, conversation: str) -> None:
-        self.open.pop(conversation, None)
-
-
 def test_tokens_arrive_as_they_are_sampled():
     parts: list[tuple[int, ...]] = []
 
     async def streamed(batcher: RequestBatcher) -> list[int]:
         named = dataclasses.replace(request(10), conversation="0")
-        generation = await batcher.sample(named, lambda part: parts.append(part.token_ids), is_last_turn=True)
+        generation = await batcher.submit(named, lambda part: parts.append(part.token_ids), is_last_turn=True)
         return list(generation.token_ids)
 
-    sampler = ByToken(length=4)
+    sampler = TokenSampler(length=4)
     assert serve(sampler, streamed) == [[10, 11, 12, 13]]
     assert parts == [(10,), (11,), (12,)]
     # The last turn freed the slot.
@@ -358,17 +318,17 @@ def test_tokens_arrive_as_they_are_sampled():
 
 def test_the_request_of_an_episode_that_leaves_is_dropped():
     first_token = asyncio.Event()
-    sampler = ByToken(length=1_000_000_000)
+    sampler = TokenSampler(length=1_000_000_000)
 
     async def leaves(batcher: RequestBatcher) -> bool:
         named = dataclasses.replace(request(10), conversation="x")
-        sampling = asyncio.create_task(batcher.sample(named, lambda part: first_token.set()))
+        sampling = batcher.submit(named, lambda part: first_token.set())
         await first_token.wait()
         sampling.cancel()
         batcher.join(1)
         batcher.leave("x")
         while not sampler.is_idle:
             await asyncio.sleep(0)
-        return sampling.cancelling() > 0
+        return sampling.cancelled()
 
     assert serve(sampler, leaves, check_after=0.01) == [True]

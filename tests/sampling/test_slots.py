@@ -72,9 +72,10 @@ def test_inputs_are_copies():
 
 def test_progress_is_that_of_the_requests_asked_for():
     slots = table()
-    slots.add(*columns((-1, 11, 21), (-1, 12, 22)), 0)
+    slots.add(*columns((-1, 11, 21)), 3)
+    slots.add(*columns((-1, 12, 22)), 4)
     logprob = np.float32(-1.2).item()
-    assert slots.progress({8: 1, 99: 0}) == {8: SampledTokens((12,), (logprob,))}
+    assert slots.progress({8: 1, 99: 0}) == {8: SampledTokens((12,), (logprob,), 3, 4)}
     assert slots.progress({8: 2}) == {}
     slots.active[1] = False
     assert slots.progress({8: 0}) == {}

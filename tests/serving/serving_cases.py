@@ -5,6 +5,7 @@
 
 import contextlib
 import dataclasses
+import socket
 import threading
 from collections.abc import Iterator
 
@@ -56,14 +57,31 @@ class Serving:
 
 @contextlib.contextmanager
 def serving(
-    sampler: Sampler, *, key: str | None = None, drain_seconds: float = 10.0, **options: int | float
+    sampler: Sampler,
+    *,
+    key: str | None = None,
+    drain_seconds: float = 10.0,
+    client_seconds: float = 10.0,
+    send_buffer: int | None = None,
+    **options: int | float,
 ) -> Iterator[Serving]:
-    """Serve until the end of the block; fails if the server leaves sequences behind."""
+    """Serve until the end of the block; fails if the server leaves sequences behind.
+
+    Args:
+        sampler: samples the replies.
+        key: API key.
+        drain_seconds: as in `HttpServer`.
+        client_seconds: as in `listen`.
+        send_buffer: bytes that the kernel holds of each response; its default if None.
+        options: other fields of `ServerOptions`.
+    """
     limits = Limits(CONTEXT, MAX_NEW, 64, TOKENIZER.vocab_size, frozenset(TOKENIZER.stop_token_ids))
     values = {"max_sequences": 4096, "max_body_bytes": 100_000, "body_seconds": 10.0, **options}
     engine = Engine(sampler, TOKENIZER.decode_reply)
     app = Server(engine, TOKENIZER, ServerOptions(model="policy", key=key, limits=limits, **values)).app()
-    listener = listen("127.0.0.1", 0, 10.0)
+    listener = listen("127.0.0.1", 0, client_seconds)
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     server = HttpServer(app, engine, drain_seconds)
     thread = threading.Thread(target=server.run, args=[listener])
     thread.start()

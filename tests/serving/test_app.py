@@ -12,14 +12,17 @@ import httpx
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
+from marin_rl.retry import RetryConfig
+from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig, SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
+from marin_rl.sampling.openai_sampler import OpenAiSampler
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.seeds import derive_seed
 from marin_rl.serving.app import is_loopback
 from marin_rl.serving.protocol import NEUTRAL
 from marin_rl.types import Generation, StopReason
 from tests.scripted_sampler import ScriptedSampler
-from tests.serving.serving_cases import CONTEXT, MAX_NEW, TOKENIZER, Serving, serving, tiny_sampler
+from tests.serving.serving_cases import CONTEXT, MAX_NEW, SLOTS, TOKENIZER, Serving, serving, tiny_sampler
 
 openai = pytest.importorskip("openai")
 
@@ -163,6 +166,27 @@ def test_concurrent_requests_equal_the_sampler(server: Serving, bare: GroupSampl
     wanted = [(generation.token_ids, generation.logprobs) for generation in bare.sample(samples)]
     assert asyncio.run(ask_all()) == wanted
     assert server.engine.in_progress == 0
+
+
+@pytest.mark.medium
+def test_a_run_can_sample_from_the_server(server: Serving, bare: GroupSampler, monkeypatch: pytest.MonkeyPatch):
+    """`sampler: {type: openai}` gets the generations of the built-in sampler."""
+    monkeypatch.setenv("POLICY_KEY", "secret")
+    sampling = SamplingConfig(max_new_tokens=MAX_NEW, max_seqs=SLOTS)
+    reload = ReloadConfig(folder="weights", path="reload.py", function="reload")
+    config = OpenAiSamplerConfig(
+        f"{server.url}/v1", "policy", reload, "POLICY_KEY", retry=RetryConfig(give_up_seconds=0.0)
+    )
+    client = OpenAiSampler(
+        config,
+        config=sampling,
+        stop_token_ids=TOKENIZER.stop_token_ids,
+        max_context=CONTEXT,
+        vocab_size=TOKENIZER.vocab_size,
+    )
+    client.check_server()
+    requests = [SampleRequest((*PROMPT, seed), seed, 10 + seed, (0.0, 0.8)[seed % 2]) for seed in range(20)]
+    assert client.sample(requests) == bare.sample(requests)
 
 
 def test_stop_strings_end_a_reply(client: Any, bare: GroupSampler):

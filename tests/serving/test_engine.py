@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
@@ -10,8 +11,9 @@ import pytest
 
 from marin_rl.sampling.sampler import SampleRequest, SamplerError
 from marin_rl.serving.engine import Engine, EngineError, EngineRequest
+from marin_rl.serving.text import TextPart
 from marin_rl.types import Generation, StopReason
-from tests.scripted_sampler import BatchSampler, ScriptedSampler
+from tests.scripted_sampler import BatchSampler, ScriptedSampler, TokenSampler
 
 
 def decode(tokens: Sequence[int], skip_special_tokens: bool) -> str:
@@ -128,3 +130,43 @@ def test_parts_end_with_the_reason():
         assert asyncio.run(ask()) == ["length"]
     assert sampler.requests[0].conversation == "0"
     assert StopReason.LENGTH == "length"
+
+
+def test_parts_have_the_versions_of_their_weights():
+    """The letters change weights after every second one."""
+
+    async def ask(engine: Engine) -> list[TextPart]:
+        async with contextlib.aclosing(engine.stream(request("a"))) as parts:
+            return [part async for part in parts]
+
+    with running(Engine(TokenSampler(length=5, tokens_per_version=2), decode)) as engine:
+        parts = asyncio.run(ask(engine))
+        whole = asyncio.run(engine.reply(request("a")))
+    assert "".join(part.text for part in parts) == whole.text == "abcde"
+    for part in parts:
+        assert part.weight_versions == (0, (part.token_ids[-1] - ord("a")) // 2)
+    assert whole.weight_versions == (0, 2)
+
+
+def test_a_stop_text_ends_a_reply_and_its_versions():
+    cut = dataclasses.replace(request("a"), stop=("d",))
+    with running(Engine(TokenSampler(length=9, tokens_per_version=2), decode)) as engine:
+        part = asyncio.run(engine.reply(cut))
+    assert (part.text, part.finish_reason, part.weight_versions) == ("abc", "stop", (0, 1))
+
+
+def test_a_slow_caller_gets_the_parts_joined():
+    """The sampler never waits for the caller."""
+    sampler = TokenSampler(length=20)
+
+    async def ask(engine: Engine) -> list[str]:
+        async with contextlib.aclosing(engine.stream(request("a"))) as parts:
+            texts = [(await anext(parts)).text]
+            while not sampler.is_idle:
+                await asyncio.sleep(0)
+            return [*texts, *[part.text async for part in parts]]
+
+    with running(Engine(sampler, decode)) as engine:
+        texts = asyncio.run(ask(engine))
+    assert "".join(texts) == "abcdefghijklmnopqrst"
+    assert len(texts) <= 4

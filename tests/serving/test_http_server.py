@@ -5,6 +5,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -16,8 +17,10 @@ import httpx
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
+from experiments.benchmarks.benchmark_serving import ask_all, request_bytes
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampleRequest, WeightPoll
+from marin_rl.seeds import derive_seed
 from marin_rl.serving.http_server import listen, url_of
 from tests.serving.serving_cases import MAX_NEW, Serving, serving, tiny_model, tiny_sampler
 
@@ -69,13 +72,24 @@ def open_sockets() -> int:
     return sum(link.startswith("socket:") for link in links)
 
 
-def raw_request(server: Serving, data: dict[str, object]) -> socket.socket:
+def raw_request(server: Serving, data: dict[str, object], receive_buffer: int | None = None) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
-    client = socket.create_connection((host, int(port)))
+    client = socket.socket()
+    if receive_buffer is not None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    client.connect((host, int(port)))
     content = json.dumps(data).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += "Connection: close\r\n"
     client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
     return client
+
+
+def ask_server(server: Serving, count: int, concurrent: int) -> list[float]:
+    """Send short requests, every fourth of them streamed; an error fails the test."""
+    requests = [SampleRequest(tuple(b"ab"), seed, 2) for seed in range(count)]
+    data = [request_bytes(request, stream=request.seed % 4 == 0) for request in requests]
+    return asyncio.run(ask_all(int(server.url.rpartition(":")[2]), data, concurrent))
 
 
 @pytest.mark.medium
@@ -109,14 +123,62 @@ def test_a_client_that_leaves_a_stream_frees_its_slot(server: Serving, held: Hel
 
 @pytest.mark.medium
 def test_a_thousand_queued_requests(server: Serving, held: Held):
-    async def ask() -> list[int]:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(limits=limits, timeout=300) as client:
-            url, data = f"{server.url}/v1/completions", body(max_tokens=4)
-            return [r.status_code for r in await asyncio.gather(*(client.post(url, json=data) for _ in range(1000)))]
-
-    assert asyncio.run(ask()) == [200] * 1000
+    assert len(ask_server(server, 1000, concurrent=1000)) == 1000
     assert server.engine.in_progress == 0
+
+
+@pytest.mark.medium
+def test_two_thousand_requests_leave_nothing_behind(server: Serving, held: Held):
+    """No slot, socket, task or other object remains."""
+
+    def objects() -> int:
+        until(lambda: server.engine.in_progress == 0 and open_sockets() <= sockets)
+        gc.collect()
+        return len(gc.get_objects())
+
+    assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
+    sockets = open_sockets()
+    ask_server(server, 200, concurrent=32)
+    before = objects()
+    # With 16 slots, slots that are not freed would block later requests.
+    ask_server(server, 2000, concurrent=32)
+    assert objects() - before < 500
+
+
+@pytest.mark.medium
+def test_a_client_that_does_not_read_delays_nobody(held: Held):
+    """Its response is complete later, and the server holds little of it meanwhile."""
+    data = body(stream=True, n=16, logprobs=0, return_token_ids=True)
+    with serving(held.sampler, send_buffer=4096) as server:
+        held.open.set()
+        with raw_request(server, data, receive_buffer=4096) as slow:
+            until(lambda: server.engine.in_progress == 16)
+            for stream in (False, True):
+                response = httpx.post(f"{server.url}/v1/completions", json=body(stream=stream), timeout=60)
+                assert response.status_code == 200
+            # Its slots are free, although its response is not sent.
+            assert server.engine.in_progress > 0
+            received = b"".join(iter(lambda: slow.recv(2**16), b""))
+    tokens: list[list[int]] = [[] for _ in range(16)]
+    for line in received.decode().splitlines():
+        if line.startswith("data: {"):
+            [choice] = json.loads(line.removeprefix("data: "))["choices"]
+            tokens[choice["index"]] += choice["token_ids"]
+    seeds = [derive_seed(0, index) if index else 0 for index in range(16)]
+    wanted = tiny_sampler().sample([SampleRequest(tuple(b"ab"), seed, MAX_NEW) for seed in seeds])
+    assert [tuple(ids) for ids in tokens] == [generation.token_ids for generation in wanted]
+    assert received.endswith(b"0\r\n\r\n")
+
+
+@pytest.mark.medium
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux can end such a connection")
+def test_a_client_that_never_reads_is_disconnected(held: Held):
+    data = body(stream=True, n=16, logprobs=0, return_token_ids=True)
+    with serving(held.sampler, send_buffer=4096, client_seconds=0.5) as server:
+        held.open.set()
+        with raw_request(server, data, receive_buffer=4096):
+            until(lambda: server.engine.in_progress == 16)
+            until(lambda: server.engine.in_progress == 0)
 
 
 def test_requests_above_the_limit_are_refused(held: Held):
@@ -144,14 +206,18 @@ def test_a_weight_update_in_mid_stream(server: Serving, held: Held):
             updated.set()
 
     tokens: list[int] = []
+    versions: list[list[int]] = []
     held.before = update
     data = body(stream=True, return_token_ids=True)
     with httpx.stream("POST", f"{server.url}/v1/completions", json=data, timeout=60) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
-                tokens += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"]
+                [choice] = json.loads(line.removeprefix("data: "))["choices"]
+                tokens += choice["token_ids"]
+                versions += [choice["weight_versions"]] if "weight_versions" in choice else []
     held.before = lambda: None
     assert updated.is_set()
+    assert versions == [[0, 1]]
     assert tuple(tokens[:20]) == before[:20]
     assert tuple(tokens) != before
     held.sampler.update_weights(old, 0)
