@@ -98,7 +98,7 @@ class LiveRun:
     """A training run in a separate process, with its child processes."""
 
     arguments: Sequence[str]
-    """Arguments of `python -m marin_rl.train`."""
+    """Arguments of the command."""
     run_dir: Path
     """Run directory."""
     output: Path
@@ -107,8 +107,16 @@ class LiveRun:
     """Timeout of every wait, in seconds."""
     prefix: Sequence[str] = ()
     """Command prefix, such as a program that executes the command."""
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Additional environment variables."""
+    folder: Path | None = None
+    """Working directory; None for that of this process."""
     hold: Path | None = None
     """File that pauses weight transfers, see `experiments.soak_train`; None if not needed."""
+    program: str = "marin_rl.train"
+    """Module of the command."""
+    popen: Callable[..., Any] = subprocess.Popen
+    """Starts a process like `subprocess.Popen`."""
     process: "subprocess.Popen[bytes] | None" = None
     """The trainer; None before the first start."""
     _said_before: int = 0
@@ -117,9 +125,16 @@ class LiveRun:
         """Start the command."""
         with self.output.open("ab") as stream:
             self._said_before = stream.tell()
-            program = ["marin_rl.train"] if self.hold is None else ["experiments.soak_train", str(self.hold)]
+            program = [self.program] if self.hold is None else ["experiments.soak_train", str(self.hold)]
             command = [*self.prefix, sys.executable, "-m", *program, *self.arguments]
-            self.process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
+            self.process = self.popen(
+                command,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                cwd=self.folder,
+                env={**os.environ, **self.environment},
+                start_new_session=True,
+            )
 
     @property
     def said(self) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from marin_rl import plan
+from tests import fork_server
 from tests.planning.plan_cases import TINY
 
 
@@ -21,8 +22,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def run_plan(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "marin_rl.plan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return fork_server.run([sys.executable, "-m", "marin_rl.plan", *arguments])
 
 
 @pytest.mark.slow

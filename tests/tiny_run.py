@@ -149,6 +149,12 @@ def make_run(folder: Path, **changes: Any) -> TinyRun:
     return run
 
 
+def set_num_steps(run: TinyRun, steps: int) -> None:
+    """Change `num_steps` of a run that has started."""
+    for file in (run.config, run.path / "config.yaml"):
+        file.write_text(re.sub(r"(?m)^num_steps: .*$", f"num_steps: {steps}", file.read_text()))
+
+
 def copy_of(run: TinyRun, folder: Path) -> TinyRun:
     """Copy a run to another folder; its config.yaml contains the new path."""
     folder.mkdir(exist_ok=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import marin_rl
 from experiments.soak import LiveRun
+from tests.fork_server import popen
 from tests.free_port import free_port
 from tests.tiny_run import TinyRun
 
@@ -31,8 +32,17 @@ def hosts(run: TinyRun, count: int, folders: Sequence[Path] = (), devices: int =
     processes = []
     for index, flags in enumerate(distributed_flags(count, "trainer.distributed")):
         output = run.path.parent / f"output-{count}-{index}.txt"
-        place = ["env", "-C", str(folders[index])] if folders else []
-        processes.append(LiveRun([*run.argv, *flags], run.path, output, TIMEOUT, [*place, *cpu_host(devices)]))
+        processes.append(
+            LiveRun(
+                [*run.argv, *flags],
+                run.path,
+                output,
+                TIMEOUT,
+                environment=cpu_host(devices),
+                folder=folders[index] if folders else None,
+                popen=popen,
+            )
+        )
     return processes
 
 
@@ -47,14 +57,13 @@ def distributed_flags(count: int, section: str) -> list[list[str]]:
     return [[text for name, value in own.items() for text in (f"--{section}.{name}", str(value))] for own in settings]
 
 
-def cpu_host(devices: int) -> list[str]:
-    """Return the command prefix that gives a process this number of CPU devices."""
-    environment = {
+def cpu_host(devices: int) -> dict[str, str]:
+    """Return the environment variables that give a process this number of CPU devices."""
+    return {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "PYTHONPATH": Path(marin_rl.__file__).parents[1],
+        "PYTHONPATH": str(Path(marin_rl.__file__).parents[1]),
     }
-    return ["env", *(f"{name}={value}" for name, value in environment.items())]
 
 
 @contextlib.contextmanager

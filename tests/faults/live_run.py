@@ -11,6 +11,7 @@ from typing import Any
 
 from experiments.soak import Child, LiveRun
 from marin_rl.rollouts.store import read_rollouts
+from tests.fork_server import popen
 from tests.tiny_run import TinyRun
 
 SILENCE = 3.0
@@ -64,7 +65,7 @@ def each_of_one_version(run: LiveRun) -> None:
 
 def live(run: TinyRun) -> LiveRun:
     """Make the run's command in a separate process."""
-    return LiveRun(run.argv, run.path, run.path.parent / "output.txt", PATIENCE)
+    return LiveRun(run.argv, run.path, run.path.parent / "output.txt", PATIENCE, popen=popen)
 
 
 @contextlib.contextmanager

@@ -6,22 +6,12 @@
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from experiments.soak import LiveRun, kill_in_transfer, pause, whole_and_once
-from experiments.soak_train import hold_transfers
-from tests.faults.live_run import (
-    SILENCE,
-    all_end,
-    async_settings,
-    each_of_one_version,
-    live,
-    started,
-    verifiable_versions,
-)
-from tests.tiny_run import TinyRun, make_run
+from experiments.soak import LiveRun, pause, whole_and_once
+from tests.faults.live_run import SILENCE, async_settings, live, started
+from tests.tiny_run import TinyRun
 
 
 def async_run(finished_run: TinyRun, new_run: Callable[..., TinyRun], steps: int) -> LiveRun:
@@ -67,23 +57,3 @@ def test_run_survives_killed_and_paused_workers_and_coordinator(
     assert whole_and_once(run, groups=4, members=4, staleness=1) == 30
     log = (run.run_dir / "log.txt").read_text()
     assert "the coordinator was restarted; submitting" in log
-
-
-@pytest.mark.slow
-def test_weight_server_killed_during_transfer_leaves_no_mixed_weights(tmp_path: Path) -> None:
-    settings = async_settings(**verifiable_versions(tmp_path / "problems.jsonl"), num_steps=8, checkpoint__every=2)
-    run = live(make_run(tmp_path, **settings))
-    run.hold = tmp_path / "hold"
-    # Step 4 publishes this version, so it is trained and saved, and the run cannot end without the version.
-    hold_transfers(run.hold, 4)
-    with started(run):
-        run.wait_until(lambda: run.saved_steps >= 4, "the checkpoint of step 4")
-        children = run.children()
-        kill_in_transfer(run)
-        all_end(children)
-    saved = run.saved_steps
-    with started(run):
-        assert run.end() == 0, run.output.read_text()
-    assert f"resuming after step {saved}, from " in (run.run_dir / "log.txt").read_text()
-    assert whole_and_once(run, groups=4, members=4, staleness=1) == 8
-    each_of_one_version(run)

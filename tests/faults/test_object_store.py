@@ -18,6 +18,7 @@ from experiments.soak import LiveRun
 from marin_rl.evaluate import main as evaluate
 from marin_rl.view import main as view
 from tests.faults.live_run import PATIENCE
+from tests.fork_server import popen
 from tests.gcs_emulator import Fault, Gcs
 from tests.tiny_run import TinyRun, contents, make_run, outcome
 
@@ -85,10 +86,15 @@ def test_run_in_a_bucket_equals_a_local_run(
 def process(run: TinyRun, folder: Path, gcs: Gcs) -> LiveRun:
     """The run's command as a process with its own working directory."""
     folder.mkdir(exist_ok=True)
-    environment = [f"{name}={value}" for name, value in gcs.environment.items()]
-    package = f"PYTHONPATH={Path(__file__).parents[2]}"
-    prefix = ["env", "-C", str(folder), package, *environment]
-    return LiveRun(run.argv, run.path, folder / "output.txt", PATIENCE, prefix)
+    return LiveRun(
+        run.argv,
+        run.path,
+        folder / "output.txt",
+        PATIENCE,
+        environment={**gcs.environment, "PYTHONPATH": str(Path(__file__).parents[2])},
+        folder=folder,
+        popen=popen,
+    )
 
 
 MOMENTS = [

@@ -9,14 +9,14 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.fork_server import ForkedProcess, popen
 from tests.tiny_run import TinyRun, contents, interrupted_after, make_run, outcome
 
 LAST = 6
@@ -40,7 +40,7 @@ class Moment:
     name: str
     """Name in messages."""
     pattern: str | None = None
-    """Pattern of the first file event to count; see `fork_server.kill_at`."""
+    """Pattern of the first file event to count; see `tests.fork_server.die_at`."""
     count: int = 0
     """Number of file events after it."""
     seen: Callable[[TinyRun], bool] | None = None
@@ -102,72 +102,38 @@ def moments(chance: random.Random) -> list[Moment]:
     ]
 
 
-class ForkServer:
-    """Client of `tests/faults/fork_server.py`."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+def start(run: TinyRun, moment: Moment | None = None) -> ForkedProcess:
+    """Start the run's command."""
+    pattern = moment.pattern if moment else None
+    with (run.path.parent / "output.txt").open("wb") as output:
+        return popen(
+            [sys.executable, "-m", "marin_rl.train", *run.argv],
+            stdout=output,
+            env=os.environ,
+            kill_at=None if moment is None or pattern is None else (pattern, moment.count),
         )
 
-    def start(self, run: TinyRun, moment: Moment | None = None) -> int:
-        """Start the run's command and return its process id."""
-        assert self.process.stdin is not None
-        order = {"argv": run.argv, "output": str(run.path.parent / "output.txt")}
-        if moment is not None:
-            order |= {"pattern": moment.pattern, "count": moment.count}
-        self.process.stdin.write(f"{json.dumps(order)}\n")
-        self.process.stdin.flush()
-        return self._answer()
 
-    def wait(self) -> int:
-        """Return the exit status; negative if a signal ended the process."""
-        return self._answer()
-
-    def _answer(self) -> int:
-        assert self.process.stdout is not None
-        return int(self.process.stdout.readline())
-
-
-@pytest.fixture
-def server() -> Iterator[ForkServer]:
-    server = ForkServer()
-    try:
-        yield server
-    finally:
-        assert server.process.stdin is not None
-        server.process.stdin.close()
-        server.process.wait()
-        assert server.process.stdout is not None
-        server.process.stdout.close()
-
-
-def kill_at(server: ForkServer, run: TinyRun, moment: Moment) -> None:
+def kill_at(run: TinyRun, moment: Moment) -> None:
     """Start the run, and kill it at the given time."""
-    process = server.start(run, moment)
+    process = start(run, moment)
     if moment.seen is not None:
         while not moment.seen(run):
-            os.kill(process, 0)  # raises once it has ended by itself
+            assert process.poll() is None, f"{moment.name}: ended by itself"
             time.sleep(0.001)
         time.sleep(moment.delay)
-        os.kill(process, signal.SIGKILL)
-    status = server.wait()
+        process.kill()
+    status = process.wait()
     assert status == -signal.SIGKILL, f"{moment.name}: not killed:\n{(run.path.parent / 'output.txt').read_text()}"
     assert moment.leaves is None or list(run.path.glob(moment.leaves)), moment.name
 
 
 @pytest.mark.slow
-def test_run_killed_14_times_equals_uninterrupted_run(
-    finished_run: TinyRun, tmp_path: Path, server: ForkServer
-) -> None:
+def test_run_killed_14_times_equals_uninterrupted_run(finished_run: TinyRun, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     for moment in moments(random.Random(20)):
-        kill_at(server, run, moment)
-    server.start(run)
-    status, output = server.wait(), (run.path.parent / "output.txt").read_text()
+        kill_at(run, moment)
+    status, output = start(run).wait(), (run.path.parent / "output.txt").read_text()
     assert status == 0, output
     assert f"resuming after step {LAST}" in output
     same_outcome(run, finished_run)

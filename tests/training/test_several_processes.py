@@ -6,11 +6,13 @@
 First in `mode: async`, with Ray and a rollout worker, then in `mode: sync`, with a warm start and evaluations.
 """
 
+import dataclasses
+import itertools
 import json
 import os
+import re
+import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,26 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from experiments.soak import LiveRun
 from marin_rl.training.run_directory import RunDirectory, lock
-from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome, stored, without_losses, without_timings
+from tests.fork_server import popen
+from tests.gcs_emulator import Gcs
+from tests.tiny_run import (
+    TinyRun,
+    interrupted_after,
+    make_run,
+    outcome,
+    set_num_steps,
+    stored,
+    without_losses,
+    without_timings,
+)
 from tests.training_hosts import TIMEOUT, cpu_host, distributed_flags, hosts, started
 
 pytestmark = pytest.mark.slow
 
 
-def make(folder: Path) -> TinyRun:
+def make(folder: Path, **changes: Any) -> TinyRun:
     """A run from random weights with random rewards, because an untrained policy is never correct."""
     folder.mkdir()
     inner = {"type": "jsonl", "name": "ones", "path": str(folder / "problems.jsonl"), "held_out": 0.3}
@@ -42,6 +56,7 @@ def make(folder: Path) -> TinyRun:
             "checkpoint__every": 1,
             "checkpoint__keep_every": 1,
             "kl": {"type": "in_reward", "beta": 0.05},
+            **changes,
         },
     )
 
@@ -98,10 +113,50 @@ def test_only_main_process_prints_and_writes(shared: TinyRun) -> None:
     assert [file.name for file in (shared.path / "processes").iterdir()] == ["1.txt"]
 
 
-@pytest.mark.medium
-def test_killed_run_resumes_bit_for_bit(shared: TinyRun, tmp_path: Path) -> None:
-    killed = interrupted_after(shared, 1, tmp_path / "killed")
-    train(killed, 2)
+PREFIX = "runs/shared/"
+
+
+def start_in_bucket(run: TinyRun, gcs: Gcs, folders: Sequence[Path]) -> list[LiveRun]:
+    """Both processes of a run in the object store, each in its own working directory."""
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    training = hosts(run, 2, folders)
+    return [dataclasses.replace(host, environment={**host.environment, **gcs.environment}) for host in training]
+
+
+def test_killed_run_without_a_common_disk_resumes_bit_for_bit(shared: TinyRun, gcs: Gcs, tmp_path: Path) -> None:
+    """Two processes with their run directory in an object store equal two on a disk that were not killed."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    remote = make(tmp_path / "remote", run_dir=f"gs://bucket/{PREFIX.rstrip('/')}")
+    first = start_in_bucket(remote, gcs, folders)
+
+    def kill() -> bool:
+        for host in first:
+            host.process.kill()
+        return True
+
+    # Both have written their arrays, but the checkpoint is not committed.
+    gcs.watched.append((rf"POST {PREFIX}checkpoints/step-00000002/manifest\.json", kill))
+    with started(first):
+        codes = [host.end() for host in first]
+    assert codes == [-signal.SIGKILL] * 2, "\n".join(host.said[-3000:] for host in first)
+    writers = {name.rpartition("/")[2][17:31] for name in gcs.names(f"{PREFIX}checkpoints/step-00000002/state/")}
+    assert writers == {"00000-of-00002", "00001-of-00002"}
+    gcs.downloads.clear()
+
+    again = start_in_bucket(remote, gcs, folders[::-1])
+    with started(again):
+        codes = [host.end() for host in again]
+    assert codes == [0, 0], "\n".join(host.said[-3000:] for host in again)
+    assert f"resuming after step 1, from gs://bucket/{PREFIX}checkpoints/step-00000001" in again[0].said
+    reads = {name: ranges for name, ranges in gcs.downloads.items() if "step-00000001" in name}
+    assert {re.sub(r".*/", "", name)[17:31] for name in reads if "/state/" in name} == writers
+    for name, ranges in reads.items():
+        places = sorted(ranges)
+        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(places)), name
+
+    gcs.download(PREFIX, tmp_path / "copy")
+    killed = TinyRun(tmp_path / "copy", remote.config)
     assert comparable(killed) == comparable(shared)
     found, expected = outcome(killed), outcome(shared)
     # Worker counters accumulate over restarts, and each start has its own worker.
@@ -156,11 +211,13 @@ def train_sync(run: TinyRun, count: int, **how: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def sync_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, TinyRun]:
-    """Runs on the same devices in one, two and four processes, by their number."""
+    """Runs on the same devices, by their number of processes; two processes continue a run of four after step 3."""
     folder = tmp_path_factory.mktemp("sync")
-    runs = {count: make_sync(folder / str(count)) for count in (1, 2, 4)}
+    runs = {count: make_sync(folder / str(count)) for count in (1, 4)}
     for count, run in runs.items():
         train_sync(run, count)
+    runs[2] = interrupted_after(runs[4], 3, folder / "2")
+    train_sync(runs[2], 2)
     return runs
 
 
@@ -193,24 +250,23 @@ def test_processes_sample_and_train_like_one(sync_runs: dict[int, TinyRun], coun
     assert accuracies[-1] > accuracies[0] + 0.3
 
 
-def test_a_run_resumes_on_another_number_of_processes(sync_runs: dict[int, TinyRun], tmp_path: Path) -> None:
-    resumed = interrupted_after(sync_runs[4], 3, tmp_path / "resumed")
-    train_sync(resumed, 2)
-    assert_equal_to_rounding(resumed, sync_runs[1])
-
-
-def test_processes_evaluate_like_one(sync_runs: dict[int, TinyRun]) -> None:
+def test_processes_evaluate_like_one(sync_runs: dict[int, TinyRun], tmp_path: Path) -> None:
     run = sync_runs[2]
     evaluations = [
-        subprocess.Popen(
-            [*cpu_host(2), sys.executable, "-m", "marin_rl.evaluate", "--run", str(run.path), "--json", *flags],
-            stdout=subprocess.PIPE,
-            text=True,
+        LiveRun(
+            ["--run", str(run.path), "--json", *flags],
+            run.path,
+            tmp_path / f"output-{index}.txt",
+            TIMEOUT,
+            environment=cpu_host(2),
+            program="marin_rl.evaluate",
+            popen=popen,
         )
-        for flags in distributed_flags(2, "distributed")
+        for index, flags in enumerate(distributed_flags(2, "distributed"))
     ]
-    first, second = (process.communicate(timeout=TIMEOUT)[0] for process in evaluations)
-    assert [process.returncode for process in evaluations] == [0, 0]
+    with started(evaluations):
+        assert [process.end() for process in evaluations] == [0, 0]
+    first, second = (process.said for process in evaluations)
     # Gloo writes to the same stream.
     [line] = [line for line in first.splitlines() if line.startswith("{")]
     assert not any(line.startswith("{") for line in second.splitlines())
@@ -240,7 +296,6 @@ def test_a_stopped_or_killed_run_resumes_in_one_process(killed: int | None, tmp_
     with started(training):
         training[0].wait_until(lambda: training[0].saved_steps >= 2, "the checkpoint of step 2")
         if killed is None:
-            assert training[1].process is not None
             training[1].process.terminate()
             assert [host.end() for host in training] == [0, 0], [host.output.read_text() for host in training]
             assert "stopped after step" in training[0].output.read_text()
@@ -248,10 +303,7 @@ def test_a_stopped_or_killed_run_resumes_in_one_process(killed: int | None, tmp_
             training[killed].kill()
             assert training[1 - killed].end() != 0
     saved = training[0].saved_steps
-    run.config.write_text(run.config.read_text().replace("num_steps: 100000", f"num_steps: {saved + 2}"))
-    (run.path / "config.yaml").write_text(
-        (run.path / "config.yaml").read_text().replace("num_steps: 100000", f"num_steps: {saved + 2}")
-    )
-    train_sync(run, 1)
+    set_num_steps(run, saved + 2)
+    assert run.train() == 0
     assert f"resuming after step {saved}, from " in (run.path / "log.txt").read_text()
     assert [record["step"] for record in run.records()] == list(range(saved + 3))
