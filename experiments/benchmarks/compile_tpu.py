@@ -26,6 +26,7 @@ from marin_rl.planning.chips import CHIPS, GIB
 
 MODEL_LAYERS = {"0.6B": 28, "1B": 16, "8B": 36}
 """Number of layers of each model."""
+TPUS = [name for name, chip in CHIPS.items() if chip.platform == "tpu"]
 LENGTHS = (2048, 8192, 32768)
 PROGRAMS = ("learner", "reference", "prefill", "decode")
 FIELDS = ("chip", "model", "length", "program")
@@ -103,7 +104,7 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def _order(row: Row) -> tuple[int, ...]:
-    places = (list(CHIPS), list(MODEL_LAYERS), LENGTHS, PROGRAMS)
+    places = (TPUS, list(MODEL_LAYERS), LENGTHS, PROGRAMS)
     return tuple(place.index(value) for place, value in zip(places, cell_of(row), strict=True))
 
 
@@ -141,7 +142,7 @@ def _verdict(row: Row, sizes: Sequence[float | None]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Compile the selected cells that have no result, then print the table of all results."""
     parser = benchmark_parser("Compile the programs of learner and sampler for TPUs, without a TPU.")
-    parser.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
+    parser.add_argument("--chips", nargs="+", choices=TPUS, default=TPUS)
     parser.add_argument("--models", nargs="+", choices=MODEL_LAYERS, default=list(MODEL_LAYERS))
     parser.add_argument("--lengths", nargs="+", type=int, choices=LENGTHS, default=list(LENGTHS))
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The devices of a topology for compilation, without the hardware: libtpu's description of a pod, or CPU devices."""
+"""The devices of a topology for compilation, without the hardware: TPUs of a pod, GPUs of a host, or CPU devices."""
 
 import contextlib
 import importlib.util
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from unittest import mock
 
 import jax
+import numpy as np
 from jax._src.core import trace_state_clean
 from jax.experimental import mesh_utils
 from jax.experimental.topologies import get_topology_desc
@@ -25,13 +26,13 @@ def absent_devices(topology: Topology) -> Iterator[None]:
     it must not have used any before.
 
     Raises:
-        TopologyError: if libtpu is not installed or does not know the topology, or this process has other CPU devices.
+        TopologyError: if jax has no compiler for the chip or no such topology, or this process has other CPU devices.
     """
     if topology.chip.platform == "cpu":
         use_cpu_devices(topology.num_chips)
         yield
         return
-    devices = _describe(topology)
+    devices = _describe_gpus(topology) if topology.chip.platform == "gpu" else _describe(topology)
 
     def make_mesh(
         replicas: int, data: int, model: int, replica_slices: int = 1, data_slices: int = 1
@@ -39,6 +40,8 @@ def absent_devices(topology: Topology) -> Iterator[None]:
         per_slice, slices = (replicas, data, model), (replica_slices, data_slices, 1)
         if topology.slices > 1:
             grid = mesh_utils.create_hybrid_device_mesh(per_slice, slices, devices, allow_split_physical_axes=True)
+        elif topology.chip.platform == "gpu":
+            grid = np.array(devices).reshape(per_slice)
         else:
             grid = mesh_utils.create_device_mesh(per_slice, devices, allow_split_physical_axes=True)
         return jax.sharding.Mesh(grid, ("replica", "data", "model"))
@@ -53,7 +56,7 @@ def absent_devices(topology: Topology) -> Iterator[None]:
         mock.patch("jax.device_count", return_value=len(devices)),
         mock.patch("jax.local_devices", side_effect=lambda *_, backend=None: local_devices()),
         mock.patch("jax.local_device_count", return_value=len(local_devices())),
-        mock.patch("jax.default_backend", return_value="tpu"),
+        mock.patch("jax.default_backend", return_value=topology.chip.platform),
         mock.patch("levanter.trainer.create_fsdp_mesh", make_mesh),
         mock.patch("jax.ensure_compile_time_eval", contextlib.nullcontext),
         mock.patch("haliax.partitioning.is_in_jit", _is_tracing),
@@ -102,3 +105,42 @@ def _describe(topology: Topology) -> list[jax.Device]:
         return list(get_topology_desc(topology_name=shape, platform="tpu", **slices).devices)
     except jax.errors.JaxRuntimeError as error:
         raise TopologyError(f"libtpu has no topology {topology.name!r}: {str(error).splitlines()[0]}") from error
+
+
+_H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84942979072
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+"""XLA's description of an H100 SXM (`xla/tools/hlo_opt/gpu_specs/h100_sxm.txtpb`), with cuDNN 9.8."""
+
+
+def _describe_gpus(topology: Topology) -> list[jax.Device]:
+    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+        raise TopologyError(
+            f"compiling for {topology.name} needs jax's CUDA plugin, which is not installed; install marin_rl with the "
+            "extra gpu: pip install 'marin_rl[gpu]'"
+        )
+    shape = f"1x1x{topology.num_chips}"
+    description = get_topology_desc(topology.name, "cuda", target_config=_H100, topology=shape)
+    return list(description.devices)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Chips, and topologies of them: `v5p:2x2x4`, several slices `2xv5p:2x2x4`, or devices of a CPU `cpu:8`."""
+"""Chips, and topologies of them: `v5p:2x2x4`, slices `2xv5p:2x2x4`, GPUs `h100:8`, or devices of a CPU `cpu:8`."""
 
 import dataclasses
 import difflib
@@ -27,7 +27,7 @@ class Chip:
     name: str
     """Name in a topology."""
     platform: str
-    """`cpu` or `tpu`."""
+    """`cpu`, `gpu` or `tpu`."""
     memory: float
     """Bytes of main memory that programs can use."""
     vmem: int
@@ -100,9 +100,21 @@ CHIPS = {
             hosts_per_slice=64,
             accelerator="v6e",
         ),
+        Chip(
+            name="h100",
+            platform="gpu",
+            memory=0.75 * 79.11 * GIB,
+            vmem=0,
+            flops=989e12,
+            memory_bandwidth=3350e9,
+            interconnect=450e9,
+            network=50e9,
+            host_link=64e9,
+            host_bounds=(8,),
+        ),
     )
 }
-"""TPU chips by name.
+"""Chips by name.
 
 Peak flops, memory bandwidth and interconnect: Google's pages of each chip (docs.cloud.google.com/tpu/docs/v5e, v5p,
 v6e); their interconnect is the sum of both directions, here it is one. Network: the pages' rate of a pod (v5e 6.4, v6e
@@ -110,6 +122,9 @@ v6e); their interconnect is the sum of both directions, here it is one. Network:
 ("of 15.75G hbm"), which is below the chip's 16, 95 and 32 GB because the system reserves a part. Vector memory: jax's
 `jax/_src/pallas/mosaic/tpu_info.py`, over the cores of a chip. Host link: PCIe of generation 3 with 16 lanes, and 5
 with 8 lanes for v6e, of which Google does not publish the rate. Hosts of four chips: the bounds that libtpu assumes.
+
+H100: NVIDIA's data sheet of the SXM module (bfloat16 without sparsity, NVLink in one direction, PCIe of generation 5).
+Memory: the part that jax reserves unless `XLA_PYTHON_CLIENT_MEM_FRACTION` is set.
 """
 
 
@@ -139,7 +154,7 @@ class Topology:
     @property
     def chips_per_host(self) -> int:
         """Number of chips of one host."""
-        return self.chips_per_slice if self.chip.platform == "cpu" else math.prod(self.chip.host_bounds)
+        return math.prod(self.chip.host_bounds) if self.chip.platform == "tpu" else self.chips_per_slice
 
     @property
     def num_hosts(self) -> int:
@@ -159,7 +174,7 @@ class Topology:
 
     def local(self) -> "Topology":
         """Return the topology of one host."""
-        if self.chip.platform == "cpu":
+        if self.chip.platform != "tpu":
             return self
         shape = self.chip.host_bounds
         return Topology(f"{self.chip.name}:{'x'.join(map(str, shape))}", self.chip, shape)
@@ -173,7 +188,7 @@ def parse_topology(text: str) -> Topology:
     """Parse the name of a topology.
 
     Args:
-        text: `CHIP:AxB`, `CHIP:AxBxC` or `cpu:N`; before it `Nx` for N slices of a TPU.
+        text: `CHIP:AxB`, `CHIP:AxBxC`, `h100:N` or `cpu:N`; before it `Nx` for N slices of a TPU.
 
     Raises:
         TopologyError: if the form, the chip or the shape is invalid; names the nearest valid ones.
@@ -201,8 +216,20 @@ def parse_topology(text: str) -> Topology:
             )
         return Topology(text, _cpu(shape[0]), shape)
     chip = CHIPS[name]
-    _check_shape(text, chip, shape)
+    if chip.platform == "gpu":
+        _check_gpus(text, chip, shape, slices)
+    else:
+        _check_shape(text, chip, shape)
     return Topology(text, chip, shape, slices)
+
+
+def _check_gpus(text: str, chip: Chip, shape: tuple[int, ...], slices: int) -> None:
+    count, most = slices * math.prod(shape), math.prod(chip.host_bounds)
+    if len(shape) > 1 or slices > 1 or count > most:
+        raise TopologyError(
+            f"{text!r}: a plan for {chip.name} has the GPUs of one host, at most {most}; "
+            f"nearest: {chip.name}:{min(count, most)}"
+        )
 
 
 def _check_shape(text: str, chip: Chip, shape: tuple[int, ...]) -> None:

@@ -117,7 +117,7 @@ def _measure(name: str, run: RunShapes, unknown_trips: Sequence[Number]) -> Meas
         arguments=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
-        temporaries=_temporaries(memory, run.trainer.device_mesh.devices.flat[0].platform),
+        temporaries=temporaries_at_peak(memory, run.trainer.device_mesh.devices.flat[0].platform),
         traffic=traffic,
         collectives=collective_bytes(text, unknown_trips, slices),
         weights=weights,
@@ -125,7 +125,7 @@ def _measure(name: str, run: RunShapes, unknown_trips: Sequence[Number]) -> Meas
     )
 
 
-def _temporaries(memory: Any, platform: str) -> int:
+def temporaries_at_peak(memory: Any, platform: str) -> int:
     """Return the temporaries of a program when it uses most memory.
 
     XLA for TPUs refuses a program by its peak. Its `temp_size_in_bytes` counts more than is allocated at a time: a

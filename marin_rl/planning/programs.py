@@ -30,8 +30,9 @@ from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import model_shape
 from marin_rl.learner.train_step import placed_shape
 from marin_rl.sampling.attention import Tokens
+from marin_rl.sampling.cached_model import CachedModel, with_cache
 from marin_rl.sampling.config import LevanterSamplerConfig
-from marin_rl.sampling.decoding import Programs, Slots, compile_programs
+from marin_rl.sampling.decoding import Programs, Slots, compile_programs, conversion_program
 from marin_rl.sampling.group_sampler import DECODE_STEPS, SamplerSizes, check_cache_size, sampler_sizes
 from marin_rl.training.open_run import make_learner, make_scorer
 from marin_rl.weights.publish import copy_program
@@ -115,18 +116,19 @@ class RunShapes:
         )
 
     @functools.cached_property
-    def sampler_source(self) -> Any:
-        """Shapes and shardings of the weights that the sampler converts: the parameters, or their copy on one host."""
-        if self.sizes.hosts == 1:
-            return self.parameters
-        cast_weights = eqx.filter_eval_shape(self.trainer.mp.cast_to_compute, self.policy)
-        return placed_shape(cast_weights, cast(Mesh, self.sizes.mesh), self.trainer.compute_axis_mapping)
+    def converted(self) -> CachedModel:
+        """Shapes of the weights in the layout for decoding."""
+        form, context = self.sizes.form, self.config.rollouts.max_length
+
+        def convert(policy: LmHeadModel) -> CachedModel:
+            return with_cache(self.trainer.mp.cast_to_compute(policy), form, context)
+
+        return eqx.filter_eval_shape(convert, self.policy)
 
     @functools.cached_property
-    def sampler_weights(self) -> Any:
-        """Shapes and shardings of the weights in the layout for decoding; compiles their conversion."""
-        with self.use_sampler_mesh():
-            return _output_shapes(self.sampler_programs.prepare, self.sampler_source)
+    def sampler_weights(self) -> CachedModel:
+        """Shapes of the weights in the layout for decoding, with their shardings on the devices of the sampler."""
+        return placed_shape(self.converted, cast(Mesh, self.sizes.mesh), self.trainer.compute_axis_mapping)
 
     @functools.cached_property
     def cache(self) -> Any:
@@ -184,21 +186,21 @@ def lower_weight_copy(run: RunShapes) -> jax.stages.Lowered:
     return program.lower(arrays)
 
 
-def lower_resharding(run: RunShapes) -> jax.stages.Lowered:
-    """Lower the copy of all weights in compute precision to every host, as sharded in one host."""
-    mapping, arrays = run.trainer.compute_axis_mapping, eqx.filter(run.parameters, _is_shape)
-
-    def copy(model: Any) -> Any:
-        return hax.shard(run.trainer.mp.cast_to_compute(model), mapping)
-
-    with run.trainer.use_device_mesh():
-        return jax.jit(copy).lower(arrays)
-
-
 def lower_sampler_weights(run: RunShapes) -> jax.stages.Lowered:
-    """Lower the conversion of the weights to the layout for decoding."""
-    with run.use_sampler_mesh():
-        return cast(Any, run.sampler_programs.prepare).lower(run.sampler_source)
+    """Lower the conversion of the weights to the layout for decoding, on the mesh of the learner."""
+    if run.sizes.hosts == 1:
+        with run.use_sampler_mesh():
+            return cast(Any, run.sampler_programs.prepare).lower(run.parameters)
+    with run.trainer.use_device_mesh():
+        program = conversion_program(run.trainer, run.sizes.form, run.config.rollouts.max_length)
+        return cast(Any, program).lower(run.parameters)
+
+
+def lower_resharding(run: RunShapes) -> jax.stages.Lowered:
+    """Lower the copy of the converted weights to every host, as sharded in one host."""
+    mapping = run.trainer.compute_axis_mapping
+    with run.trainer.use_device_mesh():
+        return jax.jit(lambda model: hax.shard(model, mapping)).lower(run.place(run.converted))
 
 
 def lower_prefill(run: RunShapes) -> jax.stages.Lowered:
@@ -226,14 +228,14 @@ LOWER: dict[str, Callable[[RunShapes], jax.stages.Lowered]] = {
     "initial state": lower_initial_state,
     "update": lower_update,
     "score": lower_score,
-    "resharding": lower_resharding,
     "sampler weights": lower_sampler_weights,
+    "resharding": lower_resharding,
     "prefill": lower_prefill,
     "decode": lower_decode,
     "weight copy": lower_weight_copy,
 }
 """Function that lowers each program."""
-UNROLLED = ("sampler weights", "prefill", "decode")
+UNROLLED = ("sampler weights", "resharding", "prefill", "decode")
 """Programs with one copy of the code per layer."""
 
 
@@ -254,8 +256,8 @@ def programs_of(config: TrainConfig, hosts: int) -> list[str]:
         "initial state": True,
         "update": True,
         "score": config.kl.needs_reference or _scores_own(config),
-        "resharding": builtin and hosts > 1 and config.mode is Mode.SYNC,
         "sampler weights": builtin,
+        "resharding": builtin and hosts > 1 and config.mode is Mode.SYNC,
         "prefill": builtin,
         "decode": builtin,
         "weight copy": config.mode is Mode.ASYNC,
@@ -290,10 +292,6 @@ def _output_shapes(program: Any, *arguments: Any) -> Any:
         compiled.out_info,
         compiled.output_shardings,
     )
-
-
-def _is_shape(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def _integers(*shape: int) -> Any:

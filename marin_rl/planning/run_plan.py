@@ -318,9 +318,7 @@ def _held_arguments(name: str, run: RunShapes, held: dict[str, Number]) -> tuple
             return "weights", "optimizer"
         case "score":
             return ("reference",) if "reference" in held else ("weights",)
-        case "prefill" | "decode":
-            return ()
-        case "sampler weights" if run.sizes.hosts > 1:
+        case "resharding" | "prefill" | "decode":
             return ()
         case _:
             return ("weights",)

@@ -32,7 +32,8 @@ class CachedModel(NamedTuple):
 
     model: LmHeadModel
     """The model without its head, with its layers unstacked and their attention replaced."""
-    lm_head: Float[Array, "embed vocab"]
+    lm_head: NamedArray
+    """`{embed, vocab}`."""
     rotary: "_RotaryTable | None"
     """Rotary embeddings, which have no weights and are those of all layers; None if the model has none."""
 
@@ -114,7 +115,7 @@ def with_cache(model: LmHeadModel, form: AttentionForm, context: int) -> CachedM
     (Embed,) = (axis for axis in head.axes if axis.name == "embed")
     if getattr(unrolled, "lm_head", None) is not None:
         unrolled = eqx.tree_at(lambda node: node.lm_head, unrolled, None)
-    return CachedModel(unrolled, head.rearrange((Embed, ...)).array, rotary)
+    return CachedModel(unrolled, head.rearrange((Embed, ...)), rotary)
 
 
 def _layer_with_cache(layer: Any, form: AttentionForm) -> Any:

@@ -16,6 +16,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import jmp
+from haliax.partitioning import ResourceMapping
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 from levanter.models.lm_model import LmConfig, LmHeadModel
@@ -119,7 +120,7 @@ def decode(
         positions = jnp.where(active, slots.lengths, PADDING)
         inputs = Tokens(slots.last_tokens[:, None], jnp.arange(num_slots), positions[:, None])
         activations, cache = model.run(inputs, carry.cache, all_slots=True)
-        logits = einsum_in_float32("se,ev->sv", activations[:, 0], model.lm_head)
+        logits = einsum_in_float32("se,ev->sv", activations[:, 0], model.lm_head.array)
         tokens, logprobs = draw(logits, slots.temperatures, _uniform(slots.keys, slots.lengths))
         window = jnp.concatenate([slots.recent, tokens[:, None]], axis=1)
         matches = (stop_sequences == window[:, None]) | (stop_sequences == -1)
@@ -248,9 +249,38 @@ def compile_programs(
         return _programs(None, None, (), None, axes, form, context, dtype, steps)
     mapping = {name: axes for name, axes in trainer.compute_axis_mapping.items() if name != trainer.batch_axis}
     batch_axes = cast(tuple[str, ...], trainer.compute_axis_mapping[cast(str, trainer.batch_axis)])
-    entries = tuple((name, axes if isinstance(axes, str) else tuple(axes)) for name, axes in mapping.items())
     mesh = trainer.device_mesh if mesh is None else mesh
-    return _programs(mesh, entries, batch_axes, trainer.mp, axes, form, context, dtype, steps)
+    return _programs(mesh, _entries(mapping), batch_axes, trainer.mp, axes, form, context, dtype, steps)
+
+
+_Mapping = tuple[tuple[str, str | tuple[str, ...]], ...]
+"""A resource mapping that can be hashed."""
+
+
+def conversion_program(
+    trainer: TrainerConfig, form: AttentionForm, context: int
+) -> Callable[[LmHeadModel], CachedModel]:
+    """Return the program that converts weights to the layout for decoding, sharded as the learner's parameters are.
+
+    It runs on the learner's mesh. Copies of its result to each host never need memory for two layouts.
+    """
+    return _conversion(trainer.device_mesh, trainer.mp, _entries(trainer.parameter_axis_mapping), form, context)
+
+
+@functools.cache
+def _conversion(
+    mesh: jax.sharding.Mesh, precision: jmp.Policy, mapping: _Mapping, form: AttentionForm, context: int
+) -> Callable[[LmHeadModel], CachedModel]:
+    """`mesh` is a part of the cache key; the program runs under the current mesh."""
+
+    def convert(model: LmHeadModel) -> CachedModel:
+        return hax.shard(with_cache(precision.cast_to_compute(model), form, context), dict(mapping))
+
+    return jax.jit(convert)
+
+
+def _entries(mapping: ResourceMapping) -> _Mapping:
+    return tuple((name, axes if isinstance(axes, str) else tuple(axes)) for name, axes in mapping.items())
 
 
 def head_shards(trainer: TrainerConfig | None, mesh: jax.sharding.Mesh | None = None) -> int:
@@ -270,7 +300,7 @@ def head_shards(trainer: TrainerConfig | None, mesh: jax.sharding.Mesh | None = 
 @functools.cache
 def _programs(
     mesh: jax.sharding.Mesh | None,
-    mapping: tuple[tuple[str, Any], ...] | None,
+    mapping: _Mapping | None,
     batch_axes: tuple[str, ...],
     precision: jmp.Policy | None,
     axes: tuple[CacheAxes, ...],

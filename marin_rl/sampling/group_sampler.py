@@ -14,17 +14,15 @@ function of its conversation and the weights.
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import equinox as eqx
 import haliax.partitioning
 import jax
 import jax.numpy as jnp
-import jmp
 import numpy as np
 from haliax.partitioning import ResourceAxis
 from levanter.models.lm_model import LmConfig, LmHeadModel
@@ -33,7 +31,7 @@ from levanter.trainer import TrainerConfig
 from marin_rl.sampling.attention import AttentionForm, attention_form
 from marin_rl.sampling.cached_model import Cache, CachedModel, cache_axes
 from marin_rl.sampling.config import SamplingConfig
-from marin_rl.sampling.decoding import compile_programs, head_shards
+from marin_rl.sampling.decoding import compile_programs, conversion_program, head_shards
 from marin_rl.sampling.host_mesh import copy_to_host, count_hosts, host_mesh
 from marin_rl.sampling.prefill import Piece, PrefillShape, copy_arguments, prefill_calls, prefill_shape
 from marin_rl.sampling.sampler import (
@@ -159,6 +157,7 @@ class GroupSampler(Sampler):
         sizes = sampler_sizes(config, max_context, trainer)
         check_cache_size(model.config, sizes, config, max_context)
         self._mesh, self._num_hosts, self._shards = sizes.mesh, sizes.hosts, sizes.shards
+        self._form = sizes.form
         self._shard_slots, self._num_slots, self._prefill = sizes.shard_slots, sizes.slots, sizes.prefill
         steps = DECODE_STEPS if weight_poll is None else min(weight_poll.decode_steps, DECODE_STEPS)
         self._programs = compile_programs(
@@ -275,13 +274,13 @@ class GroupSampler(Sampler):
         """Copy the weights to the devices of this process, in the layout for decoding; see `Sampler.prepare`."""
         # GPT-2 has flags of its dropout layers among its weights; programs take arrays only.
         model = eqx.filter(self._source, eqx.is_array)
-        if self._trainer is not None and self._num_hosts > 1:
-            mesh = self._trainer.device_mesh
-            with self._trainer.use_device_mesh():
-                model = _cast_program(self._trainer.mp)(model)
-            model = copy_to_host(model, mesh, self._trainer.compute_axis_mapping)
-        with self._on_mesh():
-            self._model = self._programs.prepare(model)
+        if self._trainer is None or self._num_hosts == 1:
+            with self._on_mesh():
+                self._model = self._programs.prepare(model)
+            return
+        with self._trainer.use_device_mesh():
+            converted = conversion_program(self._trainer, self._form, self._max_context)(model)
+        self._model = copy_to_host(converted, self._trainer.device_mesh, self._trainer.compute_axis_mapping)
 
     def reset(self) -> None:
         """Drop all requests and conversations, and release the device memory until the next request."""
@@ -460,12 +459,6 @@ def _common_prefix(first: tuple[int, ...], second: tuple[int, ...]) -> int:
     return next(
         (index for index, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), len(second)
     )
-
-
-@functools.cache
-def _cast_program(precision: jmp.Policy) -> Callable[[LmHeadModel], LmHeadModel]:
-    # The copies are made of the compute type, which may be smaller.
-    return jax.jit(precision.cast_to_compute)
 
 
 def _signature(model: LmHeadModel) -> tuple[object, ...]:

@@ -18,10 +18,14 @@ def test_cpu_with_another_number_of_devices_needs_a_new_process():
         pass
 
 
-def test_tpu_without_libtpu_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v5p:2x2x1", r"v5p:2x2x1 needs libtpu.*the extra tpu: pip install 'marin_rl\[tpu\]'"),
+        ("h100:1", r"h100:1 needs jax's CUDA plugin.*the extra gpu: pip install 'marin_rl\[gpu\]'"),
+    ],
+)
+def test_missing_compiler_names_the_extra(name: str, message: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(absent_devices.importlib.util, "find_spec", lambda name: None)
-    with (
-        pytest.raises(TopologyError, match=r"v5p:2x2x1 needs libtpu.*the extra tpu: pip install 'marin_rl\[tpu\]'"),
-        absent_devices.absent_devices(parse_topology("v5p:2x2x1")),
-    ):
+    with pytest.raises(TopologyError, match=message), absent_devices.absent_devices(parse_topology(name)):
         pass

@@ -29,6 +29,12 @@ def test_devices_of_a_cpu_share_its_memory():
     assert eight.local() is eight
 
 
+def test_gpus_are_those_of_one_host():
+    one = parse_topology("h100:1")
+    assert (one.num_chips, one.num_hosts, one.chip.platform) == (1, 1, "gpu")
+    assert one.local() is one
+
+
 def test_local_topology_is_one_host():
     local = parse_topology("2xv5p:2x2x4").local()
     assert (local.name, local.num_chips, local.num_hosts, local.slices) == ("v5p:2x2x1", 4, 1, 1)
@@ -41,7 +47,9 @@ def test_local_topology_is_one_host():
         ("v5e:4,4", r"'v5e:4,4' is not a topology.*nearest: v5e:"),
         ("", r"'' is not a topology.*nearest: v5e:4x4"),
         ("v5:2x2", r"'v5:2x2': there is no data of chip 'v5'; nearest: v5p, v5e|nearest: v5e, v5p"),
-        ("h100:8", r"no data of chip 'h100'; nearest: "),
+        ("a100:8", r"no data of chip 'a100'; nearest: h100"),
+        ("h100:16", r"'h100:16': a plan for h100 has the GPUs of one host, at most 8; nearest: h100:8"),
+        ("2xh100:2", "the GPUs of one host, at most 8; nearest: h100:4"),
         ("v5p:4x4", r"has 2 dimensions, but slices of v5p have 3; nearest: v5p:4x4x1"),
         ("v5e:2x2x4", r"has 3 dimensions, but slices of v5e have 2; nearest: v5e:2x8"),
         ("v5p:3x2x1", r"not made of whole hosts, which have 2x2x1 chips; nearest: v5p:4x2x1"),
@@ -62,7 +70,8 @@ def test_table_agrees_with_the_published_ratios():
     """Chapter 2 of How to Scale Your Model: one-way link rates of 45, 90 and 90 GB/s over 4, 6 and 4 links."""
     links = {"v5e": 4 * 45e9, "v5p": 6 * 90e9, "v6e": 4 * 90e9}
     memory = {"v5e": 16e9, "v5p": 95e9, "v6e": 32e9}
-    for name, chip in CHIPS.items():
+    for name in links:
+        chip = CHIPS[name]
         assert chip.interconnect == pytest.approx(links[name], rel=0.12)
         assert chip.memory == pytest.approx(memory[name], rel=0.1)
         assert chip.memory < 1.01 * memory[name] / 1e9 * GIB

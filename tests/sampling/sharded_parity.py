@@ -61,7 +61,10 @@ def measure(model_axis_size: int) -> dict[str, float]:
         shards = len(model.transformer.layers.stacked.mlp.up_proj.weight.array.sharding.device_set)
         replicated = model.transformer.layers.stacked.mlp.up_proj.weight.array.sharding.is_fully_replicated
         error = _largest_error(model, requests, first)
+        converted, copied, expected = _convert(trainer, model)
     return {
+        "converted_bytes": _first_bytes(converted) / _first_bytes(copied),
+        "copies_equal": all(map(np.array_equal, jax.tree.leaves(copied), jax.tree.leaves(expected))),
         "devices": jax.device_count(),
         "parameter_devices": shards,
         "sharded": not replicated,
@@ -69,6 +72,29 @@ def measure(model_axis_size: int) -> dict[str, float]:
         "repeats": first == again == [dataclasses.replace(g, first_version=0, last_version=0) for g in third],
         "error": error,
     }
+
+
+def _convert(trainer, model):
+    """Convert the weights for several hosts, and copy them to each; also return those of one host."""
+    import equinox as eqx
+    import jax
+
+    from marin_rl.sampling.attention import DenseAttention
+    from marin_rl.sampling.cached_model import with_cache
+    from marin_rl.sampling.decoding import conversion_program
+    from marin_rl.sampling.host_mesh import copy_to_host
+
+    arrays, form = eqx.filter(model, eqx.is_array), DenseAttention()
+    converted = conversion_program(trainer, form, 32)(arrays)
+    copied = copy_to_host(converted, trainer.device_mesh, trainer.compute_axis_mapping)
+    return converted, copied, jax.jit(lambda model: with_cache(model, form, 32))(arrays)
+
+
+def _first_bytes(tree) -> int:
+    """Return the bytes of a tree on the first device."""
+    import jax
+
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def _largest_error(model, requests, generations) -> float:

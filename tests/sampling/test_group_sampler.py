@@ -527,6 +527,9 @@ def test_parity_on_eight_devices_with_the_learners_sharding(model_axis_size: int
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout.splitlines()[-1])
     assert measured["devices"] == measured["parameter_devices"] == 8
+    # Weights that are converted for several hosts stay sharded until they are copied.
+    assert measured["copies_equal"]
+    assert measured["converted_bytes"] < 0.5
     assert measured["sharded"]
     assert measured["repeats"]
     assert measured["recompiled"] == 0
