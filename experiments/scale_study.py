@@ -23,7 +23,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jmp
@@ -175,7 +175,7 @@ def compile_point(model: str, chips: int) -> Point:
     with absent_devices(parse_topology(TOPOLOGIES[chips])):
         run = open_shapes(_config(model, chips), VOCABULARY)
         compiled = LOWER["update"](run).compile()
-        memory, text = compiled.memory_analysis(), compiled.as_text() or ""
+        memory, text = cast(Any, compiled.memory_analysis()), compiled.as_text() or ""
         answers = ANSWER_TOKENS / (PROMPT_TOKENS + ANSWER_TOKENS) * run.layout.row_length
         blocks = max(round(answers / run.config.logprob_block(run.trainer)), 1)
         step = StepSize(1, chips, PROMPT_TOKENS, ANSWER_TOKENS, 1, 1)
@@ -211,8 +211,13 @@ def _config(model: str, chips: int) -> TrainConfig:
 def read_points(path: Path) -> list[Point]:
     """Return the compiled points of a file; the last one of a model and number of chips counts."""
     rows = map(json.loads, path.read_text().splitlines() if path.exists() else [])
-    points = (Point(**{**row, "microbatch": Part(**row["microbatch"]), "rest": Part(**row["rest"])}) for row in rows)
+    points = [_from_row(row) for row in rows]
     return list({(point.model, point.chips): point for point in points}.values())
+
+
+def _from_row(row: dict[str, Any]) -> Point:
+    parts: dict[str, Any] = {name: Part(**row[name]) for name in ("microbatch", "rest")}
+    return Point(**{**row, **parts})
 
 
 def to_row(point: Point) -> dict[str, Any]:
@@ -258,6 +263,8 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     weak, strong, shares, memory = grid.flat
     for model, color in zip(MODELS, ("tab:blue", "tab:orange", "tab:green"), strict=True):
         own = [row for row in rows if row["model"] == model]
+        if not own:
+            continue
         chips = [row["chips"] for row in own]
         for axes, kind in ((weak, "weak"), (strong, "strong")):
             low, high = ([row[kind][name] for row in own] for name in ("overlapped", "sequential"))

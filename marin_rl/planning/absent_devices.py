@@ -141,6 +141,8 @@ def _describe_gpus(topology: Topology) -> list[jax.Device]:
             f"compiling for {topology.name} needs jax's CUDA plugin, which is not installed; install marin_rl with the "
             "extra gpu: pip install 'marin_rl[gpu]'"
         )
+    # The plugin is not registered if it checks for CUDA's libraries and does not find them.
+    jax.config.update("jax_platforms", "cpu")
     shape = f"1x1x{topology.num_chips}"
     description = get_topology_desc(topology.name, "cuda", target_config=_H100, topology=shape)
     return list(description.devices)
