@@ -6,8 +6,8 @@
 `seconds = max(flops / peak, bytes / memory bandwidth, sent / interconnect, sent / network, copied / host link)`
 
 All quantities are those of one chip. The bound assumes that compute, memory and communication overlap, and that each
-runs at its peak. Source: Williams, Waterman and Patterson 2009, Roofline; Austin et al. 2025, How to Scale Your Model,
-chapter 1.
+runs at its peak. A CPU runs one operation after another, so its terms are added. Source: Williams, Waterman and
+Patterson 2009, Roofline; Austin et al. 2025, How to Scale Your Model, chapter 1.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class Bound(NamedTuple):
 
 
 def bound(work: Work, chip: Chip) -> Bound:
-    """Return the roofline of some work.
+    """Return the roofline of some work; for a CPU the sum of all terms.
 
     >>> from marin_rl.planning.chips import CHIPS
     >>> bound(Work(flops=197e12, traffic=1638e9), CHIPS["v5e"])
@@ -70,7 +70,7 @@ def bound(work: Work, chip: Chip) -> Bound:
         "host link": work.host / chip.host_link,
     }
     limit = max(terms, key=lambda name: terms[name])
-    return Bound(terms[limit], limit)
+    return Bound(math.fsum(terms.values()) if chip.platform == "cpu" else terms[limit], limit)
 
 
 class StepSize(NamedTuple):
@@ -88,11 +88,6 @@ class StepSize(NamedTuple):
     """Microbatches of all updates of a step."""
     updates: int
     """Updates of a step."""
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of all rollouts."""
-        return self.rollouts * (self.prompt_tokens + self.answer_tokens)
 
 
 class ModelWork(NamedTuple):
@@ -162,10 +157,15 @@ def score_work(run: RunShapes, step: StepSize, measured: Measured | None) -> Wor
 
 
 def model_flops(run: RunShapes, step: StepSize) -> Number:
-    """Return the flops that the updates of a step need, of all chips: no padding, nothing computed twice."""
-    length = step.prompt_tokens + step.answer_tokens
-    tokens = step.tokens * run.config.updates.epochs
-    return 3 * model_work(run).forward(tokens, length / 2, tokens * step.answer_tokens / length)
+    """Return the flops that the updates of a step need, of all chips: no padding, nothing computed twice.
+
+    A prompt that rollouts share in a row counts once.
+    """
+    length, epochs = step.prompt_tokens + step.answer_tokens, run.config.updates.epochs
+    prompts = step.rollouts if run.layout.group is None else step.rollouts / run.layout.group.answers
+    answers = step.rollouts * step.answer_tokens * epochs
+    tokens = prompts * step.prompt_tokens * epochs + answers
+    return 3 * model_work(run).forward(tokens, length / 2, answers)
 
 
 def prefill_work(run: RunShapes, step: StepSize, measured: Measured | None) -> Work:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from marin_rl.batching.packing import GroupRow, RowLayout
 from marin_rl.planning.chips import CHIPS
 from marin_rl.planning.compiling import Measured
 from marin_rl.planning.hlo import CollectiveBytes
@@ -58,6 +59,11 @@ def test_bound_is_the_largest_term(work: Work, seconds: float, limit: str):
     assert bound(work, CHIPS["v5p"]) == (seconds, limit)
 
 
+def test_terms_of_a_cpu_are_added():
+    chip = dataclasses.replace(CHIPS["v5p"], platform="cpu")
+    assert bound(Work(flops=459e12 * 2, traffic=2765e9, host=16e9), chip) == (4.0, "compute")
+
+
 def test_products_of_a_model_are_counted_from_its_layers(run: RunShapes):
     assert model_work(run) == ModelWork(linear=LINEAR, head=HEAD, attention=2 * 4 * 8)
 
@@ -89,6 +95,10 @@ def test_model_flops_have_no_padding(run: RunShapes):
     tokens = 16 * 32
     expected = 3 * (2 * LINEAR * tokens + 4 * 64 * tokens * 16 + 2 * HEAD * 16 * 8)
     assert model_flops(run, STEP) == pytest.approx(expected)
+    sharing = RowLayout(row_length=24 + 4 * 8, rows_per_microbatch=1, packed=True, group=GroupRow(24, 4, 8))
+    tokens = 4 * 24 + 16 * 8
+    expected = 3 * (2 * LINEAR * tokens + 4 * 64 * tokens * 16 + 2 * HEAD * 16 * 8)
+    assert model_flops(dataclasses.replace(run, layout=sharing), STEP) == pytest.approx(expected)
     assert score_work(run, STEP, None).flops < update_work(run, STEP, None).flops / 2
 
 
