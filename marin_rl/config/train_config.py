@@ -211,6 +211,7 @@ class TrainConfig:
         self._check_model()
         self._check_replay()
         self._check_workers()
+        self._check_agents()
         ObjectiveConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ObjectiveConfig)})
 
     def _check_numbers(self) -> None:
@@ -343,6 +344,15 @@ class TrainConfig:
                 f"workers.refresh is in_flight, but if {base_url} loads weights during an answer, the version "
                 "that sampled each token is unknown; set workers.refresh: between_groups"
             )
+
+    def _check_agents(self) -> None:
+        name = AdvantageConfig.get_choice_name(type(self.advantage))
+        for key, section in nested_sections(self.environment, "environment"):
+            if getattr(section, "runs_agents", False) and (self.advantage.needs_turns or self.advantage.needs_critic):
+                raise ValueError(
+                    f"advantage {name!r} compares the states of a rollout in the order of time, but {key} runs agents, "
+                    "whose conversations may overlap; use advantage: {type: rloo}, or another that compares rollouts"
+                )
 
     def batch_scoped_rewards(self) -> list[str]:
         """Keys of the reward functions that score all rollouts of a step together."""

@@ -4,12 +4,15 @@
 """Rollout runner of a run, for trainer and workers: limits and reward functions."""
 
 import contextlib
+import functools
+from typing import Any
 
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.errors import Closing
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.attempt import Limits, default_state_hash
+from marin_rl.rollouts.episode import ConnectAgent
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
@@ -40,7 +43,36 @@ def make_runner(
     """
     hashing = config.rollouts.state_hashing
     state_hash = default_state_hash if hashing is None else hashing.build()
-    return RolloutRunner(environment, tokenizer, sampler, make_limits(config), state_hash, reward_functions, loop)
+    limits = make_limits(config)
+    return RolloutRunner(
+        environment,
+        tokenizer,
+        sampler,
+        limits,
+        state_hash,
+        reward_functions,
+        loop,
+        connect=make_gateway(tokenizer, limits, has_stop_texts=bool(config.sampling.stop)),
+    )
+
+
+def make_gateway(tokenizer: ChatTokenizer, limits: Limits, *, has_stop_texts: bool = False) -> ConnectAgent:
+    """Return the function that serves the policy to agents; its server starts with the first agent.
+
+    Args:
+        tokenizer: Chat tokenizer of the policy.
+        limits: Limits of every rollout.
+        has_stop_texts: Whether `sampling.stop` ends replies.
+    """
+
+    @functools.cache
+    def gateway() -> Any:
+        # Imported here because the extra `serve` is optional.
+        from marin_rl.serving.gateway import Gateway
+
+        return Gateway(tokenizer, limits, has_stop_texts=has_stop_texts)
+
+    return lambda recorder: gateway().connect(recorder)
 
 
 def make_limits(config: TrainConfig) -> Limits:

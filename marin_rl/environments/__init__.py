@@ -3,9 +3,13 @@
 
 """Environments. Importing this package registers all of them, without importing jax."""
 
+from marin_rl.environments.agent import AgentConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import (
     AbstractEnvironment,
+    AgentConnection,
+    AgentEpisode,
+    AgentResult,
     EnvironmentConfig,
     Episode,
     FileConfig,
@@ -22,6 +26,10 @@ from marin_rl.environments.tool_use import ToolUseConfig
 
 __all__ = [
     "AbstractEnvironment",
+    "AgentConfig",
+    "AgentConnection",
+    "AgentEpisode",
+    "AgentResult",
     "ArithmeticConfig",
     "CurriculumConfig",
     "EnvironmentConfig",

@@ -65,6 +65,42 @@ class Episode(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class AgentConnection:
+    """Address of the policy for one episode of an agent."""
+
+    base_url: str
+    """Base URL of OpenAI's API."""
+    api_key: str
+    """Key of the episode; invalid after its end."""
+    reward_url: str
+    """URL that takes rewards."""
+    rollout_id: str
+    """Id of the rollout."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentResult:
+    """Result of an agent's episode."""
+
+    rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Rewards of the whole episode by component name."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Metrics by name."""
+    info: Info = dataclasses.field(default_factory=dict)
+    """Metadata of the episode: JSON values by name."""
+    takes_posted: bool = True
+    """Whether the rewards that the agent posted are added."""
+
+
+class AgentEpisode(abc.ABC):
+    """One attempt by a program that requests replies of the policy itself, over OpenAI's API; used once."""
+
+    @abc.abstractmethod
+    async def play(self, connection: AgentConnection) -> AgentResult:
+        """Run the program. Any exception marks the rollout as failed; cancellation must end the program."""
+
+
 class NoSandboxError(ValueError):
     """Raised if the policy's programs have no sandbox to run in; the message names environment and tool."""
 
@@ -116,8 +152,8 @@ class AbstractEnvironment(abc.ABC):
         """Return the tasks of a split in a fixed order; no problem text is in two splits."""
 
     @abc.abstractmethod
-    async def start(self, task: Task, seed: int) -> Episode:
-        """Start an attempt. It begins with the task's messages, and depends on task and seed only.
+    async def start(self, task: Task, seed: int) -> "Episode | AgentEpisode":
+        """Start an attempt, which depends on task and seed only. An `Episode` begins with the task's messages.
 
         Raises:
             ValueError: if the task belongs to another environment.
@@ -196,6 +232,8 @@ class EnvironmentConfig(draccus.ChoiceRegistry, abc.ABC):
 
     level: ClassVar[int] = 0
     """Nesting level: an environment may contain environments of lower levels; 0 contains none."""
+    runs_agents: ClassVar[bool] = False
+    """Whether its episodes are agents, whose conversations may overlap in time."""
 
     rewards: tuple[RewardComponentConfig, ...] = dataclasses.field(default=(), kw_only=True)
     """Reward functions for its rollouts, in addition to the environment's rewards."""

@@ -8,7 +8,17 @@ import hashlib
 from collections.abc import Sequence
 from typing import ClassVar
 
-from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Episode, Split, Step, TaskStream
+from marin_rl.environments.base import (
+    AbstractEnvironment,
+    AgentConnection,
+    AgentEpisode,
+    AgentResult,
+    EnvironmentConfig,
+    Episode,
+    Split,
+    Step,
+    TaskStream,
+)
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.types import Message, Task
 
@@ -74,12 +84,36 @@ class RandomRewardEnvironment(AbstractEnvironment):
         """Return the inner environment's demonstration."""
         return self.inner.demonstrate(task)
 
-    async def start(self, task: Task, seed: int) -> Episode:
-        """Start an attempt; the reward of a training task depends on task, seed and reply only."""
+    async def start(self, task: Task, seed: int) -> Episode | AgentEpisode:
+        """Start an attempt; the reward of a training task depends on task, seed and reply (or rollout id) only."""
         episode = await self.inner.start(task, seed)
         if (task.environment, task.id) not in self.trained:
             return episode
-        return RandomRewardEpisode(episode, self.probability, f"{task.id}\x1f{seed}")
+        key = f"{task.id}\x1f{seed}"
+        if isinstance(episode, AgentEpisode):
+            return RandomRewardAgent(episode, self.probability, key)
+        return RandomRewardEpisode(episode, self.probability, key)
+
+
+def _draw(probability: float, key: str, attempt: str) -> float:
+    digest = hashlib.sha256(f"{key}\x1f{attempt}".encode("utf-8", "surrogatepass")).digest()
+    return float(int.from_bytes(digest[:8], "big") < probability * 2**64)
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomRewardAgent(AgentEpisode):
+    """Another agent's episode with a random reward."""
+
+    inner: AgentEpisode
+    probability: float
+    key: str
+    """Identifies task and seed; hashed with the id of the rollout to draw the reward."""
+
+    async def play(self, connection: AgentConnection) -> AgentResult:
+        """Play the inner episode, and replace its rewards."""
+        result = await self.inner.play(connection)
+        rewards = {RANDOM: _draw(self.probability, self.key, connection.rollout_id)}
+        return dataclasses.replace(result, rewards=rewards, takes_posted=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +128,7 @@ class RandomRewardEpisode:
     async def step(self, reply: str) -> Step:
         """Step the inner episode, and draw the reward at its end."""
         step = await self.inner.step(reply)
-        digest = hashlib.sha256(f"{self.key}\x1f{reply}".encode("utf-8", "surrogatepass")).digest()
-        drawn = float(int.from_bytes(digest[:8], "big") < self.probability * 2**64)
+        drawn = _draw(self.probability, self.key, reply)
         return dataclasses.replace(step, rewards={RANDOM: drawn if step.done else 0.0})
 
     async def close(self) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from marin_rl.environments.base import (
     CORRECT,
     AbstractEnvironment,
+    AgentEpisode,
     EnvironmentConfig,
     Episode,
     Split,
@@ -45,7 +46,7 @@ class CompositeEnvironment(AbstractEnvironment):
         """Return the tasks of all parts, in the order of the parts."""
         return [task for part in self.parts.values() for task in part.tasks(split)]
 
-    async def start(self, task: Task, seed: int) -> Episode:
+    async def start(self, task: Task, seed: int) -> Episode | AgentEpisode:
         """Start an attempt in the environment of the task."""
         return await self._part_of(task).start(task, seed)
 

@@ -187,7 +187,9 @@ class ToolUseEnvironment(AbstractEnvironment):
             raise ValueError(f"environment {self.name!r} has no question {task.id!r} of {task.environment!r}")
         for tool in self._python_tools():
             self._require_sandbox(tool, tool.runner)
-        return ToolUseEpisode(self, await self.questions.start(self.originals[task.id], seed))
+        question = await self.questions.start(self.originals[task.id], seed)
+        assert isinstance(question, Episode), "environments of lower levels run no agents"
+        return ToolUseEpisode(self, question)
 
     def connect_code_runner(self, runner: Sandbox | None) -> bool:
         """Connect the tools that run programs to the sandbox; return whether there are any.

@@ -67,6 +67,15 @@ class RequestBatcher:
         """
         with self._changed:
             self._num_episodes -= 1
+        self.end(conversation)
+
+    def end(self, conversation: str) -> None:
+        """End a conversation of an episode, which may begin others. Its request in progress is dropped.
+
+        Args:
+            conversation: the `conversation` of its requests; not used again.
+        """
+        with self._changed:
             self._ended.append(conversation)
             self._changed.notify()
 

@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from marin_rl.environments.base import Step
+from marin_rl.environments.agent import check_reward
+from marin_rl.environments.base import AgentResult, Step
 from marin_rl.objectives.shaping import TRUNCATED
 from marin_rl.rewards.functions import RewardRequest
 from marin_rl.rewards.pipeline import failure, turn_rewards, weighted_rewards
@@ -78,6 +79,7 @@ class RolloutBuilder:
         self._info: dict[str, Any] = {}
         self._evaluations: list[RewardResult] = []
         self._is_cut_off = False
+        self._is_agent = False
         self._failure: RolloutStatus | None = None
         self._error: str | None = None
 
@@ -180,9 +182,35 @@ class RolloutBuilder:
         self._messages, self._anchor_state = step.messages, step.anchor_state
         self._observation, self._context = tokens, context
 
+    def add_agent_turns(self, turns: Sequence[Turn], result: AgentResult, *, is_cut_off: bool) -> None:
+        """Add the turns and the result of an agent's episode, and end the rollout.
+
+        Args:
+            turns: all turns, with their rewards; the turns of a sequence follow each other.
+            result: rewards of the episode without those of the turns, metrics and metadata.
+            is_cut_off: whether a limit of the rollout refused a request of the agent.
+
+        Raises:
+            EnvironmentFault: if a value of the result is invalid.
+        """
+        self.over, self._is_agent, self._is_cut_off = True, True, is_cut_off
+        self._turns += turns
+        for turn in turns:
+            for name, value in turn.rewards.items():
+                self._rewards[name] = self._rewards.get(name, 0.0) + value
+        if not (turns or self.has_failed):
+            raise EnvironmentFault(RolloutStatus.FAILED, "the agent got no reply of the policy")
+        with _environment_errors():
+            check_info(result.info)
+            self._metrics |= {name: float(value) for name, value in result.metrics.items()}
+            for name, value in result.rewards.items():
+                self._rewards[name] = self._rewards.get(name, 0.0) + check_reward(name, value)
+        self._info |= result.info
+
     def reward_request(self) -> RewardRequest:
         """Build the arguments of reward functions; call it after the last turn."""
         last = () if self._last_observation is None else self._last_observation.messages
+        prompt = self._turns[0].messages[:-1] if self._turns else self.task.messages
         return RewardRequest(
             rollout_id=self._attempt.id,
             messages=(*self._history, *last),
@@ -190,7 +218,7 @@ class RolloutBuilder:
             task_id=self.task.id,
             environment=self.task.environment,
             status=self._status.value,
-            num_prompt_messages=len(self.task.messages),
+            num_prompt_messages=len(prompt),
             group_seed=self._attempt.start_seed,
         )
 
@@ -230,6 +258,11 @@ class RolloutBuilder:
             ValueError: if a reward is NaN or infinite, or if there is no reward; the message names the rollout.
         """
         unrewarded = {TRUNCATED: 0.0} if self._is_cut_off else {}
+        if self._is_agent and not (self.has_failed or self._rewards or unrewarded):
+            self.fail(
+                RolloutStatus.FAILED,
+                "the agent neither returned nor posted a reward, and there is no reward function (environment.rewards)",
+            )
         rollout = Rollout(
             id=self._attempt.id,
             group_id=self._attempt.group_id,

@@ -19,7 +19,7 @@ from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.errors import UserError
 from marin_rl.host_status import separate_work
 from marin_rl.rollouts.attempt import Attempt, Limits, StateHash, default_state_hash
-from marin_rl.rollouts.episode import run_episode
+from marin_rl.rollouts.episode import ConnectAgent, run_episode
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.group_codec import decode_group, encode_group, join_parts, split_parts
 from marin_rl.rollouts.request_batcher import RequestBatcher
@@ -67,6 +67,8 @@ class RolloutRunner:
     interrupt: Callable[[], None] = lambda: None
     """Called before every batch of sample requests, and regularly while the sampler is idle. An error that it raises
     cancels all episodes and propagates to the caller."""
+    connect: ConnectAgent | None = None
+    """Serves the policy to agents; None if the environment has none."""
 
 
 class GroupInput(NamedTuple):
@@ -297,7 +299,9 @@ async def _run_batch(
     """Run and score groups, pass them to the callback, and return the inputs of the next groups."""
 
     async def run_attempt(attempt: Attempt) -> RolloutBuilder:
-        builder = await run_episode(attempt, runner.environment, runner.tokenizer, batcher, runner.limits)
+        builder = await run_episode(
+            attempt, runner.environment, runner.tokenizer, batcher, runner.limits, runner.connect
+        )
         await runner.reward_functions.score_rollout(builder)
         return builder
 

@@ -43,6 +43,8 @@ class EngineRequest:
     """Tokens that end the reply, in addition to the sampler's."""
     skip_special_tokens: bool = True
     """Whether the text leaves out special tokens."""
+    completion: str = ""
+    """Id of the response."""
 
 
 class Engine:

@@ -191,7 +191,7 @@ class ChatRequest(TextParams):
         Raises:
             ApiError: if a message is invalid.
         """
-        messages = [_message(index, message) for index, message in enumerate(self.messages)]
+        messages = [read_message(index, message) for index, message in enumerate(self.messages)]
         if not self.calls_tools:
             return messages
         for index, tool in enumerate(self.tools):
@@ -280,7 +280,12 @@ def _check_text(text: str, param: str) -> None:
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
-def _message(index: int, message: Mapping[str, Any]) -> Message:
+def read_message(index: int, message: Mapping[str, Any]) -> Message:
+    """Convert a message of OpenAI's format to that of chat templates; tool calls become text.
+
+    Raises:
+        ApiError: if it is invalid; names the message by its index.
+    """
     where = f"messages[{index}]"
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
@@ -327,6 +332,8 @@ class Limits(NamedTuple):
     """Tokens that end every reply."""
     has_stop_texts: bool = False
     """Whether texts of the run's config end every reply."""
+    reduces_max_tokens: bool = False
+    """Whether larger values of `max_tokens` are reduced to the limits instead of refused."""
 
 
 def engine_requests(prompts: Sequence[tuple[int, ...]], params: SamplingParams, limits: Limits) -> list[EngineRequest]:
@@ -376,6 +383,8 @@ def _allowed(prompt: tuple[int, ...], params: SamplingParams, limits: Limits) ->
     if invalid is not None:
         raise ApiError(f"prompt token {invalid} is not in the vocabulary of {limits.vocab_size}", param="prompt")
     room = limits.max_context - len(prompt)
+    if max_tokens is not None and limits.reduces_max_tokens:
+        max_tokens = min(max_tokens, max(room, 1), limits.max_new_tokens)
     if room < 1 or (max_tokens is not None and max_tokens > room):
         wanted = "" if max_tokens is None else f" and max_tokens is {max_tokens}"
         raise ApiError(

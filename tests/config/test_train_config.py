@@ -355,3 +355,13 @@ def test_default_logprob_block_depends_on_the_platform():
 )
 def test_reachable_weight_servers_are_accepted(ray_address: str | None, weights: WeightTransferConfig):
     assert config(mode=Mode.ASYNC, ray_address=ray_address, weights=weights).weights is weights
+
+
+@pytest.mark.parametrize("advantage", ["{type: gigpo}", "{type: gae}"])
+def test_agents_refuse_advantages_that_need_the_order_of_turns(advantage: str):
+    environment = "{type: mixture, parts: [{environment: {type: agent, command: [x], tasks: {type: arithmetic}}}]}"
+    sections = {"environment": environment, "rollouts": "{max_turns: 2}", "advantage": advantage}
+    if "gae" in advantage:
+        sections["critic"] = "{shared_trunk: true}"
+    with pytest.raises(ValueError, match=r"environment\.parts\.0\.environment runs agents"):
+        from_lines(**sections)

@@ -1,0 +1,351 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Agents as environments: functions and programs that request the policy's replies over OpenAI's API."""
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib.util
+import inspect
+import json
+import numbers
+import os
+import re
+import signal
+import traceback
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, ClassVar
+
+from marin_rl.config_fields import LOCAL_PATH
+from marin_rl.environments.base import (
+    AbstractEnvironment,
+    AgentConnection,
+    AgentEpisode,
+    AgentResult,
+    EnvironmentConfig,
+)
+from marin_rl.errors import UserError
+from marin_rl.rewards.component import RewardComponentConfig
+from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.splits import Split, TaskSplits
+from marin_rl.types import MAX_REWARD, Task
+from marin_rl.user_code import UserFileError, load_from_file
+
+_PACKAGES = ("starlette", "uvicorn", "prometheus_client")
+_MAX_OUTPUT = 8192
+"""Last bytes of a program's output that an error message contains."""
+_GRACE_SECONDS = 2.0
+"""Seconds between SIGTERM and SIGKILL."""
+PASSED_ON = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
+"""Environment variables that every program receives."""
+
+
+REWARD = "reward"
+"""Reward component of a reward without a name."""
+
+
+class AgentError(Exception):
+    """An agent raised an error, ended with an error, or returned an invalid reward."""
+
+
+@EnvironmentConfig.register_subclass("agent")
+@dataclasses.dataclass(frozen=True)
+class AgentConfig(EnvironmentConfig):
+    """Tasks of another environment, played by an agent: a Python function or a program.
+
+    The agent requests the policy's replies over OpenAI's API. It runs without isolation.
+    """
+
+    level: ClassVar[int] = 1
+    runs_agents: ClassVar[bool] = True
+
+    tasks: EnvironmentConfig
+    """Environment of the tasks. Its rewards are not used, but its reward functions are."""
+    path: str | None = dataclasses.field(default=None, metadata=LOCAL_PATH)
+    """Path of the Python file with the agent's function, relative to the working directory."""
+    function: str | None = None
+    """Name of the function in the file, called with `task`, `base_url`, `api_key` and the `options`. It returns the
+    reward, rewards by name, or None. It runs in a thread of its own in the process that samples; if it is async, with
+    an event loop of its own."""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Further keyword arguments of the function."""
+    command: tuple[str, ...] = ()
+    """Program and arguments, instead of a function. It receives the task as JSON on its standard input, and
+    `OPENAI_BASE_URL`, `OPENAI_API_KEY` and `REWARD_URL` as environment variables."""
+    pass_env: tuple[str, ...] = ()
+    """Names of further environment variables that the program receives. By default it receives no secrets."""
+    name: str | None = None
+    """Name for metrics; default: the name of the tasks' environment."""
+
+    def __post_init__(self) -> None:
+        self.check_nested(self.tasks, "tasks")
+        if bool(self.command) == (self.path is not None):
+            raise ValueError(
+                "an environment of type agent needs either path and function (a Python function) or command (a program)"
+            )
+        if (self.path is None) != (self.function is None):
+            raise ValueError(
+                f"path is {self.path!r} and function is {self.function!r}; a Python function needs both of them"
+            )
+        if self.command and self.options:
+            raise ValueError("options are arguments of a function; give those of a program in command")
+        if not self.command and self.pass_env:
+            raise ValueError("pass_env is for programs; a function has the variables of the process that samples")
+
+    def reward_components(self, environment: AbstractEnvironment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
+        """Return the reward functions of the tasks' environment and of this config."""
+        assert isinstance(environment, AgentEnvironment)
+        inner = environment.source
+        return {environment.name: (*self.tasks.reward_components(inner)[inner.name], *self.rewards)}
+
+    def build(self) -> AbstractEnvironment:
+        """Build the tasks and import the function.
+
+        Raises:
+            UserError: if a package of the extra `serve` is missing.
+            UserFileError: if the file has no such function, or it does not take the arguments.
+        """
+        missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+        if missing:
+            raise UserError(f"agents need {', '.join(missing)}; install the extra: pip install 'marin_rl[serve]'")
+        function = None if self.path is None else self._load(self.path, str(self.function))
+        source = self.tasks.build()
+        name = source.name if self.name is None else self.name
+        splits = {
+            split: [dataclasses.replace(task, environment=name) for task in source.tasks(split)] for split in Split
+        }
+        passed = (*PASSED_ON, *self.pass_env)
+
+        def start(task: Task, seed: int) -> AgentEpisode:
+            values = {"id": task.id, "messages": list(task.messages), "answer": task.answer, "seed": seed}
+            if function is None:
+                return CommandEpisode(self.command, passed, values)
+            return FunctionEpisode(function, f"{self.function} of {self.path}", self.options, values)
+
+        return AgentEnvironment(name, source, splits, start)
+
+    def _load(self, path: str, name: str) -> Callable[..., Any]:
+        where = f"{name!r} of {path}"
+        function = load_from_file(path, name)
+        if not callable(function):
+            raise UserFileError(f"{where} is {type(function).__name__}; it must be a function")
+        try:
+            inspect.signature(function).bind(task={}, base_url="", api_key="", **self.options)
+        except TypeError as error:
+            options = "".join(f", {option}" for option in self.options)
+            raise UserFileError(
+                f"{where} is called with the keyword arguments task, base_url, api_key{options}, but {error}"
+            ) from error
+        return function
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentEnvironment(AbstractEnvironment):
+    """Tasks that an agent plays."""
+
+    name: str
+    source: AbstractEnvironment
+    """Environment of the tasks."""
+    splits: TaskSplits
+    make_episode: Callable[[Task, int], AgentEpisode]
+    """Creates the episode of a task and a seed."""
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """Return the tasks of a split in a fixed order."""
+        return self.splits[split]
+
+    async def start(self, task: Task, seed: int) -> AgentEpisode:
+        """Start an attempt.
+
+        Raises:
+            ValueError: if the task belongs to another environment.
+        """
+        if task.environment != self.name:
+            raise ValueError(f"environment {self.name!r} has no task {task.id!r} of {task.environment!r}")
+        return self.make_episode(task, seed)
+
+    def connect_code_runner(self, runner: Sandbox | None) -> bool:
+        """Connect the tasks' environment to the sandbox; return whether it runs programs."""
+        return self.source.connect_code_runner(runner)
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionEpisode(AgentEpisode):
+    """A call of an agent's function."""
+
+    function: Callable[..., Any]
+    where: str
+    """Name and file of the function, for messages."""
+    options: Mapping[str, Any]
+    task: Mapping[str, Any]
+    """The `task` argument."""
+
+    async def play(self, connection: AgentConnection) -> AgentResult:
+        """Call the function in a thread of its own, so that blocking code delays no other episode.
+
+        If it is async, cancellation cancels it; a thread that blocks is abandoned.
+
+        Raises:
+            AgentError: if it raises, or its reward is invalid.
+        """
+        call = _Call(self.function, {**self.options, **_arguments(self.task, connection)})
+        try:
+            reward = await asyncio.to_thread(call.run)
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        except Exception as error:
+            trace = "".join(traceback.format_exception(error)).strip()
+            raise AgentError(f"{self.where} raised {type(error).__name__}: {error}\n{trace}") from error
+        try:
+            return AgentResult(named_rewards(reward))
+        except ValueError as error:
+            raise AgentError(f"{self.where} returned an invalid reward: {error}") from error
+
+
+def _arguments(task: Mapping[str, Any], connection: AgentConnection) -> dict[str, Any]:
+    return {"task": dict(task), "base_url": connection.base_url, "api_key": connection.api_key}
+
+
+class _Call:
+    """A call of a plain or async function in a thread."""
+
+    def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+        self._function, self._arguments = function, arguments
+        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+        self._is_cancelled = False
+
+    def run(self) -> Any:
+        if not inspect.iscoroutinefunction(self._function):
+            result = self._function(**self._arguments)
+            return asyncio.run(self._wait(result)) if inspect.iscoroutine(result) else result
+        return asyncio.run(self._wait(self._function(**self._arguments)))
+
+    def cancel(self) -> None:
+        """Cancel the function if it is async. Thread-safe."""
+        self._is_cancelled = True
+        if self._running is not None:
+            loop, task = self._running
+            with contextlib.suppress(RuntimeError):  # The loop is closed if the function has ended.
+                loop.call_soon_threadsafe(task.cancel)
+
+    async def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        self._running = asyncio.get_running_loop(), task
+        if self._is_cancelled:
+            task.cancel()
+        return await work
+
+
+@dataclasses.dataclass(frozen=True)
+class CommandEpisode(AgentEpisode):
+    """A run of an agent's program."""
+
+    command: Sequence[str]
+    passed_on: Sequence[str]
+    """Names of the environment variables that it receives."""
+    task: Mapping[str, Any]
+    """Its standard input, as JSON."""
+
+    async def play(self, connection: AgentConnection) -> AgentResult:
+        """Run the program until it ends; its process group ends with it.
+
+        Raises:
+            AgentError: if it cannot be started, or its exit status is not 0.
+        """
+        given = {name: os.environ[name] for name in self.passed_on if name in os.environ}
+        given |= {"OPENAI_BASE_URL": connection.base_url, "OPENAI_API_KEY": connection.api_key}
+        given["REWARD_URL"] = connection.reward_url
+        pipe = asyncio.subprocess.PIPE
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self.command,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=asyncio.subprocess.STDOUT,
+                env=given,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise AgentError(f"cannot start {self.command[0]!r}: {error}") from error
+        output = bytearray()
+        talking = asyncio.gather(_read(process, output), _write(process, json.dumps(self.task).encode()))
+        try:
+            status = await process.wait()
+        except asyncio.CancelledError:
+            await _end_group(process, signal.SIGTERM)
+            raise
+        finally:
+            await _end_group(process, signal.SIGKILL)
+            await asyncio.wait((talking,), timeout=_GRACE_SECONDS)
+            talking.cancel()
+        if status != 0:
+            end = f"signal {-status}" if status < 0 else f"exit status {status}"
+            text = output.decode(errors="replace").strip()
+            raise AgentError(f"{' '.join(self.command)} ended with {end}\n{text}".strip())
+        return AgentResult()
+
+
+async def _read(process: asyncio.subprocess.Process, output: bytearray) -> None:
+    assert process.stdout is not None
+    while data := await process.stdout.read(2**16):
+        output += data
+        del output[:-_MAX_OUTPUT]
+
+
+async def _write(process: asyncio.subprocess.Process, data: bytes) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        process.stdin.write(data)
+        await process.stdin.drain()
+    process.stdin.close()
+
+
+async def _end_group(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    """Send a signal to the process group of a program, and wait for the program."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), _GRACE_SECONDS)
+
+
+def named_rewards(reward: object) -> dict[str, float]:
+    """Return the rewards that an agent gave, by component.
+
+    Args:
+        reward: a number, rewards by name, or None.
+
+    Raises:
+        ValueError: if it is neither, or a name or reward is invalid.
+    """
+    if reward is None:
+        return {}
+    given = reward if isinstance(reward, Mapping) else {REWARD: reward}
+    return {name: check_reward(name, value) for name, value in given.items()}
+
+
+def check_reward(name: object, value: object) -> float:
+    """Check a reward of an agent.
+
+    Args:
+        name: its component.
+        value: the reward.
+
+    Returns:
+        The reward as a float.
+
+    Raises:
+        ValueError: if the name cannot be part of a metric's name, or the reward is not a finite number.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(f"invalid reward name {name!r}; use letters, digits, '_', '-' and '.'")
+    if not isinstance(value, numbers.Real) or not abs(float(value)) <= MAX_REWARD:
+        raise ValueError(
+            f"reward {name!r} is {value!r}; it must be a finite number, at most {MAX_REWARD:g} in magnitude"
+        )
+    return float(value)
+
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")

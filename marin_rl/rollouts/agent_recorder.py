@@ -1,0 +1,346 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Sampling and recording for one agent: requests of any number of conversations become sequences of one rollout."""
+
+import asyncio
+import collections
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from marin_rl.environments.agent import named_rewards
+from marin_rl.environments.base import AgentResult
+from marin_rl.rollouts.attempt import Attempt, Limits
+from marin_rl.rollouts.request_batcher import RequestBatcher
+from marin_rl.rollouts.rollout_builder import RolloutBuilder
+from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.seeds import derive_seed
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.types import Generation, Message, RolloutStatus, StopReason, Turn
+
+
+class AgentLimitError(ValueError):
+    """A limit of the rollout allows no further request; the message names it."""
+
+
+class EpisodeEndedError(RuntimeError):
+    """The episode ended while a request was in progress."""
+
+
+class Served(NamedTuple):
+    """The part of a generation that a response contains."""
+
+    num_tokens: int
+    """Number of tokens, up to the end of the reply."""
+    contents: tuple[str, ...]
+    """The content with which the agent may repeat the reply in its next request, in each possible form."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Sequence:
+    """Turns that continue each other token by token."""
+
+    tokens: tuple[int, ...] = ()
+    """All tokens, observations and replies."""
+    turns: list[Turn] = dataclasses.field(default_factory=list)
+    is_busy: bool = False
+    """Whether a request is in progress."""
+    conversation: str | None = None
+    """Conversation of the sampler that holds a slot for the next turn."""
+
+
+class _Reply(NamedTuple):
+    """A served reply, which later conversations may repeat."""
+
+    request: Sequence[Message]
+    """Messages of the request, as the agent sent them."""
+    contents: tuple[str, ...]
+    """See `Served`."""
+    messages: Sequence[Message]
+    """Messages of the request with the replies as they were sampled, and the reply."""
+    tokens: tuple[int, ...]
+    """Tokens of the prompt and the reply."""
+
+
+class AgentRecorder:
+    """Samples replies for one agent, and records them as turns of a rollout.
+
+    A prompt that begins with all tokens of a sequence continues this sequence; any other prompt starts one. A chat
+    whose first messages are those of an earlier request and the reply that it was given has exactly the tokens of
+    that request and reply, so that it continues the sequence without tokenizing the reply again.
+
+    All methods but `chat_prompt` belong to the event loop of the episodes.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        builder: RolloutBuilder,
+        tokenizer: ChatTokenizer,
+        batcher: RequestBatcher,
+        limits: Limits,
+    ) -> None:
+        """Start without requests.
+
+        Args:
+            attempt: the inputs of the rollout.
+            builder: builder of the rollout.
+            tokenizer: tokenizer of messages and replies.
+            batcher: takes the sample requests.
+            limits: limits of the rollout.
+        """
+        self.rollout_id = attempt.id
+        self.on_wait: Callable[[bool], None] = lambda waits: None
+        """Called when the first of concurrent requests begins (True), and when the last one ends (False)."""
+        self._attempt, self._builder, self._tokenizer = attempt, builder, tokenizer
+        self._batcher, self._limits = batcher, limits
+        self._sequences: list[_Sequence] = []
+        self._replies: list[_Reply] = []
+        self._prompts: dict[tuple[int, ...], tuple[Sequence[Message], Sequence[Message]]] = {}
+        """Messages of tokenized chats, as sent and with the replies as sampled."""
+        self._seen: collections.Counter[tuple[int, ...]] = collections.Counter()
+        self._turns: dict[str, list[tuple[_Sequence, int]]] = {}
+        """Turns of each response, by its id."""
+        self._rewards: dict[str, float] = {}
+        self._in_progress: set[asyncio.Future[Generation]] = set()
+        self._num_requests = self._num_conversations = self._num_tokens = 0
+        self._is_cut_off = self._is_closed = False
+
+    def chat_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Tokenize a conversation; repeated replies keep the tokens that were sampled. Thread-safe.
+
+        Raises:
+            ChatTemplateError: if the template rejects the conversation.
+        """
+        repeated = [reply for reply in tuple(self._replies) if _repeats(messages, reply)]
+        if repeated:
+            last = max(repeated, key=lambda reply: len(reply.request))
+            further = messages[len(last.messages) :]
+            shown = (*last.messages, *further)
+            tokens, is_rewritten = self._tokenizer.observation_tokens(last.messages, last.tokens, further)
+            tokens = tokens if is_rewritten else last.tokens + tokens
+        else:
+            shown = tuple(messages)
+            tokens = self._tokenizer.prompt_tokens(messages)
+        self._prompts[tokens] = messages, shown
+        return tokens
+
+    def admit(self, sequences: int) -> None:
+        """Check that the limits of the rollout allow further replies.
+
+        Raises:
+            AgentLimitError: if they do not; the rollout then counts as truncated.
+            EpisodeEndedError: if the episode has ended.
+        """
+        self._check_open()
+        if self._num_requests + sequences > self._limits.max_turns:
+            self.cut_off()
+            raise AgentLimitError(
+                f"the episode has its maximum of {self._limits.max_turns} replies (rollouts.max_turns)"
+            )
+        if self._limits.max_tokens is not None and self._num_tokens >= self._limits.max_tokens:
+            self.cut_off()
+            raise AgentLimitError(
+                f"the replies of the episode have its maximum of {self._limits.max_tokens} tokens (rollouts.max_tokens)"
+            )
+
+    def cut_off(self) -> None:
+        """Note that a limit of the rollout refused a request, which makes its status `truncated`."""
+        self._is_cut_off = True
+
+    async def sample(
+        self, prompt: tuple[int, ...], max_new_tokens: int, serve: Callable[[Generation], Served], response: str
+    ) -> None:
+        """Sample a reply and record it as a turn. A reply that the agent does not wait for is not recorded.
+
+        Args:
+            prompt: tokens of the prompt, which fit into the limits.
+            max_new_tokens: maximum number of new tokens.
+            serve: called with the generation before it is recorded; returns the part that the agent receives.
+            response: id of the response.
+
+        Raises:
+            EpisodeEndedError: if the episode has ended.
+        """
+        self._check_open()
+        self._num_requests += 1
+        sequence = self._take_sequence(prompt)
+        request = self._request(sequence, prompt, max_new_tokens)
+        sampling = self._batcher.submit(request)
+        if not self._in_progress:
+            self.on_wait(True)
+        self._in_progress.add(sampling)
+        try:
+            generation = await sampling
+            self._record(sequence, prompt, generation, serve(generation), response)
+        except asyncio.CancelledError:
+            if self._is_closed and not is_cancelled():
+                raise EpisodeEndedError("the episode has ended") from None
+            raise
+        finally:
+            self._in_progress.discard(sampling)
+            sequence.is_busy = False
+            # A conversation keeps its slot only while the episode waits for no other slot.
+            if self._in_progress or not sampling.done() or sampling.cancelled():
+                self._end_conversation(sequence)
+            sampling.cancel()
+            if not self._in_progress:
+                self.on_wait(False)
+
+    def post_reward(self, reward: float | Mapping[str, float], response: str | None) -> None:
+        """Set rewards of the episode, or of one reply; they replace earlier ones of the same names.
+
+        Args:
+            reward: the reward, or rewards by component name.
+            response: id of the response with the rewarded reply; None for the whole episode.
+
+        Raises:
+            ValueError: if a reward or the id is invalid.
+            EpisodeEndedError: if the episode has ended.
+        """
+        self._check_open()
+        rewards = named_rewards(reward)
+        if response is None:
+            self._rewards |= rewards
+            return
+        turns = self._turns.get(response, [])
+        if len(turns) != 1:
+            problem = f"has {len(turns)} choices" if turns else "is not the id of a response of this episode"
+            raise ValueError(f"completion_id {response!r} {problem}; give the id of a response with one choice")
+        [(sequence, index)] = turns
+        turn = sequence.turns[index]
+        sequence.turns[index] = dataclasses.replace(turn, rewards={**turn.rewards, **rewards})
+
+    def close(self) -> None:
+        """Drop the requests in progress and end all conversations."""
+        self._is_closed = True
+        for sampling in self._in_progress:
+            sampling.cancel()
+        for sequence in self._sequences:
+            self._end_conversation(sequence)
+
+    def finish(self, result: AgentResult) -> None:
+        """Add turns and rewards to the builder.
+
+        Raises:
+            EnvironmentFault: if the agent got no reply, or a value of the result is invalid.
+        """
+        posted = self._rewards if result.takes_posted else {}
+        turns = [turn for sequence in self._sequences for turn in sequence.turns]
+        if not result.takes_posted:
+            turns = [dataclasses.replace(turn, rewards={}) for turn in turns]
+        total = dict(result.rewards)
+        for name, value in posted.items():
+            total[name] = total.get(name, 0.0) + value
+        sequences = sum(bool(sequence.turns) for sequence in self._sequences)
+        metrics = {"sequences": float(sequences), **result.metrics}
+        self._builder.add_agent_turns(
+            turns, dataclasses.replace(result, rewards=total, metrics=metrics), is_cut_off=self._is_cut_off
+        )
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a limit of the rollout refused a request."""
+        return self._is_cut_off
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EpisodeEndedError("the episode has ended")
+
+    def _take_sequence(self, prompt: tuple[int, ...]) -> _Sequence:
+        """Return the longest sequence that the prompt continues, or a new one."""
+        continued = [
+            one
+            for one in self._sequences
+            if not one.is_busy
+            and one.turns
+            and len(one.tokens) < len(prompt)
+            and prompt[: len(one.tokens)] == one.tokens
+        ]
+        sequence = max(continued, key=lambda one: len(one.tokens), default=None)
+        if sequence is None:
+            sequence = _Sequence()
+            self._sequences.append(sequence)
+        sequence.is_busy = True
+        return sequence
+
+    def _request(self, sequence: _Sequence, prompt: tuple[int, ...], max_new_tokens: int) -> SampleRequest:
+        for other in self._sequences:
+            if not other.is_busy:
+                self._end_conversation(other)
+        if sequence.conversation is None:
+            self._num_conversations += 1
+            sequence.conversation = f"{self.rollout_id}/{self._num_conversations}"
+        # The seed does not depend on the order of concurrent requests.
+        digest = hashlib.sha256(np.array(prompt, np.int32).tobytes()).hexdigest()
+        self._seen[prompt] += 1
+        left = max_new_tokens if self._limits.max_tokens is None else self._limits.max_tokens - self._num_tokens
+        return SampleRequest(
+            prompt_tokens=prompt,
+            seed=derive_seed(self._attempt.seed, digest, self._seen[prompt]),
+            max_new_tokens=max(min(max_new_tokens, left), 1),
+            temperature=self._attempt.temperature,
+            conversation=sequence.conversation,
+        )
+
+    def _record(
+        self, sequence: _Sequence, prompt: tuple[int, ...], generation: Generation, served: Served, response: str
+    ) -> None:
+        if served.num_tokens < len(generation.token_ids):
+            generation = dataclasses.replace(
+                generation,
+                token_ids=generation.token_ids[: served.num_tokens],
+                logprobs=generation.logprobs[: served.num_tokens],
+                stop_reason=StopReason.STOP,
+            )
+        observation = prompt[len(sequence.tokens) :]
+        reply = Message(role="assistant", content=self._tokenizer.decode_reply(generation.token_ids))
+        tokens = prompt + generation.token_ids
+        if prompt in self._prompts:
+            request, shown = self._prompts[prompt]
+            self._replies.append(_Reply(request, served.contents, (*shown, reply), tokens))
+        else:
+            text = self._tokenizer.decode_reply(observation, skip_special_tokens=False)
+            shown = (Message(role="user", content=text),)
+        messages = shown if not any(one.turns for one in self._sequences) else _after_last_reply(shown)
+        turn = Turn(
+            observation_tokens=observation,
+            generation=generation,
+            messages=(*messages, reply),
+            starts_sequence=not sequence.tokens,
+        )
+        self._turns.setdefault(response, []).append((sequence, len(sequence.turns)))
+        sequence.turns.append(turn)
+        sequence.tokens = tokens
+        self._num_tokens += len(generation.token_ids)
+        if generation.stop_reason is StopReason.ABORT:
+            self._builder.fail(RolloutStatus.ABORTED, "the engine aborted a generation of the agent")
+
+    def _end_conversation(self, sequence: _Sequence) -> None:
+        if sequence.conversation is not None:
+            self._batcher.end(sequence.conversation)
+            sequence.conversation = None
+
+
+def _repeats(messages: Sequence[Message], reply: _Reply) -> bool:
+    """Whether messages are those of an earlier request, its reply, and further ones."""
+    count = len(reply.request)
+    if len(messages) <= count + 1 or messages[count]["role"] != "assistant":
+        return False
+    return messages[count]["content"] in reply.contents and list(messages[:count]) == list(reply.request)
+
+
+def _after_last_reply(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the messages after the last one of the assistant, so that each reply of the policy is recorded once."""
+    replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    return messages[replies[-1] + 1 :] if replies else messages
+
+
+def is_cancelled() -> bool:
+    """Return whether the current task is cancelled, as opposed to a `CancelledError` of another task."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

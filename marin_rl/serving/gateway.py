@@ -1,0 +1,236 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Serves the policy of a run to its agents: one base URL and key for each episode, on loopback."""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import urllib.parse
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+import pydantic
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from marin_rl.environments.base import AgentConnection
+from marin_rl.rollouts.agent_recorder import AgentLimitError, AgentRecorder, EpisodeEndedError, Served
+from marin_rl.rollouts.attempt import Limits as RolloutLimits
+from marin_rl.serving.app import EXCEPTION_HANDLERS, has_key, wrong_key
+from marin_rl.serving.endpoints import Endpoints, EventStream
+from marin_rl.serving.engine import EngineError, EngineRequest
+from marin_rl.serving.http_server import listen, url_of
+from marin_rl.serving.protocol import ApiError, Limits, parse_body, read_message
+from marin_rl.serving.text import ReplyReader, TextPart, ToolReader
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import TokenPieces
+from marin_rl.types import Generation
+
+logger = logging.getLogger(__name__)
+
+_MODEL = "policy"
+_MAX_BODY_BYTES = 64 * 2**20
+_BODY_SECONDS = 60.0
+_LIMIT_CODES = ("context_length_exceeded",)
+
+
+class RewardBody(pydantic.BaseModel):
+    """Body of `POST /episodes/ID/reward`."""
+
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
+    reward: float | dict[str, float]
+    completion_id: str | None = None
+
+
+class _Episode(NamedTuple):
+    recorder: AgentRecorder
+    key: str
+    endpoints: Endpoints
+
+
+Handler = Callable[[_Episode, Request], Awaitable["Response | EventStream"]]
+
+
+class Gateway:
+    """Server of one process for all agents of a run; starts with the first one, and ends with its event loop."""
+
+    def __init__(self, tokenizer: ChatTokenizer, limits: RolloutLimits, *, has_stop_texts: bool = False) -> None:
+        """Create a server, which does not listen yet.
+
+        Args:
+            tokenizer: tokenizer of messages and replies.
+            limits: limits of every rollout.
+            has_stop_texts: whether `sampling.stop` ends replies.
+        """
+        self._tokenizer = tokenizer
+        self._piece = TokenPieces(tokenizer.tokenizer)
+        self._limits = Limits(
+            max_context=limits.max_length,
+            max_new_tokens=limits.max_new_tokens,
+            max_choices=limits.max_turns,
+            vocab_size=tokenizer.vocab_size,
+            stop_token_ids=frozenset(tokenizer.stop_token_ids),
+            has_stop_texts=has_stop_texts,
+            reduces_max_tokens=True,
+        )
+        self._episodes: dict[str, _Episode] = {}
+        self._serving: asyncio.Task[None] | None = None
+        self._url = ""
+
+    @contextlib.asynccontextmanager
+    async def connect(self, recorder: AgentRecorder) -> AsyncIterator[AgentConnection]:
+        """Serve the policy to one agent until the end of the block.
+
+        Args:
+            recorder: samples and records its requests.
+        """
+        self._start()
+        name = urllib.parse.quote(recorder.rollout_id, safe="")
+        key = secrets.token_urlsafe(24)
+        self._episodes[recorder.rollout_id] = _Episode(recorder, key, self._endpoints(recorder))
+        url = f"{self._url}/episodes/{name}"
+        try:
+            yield AgentConnection(f"{url}/v1", key, f"{url}/reward", recorder.rollout_id)
+        finally:
+            del self._episodes[recorder.rollout_id]
+
+    def _start(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._serving is not None and self._serving.get_loop() is loop:
+            return
+        listener = listen("127.0.0.1", 0, _BODY_SECONDS)
+        self._url = url_of(listener)
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        config = uvicorn.Config(
+            self._app(),
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=round(_BODY_SECONDS),
+        )
+        self._serving = loop.create_task(_serve(uvicorn.Server(config), listener), name="agent gateway")
+
+    def _app(self) -> ASGIApp:
+        def route(path: str, handler: Handler, method: str = "POST") -> Route:
+            async def answer(request: Request) -> Response | EventStream:
+                return await _answer(handler, self._episode(request), request)
+
+            return Route(f"/episodes/{{id}}{path}", answer, methods=[method])
+
+        return Starlette(
+            routes=[
+                route("/v1/models", _models, "GET"),
+                route("/v1/chat/completions", lambda episode, request: episode.endpoints.chat(request)),
+                route("/v1/completions", lambda episode, request: episode.endpoints.completions(request)),
+                route("/inference/v1/generate", lambda episode, request: episode.endpoints.generate(request)),
+                route("/reward", _reward),
+            ],
+            exception_handlers=EXCEPTION_HANDLERS,
+        )
+
+    def _episode(self, request: Request) -> _Episode:
+        episode = self._episodes.get(request.path_params["id"])
+        if episode is None:
+            raise ApiError("the episode has ended, or never began", status=HTTPStatus.NOT_FOUND)
+        if not has_key(request.headers, episode.key):
+            raise wrong_key()
+        return episode
+
+    def _endpoints(self, recorder: AgentRecorder) -> Endpoints:
+        async def reply(request: EngineRequest) -> TextPart:
+            return await self._reply(recorder, request)
+
+        async def stream(request: EngineRequest) -> AsyncGenerator[TextPart, None]:
+            yield await self._reply(recorder, request)
+
+        return Endpoints(
+            reply=reply,
+            stream=stream,
+            tokenizer=self._tokenizer,
+            chat_prompt=recorder.chat_prompt,
+            piece=self._piece,
+            limits=self._limits,
+            max_body_bytes=_MAX_BODY_BYTES,
+            body_seconds=_BODY_SECONDS,
+            admit=recorder.admit,
+        )
+
+    async def _reply(self, recorder: AgentRecorder, request: EngineRequest) -> TextPart:
+        """Sample and record a whole reply. Temperature and seed are those of the rollout."""
+        reader = ReplyReader(
+            lambda tokens: self._tokenizer.decode_reply(tokens, request.skip_special_tokens),
+            request.stop,
+            request.stop_token_ids,
+        )
+        parts: list[TextPart] = []
+
+        def serve(generation: Generation) -> Served:
+            part = reader.push(generation.token_ids, generation.logprobs, generation.stop_reason)
+            parts.append(part._replace(weight_versions=(generation.first_version, generation.last_version)))
+            return Served(len(part.token_ids), (part.text, _with_calls(part.text)))
+
+        sample = request.sample
+        try:
+            await recorder.sample(sample.prompt_tokens, sample.max_new_tokens, serve, request.completion)
+        except EpisodeEndedError as error:
+            raise EngineError(str(error)) from error
+        return parts[0]
+
+
+async def _serve(server: uvicorn.Server, listener: Any) -> None:
+    """Serve until the task is cancelled, with the event loop."""
+    with listener:
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            for accepting in server.servers if server.started else ():
+                accepting.close()
+            for connection in list(server.server_state.connections):
+                connection.shutdown()
+
+
+async def _answer(handler: Handler, episode: _Episode, request: Request) -> Response | EventStream:
+    try:
+        return await handler(episode, request)
+    except AgentLimitError as error:
+        raise ApiError(str(error), code="rollout_limit_exceeded") from error
+    except EpisodeEndedError as error:
+        raise EngineError(str(error)) from error
+    except ApiError as error:
+        if error.code in _LIMIT_CODES:
+            episode.recorder.cut_off()
+        raise
+
+
+async def _models(episode: _Episode, request: Request) -> Response:
+    limits = episode.endpoints.limits
+    card = {"id": _MODEL, "object": "model", "created": 0, "owned_by": "marin_rl", "max_model_len": limits.max_context}
+    return JSONResponse({"object": "list", "data": [card]})
+
+
+async def _reward(episode: _Episode, request: Request) -> Response:
+    values, _ = await episode.endpoints.read(request)
+    body = parse_body(RewardBody, values)
+    try:
+        episode.recorder.post_reward(body.reward, body.completion_id)
+    except ValueError as error:
+        raise ApiError(str(error), param="completion_id" if "completion_id" in str(error) else "reward") from error
+    return JSONResponse({"status": "ok"})
+
+
+def _with_calls(text: str) -> str:
+    """Return the content of a reply that the agent repeats with its tool calls as such."""
+    reader = ToolReader()
+    content = reader.push(text)
+    rest, calls = reader.finish()
+    return read_message(0, {"role": "assistant", "content": content + rest, "tool_calls": calls})["content"]

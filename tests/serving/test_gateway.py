@@ -1,0 +1,463 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Agents written with the `openai` SDK against the gateway: what they get, and what their rollouts record."""
+
+import asyncio
+import json
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+import pytest
+
+from marin_rl.distributed.rollout_runner import make_gateway
+from marin_rl.environments.agent import AgentEnvironment, CommandEpisode, FunctionEpisode
+from marin_rl.environments.base import AbstractEnvironment, AgentEpisode, SingleTurnEnvironment
+from marin_rl.environments.random_reward import RANDOM, RandomRewardEnvironment
+from marin_rl.rollouts.attempt import Limits
+from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, RolloutRunner, run_groups
+from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.splits import Split
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import byte_tokenizer
+from marin_rl.types import Rollout, RolloutGroup, RolloutStatus, Task
+from tests.scripted_sampler import ScriptedSampler
+
+openai = pytest.importorskip("openai")
+
+TOKENIZER = ChatTokenizer(byte_tokenizer())
+[END] = TOKENIZER.stop_token_ids
+TASK = Task("t", "agents", ({"role": "user", "content": "hi"},), "4")
+LIMITS = Limits(max_length=120, max_new_tokens=8, max_turns=6, max_seconds=20.0)
+
+Play = Callable[..., Any]
+
+
+class Client:
+    """A few calls of the SDK."""
+
+    def __init__(self, base_url: str, api_key: str) -> None:
+        # The connection is plain HTTP, and preparing TLS is slow.
+        http = openai.DefaultAsyncHttpxClient(verify=False)
+        self.sdk = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, http_client=http)
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.sdk.close()
+
+    async def chat(self, *contents: str, **options: Any) -> Any:
+        """Send a conversation, in which user and assistant alternate; return the response."""
+        roles = ("user", "assistant")
+        messages = [{"role": roles[index % 2], "content": text} for index, text in enumerate(contents)]
+        return await self.sdk.chat.completions.create(model="any", messages=messages, **options)
+
+    async def say(self, *contents: str, **options: Any) -> str:
+        """Return the text of the reply."""
+        return (await self.chat(*contents, **options)).choices[0].message.content
+
+
+def last_word(request: SampleRequest) -> Sequence[int]:
+    """Reply `R` and the last user message, in capitals."""
+    text = TOKENIZER.decode_reply(request.prompt_tokens, skip_special_tokens=False)
+    word = text.rpartition("<|user|>")[2].partition("<|")[0]
+    return (*f"R{word.upper()}".encode(), END)
+
+
+def run(
+    play: Play | AgentEpisode,
+    *,
+    script: Callable[[SampleRequest], Sequence[int]] = last_word,
+    size: int = 1,
+    limits: Limits = LIMITS,
+    temperature: float = 1.0,
+    wrap: Callable[[AbstractEnvironment], AbstractEnvironment] = lambda environment: environment,
+) -> tuple[RolloutGroup, ScriptedSampler]:
+    """Run an agent's attempts at one task."""
+
+    def make(task: Task, seed: int) -> AgentEpisode:
+        values = {"id": task.id, "messages": list(task.messages), "answer": task.answer, "seed": seed}
+        return play if isinstance(play, AgentEpisode) else FunctionEpisode(play, "play of agent.py", {}, values)
+
+    splits = {split: [TASK] if split is Split.TRAIN else [] for split in Split}
+    source = SingleTurnEnvironment("agents", splits, score=None)
+    environment = wrap(AgentEnvironment("agents", source, splits, make))
+    sampler = ScriptedSampler(script, stop_token_ids=[END], version=7)
+    runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=make_gateway(TOKENIZER, limits))
+    try:
+        [group] = run_groups(runner, [TASK], group_size=size, temperature=temperature, seed_parts=(3, "training"))
+    finally:
+        runner.loop.close()
+    return group, sampler
+
+
+def only(play: Play | AgentEpisode, **options: Any) -> Rollout:
+    [rollout] = run(play, **options)[0].rollouts
+    return rollout
+
+
+def replies(rollout: Rollout) -> list[str]:
+    return [turn.messages[-1]["content"] for turn in rollout.turns]
+
+
+def test_one_conversation_is_one_sequence():
+    async def play(task: dict[str, Any], base_url: str, api_key: str) -> float:
+        async with Client(base_url, api_key) as client:
+            first = await client.say(task["messages"][0]["content"])
+            second = await client.say("hi", first, "again")
+            assert (task["id"], task["answer"], first, second) == ("t", "4", "RHI", "RAGAIN")
+        return 0.5
+
+    group, sampler = run(play)
+    [rollout] = group.rollouts
+    assert (rollout.status, dict(rollout.rewards)) == (RolloutStatus.COMPLETED, {"reward": 0.5})
+    first, second = rollout.turns
+    prompt = TOKENIZER.prompt_tokens(TASK.messages)
+    assert (first.observation_tokens, first.starts_sequence) == (prompt, True)
+    assert first.generation.token_ids == (*b"RHI", END)
+    assert not second.starts_sequence
+    assert (second.generation.first_version, second.generation.logprobs) == (7, (-1.0,) * 7)
+    # The second prompt has the sampled tokens, and the sampler continues the conversation.
+    assert sampler.requests[1].prompt_tokens == (
+        *prompt,
+        *first.generation.token_ids,
+        *second.observation_tokens,
+    )
+    assert sampler.requests[0].conversation == sampler.requests[1].conversation
+    assert rollout.metrics["sequences"] == 1
+
+
+def test_attempts_are_reproducible_and_differ_in_their_seeds():
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        async with Client(base_url, api_key) as client:
+            # Concurrent sub-agents: seeds do not depend on their order.
+            await asyncio.gather(*(client.say(word) for word in ("a", "b", "c")))
+        return 1.0
+
+    def seeds() -> dict[tuple[int, ...], set[int]]:
+        _, sampler = run(play, size=3)
+        found: dict[tuple[int, ...], set[int]] = {}
+        for request in sampler.requests:
+            found.setdefault(request.prompt_tokens, set()).add(request.seed)
+        return found
+
+    first = seeds()
+    assert [len(values) for values in first.values()] == [3, 3, 3]
+    assert seeds() == first
+
+
+def test_branches_sub_agents_and_rewritten_history_are_sequences():
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        async with Client(base_url, api_key) as client:
+            await client.say("a")
+            await client.say("a", "RA", "b")
+            await client.say("a", "RA", "c")  # a branch
+            await client.say("z")  # a sub-agent
+            await client.say("a", "RA", "b", "RB", "d")  # continues the first
+            await client.say("a", "changed", "e")  # rewritten history
+        return 1.0
+
+    rollout = only(play)
+    assert replies(rollout) == ["RA", "RB", "RD", "RC", "RZ", "RE"]
+    assert [turn.starts_sequence for turn in rollout.turns] == [True, False, False, True, True, True]
+    assert rollout.metrics["sequences"] == 4
+    # The branch repeats the exact tokens of its beginning, without loss.
+    first, second, _, branch = rollout.turns[:4]
+    begin = first.observation_tokens + first.generation.token_ids
+    assert branch.observation_tokens[: len(begin)] == begin
+    assert len(branch.observation_tokens) == len(begin) + len(second.observation_tokens)
+    # Each reply of the policy is one message of the transcript.
+    assert sum(message["role"] == "assistant" for message in rollout.messages) == 6
+
+
+def test_repeated_reply_keeps_its_sampled_tokens():
+    """A reply that its text would not be tokenized to: an end token inside, which the text leaves out."""
+
+    def odd(request: SampleRequest) -> Sequence[int]:
+        return (*b"x", 259, *b"y", END)
+
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        async with Client(base_url, api_key) as client:
+            text = await client.say("a")
+            assert text == "xy"
+            await client.say("a", text, "b")
+        return 1.0
+
+    group, sampler = run(play, script=odd)
+    assert [turn.starts_sequence for turn in group.rollouts[0].turns] == [True, False]
+    assert sampler.requests[1].prompt_tokens[: len(sampler.requests[0].prompt_tokens) + 4][-4:] == (120, 259, 121, END)
+
+
+def test_temperature_and_seed_are_those_of_the_run_and_others_are_refused():
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        async with Client(base_url, api_key) as client:
+            await client.say("a", temperature=0.3, seed=5, max_tokens=1000)
+            with pytest.raises(openai.BadRequestError, match=r"top_p is 0\.5, but the server does not implement it"):
+                await client.say("a", top_p=0.5)
+            with pytest.raises(openai.BadRequestError, match="logit_bias"):
+                await client.say("a", logit_bias={"5": 1})
+        return 1.0
+
+    for temperature in (1.0, 0.0):
+        group, sampler = run(play, temperature=temperature)
+        assert group.rollouts[0].status is RolloutStatus.COMPLETED
+        [request] = sampler.requests
+        assert (request.temperature, request.max_new_tokens) == (temperature, LIMITS.max_new_tokens)
+        assert request.seed != 5
+
+
+def test_streams_choices_stop_strings_and_tokens():
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        async with Client(base_url, api_key) as client:
+            stream = await client.chat("abc", stream=True)
+            assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "RABC"
+            assert await client.say("word", stop=["O"]) == "RW"
+            two = await client.chat("n", n=2)
+            assert [choice.message.content for choice in two.choices] == ["RN", "RN"]
+            done = await client.sdk.completions.create(model="any", prompt=[1, 2, 3], max_tokens=2)
+            assert done.choices[0].finish_reason == "length"
+            assert [card.id async for card in await client.sdk.models.list()] == ["policy"]
+        return 1.0
+
+    rollout = only(play)
+    assert replies(rollout) == ["RABC", "RWO", "RN", "RN", "R" + chr(1)]
+    assert rollout.turns[1].generation.token_ids == tuple(b"RWO")
+    assert rollout.turns[4].observation_tokens == (1, 2, 3)
+
+
+def test_posted_rewards():
+    async def play(task: Any, base_url: str, api_key: str) -> dict[str, float]:
+        url = base_url.removesuffix("/v1") + "/reward"
+        headers = {"Authorization": f"Bearer {api_key}"}
+        async with Client(base_url, api_key) as client, httpx.AsyncClient(headers=headers) as http:
+            reply = await client.chat("a")
+            await client.say("a", "RA", "b")
+
+            async def post(**body: Any) -> httpx.Response:
+                return await http.post(url, json=body)
+
+            assert (await post(reward=9.0, completion_id=reply.id)).status_code == 200
+            assert (await post(reward=0.25, completion_id=reply.id)).status_code == 200  # replaces it
+            assert (await post(reward={"style": 0.5})).status_code == 200
+            for body in ({"reward": "x"}, {"reward": 1.0, "completion_id": "?"}, {"reward": {"a b": 1.0}}, {}):
+                assert (await post(**body)).status_code == 400
+            assert (await http.post(url, json={"reward": 1}, headers={"Authorization": "no"})).status_code == 401
+            assert (await http.post(url.replace("training", "other"), json={"reward": 1.0})).status_code == 404
+        return {"reward": 1.0}
+
+    rollout = only(play)
+    assert dict(rollout.rewards) == {"reward": 1.25, "style": 0.5}
+    assert [turn.reward for turn in rollout.turns] == [0.25, None]
+
+
+async def _ask(base_url: str, api_key: str) -> None:
+    async with Client(base_url, api_key) as client:
+        await client.say("a")
+
+
+async def raises(task: Any, base_url: str, api_key: str) -> float:
+    await _ask(base_url, api_key)
+    raise KeyError("missing")
+
+
+async def hangs(task: Any, base_url: str, api_key: str) -> float:
+    await _ask(base_url, api_key)
+    await asyncio.Event().wait()
+    return 1.0
+
+
+_late = threading.Event()
+
+
+def blocks(task: Any, base_url: str, api_key: str) -> float:
+    _late.wait()
+    return 1.0
+
+
+async def silent(task: Any, base_url: str, api_key: str) -> float:
+    return 1.0
+
+
+async def no_reward(task: Any, base_url: str, api_key: str) -> None:
+    await _ask(base_url, api_key)
+
+
+async def nan(task: Any, base_url: str, api_key: str) -> float:
+    await _ask(base_url, api_key)
+    return float("nan")
+
+
+async def text(task: Any, base_url: str, api_key: str) -> Any:
+    await _ask(base_url, api_key)
+    return "good"
+
+
+async def exits(task: Any, base_url: str, api_key: str) -> float:
+    sys.exit(3)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (raises, r"play of agent.py raised KeyError: 'missing'\n(?s:.*)in raises\n"),
+        (silent, "the agent got no reply of the policy"),
+        (no_reward, "neither returned nor posted a reward"),
+        (nan, "returned an invalid reward: reward 'reward' is nan"),
+        (text, "returned an invalid reward: reward 'reward' is 'good'"),
+        (exits, "SystemExit"),
+    ],
+)
+def test_bad_agent_costs_only_its_rollout(bad: Play, message: str):
+    turns: Iterator[int] = iter(range(2))
+
+    def play(task: Any, base_url: str, api_key: str) -> Any:
+        if next(turns) == 0:
+            return bad(task, base_url, api_key)
+
+        async def good() -> float:
+            await _ask(base_url, api_key)
+            return 1.0
+
+        return good()
+
+    group, _ = run(play, size=2)
+    by_status = {rollout.status: rollout for rollout in group.rollouts}
+    assert set(by_status) == {RolloutStatus.FAILED, RolloutStatus.COMPLETED}
+    assert re.search(message, str(by_status[RolloutStatus.FAILED].error))
+
+
+@pytest.mark.parametrize("bad", [hangs, blocks])
+def test_late_agent_is_timed_out(bad: Play):
+    _late.clear()
+    limits = Limits(max_length=120, max_new_tokens=8, max_turns=6, max_seconds=0.3)
+    with pytest.raises(AllRolloutsFailedError, match=r"took longer than 0\.3 s \(rollouts\.max_seconds\)"):
+        run(bad, limits=limits)
+    _late.set()
+
+
+@pytest.mark.parametrize("handles", [True, False])
+def test_limits_truncate_the_rollout(handles: bool):
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        async with Client(base_url, api_key) as client:
+            await client.say("a")
+            await client.say("b")
+            if not handles:
+                await client.say("c")
+            with pytest.raises(openai.BadRequestError, match=r"maximum of 2 replies \(rollouts\.max_turns\)"):
+                await client.say("c")
+        return 0.5
+
+    limits = Limits(max_length=120, max_new_tokens=8, max_turns=2)
+    rollout = only(play, limits=limits)
+    assert (rollout.status, len(rollout.turns)) == (RolloutStatus.TRUNCATED, 2)
+    assert dict(rollout.rewards) == ({"reward": 0.5} if handles else {"truncated": 0.0})
+
+
+def test_prompt_beyond_the_context_truncates_the_rollout():
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        async with Client(base_url, api_key) as client:
+            await client.say("a")
+            with pytest.raises(openai.BadRequestError, match="maximum context length is 120 tokens"):
+                await client.say("a" * 200)
+        return 0.5
+
+    assert only(play).status is RolloutStatus.TRUNCATED
+
+
+def test_random_control_replaces_returned_and_posted_rewards():
+    def control(environment: AbstractEnvironment) -> AbstractEnvironment:
+        return RandomRewardEnvironment("agents", environment, 0.5, frozenset([("agents", "t")]))
+
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        url = base_url.removesuffix("/v1") + "/reward"
+        async with Client(base_url, api_key) as client, httpx.AsyncClient() as http:
+            reply = await client.chat("a")
+            body = {"reward": 3.0, "completion_id": reply.id}
+            await http.post(url, json=body, headers={"Authorization": f"Bearer {api_key}"})
+        return 7.0
+
+    group, _ = run(play, size=8, wrap=control)
+    rewards = [dict(rollout.rewards) for rollout in group.rollouts]
+    assert {tuple(each) for each in rewards} == {(RANDOM,)}
+    assert {each[RANDOM] for each in rewards} == {0.0, 1.0}
+
+
+PROGRAM = """
+import json, os, sys
+import httpx, openai
+task = json.load(sys.stdin)
+assert "SECRET" not in os.environ
+client = openai.OpenAI()
+messages = task["messages"]
+reply = client.chat.completions.create(model="m", messages=messages).choices[0].message.content
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+if reply != "RHI":
+    sys.exit("unexpected reply")
+if len(sys.argv) > 1:
+    sys.exit("no luck")
+httpx.post(os.environ["REWARD_URL"], json={"reward": 0.75}, headers=headers).raise_for_status()
+"""
+
+
+@pytest.mark.medium
+def test_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SECRET", "x")
+    file = tmp_path / "agent.py"
+    file.write_text(PROGRAM)
+    values = {"id": "t", "messages": list(TASK.messages), "answer": "4", "seed": 1}
+    rollout = only(CommandEpisode([sys.executable, str(file)], ("PATH",), values))
+    assert (rollout.error, dict(rollout.rewards)) == (None, {"reward": 0.75})
+    failed = CommandEpisode([sys.executable, str(file), "fail"], ("PATH",), values)
+    with pytest.raises(AllRolloutsFailedError, match=r"ended with exit status 1\nno luck"):
+        run(failed)
+
+
+def test_program_and_its_children_end_at_the_time_limit(tmp_path: Path):
+    pids = tmp_path / "pids"
+    script = f"sleep 60 & echo $$ $! > {pids}; wait"
+    limits = Limits(max_length=120, max_new_tokens=8, max_turns=6, max_seconds=1.0)
+    with pytest.raises(AllRolloutsFailedError, match="took longer than 1 s"):
+        run(CommandEpisode(["/bin/sh", "-c", script], (), {}), limits=limits)
+    assert [state(int(pid)) for pid in pids.read_text().split()] == [None, None]
+    with pytest.raises(AllRolloutsFailedError, match="cannot start '/no/such/program'"):
+        run(CommandEpisode(["/no/such/program"], (), {}))
+
+
+def state(pid: int) -> str | None:
+    """State of a process; None if it has ended."""
+    try:
+        found = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if found in "ZX" else found
+
+
+def test_tool_calls_continue_their_sequence():
+    call = {"name": "add", "arguments": {"a": 1}}
+    reply = f"<tool_call>{json.dumps(call)}</tool_call>"
+
+    def script(request: SampleRequest) -> Sequence[int]:
+        return (*(reply.encode() if 262 not in request.prompt_tokens[-20:] else b"ok"), END)
+
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        async with Client(base_url, api_key) as client:
+            messages: list[Any] = [{"role": "user", "content": "1?"}]
+            tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+            options = {"model": "m", "tools": tools}
+            answer = (await client.sdk.chat.completions.create(messages=messages, **options)).choices[0].message
+            [made] = answer.tool_calls
+            messages += [answer.model_dump(exclude_none=True)]
+            messages += [{"role": "tool", "tool_call_id": made.id, "content": "2"}]
+            await client.sdk.chat.completions.create(messages=messages, **options)
+        return 1.0
+
+    limits = Limits(max_length=2000, max_new_tokens=80, max_turns=6)
+    rollout = only(play, script=script, limits=limits)
+    assert [turn.starts_sequence for turn in rollout.turns] == [True, False]
