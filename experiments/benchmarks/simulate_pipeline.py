@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from marin_rl.config.sections import Refresh
+from marin_rl.config.workers_config import Refresh
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, RolloutScheduler, StalenessLimits

@@ -181,50 +181,6 @@ class Mode(enum.StrEnum):
     """Sample in rollout workers while the trainer trains."""
 
 
-class Refresh(enum.StrEnum):
-    """When a rollout worker loads newer weights."""
-
-    BETWEEN_GROUPS = "between_groups"
-    """After all of its running groups have finished. It starts no group once newer weights are available."""
-    IN_FLIGHT = "in_flight"
-    """As soon as they have arrived, also during answers: later tokens are sampled with the newer weights and the KV
-    cache of the older ones (PipelineRL)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkersConfig:
-    """Rollout workers. Each is a process with its own sampler."""
-
-    num_workers: int = 1
-    """Number of workers. At least 1."""
-    refresh: Refresh = Refresh.BETWEEN_GROUPS
-    """When workers load newer weights: `between_groups`, or `in_flight` for long answers, which would otherwise delay
-    the update."""
-    decode_steps_per_weight_poll: int = 32
-    """With `in_flight`, tokens sampled per answer between two polls for newer weights. At least 1; a poll pauses the
-    sampler for a few milliseconds."""
-    gpus_per_worker: float = 0.0
-    """GPUs that Ray reserves for each worker. At least 0."""
-    heartbeat_timeout: float = 30.0
-    """Seconds without a heartbeat after which a worker counts as lost and its groups are assigned to other workers.
-    Above 0."""
-    no_progress_timeout: float = 900.0
-    """Seconds without a finished group, or without a coordinator, after which the run fails. Above 0; must exceed the
-    compile time of the workers."""
-
-    def __post_init__(self) -> None:
-        convert_enum_fields(self)
-        if self.num_workers < 1:
-            raise ValueError(f"workers.num_workers is {self.num_workers}; it must be at least 1, or mode: sync")
-        check_at_least(self, "workers", decode_steps_per_weight_poll=1)
-        if not (self.gpus_per_worker >= 0 and math.isfinite(self.gpus_per_worker)):
-            raise ValueError(f"workers.gpus_per_worker is {self.gpus_per_worker}; it must be at least 0")
-        for name in ("heartbeat_timeout", "no_progress_timeout"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"workers.{name} is {value}; it must be a number of seconds above 0")
-
-
 @dataclasses.dataclass(frozen=True)
 class ReplayConfig:
     """Replay buffer between sampling and training."""

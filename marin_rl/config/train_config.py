@@ -30,13 +30,12 @@ from marin_rl.config.sections import (
     EvaluationConfig,
     LogLevel,
     Mode,
-    Refresh,
     ReplayConfig,
     RolloutConfig,
     WarmStartConfig,
-    WorkersConfig,
     module_levels,
 )
+from marin_rl.config.workers_config import Refresh, WorkersConfig
 from marin_rl.config_fields import (
     STORAGE_PATH,
     check_paths,
@@ -67,7 +66,7 @@ from marin_rl.rollouts.store import RolloutStoreConfig
 from marin_rl.sampling.config import LevanterSamplerConfig, OpenAiSamplerConfig, SamplerConfig, SamplingConfig
 from marin_rl.storage import storage_path
 from marin_rl.tokenization.load import TokenizerConfig
-from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig, is_loopback
+from marin_rl.weights.config import ArrowFlightConfig, TransferDtype, WeightTransferConfig, is_loopback
 
 LOGPROB_BLOCK_SIZE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
 """Tokens on each device whose logits are in memory at once, by platform, if the config does not set their number."""
@@ -151,7 +150,7 @@ class TrainConfig:
     training."""
     workers: WorkersConfig = dataclasses.field(
         default=WorkersConfig(),
-        metadata=may_change("num_workers", "gpus_per_worker", "heartbeat_timeout", "no_progress_timeout"),
+        metadata=may_change("num_workers", "resources", "tpu_slice", "heartbeat_timeout", "no_progress_timeout"),
     )
     """Rollout workers, for `mode: async`."""
     ray_address: str | None = dataclasses.field(default=None, metadata=may_change())
@@ -323,6 +322,8 @@ class TrainConfig:
             )
         if isinstance(self.sampler, OpenAiSamplerConfig):
             self._check_openai_sampler(self.sampler.base_url)
+        casts = self.weights.dtype is not TransferDtype.PARAMETER
+        self.workers.check_run(self.ray_address, self.trainer.mp.param_dtype, casts=casts)
         is_local = self.ray_address is None or is_loopback(self.ray_address.rpartition(":")[0])
         if isinstance(self.weights, ArrowFlightConfig) and is_loopback(self.weights.host) and not is_local:
             raise ValueError(

@@ -379,7 +379,8 @@ class CoordinatorClient:
             RayLostError: If Ray has ended on this machine.
         """
         check_node()
-        for name, end in self._workers.items():
+        # A copy, because workers may be added meanwhile.
+        for name, end in list(self._workers.items()):
             ended, _ = ray.wait([end], timeout=0)
             try:
                 ray.get(ended)

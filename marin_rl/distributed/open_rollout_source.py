@@ -23,52 +23,6 @@ from marin_rl.weights.manifest import make_secret
 from marin_rl.weights.publish import MultiHostSender, TrainingHost
 
 
-class WorkerDevicesError(ValueError):
-    """Raised when rollout workers would open accelerators of the trainer; the message names the remedy."""
-
-
-SHARES_GPU_MEMORY = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
-"""Environment variables with which several jax processes can share the memory of a GPU."""
-
-
-def check_worker_devices(config: TrainConfig, platform: str, environ: Mapping[str, str]) -> None:
-    """Check that rollout workers do not open the accelerators of the trainer.
-
-    Ray hides GPUs only from workers that request some, and jax opens every visible accelerator.
-
-    Args:
-        config: Mode, workers and cluster.
-        platform: Platform of the trainer's devices: `cpu`, `gpu` or `tpu`.
-        environ: Environment variables of the trainer, which workers inherit if the trainer starts Ray.
-
-    Raises:
-        WorkerDevicesError: If they would; the message names the settings to change.
-    """
-    if config.mode is Mode.SYNC or platform == "cpu":
-        return
-    if platform == "tpu":
-        raise WorkerDevicesError(
-            "mode is async, but this trainer runs on TPU: rollout workers reserve no TPU chips and would open the "
-            "trainer's. Set mode: sync"
-        )
-    remedy = (
-        "Give trainer and workers separate GPUs: start Ray with the GPUs of the workers (CUDA_VISIBLE_DEVICES=4,5,6,7 "
-        "ray start --head) and the trainer with the others (CUDA_VISIBLE_DEVICES=0,1,2,3, ray_address: 127.0.0.1:6379)"
-    )
-    if config.workers.gpus_per_worker == 0:
-        raise WorkerDevicesError(
-            "workers.gpus_per_worker is 0, but this trainer runs on GPU: a worker that requests no GPU from Ray sees "
-            f"all GPUs of its machine and would open the trainer's. {remedy} and workers.gpus_per_worker: 1; or set "
-            "mode: sync"
-        )
-    if config.ray_address is None and not any(environ.get(name) for name in SHARES_GPU_MEMORY):
-        raise WorkerDevicesError(
-            "ray_address is not set, so workers get GPUs of the trainer, and jax reserves three quarters of a GPU's "
-            f"memory for the first process. {remedy}; or let them share each GPU with "
-            "XLA_PYTHON_CLIENT_MEM_FRACTION=.45 in the environment"
-        )
-
-
 def open_rollout_source(
     config: TrainConfig,
     runner: RolloutRunner,

@@ -6,20 +6,27 @@
 import contextlib
 import dataclasses
 import logging
+import math
+import os
 import socket
 import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+import jax
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from marin_rl.config.sections import module_levels
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.workers_config import CPU
 from marin_rl.config.yaml_text import from_yaml, to_yaml
 from marin_rl.distributed.coordinator import Coordinator, CoordinatorClient, RayLostError
 from marin_rl.distributed.ray_node import connected_to_local_node
+from marin_rl.distributed.tpu_slices import SliceReservations
 from marin_rl.distributed.worker import run_worker
+from marin_rl.distributed.worker_devices import check_own_node, open_only_reserved, ray_options
 from marin_rl.errors import UserError
 from marin_rl.logs import log_to
 from marin_rl.storage import storage_path
@@ -99,6 +106,7 @@ class Worker:
         config = from_yaml(TrainConfig, self.config, "the run's config")
         file = storage_path(config.run_dir) / "workers" / f"{self.name}.txt"
         with log_to(file, config.log_level.number, module_levels(config.logging)):
+            open_only_reserved(config.workers.reserved, os.environ)
             client = CoordinatorClient(ray.get_actor(self.coordinator), config.workers.no_progress_timeout)
             run_worker(config, self.vocab_size, self.secret, client, self.name)
 
@@ -119,23 +127,39 @@ def ray_workers(config: TrainConfig, vocab_size: int, secret: str) -> Iterator[C
     with contextlib.ExitStack() as opened:
         if config.ray_address is None:
             # Ray may still listen on the machine's network address; it authenticates callers with a token.
-            opened.enter_context(connected_to_local_node(workers.num_workers + 1))
+            opened.enter_context(
+                connected_to_local_node(math.ceil(workers.num_workers * workers.reserved.get(CPU, 0)) + 1)
+            )
         else:
             join_cluster(config.ray_address)
             opened.callback(ray.shutdown)
+            own_node = ray.get_runtime_context().get_node_id()
+            check_own_node(workers.reserved, jax.devices()[0].platform, ray.nodes(), own_node)
         name = f"coordinator-{uuid.uuid4().hex}"
         # Waiting calls of idle workers must not block the heartbeats of other workers.
         calls = workers.num_workers + EXTRA_CONCURRENCY
         coordinator_actor = _actor(Coordinator, name=name, max_concurrency=calls, num_cpus=0)
         coordinator = coordinator_actor.remote(workers.heartbeat_timeout)
         opened.callback(ray.kill, coordinator)
-        worker = _actor(Worker, max_task_retries=-1, num_cpus=1, num_gpus=workers.gpus_per_worker)
-        actors = [
-            worker.remote(to_yaml(config), vocab_size, secret, f"worker-{index}", name)
-            for index in range(workers.num_workers)
-        ]
-        running = {f"worker-{index}": actor.run.remote() for index, actor in enumerate(actors)}
-        opened.callback(_shut_down, CoordinatorClient(coordinator, SHUTDOWN_TIMEOUT), actors, running)
+        actors: list[Any] = []
+        running: dict[str, Any] = {}
+
+        def start(index: int, place: PlacementGroupSchedulingStrategy | None = None) -> None:
+            options = ray_options(workers.reserved) | ({} if place is None else {"scheduling_strategy": place})
+            worker = _actor(Worker, max_task_retries=-1, **options)
+            actors.append(worker.remote(to_yaml(config), vocab_size, secret, f"worker-{index}", name))
+            running[f"worker-{index}"] = actors[-1].run.remote()
+
+        client = CoordinatorClient(coordinator, SHUTDOWN_TIMEOUT)
+        if workers.tpu_slice is None:
+            for index in range(workers.num_workers):
+                start(index)
+            opened.callback(_shut_down, client, actors, running)
+        else:
+            slices = SliceReservations(workers, start)
+            opened.callback(slices.release)
+            opened.callback(_shut_down, client, actors, running)
+            opened.callback(slices.stop)
         yield CoordinatorClient(coordinator, workers.no_progress_timeout, running)
 
 

@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
-from marin_rl.config.sections import Refresh
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.workers_config import Refresh
 from marin_rl.distributed.coordinator import Announcement, Coordinator, CoordinatorClient
 from marin_rl.distributed.rollout_runner import make_runner, open_reward_functions
 from marin_rl.distributed.samplers import open_worker_sampler
@@ -192,7 +192,9 @@ class WorkerPolicy:
         self._secret = secret
         self._announced = announced
         self._trainer = start_devices(
-            config.trainer_config(), rows_per_device=config.rollouts.rows_per_device, alone=True
+            config.workers.trainer_config(config.trainer_config()),
+            rows_per_device=config.rollouts.rows_per_device,
+            alone=True,
         )
         self._like = placed_shape(model_shape(config.model, Axis("vocab", vocab_size), self._trainer), self._trainer)
         self._tokenizer = config.tokenizer.build()

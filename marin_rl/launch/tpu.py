@@ -7,6 +7,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from marin_rl.config.decode import ConfigError, nearest
 from marin_rl.config_fields import check_at_least, convert_enum_fields
@@ -16,6 +17,9 @@ from marin_rl.launch.jobs import Group, Job, JobsConfig, Launch
 from marin_rl.launch.queued_resource import RUNTIME_VERSIONS, CapacityType, QueuedResource
 from marin_rl.launch.supervise import SupervisorConfig
 from marin_rl.launch.upload import PYTHON, CodeConfig, UploadError, code_files, environment_script
+
+if TYPE_CHECKING:
+    from marin_rl.config.workers_config import WorkersConfig
 
 RAY_PORT = 6379
 """Port of Ray on the first host of the trainer."""
@@ -128,7 +132,11 @@ def training_run(config: TpuConfig, arguments: Sequence[str]) -> str:
 
     if not arguments:
         raise ConfigError("no training arguments; give those of marin_rl.train after --, such as -- --config FILE")
-    parsed = parse_config(TrainConfig, arguments).config
+    # This command sets ray_address, on which other settings depend.
+    own = [] if config.rollout_slices is None else ["--ray_address", f"HOST:{RAY_PORT}"]
+    if own and any(name == "ray_address" for name, _ in _options(arguments)):
+        raise ConfigError("rollout_slices is set, so this command sets ray_address; remove it from the arguments")
+    parsed = parse_config(TrainConfig, [*arguments, *own]).config
     # A missing secret must be found before slices are requested.
     environment_script(config.code)
     names = set(code_files(Path(config.code.folder)))
@@ -143,14 +151,41 @@ def training_run(config: TpuConfig, arguments: Sequence[str]) -> str:
             "mode is async, which needs hosts for its workers; use `launch ray` with rollout_slices, or set "
             "ray_address to a cluster of yours"
         )
-    if config.rollout_slices is not None and (parsed.mode is Mode.SYNC or parsed.ray_address is not None):
-        raise ConfigError("rollout_slices needs --mode async without ray_address, which this command sets")
+    if config.rollout_slices is not None:
+        if parsed.mode is Mode.SYNC:
+            raise ConfigError("rollout_slices needs --mode async")
+        _check_workers(parsed.workers, config.rollout_slices)
     if "://" not in parsed.run_dir and not Path(parsed.run_dir).is_absolute():
         raise ConfigError(
             f"run_dir is {parsed.run_dir!r}, on the disk of each host, which is deleted with the slices; set it to a "
             "folder of a bucket, --run_dir gs://BUCKET/RUN, or to the absolute path of a mounted file system"
         )
     return parsed.run_dir
+
+
+def _check_workers(workers: "WorkersConfig", slices: SlicesConfig) -> None:
+    """Check that rollout workers fit on the rollout slices, and use them."""
+    from marin_rl.config.workers_config import TPU, TpuSlice
+
+    if TPU not in workers.reserved:
+        raise ConfigError(
+            "workers.resources has no TPU, so workers would run on the CPUs of the rollout slices; set "
+            "workers.tpu_slice to the shape of a slice, such as v5p:2x2x1"
+        )
+    if workers.tpu_slice is None:
+        return
+    kind = TpuSlice.parse(workers.tpu_slice)
+    if kind.accelerator_type != slices.tpu_type:
+        raise ConfigError(
+            f"workers.tpu_slice is {workers.tpu_slice}, a {kind.accelerator_type}, but rollout_slices.tpu_type is "
+            f"{slices.tpu_type}; correct one of them"
+        )
+    needed = workers.num_workers // kind.num_hosts
+    if needed > slices.num_slices:
+        raise ConfigError(
+            f"workers.num_workers is {workers.num_workers}, which needs {needed} slices of {kind.num_hosts} hosts, but "
+            f"rollout_slices.num_slices is {slices.num_slices}; raise it, or lower workers.num_workers"
+        )
 
 
 def open_launch(

@@ -2,43 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import logging
-import math
 from typing import Any
 
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
 from marin_rl.config.decode import ConfigError, decode
-from marin_rl.config.sections import LogLevel, Refresh, RolloutConfig, WorkersConfig, module_levels
+from marin_rl.config.sections import LogLevel, RolloutConfig, module_levels
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.rollouts.attempt import LongPrompts
-
-
-def test_refresh_modes_are_selected_by_name() -> None:
-    assert decode(WorkersConfig, {}).refresh is Refresh.BETWEEN_GROUPS
-    assert decode(WorkersConfig, {"refresh": "in_flight"}).refresh is Refresh.IN_FLIGHT
-    with pytest.raises(ConfigError, match="between_groups, in_flight"):
-        decode(WorkersConfig, {"refresh": "sometimes"})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_workers": 0}, "workers.num_workers is 0; it must be at least 1"),
-        ({"decode_steps_per_weight_poll": 0}, "workers.decode_steps_per_weight_poll is 0; it must be at least 1"),
-        ({"gpus_per_worker": -1.0}, "workers.gpus_per_worker is -1.0; it must be at least 0"),
-        ({"gpus_per_worker": math.nan}, "workers.gpus_per_worker is nan"),
-        ({"heartbeat_timeout": 0.0}, "workers.heartbeat_timeout is 0.0; it must be a number of seconds above 0"),
-        (
-            {"no_progress_timeout": math.inf},
-            "workers.no_progress_timeout is inf; it must be a number of seconds above 0",
-        ),
-    ],
-)
-def test_invalid_settings_are_refused(changes: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        WorkersConfig(**changes)
 
 
 @pytest.mark.parametrize("name", ["prompts_per_step", "group_size", "max_length", "max_turns"])

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from marin_rl import multihost
-from marin_rl.config.sections import Mode, ReplayConfig, WorkersConfig
+from marin_rl.config.sections import Mode, ReplayConfig
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.workers_config import WorkersConfig
 from marin_rl.distributed import open_rollout_source as module
 from marin_rl.distributed.coordinator import Coordinator, CoordinatorClient
 from marin_rl.distributed.open_rollout_source import (
-    WorkerDevicesError,
-    check_worker_devices,
     make_history,
     make_replay,
     make_staleness_limits,
@@ -30,7 +29,7 @@ from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.objectives.importance import MaskMismatchConfig
 from marin_rl.rollouts.filters import KeepGroupsConfig, ResampleGroupsConfig
 from marin_rl.types import WeightVersion
-from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig
+from marin_rl.weights.config import WeightTransferConfig
 from marin_rl.weights.fetch import WeightReceiver
 from marin_rl.weights.protocol import WeightSender
 from marin_rl.weights.publish import TrainingHost
@@ -228,44 +227,3 @@ def test_old_weights_are_kept_only_in_async_mode(mode: Mode, is_asked_for: bool,
     replay = dataclasses.replace(REPLAY, keep_sampling_weights=is_asked_for)
     config = make_config(mode=mode, replay=replay, off_policy_correction=MaskMismatchConfig())
     assert (make_history(config) is not None) == keeps
-
-
-WITH_GPUS = WorkersConfig(gpus_per_worker=1.0)
-REACHABLE = ArrowFlightConfig(host="0.0.0.0")
-
-
-@pytest.mark.parametrize(
-    ("platform", "changes", "message"),
-    [
-        ("tpu", {}, r"mode is async, but this trainer runs on TPU: .*Set mode: sync$"),
-        (
-            "tpu",
-            {"workers": WITH_GPUS, "ray_address": "auto", "weights": REACHABLE},
-            "mode is async, but .* runs on TPU",
-        ),
-        ("gpu", {}, r"workers\.gpus_per_worker is 0, but this trainer runs on GPU: .* and workers\.gpus_per_worker: 1"),
-        ("gpu", {"ray_address": "auto", "weights": REACHABLE}, r"workers\.gpus_per_worker is 0"),
-        ("gpu", {"workers": WITH_GPUS}, r"ray_address is not set, .* XLA_PYTHON_CLIENT_MEM_FRACTION=\.45"),
-    ],
-)
-def test_workers_on_the_trainers_accelerators_are_rejected(
-    platform: str, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(WorkerDevicesError, match=message):
-        check_worker_devices(make_config(mode=Mode.ASYNC, **changes), platform, {})
-
-
-@pytest.mark.parametrize(
-    ("platform", "changes", "environ"),
-    [
-        ("tpu", {"mode": Mode.SYNC}, {}),
-        ("gpu", {"mode": Mode.SYNC}, {}),
-        ("cpu", {}, {}),
-        ("gpu", {"workers": WITH_GPUS, "ray_address": "auto", "weights": REACHABLE}, {}),
-        ("gpu", {"workers": WITH_GPUS}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".45"}),
-    ],
-)
-def test_workers_with_separate_devices_are_accepted(
-    platform: str, changes: dict[str, Any], environ: dict[str, str]
-) -> None:
-    check_worker_devices(make_config(**{"mode": Mode.ASYNC, **changes}), platform, environ)

@@ -15,7 +15,8 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from marin_rl.config.sections import Mode, WorkersConfig
+from marin_rl.config.sections import Mode
+from marin_rl.config.workers_config import WorkersConfig
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.distributed import coordinator, ray_workers
 from marin_rl.distributed.coordinator import (

@@ -15,6 +15,7 @@ from marin_rl.launch.upload import UploadError
 
 VALID: dict[str, Any] = {"tpu_name": "pod", "zone": "us-east5-a", "slices": {"tpu_type": "v5p-16"}}
 ROLLOUTS = {"rollout_slices": {"tpu_type": "v5litepod-8"}}
+ASYNC = ["--config", "run.yaml", "--run_dir", "/mnt/a", "--mode", "async", "--weights.host", "0.0.0.0"]
 RUN = "environment: {type: arithmetic}\nmodel: {type: llama}\n"
 
 
@@ -72,7 +73,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({}, ["--config", "run.yaml", "--run_dir", "runs/a"], "run_dir is 'runs/a', on the disk of each host"),
         ({}, ["--config", "hidden.yaml", "--run_dir", "runs/a"], "--config hidden.yaml is not copied to the hosts"),
         ({}, ["--config", "run.yaml", "--run_dir", "a", "--mode", "async"], "use `launch ray` with rollout_slices"),
-        (ROLLOUTS, ["--config", "run.yaml", "--run_dir", "a"], "rollout_slices needs --mode async without ray_address"),
+        (ROLLOUTS, ["--config", "run.yaml", "--run_dir", "a"], "rollout_slices needs --mode async"),
+        (ROLLOUTS, [*ASYNC, "--ray_address", "h:1"], "this command sets ray_address; remove it from the arguments"),
+        (ROLLOUTS, [*ASYNC[:-2]], "weights.host is 127.0.0.1, which only this machine can reach"),
+        (ROLLOUTS, ASYNC, "workers.resources has no TPU, so workers would run on the CPUs of the rollout slices"),
+        (ROLLOUTS, [*ASYNC, "--workers.tpu_slice", "v6e:2x4"], "a v6e-8, but rollout_slices.tpu_type is v5litepod-8"),
+        (
+            ROLLOUTS,
+            [*ASYNC, "--workers.tpu_slice", "v5e:2x4", "--workers.num_workers", "2"],
+            "which needs 2 slices of 1 hosts, but rollout_slices.num_slices is 1",
+        ),
         ({"code": {"secrets": ["ABSENT_1"]}}, ["--config", "run.yaml", "--run_dir", "a"], "secrets names ABSENT_1"),
     ],
 )
@@ -87,6 +97,12 @@ def test_bad_training_arguments(folder: Path, changes: dict[str, Any], arguments
 def test_returns_the_run_directory(folder: Path, run_dir: str) -> None:
     arguments = ["--config", "run.yaml", "--run_dir", run_dir]
     assert training_run(decode(TpuConfig, VALID), arguments) == run_dir
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("hardware", [["--workers.tpu_slice", "v5e:2x4"], ["--workers.resources.TPU", "4"]])
+def test_workers_on_rollout_slices(folder: Path, hardware: list[str]) -> None:
+    assert training_run(decode(TpuConfig, VALID | ROLLOUTS), [*ASYNC, *hardware]) == "/mnt/a"
 
 
 @pytest.mark.medium

@@ -1,0 +1,224 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Section of `TrainConfig` for rollout workers: their number, their hardware, and when they load weights."""
+
+import dataclasses
+import enum
+import math
+import re
+from typing import Any, cast
+
+import jax.numpy as jnp
+import jmp
+from jax.typing import DTypeLike
+from levanter.trainer import TrainerConfig
+from ray._private.accelerators.tpu import TPUAcceleratorManager, infer_tpu_pod_type_from_topology
+from ray.util.tpu import VALID_TPU_TYPES, get_tpu_worker_resources
+
+from marin_rl.config_fields import check_at_least, convert_enum_fields
+
+CPU, GPU, TPU = "CPU", "GPU", "TPU"
+"""Ray's names of the resources that it knows."""
+_RAY_VERSIONS = {"v5e": "v5litepod"}
+"""Ray's names of TPU generations, if they differ."""
+
+
+class Refresh(enum.StrEnum):
+    """When a rollout worker loads newer weights."""
+
+    BETWEEN_GROUPS = "between_groups"
+    """After all of its running groups have finished. It starts no group once newer weights are available."""
+    IN_FLIGHT = "in_flight"
+    """As soon as they have arrived, also during answers: later tokens are sampled with the newer weights and the KV
+    cache of the older ones (PipelineRL)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuSlice:
+    """Kind of a TPU slice, as Ray describes it."""
+
+    version: str
+    """Ray's name of the TPU generation, such as v5litepod."""
+    topology: str
+    """Shape in chips, such as 4x4."""
+    num_hosts: int
+    """Hosts of the slice."""
+    chips_per_host: int
+    """Chips of each host."""
+
+    @property
+    def accelerator_type(self) -> str:
+        """Google's name of the slice.
+
+        >>> [TpuSlice.parse(text).accelerator_type for text in ("v5e:4x4", "v5p:2x2x2")]
+        ['v5litepod-16', 'v5p-16']
+        """
+        return cast(str, infer_tpu_pod_type_from_topology(self.topology, self.version))
+
+    @classmethod
+    def parse(cls, text: str) -> "TpuSlice":
+        """Parse a topology.
+
+        Args:
+            text: `GENERATION:AxB` or `GENERATION:AxBxC`.
+
+        Raises:
+            ValueError: if Ray does not know the generation or the shape.
+
+        >>> TpuSlice.parse("v5e:4x4")
+        TpuSlice(version='v5litepod', topology='4x4', num_hosts=4, chips_per_host=4)
+        """
+        name, _, topology = text.partition(":")
+        version = _RAY_VERSIONS.get(name, name)
+        if version not in VALID_TPU_TYPES or not re.fullmatch(r"\d+(x\d+)+", topology):
+            known = ", ".join(name for name in (*_RAY_VERSIONS, *VALID_TPU_TYPES) if name not in _RAY_VERSIONS.values())
+            raise ValueError(
+                f"workers.tpu_slice is {text!r}; it must be a generation ({known}) and a shape in chips, such as "
+                "v6e:4x4 or v5p:2x2x2"
+            )
+        if not TPUAcceleratorManager.is_valid_tpu_accelerator_topology(version, topology):
+            raise ValueError(f"workers.tpu_slice is {text!r}, but there are no {name} slices of shape {topology}")
+        hosts, resources = get_tpu_worker_resources(topology, version)
+        return cls(version, topology, hosts, int(resources[TPU]))
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerMeshConfig:
+    """Mesh of the devices of a worker, whose number may differ from that of the trainer."""
+
+    model_axis_size: int = 1
+    """Devices that share a layer (tensor parallelism), at least 1; the other devices hold other sequences. It must
+    divide the number of devices of a worker."""
+    tensor_parallel_axes: tuple[str, ...] | None = None
+    """Axes of the model that are split over these devices, such as `[heads, kv_head, mlp]`; null: those of
+    `trainer.tensor_parallel_axes`."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, "workers.mesh", model_axis_size=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkersConfig:
+    """Rollout workers. Each is a process with its own sampler."""
+
+    num_workers: int = 1
+    """Number of workers. At least 1."""
+    resources: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Resources that Ray reserves for each worker: `CPU` (1 if not set), `GPU`, `TPU` (chips: 1, 2, 4 or 8 of one
+    host), and custom resources of the cluster's machines. A worker opens only what it reserves: without `GPU` and `TPU`
+    it runs on the CPU."""
+    tpu_slice: str | None = None
+    """Topology of a TPU slice, such as v5e:4x4 or v5p:2x2x2. Slices of the cluster are then reserved as a whole, with
+    a worker on each host that has all chips of the host; `num_workers` is a multiple of a slice's hosts. Null: Ray
+    chooses the machine of each worker by `resources`."""
+    mesh: WorkerMeshConfig | None = None
+    """Mesh of the devices of each worker; null: the axes of `trainer`, which must then divide them."""
+    precision: jmp.Policy | None = None
+    """Precision of the workers' parameters and computation, such as `p=bf16,c=bf16`; null: that of `trainer.mp`.
+    Parameters of another type than the trainer's need `weights.dtype: bfloat16`."""
+    refresh: Refresh = Refresh.BETWEEN_GROUPS
+    """When workers load newer weights: `between_groups`, or `in_flight` for long answers, which would otherwise delay
+    the update."""
+    decode_steps_per_weight_poll: int = 32
+    """With `in_flight`, tokens sampled per answer between two polls for newer weights. At least 1; a poll pauses the
+    sampler for a few milliseconds."""
+    heartbeat_timeout: float = 30.0
+    """Seconds without a heartbeat after which a worker counts as lost and its groups are assigned to other workers.
+    Above 0."""
+    no_progress_timeout: float = 900.0
+    """Seconds without a finished group, or without a coordinator, after which the run fails. Above 0; must exceed the
+    compile time of the workers."""
+
+    def __post_init__(self) -> None:
+        convert_enum_fields(self)
+        if self.num_workers < 1:
+            raise ValueError(f"workers.num_workers is {self.num_workers}; it must be at least 1, or mode: sync")
+        check_at_least(self, "workers", decode_steps_per_weight_poll=1)
+        for name, amount in self.resources.items():
+            _check_resource(name, amount)
+        self._check_slice()
+        for name in ("heartbeat_timeout", "no_progress_timeout"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"workers.{name} is {value}; it must be a number of seconds above 0")
+
+    def _check_slice(self) -> None:
+        if self.tpu_slice is None:
+            return
+        if chips := sorted({GPU, TPU} & self.resources.keys()):
+            raise ValueError(
+                f"workers.resources has {chips[0]}, but workers.tpu_slice is {self.tpu_slice}, which gives each worker "
+                "all chips of a host; remove one of the two"
+            )
+        hosts = TpuSlice.parse(self.tpu_slice).num_hosts
+        if self.num_workers % hosts:
+            nearest = -(-self.num_workers // hosts) * hosts
+            raise ValueError(
+                f"workers.num_workers is {self.num_workers}, but a slice of workers.tpu_slice {self.tpu_slice} has "
+                f"{hosts} hosts with a worker each; set a multiple of it, such as {nearest}"
+            )
+
+    def check_run(self, ray_address: str | None, param_dtype: DTypeLike, *, casts: bool) -> None:
+        """Check that a run can provide these workers with hardware and weights.
+
+        Args:
+            ray_address: The run's setting.
+            param_dtype: Type of the trainer's parameters.
+            casts: Whether workers may receive weights in another type.
+
+        Raises:
+            ValueError: If it cannot; the message names the keys.
+        """
+        if ray_address is None and (others := sorted(self.reserved.keys() - {CPU, GPU, TPU})):
+            raise ValueError(
+                f"workers.resources has {others[0]!r}, but ray_address is not set, and the cluster that the run starts "
+                "on this machine has no such resource; set ray_address to a cluster that offers it"
+            )
+        if ray_address is None and self.tpu_slice is not None:
+            raise ValueError(
+                f"workers.tpu_slice is {self.tpu_slice}, but ray_address is not set; use `python -m marin_rl.launch "
+                "ray`, or set ray_address to a cluster of the hosts of such slices"
+            )
+        own = param_dtype if self.precision is None else self.precision.param_dtype
+        if not casts and jnp.dtype(own) != jnp.dtype(param_dtype):
+            raise ValueError(
+                f"workers.precision has parameters in {jnp.dtype(own).name}, but weights are sent in the type of "
+                f"trainer.mp, {jnp.dtype(param_dtype).name}; set weights.dtype: bfloat16"
+            )
+
+    @property
+    def reserved(self) -> dict[str, float]:
+        """Resources that Ray reserves for each worker, without those of amount 0.
+
+        >>> WorkersConfig(tpu_slice="v6e:2x2", resources={"spot": 1.0}).reserved
+        {'CPU': 1.0, 'TPU': 4.0, 'spot': 1.0}
+        """
+        chips = {} if self.tpu_slice is None else {TPU: float(TpuSlice.parse(self.tpu_slice).chips_per_host)}
+        return {name: amount for name, amount in ({CPU: 1.0} | chips | self.resources).items() if amount > 0}
+
+    def trainer_config(self, trainer: TrainerConfig) -> TrainerConfig:
+        """Return the trainer section of a worker, which must find an accelerator if it reserves one."""
+        changes: dict[str, Any] = {"require_accelerator": bool({GPU, TPU} & self.reserved.keys())}
+        if self.precision is not None:
+            changes["mp"] = self.precision
+        if self.mesh is not None:
+            axes = self.mesh.tensor_parallel_axes
+            changes |= {
+                "model_axis_size": self.mesh.model_axis_size,
+                "replica_ici_axis_size": 1,
+                "replica_dcn_axis_size": 1,
+                "tensor_parallel_axes": trainer.tensor_parallel_axes if axes is None else list(axes),
+            }
+        return dataclasses.replace(trainer, **changes)
+
+
+def _check_resource(name: str, amount: float) -> None:
+    if name in ("memory", "object_store_memory") or not name:
+        raise ValueError(f"workers.resources has {name!r}, which cannot be reserved here; use CPU, GPU, TPU or a name")
+    if name.upper() in (CPU, GPU, TPU) and name not in (CPU, GPU, TPU):
+        raise ValueError(f"workers.resources has {name!r}, which Ray calls {name.upper()!r}; correct the name")
+    if not (amount >= 0 and math.isfinite(amount)) or (amount > 1 and amount != int(amount)):
+        raise ValueError(f"workers.resources.{name} is {amount}; it must be at least 0, and whole if above 1")
+    if name == TPU and amount not in (0, 1, 2, 4, 8):
+        raise ValueError(f"workers.resources.TPU is {amount:g}; a worker uses 1, 2, 4 or 8 chips of one host")
