@@ -31,8 +31,11 @@ INTERVAL = 1.0
 """Seconds between two reads of the status of the other processes."""
 GRACE = 10.0
 """Seconds that a process has to end by itself after another one failed. It may be blocked in a collective operation."""
+SILENCE = 40.0
+"""Seconds without a sign of life of a process after which the main process reports its loss to the others. jax itself
+waits for 100."""
 
-_ERROR, _ENDED = "marin_rl/error", "marin_rl/ended/"
+_ERROR, _ENDED, _ALIVE = "marin_rl/error", "marin_rl/ended/", "marin_rl/alive/"
 _FINISHED, _STOPPED = "finished", "stopped"
 _rounds = itertools.count()
 
@@ -120,7 +123,7 @@ def raise_error_of_others() -> None:
     text = _read(_ERROR)
     error = None if text is None else json.loads(text)
     if error is not None and error["process"] != jax.process_index():
-        raise OtherProcessError(f"training process {error['process']} ended with an error: {error['error']}")
+        raise OtherProcessError(f"training process {error['process']} {error['error']}")
 
 
 @contextlib.contextmanager
@@ -128,7 +131,9 @@ def exit_on_error() -> Iterator[None]:
     """End all processes when one ends with an error, with that error's message.
 
     The failing process does not wait for the others at exit, as jax would for five minutes. The others end within
-    `INTERVAL + GRACE` seconds, also if they are blocked in a collective operation.
+    `INTERVAL + GRACE` seconds, also if they are blocked in a collective operation. If a process other than the main one
+    is killed or paused, or its host is cut off, the others end within `SILENCE + INTERVAL + GRACE` seconds, also if
+    they do not communicate.
     """
     if not multihost.is_multihost():
         yield
@@ -148,6 +153,8 @@ def exit_on_error() -> Iterator[None]:
     finally:
         ended.set()
         watch.join()
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            _client().key_value_delete(f"{_ALIVE}{jax.process_index()}")
 
 
 @contextlib.contextmanager
@@ -182,7 +189,7 @@ def _report(error: BaseException) -> None:
     Without the service jax aborts them.
     """
     if not isinstance(error, OtherProcessError | multihost.MainProcessError):
-        _write_once(_ERROR, json.dumps({"process": jax.process_index(), "error": f"{type(error).__name__}: {error}"}))
+        _write_error(jax.process_index(), f"ended with an error: {type(error).__name__}: {error}")
     deadline = time.monotonic() + INTERVAL + GRACE
     others = jax.process_count() - 1
     while multihost.is_main() and time.monotonic() < deadline and len(_client().key_value_dir_get(_ENDED)) < others:
@@ -191,8 +198,10 @@ def _report(error: BaseException) -> None:
 
 def _watch(ended: threading.Event) -> None:
     """Wait until another process fails, and then end this one unless its main thread does."""
+    signs = _SignsOfLife()
     while not ended.wait(INTERVAL):
         try:
+            signs.exchange()
             raise_error_of_others()
         except OtherProcessError as error:
             if not ended.wait(GRACE):
@@ -203,6 +212,41 @@ def _watch(ended: threading.Event) -> None:
         except jax.errors.JaxRuntimeError:
             # The service has ended; then jax ends this process.
             return
+
+
+class _SignsOfLife:
+    """Counts that every process increments, and that the main process watches."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._seen: dict[str, tuple[str, float]] = {}
+        """Last count of each process, and the time of its change."""
+
+    def exchange(self) -> None:
+        """Give a sign of life; in the main process, report a process that has given none for `SILENCE` seconds."""
+        self._count += 1
+        _client().key_value_set(f"{_ALIVE}{jax.process_index()}", str(self._count), allow_overwrite=True)
+        if not multihost.is_main():
+            return
+        now, seen = time.monotonic(), self._seen
+        counts = dict(_client().key_value_dir_get(_ALIVE))
+        # A process that has ended gives no further signs, and has removed its count.
+        self._seen = {
+            key: (count, seen[key][1] if key in seen and seen[key][0] == count else now)
+            for key, count in counts.items()
+        }
+        for key, (_, changed) in self._seen.items():
+            if now - changed > SILENCE:
+                _write_error(
+                    int(key.rpartition("/")[2]),
+                    f"has not responded for {SILENCE:g} s: it was killed or paused, or its host is unreachable. Run "
+                    "the same command on all hosts to resume from the last checkpoint",
+                )
+
+
+def _write_error(process: int, error: str) -> None:
+    """Publish what happened to a process, unless another error was published before."""
+    _write_once(_ERROR, json.dumps({"process": process, "error": error}))
 
 
 def _end() -> None:

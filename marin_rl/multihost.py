@@ -25,6 +25,9 @@ from marin_rl.errors import UserError
 
 Result = TypeVar("Result", bound=str | bytes | None)
 
+EXCHANGE_BYTES = 256 * 2**20
+"""Bytes that a device holds of all processes together in one round of an exchange."""
+
 
 class MainProcessError(UserError):
     """The main process failed, so that the other processes end too."""
@@ -103,9 +106,27 @@ def gather_bytes(data: bytes) -> tuple[bytes, ...]:
     """
     if not is_multihost():
         return (data,)
-    sizes = multihost_utils.process_allgather(np.int32(len(data)))
-    rows = multihost_utils.process_allgather(_padded(data, int(sizes.max())))
-    return tuple(_unpadded(row, int(size)) for row, size in zip(rows, sizes, strict=True))
+    sizes = [_size_of(row) for row in multihost_utils.process_allgather(_as_row(len(data)))]
+    room = exchange_room(max(sizes), len(sizes))
+    parts: list[list[bytes]] = [[] for _ in sizes]
+    for start in range(0, max(sizes), room):
+        rows = multihost_utils.process_allgather(_padded(data[start : start + room], room))
+        for part, row, size in zip(parts, rows, sizes, strict=True):
+            part.append(_unpadded(row, size - start))
+    return tuple(map(b"".join, parts))
+
+
+def exchange_room(largest: int, senders: int) -> int:
+    """Return the bytes that each process sends in one round of an exchange of messages.
+
+    They are a power of two up to `largest`, which bounds the number of programs to compile, and so few that no device
+    holds much more than `EXCHANGE_BYTES` of all processes together.
+
+    >>> exchange_room(1000, 4), exchange_room(10**9, 512)
+    (1024, 524288)
+    """
+    whole = 2 ** math.ceil(math.log2(max(largest, 256)))
+    return min(whole, max(2 ** int(math.log2(EXCHANGE_BYTES // senders)), 2**16))
 
 
 def gather_texts(text: str) -> tuple[str, ...]:
@@ -186,18 +207,30 @@ def fetch(array: jax.Array) -> np.ndarray:
 
 
 def _broadcast(data: bytes) -> bytes:
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
-    return _unpadded(multihost_utils.broadcast_one_to_all(_padded(data, size)), size)
+    size = _size_of(multihost_utils.broadcast_one_to_all(_as_row(len(data))))
+    room = exchange_room(size, 1)
+    return b"".join(
+        _unpadded(multihost_utils.broadcast_one_to_all(_padded(data[start : start + room], room)), size - start)
+        for start in range(0, size, room)
+    )
 
 
-def _padded(data: bytes, size: int) -> np.ndarray:
-    # Padding to a power of two bounds the number of programs to compile.
-    room = 2 ** math.ceil(math.log2(max(size, 256)))
+def _as_row(size: int) -> np.ndarray:
+    # jax would convert a 64-bit integer to 32 bits.
+    return np.array(divmod(size, 2**30), np.int32)
+
+
+def _size_of(row: np.ndarray) -> int:
+    high, low = np.asarray(row).tolist()
+    return high * 2**30 + low
+
+
+def _padded(data: bytes, room: int) -> np.ndarray:
     return np.frombuffer(data.ljust(room, b"\0"), np.uint8)
 
 
 def _unpadded(data: np.ndarray, size: int) -> bytes:
-    return np.asarray(data).tobytes()[:size]
+    return np.asarray(data).tobytes()[: max(size, 0)]
 
 
 def gather_rows(row: np.ndarray) -> np.ndarray:

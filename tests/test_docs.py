@@ -23,7 +23,7 @@ import pydantic
 import pytest
 import yaml
 
-from marin_rl import evaluate, serve, train
+from marin_rl import evaluate, export, serve, train
 from marin_rl.config.command_line import merge, parse_config
 from marin_rl.config.decode import ConfigError, decode
 from marin_rl.config.train_config import TrainConfig
@@ -218,7 +218,7 @@ def test_example_policy_loss(extending: None) -> None:
     assert jax.grad(loss)(logprobs, -2.0).tolist() == [0.5, 0.5]
 
 
-SHOWN = re.compile(r"-m (marin_rl\.(?:train|evaluate|launch|serve)\b[^#\n]*)")
+SHOWN = re.compile(r"-m (marin_rl\.(?:train|evaluate|export|launch|serve)\b[^#\n]*)")
 
 
 def shown_commands() -> list[Any]:
@@ -247,6 +247,8 @@ def test_commands_have_valid_arguments(words: list[str], monkeypatch: pytest.Mon
             train.main(argv)
     elif module == "marin_rl.train":
         assert parse_config(TrainConfig, argv, train.FLAGS).config.run_dir
+    elif module == "marin_rl.export":
+        assert parse_config(export.ExportRunConfig, argv).config.run
     elif module == "marin_rl.launch":
         check_launch(argv)
     elif module == "marin_rl.serve":
@@ -271,7 +273,9 @@ def check_launch(argv: list[str]) -> None:
         launch = ["--tpu_name", "a", "--zone", "us-east5-a", "--slices.tpu_type", "v5p-8", *own[3:]]
         parse_config(TpuConfig, launch, ACTIONS[own[0]])
     if command == "local" or own[0] == "start":
-        assert parse_config(TrainConfig, training).config.run_dir
+        # The command sets the address of its own cluster.
+        cluster = ["--ray_address", "host:1"] if command == "ray" else []
+        assert parse_config(TrainConfig, [*training, *cluster]).config.run_dir
 
 
 def test_every_benchmark_is_on_its_page() -> None:

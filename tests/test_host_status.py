@@ -240,7 +240,9 @@ def test_the_first_error_is_reported(processes: Processes) -> None:
         with exit_on_error():
             raise KeyError("second")
 
-    processes.service.key_value_set("marin_rl/error", '{"process": 2, "error": "ValueError: first"}')
+    processes.service.key_value_set(
+        "marin_rl/error", '{"process": 2, "error": "ended with an error: ValueError: first"}'
+    )
     processes.run(lambda: None, later)
     with pytest.raises(OtherProcessError, match=r"^training process 2 ended with an error: ValueError: first$"):
         raise_error_of_others()
@@ -273,7 +275,9 @@ def test_jax_errors_with_several_processes_explain_a_lost_process(
 
 
 def test_a_jax_error_after_an_error_of_another_process_is_replaced_by_it(processes: Processes) -> None:
-    processes.service.key_value_set("marin_rl/error", '{"process": 1, "error": "ValueError: no such file"}')
+    processes.service.key_value_set(
+        "marin_rl/error", '{"process": 1, "error": "ended with an error: ValueError: no such file"}'
+    )
     with pytest.raises(OtherProcessError, match="training process 1 ended with an error: ValueError: no such file"):
         run_explained(jax.errors.JaxRuntimeError("Connection reset by peer"))
 
@@ -297,6 +301,51 @@ def test_after_an_error_one_of_several_processes_exits_without_waiting(
     for end in registered:
         end()
     assert ended == [1] * (count - 1)
+
+
+SIGN_OF_2 = "marin_rl/alive/2"
+
+
+def test_a_process_without_signs_of_life_ends_those_that_work(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_status, "SILENCE", 0.05)
+    processes.service.key_value_set(SIGN_OF_2, "7")
+
+    def work() -> None:
+        with exit_on_error(), a_round(processes) as check:
+            while True:
+                check()
+
+    [error] = processes.run(work)
+    assert type(error) is OtherProcessError
+    assert str(error).startswith("training process 2 has not responded for 0.05 s: it was killed or paused, or its")
+
+
+def test_processes_that_respond_or_have_ended_are_not_lost(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_status, "SILENCE", 0.5)
+    service, set_value = processes.service, processes.service.key_value_set
+    exchanges, enough = [0], threading.Event()
+
+    def count(key: str, value: str, allow_overwrite: bool = False) -> None:
+        set_value(key, value, allow_overwrite)
+        if key.endswith("alive/0"):
+            exchanges[0] += 1
+            if exchanges[0] == 20:
+                service.key_value_delete(SIGN_OF_2)
+            elif exchanges[0] < 20:
+                set_value(SIGN_OF_2, value, True)
+            elif exchanges[0] == 80:
+                enough.set()
+
+    monkeypatch.setattr(service, "key_value_set", count)
+    with exit_on_error():
+        assert enough.wait(30)
+    # A process that ends removes its own sign, so that it is not missed.
+    assert "marin_rl/alive/0" not in service.values
+    assert "marin_rl/error" not in service.values
 
 
 def test_one_process_works_alone() -> None:

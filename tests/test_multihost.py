@@ -27,9 +27,9 @@ class Wire:
 
     @property
     def texts(self) -> list[str]:
-        """The messages; for each, its length and then its bytes were sent."""
+        """The messages; for each, the two parts of its length and then its bytes were sent."""
         lengths, padded = self.sent[::2], self.sent[1::2]
-        return [data.tobytes()[: int(length)].decode() for length, data in zip(lengths, padded, strict=True)]
+        return [data.tobytes()[: int(length[1])].decode() for length, data in zip(lengths, padded, strict=True)]
 
 
 @pytest.fixture

@@ -49,6 +49,7 @@ from marin_rl.learner.attention_kernel import PLATFORMS, AttentionKernel, attent
 from marin_rl.learner.checkpoint import CheckpointConfig
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.learner.devices import microbatch_rows, platform_of
+from marin_rl.learner.hf_export import ExportConfig
 from marin_rl.models.conversion import check_model
 from marin_rl.objectives.advantage_inputs import AdvantageConfig
 from marin_rl.objectives.advantages import RlooConfig
@@ -179,6 +180,8 @@ class TrainConfig:
     """Storage of rollouts in the run directory."""
     checkpoint: CheckpointConfig = dataclasses.field(default=CheckpointConfig(), metadata=may_change())
     """Checkpoint schedule."""
+    export: ExportConfig = dataclasses.field(default=ExportConfig(), metadata=may_change())
+    """Export of the final weights to `hf/` in the run directory."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=AdamConfig)
     """Optimizer and learning-rate schedule of RL (levanter's section)."""
     trainer: TrainerConfig = dataclasses.field(

@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -35,8 +34,6 @@ T = TypeVar("T")
 
 PIECE_BYTES = 64 * 2**20
 """Maximum size of a piece, and the size from which a file gets no further piece."""
-EXCHANGE_BYTES = 256 * 2**20
-"""Bytes that a device holds of all processes together in one round of an exchange."""
 _STREAMS = 8
 """Files that a process reads or writes at the same time."""
 
@@ -268,6 +265,72 @@ def load_arrays(
     return jax.tree.unflatten(structure, loaded)
 
 
+def verify(folder: StoragePath, saved: Iterable[SavedArray]) -> None:
+    """Read all pieces of some arrays, a few at a time, and compare their checksums; in this process alone.
+
+    Raises:
+        DamagedArraysError: if a file is missing or altered.
+        StorageError: if the store fails.
+    """
+    pieces = [piece for array in saved for box in array.boxes for piece in box.pieces]
+
+    def check(piece: Piece) -> None:
+        content = _read_part(folder, piece, 0, piece.num_bytes)
+        if hashlib.sha256(content).hexdigest() != piece.sha256:
+            raise DamagedArraysError(f"{folder.name}/{piece.file} differs from what was written")
+
+    with ThreadPoolExecutor(_STREAMS, thread_name_prefix="verify") as threads:
+        # A failure cancels the pieces that were not begun.
+        for _ in threads.map(check, pieces):
+            pass
+
+
+def read_rows(folder: StoragePath, saved: SavedArray, start: int, stop: int) -> np.ndarray:
+    """Read rows of an array, and no other bytes; in this process alone.
+
+    Their checksums are not compared, because a piece may hold other rows too: see `verify`.
+
+    Args:
+        folder: folder of the files.
+        saved: the array, of at least one dimension.
+        start: first row.
+        stop: row after the last.
+
+    Raises:
+        DamagedArraysError: if a file is missing or too short.
+    """
+    dtype = jnp.dtype(saved.dtype)
+    wanted = ((start, stop), *whole(saved.shape)[1:])
+    rows = np.empty(shape_of(wanted), dtype)
+
+    def read(box: Box) -> None:
+        shared = overlap(box.bounds, wanted)
+        if shared is None:
+            return
+        row_bytes = volume(box.bounds[1:]) * dtype.itemsize
+        first, last = ((row - box.bounds[0][0]) * row_bytes for row in shared[0])
+        data = bytearray()
+        for place in _places(box, ("", 0)):
+            low, high = max(first, place.offset), min(last, place.offset + place.piece.num_bytes)
+            if low < high:
+                data += _read_part(folder, place.piece, low - place.offset, high - place.offset)
+        rows[slices_within(shared, wanted)] = np.frombuffer(data, dtype).reshape(shape_of(shared))
+
+    with ThreadPoolExecutor(_STREAMS, thread_name_prefix="read") as threads:
+        list(threads.map(read, saved.boxes))
+    return rows
+
+
+def _read_part(folder: StoragePath, piece: Piece, start: int, stop: int) -> bytes:
+    try:
+        data = read_range(folder / piece.file, piece.offset + start, piece.offset + stop)
+    except FileNotFoundError as error:
+        raise DamagedArraysError(f"{folder.name}/{piece.file} is missing") from error
+    if len(data) != stop - start:
+        raise DamagedArraysError(f"{folder.name}/{piece.file} differs from what was written")
+    return data
+
+
 def _sharding(leaf: Any, mapping: ResourceMapping, mesh: Mesh) -> Sharding:
     if _is_named(leaf):
         return hax.partitioning.sharding_for_axis(leaf.axes, mapping, mesh)
@@ -425,7 +488,7 @@ def _exchange(
     """Send the pieces that several processes need; all of them, since which processes need them is not regular."""
     if not any(loads):
         return
-    share = min(max(EXCHANGE_BYTES // len(loads), 2**16), 2 ** math.ceil(math.log2(max(max(loads), 256))))
+    share = multihost.exchange_room(max(loads), len(loads))
     for start in range(0, max(loads), share):
         block = np.zeros(share, np.uint8)
         part = stream[start : start + share]

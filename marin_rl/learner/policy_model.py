@@ -15,13 +15,15 @@ import equinox as eqx
 import haliax as hax
 import jax
 from haliax import Axis
-from levanter.compat.hf_checkpoints import HFCheckpointConverter, HFCompatConfig, ModelWithHfSerializationMixin
+from levanter.compat.hf_checkpoints import HFCheckpointConverter, HFCompatConfig
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer import TrainerConfig
 from safetensors import SafetensorError
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from marin_rl import multihost
+from marin_rl.learner.hf_export import DeviceWeights, WeightParts, write_weights
 from marin_rl.models.conversion import check_same_function, levanter_config, to_hf_config
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.hf_tensors import BASE_PREFIX, check_tensors
@@ -115,16 +117,27 @@ def load_hf_policy(
 
 
 def save_hf_policy(model: LmHeadModel, tokenizer: ChatTokenizer, folder: Path, trainer: TrainerConfig) -> None:
+    """Write a policy that is on devices in Hugging Face format; see `save_hf_folder`."""
+    save_hf_folder(DeviceWeights(model, trainer), tokenizer, folder)
+
+
+def save_hf_folder(weights: WeightParts, tokenizer: ChatTokenizer, folder: Path) -> None:
     """Write a policy in Hugging Face format: weights, model and generation configs, tokenizer, chat template.
 
-    `generation_config.json` lists every stop token, so that transformers and inference servers end generations as
-    training and evaluation did. It has no sampling settings. Its `max_length` is the model's context, because without
-    one transformers stops after 20 tokens.
+    Collective over all processes; the main process writes. `generation_config.json` lists every stop token, so that
+    transformers and inference servers end generations as training and evaluation did. It has no sampling settings. Its
+    `max_length` is the model's context, because without one transformers stops after 20 tokens.
+
+    Args:
+        weights: weights of the policy.
+        tokenizer: its tokenizer.
+        folder: the folder; created if it does not exist.
 
     Raises:
         PolicyModelError: if levanter cannot export this architecture.
         OSError: if the folder cannot be written.
     """
+    model = weights.shape
     hf_config = to_hf_config(model.config, model.vocab_size)
     hf_config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[hf_config.model_type]]
     stop_tokens = list(tokenizer.stop_token_ids)
@@ -134,29 +147,17 @@ def save_hf_policy(model: LmHeadModel, tokenizer: ChatTokenizer, folder: Path, t
         "pad_token_id": tokenizer.pad_token_id,
     }
     hf_config.update(special_tokens)
+    dtype = (weights.dtype or jax.tree.leaves(model)[0].dtype).name
+    # Transformers before 4.56 and many servers read the older name of the dtype.
+    settings = {**hf_config.to_diff_dict(), "dtype": dtype, "torch_dtype": dtype}
     with _system_errors(folder):
-        _export(model, hf_config, tokenizer, folder, trainer)
-        # The converter's own config.json has transformers' generation settings in it, and one stop token only.
-        dtype = model.get_lm_head().dtype.name
-        # Transformers before 4.56 and many servers read the older name of the dtype.
-        settings = {**hf_config.to_diff_dict(), "dtype": dtype, "torch_dtype": dtype}
-        (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-        GenerationConfig(**special_tokens, max_length=model.Pos.size).save_pretrained(folder)
-
-
-def _export(
-    model: LmHeadModel, hf_config: PretrainedConfig, tokenizer: ChatTokenizer, folder: Path, trainer: TrainerConfig
-) -> None:
-    # The converter copies some keys from a reference checkpoint; use this checkpoint's own config as the reference.
-    hf_config.save_pretrained(folder)
-    converter = HFCheckpointConverter(
-        type(cast(HFCompatConfig, model.config)),
-        reference_checkpoint=str(folder),
-        HfConfigClass=type(hf_config),
-        tokenizer=cast(PreTrainedTokenizerFast, tokenizer.tokenizer),
-    )
-    with trainer.use_device_mesh(), hax.axis_mapping(trainer.parameter_axis_mapping):
-        converter.save_pretrained(cast(ModelWithHfSerializationMixin, model), str(folder), save_reference_code=False)
+        if multihost.is_main():
+            folder.mkdir(parents=True, exist_ok=True)
+        write_weights(weights, folder)
+        if multihost.is_main():
+            tokenizer.tokenizer.save_pretrained(folder)
+            (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+            GenerationConfig(**special_tokens, max_length=model.Pos.size).save_pretrained(folder)
 
 
 @contextlib.contextmanager

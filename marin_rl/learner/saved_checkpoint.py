@@ -62,6 +62,18 @@ class Checkpoint:
             DamagedCheckpointError: in all processes, if a file is missing or altered.
             CheckpointError: if the checkpoint holds another model or optimizer than `like`.
         """
+        saved = self.arrays_of(like, subpath)
+        try:
+            return load_arrays(self.path / STATE, saved, like, trainer.parameter_axis_mapping, trainer.device_mesh)
+        except DamagedArraysError as error:
+            raise DamagedCheckpointError(f"checkpoint {self.path} is damaged: {error}") from error
+
+    def arrays_of(self, like: object, subpath: str) -> dict[str, SavedArray]:
+        """Return the arrays of a part of the training state, by path in it; the arguments are those of `restore`.
+
+        Raises:
+            CheckpointError: if the checkpoint holds another model or optimizer than `like`.
+        """
         prefix = "".join(f".{name}" for name in subpath.split("/") if name)
         saved = {
             name.removeprefix(prefix): found for name, found in self.arrays.items() if name.startswith(f"{prefix}.")
@@ -73,10 +85,7 @@ class Checkpoint:
                     f"checkpoint {self.path} does not fit the configured model and optimizer: {name} is "
                     f"{saved.get(name, 'absent')} in the checkpoint and {expected.get(name, 'absent')} as configured"
                 )
-        try:
-            return load_arrays(self.path / STATE, saved, like, trainer.parameter_axis_mapping, trainer.device_mesh)
-        except DamagedArraysError as error:
-            raise DamagedCheckpointError(f"checkpoint {self.path} is damaged: {error}") from error
+        return saved
 
     def read(self, name: str) -> bytes:
         """Read and verify a file that holds no arrays: the main process reads it and sends it to all.

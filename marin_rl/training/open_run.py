@@ -4,6 +4,7 @@
 """Build the parts of a run, and start it or resume it from its newest checkpoint."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -20,7 +21,6 @@ from marin_rl.batching.packing import RowLayout
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.open_rollout_source import (
-    check_worker_devices,
     make_history,
     make_replay,
     make_staleness_limits,
@@ -29,8 +29,10 @@ from marin_rl.distributed.open_rollout_source import (
 from marin_rl.distributed.rollout_runner import make_runner, open_reward_functions
 from marin_rl.distributed.samplers import open_trainer_sampler
 from marin_rl.distributed.scheduler import RolloutScheduler
+from marin_rl.distributed.worker_devices import check_worker_devices
 from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.errors import Closing, writing
+from marin_rl.host_status import raise_if
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import attach_critic, policy_of
 from marin_rl.learner.devices import own_rows, platform_of, start_devices
@@ -84,7 +86,9 @@ class _Loaded(NamedTuple):
     replay: bytes
 
 
-def open_run(config: TrainConfig, folder: StoragePath, report: Report) -> TrainingRun:
+def open_run(
+    config: TrainConfig, folder: StoragePath, report: Report, stop_requested: Callable[[], bool] = lambda: False
+) -> TrainingRun:
     """Start a run, or resume it from its newest valid checkpoint.
 
     Closes all opened resources if it raises or is interrupted.
@@ -93,8 +97,10 @@ def open_run(config: TrainConfig, folder: StoragePath, report: Report) -> Traini
         config: training config; `model` is set.
         folder: run directory.
         report: called with each progress message.
+        stop_requested: returns whether this process was asked to stop; called during a warm start and evaluations.
 
     Raises:
+        StopRequestedError: in all processes, if one was asked to stop before a new run had its first checkpoint.
         ValueError: if components do not fit together (batch and mesh, tokenizer and model, reward functions and mode).
         CheckpointError: if the run has checkpoints and none is usable.
     """
@@ -102,7 +108,7 @@ def open_run(config: TrainConfig, folder: StoragePath, report: Report) -> Traini
         parts = _open_parts(config, folder, resources)
         loaded = parts.checkpoints.restore_newest(functools.partial(_load, config, parts))
         trainer_state, runner, progress = (
-            _start(config, parts, report) if loaded is None else _resume(config, parts, loaded, report)
+            _start(config, parts, report, stop_requested) if loaded is None else _resume(config, parts, loaded, report)
         )
         rollout_source = open_rollout_source(config, runner, progress.vocab_size, progress.worker_counts, resources)
         scheduler = RolloutScheduler(make_staleness_limits(config), progress.scheduler)
@@ -231,17 +237,20 @@ def _resume(
     return state, _open_runner(config, parts, policy_of(state.model), progress.step), progress
 
 
-def _start(config: TrainConfig, parts: _Parts, report: Report) -> tuple[TrainerState, RolloutRunner, Progress]:
+def _start(
+    config: TrainConfig, parts: _Parts, report: Report, stop_requested: Callable[[], bool]
+) -> tuple[TrainerState, RolloutRunner, Progress]:
     """Create or load the initial weights, warm them up if configured, and evaluate them."""
     policy = first_policy(config, parts.tokenizer, parts.trainer)
     progress = Progress(vocab_size=policy.vocab_size)
     runner = _open_runner(config, parts, policy, version=0)
+    stoppable = dataclasses.replace(runner, interrupt=functools.partial(raise_if, stop_requested))
 
     def measure(milestone: str) -> list[RolloutGroup]:
         if not config.evaluation.tasks:
             return []
         progress.evaluations[milestone], groups = evaluate(
-            runner, config.evaluation, temperature=config.sampling.temperature, seed=config.seed
+            stoppable, config.evaluation, temperature=config.sampling.temperature, seed=config.seed
         )
         report(f"{milestone}: {describe_accuracy(progress.evaluations[milestone])}")
         return groups
@@ -251,13 +260,14 @@ def _start(config: TrainConfig, parts: _Parts, report: Report) -> tuple[TrainerS
         policy = warm_start(
             config.warm_start,
             policy,
-            runner,
+            stoppable,
             parts.trainer,
             parts.layout,
             seed=config.seed,
             block_size=config.logprob_block(parts.trainer),
             temperature=config.sampling.temperature,
             report=report,
+            stop_requested=stop_requested,
         )
     trained = attach_critic(config.critic, policy, parts.trainer)
     key = jax.random.PRNGKey(derive_seed(config.seed, "training") % 2**32)

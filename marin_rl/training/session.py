@@ -9,16 +9,13 @@ import functools
 import itertools
 import logging
 import os
-import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast
 
-import equinox as eqx
 import jax
 from levanter.tracker import CompositeTracker, Tracker, TrackerConfig
 from levanter.tracker.tensorboard import TensorboardConfig
@@ -31,14 +28,15 @@ from marin_rl.config.yaml_text import to_yaml
 from marin_rl.config_fields import changeable_keys
 from marin_rl.distributed.ray_workers import find_cluster
 from marin_rl.errors import Closing, writing
-from marin_rl.host_status import exit_on_error, explain_errors
+from marin_rl.host_status import StopRequestedError, exit_on_error, explain_errors
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.devices import exempt_from_collection, join_processes
-from marin_rl.learner.policy_model import save_hf_policy
+from marin_rl.learner.hf_export import DeviceWeights
 from marin_rl.logs import log_to
 from marin_rl.remote_path import RemotePath
-from marin_rl.storage import AppendedFile, StoragePath, replace_folder, storage_path, upload_folder
+from marin_rl.storage import AppendedFile, StoragePath, storage_path
 from marin_rl.training.console import ProgressDisplay, print_closing_table
+from marin_rl.training.export import export_folder
 from marin_rl.training.loop import TrainingRun, train
 from marin_rl.training.metrics_file import append_record, format_record, read_records, truncate_records
 from marin_rl.training.open_run import open_run
@@ -103,10 +101,14 @@ def _train(
 ) -> TrainingRun | None:
     """Train, plot and export; return the run if it is complete."""
     report = functools.partial(_report, display)
-    run = open_run(config, directory.path, report)
     with contextlib.ExitStack() as closing:
-        closing.enter_context(Closing(run.close))
         stop = closing.enter_context(stop_on_signals(report))
+        try:
+            run = open_run(config, directory.path, report, stop.is_set)
+        except StopRequestedError:
+            report("stopped before the first step, of which nothing is saved. Run the same command again to begin anew")
+            return None
+        closing.enter_context(Closing(run.close))
         # Only the main process writes records.
         records = _open_records(run, directory) if multihost.is_main() else None
         if records is not None:
@@ -323,24 +325,10 @@ def _open_records(run: TrainingRun, directory: RunDirectory) -> StepRecords:
 
 def _export(run: TrainingRun, directory: RunDirectory) -> None:
     """Write the final weights in Hugging Face format, atomically."""
-    policy = policy_of(run.trainer_state.model)
-    if multihost.is_multihost():
-        policy = jax.tree.map(lambda leaf: multihost.fetch(leaf) if eqx.is_array(leaf) else leaf, policy)
-    hf = directory.hf
-    with tempfile.TemporaryDirectory() as temporary:
-        # All processes take part in the export; only the files of the main process are kept.
-        partial = hf.with_name(".hf.partial") if isinstance(hf, Path) and multihost.is_main() else Path(temporary)
-        shutil.rmtree(partial, ignore_errors=True)
-        with writing(hf):
-            save_hf_policy(policy, run.runner.tokenizer, partial, run.learner.trainer.config)
-            multihost.on_main(lambda: _publish_export(hf, partial))
-
-
-def _publish_export(hf: StoragePath, partial: Path) -> None:
-    if isinstance(hf, Path):
-        replace_folder(hf, partial)
-    else:
-        upload_folder(hf, partial, marker="config.json")
+    policy, trainer = policy_of(run.trainer_state.model), run.learner.trainer.config
+    weights = DeviceWeights(policy, trainer, run.config.export.numeric_dtype)
+    with writing(directory.hf):
+        export_folder(weights, run.runner.tokenizer, directory.hf)
 
 
 def _print_summary(display: ProgressDisplay, run: TrainingRun, directory: RunDirectory) -> None:

@@ -13,11 +13,13 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.optim import AdamConfig
 from levanter.trainer import TrainerConfig
 
+from marin_rl import multihost
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.processed_rollout import ProcessedRollout, process_conversation
 from marin_rl.batching.rl_example import pack_batch
 from marin_rl.config.sections import WarmStartConfig
 from marin_rl.environments.base import Split
+from marin_rl.host_status import raise_if
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.train_step import Learner
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
@@ -48,6 +50,7 @@ def warm_start(
     block_size: int,
     temperature: float,
     report: Callable[[str], None],
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> LmHeadModel:
     """Train `model` on worked answers or demonstrations until it solves some tasks.
 
@@ -64,11 +67,13 @@ def warm_start(
         block_size: number of positions with logits in memory at a time.
         temperature: sampling temperature of the accuracy measurement.
         report: called with each progress message.
+        stop_requested: returns whether this process was asked to stop; called before each update.
 
     Returns:
         The trained model.
 
     Raises:
+        StopRequestedError: in all processes, if one was asked to stop.
         WarmStartError: if the environment lacks worked answers or validation tasks, or no answer of a batch fits.
     """
     tasks, check_tasks = _worked_tasks(runner), _check_tasks(config, runner)
@@ -84,6 +89,7 @@ def warm_start(
     learner = Learner(trainer, optimizer, loss, num_updates=config.max_steps, capacity=capacity)
     state = learner.initial_state(model, jax.random.PRNGKey(derive_seed(seed, "warm start") % 2**32))
     for step in range(1, config.max_steps + 1):
+        raise_if(lambda: multihost.any_process(stop_requested()))
         rng = np.random.default_rng(derive_seed(seed, "warm start", step))
         drawn = [example(int(index)) for index in rng.integers(len(tasks), size=config.batch_size)]
         examples = _require_fitting(drawn, runner)

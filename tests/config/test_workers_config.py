@@ -67,7 +67,7 @@ def test_reserved_resources(workers: WorkersConfig, reserved: dict[str, float]) 
 
 
 def test_a_mesh_has_at_least_one_device() -> None:
-    with pytest.raises(ConfigError, match="workers.mesh.model_axis_size is 0; it must be at least 1"):
+    with pytest.raises(ConfigError, match=r"workers\.mesh\.model_axis_size is 0; it must be at least 1"):
         decode(WorkersConfig, {"mesh": {"model_axis_size": 0}})
 
 

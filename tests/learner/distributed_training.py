@@ -65,8 +65,10 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     from marin_rl import multihost
     from marin_rl.batching.packing import RowLayout
     from marin_rl.batching.rl_example import OwnRows, PackedBatch, pack_batch
+    from marin_rl.learner import hf_export
     from marin_rl.learner.checkpoint import CheckpointConfig, Checkpoints
     from marin_rl.learner.devices import own_rows
+    from marin_rl.learner.hf_export import DeviceWeights, write_weights
     from marin_rl.learner.scoring import Scorer
     from marin_rl.learner.weight_history import WeightHistory
     from marin_rl.objectives.advantage_inputs import TokenAdvantages
@@ -76,6 +78,8 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     from marin_rl.weights.config import ArrowFlightConfig
     from marin_rl.weights.publish import TrainingHost
 
+    # So small that large messages take several rounds.
+    multihost.EXCHANGE_BYTES = 2**17
     if count > 1:
         jax.distributed.initialize(f"127.0.0.1:{port}", count, index, initialization_timeout=600)
     rows = tiny.MESH_ROWS // PASSES
@@ -96,6 +100,8 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     scorer = Scorer(trainer, RowLayout(16, rows, packed=True), pad_token_id=0, temperature=0.8, block_size=4)
     scores = [scored.logprobs for scored in scorer.score(state.model, make_rollouts(tiny.VOCAB))]
 
+    hf_export.SLICE_BYTES = 1000
+    write_weights(DeviceWeights(state.model, trainer), folder, 20_000)
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
     checkpoints.save(state, UPDATES, {"saved by": count}, {"more": b"of the main process"} if index == 0 else {})
     checkpoints.flush()
@@ -164,7 +170,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
         "differs": differs,
         "rows": [packed.microbatches[0].input_ids.axis_size("batch") for packed in (whole, own)],
         "fed": fed,
-        "gathered": multihost.gather_texts(f"{index}" * (1 + 500 * index)),
+        "gathered": multihost.gather_texts(f"{index}" * (1 + 200_000 * index)),
         "agreed": [multihost.any_process(index == 1), multihost.any_process(False)],
         "main": multihost.is_main(),
         "sampled": [sample(model_axis) for model_axis in MODEL_AXES],

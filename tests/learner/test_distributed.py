@@ -19,6 +19,7 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import marin_rl
 from marin_rl.learner.saved_checkpoint import CheckpointError, open_checkpoint
@@ -122,7 +123,7 @@ def test_result_of_the_main_process_is_broadcast(two: list[Process]) -> None:
     assert [process.facts["main"] for process in two] == [True, False]
     for process in two:
         assert process.facts["said"] == ["0", "ä" * 300 + "0", "ä" * 2**18 + "0"]
-        assert process.facts["gathered"] == ["0", "1" * 501]
+        assert process.facts["gathered"] == ["0", "1" * 200_001]
         assert process.facts["agreed"] == [True, False]
     assert [process.facts["error"] for process in two] == [
         "OSError: pulled the plug",
@@ -171,6 +172,22 @@ def test_checkpoint_is_written_and_read_by_both_processes(folder: Path, alone: P
     (saved / "state" / files[-1]).unlink()
     with pytest.raises(CheckpointError, match=f"state/{files[-1]} is missing"):
         open_checkpoint(saved)
+
+
+def test_the_main_process_exports_the_weights_of_both(folder: Path, two: list[Process]) -> None:
+    files = [path for path in folder.iterdir() if path.suffix == ".safetensors"]
+    assert len(files) > 1
+    exported = {name: array for path in files for name, array in load_file(path).items()}
+    arrays = two[0].arrays
+    stacked = ".model.transformer.layers.stacked"
+    expected = {
+        "lm_head.weight": arrays[".model.lm_head.weight"],
+        "model.embed_tokens.weight": arrays[".model.embeddings.token_embeddings.weight"],
+        "model.layers.0.mlp.up_proj.weight": arrays[f"{stacked}.mlp.up_proj.weight"][0],
+        "model.layers.0.input_layernorm.weight": arrays[f"{stacked}.input_layernorm.weight"][0],
+    }
+    for name, array in expected.items():
+        np.testing.assert_array_equal(exported[name], array, err_msg=name)
 
 
 def test_each_process_feeds_its_own_rows(alone: Process, two: list[Process]) -> None:

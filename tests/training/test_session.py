@@ -244,6 +244,21 @@ def test_error_that_ends_run_is_logged(caplog: pytest.LogCaptureFixture):
     assert "Traceback" in caplog.text
 
 
+@pytest.mark.medium
+def test_sigterm_during_a_warm_start_ends_the_run_without_a_checkpoint(
+    new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    def terminated(*arguments: object) -> float:
+        signal.raise_signal(signal.SIGTERM)
+        return 0.0
+
+    monkeypatch.setattr("marin_rl.training.warm_start._accuracy", terminated)
+    run = new_run(warm_start__max_steps=1000, warm_start__check_every=1, evaluation={"tasks": 0})
+    assert run.train() == 0
+    assert "stopped before the first step, of which nothing is saved" in capfd.readouterr().out
+    assert not run.checkpoints.exists() or run.steps() == []
+
+
 def test_failed_export_keeps_previous_export(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
@@ -251,13 +266,13 @@ def test_failed_export_keeps_previous_export(
     again = copy_of(finished_run, tmp_path / "copy")
     before = contents(again.path / "hf")
 
-    def fail(model: object, tokenizer: object, folder: Path, trainer: object) -> None:
+    def fail(weights: object, tokenizer: object, folder: Path) -> None:
         folder.mkdir()
         (folder / "half").write_text("")
         raise OSError(28, "No space left on device", str(folder))
 
     with monkeypatch.context() as patched:
-        patched.setattr(session, "save_hf_policy", fail)
+        patched.setattr("marin_rl.training.export.save_hf_folder", fail)
         assert again.train() == 1
     assert f"error: cannot write '{again.path / 'hf'}': the disk is full; free some space" in capfd.readouterr().err
     assert contents(again.path / "hf") == before

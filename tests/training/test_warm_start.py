@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from marin_rl.batching.packing import RowLayout
 from marin_rl.config.sections import WarmStartConfig
 from marin_rl.config.train_config import default_trainer
 from marin_rl.environments.base import SingleTurnEnvironment, Split
+from marin_rl.host_status import StopRequestedError
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import model_shape
 from marin_rl.rollouts.attempt import Limits
@@ -99,6 +100,7 @@ def run(
     config: WarmStartConfig = CONFIG,
     seed: int = 0,
     layout: RowLayout = LAYOUT,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> np.ndarray:
     made.sampler.update_weights = watch.update_weights
     model = warm_start(
@@ -111,6 +113,7 @@ def run(
         block_size=4,
         temperature=1.0,
         report=watch.messages.append,
+        stop_requested=stop_requested,
     )
     return np.array(model.get_lm_head().array)
 
@@ -141,6 +144,13 @@ def test_stops_at_target_accuracy(trainer: TrainerConfig):
     assert len(watch.messages) == 1
     assert watch.messages[0].startswith("warm start 2: loss ")
     assert watch.messages[0].endswith("validation accuracy 0.500")
+
+
+def test_a_requested_stop_ends_it_before_the_next_update(trainer: TrainerConfig):
+    watch = Watch()
+    with pytest.raises(StopRequestedError):
+        run(trainer, runner(WORKED), watch, stop_requested=lambda: len(watch.messages) == 1)
+    assert len(watch.messages) == 1
 
 
 @pytest.mark.medium

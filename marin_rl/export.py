@@ -1,0 +1,95 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Export a checkpoint in Hugging Face format: `python -m marin_rl.export --run runs/rloo --output weights`."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+import jax
+
+from marin_rl.config.command_line import parse_config
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.yaml_text import from_yaml
+from marin_rl.config_fields import STORAGE_PATH, check_paths
+from marin_rl.errors import USER_ERRORS, UserError
+from marin_rl.escaping import escape, escape_line
+from marin_rl.learner.checkpoint import Checkpoints
+from marin_rl.learner.hf_export import ExportConfig
+from marin_rl.logs import warnings_to_stderr
+from marin_rl.storage import file_sizes, storage_path
+from marin_rl.training.export import export_checkpoint
+from marin_rl.training.run_directory import open_existing
+from marin_rl.training.starting_weights import require_checkpoint
+
+
+class OutputExistsError(UserError):
+    """The output folder exists; an export does not replace files."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportRunConfig:
+    """Export of a checkpoint."""
+
+    run: str = dataclasses.field(metadata=STORAGE_PATH)
+    """Run directory, a path or an address such as `gs://bucket/run`; the export changes no file in it."""
+    output: str = dataclasses.field(metadata=STORAGE_PATH)
+    """Folder of the export, a path or an address; it must not exist."""
+    step: int | None = None
+    """Step of the checkpoint; the newest valid checkpoint by default."""
+    export: ExportConfig | None = None
+    """Type of the exported weights; that of the run by default."""
+
+    def __post_init__(self) -> None:
+        check_paths(self)
+
+
+def run_export(config: ExportRunConfig) -> int:
+    """Export a checkpoint, on any machine.
+
+    Args:
+        config: run, checkpoint and output.
+
+    Returns:
+        The step of the checkpoint.
+
+    Raises:
+        RunDirectoryError: if the run does not exist, or the output cannot be written.
+        OutputExistsError: if the output exists.
+        CheckpointError: if the run has no checkpoint of this step, or no valid checkpoint.
+    """
+    directory, output = open_existing(storage_path(config.run, "run")), storage_path(config.output, "output")
+    if file_sizes(output):
+        raise OutputExistsError(f"output {config.output!r} exists and is not replaced; name another folder")
+    train_config = from_yaml(TrainConfig, directory.config.read_text(encoding="utf-8"), str(directory.config))
+    train_config = dataclasses.replace(train_config, export=config.export or train_config.export)
+    checkpoints = Checkpoints(directory.checkpoints, train_config.checkpoint)
+    require_checkpoint(config.run, checkpoints, config.step)
+    return export_checkpoint(train_config, checkpoints, config.step, output)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments without the program name; None for `sys.argv`.
+
+    Returns:
+        The exit status: 0, or 1 after an error.
+    """
+    try:
+        with warnings_to_stderr():
+            config = parse_config(ExportRunConfig, sys.argv[1:] if argv is None else argv).config
+            # Also on a machine whose accelerators are in use.
+            jax.config.update("jax_platforms", "cpu")
+            step = run_export(config)
+    except USER_ERRORS as error:
+        print(f"error: {escape(str(error))}", file=sys.stderr)
+        return 1
+    print(f"step {step} of {escape_line(config.run)} is exported to {escape_line(config.output)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,345 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Weights in Hugging Face format, written one tensor after another.
+
+The tensors of one layer, or those outside all layers, are converted at a time. They stay sharded on the devices; the
+main process copies one of them after another to its host, in slices, and writes it. So an export needs room for one
+layer, or for embeddings and head, and not for the model. A checkpoint is read in the same parts.
+"""
+
+import dataclasses
+import enum
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, cast, runtime_checkable
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+from haliax.nn import Stacked
+from haliax.state_dict import flatten_modules_for_export, to_state_dict
+from jax.sharding import NamedSharding, PartitionSpec
+from levanter.compat.hf_checkpoints import _shard_hf_checkpoint
+from levanter.models.gpt2 import Gpt2Config
+from levanter.models.lm_model import LmHeadModel
+from levanter.trainer import TrainerConfig
+
+from marin_rl import multihost
+from marin_rl.config_fields import convert_enum_fields
+from marin_rl.learner.array_files import SavedArray, read_rows, verify
+from marin_rl.storage import StoragePath
+
+SHARD_BYTES = 10**10
+"""Size above which the tensors are written to several files with an index."""
+SLICE_BYTES = 64 * 2**20
+"""Bytes of an array that every device holds at a time while the array is sent to the main host."""
+INDEX = "model.safetensors.index.json"
+_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
+"""Names of dtypes in safetensors files."""
+
+
+class ExportDtype(enum.StrEnum):
+    """Type of exported weights."""
+
+    PARAMETER = "parameter"
+    """The type of the trained parameters."""
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    """Rounded to nearest, half the size of float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportConfig:
+    """Export of the final weights in Hugging Face format."""
+
+    dtype: ExportDtype = ExportDtype.PARAMETER
+    """Type of the exported weights: `parameter` (that of the trained parameters), `float32` or `bfloat16`."""
+
+    def __post_init__(self) -> None:
+        convert_enum_fields(self)
+
+    @property
+    def numeric_dtype(self) -> jnp.dtype | None:
+        """The type; None for that of the parameters."""
+        return None if self.dtype is ExportDtype.PARAMETER else jnp.dtype(self.dtype.value)
+
+
+@runtime_checkable
+class WeightParts(Protocol):
+    """Weights of a policy, from which an export takes one part after another."""
+
+    shape: LmHeadModel
+    """Shapes of the policy."""
+    dtype: jnp.dtype | None
+    """Type of the tensors; None for that of the parameters."""
+
+    def layer(self, index: int) -> dict[str, jax.Array]:
+        """Return the tensors of a layer by their names after the layer's number; collective over all processes."""
+        ...
+
+    def rest(self) -> dict[str, jax.Array]:
+        """Return the tensors outside all layers, by name; collective over all processes."""
+        ...
+
+
+class DeviceWeights:
+    """Weights on the devices of all processes."""
+
+    def __init__(self, model: LmHeadModel, trainer: TrainerConfig, dtype: jnp.dtype | None = None) -> None:
+        """Convert nothing yet.
+
+        Args:
+            model: The policy.
+            trainer: Mesh and axis mapping of the policy.
+            dtype: Type of the tensors; None for that of the parameters.
+        """
+        model = eqx.filter(model, eqx.is_array)
+        self.shape = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), model)
+        self.dtype = dtype
+        self._trainer = trainer
+        self._stacked, self._others = _split(model)
+        self._take = eqx.filter_jit(lambda stacked, index: _convert_layer(self, _take_layer(stacked, index)))
+        self._convert = eqx.filter_jit(lambda others: _convert_rest(self, others))
+
+    def layer(self, index: int) -> dict[str, jax.Array]:
+        """See `WeightParts`."""
+        return self._run(self._take, self._stacked, jnp.int32(index))
+
+    def rest(self) -> dict[str, jax.Array]:
+        """See `WeightParts`."""
+        return self._run(self._convert, self._others)
+
+    def _run(self, function: Callable[..., dict[str, jax.Array]], *arguments: Any) -> dict[str, jax.Array]:
+        with self._trainer.use_device_mesh(), hax.axis_mapping(self._trainer.parameter_axis_mapping):
+            return function(*arguments)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """A leaf of a saved policy."""
+
+    array: SavedArray
+    like: Any
+
+
+class SavedWeights:
+    """Weights in the files of a checkpoint, for one process."""
+
+    def __init__(
+        self, shape: LmHeadModel, saved: Mapping[str, SavedArray], folder: StoragePath, dtype: jnp.dtype | None = None
+    ) -> None:
+        """Compare the checksums of the files.
+
+        Args:
+            shape: Shapes of the saved policy.
+            saved: Its arrays, by path in the policy.
+            folder: Folder of the files.
+            dtype: Type of the tensors; None for that of the parameters.
+
+        Raises:
+            DamagedArraysError: If a file is missing or altered.
+        """
+        self.shape, self.dtype = shape, dtype
+        self._folder = folder
+        verify(folder, saved.values())
+        self._stacked, self._others = _split(
+            jax.tree_util.tree_map_with_path(
+                lambda path, leaf: _Saved(saved[jax.tree_util.keystr(path)], leaf), shape, is_leaf=_is_named
+            )
+        )
+        self._convert_layer = eqx.filter_jit(lambda layer: _convert_layer(self, layer))
+        self._convert_rest = eqx.filter_jit(lambda others: _convert_rest(self, others))
+
+    def layer(self, index: int) -> dict[str, jax.Array]:
+        """See `WeightParts`."""
+        return self._convert_layer(self._read(self._stacked, index, index + 1))
+
+    def rest(self) -> dict[str, jax.Array]:
+        """See `WeightParts`."""
+        return self._convert_rest(self._read(self._others, 0, None))
+
+    def _read(self, tree: Any, start: int, stop: int | None) -> Any:
+        """Read rows of all arrays of a tree; all rows if `stop` is None."""
+
+        def read(leaf: _Saved) -> Any:
+            rows = read_rows(self._folder, leaf.array, start, leaf.array.shape[0] if stop is None else stop)
+            return _with_rows(leaf.like, rows)
+
+        return jax.tree.map(read, tree, is_leaf=lambda leaf: isinstance(leaf, _Saved))
+
+
+def _is_named(leaf: object) -> bool:
+    return isinstance(leaf, NamedArray)
+
+
+def _with_rows(like: Any, rows: Any) -> Any:
+    """Give an array the axes of another one, of which it has some rows."""
+    if not isinstance(like, NamedArray):
+        return rows
+    return NamedArray(rows, (Axis(like.axes[0].name, rows.shape[0]), *like.axes[1:]))
+
+
+def _stack(model: Any) -> Stacked:
+    transformer = model.transformer
+    return transformer.blocks if isinstance(model.config, Gpt2Config) else transformer.layers
+
+
+def _split(model: Any) -> tuple[Any, Any]:
+    """Split a model into the modules of its layers, stacked, and the rest."""
+    return _stack(model).stacked, eqx.tree_at(lambda model: _stack(model).stacked, model, None)
+
+
+def _join(stacked: Any, others: Any, number: int) -> LmHeadModel:
+    """Invert `_split`, for this number of layers."""
+    block = _stack(others).Block
+    layers = dataclasses.replace(_stack(others), stacked=stacked, Block=Axis(block.name, number))
+    return eqx.tree_at(_stack, others, layers, is_leaf=lambda node: node is None)
+
+
+def _take_layer(stacked: Any, index: jax.Array) -> Any:
+    """Take one layer of stacked ones; it keeps its first axis."""
+
+    def take(leaf: Any) -> Any:
+        array = leaf.array if _is_named(leaf) else leaf
+        return _with_rows(leaf, jax.lax.dynamic_slice_in_dim(array, index, 1))
+
+    return jax.tree.map(take, stacked, is_leaf=_is_named)
+
+
+def _zeros(shape: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shape)
+
+
+def _tensors(model: LmHeadModel, dtype: jnp.dtype | None) -> dict[str, jax.Array]:
+    """Convert a policy to the tensors of its Hugging Face form."""
+    if dtype is not None:
+        model = jax.tree.map(lambda array: array.astype(dtype), model)
+    return to_state_dict(flatten_modules_for_export(model))
+
+
+def _convert_layer(parts: WeightParts, layer: Any) -> dict[str, jax.Array]:
+    """Convert the stacked modules of one layer; the keys are the names after the layer's number."""
+    _, others = _split(parts.shape)
+    # XLA removes what does not reach the result.
+    named = _tensors(_join(layer, _zeros(others), 1), parts.dtype)
+    return {suffix: named[f"{prefix}0.{suffix}"] for prefix, suffix in map(_layer_name, named) if prefix}
+
+
+def _convert_rest(parts: WeightParts, others: Any) -> dict[str, jax.Array]:
+    """Convert the arrays outside all layers."""
+    stacked, _ = _split(parts.shape)
+    named = _tensors(_join(_zeros(stacked), others, _stack(parts.shape).Block.size), parts.dtype)
+    return {name: array for name, array in named.items() if not _layer_name(name)[0]}
+
+
+def _layer_name(name: str) -> tuple[str, str]:
+    """Split the name of a tensor at its layer's number; the first part is empty outside all layers.
+
+    >>> _layer_name("model.layers.12.mlp.up_proj.weight"), _layer_name("lm_head.weight")
+    (('model.layers.', 'mlp.up_proj.weight'), ('', 'lm_head.weight'))
+    """
+    parts = name.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+    if number is None:
+        return "", name
+    return ".".join([*parts[:number], ""]), ".".join(parts[number + 1 :])
+
+
+def write_weights(parts: WeightParts, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write weights to safetensors files, with an index if there are several; collective over all processes.
+
+    Args:
+        parts: The weights.
+        folder: An existing folder; only the main process writes.
+        shard_bytes: Size above which another file is begun.
+
+    Raises:
+        OSError: In the main process, if a file cannot be written.
+    """
+    shapes = eqx.filter_eval_shape(lambda: _tensors(_zeros(parts.shape), parts.dtype))
+    files, index = _shard_hf_checkpoint(shapes, shard_bytes)
+    taken = _Taken(parts)
+    for name, described in files.items():
+        ordered = sorted(described)
+        arrays = ((key, _copy_to_main(taken.take(key))) for key in ordered)
+        if multihost.is_main():
+            _write_file(folder / name, {key: described[key] for key in ordered}, cast(Any, arrays))
+        else:
+            for _ in arrays:
+                pass
+    if index is not None and multihost.is_main():
+        (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+
+class _Taken:
+    """Tensors that are converted when the first of their part is taken, and released when they are taken."""
+
+    def __init__(self, parts: WeightParts) -> None:
+        self._parts = parts
+        self._layer: int | None = None
+        self._of_layer: dict[str, jax.Array] = {}
+        self._of_rest: dict[str, jax.Array] | None = None
+
+    def take(self, name: str) -> jax.Array:
+        prefix, suffix = _layer_name(name)
+        if not prefix:
+            if self._of_rest is None:
+                self._of_rest = self._parts.rest()
+            return self._of_rest.pop(name)
+        index = int(name[len(prefix) :].partition(".")[0])
+        if index != self._layer:
+            self._layer, self._of_layer = index, self._parts.layer(index)
+        return self._of_layer.pop(suffix)
+
+
+def _copy_to_main(array: jax.Array) -> np.ndarray | None:
+    """Copy an array to the host of the main process; None in the others. No device holds more than a slice of it."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    length = array.shape[0]
+    rows = min(max(SLICE_BYTES * length // max(array.nbytes, 1), 1), length)
+    copy = np.empty(array.shape, array.dtype) if multihost.is_main() else None
+    replicated = NamedSharding(cast(NamedSharding, array.sharding).mesh, PartitionSpec())
+    for start in range(0, length, rows):
+        first = min(start, length - rows)
+        part = jax.block_until_ready(_take_rows(array, first, rows, replicated))
+        if copy is not None:
+            copy[first : first + rows] = np.asarray(part.addressable_data(0))
+    return copy
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _take_rows(array: jax.Array, start: int, rows: int, sharding: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(jax.lax.dynamic_slice_in_dim(array, start, rows), sharding)
+
+
+def _write_file(path: Path, shapes: Mapping[str, Any], tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Write a safetensors file, with the bytes that `safetensors` writes for tensors of one type.
+
+    Args:
+        path: The file.
+        shapes: Shape and dtype of each tensor, by name in order.
+        tensors: The tensors in the same order.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape in shapes.items():
+        size = shape.size * shape.dtype.itemsize
+        header[name] = {
+            "dtype": _DTYPES[shape.dtype.name],
+            "shape": list(shape.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in tensors:
+            file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)

@@ -1,0 +1,86 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Exports of policies to folders and object stores, which are complete or absent."""
+
+import dataclasses
+import shutil
+import tempfile
+from pathlib import Path
+
+from haliax import Axis
+
+from marin_rl import multihost
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.errors import writing
+from marin_rl.learner.array_files import DamagedArraysError
+from marin_rl.learner.checkpoint import Checkpoints
+from marin_rl.learner.hf_export import SavedWeights, WeightParts
+from marin_rl.learner.policy_model import model_shape, save_hf_folder
+from marin_rl.learner.saved_checkpoint import STATE, Checkpoint, DamagedCheckpointError
+from marin_rl.storage import StoragePath, replace_folder, upload_folder
+from marin_rl.tokenization.chat import ChatTokenizer
+
+
+def export_folder(weights: WeightParts, tokenizer: ChatTokenizer, output: StoragePath) -> None:
+    """Write a policy in Hugging Face format, in place of a former export; collective over all processes.
+
+    Args:
+        weights: weights of the policy.
+        tokenizer: its tokenizer.
+        output: the folder. One in an object store is written to a temporary folder of the main host and uploaded.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        partial = output.with_name(f".{output.name}.partial") if isinstance(output, Path) else Path(temporary)
+        if multihost.is_main():
+            shutil.rmtree(partial, ignore_errors=True)
+        save_hf_folder(weights, tokenizer, partial)
+        multihost.on_main(lambda: _publish(output, partial))
+
+
+def _publish(output: StoragePath, partial: Path) -> None:
+    if isinstance(output, Path):
+        replace_folder(output, partial)
+    else:
+        upload_folder(output, partial, marker="config.json")
+
+
+def export_checkpoint(config: TrainConfig, checkpoints: Checkpoints, step: int | None, output: StoragePath) -> int:
+    """Export the policy of a checkpoint without loading it as a whole, in one process.
+
+    Args:
+        config: training config of the run, with the type of the exported weights.
+        checkpoints: checkpoints of the run.
+        step: step of the checkpoint; None for the newest one that is not damaged.
+        output: the folder.
+
+    Returns:
+        The step.
+
+    Raises:
+        CheckpointError: if the checkpoint is damaged.
+        RunDirectoryError: if the folder cannot be written.
+    """
+
+    def load(checkpoint: Checkpoint) -> tuple[int, SavedWeights]:
+        return checkpoint.step, _saved_weights(config, checkpoint)
+
+    loaded = checkpoints.restore_newest(load) if step is None else load(checkpoints.open(step))
+    assert loaded is not None
+    with writing(output):
+        export_folder(loaded[1], config.tokenizer.build(), output)
+    return loaded[0]
+
+
+def _saved_weights(config: TrainConfig, checkpoint: Checkpoint) -> SavedWeights:
+    trainer = dataclasses.replace(config.trainer)
+    assert config.model is not None
+    shape = model_shape(config.model, Axis("vocab", checkpoint.progress["vocab_size"]), trainer)
+    saved = checkpoint.arrays_of(shape, "model" if config.critic is None else "model/policy")
+    try:
+        return SavedWeights(shape, saved, checkpoint.path / STATE, config.export.numeric_dtype)
+    except DamagedArraysError as error:
+        raise DamagedCheckpointError(f"checkpoint {checkpoint.path} is damaged: {error}") from error

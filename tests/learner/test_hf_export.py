@@ -1,0 +1,132 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Exports have the files that levanter and safetensors write for a whole model; tests/learner/test_distributed.py
+exports from several processes.
+"""
+
+import dataclasses
+import weakref
+from pathlib import Path
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from levanter.compat.hf_checkpoints import HFCheckpointConverter
+from levanter.models.lm_model import LmHeadModel
+from levanter.trainer import TrainerConfig
+from safetensors.numpy import load_file
+
+from marin_rl.learner import hf_export
+from marin_rl.learner.array_files import DamagedArraysError, copy_to_host, write_boxes
+from marin_rl.learner.hf_export import DeviceWeights, SavedWeights, write_weights
+from marin_rl.learner.policy_model import load_hf_policy
+from marin_rl.models.conversion import to_hf_config
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import byte_tokenizer
+from tests.models.hf_checkpoint import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatTokenizer:
+    return ChatTokenizer(byte_tokenizer())
+
+
+def weight_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name.startswith("model")}
+
+
+def export_with_levanter(
+    model: LmHeadModel, chat: ChatTokenizer, folder: Path, trainer: TrainerConfig, shard_bytes: int
+) -> dict[str, bytes]:
+    hf_config = to_hf_config(model.config, model.vocab_size)
+    hf_config.save_pretrained(folder)
+    converter = HFCheckpointConverter(type(model.config), str(folder), type(hf_config), chat.tokenizer)
+    with trainer.use_device_mesh(), hax.axis_mapping(trainer.parameter_axis_mapping):
+        converter.save_pretrained(
+            model, str(folder), save_reference_code=False, save_tokenizer=False, max_shard_size=shard_bytes
+        )
+    return weight_files(folder)
+
+
+def save(model: LmHeadModel, folder: Path) -> SavedWeights:
+    """Write the boxes of a model as a checkpoint does."""
+    folder.mkdir()
+    shape = DeviceWeights(model, TrainerConfig()).shape
+    return SavedWeights(shape, write_boxes(folder, "a", copy_to_host(model)), folder)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("case", "shard_bytes"), [("gpt2", 10**9), ("mixtral", 4000), ("qwen3", 4000)])
+def test_files_are_those_of_levanter(trainer, chat, tmp_path: Path, case: str, shard_bytes: int) -> None:
+    model = load_hf_policy(write_checkpoint(tmp_path, case), chat, trainer, None)
+    expected = export_with_levanter(model, chat, tmp_path / "levanter", trainer, shard_bytes)
+    assert (hf_export.INDEX in expected) == (shard_bytes < 10**9)
+    saved = save(model, tmp_path / "boxes")
+    for name, weights in (("devices", DeviceWeights(model, trainer)), ("saved", saved)):
+        (tmp_path / name).mkdir()
+        write_weights(weights, tmp_path / name, shard_bytes)
+        assert weight_files(tmp_path / name) == expected, name
+
+
+def test_bfloat16_is_rounded_to_nearest(tiny, trainer, tmp_path: Path) -> None:
+    model = tiny.make_model(trainer, tiny.LLAMA)
+    for name, dtype in (("whole", None), ("half", jnp.dtype("bfloat16"))):
+        (tmp_path / name).mkdir()
+        write_weights(DeviceWeights(model, trainer, dtype), tmp_path / name)
+    whole, half = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "half"))
+    assert whole.keys() == half.keys()
+    for name, array in whole.items():
+        assert half[name].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(half[name], array.astype(jnp.bfloat16))
+
+
+def test_an_export_from_files_holds_one_part_at_a_time(
+    tiny, trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = 24
+    model = tiny.make_model(trainer, dataclasses.replace(tiny.LLAMA, num_layers=layers))
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+    stacked = sum(leaf.nbytes for leaf in jax.tree.leaves(model.transformer.layers))
+    weights = save(model, tmp_path / "boxes")
+    del model
+    before = sum(array.nbytes for array in jax.live_arrays())
+    held = [0]
+    peaks: list[int] = []
+    read_rows = hf_export.read_rows
+
+    def read(*arguments: object) -> np.ndarray:
+        rows = read_rows(*arguments)
+        held[0] += rows.nbytes
+        weakref.finalize(rows, lambda size=rows.nbytes: held.__setitem__(0, held[0] - size))
+        peaks.append(held[0] + sum(array.nbytes for array in jax.live_arrays()) - before)
+        return rows
+
+    monkeypatch.setattr(hf_export, "read_rows", read)
+    write_weights(weights, tmp_path)
+    # What is outside all layers, and of two layers the file that is read and its conversion.
+    part = max(stacked // layers, total - stacked)
+    assert max(peaks) <= 2 * part
+    assert total > 5 * part
+    assert (tmp_path / "model.safetensors").stat().st_size > total
+
+
+def test_damaged_files_are_found_before_anything_is_written(tiny, trainer, tmp_path: Path) -> None:
+    model = tiny.make_model(trainer, tiny.LLAMA)
+    folder = tmp_path / "boxes"
+    folder.mkdir()
+    saved = write_boxes(folder, "a", copy_to_host(model))
+    shape = DeviceWeights(model, trainer).shape
+    [file] = folder.iterdir()
+    content = file.read_bytes()
+    file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(DamagedArraysError, match=f"boxes/{file.name} differs from what was written"):
+        SavedWeights(shape, saved, folder)
+    file.write_bytes(content[:-1])
+    with pytest.raises(DamagedArraysError, match=f"boxes/{file.name} differs from what was written"):
+        SavedWeights(shape, saved, folder)
+    file.unlink()
+    with pytest.raises(DamagedArraysError, match=f"boxes/{file.name} is missing"):
+        SavedWeights(shape, saved, folder)
