@@ -112,7 +112,7 @@ BULK = 200_000
 """Characters of a worked answer, which is stored with a waiting group but not with a rollout."""
 SMALL = 100_000
 """Bytes that suffice for rollouts, record and log of a step, but not for one waiting group; others may expire."""
-STEPS, GROUPS, MEMBERS, STALENESS = 40, 4, 4, 3
+STEPS, GROUPS, MEMBERS, STALENESS = 25, 4, 4, 3
 
 
 def bulky_run(disk: Path, finished_run: TinyRun) -> TinyRun:
@@ -125,6 +125,7 @@ def bulky_run(disk: Path, finished_run: TinyRun) -> TinyRun:
             stream.write(f"{json.dumps({**problem, 'worked_answer': text})}\n")
     settings = async_settings(
         initialize_from=str(finished_run.path),
+        workers__num_workers=1,
         num_steps=STEPS,
         replay__max_staleness=STALENESS,
         checkpoint__every=1,
