@@ -4,7 +4,6 @@
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.environments import RandomRewardConfig
+from tests import fork_server
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
@@ -91,9 +91,8 @@ def test_experiment_for_accelerators_trains_a_small_model_on_the_same_axes(name:
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "marin_rl.train", *command], env=environment, capture_output=True, text=True, check=False
-    )
+    cache = ["--trainer.jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"]]
+    done = fork_server.run([sys.executable, "-m", "marin_rl.train", *command, *cache], environment)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [0, 1, 2, 3]
