@@ -17,7 +17,7 @@ from marin_rl.environments.base import AgentResult
 from marin_rl.rollouts.attempt import Attempt, Limits
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
-from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.sampling.sampler import SampledTokens, SampleRequest
 from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Generation, Message, RolloutStatus, StopReason, Turn
@@ -153,7 +153,12 @@ class AgentRecorder:
         self._is_cut_off = True
 
     async def sample(
-        self, prompt: tuple[int, ...], max_new_tokens: int, serve: Callable[[Generation], Served], response: str
+        self,
+        prompt: tuple[int, ...],
+        max_new_tokens: int,
+        serve: Callable[[Generation], Served],
+        response: str,
+        ends: Callable[[SampledTokens], bool] | None = None,
     ) -> None:
         """Sample a reply and record it as a turn. A reply that the agent does not wait for is not recorded.
 
@@ -162,6 +167,7 @@ class AgentRecorder:
             max_new_tokens: maximum number of new tokens.
             serve: called with the generation before it is recorded; returns the part that the agent receives.
             response: id of the response.
+            ends: called with the next tokens while the reply is sampled; returns whether the reply ends with them.
 
         Raises:
             EpisodeEndedError: if the episode has ended.
@@ -170,7 +176,17 @@ class AgentRecorder:
         self._num_requests += 1
         sequence = self._take_sequence(prompt)
         request = self._request(sequence, prompt, max_new_tokens)
-        sampling = self._batcher.submit(request)
+        parts: list[SampledTokens] = []
+        has_ended = False
+
+        def add(part: SampledTokens) -> None:
+            nonlocal has_ended
+            parts.append(part)
+            if ends is not None and ends(part):
+                has_ended = True
+                sampling.set_result(_join(parts))
+
+        sampling = self._batcher.submit(request, None if ends is None else add)
         if not self._in_progress:
             self.on_wait(True)
         self._in_progress.add(sampling)
@@ -185,7 +201,7 @@ class AgentRecorder:
             self._in_progress.discard(sampling)
             sequence.is_busy = False
             # A conversation keeps its slot only while the episode waits for no other slot.
-            if self._in_progress or not sampling.done() or sampling.cancelled():
+            if self._in_progress or has_ended or not sampling.done() or sampling.cancelled():
                 self._end_conversation(sequence)
             sampling.cancel()
             if not self._in_progress:
@@ -338,6 +354,17 @@ def _after_last_reply(messages: Sequence[Message]) -> Sequence[Message]:
     """Return the messages after the last one of the assistant, so that each reply of the policy is recorded once."""
     replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     return messages[replies[-1] + 1 :] if replies else messages
+
+
+def _join(parts: Sequence[SampledTokens]) -> Generation:
+    """Return a generation that ended with these parts."""
+    return Generation(
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
+        stop_reason=StopReason.STOP,
+        first_version=parts[0].first_version,
+        last_version=parts[-1].last_version,
+    )
 
 
 def is_cancelled() -> bool:

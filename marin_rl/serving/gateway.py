@@ -8,7 +8,7 @@ import contextlib
 import logging
 import secrets
 import urllib.parse
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -165,23 +165,26 @@ class Gateway:
             admit=recorder.admit,
         )
 
+    def _reader(self, request: EngineRequest) -> ReplyReader:
+        def decode(tokens: Sequence[int]) -> str:
+            return self._tokenizer.decode_reply(tokens, request.skip_special_tokens)
+
+        return ReplyReader(decode, request.stop, request.stop_token_ids)
+
     async def _reply(self, recorder: AgentRecorder, request: EngineRequest) -> TextPart:
         """Sample and record a whole reply. Temperature and seed are those of the rollout."""
-        reader = ReplyReader(
-            lambda tokens: self._tokenizer.decode_reply(tokens, request.skip_special_tokens),
-            request.stop,
-            request.stop_token_ids,
-        )
         parts: list[TextPart] = []
 
         def serve(generation: Generation) -> Served:
-            part = reader.push(generation.token_ids, generation.logprobs, generation.stop_reason)
+            part = self._reader(request).push(generation.token_ids, generation.logprobs, generation.stop_reason)
             parts.append(part._replace(weight_versions=(generation.first_version, generation.last_version)))
             return Served(len(part.token_ids), (part.text, _with_calls(part.text)))
 
+        following = self._reader(request) if request.stop or request.stop_token_ids else None
+        ends = None if following is None else lambda new: following.push(new[0], new[1]).finish_reason is not None
         sample = request.sample
         try:
-            await recorder.sample(sample.prompt_tokens, sample.max_new_tokens, serve, request.completion)
+            await recorder.sample(sample.prompt_tokens, sample.max_new_tokens, serve, request.completion, ends)
         except EpisodeEndedError as error:
             raise EngineError(str(error)) from error
         return parts[0]

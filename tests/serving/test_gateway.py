@@ -27,7 +27,7 @@ from marin_rl.splits import Split
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Rollout, RolloutGroup, RolloutStatus, Task
-from tests.scripted_sampler import ScriptedSampler
+from tests.scripted_sampler import BatchSampler, ScriptedSampler, TokenSampler
 
 openai = pytest.importorskip("openai")
 
@@ -71,16 +71,21 @@ def last_word(request: SampleRequest) -> Sequence[int]:
     return (*f"R{word.upper()}".encode(), END)
 
 
+def scripted(script: Callable[[SampleRequest], Sequence[int]]) -> ScriptedSampler:
+    return ScriptedSampler(script, stop_token_ids=[END], version=7)
+
+
 def run(
     play: Play | AgentEpisode,
     *,
-    script: Callable[[SampleRequest], Sequence[int]] = last_word,
+    sampler: BatchSampler | None = None,
     size: int = 1,
     limits: Limits = LIMITS,
     temperature: float = 1.0,
     wrap: Callable[[AbstractEnvironment], AbstractEnvironment] = lambda environment: environment,
-) -> tuple[RolloutGroup, ScriptedSampler]:
-    """Run an agent's attempts at one task."""
+) -> tuple[RolloutGroup, list[SampleRequest]]:
+    """Run an agent's attempts at one task; return their rollouts and requests."""
+    sampler = scripted(last_word) if sampler is None else sampler
 
     def make(task: Task, seed: int) -> AgentEpisode:
         values = {"id": task.id, "messages": list(task.messages), "answer": task.answer, "seed": seed}
@@ -89,13 +94,12 @@ def run(
     splits = {split: [TASK] if split is Split.TRAIN else [] for split in Split}
     source = SingleTurnEnvironment("agents", splits, score=None)
     environment = wrap(AgentEnvironment("agents", source, splits, make))
-    sampler = ScriptedSampler(script, stop_token_ids=[END], version=7)
     runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=make_gateway(TOKENIZER, limits))
     try:
         [group] = run_groups(runner, [TASK], group_size=size, temperature=temperature, seed_parts=(3, "training"))
     finally:
         runner.loop.close()
-    return group, sampler
+    return group, sampler.requests if isinstance(sampler, ScriptedSampler) else []
 
 
 def only(play: Play | AgentEpisode, **options: Any) -> Rollout:
@@ -115,7 +119,7 @@ def test_one_conversation_is_one_sequence():
             assert (task["id"], task["answer"], first, second) == ("t", "4", "RHI", "RAGAIN")
         return 0.5
 
-    group, sampler = run(play)
+    group, requests = run(play)
     [rollout] = group.rollouts
     assert (rollout.status, dict(rollout.rewards)) == (RolloutStatus.COMPLETED, {"reward": 0.5})
     first, second = rollout.turns
@@ -125,12 +129,12 @@ def test_one_conversation_is_one_sequence():
     assert not second.starts_sequence
     assert (second.generation.first_version, second.generation.logprobs) == (7, (-1.0,) * 7)
     # The second prompt has the sampled tokens, and the sampler continues the conversation.
-    assert sampler.requests[1].prompt_tokens == (
+    assert requests[1].prompt_tokens == (
         *prompt,
         *first.generation.token_ids,
         *second.observation_tokens,
     )
-    assert sampler.requests[0].conversation == sampler.requests[1].conversation
+    assert requests[0].conversation == requests[1].conversation
     assert rollout.metrics["sequences"] == 1
 
 
@@ -142,9 +146,9 @@ def test_attempts_are_reproducible_and_differ_in_their_seeds():
         return 1.0
 
     def seeds() -> dict[tuple[int, ...], set[int]]:
-        _, sampler = run(play, size=3)
+        _, requests = run(play, size=3)
         found: dict[tuple[int, ...], set[int]] = {}
-        for request in sampler.requests:
+        for request in requests:
             found.setdefault(request.prompt_tokens, set()).add(request.seed)
         return found
 
@@ -190,9 +194,9 @@ def test_repeated_reply_keeps_its_sampled_tokens():
             await client.say("a", text, "b")
         return 1.0
 
-    group, sampler = run(play, script=odd)
+    group, requests = run(play, sampler=scripted(odd))
     assert [turn.starts_sequence for turn in group.rollouts[0].turns] == [True, False]
-    assert sampler.requests[1].prompt_tokens[: len(sampler.requests[0].prompt_tokens) + 4][-4:] == (120, 259, 121, END)
+    assert requests[1].prompt_tokens[: len(requests[0].prompt_tokens) + 4][-4:] == (120, 259, 121, END)
 
 
 def test_temperature_and_seed_are_those_of_the_run_and_others_are_refused():
@@ -206,9 +210,9 @@ def test_temperature_and_seed_are_those_of_the_run_and_others_are_refused():
         return 1.0
 
     for temperature in (1.0, 0.0):
-        group, sampler = run(play, temperature=temperature)
+        group, requests = run(play, temperature=temperature)
         assert group.rollouts[0].status is RolloutStatus.COMPLETED
-        [request] = sampler.requests
+        [request] = requests
         assert (request.temperature, request.max_new_tokens) == (temperature, LIMITS.max_new_tokens)
         assert request.seed != 5
 
@@ -230,6 +234,21 @@ def test_streams_choices_stop_strings_and_tokens():
     assert replies(rollout) == ["RABC", "RWO", "RN", "RN", "R" + chr(1)]
     assert rollout.turns[1].generation.token_ids == tuple(b"RWO")
     assert rollout.turns[4].observation_tokens == (1, 2, 3)
+
+
+def test_stop_string_ends_sampling():
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        async with Client(base_url, api_key) as client:
+            for _ in range(2):
+                reply = await client.sdk.completions.create(model="any", prompt=[65], stop=["D", "X"], max_tokens=8)
+                assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("ABC", "stop")
+        return 1.0
+
+    # It would sample without an end.
+    rollout = only(play, sampler=TokenSampler(length=10**9, tokens_per_version=3))
+    for turn in rollout.turns:
+        assert turn.generation.token_ids == tuple(b"ABCD")
+        assert (turn.generation.first_version, turn.generation.last_version) == (0, 1)
 
 
 def test_posted_rewards():
@@ -459,5 +478,5 @@ def test_tool_calls_continue_their_sequence():
         return 1.0
 
     limits = Limits(max_length=2000, max_new_tokens=80, max_turns=6)
-    rollout = only(play, script=script, limits=limits)
+    rollout = only(play, sampler=scripted(script), limits=limits)
     assert [turn.starts_sequence for turn in rollout.turns] == [True, False]
