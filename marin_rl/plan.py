@@ -74,8 +74,8 @@ def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 
     from marin_rl.config.command_line import parse_config
     from marin_rl.config.train_config import TrainConfig
-    from marin_rl.planning.report import describe
-    from marin_rl.planning.run_plan import Lengths, Plan, default_lengths, make_plan, to_json, vocab_size_of, with_model
+    from marin_rl.planning.report import describe, to_json
+    from marin_rl.planning.run_plan import Lengths, Plan, default_lengths, make_plan, vocab_size_of, with_model
     from marin_rl.planning.search import describe_search, search
 
     config = with_model(parse_config(TrainConfig, rest).config)

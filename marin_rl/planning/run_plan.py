@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -384,43 +384,3 @@ def _with_published_weights(phases: list[Phase]) -> list[Phase]:
         dataclasses.replace(phase, others=phase.others + size) if phase.name in ("update", "score") else phase
         for phase in phases
     ]
-
-
-def to_json(plan: Plan) -> dict[str, Any]:
-    """Return a plan as JSON values, in bytes, seconds and flops of one chip."""
-    return {
-        "topology": plan.topology.name,
-        "worker_topology": None if plan.worker_topology is None else plan.worker_topology.name,
-        "chips": plan.topology.num_chips,
-        "chip": dataclasses.asdict(plan.chip),
-        "mesh": plan.mesh,
-        "parameters": plan.parameters,
-        "layers": plan.layers,
-        "microbatch": {"rows_per_device": plan.rows, "row_length": plan.row_length},
-        "step": plan.step._asdict(),
-        "held": plan.held,
-        "phases": [_phase_json(phase) for phase in plan.phases],
-        "fits": plan.fits,
-        "step_seconds": plan.step_seconds,
-        "workers": plan.workers,
-        "tokens_per_second": plan.tokens_per_second if plan.step_seconds else None,
-        "mfu": plan.mfu if plan.step_seconds else None,
-    }
-
-
-def _phase_json(phase: Phase) -> dict[str, Any]:
-    problem = phase.problem
-    program: dict[str, Any] = {}
-    if not isinstance(phase.result, Failure):
-        program = dataclasses.asdict(phase.result) | {"collectives": phase.result.collectives._asdict()}
-    return {
-        "name": phase.name,
-        "place": phase.place,
-        "program": program,
-        "others": phase.others,
-        "memory": phase.memory,
-        "work": dataclasses.asdict(phase.work),
-        "seconds": phase.bound.seconds,
-        "limit": phase.bound.limit,
-        "problem": None if problem is None else dataclasses.asdict(problem),
-    }

@@ -8,8 +8,8 @@ import pytest
 from marin_rl.planning.chips import CHIPS, GIB, parse_topology
 from marin_rl.planning.compiling import Failure, Measured
 from marin_rl.planning.hlo import CollectiveBytes
-from marin_rl.planning.report import describe
-from marin_rl.planning.run_plan import Phase, Plan, to_json
+from marin_rl.planning.report import describe, to_json
+from marin_rl.planning.run_plan import Phase, Plan
 from marin_rl.planning.time_model import Bound, StepSize, Work
 
 NOTHING_SENT = CollectiveBytes(0, 0, 0)
