@@ -20,7 +20,7 @@ INTERNAL = {
     "ToolTimeoutError": "reported to the policy",
     "EnvironmentFault": "fails a rollout",
     "RewardCallError": "fails a reward",
-    "_RetryableError": "makes a judge ask again",
+    "RetryableError": "makes a judge ask again",
     "WorkerLostError": "makes the sandbox start another worker",
     "RewardFunctionError": "reported by the sandbox worker that loads the user's file",
     "ApiError": "answered to a client of the server",

@@ -185,12 +185,14 @@ class RewardFailure(enum.StrEnum):
 class RewardCallError(RuntimeError):
     """A call of a reward component failed."""
 
-    def __init__(self, cause: RewardFailure, detail: str):
+    def __init__(self, cause: RewardFailure, detail: str, metrics: Mapping[str, float] | None = None):
         super().__init__(f"{cause.value}: {detail}")
         self.cause = cause
         """Category of the failure."""
         self.detail = detail
         """Description of the failure."""
+        self.metrics = dict(metrics or {})
+        """Numbers to log for each rollout of the call, such as the tokens that it used."""
 
 
 class RewardFunctionError(TypeError):

@@ -9,15 +9,15 @@ it cannot imitate another message, and only the judge's answer is searched for a
 """
 
 import asyncio
+import collections
 import dataclasses
-import enum
+import functools
 import itertools
 import json
 import math
 import os
-import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import httpx
@@ -25,27 +25,28 @@ import httpx
 from marin_rl.config_fields import convert_enum_fields
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component
 from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
-from marin_rl.rewards.grading import check_pattern, extract_last
+from marin_rl.rewards.grading import check_pattern
+from marin_rl.rewards.judge_answers import (
+    JudgeComparison,
+    JudgeCriterion,
+    RetryableError,
+    ScoreRange,
+    draw_pairs,
+    pair_results,
+    read_comparison,
+    read_criteria,
+    read_score,
+    read_winner,
+    shown_order,
+)
 from marin_rl.rewards.sandbox.pool import Sandbox
-from marin_rl.seeds import derive_seed
 from marin_rl.types import MAX_REWARD
 
 T = TypeVar("T")
 
-_PLACEHOLDERS = re.compile(r"\{(conversation|conversations|ground_truth)\}")
+_PLACEHOLDERS = re.compile(r"\{(conversation|conversations|ground_truth|rubric)\}")
 _SCORE_REGEX = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"
-_GROUP_LINE = re.compile(r"^\W*(scores|ranking)\W*[:=]\s*(.*?)\W*$", re.IGNORECASE | re.MULTILINE)
 _WORTH_ANOTHER_TRY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-
-
-class JudgeComparison(enum.StrEnum):
-    """Format in which a judge compares the rollouts of a group; the last line in this format counts."""
-
-    SCORES = "scores"
-    """`Scores: 0.2, 1, 0.5`: one number per rollout, in the order shown."""
-    RANKING = "ranking"
-    """`Ranking: 2, 3, 1`: the numbers of the rollouts, best first. The best gets `highest`, the worst `lowest`, and the
-    others are spaced evenly in between."""
 
 
 @RewardComponentConfig.register_subclass("llm_judge")
@@ -59,14 +60,23 @@ class LlmJudgeConfig(RewardComponentConfig):
     """Model name at the endpoint."""
     prompt: str
     """Prompt template. `{conversation}` is replaced by the rollout's messages as JSON, `{ground_truth}` by the task's
-    answer. With `scope: group`, `{conversations}` is replaced by a JSON list of objects with `rollout` (a number from
-    1) and `messages`, in random order."""
+    answer, `{rubric}` by a JSON object with the descriptions of the criteria by name. With `scope: group`,
+    `{conversations}` is replaced by a JSON list of objects with `rollout` (a number from 1, in pairs `A` or `B`) and
+    `messages`, in random order."""
     scope: RewardScope = RewardScope.POINTWISE
-    """`pointwise`: one rollout per call. `group`: all rollouts of a group that did not fail, in one call."""
+    """`pointwise`: one rollout per call. `group`: compares the rollouts of a group that did not fail."""
     comparison: JudgeComparison = JudgeComparison.SCORES
-    """With `scope: group`, the format of the judge's answer: `scores` or `ranking`."""
+    """With `scope: group`, the format of the judge's answer: `scores` or `ranking` of all rollouts in one call, or
+    `pairwise`."""
+    opponents: int | None = None
+    """With `comparison: pairwise`, the number of other rollouts that each rollout is compared with, at least 1; null:
+    all. A group of n rollouts then takes n · `opponents` calls (one more per rollout if both are odd)."""
+    rubric: tuple[JudgeCriterion, ...] = ()
+    """With `scope: pointwise`, criteria that the judge scores one by one; the score is their weighted mean."""
+    separate_criteria: bool = False
+    """One call per criterion instead of one call for the whole rubric."""
     score_regex: str = _SCORE_REGEX
-    """With `scope: pointwise`, group 1 of its last match in the judge's answer is the score."""
+    """With `scope: pointwise` and no rubric, group 1 of its last match in the judge's answer is the score."""
     lowest: float = 0.0
     """Minimum valid score; an answer with a lower score is invalid."""
     highest: float = 1.0
@@ -89,11 +99,26 @@ class LlmJudgeConfig(RewardComponentConfig):
     """Maximum number of tokens in the judge's answer; at least 1."""
     temperature: float = 0.0
     """Sampling temperature of the judge; at least 0."""
+    prompt_price: float = 0.0
+    """Price of a million prompt tokens, in any currency; at least 0. The cost is logged if it or `completion_price` is
+    above 0."""
+    completion_price: float = 0.0
+    """Price of a million completion tokens, like `prompt_price`."""
 
     def __post_init__(self) -> None:
         convert_enum_fields(self)
         check_component(self.name, self.weight)
         check_pattern("rewards: score_regex", self.score_regex, groups=1)
+        self._check_scope()
+        self._check_rubric()
+        if not -MAX_REWARD <= self.lowest < self.highest <= MAX_REWARD:
+            raise ValueError(
+                f"rewards: lowest of {self.name!r} must be less than highest, and both at most {MAX_REWARD:g} in "
+                f"magnitude, got lowest {self.lowest} and highest {self.highest}"
+            )
+        self._check_numbers()
+
+    def _check_scope(self) -> None:
         if self.scope is RewardScope.BATCH:
             raise ValueError(f"rewards: scope of {self.name!r} must be pointwise or group, got batch")
         is_group = self.scope is RewardScope.GROUP
@@ -103,29 +128,52 @@ class LlmJudgeConfig(RewardComponentConfig):
                 f"rewards: the prompt of {self.name!r} must contain {placeholder} for scope: {self.scope.value}"
             )
         if is_group and self.score_regex != _SCORE_REGEX:
+            form = "Winner" if self.comparison is JudgeComparison.PAIRWISE else self.comparison.value.capitalize()
             raise ValueError(
                 f"rewards: score_regex of {self.name!r} is not used with scope: group, because the judge answers with "
-                f"a line `{self.comparison.value.capitalize()}: ...`; remove score_regex"
+                f"a line `{form}: ...`; remove score_regex"
             )
         if not is_group and self.comparison is not JudgeComparison.SCORES:
             raise ValueError(
                 f"rewards: comparison of {self.name!r} is {self.comparison.value}, which requires scope: group, got "
                 "scope: pointwise"
             )
-        if not -MAX_REWARD <= self.lowest < self.highest <= MAX_REWARD:
+        if self.opponents is not None and self.comparison is not JudgeComparison.PAIRWISE:
             raise ValueError(
-                f"rewards: lowest of {self.name!r} must be less than highest, and both at most {MAX_REWARD:g} in "
-                f"magnitude, got lowest {self.lowest} and highest {self.highest}"
+                f"rewards: opponents of {self.name!r} requires comparison: pairwise, got {self.comparison.value}"
             )
+
+    def _check_rubric(self) -> None:
+        if not self.rubric:
+            if self.separate_criteria or "{rubric}" in self.prompt:
+                wanted = "separate_criteria" if self.separate_criteria else "{rubric} in the prompt"
+                raise ValueError(f"rewards: {wanted} of {self.name!r} requires a rubric, but rubric is empty")
+            return
+        if self.scope is not RewardScope.POINTWISE or self.score_regex != _SCORE_REGEX:
+            found = "score_regex" if self.scope is RewardScope.POINTWISE else f"scope: {self.scope.value}"
+            raise ValueError(
+                f"rewards: {self.name!r} has a rubric, whose criteria are read from a line `Scores: NAME=NUMBER, ...` "
+                f"for each rollout; remove {found}, or the rubric"
+            )
+        if "{rubric}" not in self.prompt:
+            raise ValueError(f"rewards: the prompt of {self.name!r} must contain {{rubric}}, because it has a rubric")
+        counts = collections.Counter(criterion.name for criterion in self.rubric)
+        if repeated := [name for name, count in counts.items() if count > 1]:
+            raise ValueError(f"rewards: the rubric of {self.name!r} repeats {', '.join(repeated)}; use unique names")
+
+    def _check_numbers(self) -> None:
         for field, minimum in (
             ("retries", 0),
             ("backoff_seconds", 0),
             ("max_concurrency", 1),
             ("max_tokens", 1),
             ("temperature", 0),
+            ("prompt_price", 0),
+            ("completion_price", 0),
+            ("opponents", 1),
         ):
             value = getattr(self, field)
-            if not minimum <= value < math.inf:
+            if value is not None and not minimum <= value < math.inf:
                 raise ValueError(
                     f"rewards: {field} of {self.name!r} must be finite and at least {minimum}, got {value}"
                 )
@@ -139,8 +187,28 @@ class LlmJudgeConfig(RewardComponentConfig):
         return LlmJudge(self)
 
 
-class _RetryableError(RewardCallError):
-    """An attempt got no usable answer."""
+@dataclasses.dataclass
+class _Usage:
+    """Requests and tokens of the calls for one rollout or one group."""
+
+    retries: int = 0
+    tokens: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    def add(self, answer: Any) -> None:
+        """Add the tokens that an endpoint reports in `usage`; endpoints may leave it out."""
+        reported = answer.get("usage") if isinstance(answer, dict) else None
+        for name in ("prompt_tokens", "completion_tokens"):
+            count = reported.get(name) if isinstance(reported, dict) else None
+            if type(count) is int and 0 <= count < 2**53:
+                self.tokens[name] += count
+
+    def metrics(self, rollouts: int, config: LlmJudgeConfig) -> dict[str, float]:
+        """Return the metrics of each of a number of rollouts, which share the calls equally."""
+        totals: dict[str, float] = {"retries": self.retries, **self.tokens}
+        if self.tokens and (config.prompt_price or config.completion_price):
+            prices = {"prompt_tokens": config.prompt_price, "completion_tokens": config.completion_price}
+            totals["cost"] = sum(prices[name] * count / 1e6 for name, count in self.tokens.items())
+        return {name: total / rollouts for name, total in totals.items()}
 
 
 class LlmJudge:
@@ -152,6 +220,7 @@ class LlmJudge:
         self.scope: RewardScope | None = config.scope
         self.waits_for_group = False
         self._config = config
+        self._range = ScoreRange(config.lowest, config.highest)
         self._slots = asyncio.Semaphore(config.max_concurrency)
         self._client: httpx.AsyncClient | None = None
 
@@ -160,10 +229,12 @@ class LlmJudge:
         self._headers()
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
-        """Return one result per rollout, from concurrent calls for each rollout or one call for the group."""
+        """Return one result per rollout, from concurrent calls for each rollout, each pair, or one for the group."""
         if self._config.scope is RewardScope.GROUP:
-            return await self._compare(requests)
-        return list(await asyncio.gather(*(self._score_rollout(request) for request in requests)))
+            pairwise = self._config.comparison is JudgeComparison.PAIRWISE
+            return await self._metered(requests, self._compare_pairs if pairwise else self._compare)
+        results = await _gather(self._metered([request], self._score_rollout) for request in requests)
+        return [result for [result] in results]
 
     async def close(self) -> None:
         """Close the connections."""
@@ -171,55 +242,121 @@ class LlmJudge:
         if client is not None:
             await client.aclose()
 
-    async def _score_rollout(self, request: RewardRequest) -> EvaluateResult:
-        values = {"conversation": _as_json(request.messages), "ground_truth": request.ground_truth}
-        score, answer = await self._ask(values, lambda answer: _read_score(answer, self._config))
-        return EvaluateResult(score=score, reason=answer)
+    async def _metered(
+        self,
+        requests: Sequence[RewardRequest],
+        score: Callable[[Sequence[RewardRequest], _Usage], Awaitable[list[EvaluateResult]]],
+    ) -> list[EvaluateResult]:
+        """Score rollouts, and add the tokens of the calls to the metrics of their results or of the failure."""
+        usage = _Usage()
+        try:
+            results = await score(requests, usage)
+        except RewardCallError as error:
+            raise RewardCallError(error.cause, error.detail, usage.metrics(len(requests), self._config)) from error
+        metrics = usage.metrics(len(requests), self._config)
+        return [result.model_copy(update={"metrics": {**result.metrics, **metrics}}) for result in results]
 
-    async def _compare(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
+    async def _score_rollout(self, requests: Sequence[RewardRequest], usage: _Usage) -> list[EvaluateResult]:
+        [request] = requests
+        values = {"conversation": _as_json(request.messages), "ground_truth": request.ground_truth}
+        rubric = self._config.rubric
+        if not rubric:
+            score, answer = await self._ask(
+                values, lambda answer: read_score(answer, self._config.score_regex, self._range), usage
+            )
+            return [EvaluateResult(score=score, reason=answer)]
+
+        async def apply(criteria: Sequence[JudgeCriterion]) -> tuple[dict[str, float], str]:
+            names = [criterion.name for criterion in criteria]
+            described = _as_json({criterion.name: criterion.description for criterion in criteria})
+            read = functools.partial(read_criteria, names=names, valid=self._range)
+            return await self._ask({**values, "rubric": described}, read, usage)
+
+        parts = [[criterion] for criterion in rubric] if self._config.separate_criteria else [rubric]
+        answers = await _gather(apply(part) for part in parts)
+        scores = {name: score for part, _ in answers for name, score in part.items()}
+        total = math.fsum(criterion.weight for criterion in rubric)
+        mean = math.fsum(criterion.weight * scores[criterion.name] for criterion in rubric) / total
+        return [EvaluateResult(score=mean, metrics=scores, reason="\n\n".join(answer for _, answer in answers))]
+
+    async def _compare(self, requests: Sequence[RewardRequest], usage: _Usage) -> list[EvaluateResult]:
         order = shown_order(requests[0].group_seed, len(requests))
         shown = [{"rollout": place + 1, "messages": requests[index].messages} for place, index in enumerate(order)]
-        values = {"conversations": _as_json(shown), "ground_truth": requests[0].ground_truth}
-        scores, answer = await self._ask(values, lambda answer: _read_comparison(answer, len(requests), self._config))
+        scores, answer = await self._ask(
+            {"conversations": _as_json(shown), "ground_truth": requests[0].ground_truth},
+            lambda answer: read_comparison(answer, len(requests), self._config.comparison, self._range),
+            usage,
+        )
         results = {
             index: EvaluateResult(score=score, reason=f"shown as rollout {place + 1}\n{answer}")
             for place, (index, score) in enumerate(zip(order, scores, strict=True))
         }
         return [results[index] for index in range(len(requests))]
 
-    async def _ask(self, values: dict[str, str], read: Callable[[str], T]) -> tuple[T, str]:
+    async def _compare_pairs(self, requests: Sequence[RewardRequest], usage: _Usage) -> list[EvaluateResult]:
+        pairs = draw_pairs(requests[0].group_seed, len(requests), self._config.opponents)
+
+        async def first_wins(first: int, second: int) -> float:
+            both = (("A", first), ("B", second))
+            shown = [{"rollout": label, "messages": requests[index].messages} for label, index in both]
+            values = {"conversations": _as_json(shown), "ground_truth": requests[0].ground_truth}
+            points, _ = await self._ask(values, read_winner, usage)
+            return points
+
+        shown_twice = [pair for first, second in pairs for pair in ((first, second), (second, first))]
+        points = await _gather(first_wins(*pair) for pair in shown_twice)
+        by_pair = {
+            pair: (as_first, 1 - as_second)
+            for pair, as_first, as_second in zip(pairs, points[::2], points[1::2], strict=True)
+        }
+        spread = self._range.highest - self._range.lowest
+        return [
+            EvaluateResult(
+                score=min(self._range.lowest + result.win_rate * spread, self._range.highest),
+                metrics={"position_consistency": result.consistency},
+                reason="; ".join(
+                    f"{points:g} against {requests[opponent].rollout_id}" for opponent, points in result.points.items()
+                ),
+            )
+            for result in pair_results(len(requests), by_pair)
+        ]
+
+    async def _ask(self, values: dict[str, str], read: Callable[[str], T], usage: _Usage) -> tuple[T, str]:
         """Query the judge until `read` succeeds; returns its result and the judge's answer."""
         attempts = 1 + self._config.retries
         async with self._slots:
             for attempt in itertools.count(1):
                 try:
-                    answer = await self._attempt(values)
+                    answer = await self._attempt(values, usage)
                     return read(answer), answer
-                except _RetryableError as error:
+                except RetryableError as error:
                     if attempt == attempts:
                         detail = f"no score after {attempts} attempts; last problem: {error.detail}"
                         raise RewardCallError(error.cause, detail) from error
+                usage.retries += 1
                 await asyncio.sleep(min(60.0, self._config.backoff_seconds * 2 ** (attempt - 1)))
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _attempt(self, values: dict[str, str]) -> str:
+    async def _attempt(self, values: dict[str, str], usage: _Usage) -> str:
         """Send one request and return the judge's answer."""
         try:
             response = await self._connected().post(
                 f"{self._config.base_url.rstrip('/')}/chat/completions", json=self._body(values)
             )
         except (httpx.TransportError, httpx.DecodingError) as error:
-            raise _RetryableError(RewardFailure.REQUEST, f"{type(error).__name__}: {error}") from error
+            raise RetryableError(RewardFailure.REQUEST, f"{type(error).__name__}: {error}") from error
         if response.status_code in _WORTH_ANOTHER_TRY:
-            raise _RetryableError(RewardFailure.REQUEST, f"status {response.status_code}: {response.text[:200]}")
+            raise RetryableError(RewardFailure.REQUEST, f"status {response.status_code}: {response.text[:200]}")
         if response.status_code != 200:
             raise RewardCallError(RewardFailure.REQUEST, f"status {response.status_code}: {response.text[:500]}")
         try:
-            answer = response.json()["choices"][0]["message"]["content"]
+            completion = response.json()
+            answer = completion["choices"][0]["message"]["content"]
+            usage.add(completion)
         except (ValueError, LookupError, TypeError, RecursionError):
             answer = None
         if not isinstance(answer, str):
-            raise _RetryableError(RewardFailure.REQUEST, f"no chat completion: {response.text[:200]!r}")
+            raise RetryableError(RewardFailure.REQUEST, f"no chat completion: {response.text[:200]!r}")
         return answer
 
     def _body(self, values: dict[str, str]) -> dict[str, Any]:
@@ -248,64 +385,15 @@ class LlmJudge:
         return {"Authorization": f"Bearer {os.environ[variable]}"}
 
 
-def shown_order(group_seed: int, count: int) -> list[int]:
-    """Return the order in which a judge is shown the rollouts of a group, drawn from the group's seed.
-
-    Judges favour positions. With random permutations, over many groups every rollout index is shown at every position.
-
-    Args:
-        group_seed: seed derived from the run's seed and the group.
-        count: number of rollouts.
-
-    Returns:
-        A permutation of the rollout indices.
-    """
-    order = list(range(count))
-    random.Random(derive_seed(group_seed, "judge order")).shuffle(order)
-    return order
-
-
-def _read_score(answer: str, config: LlmJudgeConfig) -> float:
-    match = extract_last(config.score_regex, answer)
-    score = None if match is None else _number(match)
-    if score is None:
-        raise _RetryableError(RewardFailure.INVALID_ANSWER, f"no score in {answer[-200:]!r}")
-    _check_range([score], config)
-    return score
-
-
-def _read_comparison(answer: str, count: int, config: LlmJudgeConfig) -> list[float]:
-    lines = [match[2] for match in _GROUP_LINE.finditer(answer) if match[1].lower() == config.comparison.value]
-    if not lines:
-        form = config.comparison.value.capitalize()
-        raise _RetryableError(RewardFailure.INVALID_ANSWER, f"no line `{form}: ...` in {answer[-200:]!r}")
-    numbers = [_number(part) for part in re.split(r"[\s,>]+", lines[-1].lstrip("[(*` \t"))]
-    values = [number for number in numbers if number is not None]
-    if len(values) != len(numbers) or len(values) != count:
-        raise _RetryableError(RewardFailure.INVALID_ANSWER, f"{lines[-1][:200]!r} is not {count} numbers")
-    if config.comparison is JudgeComparison.SCORES:
-        _check_range(values, config)
-        return values
-    if sorted(values) != list(range(1, count + 1)):
-        problem = f"{lines[-1][:200]!r} does not rank each of 1 to {count} once"
-        raise _RetryableError(RewardFailure.INVALID_ANSWER, problem)
-    ranks = {int(number): rank for rank, number in enumerate(values)}
-    step = (config.highest - config.lowest) / max(count - 1, 1)
-    return [config.highest - ranks[number] * step for number in range(1, count + 1)]
-
-
-def _check_range(scores: Sequence[float], config: LlmJudgeConfig) -> None:
-    for score in scores:
-        if not config.lowest <= score <= config.highest:
-            problem = f"score {score} is not between {config.lowest} and {config.highest}"
-            raise _RetryableError(RewardFailure.INVALID_ANSWER, problem)
-
-
-def _number(text: str) -> float | None:
+async def _gather(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Run calls concurrently; if one fails, cancel the others."""
+    running = [asyncio.ensure_future(call) for call in calls]
     try:
-        return float(text)
-    except ValueError:
-        return None
+        return await asyncio.gather(*running)
+    finally:
+        for call in running:
+            call.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 def _as_json(value: Any) -> str:

@@ -67,7 +67,7 @@ async def _call(component: RewardComponent, requests: Sequence[RewardRequest]) -
     try:
         results = await component.score(requests)
     except RewardCallError as error:
-        return [_failed(component, request, error.cause, error.detail) for request in requests]
+        return [_failed(component, request, error) for request in requests]
     return [_result(component, *pair) for pair in zip(requests, results, strict=True)]
 
 
@@ -75,15 +75,15 @@ def _result(
     component: RewardComponent, request: RewardRequest, result: EvaluateResult | RewardCallError
 ) -> RewardResult:
     if isinstance(result, RewardCallError):
-        return _failed(component, request, result.cause, result.detail)
+        return _failed(component, request, result)
     if not result.is_score_valid:
         detail = result.error or result.reason or "the function returned is_score_valid=False"
-        return _failed(component, request, RewardFailure.INVALID_SCORE, detail)
+        return _failed(component, request, RewardCallError(RewardFailure.INVALID_SCORE, detail))
     outputs = result.step_outputs or ()
     try:
         steps = align_steps(request.rollout_id, request.messages, outputs, request.num_prompt_messages)
     except StepIndexError as error:
-        return _failed(component, request, RewardFailure.STEP_INDEX, str(error))
+        return _failed(component, request, RewardCallError(RewardFailure.STEP_INDEX, str(error)))
     logger.debug(
         "rollout %s: reward %r, rewards by message %s, rewards by turn %s",
         request.rollout_id,
@@ -102,11 +102,18 @@ def _result(
     )
 
 
-def _failed(component: RewardComponent, request: RewardRequest, cause: RewardFailure, detail: str) -> RewardResult:
-    error = f"{cause.value}: {detail}"
+def _failed(component: RewardComponent, request: RewardRequest, failure: RewardCallError) -> RewardResult:
+    error = str(failure)
     # Log only the first line; the stored rollout contains the whole error.
     logger.warning("reward %r failed for rollout %s: %.300s", component.name, request.rollout_id, error.split("\n")[0])
-    return RewardResult(component.name, component.weight, score=None, error=error, failure=cause.value)
+    return RewardResult(
+        component.name,
+        component.weight,
+        score=None,
+        metrics=failure.metrics,
+        error=error,
+        failure=failure.cause.value,
+    )
 
 
 def align_steps(

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from marin_rl.config.decode import decode
+from marin_rl.config.decode import ConfigError, decode, encode
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope
 from marin_rl.rewards.functions import RewardCallError, RewardFailure
-from marin_rl.rewards.judge import JudgeComparison, LlmJudge, LlmJudgeConfig, shown_order
+from marin_rl.rewards.judge import LlmJudge, LlmJudgeConfig
+from marin_rl.rewards.judge_answers import JudgeComparison, JudgeCriterion, shown_order
 from marin_rl.rewards.pipeline import evaluation_metrics, score_rollouts
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.types import RewardResult
@@ -24,8 +25,9 @@ from marin_rl.types import RewardResult
 Reply = tuple[int, Any]
 
 
-def reply_with(content: Any) -> Reply:
-    return 200, {"id": "1", "object": "chat.completion", "choices": [{"index": 0, "message": {"content": content}}]}
+def reply_with(content: Any, **more: Any) -> Reply:
+    choices = [{"index": 0, "message": {"content": content}}]
+    return 200, {"id": "1", "object": "chat.completion", "choices": choices, **more}
 
 
 class Endpoint(ThreadingHTTPServer):
@@ -324,6 +326,230 @@ def test_a_comparing_judge_can_be_chosen_in_yaml():
     assert chosen.build(object.__new__(Sandbox)).scope is RewardScope.GROUP
 
 
+# Comparing pairs.
+
+
+def compare_pairs(endpoint: Endpoint, requests: Any, prefer: Callable[[str, str], str], **fields: Any) -> Any:
+    """Compare in pairs; `prefer` returns the winner of the replies A and B."""
+
+    def answer(count: int) -> Reply:
+        return reply_with(f"Winner: B, maybe.\n**Winner: {prefer(*pair_of(endpoint, count - 1))}**")
+
+    endpoint.replies = answer
+    # One request at a time, so that `received` is in order.
+    return compare(endpoint, requests, comparison=JudgeComparison.PAIRWISE, max_concurrency=1, **fields)
+
+
+def pair_of(endpoint: Endpoint, call: int) -> tuple[str, str]:
+    content = endpoint.received[call]["messages"][0]["content"]
+    first, second = json.loads(content.removeprefix("The answer is 46. Compare:\n"))
+    assert (first["rollout"], second["rollout"]) == ("A", "B")
+    return first["messages"][1]["content"], second["messages"][1]["content"]
+
+
+def replies(request_of: Any, count: int) -> list[Any]:
+    return [request_of(str(index), rollout_id=f"r{index}", group_seed=5) for index in range(count)]
+
+
+def larger(first: str, second: str) -> str:
+    return "A" if int(first) > int(second) else "B"
+
+
+def test_the_score_of_a_pairwise_judge_is_the_win_rate(endpoint: Endpoint, request_of):
+    results = compare_pairs(endpoint, replies(request_of, 4), larger, lowest=-1.0, highest=2.0)
+    assert [result.score for result in results] == [-1.0, 0.0, 1.0, 2.0]
+    assert [result.metrics["position_consistency"] for result in results] == [1.0] * 4
+    assert set(results[1].reason.split("; ")) == {"1 against r0", "0 against r2", "0 against r3"}
+    # Every pair once in each order.
+    shown = [pair_of(endpoint, call) for call in range(len(endpoint.received))]
+    assert sorted(shown) == [(a, b) for a in "0123" for b in "0123" if a != b]
+
+
+@pytest.mark.parametrize(("always", "consistency"), [("A", 0.0), ("B", 0.0), ("tie", 1.0)])
+def test_a_preferred_position_gives_nobody_an_advantage(
+    endpoint: Endpoint, request_of, always: str, consistency: float
+):
+    results = compare_pairs(endpoint, replies(request_of, 3), lambda first, second: always)
+    assert [(result.score, result.metrics["position_consistency"]) for result in results] == [(0.5, consistency)] * 3
+
+
+@pytest.mark.parametrize(("count", "opponents", "calls"), [(6, 2, 12), (6, 3, 18), (5, 3, 20), (4, 9, 12), (2, 1, 2)])
+def test_opponents_bound_the_number_of_calls(endpoint: Endpoint, request_of, count: int, opponents: int, calls: int):
+    results = compare_pairs(endpoint, replies(request_of, count), larger, opponents=opponents)
+    assert len(endpoint.received) == calls
+    assert len({len(result.reason.split("; ")) for result in results}) == 1
+    assert (results[0].score, results[-1].score) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("comparison", list(JudgeComparison))
+def test_groups_of_one_rollout(endpoint: Endpoint, request_of, comparison: JudgeComparison):
+    """All others failed."""
+    endpoint.replies = lambda count: reply_with("Scores: 0.5\nRanking: 1")
+    [result] = compare(endpoint, replies(request_of, 1), comparison=comparison)
+    assert result.score == (1.0 if comparison is JudgeComparison.RANKING else 0.5)
+    assert len(endpoint.received) == (0 if comparison is JudgeComparison.PAIRWISE else 1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ("I cannot decide.", "no line `Winner: ...`"),
+        ("Winner: 1", "the winner is '1', expected A, B or tie"),
+        ("Winner: A, Winner: B", "expected A, B or tie"),
+        ("Winner: both", "expected A, B or tie"),
+    ],
+)
+def test_unreadable_pairs_are_retried_and_then_fail_the_group(
+    endpoint: Endpoint, request_of, answer: str, problem: str
+):
+    endpoint.replies = lambda count: reply_with(answer if count % 2 else "Winner: A")
+    fields = {"comparison": JudgeComparison.PAIRWISE, "max_concurrency": 1}
+    results = compare(endpoint, replies(request_of, 2), **fields)
+    assert [result.metrics["retries"] for result in results] == [1.0, 1.0]
+    endpoint.received.clear()
+    endpoint.replies = lambda count: reply_with(answer)
+    with pytest.raises(RewardCallError, match="no score after 3 attempts") as raised:
+        compare(endpoint, replies(request_of, 4), **fields)
+    assert raised.value.cause is RewardFailure.INVALID_ANSWER
+    assert problem in raised.value.detail
+    # The other calls of the group are cancelled; one may have started.
+    assert len(endpoint.received) <= 4
+
+
+# Rubrics.
+
+RUBRIC = (
+    JudgeCriterion("correct", "The answer is right.", weight=3.0),
+    JudgeCriterion("short", "At most ten words."),
+)
+RUBRIC_PROMPT = "{rubric}\n|{conversation}"
+
+
+def apply_rubric(endpoint: Endpoint, *requests: Any, **fields: Any) -> Any:
+    return judge(config(endpoint, prompt=RUBRIC_PROMPT, rubric=RUBRIC, **fields), *requests)
+
+
+def criteria_of(endpoint: Endpoint, call: int) -> dict[str, str]:
+    return json.loads(endpoint.received[call]["messages"][0]["content"].partition("\n|")[0])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["Scores: short=1, correct=0.5.", '**Scores**: {"correct": 0.5, "short": 1}', "SCORES: `correct` : .5 , `short`=1"],
+)
+def test_a_rubric_in_one_call(endpoint: Endpoint, request_of, answer: str):
+    endpoint.replies = lambda count: reply_with(f"Scores: correct=0, short=0?\n{answer}")
+    [result] = apply_rubric(endpoint, request_of())
+    assert result.score == (3 * 0.5 + 1) / 4
+    assert result.metrics == {"correct": 0.5, "short": 1.0, "retries": 0.0}
+    assert criteria_of(endpoint, 0) == {criterion.name: criterion.description for criterion in RUBRIC}
+
+
+def test_a_rubric_with_one_call_for_each_criterion(endpoint: Endpoint, request_of):
+    def answer(count: int) -> Reply:
+        [name] = criteria_of(endpoint, count - 1)
+        return reply_with(f"Scores: {name}={0.25 if name == 'correct' else 1}")
+
+    endpoint.replies = answer
+    [result] = apply_rubric(endpoint, request_of(), separate_criteria=True, max_concurrency=1)
+    assert result.score == (3 * 0.25 + 1) / 4
+    assert result.metrics == {"correct": 0.25, "short": 1.0, "retries": 0.0}
+    assert result.reason == "Scores: correct=0.25\n\nScores: short=1"
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ("All good: correct=1, short=1", "no line `Scores: ...`"),
+        ("Scores: correct=1", "no score for short in"),
+        ("Scores: correct=1, short=1, style=1", "'style' is not a criterion; the criteria are correct, short"),
+        ("Scores: correct=1, short=1, correct=1", "criterion 'correct' is repeated"),
+        ("Scores: correct=1, short=2", "score of 'short' 2.0 is not between 0.0 and 1.0"),
+        ("Scores: correct=nan, short=1", "score of 'correct' nan is not between"),
+        ("Scores: correct=yes, short=1", "'correct=yes' is not `criterion=score`"),
+        ("Scores: 1, 1", "'1' is not `criterion=score`"),
+        ("Scores: 1=1, short=1", "'1' is not a criterion"),
+    ],
+)
+def test_invalid_answers_to_a_rubric(endpoint: Endpoint, request_of, answer: str, problem: str):
+    endpoint.replies = lambda count: reply_with(answer if count < 3 else "Scores: correct=1, short=0")
+    [result] = apply_rubric(endpoint, request_of())
+    assert (result.score, result.metrics["retries"]) == (0.75, 2.0)
+    endpoint.replies = lambda count: reply_with(answer)
+    with pytest.raises(RewardCallError) as raised:
+        apply_rubric(endpoint, request_of())
+    assert raised.value.cause is RewardFailure.INVALID_ANSWER
+    assert problem in raised.value.detail
+
+
+def test_a_rubric_can_be_chosen_in_yaml(endpoint: Endpoint):
+    configured = config(endpoint, prompt=RUBRIC_PROMPT, rubric=RUBRIC)
+    section = encode(configured, RewardComponentConfig)
+    assert section["rubric"][1] == {"name": "short", "description": "At most ten words.", "weight": 1.0}
+    assert decode(RewardComponentConfig, section) == configured
+    with pytest.raises(ConfigError, match=r"unknown key .*wieght"):
+        decode(RewardComponentConfig, {**section, "rubric": [{**section["rubric"][0], "wieght": 2.0}]})
+
+
+def test_scores_of_criteria_are_metrics(endpoint: Endpoint, request_of):
+    endpoint.replies = lambda count: reply_with(f"Scores: correct={count - 1}, short=0")
+    configured = config(endpoint, name="taste", prompt=RUBRIC_PROMPT, rubric=RUBRIC, max_concurrency=1)
+    results = evaluations(configured, RewardScope.POINTWISE, request_of(), request_of(rollout_id="r2"))
+    metrics = {name: metric.value for name, metric in evaluation_metrics(results).items()}
+    expected = {"score": 0.375, "correct": 0.5, "short": 0.0, "retries": 0.0}
+    assert metrics == {f"rewards/taste/{name}": value for name, value in expected.items()}
+
+
+# Tokens and cost.
+
+
+def evaluations(configured: LlmJudgeConfig, scope: RewardScope, *requests: Any) -> list[RewardResult]:
+    async def run() -> list[list[RewardResult]]:
+        component = LlmJudge(configured)
+        results = await score_rollouts([component], scope, requests)
+        await component.close()
+        return results
+
+    return [evaluation for [evaluation] in asyncio.run(run())]
+
+
+USAGE = {"prompt_tokens": 1000, "completion_tokens": 20, "total_tokens": 1020}
+
+
+def test_tokens_and_cost_include_retries(endpoint: Endpoint, request_of):
+    endpoint.replies = lambda count: reply_with("Score: 1" if count == 3 else "no", usage=USAGE)
+    [result] = judge(config(endpoint, prompt_price=2.0, completion_price=10.0), request_of())
+    assert result.metrics["retries"] == 2
+    assert (result.metrics["prompt_tokens"], result.metrics["completion_tokens"]) == (3000, 60)
+    assert result.metrics["cost"] == pytest.approx(3000 * 2e-6 + 60 * 1e-5)
+    endpoint.received.clear()
+    assert "cost" not in judge(config(endpoint), request_of())[0].metrics
+
+
+def test_tokens_of_a_failed_call_are_logged(endpoint: Endpoint, request_of):
+    endpoint.replies = lambda count: reply_with("no", usage=USAGE)
+    results = evaluations(config(endpoint, prompt_price=1.0), RewardScope.POINTWISE, request_of())
+    metrics = {name: metric.value for name, metric in evaluation_metrics(results).items()}
+    assert metrics["rewards/llm_judge/prompt_tokens"] == 3000
+    assert metrics["rewards/llm_judge/cost"] == pytest.approx(0.003)
+    assert metrics["rewards/llm_judge/failed_invalid_answer"] == 1
+
+
+def test_rollouts_of_a_group_share_the_tokens(endpoint: Endpoint, request_of):
+    endpoint.replies = lambda count: reply_with("Scores: 1, 0, 1, 0", usage=USAGE)
+    results = compare(endpoint, replies(request_of, 4))
+    assert [result.metrics["prompt_tokens"] for result in results] == [250] * 4
+
+
+@pytest.mark.parametrize(
+    "usage", [None, "many", [], {}, {"prompt_tokens": "9", "completion_tokens": -1}, {"prompt_tokens": True}]
+)
+def test_missing_or_malformed_usage_is_ignored(endpoint: Endpoint, request_of, usage: Any):
+    endpoint.replies = lambda count: reply_with("Score: 1", usage=usage)
+    [result] = judge(config(endpoint, prompt_price=1.0), request_of())
+    assert result.metrics == {"retries": 0.0}
+
+
 def test_missing_key_is_an_error_before_sampling(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(RewardConfigError, match="'llm_judge': the environment variable JUDGE_KEY is not set"):
@@ -358,8 +584,50 @@ def test_missing_key_is_an_error_before_sampling(endpoint: Endpoint, monkeypatch
             "score_regex of 'llm_judge' is not used with scope: group",
         ),
         ({"name": "a b"}, "invalid name 'a b'"),
+        ({"opponents": 2}, "opponents of 'llm_judge' requires comparison: pairwise, got scores"),
+        (
+            {"scope": RewardScope.GROUP, "prompt": COMPARE, "comparison": JudgeComparison.PAIRWISE, "opponents": 0},
+            "opponents of 'llm_judge' must be finite and at least 1, got 0",
+        ),
+        (
+            {
+                "scope": RewardScope.GROUP,
+                "prompt": COMPARE,
+                "comparison": JudgeComparison.PAIRWISE,
+                "score_regex": "(1)",
+            },
+            "a line `Winner: ...`; remove score_regex",
+        ),
+        ({"prompt_price": -1.0}, "prompt_price of 'llm_judge' must be finite and at least 0, got -1.0"),
+        ({"completion_price": float("nan")}, "completion_price of 'llm_judge' must be finite"),
+        ({"separate_criteria": True}, "separate_criteria of 'llm_judge' requires a rubric"),
+        ({"prompt": "{conversation} {rubric}"}, r"\{rubric\} in the prompt of 'llm_judge' requires a rubric"),
+        ({"rubric": RUBRIC}, r"must contain \{rubric\}, because it has a rubric"),
+        ({"rubric": RUBRIC, "prompt": RUBRIC_PROMPT, "score_regex": "(1)"}, "remove score_regex, or the rubric"),
+        (
+            {"rubric": RUBRIC, "prompt": "{conversations} {rubric}", "scope": RewardScope.GROUP},
+            "remove scope: group, or the rubric",
+        ),
+        ({"rubric": RUBRIC * 2, "prompt": RUBRIC_PROMPT}, "the rubric of 'llm_judge' repeats correct, short"),
     ],
 )
 def test_configs_are_validated(endpoint: Endpoint, fields: dict[str, Any], problem: str):
     with pytest.raises(ValueError, match=problem):
         config(endpoint, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"name": "a b"}, "invalid name 'a b'"),
+        ({"name": "cost"}, "invalid name 'cost' of a criterion"),
+        ({"name": "failed_x"}, "invalid name 'failed_x' of a criterion"),
+        ({"name": "x" * 101}, "of a criterion; use at most 100 characters"),
+        ({"weight": 0.0}, "weight of criterion 'short' must be above 0, got 0.0"),
+        ({"weight": float("inf")}, "weight of 'short' must be finite"),
+        ({"description": " "}, "criterion 'short' has no description"),
+    ],
+)
+def test_criteria_are_validated(fields: dict[str, Any], problem: str):
+    with pytest.raises(ValueError, match=problem):
+        dataclasses.replace(RUBRIC[1], **fields)

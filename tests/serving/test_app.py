@@ -13,6 +13,8 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
 from marin_rl.retry import RetryConfig
+from marin_rl.rewards.functions import RewardCallError, RewardFailure, RewardRequest
+from marin_rl.rewards.judge import LlmJudge, LlmJudgeConfig
 from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig, SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.openai_sampler import OpenAiSampler
@@ -369,3 +371,26 @@ def test_without_a_key_only_this_machine_is_served():
 def test_loopback_addresses():
     assert all(map(is_loopback, ("127.0.0.1", "127.3.2.1", "::1", "localhost")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "")))
+
+
+def test_the_server_can_be_a_judge(server: Serving, monkeypatch: pytest.MonkeyPatch):
+    """A random model gives no valid score, but its answers and tokens are read."""
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    judge = LlmJudge(
+        LlmJudgeConfig(f"{server.url}/v1", "policy", "{conversation}", api_key_env="JUDGE_KEY", retries=1, max_tokens=4)
+    )
+    request = RewardRequest("r", ({"role": "assistant", "content": "2"},), "2", "t", "sums", "completed")
+
+    async def score() -> None:
+        try:
+            await judge.score([request])
+        finally:
+            await judge.close()
+
+    with pytest.raises(RewardCallError) as raised:
+        asyncio.run(score())
+    assert raised.value.cause is RewardFailure.INVALID_ANSWER
+    metrics = raised.value.metrics
+    assert metrics["retries"] == 1
+    assert metrics["prompt_tokens"] > 40
+    assert 2 <= metrics["completion_tokens"] <= 8
