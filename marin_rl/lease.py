@@ -124,8 +124,11 @@ def _take(folder: RemotePath, clock: Clock) -> Lease:
     while True:
         numbers = _numbers(folder)
         newest = numbers[-1] if numbers else 0
-        if newest:
-            _wait_until_free(_object(folder, newest), clock)
+        if newest and (alive := _living_holder(_object(folder, newest), clock)) is not None:
+            raise RunDirectoryError(
+                f"run directory {str(folder.parent)!r} is in use by {alive}; "
+                "wait for it to end, stop it, or choose another run_dir"
+            )
         lease = Lease(folder, newest + 1)
         # If another process was faster, see whether it is alive.
         if lease.create():
@@ -134,26 +137,39 @@ def _take(folder: RemotePath, clock: Clock) -> Lease:
             return lease
 
 
-def _wait_until_free(lock: RemotePath, clock: Clock) -> None:
-    """Return if the lock is released or its holder is dead; raise RunDirectoryError if it is alive."""
+def holder(folder: RemotePath, clock: Clock | None = None) -> str | None:
+    """Return the process that holds the lock, such as `process 7 on host`, without changing anything.
+
+    Waits up to a minute for a sign of life of a process on another machine.
+
+    Args:
+        folder: folder of the lock's objects.
+        clock: source of time while waiting.
+
+    Returns:
+        The process, or None if the lock is released or its holder is dead.
+    """
+    numbers = _numbers(folder)
+    return _living_holder(_object(folder, numbers[-1]), clock or Clock()) if numbers else None
+
+
+def _living_holder(lock: RemotePath, clock: Clock) -> str | None:
+    """Return the holder of the lock; None if the lock is released or its holder is dead."""
     first = _read(lock)
     started = clock.now()
     if first is None or first.get("released") or _is_dead_here(first):
-        return
+        return None
     holder = f"process {first.get('pid')} on {first.get('host')}"
     if not _is_here(first):
         logger.warning("%s is locked by %s; waiting up to %g s for a sign of life", lock, holder, LEASE_SECONDS)
         while _read(lock) == first:
             if clock.now() - started > LEASE_SECONDS:
-                logger.warning("%s has not renewed its lock for %g s; taking it over", holder, LEASE_SECONDS)
-                return
+                logger.warning("%s has not renewed its lock for %g s and counts as dead", holder, LEASE_SECONDS)
+                return None
             clock.sleep(_POLL_SECONDS)
         if (_read(lock) or {"released": True}).get("released"):
-            return
-    raise RunDirectoryError(
-        f"run directory {str(lock.parent.parent)!r} is in use by {holder}; "
-        "wait for it to end, stop it, or choose another run_dir"
-    )
+            return None
+    return holder
 
 
 def _renew_until(lease: Lease, ended: threading.Event) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from marin_rl import lease
 from marin_rl.errors import RunDirectoryError
-from marin_rl.lease import LEASE_SECONDS, hold
+from marin_rl.lease import LEASE_SECONDS, hold, holder
 from marin_rl.remote_path import RemotePath
 from marin_rl.retry import Clock
 from marin_rl.storage import remove
@@ -66,6 +66,19 @@ def test_process_of_this_machine_is_refused_at_once(folder: RemotePath) -> None:
     )
 
 
+def test_the_holder_is_found_without_changing_the_lock(gcs: Gcs, folder: RemotePath) -> None:
+    awake = Clock(sleep=lambda seconds: pytest.fail("sleeps"))
+    assert holder(folder, awake) is None
+    with hold(folder):
+        assert holder(folder, awake) == f"process {os.getpid()} on {socket.gethostname()}"
+        assert gcs.names(LOCK) == ["00000001"]
+    assert holder(folder, awake) is None
+    elsewhere(folder)
+    assert holder(folder, clock(lambda now: elsewhere(folder, beats=now > 14))) == "process 7 on far"
+    assert holder(folder, clock()) is None
+    assert gcs.names(LOCK) == ["00000001", "00000003"]
+
+
 def test_lock_of_a_process_that_was_killed_on_this_machine_is_free(gcs: Gcs, folder: RemotePath) -> None:
     lines = [
         "import os",
@@ -84,7 +97,7 @@ def test_lock_on_another_machine_is_taken_over_when_it_is_not_renewed(gcs: Gcs, 
     with caplog.at_level(logging.WARNING), hold(folder, clock(times.append)):
         assert gcs.names(LOCK) == ["00000004"]
     assert LEASE_SECONDS <= times[-1] <= LEASE_SECONDS + 2
-    assert "process 7 on far has not renewed its lock for 60 s; taking it over" in caplog.text
+    assert "process 7 on far has not renewed its lock for 60 s and counts as dead" in caplog.text
 
 
 def test_lock_on_another_machine_that_is_renewed_is_refused(gcs: Gcs, folder: RemotePath) -> None:

@@ -22,7 +22,6 @@ import numpy as np
 from experiments.benchmarks.measurement import (
     benchmark_parser,
     counted_compiles,
-    device_peak_bytes,
     load_config,
     make_report,
     say,
@@ -32,7 +31,7 @@ from experiments.benchmarks.measurement import (
 )
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.samplers import open_group_sampler
-from marin_rl.learner.devices import start_devices
+from marin_rl.learner.devices import device_peak_bytes, start_devices
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.request_batcher import RequestBatcher

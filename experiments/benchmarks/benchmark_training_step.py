@@ -33,7 +33,6 @@ from levanter.utils.types import ComputeLossFunction
 from experiments.benchmarks.measurement import (
     benchmark_parser,
     counted_compiles,
-    device_peak_bytes,
     load_config,
     make_report,
     program_bytes,
@@ -47,7 +46,7 @@ from experiments.benchmarks.measurement import (
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.batching.rl_example import PackedBatch, RlExample, pack_batch
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.learner.devices import microbatch_rows, platform_of, start_devices
+from marin_rl.learner.devices import device_peak_bytes, microbatch_rows, platform_of, start_devices
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.learner.train_step import Learner
 from marin_rl.objectives.advantage_inputs import TokenAdvantages

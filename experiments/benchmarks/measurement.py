@@ -130,12 +130,6 @@ def program_bytes(compiled: jax.stages.Compiled) -> dict[str, int | None]:
     }
 
 
-def device_peak_bytes() -> int | None:
-    """Return the peak memory use of the first device; None if the platform does not track it (CPU)."""
-    statistics_of_device = jax.local_devices()[0].memory_stats()
-    return None if statistics_of_device is None else statistics_of_device.get("peak_bytes_in_use")
-
-
 def describe_machine() -> dict[str, Any]:
     """Return devices, cores and versions. Initializes jax, so call it after measuring."""
     return {

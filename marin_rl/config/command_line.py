@@ -55,7 +55,10 @@ class ParsedConfig(Generic[ConfigT]):
 
 
 def parse_config(
-    config_class: type[ConfigT], argv: Sequence[str], flags: Mapping[str, str] | None = None
+    config_class: type[ConfigT],
+    argv: Sequence[str],
+    flags: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> ParsedConfig[ConfigT]:
     """Parse a command line to a config.
 
@@ -64,6 +67,7 @@ def parse_config(
         argv: arguments without the program's name: `--config FILE` once or several times, `--a.b value`,
             `--a.b=value`, flags, and `--help`, optionally followed by a section (`--help model.qwen3`) or `all`.
         flags: options without a value, with their descriptions.
+        defaults: values with lower precedence than files and arguments, as in a file.
 
     Returns:
         The validated config with the command line's flags.
@@ -77,7 +81,7 @@ def parse_config(
     if arguments.help_section is not None:
         sys.stdout.write(help_text(config_class, flags, arguments.help_section))
         raise SystemExit(0)
-    raw: dict[str, Any] = {}
+    raw = dict(defaults or {})
     for layer in (*arguments.load_files(), arguments.overrides):
         raw = merge(config_class, raw, layer)
     try:

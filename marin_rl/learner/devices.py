@@ -55,6 +55,12 @@ def platform_of(trainer: TrainerConfig) -> str:
     return trainer.device_mesh.devices.flat[0].platform
 
 
+def device_peak_bytes() -> int | None:
+    """Return the peak memory use of the fullest device of this process; None if it is not tracked (CPU)."""
+    statistics = [device.memory_stats() or {} for device in jax.local_devices()]
+    return max((found["peak_bytes_in_use"] for found in statistics if "peak_bytes_in_use" in found), default=None)
+
+
 def start_devices(
     config: TrainerConfig, *, rows_per_device: int | Callable[[str, int], int], alone: bool = False
 ) -> TrainerConfig:

@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 from levanter.models.lm_model import LmConfig, LmHeadModel
@@ -38,7 +39,7 @@ from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.rollouts.store import EVALUATION, RolloutStore
 from marin_rl.storage import StoragePath
 from marin_rl.timing import PhaseTimer
-from marin_rl.training.batch_builder import BatchBuilder
+from marin_rl.training.batch_builder import BatchBuilder, TrainingBatch
 from marin_rl.training.collect import GroupCollector
 from marin_rl.training.evaluation import evaluate
 from marin_rl.training.run_state import RunState
@@ -151,18 +152,15 @@ def _train_step(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[st
     started, timer, progress = time.perf_counter(), PhaseTimer(), run.state.progress
     step = progress.step + 1
     collected = run.collector.collect(run.state, step, timer, stop_requested)
-    batch = run.batch_builder.build(collected.groups, run.trainer_state.model, step, timer)
-    with timer.phase("batch"):
-        updates = list(run.batch_builder.minibatches(batch, step))
-        require_same_batch(step, batch, updates)
-    with timer.phase("step"):
-        pending = _dispatch(run, updates)
-    with timer.phase("store"), writing(run.store.folder):
-        # Store while the devices compute.
-        if multihost.is_main():
-            run.store.write(step, collected.sampled, batch.stored, stale=collected.stale)
-    with timer.phase("step"):
-        update_metrics = [update.wait() for update in pending]
+
+    def store(batch: TrainingBatch) -> None:
+        with timer.phase("store"), writing(run.store.folder):
+            if multihost.is_main():
+                run.store.write(step, collected.sampled, batch.stored, stale=collected.stale)
+
+    run.trainer_state, updates, trained = train_on_groups(
+        run.batch_builder, run.learner, run.trainer_state, collected.groups, step, timer, store
+    )
     rollouts = [rollout for group in collected.finished for rollout in group.rollouts]
     progress.step = step
     progress.updates += len(updates)
@@ -173,27 +171,66 @@ def _train_step(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[st
         run.publish_weights()
     elapsed = time.perf_counter() - started
     metrics = {name: metric.value for name, metric in collected.metrics.items()}
-    if update_metrics:
-        metrics |= loss_metrics(update_metrics)
-        metrics |= batch.mismatch or mismatch_metrics(first_log_ratios(update_metrics))
-    metrics |= batch.metrics
+    metrics |= trained
     metrics |= {"episode": float(progress.episodes), "updates": float(progress.updates)}
     metrics |= throughput_metrics(collected.finished, updates, timer.seconds, elapsed)
     assert run.config.model is not None
     return metrics | model_flops_utilization(
-        run.config.model, progress.vocab_size, updates, _update_seconds(timer.seconds)
+        run.config.model, progress.vocab_size, updates, update_seconds(timer.seconds)
     )
 
 
-def _dispatch(run: TrainingRun, updates: Sequence[PackedBatch]) -> list[PendingUpdate]:
-    """Start the updates of a step without waiting for the devices."""
-    pending = []
-    for packed in updates:
-        run.trainer_state, update = run.learner.dispatch(
-            run.trainer_state, packed.microbatches, packed.layout.rows_per_microbatch
-        )
-        pending.append(update)
-    return pending
+class TrainedStep(NamedTuple):
+    """The result of the updates of a step."""
+
+    state: TrainerState
+    """State after the updates."""
+    updates: list[PackedBatch]
+    """Batches of the updates; empty if no token has loss."""
+    metrics: dict[str, float]
+    """Metrics of scores, advantages, loss and importance weights."""
+
+
+def train_on_groups(
+    batch_builder: BatchBuilder,
+    learner: Learner,
+    state: TrainerState,
+    groups: Sequence[RolloutGroup],
+    step: int,
+    timer: PhaseTimer,
+    while_updating: Callable[[TrainingBatch], None] = lambda batch: None,
+) -> TrainedStep:
+    """Compute the advantages and batches of a step, and update the weights.
+
+    Args:
+        batch_builder: computes advantages and batches.
+        learner: computes weight updates.
+        state: **donated**; use the returned state.
+        groups: groups to train on.
+        step: step that trains on the groups.
+        timer: accumulates seconds of the phases `batch`, `reference` and `step`.
+        while_updating: called with the training data while the devices compute.
+
+    Raises:
+        NonFiniteUpdateError: if a loss or gradient is not finite.
+    """
+    batch = batch_builder.build(groups, state.model, step, timer)
+    with timer.phase("batch"):
+        updates = list(batch_builder.minibatches(batch, step))
+        require_same_batch(step, batch, updates)
+    pending: list[PendingUpdate] = []
+    with timer.phase("step"):
+        for packed in updates:
+            state, update = learner.dispatch(state, packed.microbatches, packed.layout.rows_per_microbatch)
+            pending.append(update)
+    while_updating(batch)
+    with timer.phase("step"):
+        finished = [update.wait() for update in pending]
+    metrics: dict[str, float] = {}
+    if finished:
+        metrics |= loss_metrics(finished)
+        metrics |= batch.mismatch or mismatch_metrics(first_log_ratios(finished))
+    return TrainedStep(state, updates, metrics | dict(batch.metrics))
 
 
 def _evaluate(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[str, float]:
@@ -233,7 +270,7 @@ def throughput_metrics(
     return {
         "eps": len(rollouts) / elapsed,
         "tokens/sampled_per_second": sampled / max(seconds.get("sample", elapsed), 1e-9),
-        "tokens/trained_per_second": trained / max(_update_seconds(seconds), 1e-9),
+        "tokens/trained_per_second": trained / max(update_seconds(seconds), 1e-9),
         "batch/packing_efficiency": sum(packed.num_tokens for packed in updates) / max(slots, 1),
         "batch/microbatches": float(sum(len(packed.microbatches) for packed in updates)),
         **{f"seconds/{phase}": seconds.get(phase, 0.0) for phase in PHASES if phase != "wait"},
@@ -242,7 +279,7 @@ def throughput_metrics(
     }
 
 
-def _update_seconds(seconds: Mapping[str, float]) -> float:
+def update_seconds(seconds: Mapping[str, float]) -> float:
     """Return the seconds from the start to the end of a step's updates; rollouts are stored meanwhile."""
     return seconds.get("step", 0.0) + seconds.get("store", 0.0)
 

@@ -178,6 +178,20 @@ def make_scorer(config: TrainConfig, trainer: TrainerConfig, layout: RowLayout, 
     )
 
 
+def first_state(config: TrainConfig, policy: LmHeadModel, trainer: TrainerConfig, learner: Learner) -> TrainerState:
+    """Return the training state of a run before its first update.
+
+    Args:
+        config: training config.
+        policy: its arrays become part of the state.
+        trainer: as returned by `start_devices`.
+        learner: learner of the run.
+    """
+    trained = attach_critic(config.critic, policy, trainer)
+    key = jax.random.PRNGKey(derive_seed(config.seed, "training") % 2**32)
+    return learner.initial_state(trained, key)
+
+
 def drop_groups_of_lost_weights(state: RunState, report: Report) -> None:
     """Drop waiting groups that were sampled with weights that are no longer kept, and request them again.
 
@@ -269,9 +283,7 @@ def _start(
             report=report,
             stop_requested=stop_requested,
         )
-    trained = attach_critic(config.critic, policy, parts.trainer)
-    key = jax.random.PRNGKey(derive_seed(config.seed, "training") % 2**32)
-    state = parts.learner.initial_state(trained, key)
+    state = first_state(config, policy, parts.trainer, parts.learner)
     runner.sampler.update_weights(policy_of(state.model), 0)
     groups = measure("before RL")
     if multihost.is_main():

@@ -194,6 +194,26 @@ def lock(directory: RunDirectory) -> Iterator[Callable[[], None]]:
         yield lambda: None
 
 
+def holder(directory: RunDirectory) -> str | None:
+    """Return the process that holds the lock of a run directory, None if none does; changes no file.
+
+    In an object store this takes up to a minute if the process is on another machine.
+    """
+    path = directory.path / ".lock"
+    if isinstance(path, RemotePath):
+        return lease.holder(path)
+    try:
+        file = path.open(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return f"process {file.read().strip()}"
+    return None
+
+
 def _take(file: TextIO, directory: RunDirectory) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -16,7 +16,7 @@ from levanter.trainer_state import TrainerState
 
 from marin_rl.config.train_config import TrainConfig, compilation_cache
 from marin_rl.learner.checkpoint import Checkpoints
-from marin_rl.learner.critic import with_critic
+from marin_rl.learner.critic import ActorCritic, with_critic
 from marin_rl.learner.policy_model import initialize_policy, load_hf_policy, model_shape, read_hf_architecture
 from marin_rl.learner.saved_checkpoint import Checkpoint, CheckpointError
 from marin_rl.learner.train_step import Learner
@@ -179,10 +179,18 @@ def restore_state(checkpoint: Checkpoint, config: TrainConfig, learner: Learner)
     Raises:
         CheckpointError: if the model or optimizer in the checkpoint does not match the config.
     """
-    policy = _policy_shape(checkpoint, config, learner.trainer.config)
-    model = policy if config.critic is None else eqx.filter_eval_shape(with_critic, config.critic, policy)
-    like = learner.state_shape(model)
+    like = learner.state_shape(_model_shape(checkpoint, config, learner.trainer.config))
     return learner.place(checkpoint.restore(like, learner.trainer.config))
+
+
+def restore_model(checkpoint: Checkpoint, config: TrainConfig, trainer: TrainerConfig) -> LmHeadModel | ActorCritic:
+    """Load the trained model from a checkpoint: the policy, with the critic if there is one; see `restore_policy`."""
+    return checkpoint.restore(_model_shape(checkpoint, config, trainer), trainer, "model")
+
+
+def _model_shape(checkpoint: Checkpoint, config: TrainConfig, trainer: TrainerConfig) -> LmHeadModel | ActorCritic:
+    policy = _policy_shape(checkpoint, config, trainer)
+    return policy if config.critic is None else eqx.filter_eval_shape(with_critic, config.critic, policy)
 
 
 def _policy_shape(checkpoint: Checkpoint, config: TrainConfig, trainer: TrainerConfig) -> LmHeadModel:

@@ -83,6 +83,16 @@ def test_later_files_have_precedence_over_earlier_ones(tmp_path):
     assert parse(*options[2:], *options[:2]).config.name == "base"
 
 
+def test_given_defaults_have_the_lowest_precedence(tmp_path):
+    defaults = {"name": "given", "steps": 5, "lengths": [1], "advantage": {"type": "grpo", "epsilon": 1.0}}
+    argv = ["--config", write(tmp_path, "steps: 20\n"), "--advantage.type", "rloo"]
+    config = parse_config(RunConfig, argv, defaults=defaults).config
+    assert (config.name, config.steps, config.lengths, config.advantage) == ("given", 20, (1,), Rloo())
+    assert defaults["steps"] == 5
+    with pytest.raises(ConfigError, match="unknown key stesp"):
+        parse_config(RunConfig, [], defaults={**defaults, "stesp": 1})
+
+
 def test_another_type_in_a_later_file_drops_the_keys_of_the_old_one(tmp_path):
     options = files(tmp_path, "name: a\nadvantage: {type: rloo, normalize: batch}\n", "advantage: {type: grpo}\n")
     assert parse(*options).config.advantage == Grpo()

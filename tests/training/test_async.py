@@ -21,10 +21,13 @@ from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner
 from marin_rl.rollouts.store import read_rollouts
+from marin_rl.training.replay import replay_step
+from marin_rl.training.run_directory import RunDirectory
 from tests.distributed.inline_executor import InlineExecutor
 from tests.distributed.local_client import LocalClient
 from tests.distributed.thread_workers import thread_workers
 from tests.tiny_run import TinyRun, outcome, without_timings
+from tests.training.reopened_run import config_of
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +177,10 @@ def test_kept_weights_remove_version_mismatch(finished_run: TinyRun, new_run: Ca
     # Both compute in float32; with the wrong version they would differ in the third digit.
     assert max(record["mismatch/logprob_difference_max"] for record in records) < 1e-4
     assert max(abs(record["val/ratio"] - 1) for record in records) > 1e-4
+    # The stored log-probs of the learner replace those of weights that are no longer kept.
+    replayed = replay_step(RunDirectory(run.path), config_of(run), 4)
+    assert (replayed.start, replayed.weight_difference) == (2, 0.0)
+    assert without_timings(replayed.metrics) == without_timings(replayed.recorded)
 
 
 @pytest.mark.medium

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Exact resume of runs with a critic, several updates per step, and resampling.
+"""Exact resume and replay of runs with a critic, several updates per step, and resampling.
 
 Compared with the run in `tests/faults/test_resume.py` they have more state: critic weights and optimizer moments, the
 assignment of minibatches, and the position in the task stream.
@@ -14,11 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from marin_rl.evaluate import EvaluateConfig, run_evaluation
 from marin_rl.rollouts.store import read_rollouts
-from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome, without_losses
+from marin_rl.rollouts.stored_groups import StoredGroups, groups_of_table
+from marin_rl.training.replay import replay_step
+from marin_rl.training.run_directory import RunDirectory
+from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome, without_losses, without_timings
+from tests.training.reopened_run import config_of
 
 STEPS = 3
 
@@ -94,6 +99,26 @@ def test_resumed_run_equals_uninterrupted_run(name: str, step: int, train: Calla
     assert [record["step"] for record in found["records"]] == list(range(STEPS + 1))
     for piece in expected:
         assert found[piece] == expected[piece], piece
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+@pytest.mark.parametrize("stored", [True, False])
+def test_replayed_step_equals_the_run(
+    name: str, stored: bool, train: Callable[[str], Trained], monkeypatch: pytest.MonkeyPatch
+):
+    """With the stored scores, and with scores computed again."""
+    if not stored:
+
+        def without_scores(table: pa.Table) -> StoredGroups:
+            found = groups_of_table(table)
+            return found._replace(scores={id: {} for id in found.scores})
+
+        monkeypatch.setattr("marin_rl.training.replay.groups_of_table", without_scores)
+    run = train(name).run
+    replayed = replay_step(RunDirectory(run.path), config_of(run), 3)
+    assert (replayed.start, replayed.weight_difference) == (2, 0.0)
+    assert without_timings(replayed.metrics) == without_timings(replayed.recorded)
 
 
 def test_ppo_step_has_several_updates(train: Callable[[str], Trained]):

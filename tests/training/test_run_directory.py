@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from marin_rl.errors import RunDirectoryError
-from marin_rl.training.run_directory import RunDirectory, create_or_open, lock, open_existing, write_atomically
+from marin_rl.training.run_directory import RunDirectory, create_or_open, holder, lock, open_existing, write_atomically
 
 CONFIG = "name: a\nseed: 0\ntrainer:\n  seed: 1\n  tracker: []\n"
 
@@ -135,6 +135,19 @@ def test_two_processes_cannot_lock_one_run_directory(tmp_path):
         # The failed attempt does not release the lock.
         with pytest.raises(RunDirectoryError, match="in use"), lock(directory):
             pass
+    with lock(directory):
+        pass
+
+
+def test_the_holder_of_a_lock_is_found_without_taking_it(tmp_path):
+    directory = create_or_open(tmp_path, CONFIG)
+    assert holder(directory) is None
+    assert not (tmp_path / ".lock").exists()
+    with lock(directory):
+        found = holder(directory)
+        assert found is not None
+        assert found.startswith(f"process {os.getpid()} on ")
+    assert holder(directory) is None
     with lock(directory):
         pass
 

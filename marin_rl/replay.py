@@ -1,0 +1,130 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Train on stored or synthetic rollouts, without a sampler: `python -m marin_rl.replay --run runs/rloo --step 20`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+
+from marin_rl.config.command_line import parse_config
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.yaml_text import from_yaml, parse_yaml
+from marin_rl.errors import USER_ERRORS
+from marin_rl.escaping import escape, escape_line
+from marin_rl.logs import warnings_to_stderr
+from marin_rl.storage import storage_path
+from marin_rl.training.fake_rollouts import FakeRun, parse_shape, train_on_fake
+from marin_rl.training.replay import ReplayedStep, replay_step
+from marin_rl.training.run_directory import RunDirectory, open_existing
+from marin_rl.training.starting_weights import resolve_model
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments without the program's name; None for the arguments of the process.
+
+    Returns:
+        The exit status: 0, or 1 after an error.
+    """
+    arguments, rest = argument_parser().parse_known_args(argv)
+    try:
+        with warnings_to_stderr():
+            print(_run(arguments, rest))
+    except USER_ERRORS as error:
+        print(f"error: {escape(str(error))}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's own options."""
+    parser = argparse.ArgumentParser(
+        "python -m marin_rl.replay",
+        description="Train on the stored rollouts of a step of a run, or on synthetic ones, without a sampler.",
+        epilog="All other arguments are those of marin_rl.train, and change the config of the run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--run", metavar="DIR", help="run directory, a path or an address; no file in it is changed")
+    parser.add_argument("--step", type=int, metavar="N", help="step to replay; with --fake, step of the checkpoint")
+    parser.add_argument(
+        "--fake",
+        metavar="SHAPE",
+        help="synthetic rollouts: groups=16,group_size=8,prompt=32,completion=16-64,steps=4",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    return parser
+
+
+def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> str:
+    directory = None if arguments.run is None else open_existing(storage_path(arguments.run, "run"))
+    if arguments.fake is None and (directory is None or arguments.step is None):
+        raise ValueError("give --run DIR and --step N to replay a step, or --fake SHAPE for synthetic rollouts")
+    if directory is None and arguments.step is not None:
+        raise ValueError(f"--step is {arguments.step}, but only a run has steps; give --run DIR, or omit --step")
+    config = parse_config(TrainConfig, rest, defaults=_config_of(directory)).config
+    if directory is None:
+        config = resolve_model(config)
+    if arguments.fake is not None:
+        shape = parse_shape(arguments.fake, config)
+        fake = train_on_fake(config, shape, directory, arguments.step)
+        return json.dumps(fake._asdict()) if arguments.json else _describe_fake(fake, shape.steps)
+    assert directory is not None
+    replayed = replay_step(directory, config, arguments.step)
+    if arguments.json:
+        return json.dumps({"run": arguments.run, "step": arguments.step, **replayed._asdict()})
+    return _describe_step(str(arguments.run), arguments.step, replayed)
+
+
+def _config_of(directory: RunDirectory | None) -> Mapping[str, object]:
+    """Return the config of a run as plain values, for one process."""
+    if directory is None:
+        return {}
+    text, name = directory.config.read_text(encoding="utf-8"), str(directory.config)
+    # Errors in the file name the file; later ones are those of arguments.
+    from_yaml(TrainConfig, text, name)
+    values = parse_yaml(text, name)
+    trainer = {**values.get("trainer", {}), "distributed": {"initialize_jax_distributed": False}}
+    return {**values, "trainer": trainer}
+
+
+def _describe_step(run: str, step: int, replayed: ReplayedStep) -> str:
+    lines = [f"{escape_line(run)}, step {step}, from the checkpoint of step {replayed.start}"]
+    width = max(map(len, replayed.metrics))
+    lines.append(f"  {'':<{width}}  {'replayed':>14}  {'recorded':>14}")
+    for name, value in replayed.metrics.items():
+        recorded = replayed.recorded.get(name)
+        lines.append(f"  {name:<{width}}  {value:>14.7g}  {'-' if recorded is None else format(recorded, '.7g'):>14}")
+    if replayed.weight_difference is None:
+        lines.append(f"the run has no checkpoint of step {step}, so the weights cannot be compared")
+    elif replayed.weight_difference == 0:
+        lines.append(f"the weights after the step equal those of the checkpoint of step {step}")
+    else:
+        lines.append(
+            f"the weights after the step differ from the checkpoint of step {step} by at most "
+            f"{replayed.weight_difference:.3g}"
+        )
+    return "\n".join(lines)
+
+
+def _describe_fake(fake: FakeRun, steps: int) -> str:
+    width = max(map(len, fake.median))
+    device = fake.device_peak_bytes
+    peak = "not tracked on this platform" if device is None else f"{device / 2**30:.2f} GiB"
+    return "\n".join(
+        [
+            f"{fake.rollouts} rollouts, {fake.tokens:,} tokens",
+            f"first step, with compilation: {fake.first_step_seconds:.3g} s",
+            f"medians of the other {steps - 1} steps:" if steps > 1 else "this step:",
+            *(f"  {name:<{width}}  {value:.6g}" for name, value in fake.median.items()),
+            f"tokens per second, prompts included: {fake.tokens_per_second:,.0f}",
+            f"peak memory: device {peak}, host {fake.host_peak_bytes / 2**30:.2f} GiB",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

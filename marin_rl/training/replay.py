@@ -1,0 +1,305 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Repeat steps of a run from a checkpoint and the stored rollouts, without sampling."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from levanter.models.lm_model import LmHeadModel
+from levanter.trainer import TrainerConfig
+from levanter.trainer_state import TrainerState
+
+from marin_rl.batching.packing import RowLayout
+from marin_rl.batching.processed_rollout import ProcessedRollout
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.yaml_text import from_yaml, to_yaml
+from marin_rl.config_fields import changeable_keys
+from marin_rl.errors import UserError
+from marin_rl.learner.checkpoint import Checkpoints
+from marin_rl.learner.devices import own_rows, start_devices
+from marin_rl.learner.scoring import Scorer, Scores
+from marin_rl.learner.train_step import Learner
+from marin_rl.rollouts.store import TRAINING, RolloutStoreConfig, list_files, read_rollouts
+from marin_rl.rollouts.stored_groups import COLUMNS, StoredGroups, TokenScores, groups_of_table
+from marin_rl.timing import PhaseTimer
+from marin_rl.training.batch_builder import BatchBuilder, ScoreFunction
+from marin_rl.training.loop import (
+    TrainedStep,
+    model_flops_utilization,
+    throughput_metrics,
+    train_on_groups,
+    update_seconds,
+)
+from marin_rl.training.metrics_file import read_records
+from marin_rl.training.open_run import make_learner, make_scorer
+from marin_rl.training.run_directory import RunDirectory, config_differences, holder
+from marin_rl.training.starting_weights import restore_model, restore_policy, restore_state
+from marin_rl.types import RolloutGroup
+
+_METRICS_OF_SAMPLING = (
+    *("eps", "tokens/sampled_per_second"),
+    *(f"seconds/{phase}" for phase in ("sample", "reward", "transfer", "store", "wait")),
+)
+"""Metrics of a run's step that a replay does not have."""
+
+
+class ReplayError(UserError):
+    """A step cannot be replayed; the message names what is missing and the remedy."""
+
+
+class ReplayedStep(NamedTuple):
+    """Result of a replay."""
+
+    start: int
+    """Step of the checkpoint from which the replay started."""
+    metrics: dict[str, float]
+    """Metrics of training, rates and seconds by phase."""
+    recorded: dict[str, float]
+    """The same metrics in the run's `metrics.jsonl`; empty if it has no record of the step."""
+    weight_difference: float | None
+    """Largest difference of a weight after the step from the run's checkpoint; None if there is no such checkpoint."""
+
+
+class TrainingParts(NamedTuple):
+    """Parts of a trainer that do not depend on the weights."""
+
+    config: TrainConfig
+    """Training config; nothing is stored."""
+    trainer: TrainerConfig
+    """As returned by `start_devices`."""
+    layout: RowLayout
+    """Shape of a microbatch."""
+    pad_token_id: int
+    """Token id of padding."""
+    learner: Learner
+    """Computes weight updates."""
+
+    def batch_builder(
+        self,
+        score: ScoreFunction,
+        score_reference: Callable[[Sequence[ProcessedRollout]], Sequence[Scores]] | None,
+    ) -> BatchBuilder:
+        """Make the batch builder for functions that score rollouts with the policy and with the reference."""
+        return BatchBuilder(
+            self.config, self.layout, self.pad_token_id, score, score_reference, own_rows=own_rows(self.trainer)
+        )
+
+
+def start_trainer(config: TrainConfig) -> TrainingParts:
+    """Start the devices and build the parts of a trainer."""
+    config = dataclasses.replace(config, rollout_store=RolloutStoreConfig(every=0))
+    trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
+    layout = config.row_layout(trainer)
+    pad_token_id = config.tokenizer.build().pad_token_id
+    return TrainingParts(config, trainer, layout, pad_token_id, make_learner(config, trainer, layout))
+
+
+def timed_step(
+    parts: TrainingParts,
+    builder: BatchBuilder,
+    state: TrainerState,
+    groups: Sequence[RolloutGroup],
+    step: int,
+    vocab_size: int,
+) -> tuple[TrainedStep, dict[str, float]]:
+    """Train on groups, and add rates and seconds by phase to the metrics.
+
+    Args:
+        parts: the trainer.
+        builder: computes advantages and batches.
+        state: **donated**; use the returned state.
+        groups: groups to train on.
+        step: step that trains on the groups.
+        vocab_size: vocabulary size of the model.
+
+    Returns:
+        The result of the updates, and all metrics.
+    """
+    started, timer = time.perf_counter(), PhaseTimer()
+    trained = train_on_groups(builder, parts.learner, state, groups, step, timer)
+    elapsed = time.perf_counter() - started
+    rates = throughput_metrics(groups, trained.updates, timer.seconds, elapsed)
+    seconds = update_seconds(timer.seconds)
+    assert parts.config.model is not None
+    metrics = trained.metrics | {name: value for name, value in rates.items() if name not in _METRICS_OF_SAMPLING}
+    return trained, metrics | model_flops_utilization(parts.config.model, vocab_size, trained.updates, seconds)
+
+
+def replay_step(directory: RunDirectory, config: TrainConfig, step: int) -> ReplayedStep:
+    """Train on the stored rollouts of a step, starting from the newest checkpoint before it.
+
+    If the checkpoint is older than the previous step, the steps in between are repeated first. Log-probs of the learner
+    and the reference, and values of the critic, are those that the run stored; if it stored none, they are computed.
+
+    Args:
+        directory: directory of the run; not changed.
+        config: config of the run, or a changed one; `model` is set.
+        step: the step, from 1 on.
+
+    Raises:
+        ReplayError: if a checkpoint, rollouts or scores that the replay needs are missing, or the run is still going.
+        CheckpointError: if a checkpoint is damaged, or does not fit a changed config.
+        RolloutStoreError: if a rollout file is damaged.
+    """
+    if (process := holder(directory)) is not None:
+        raise ReplayError(
+            f"run {str(directory.path)!r} is still going ({process}), and may delete its checkpoints and rollouts; "
+            "wait for it to end, stop it, or replay a copy of its directory"
+        )
+    checkpoints = Checkpoints(directory.checkpoints, config.checkpoint)
+    start = _starting_step(directory, checkpoints, step)
+    original = from_yaml(TrainConfig, directory.config.read_text(encoding="utf-8"), str(directory.config))
+    if start < step - 1 and (changes := _changes(original, config)):
+        raise ReplayError(
+            f"step {step} can be replayed with another config only from the checkpoint of step {step - 1}, because the "
+            f"steps before it had the config of the run; it has checkpoints of {checkpoints.steps()}. Changed keys:\n"
+            + "\n".join(changes)
+        )
+    records = {int(record["step"]): record for record in read_records(directory.metrics)}
+    groups = functools.partial(_read_groups, directory, original, records)
+    # Before any device is used.
+    first = groups(start + 1)
+    parts = start_trainer(config)
+    checkpoint = checkpoints.open(start)
+    vocab_size = int(checkpoint.progress["vocab_size"])
+    state, metrics = restore_state(checkpoint, config, parts.learner), dict[str, float]()
+    make_builder = functools.partial(
+        _make_builder,
+        parts,
+        make_scorer(config, parts.trainer, parts.layout, parts.pad_token_id),
+        functools.cache(functools.partial(_restore_reference, parts, checkpoints)),
+    )
+    for number in range(start + 1, step + 1):
+        stored = first if number == start + 1 else groups(number)
+        builder = make_builder(stored, number)
+        trained, metrics = timed_step(parts, builder, state, stored.groups, number, vocab_size)
+        state = trained.state
+    recorded = {name: value for name, value in records.get(step, {}).items() if name in metrics}
+    difference = None
+    if step in checkpoints.steps():
+        difference = largest_difference(state.model, restore_model(checkpoints.open(step), config, parts.trainer))
+    return ReplayedStep(start, metrics, recorded, difference)
+
+
+def _changes(original: TrainConfig, config: TrainConfig) -> list[str]:
+    """List the keys that change the results."""
+    may_differ = [*changeable_keys(TrainConfig), "run_dir"]
+    return config_differences(to_yaml(original), to_yaml(config), may_differ, "the run's config")
+
+
+def _starting_step(directory: RunDirectory, checkpoints: Checkpoints, step: int) -> int:
+    """Return the newest checkpoint before a step, if all rollouts from there on are stored."""
+    run, saved = str(directory.path), checkpoints.steps()
+    stored = [file.step for file in list_files(directory.rollouts) if file.purpose == TRAINING]
+    newest = max([*stored, *saved], default=0)
+    if not 1 <= step <= newest:
+        raise ReplayError(f"run {run!r} has no step {step}; its steps are 1 to {newest}")
+    before = [number for number in saved if number < step]
+    if not before:
+        raise ReplayError(
+            f"step {step} of run {run!r} needs a checkpoint of an earlier step, but the run has only those of {saved}; "
+            "replay a later step, or keep more checkpoints in the next run (checkpoint.keep_every)"
+        )
+    missing = [number for number in range(before[-1] + 1, step + 1) if number not in stored]
+    if missing:
+        kept = f"steps {min(stored)} to {max(stored)}" if stored else "no step"
+        raise ReplayError(
+            f"step {step} is replayed from the checkpoint of step {before[-1]}, which needs the rollouts of step "
+            f"{missing[0]}, but {directory.rollouts} has only those of {kept}: they were not stored "
+            "(rollout_store.every), or removed to make room (rollout_store.max_mb)"
+        )
+    return before[-1]
+
+
+def _read_groups(
+    directory: RunDirectory, config: TrainConfig, records: Mapping[int, Mapping[str, int | float]], step: int
+) -> StoredGroups:
+    """Read the groups that a step trained on, and check that all of them are stored completely."""
+    stored = StoredGroups([], {})
+    for table in read_rollouts(directory.rollouts, [step], COLUMNS, [TRAINING]):
+        stored = groups_of_table(table)
+    kept = records.get(step, {}).get("filter/kept_groups", len(stored.groups))
+    if kept != len(stored.groups) or any(len(group.rollouts) != config.rollouts.group_size for group in stored.groups):
+        raise ReplayError(
+            f"{directory.rollouts} has only a part of the rollouts of step {step} (rollout_store.keep or "
+            "rollout_store.max_per_step), but a replay needs all of them; store all of them in the next run"
+        )
+    return stored
+
+
+def _restore_reference(parts: TrainingParts, checkpoints: Checkpoints) -> LmHeadModel:
+    if 0 not in checkpoints.steps():
+        raise ReplayError(
+            "kl needs the reference policy, but the run stored no reference_logprobs and kept no checkpoint of step 0; "
+            "replay with --kl.type none, or start a run with kl: {type: none, watch: true}"
+        )
+    return restore_policy(checkpoints.open(0), parts.config, parts.trainer)
+
+
+def _make_builder(
+    parts: TrainingParts, scorer: Scorer, reference: Callable[[], LmHeadModel], stored: StoredGroups, step: int
+) -> BatchBuilder:
+    """Make a batch builder that uses stored scores, and computes those that are not stored."""
+    config = parts.config
+    graded = [rollout for group in stored.groups for rollout in group.rollouts if rollout.rewards]
+
+    def lacks(name: str) -> bool:
+        return any(name not in stored.scores[rollout.id] for rollout in graded)
+
+    needs_own = config.off_policy_correction.needs_sampling_logprobs
+    score: ScoreFunction = functools.partial(_stored_scores, stored.scores, "learner_logprobs")
+    if (needs_own and lacks("learner_logprobs")) or (config.critic is not None and lacks("values")):
+        versions = {rollout.turns[0].generation.first_version for rollout in graded}
+        if needs_own and config.replay.keep_sampling_weights and versions != {step - 1}:
+            raise ReplayError(
+                f"off_policy_correction needs the log-probs of step {step} under the weights that sampled, of versions "
+                f"{sorted(versions)}, but the run stored no learner_logprobs, and a replay has only the weights of "
+                f"version {step - 1}; replay with --replay.keep_sampling_weights false"
+            )
+        score = scorer.score
+    score_reference: Callable[[Sequence[ProcessedRollout]], Sequence[Scores]] | None = None
+    if config.kl.needs_reference:
+        if lacks("reference_logprobs"):
+            score_reference = functools.partial(scorer.score, reference())
+        else:
+            score_reference = functools.partial(_stored_scores, stored.scores, "reference_logprobs", None)
+    return parts.batch_builder(score, score_reference)
+
+
+def _stored_scores(
+    scores: Mapping[str, TokenScores], logprobs: str, model: Any, rollouts: Sequence[ProcessedRollout]
+) -> list[Scores]:
+    """Return stored scores in the form of a scorer.
+
+    Args:
+        scores: per rollout id, the scores by column.
+        logprobs: column of the log-probs.
+        model: not used.
+        rollouts: the rollouts.
+    """
+
+    def on_mask(rollout: ProcessedRollout, name: str) -> np.ndarray:
+        array = np.zeros(rollout.input_ids.shape, np.float32)
+        array[rollout.loss_mask] = scores[rollout.id].get(name, 0.0)
+        return array
+
+    return [Scores(on_mask(rollout, logprobs), on_mask(rollout, "values")) for rollout in rollouts]
+
+
+def largest_difference(model: Any, other: Any) -> float:
+    """Return the largest absolute difference between two models of the same structure."""
+
+    @jax.jit
+    def differences(first: list[jax.Array], second: list[jax.Array]) -> jax.Array:
+        # NaN differs from everything, NaN included.
+        pairs = zip(first, second, strict=True)
+        return jnp.max(jnp.stack([jnp.max(jnp.abs(a - b)).astype(jnp.float32) for a, b in pairs]))
+
+    return float(differences(jax.tree.leaves(model), jax.tree.leaves(other)))

@@ -1,0 +1,127 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Replays of steps; those of other objectives are in `test_resume_objectives`, of async runs in `test_async`."""
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from marin_rl.config.sections import Mode, ReplayConfig
+from marin_rl.errors import USER_ERRORS
+from marin_rl.objectives.importance import TisConfig
+from marin_rl.objectives.kl import RewardKlConfig
+from marin_rl.objectives.policy_loss import PpoClipLossConfig
+from marin_rl.rollouts.stored_rollout import SCHEMA, as_parquet, from_parquet
+from marin_rl.training.replay import ReplayError, replay_step
+from marin_rl.training.run_directory import RunDirectory, lock
+from tests.tiny_run import TinyRun, contents, copy_of, without_timings
+from tests.training.reopened_run import config_of
+
+
+def test_replayed_step_equals_the_run(finished_run: TinyRun):
+    before = contents(finished_run.path)
+    replayed = replay_step(RunDirectory(finished_run.path), config_of(finished_run), 4)
+    assert (replayed.start, replayed.weight_difference) == (3, 0.0)
+    found = without_timings(replayed.metrics)
+    assert found == without_timings(replayed.recorded)
+    assert {"loss/policy_avg", "grad_norm", "lr", "advantage/std", "objective/rlhf_reward"} <= set(found)
+    assert set(replayed.metrics) - set(found) == {
+        "tokens/trained_per_second",
+        *(f"seconds/{phase}" for phase in ("batch", "reference", "step", "total")),
+    }
+    assert contents(finished_run.path) == before
+
+
+def test_steps_since_the_checkpoint_are_repeated(finished_run: TinyRun, tmp_path: Path):
+    run = copy_of(finished_run, tmp_path)
+    for step in (3, 4):
+        shutil.rmtree(run.checkpoint(step))
+    config = config_of(run)
+    replayed = replay_step(RunDirectory(run.path), config, 5)
+    assert (replayed.start, replayed.weight_difference) == (2, 0.0)
+    assert without_timings(replayed.metrics) == without_timings(replayed.recorded)
+    # The last step is also repeated if neither its record nor its checkpoint exists.
+    shutil.rmtree(run.checkpoint(6))
+    (run.path / "metrics.jsonl").unlink()
+    replayed = replay_step(RunDirectory(run.path), config, 6)
+    assert (replayed.start, replayed.recorded, replayed.weight_difference) == (5, {}, None)
+
+
+def test_another_objective_can_be_tried(finished_run: TinyRun, tmp_path: Path):
+    run = copy_of(finished_run, tmp_path)
+    config = dataclasses.replace(config_of(run), policy_loss=PpoClipLossConfig(), kl=RewardKlConfig(beta=0.5))
+    replayed = replay_step(RunDirectory(run.path), config, 2)
+    assert replayed.start == 1
+    assert replayed.weight_difference is not None
+    assert replayed.weight_difference > 0
+    # The reference is the checkpoint of step 0.
+    assert replayed.metrics["objective/kl"] != 0
+    shutil.rmtree(run.checkpoint(0))
+    with pytest.raises(ReplayError, match="stored no reference_logprobs and kept no checkpoint of step 0"):
+        replay_step(RunDirectory(run.path), config, 2)
+    shutil.rmtree(run.checkpoint(3))
+    with pytest.raises(ReplayError, match=r"only from the checkpoint of step 3(?s:.*)\[1, 2, 4, 5, 6\](?s:.*)kl.type"):
+        replay_step(RunDirectory(run.path), config, 4)
+
+
+def test_log_probs_under_former_weights_must_be_stored(finished_run: TinyRun, tmp_path: Path):
+    run = copy_of(finished_run, tmp_path)
+    # A step that trains on rollouts of former weights.
+    shutil.copy(run.path / "rollouts" / "step-00000003.parquet", run.path / "rollouts" / "step-00000004.parquet")
+    correction = {"mode": Mode.ASYNC, "off_policy_correction": TisConfig()}
+    config = dataclasses.replace(config_of(run), replay=ReplayConfig(keep_sampling_weights=True), **correction)
+    with pytest.raises(ReplayError, match=r"of step 4 .* versions \[2\], but the run stored no learner_logprobs"):
+        replay_step(RunDirectory(run.path), config, 4)
+    replayed = replay_step(RunDirectory(run.path), dataclasses.replace(config_of(run), **correction), 4)
+    assert replayed.metrics["mismatch/logprob_difference_max"] > 1e-3
+
+
+def remove(*names: str) -> Callable[[TinyRun], None]:
+    def change(run: TinyRun) -> None:
+        for name in names:
+            path = run.path / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return change
+
+
+def store_less(run: TinyRun) -> None:
+    """Replace the rollouts of step 4 by some of them."""
+    path = run.path / "rollouts" / "step-00000004.parquet"
+    path.write_bytes(bytes(as_parquet(from_parquet(path, SCHEMA.names).slice(0, 12))))
+
+
+CHECKPOINTS = [f"checkpoints/step-{step:08d}" for step in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("step", "change", "problem"),
+    [
+        (0, remove(), "has no step 0; its steps are 1 to 6"),
+        (7, remove(), "has no step 7; its steps are 1 to 6"),
+        (2, remove(*CHECKPOINTS[:2]), r"needs a checkpoint of an earlier step, but .* only those of \[2, 3, 4, 5, 6\]"),
+        (3, remove(*CHECKPOINTS), r"needs a checkpoint of an earlier step, but .* only those of \[\]"),
+        (1, remove(*(f"rollouts/step-0000000{step}.parquet" for step in (1, 2))), "only those of steps 3 to 6"),
+        (3, remove("rollouts"), "step 3 is replayed from .* step 2, which needs .* step 3, .* only those of no step"),
+        (4, store_less, r"has only a part of the rollouts of step 4 \(rollout_store.keep or"),
+        (4, lambda run: (run.checkpoint(3) / "manifest.json").unlink(), "step-00000003 .* no readable manifest"),
+        (4, lambda run: (run.path / "rollouts/step-00000004.parquet").write_bytes(b"x"), "not a readable rollout file"),
+    ],
+)
+def test_what_is_missing_is_named(
+    finished_run: TinyRun, tmp_path: Path, step: int, change: Callable[[TinyRun], None], problem: str
+):
+    run = copy_of(finished_run, tmp_path)
+    change(run)
+    with pytest.raises(USER_ERRORS, match=problem):
+        replay_step(RunDirectory(run.path), config_of(run), step)
+
+
+def test_a_run_that_is_still_going_is_refused(finished_run: TinyRun, tmp_path: Path):
+    directory, config = RunDirectory(copy_of(finished_run, tmp_path).path), config_of(finished_run)
+    with lock(directory), pytest.raises(ReplayError, match=r"is still going \(process \d+ on .*\), .* replay a copy"):
+        replay_step(directory, config, 4)
