@@ -230,7 +230,7 @@ class Turn:
     """Hash of the observed state; equal within a group for turns in the same state (GiGPO). Empty if unused."""
     starts_sequence: bool = False
     """True if `observation_tokens` is the complete context instead of a continuation: in turn 0,
-    and if the chat template rewrote the history."""
+    if the chat template rewrote the history, and if an agent began another conversation."""
     action: str | None = None
     """The action that the environment parsed from the reply; None if it is the reply itself."""
     info: Info = dataclasses.field(default_factory=dict)

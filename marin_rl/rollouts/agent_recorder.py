@@ -259,9 +259,9 @@ class AgentRecorder:
         )
 
     @property
-    def is_cut_off(self) -> bool:
-        """Whether a limit of the rollout refused a request."""
-        return self._is_cut_off
+    def is_truncated(self) -> bool:
+        """Whether a limit of the rollout refused a request after the first reply."""
+        return self._is_cut_off and any(sequence.turns for sequence in self._sequences)
 
     def _check_open(self) -> None:
         if self._is_closed:

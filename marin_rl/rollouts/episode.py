@@ -113,7 +113,7 @@ async def _run_agent(
             result = await _await_agent(episode.play(connection), recorder, builder, max_seconds)
     except EnvironmentFault as error:
         # An agent that is refused a further reply need not handle the error.
-        if error.status is RolloutStatus.TIMED_OUT or not recorder.is_cut_off:
+        if error.status is RolloutStatus.TIMED_OUT or not recorder.is_truncated:
             builder.fail(error.status, str(error))
     finally:
         recorder.close()

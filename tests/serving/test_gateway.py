@@ -389,6 +389,14 @@ def test_prompt_beyond_the_context_truncates_the_rollout():
 
     assert only(play).status is RolloutStatus.TRUNCATED
 
+    async def at_once(task: Any, base_url: str, api_key: str) -> float:
+        async with Client(base_url, api_key) as client:
+            await client.say("a" * 200)
+        return 0.5
+
+    with pytest.raises(AllRolloutsFailedError, match="maximum context length is 120 tokens"):
+        run(at_once)
+
 
 def test_random_control_replaces_returned_and_posted_rewards():
     def control(environment: AbstractEnvironment) -> AbstractEnvironment:
