@@ -1,10 +1,11 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Comparison of GiGPO, GRPO and RLOO on FrozenLake: experiments/gigpo_frozenlake.yaml with different advantages.
+"""Comparison of GiGPO, GRPO and RLOO: a config with GiGPO, by default on FrozenLake, with different advantages.
 
     python -m experiments.frozenlake start --seed 1
     python -m experiments.frozenlake grpo --seed 1
+    python -m experiments.frozenlake start --seed 1 --config experiments/textworld.yaml --folder runs/textworld
 
 `start` runs the warm start of a seed, from which all runs with that seed are initialized.
 """
@@ -22,9 +23,9 @@ from marin_rl.training.session import run_session
 CONFIG = Path(__file__).parent / "gigpo_frozenlake.yaml"
 
 
-def gigpo(seed: int) -> TrainConfig:
-    """Return the config of the file with the given seed."""
-    arguments = ["--config", str(CONFIG), "--seed", str(seed)]
+def gigpo(seed: int, file: Path = CONFIG) -> TrainConfig:
+    """Return the config of a file with the given seed."""
+    arguments = ["--config", str(file), "--seed", str(seed)]
     return parse_config(TrainConfig, arguments).config
 
 
@@ -35,14 +36,14 @@ VARIANTS: dict[str, AdvantageConfig] = {
 }
 
 
-def start(seed: int, folder: Path) -> TrainConfig:
+def start(seed: int, folder: Path, file: Path = CONFIG) -> TrainConfig:
     """Return the config of the warm start of a seed, without RL."""
-    return dataclasses.replace(gigpo(seed), run_dir=str(folder / f"start-seed{seed}"), num_steps=0)
+    return dataclasses.replace(gigpo(seed, file), run_dir=str(folder / f"start-seed{seed}"), num_steps=0)
 
 
-def variant(name: str, seed: int, folder: Path) -> TrainConfig:
+def variant(name: str, seed: int, folder: Path, file: Path = CONFIG) -> TrainConfig:
     """Return the config of an advantage, initialized from the warm start of its seed."""
-    config = gigpo(seed)
+    config = gigpo(seed, file)
     return dataclasses.replace(
         config,
         run_dir=str(folder / f"{name}-seed{seed}"),
@@ -54,17 +55,18 @@ def variant(name: str, seed: int, folder: Path) -> TrainConfig:
 
 def main() -> None:
     """Run one config."""
-    parser = argparse.ArgumentParser(description="GiGPO, GRPO and RLOO on FrozenLake from the same warm start.")
+    parser = argparse.ArgumentParser(description="GiGPO, GRPO and RLOO from the same warm start.")
     parser.add_argument("run", choices=["start", *VARIANTS])
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--config", type=Path, default=CONFIG, help="config with GiGPO")
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/frozenlake"), help="parent folder of the run directories"
     )
     arguments = parser.parse_args()
     if arguments.run == "start":
-        config = start(arguments.seed, arguments.folder)
+        config = start(arguments.seed, arguments.folder, arguments.config)
     else:
-        config = variant(arguments.run, arguments.seed, arguments.folder)
+        config = variant(arguments.run, arguments.seed, arguments.folder, arguments.config)
     run_session(config, sys.stdout)
 
 

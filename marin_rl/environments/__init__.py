@@ -18,10 +18,13 @@ from marin_rl.environments.base import (
     TaskStream,
 )
 from marin_rl.environments.dataset import HuggingFaceConfig, JsonlConfig
+from marin_rl.environments.openenv import OpenEnvConfig
 from marin_rl.environments.random_reward import RandomRewardConfig
 from marin_rl.environments.reasoning_gym import ReasoningGymConfig
 from marin_rl.environments.streams import CurriculumConfig, MixtureConfig
 from marin_rl.environments.text_game import TextGameConfig
+from marin_rl.environments.textarena import TextArenaConfig
+from marin_rl.environments.textworld import TextWorldConfig
 from marin_rl.environments.tool_use import ToolUseConfig
 
 __all__ = [
@@ -38,11 +41,14 @@ __all__ = [
     "HuggingFaceConfig",
     "JsonlConfig",
     "MixtureConfig",
+    "OpenEnvConfig",
     "RandomRewardConfig",
     "ReasoningGymConfig",
     "Split",
     "Step",
     "TaskStream",
+    "TextArenaConfig",
     "TextGameConfig",
+    "TextWorldConfig",
     "ToolUseConfig",
 ]

@@ -4,13 +4,13 @@
 """Procedural tasks of reasoning-gym, by name, graded by reasoning-gym."""
 
 import dataclasses
-import difflib
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, SingleTurnEnvironment
+from marin_rl.environments.external import nearest
 from marin_rl.rewards.grading import FormatConfig, check_pattern, extract_last
 from marin_rl.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.types import Message, Task
@@ -112,13 +112,11 @@ class ReasoningGymConfig(EnvironmentConfig):
         from reasoning_gym.factory import DATASETS
 
         if self.task not in DATASETS:
-            raise ValueError(f"reasoning-gym has no task {self.task!r}; {_nearest(self.task, DATASETS)}")
+            raise ValueError(f"reasoning-gym has no task {self.task!r}; {nearest(self.task, DATASETS)}")
         known = {field.name for field in dataclasses.fields(DATASETS[self.task][1])} - {"seed", "size"}
         for option in self.options:
             if option not in known:
-                raise ValueError(
-                    f"reasoning-gym task {self.task!r} has no option {option!r}; {_nearest(option, known)}"
-                )
+                raise ValueError(f"reasoning-gym task {self.task!r} has no option {option!r}; {nearest(option, known)}")
         try:
             return reasoning_gym.create_dataset(self.task, seed=self.seed, size=self.size, **self.options)
         except (AssertionError, TypeError, ValueError) as error:
@@ -185,10 +183,3 @@ class ReasoningGymConfig(EnvironmentConfig):
             logger.debug("%s: the scorer raised for %.200r, scored 0: %r", self.task, answer, error)
             return 0.0
         return score if self.partial_credit else float(score >= FULL_SCORE)
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=3)
-    if near:
-        return "did you mean " + " or ".join(repr(match) for match in near) + "?"
-    return "the choices are: " + ", ".join(sorted(known))

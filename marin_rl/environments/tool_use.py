@@ -22,6 +22,7 @@ from marin_rl.environments.base import (
     Split,
     Step,
 )
+from marin_rl.environments.external import bounded_text
 from marin_rl.environments.tools import (
     CalculatorConfig,
     PythonTool,
@@ -272,11 +273,8 @@ class ToolUseEpisode:
             self.errors += 1
             self.timeouts += isinstance(error, ToolTimeoutError)
             answer, failed = f"Error: {error}", True
-        # JSON can contain unpaired surrogates, which tokenizers reject.
-        answer = answer.encode("utf-8", "replace").decode("utf-8")
-        limit = self.environment.limits.max_output
-        if len(answer) > limit:
-            answer = f"{answer[:limit]}\n[{len(answer) - limit} more characters]"
+        # JSON can contain unpaired surrogates.
+        answer = bounded_text(answer, self.environment.limits.max_output)
         if logger.isEnabledFor(logging.DEBUG):
             task = asyncio.current_task()
             logger.debug(

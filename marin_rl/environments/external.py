@@ -1,0 +1,68 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Parts shared by the environments of other packages: missing packages, unknown names, and text of unknown origin."""
+
+import asyncio
+import concurrent.futures
+import difflib
+import importlib.util
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+from marin_rl.errors import UserError
+
+Result = TypeVar("Result")
+
+
+class MissingPackageError(UserError):
+    """The package of an environment is not installed; the message names the extra that installs it."""
+
+
+def require_package(package: str, extra: str) -> None:
+    """Check that an optional package is installed, without importing it.
+
+    Args:
+        package: name of the module.
+        extra: name of the extra of marin_rl that installs it.
+
+    Raises:
+        MissingPackageError: if it is not.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise MissingPackageError(
+            f"environment.type {extra!r} needs the package {package}, which is not installed; install the extra: "
+            f"pip install 'marin_rl[{extra}]'"
+        )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a hint about the names similar to an unknown one, or all names.
+
+    >>> nearest("chian_sum", ["chain_sum", "gcd"])
+    "did you mean 'chain_sum'?"
+    >>> nearest("x", ["gcd", "chain_sum"])
+    'the choices are: chain_sum, gcd'
+    """
+    choices = list(known)
+    if near := difflib.get_close_matches(name, choices, n=3):
+        return "did you mean " + " or ".join(repr(match) for match in near) + "?"
+    return "the choices are: " + ", ".join(sorted(choices))
+
+
+def bounded_text(text: str, max_characters: int) -> str:
+    r"""Replace lone surrogates, which tokenizers reject, and characters beyond a limit by a notice of their number.
+
+    >>> bounded_text("a\ud800bcdef", 4)
+    'a?bc\n[3 more characters]'
+    """
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    if len(text) <= max_characters:
+        return text
+    return f"{text[:max_characters]}\n[{len(text) - max_characters} more characters]"
+
+
+def run_in_thread(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine in an event loop of its own and wait for it, in threads with and without a running event loop."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()

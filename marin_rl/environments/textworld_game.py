@@ -1,0 +1,225 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A TextWorld game in its own process: generation, play, and demonstrations."""
+
+import json
+import os
+import random
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from marin_rl.environments.external import nearest
+
+CUSTOM = "custom"
+"""Name for games that are generated from options instead of by a challenge."""
+
+_LONGEST_COMMAND = 100
+"""Maximum number of characters of a command; the interpreter's buffer has a fixed size."""
+_COMMAND = re.compile(r"[a-z0-9' -]+")
+# Everything else that the interpreter accepts controls the program instead of the game: save, restart, undo, script, …
+_CHAINED = re.compile(r"\bthen\b")
+_UNCHANGED = ("examine ", "inventory", "look")
+"""Commands that do not change the state."""
+
+
+class TextWorldGame:
+    """A game of TextWorld; each process plays one."""
+
+    @staticmethod
+    def prepare() -> None:
+        """Import TextWorld, and generate a game to fill the caches of its parsers."""
+        import textworld.challenges
+        import textworld.generator
+
+        settings = textworld.GameOptions()
+        settings.seeds = 0
+        textworld.generator.make_game(settings)
+
+    def make(
+        self, folder: str, challenge: str, options: dict[str, Any], grammar: dict[str, Any], seed: int, compact: bool
+    ) -> dict[str, Any]:
+        """Generate a game unless its file exists, and return its start.
+
+        Args:
+            folder: folder of the game files; created if missing.
+            challenge: name of a challenge, or `custom`.
+            options: options of the challenge, or attributes of `textworld.GameOptions`.
+            grammar: attributes of `textworld.GrammarOptions`.
+            seed: seed of the game.
+            compact: whether the game is not compiled for the interpreter, which takes seconds.
+
+        Returns:
+            What `step` returns, and `path` of the game, its `identity` and `objective`, and whether it `has_solution`.
+        """
+        path = Path(folder) / f"{seed}{'.json' if compact else '.z8'}"
+        if not path.exists():
+            _generate(path, challenge, options, grammar, seed)
+        opening = self.start(str(path), 0)
+        state = self._state
+        identity = [sorted(map(str, state["facts"])), state["objective"]]
+        return {
+            **opening,
+            "path": str(path),
+            "identity": json.dumps(identity),
+            "objective": state["objective"],
+            "has_solution": bool(state["policy_commands"]),
+        }
+
+    def start(self, path: str, seed: int) -> dict[str, Any]:
+        """Start a game from its file; the seed is that of the interpreter. See `step`."""
+        import textworld
+
+        wanted = (
+            "admissible_commands",
+            "description",
+            "facts",
+            "objective",
+            "policy_commands",
+            "score",
+            "verbs",
+            "won",
+        )
+        self._compact = path.endswith(".json")
+        self._env: Any = textworld.start(path, request_infos=textworld.EnvInfos(**dict.fromkeys(wanted, True)))
+        self._env.seed(seed)
+        self._state: Mapping[str, Any] = self._env.reset()
+        self._done = False
+        return self._shown(None, 0.0)
+
+    def step(self, command: str) -> dict[str, Any]:
+        """Give a command to the game, unless it is not one of the game's verbs with plain words.
+
+        Returns:
+            `text` of the observation, `commands` that are possible next, `state` of the game as facts, `command` that
+            was given (null if it was not), gain of points as `points`, and whether the game is `done` and `won`.
+        """
+        command = " ".join(command.lower().split()).removeprefix("> ").strip()
+        if not self._accepts(command):
+            return self._shown(None, 0.0)
+        before = self._state.get("score") or 0
+        self._state, score, self._done = self._env.step(command)
+        valid = self._state["_last_action"] is not None or not self._compact
+        return self._shown(command if valid else None, float((score or 0) - before))
+
+    def demonstrate(self, path: str, seed: int, detours: float, max_steps: int) -> list[tuple[str, dict[str, Any]]]:
+        """Win a game.
+
+        Args:
+            path: the game's file.
+            seed: seed of the detours.
+            detours: probability of a random command after which the game can still be won.
+            max_steps: maximum number of commands.
+
+        Returns:
+            Each command and the result of `step`.
+        """
+        self.start(path, 0)
+        generator = random.Random(seed)
+        turns: list[tuple[str, dict[str, Any]]] = []
+        while not self._done and len(turns) < max_steps and self._state["policy_commands"]:
+            command = self._state["policy_commands"][0]
+            if generator.random() < detours:
+                command = generator.choice(self._safe_commands() or [command])
+            turns.append((command, self.step(command)))
+        return turns
+
+    def _accepts(self, command: str) -> bool:
+        if self._compact:
+            return command in self._state["admissible_commands"]
+        words = command.split()
+        return (
+            bool(words)
+            and len(command) <= _LONGEST_COMMAND
+            and _COMMAND.fullmatch(command) is not None
+            and _CHAINED.search(command) is None
+            and words[0] in self._state["verbs"]
+        )
+
+    def _safe_commands(self) -> list[str]:
+        """Return the commands that change the state but do not lose the game."""
+        from textworld.generator.inform7 import Inform7Game
+
+        progression = self._state["_game_progression"]
+        commands = Inform7Game(self._state["game"]).gen_commands_from_actions(progression.valid_actions)
+        safe = set()
+        for command, action in zip(commands, progression.valid_actions, strict=True):
+            if command.startswith(_UNCHANGED):
+                continue
+            after = progression.copy()
+            after.update(action)
+            if after.completed or (not after.failed and after.winning_policy):
+                safe.add(command)
+        return sorted(safe)
+
+    def _shown(self, command: str | None, points: float) -> dict[str, Any]:
+        progression = self._state["_game_progression"]
+        facts = sorted(map(str, self._state["_facts"]))
+        commands = list(self._state["admissible_commands"])
+        if self._compact:
+            commands = [one for one in commands if not one.startswith(_UNCHANGED)]
+        return {
+            "text": "" if self._compact else self._feedback(),
+            "room": self._room(),
+            "commands": commands,
+            "state": [facts, [quest.completed for quest in progression.quest_progressions]],
+            "command": command,
+            "points": points,
+            "done": bool(self._done),
+            "won": bool(self._state["won"]),
+        }
+
+    def _room(self) -> str:
+        world = self._state["game"].infos
+        [player] = [fact for fact in self._state["_facts"] if fact.name == "at" and fact.arguments[0].name == "P"]
+        return str(world[player.arguments[1].name].name)
+
+    def _feedback(self) -> str:
+        """Return the interpreter's answer without its prompt and status line; at the start, the room's description."""
+        if self._state.get("last_command") is None:
+            return str(self._state["description"]).strip()
+        text, _, _ = self._state["feedback"].rpartition("\n>")
+        text, _, _ = text.partition("Would you like to RESTART")
+        return re.sub(r"\n{3,}", "\n\n", text).strip()
+
+
+def _generate(path: Path, challenge: str, options: dict[str, Any], grammar: dict[str, Any], seed: int) -> None:
+    """Generate a game, and move its files to their folder when they are complete."""
+    import textworld
+    import textworld.challenges
+    import textworld.generator
+
+    settings = textworld.GameOptions()
+    settings.seeds = seed % 2**32
+    _set("option of the grammar", settings.grammar, grammar)
+    if challenge == CUSTOM:
+        _set("option", settings, options)
+        game = textworld.generator.make_game(settings)
+    elif challenge in textworld.challenges.CHALLENGES:
+        game = textworld.challenges.CHALLENGES[challenge][1](options, settings)
+    else:
+        known = [CUSTOM, *textworld.challenges.CHALLENGES]
+        raise ValueError(f"TextWorld has no challenge {challenge!r}; {nearest(challenge, known)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        file = Path(folder) / path.name
+        game.save(str(file.with_suffix(".json")))
+        if path.suffix == ".z8":
+            settings.path, settings.force_recompile = str(file), True
+            textworld.generator.compile_game(game, settings)
+        # The interpreter's file is moved last: its existence means that the game is complete.
+        for suffix in dict.fromkeys((".json", path.suffix)):
+            os.replace(file.with_suffix(suffix), path.with_suffix(suffix))
+
+
+def _set(kind: str, target: Any, values: Mapping[str, Any]) -> None:
+    known = {
+        name for name in dir(target) if not name.startswith("_") and type(getattr(target, name)) in (bool, int, str)
+    }
+    for name, value in values.items():
+        if name not in known:
+            raise ValueError(f"TextWorld has no {kind} {name!r}; {nearest(name, known)}")
+        setattr(target, name, value)

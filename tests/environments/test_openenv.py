@@ -1,0 +1,237 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Against a server of the test, which speaks OpenEnv's protocol; and, if there is one, against the real package.
+
+The package cannot be installed next to transformers 4. `MARIN_RL_OPENENV_URL` is the address of a server of
+`experiments/external/openenv_server.py`, which runs in another Python environment.
+"""
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from marin_rl.environments.base import Split, Step
+from marin_rl.environments.external import MissingPackageError
+from marin_rl.environments.openenv import OpenEnvConfig, OpenEnvEnvironment, OpenEnvError, OpenEnvServerError
+from marin_rl.types import Task
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("websockets") is None, reason="needs the extra openenv")
+
+ANSWERS = {"seed": -1}
+"""Changed by tests: `seed` replaces the seed of resets if it is not negative."""
+
+
+def respond(message: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """Respond as a guessing game: the number to guess is drawn by the seed."""
+    if message["type"] == "reset":
+        seed = message["data"]["seed"] if ANSWERS["seed"] < 0 else ANSWERS["seed"]
+        state["secret"] = random.Random(seed).randrange(10)
+        observation = {
+            "text": f"Guess {message['data'].get('what', 'a number')}. Game {seed}.",
+            "tries": 0,
+            "metadata": {},
+        }
+        return {"type": "observation", "data": {"observation": observation, "reward": None, "done": False}}
+    number = message["data"].get("number")
+    if not isinstance(number, int):
+        return {"type": "error", "data": {"message": "number must be an integer", "code": "VALIDATION_ERROR"}}
+    if number < 0:
+        return {"type": "error", "data": {"message": "broken", "code": "EXECUTION_ERROR"}}
+    right = number == state["secret"]
+    observation = {"text": "right" if right else "wrong \ud800" + "x" * 200, "tries": 1, "metadata": {}}
+    return {"type": "observation", "data": {"observation": observation, "reward": float(right), "done": right}}
+
+
+async def serve(connection) -> None:
+    state: dict[str, Any] = {}
+    async for text in connection:
+        message = json.loads(text)
+        if message["data"].get("number") == 77:
+            await connection.send("[]")
+        elif message["data"].get("number") == 88:
+            await connection.close()
+        else:
+            await connection.send(json.dumps(respond(message, state)))
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    from websockets.asyncio.server import serve as listen
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def start():
+        return await listen(serve, "127.0.0.1", 0)
+
+    server = asyncio.run_coroutine_threadsafe(start(), loop).result()
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def stop() -> None:
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run_coroutine_threadsafe(stop(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def build(url: str, **changes) -> OpenEnvEnvironment:
+    fields = {
+        "base_url": url,
+        "num_tasks": 6,
+        "observation_field": "text",
+        "system_prompt": "",
+        "held_out": 0.0,
+        "validation": 0.0,
+        **changes,
+    }
+    environment = OpenEnvConfig(**fields).build()
+    assert isinstance(environment, OpenEnvEnvironment)
+    return environment
+
+
+def play(environment: OpenEnvEnvironment, task: Task, replies) -> list[Step]:
+    async def run() -> list[Step]:
+        episode = await environment.start(task, 0)
+        try:
+            return [await episode.step(reply) for reply in replies]
+        finally:
+            await episode.close()
+
+    return asyncio.run(run())
+
+
+def guess(number: object) -> str:
+    return f"<think>{{}}</think> I guess {json.dumps({'number': number})}."
+
+
+def secret(task: Task) -> int:
+    return random.Random(int(task.id)).randrange(10)
+
+
+def test_episodes(url: str):
+    environment = build(url, reset={"what": "a digit"}, max_characters=50, invalid_reward=-0.25)
+    assert [task.messages for task in environment.tasks(Split.TRAIN)] == [
+        ({"role": "user", "content": f"Guess a digit. Game {task.id}."},) for task in environment.tasks(Split.TRAIN)
+    ]
+    task = environment.tasks(Split.TRAIN)[0]
+    wrong = (secret(task) + 1) % 10
+    steps = play(environment, task, [guess(wrong), "five", guess("five"), "[5]", guess(secret(task))])
+    assert [dict(step.rewards) for step in steps] == [
+        {"openenv": 0.0, "format": 0.0},
+        *[{"openenv": 0.0, "format": -0.25}] * 3,
+        {"openenv": 1.0, "format": 0.0},
+    ]
+    assert [step.done for step in steps] == [False] * 4 + [True]
+    assert steps[0].messages[0]["content"] == "wrong ?" + "x" * 43 + "\n[157 more characters]"
+    for step in steps[1:4]:
+        assert step.messages[0]["content"].startswith("The reply is not a valid action: ")
+    assert steps[-1].metrics == {"success": 1.0, "steps": 5.0, "invalid_actions": 3.0}
+
+
+def test_sessions_are_separate(url: str):
+    environment = build(url)
+    one, other = environment.tasks(Split.TRAIN)[:2]
+
+    async def run() -> list[bool]:
+        first, second = await environment.start(one, 0), await environment.start(other, 0)
+        done = [(await first.step(guess(secret(one)))).done, (await second.step(guess(secret(other)))).done]
+        await first.close()
+        await second.close()
+        return done
+
+    assert asyncio.run(run()) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "message"),
+    [
+        (-1, OpenEnvServerError, r"broken \(EXECUTION_ERROR\)"),
+        (77, OpenEnvError, "the server's response to step is not one of OpenEnv's protocol"),
+        (88, Exception, "close"),
+    ],
+)
+def test_an_error_of_the_server_fails_the_rollout(url: str, number: int, error: type, message: str):
+    environment = build(url, num_tasks=1)
+    with pytest.raises(error, match=message):
+        play(environment, environment.tasks(Split.TRAIN)[0], [guess(number)])
+
+
+def test_a_server_that_ignores_seeds_is_refused(url: str, monkeypatch: pytest.MonkeyPatch):
+    environment = build(url)
+    monkeypatch.setitem(ANSWERS, "seed", 5)
+    with pytest.raises(OpenEnvError, match="gave another first observation than before"):
+        play(environment, environment.tasks(Split.TRAIN)[0], [])
+
+
+def test_observations_and_actions_in_one_field(url: str):
+    config = OpenEnvConfig(url, action_field="message", observation_field="text")
+    assert config.action("<think>a</think> b \ud800 ") == {"message": "b ?"}
+    assert config.show({"observation": {"text": [1, "ä"]}}) == '[1, "ä"]'
+    everything = OpenEnvConfig(url)
+    assert everything.show({"observation": {"text": "a", "n": 1, "done": False, "reward": 0, "metadata": {}}}) == (
+        '{"text": "a", "n": 1}'
+    )
+    with pytest.raises(OpenEnvError, match=r"no field 'message' \(observation_field\); its fields are text, tries"):
+        build(url, observation_field="message")
+    with pytest.raises(OpenEnvError, match=r"has no schema of actions .* set system_prompt"):
+        build(url, system_prompt=None)
+
+
+def test_a_server_that_cannot_be_reached_is_named():
+    with pytest.raises(OpenEnvError, match=r"http://127\.0\.0\.1:9 cannot be reached"):
+        build("http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"base_url": "127.0.0.1:8000"}, "must start with http://"),
+        ({"num_tasks": 0}, "num_tasks must be at least 1"),
+        ({"max_characters": 0}, "max_characters must be at least 1"),
+        ({"reset": {"seed": 1}}, "reset has 'seed'"),
+        ({"invalid_reward": 0.5}, "invalid_reward must be at most 0"),
+    ],
+)
+def test_invalid_configs_are_refused(changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        OpenEnvConfig(**{"base_url": "http://127.0.0.1:8000", **changes})
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'marin_rl\[openenv\]'"):
+        OpenEnvConfig("http://127.0.0.1:8000").build()
+
+
+@pytest.mark.skipif("MARIN_RL_OPENENV_URL" not in os.environ, reason="needs a server in MARIN_RL_OPENENV_URL")
+def test_the_real_package():
+    environment = build(os.environ["MARIN_RL_OPENENV_URL"], system_prompt=None, num_tasks=20)
+    task = environment.tasks(Split.TRAIN)[0]
+    assert '"number"' in task.messages[0]["content"]
+    right = secret(task)
+    steps = play(environment, task, [guess((right + 1) % 10), guess("five"), "five", guess(right)])
+    assert [step.done for step in steps] == [False, False, False, True]
+    assert steps[-1].metrics == {"success": 1.0, "steps": 4.0, "invalid_actions": 2.0}
+    with pytest.raises(OpenEnvServerError, match=r"negative numbers break this environment"):
+        play(environment, task, [guess(-1)])
+
+    async def too_many() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(5):
+                stack.push_async_callback((await environment.start(task, 0)).close)
+
+    with pytest.raises(OpenEnvServerError, match="CAPACITY_REACHED"):
+        asyncio.run(too_many())

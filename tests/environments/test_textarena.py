@@ -1,0 +1,223 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import asyncio
+import importlib.util
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from marin_rl.environments.base import Split, Step
+from marin_rl.environments.external import MissingPackageError
+from marin_rl.environments.textarena import (
+    FileOpponentConfig,
+    TextArenaConfig,
+    TextArenaEnvironment,
+    random_move,
+)
+from marin_rl.rollouts.attempt import Limits
+from marin_rl.rollouts.run_rollouts import RolloutRunner, run_groups
+from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import byte_tokenizer
+from marin_rl.types import RolloutStatus, Task
+from tests.scripted_sampler import ScriptedSampler
+
+TOKENIZER = ChatTokenizer(byte_tokenizer())
+INSTALLED = importlib.util.find_spec("textarena") is not None
+real = pytest.mark.skipif(not INSTALLED, reason="needs the extra textarena")
+
+OPPONENT = """
+def first_free(observation, random):
+    board = observation.rpartition("Available Moves:")[2]
+    return board.split("'")[1] + " \\ud800 \\x1b[31m" + "x" * 1000
+
+
+def fail_or_hang(observation, random):
+    free = observation.rpartition("Available Moves:")[2]
+    while "[5]" not in free:
+        pass
+    if "[6]" not in free:
+        raise OSError("no network")
+    return "[8]"
+"""
+
+
+@pytest.fixture(scope="module")
+def opponents(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("opponents") / "opponents.py"
+    path.write_text(OPPONENT)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def against_first_free(opponents: str) -> Iterator[TextArenaEnvironment]:
+    environment = tic_tac_toe(opponent=FileOpponentConfig(opponents, "first_free"), seat=0, max_characters=600)
+    yield environment
+    environment.server.close()
+
+
+def tic_tac_toe(**changes) -> TextArenaEnvironment:
+    fields = {"id": "TicTacToe-v0", "num_tasks": 6, "held_out": 0.0, "validation": 0.0, **changes}
+    environment = TextArenaConfig(**fields).build()
+    assert isinstance(environment, TextArenaEnvironment)
+    return environment
+
+
+def play(environment: TextArenaEnvironment, task: Task, replies, seed: int = 0) -> list[Step]:
+    async def run() -> list[Step]:
+        episode = await environment.start(task, seed)
+        steps = []
+        try:
+            for reply in replies:
+                steps.append(await episode.step(reply))
+                if steps[-1].done:
+                    break
+        finally:
+            await episode.close()
+        return steps
+
+    return asyncio.run(run())
+
+
+@real
+def test_opponent_moves_are_part_of_the_observations(against_first_free: TextArenaEnvironment):
+    task = against_first_free.tasks(Split.TRAIN)[0]
+    assert task.messages[0]["content"].startswith("You are Player 0 in Tic Tac Toe.")
+    steps = play(against_first_free, task, ["<think>[0]</think> I take [4].", "[2]", "[6]"])
+    # O plays 4, 2 and 6; the opponent plays the first free cells 0 and 1.
+    assert [step.action for step in steps] == ["I take [4].", "[2]", "[6]"]
+    assert [dict(step.rewards) for step in steps] == [{"game": 0.0}, {"game": 0.0}, {"game": 1.0}]
+    assert [step.done for step in steps] == [False, False, True]
+    assert steps[-1].metrics == {"moves": 3.0, "invalid_moves": 0.0, "success": 1.0, "draw": 0.0}
+    assert steps[-1].rollout_info == {"reason": "Player 0 has won!"}
+    shown = steps[0].messages[0]["content"]
+    assert "I take" not in shown
+    assert "[Player 1] '[0]'" not in shown
+    assert "[Player 1] [0] ? \x1b[31mxxx" in shown
+    assert shown.endswith("more characters]")
+
+
+@real
+def test_anchor_state_is_the_board(against_first_free: TextArenaEnvironment):
+    task = against_first_free.tasks(Split.TRAIN)[0]
+    assert task.anchor_state == {"player": 0, "state": {"board": [[""] * 3] * 3}}
+    one = play(against_first_free, task, ["[4]", "[8]"])[-1]
+    other = play(against_first_free, task, ["[8]", "[4]"])[-1]
+    assert one.anchor_state == other.anchor_state
+    assert one.messages != other.messages
+    # A move that is not possible changes nothing, and loses at the second time.
+    first, second = play(against_first_free, task, ["I do not know", "[99]"])
+    assert first.anchor_state == task.anchor_state
+    assert (first.done, second.done, second.rewards["game"]) == (False, True, -1.0)
+    assert (second.metrics["invalid_moves"], second.metrics["success"]) == (1.0, 0.0)
+
+
+@real
+def test_the_policy_can_move_second():
+    environment = tic_tac_toe(seat=1, num_tasks=30)
+    openings = {task.messages[0]["content"] for task in environment.tasks(Split.TRAIN)}
+    assert len(environment.tasks(Split.TRAIN)) == 30
+    assert len(openings) > 5
+    assert all("Player 0 placed their symbol (O)" in text for text in openings)
+    environment.server.close()
+
+
+@real
+def test_equal_tasks_and_seeds_give_equal_games_in_other_processes():
+    program = (
+        "import asyncio\n"
+        "from marin_rl.environments.base import Split\n"
+        "from marin_rl.environments.textarena import TextArenaConfig\n"
+        "environment = TextArenaConfig('KuhnPoker-v0', num_tasks=4, held_out=0.0, validation=0.0).build()\n"
+        "async def play():\n"
+        "    for task in environment.tasks(Split.TRAIN):\n"
+        "        episode = await environment.start(task, 3)\n"
+        "        print([await episode.step('[check]') for _ in range(2)], task)\n"
+        "        await episode.close()\n"
+        "asyncio.run(play())\n"
+    )
+    command = [sys.executable, "-c", program]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    one, other = (run.communicate()[0] for run in runs)
+    assert one.count("KuhnPoker") >= 4
+    assert one == other
+
+
+@real
+def test_games_of_one_player():
+    environment = tic_tac_toe(id="Mastermind-v0", num_players=1, num_tasks=3)
+    task = environment.tasks(Split.TRAIN)[0]
+    code = " ".join(map(str, task.anchor_state["state"]["secret_code"]))
+    [step] = play(environment, task, [f"[{code}]"])
+    assert (step.done, step.rewards["game"], step.metrics["success"]) == (True, 1.0, 1.0)
+    environment.server.close()
+
+
+@real
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"id": "TicTacTow-v0"}, "no game 'TicTacTow-v0'; did you mean 'TicTacToe-v0'"),
+        ({"options": {"size": 4}}, "unexpected keyword argument 'size'"),
+        ({"num_players": 3, "seat": 0}, "number of players"),
+        ({"id": "Nim-v0", "seat": 1}, "lists no moves for the random opponent .* use an opponent of type file"),
+    ],
+)
+def test_invalid_games_are_refused(changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        tic_tac_toe(**changes, num_tasks=1)
+
+
+@real
+@pytest.mark.medium
+def test_an_opponent_that_raises_or_hangs_costs_its_own_rollout(opponents: str):
+    environment = tic_tac_toe(opponent=FileOpponentConfig(opponents, "fail_or_hang"), seat=0, num_tasks=1)
+    moves = iter(["[5]", "[6]", "[0]", "[1]"])
+
+    def reply(request: SampleRequest) -> list[int]:
+        return [*next(moves).encode(), *TOKENIZER.stop_token_ids[:1]]
+
+    limits = Limits(max_length=100_000, max_new_tokens=16, max_turns=1, max_seconds=4.0)
+    sampler = ScriptedSampler(reply, stop_token_ids=TOKENIZER.stop_token_ids)
+    runner = RolloutRunner(environment, TOKENIZER, sampler, limits)
+    [group] = run_groups(runner, environment.tasks(Split.TRAIN), group_size=4, temperature=1.0, seed_parts=(0,))
+    errors = {rollout.messages[-2 if rollout.error is None else -1]["content"]: rollout for rollout in group.rollouts}
+    assert errors["[5]"].status is RolloutStatus.TIMED_OUT
+    assert errors["[6]"].status is RolloutStatus.FAILED
+    assert errors["[6]"].error == "GameError: OSError: no network"
+    for move in ("[0]", "[1]"):
+        assert errors[move].status is RolloutStatus.TRUNCATED
+    runner.loop.close()
+    environment.server.close()
+
+
+def test_random_opponents_choose_from_the_last_list():
+    text = "Available Moves: '[0]', '[1]'\nPlayer 0 chose [0].\nAvailable moves: '[1]'\nMake a valid move."
+    assert {random_move(text, random.Random(seed)) for seed in range(10)} == {"[1]"}
+    with pytest.raises(ValueError, match=r"lists no moves .* use an opponent of type file"):
+        random_move("Current pile: [3]", random.Random(0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_players": 0}, "num_players must be at least 1"),
+        ({"seat": 2}, "seat is 2; with num_players 2 it is 0 to 1"),
+        ({"action_regex": "move"}, "action_regex"),
+        ({"max_characters": 0}, "max_characters must be at least 1"),
+        ({"held_out": 1.0}, "held_out"),
+    ],
+)
+def test_invalid_configs_are_refused(changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        TextArenaConfig("TicTacToe-v0", **changes)
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'marin_rl\[textarena\]'"):
+        TextArenaConfig("TicTacToe-v0").build()

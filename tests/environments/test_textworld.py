@@ -1,0 +1,200 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import asyncio
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from marin_rl.environments.base import Split, Step
+from marin_rl.environments.external import MissingPackageError
+from marin_rl.environments.game_process import GameError
+from marin_rl.environments.games import View
+from marin_rl.environments.textworld import TextWorldConfig, TextWorldEnvironment
+from marin_rl.types import Task
+
+real = pytest.mark.skipif(importlib.util.find_spec("textworld") is None, reason="needs the extra textworld")
+
+COINS = {
+    "challenge": "tw-coin_collector",
+    "options": {"level": 105},
+    "grammar": {"only_last_action": True},
+    "held_out": 0.0,
+    "validation": 0.0,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("games"))
+
+
+def build(**fields) -> TextWorldEnvironment:
+    environment = TextWorldConfig(**{**COINS, **fields}).build()
+    assert isinstance(environment, TextWorldEnvironment)
+    return environment
+
+
+@pytest.fixture(scope="module")
+def compact(folder: str) -> Iterator[TextWorldEnvironment]:
+    environment = build(folder=folder, view=View.COMPACT, num_tasks=4, invalid_reward=-0.5)
+    yield environment
+    environment.server.close()
+
+
+@pytest.fixture(scope="module")
+def readable(folder: str) -> Iterator[TextWorldEnvironment]:
+    environment = build(folder=folder, num_tasks=1, max_characters=900)
+    yield environment
+    environment.server.close()
+
+
+def play(environment: TextWorldEnvironment, task: Task, replies) -> list[Step]:
+    async def run() -> list[Step]:
+        episode = await environment.start(task, 0)
+        try:
+            return [await episode.step(reply) for reply in replies]
+        finally:
+            await episode.close()
+
+    return asyncio.run(run())
+
+
+def solution(environment: TextWorldEnvironment, task: Task) -> list[str]:
+    messages = environment.demonstrate(task)
+    assert messages[: len(task.messages)] == task.messages
+    return [message["content"] for message in messages if message["role"] == "assistant"]
+
+
+@real
+@pytest.mark.medium
+def test_solutions_win(compact: TextWorldEnvironment):
+    for task in compact.tasks(Split.TRAIN):
+        commands = solution(compact, task)
+        assert commands[-1] == "take coin"
+        steps = play(compact, task, commands)
+        assert [step.done for step in steps] == [False] * 4 + [True]
+        assert [step.action for step in steps] == commands
+        assert steps[-1].rewards == {"correct": 1.0, "game": 1.0, "format": 0.0}
+        assert steps[-1].metrics == {"success": 1.0, "steps": 5.0, "invalid_actions": 0.0}
+        shown = [step.messages[0]["content"] for step in steps[:-1]]
+        assert all(
+            f", {command}" in f", {text.partition(': ')[2]}" for text, command in zip(shown, commands[1:], strict=True)
+        )
+
+
+BACK = {"north": "south", "south": "north", "east": "west", "west": "east"}
+
+
+@real
+def test_anchor_state_is_the_world(compact: TextWorldEnvironment):
+    task = compact.tasks(Split.TRAIN)[0]
+    there = solution(compact, task)[0]
+    steps = play(compact, task, [there, f"go {BACK[there.removeprefix('go ')]}", "xyzzy"])
+    assert steps[0].anchor_state != task.anchor_state
+    assert steps[1].anchor_state == steps[2].anchor_state == task.anchor_state
+    assert (steps[2].action, steps[2].rewards["format"], steps[2].metrics["invalid_actions"]) == (None, -0.5, 1.0)
+    assert steps[2].messages[0]["content"] == f"?\n{task.messages[0]['content']}"
+
+
+@real
+def test_demonstrations_may_take_detours(folder: str, compact: TextWorldEnvironment):
+    environment = build(folder=folder, view=View.COMPACT, num_tasks=4, detours=0.6)
+    assert environment.tasks(Split.TRAIN) == compact.tasks(Split.TRAIN)
+    lengths = []
+    for task in environment.tasks(Split.TRAIN):
+        commands = solution(environment, task)
+        assert commands == solution(environment, task)
+        assert play(environment, task, commands)[-1].metrics["success"] == 1.0
+        lengths.append(len(commands))
+    assert max(lengths) > 5
+    environment.server.close()
+
+
+@real
+@pytest.mark.medium
+def test_readable_games(readable: TextWorldEnvironment):
+    [task] = readable.tasks(Split.TRAIN)
+    rules, opening = task.messages
+    assert rules["role"] == "system"
+    assert "coin" in opening["content"]
+    commands = solution(readable, task)
+    refused = ["restart", "quit", "save", "undo", "look. take coin", "look then look", "\ud800\x00", "go " * 200, ""]
+    steps = play(readable, task, [*refused, "<think>save</think> >  Go\n up ", *commands])
+    for step in steps[: len(refused)]:
+        assert (step.action, step.anchor_state) == (None, task.anchor_state)
+        assert step.messages[0]["content"].startswith("The reply is not a command of this game.\n\n-= ")
+    wall = steps[len(refused)]
+    assert (wall.action, wall.anchor_state) == ("go up", task.anchor_state)
+    assert wall.messages[0]["content"].startswith("You can't go that way.\n\nPossible commands: ")
+    assert steps[-1].metrics["success"] == 1.0
+    assert steps[-1].done
+
+
+@real
+def test_the_same_games_are_made_in_other_processes(folder: str, tmp_path: Path, compact: TextWorldEnvironment):
+    program = (
+        "import sys\n"
+        "from marin_rl.environments.base import Split\n"
+        "from marin_rl.environments.games import View\n"
+        "from marin_rl.environments.textworld import TextWorldConfig\n"
+        f"environment = TextWorldConfig(**{COINS!r}, view=View.COMPACT, num_tasks=4, folder=sys.argv[1]).build()\n"
+        "print(environment.tasks(Split.TRAIN))\n"
+        "environment.server.close()\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert shown == f"{compact.tasks(Split.TRAIN)}\n"
+
+
+@real
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"challenge": "tw-coin_colector"}, "no challenge 'tw-coin_colector'; did you mean 'tw-coin_collector'"),
+        ({"options": {"level": 0}}, r"within \[1-300\]"),
+        ({"challenge": "custom", "options": {"nb_room": 2}}, "no option 'nb_room'; did you mean 'nb_rooms'"),
+        ({"grammar": {"themes": "x"}}, "no option of the grammar 'themes'; did you mean 'theme'"),
+    ],
+)
+def test_invalid_games_are_refused(changes: dict, message: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=message):
+        build(**changes, num_tasks=1, view=View.COMPACT, folder=str(tmp_path))
+
+
+@real
+def test_a_game_whose_file_is_damaged_fails_its_rollout(tmp_path: Path):
+    environment = build(folder=str(tmp_path), view=View.COMPACT, num_tasks=1)
+    [file] = tmp_path.rglob("*.json")
+    file.write_text("{")
+    with pytest.raises(GameError, match="JSONDecodeError"):
+        play(environment, environment.tasks(Split.TRAIN)[0], ["look"])
+    with pytest.raises(ValueError, match="has no game 'x' of 'textworld'"):
+        environment.can_demonstrate(Task("x", "textworld", ({"role": "user", "content": ""},), ""))
+    environment.server.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_tasks": 0}, "num_tasks must be at least 1"),
+        ({"max_characters": 0}, "max_characters must be at least 1"),
+        ({"game_weight": float("nan")}, "game_weight must be finite"),
+        ({"invalid_reward": 0.1}, "invalid_reward must be at most 0"),
+        ({"detours": 1.0}, "detours is a probability"),
+        ({"command_regex": "x"}, "command_regex"),
+    ],
+)
+def test_invalid_configs_are_refused(changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        TextWorldConfig(**changes)
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'marin_rl\[textworld\]'"):
+        TextWorldConfig().build()
