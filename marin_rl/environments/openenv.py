@@ -3,6 +3,7 @@
 
 """Environments behind OpenEnv's protocol: a server with a WebSocket session for each episode."""
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -128,7 +129,7 @@ class OpenEnvConfig(EnvironmentConfig):
         except (httpx.HTTPError, ValueError, LookupError) as error:
             raise OpenEnvError(
                 f"environment {self.name!r}: {address}/schema has no schema of actions ({type(error).__name__}: "
-                f"{error}); set system_prompt to a text that describes them"
+                f"{str(error).partition(chr(10))[0]}); set system_prompt to a text that describes them"
             ) from error
 
     def _opening(self, schema: Any) -> tuple[Message, ...]:
@@ -194,10 +195,17 @@ class Session:
 
         Raises:
             OpenEnvServerError: if the server reports an error.
-            OpenEnvError: if the response is not one of the protocol.
+            OpenEnvError: if the response is not one of the protocol, or the server ended the session.
         """
-        await self._connection.send(json.dumps({"type": kind, "data": data}))
-        text = await self._connection.recv()
+        from websockets import ConnectionClosed
+
+        try:
+            # A server without a free session sends an error and ends the session before the request.
+            with contextlib.suppress(ConnectionClosed):
+                await self._connection.send(json.dumps({"type": kind, "data": data}))
+            text = await self._connection.recv()
+        except ConnectionClosed as error:
+            raise OpenEnvError(f"the server ended the session during {kind}: {error}") from error
         try:
             response = json.loads(text)
             content = response["data"]

@@ -160,7 +160,7 @@ def test_sessions_are_separate(url: str):
     [
         (-1, OpenEnvServerError, r"broken \(EXECUTION_ERROR\)"),
         (77, OpenEnvError, "the server's response to step is not one of OpenEnv's protocol"),
-        (88, Exception, "close"),
+        (88, OpenEnvError, "the server ended the session during step"),
     ],
 )
 def test_an_error_of_the_server_fails_the_rollout(url: str, number: int, error: type, message: str):
