@@ -12,7 +12,7 @@ import pytest
 
 from marin_rl.environments.base import Split, Step
 from marin_rl.environments.external import MissingPackageError
-from marin_rl.environments.game_process import GameError
+from marin_rl.environments.game_process import GameError, call_each
 from marin_rl.environments.games import View
 from marin_rl.environments.textworld import TextWorldConfig, TextWorldEnvironment
 from marin_rl.types import Task
@@ -102,6 +102,7 @@ def test_anchor_state_is_the_world(compact: TextWorldEnvironment):
 
 
 @real
+@pytest.mark.medium
 def test_demonstrations_may_take_detours(folder: str, compact: TextWorldEnvironment):
     environment = build(folder=folder, view=View.COMPACT, num_tasks=4, detours=0.6)
     assert environment.tasks(Split.TRAIN) == compact.tasks(Split.TRAIN)
@@ -136,6 +137,7 @@ def test_readable_games(readable: TextWorldEnvironment):
 
 
 @real
+@pytest.mark.medium
 def test_the_same_games_are_made_in_other_processes(folder: str, tmp_path: Path, compact: TextWorldEnvironment):
     program = (
         "import sys\n"
@@ -161,18 +163,24 @@ def test_the_same_games_are_made_in_other_processes(folder: str, tmp_path: Path,
         ({"grammar": {"themes": "x"}}, "no option of the grammar 'themes'; did you mean 'theme'"),
     ],
 )
-def test_invalid_games_are_refused(changes: dict, message: str, tmp_path: Path):
-    with pytest.raises(ValueError, match=message):
-        build(**changes, num_tasks=1, view=View.COMPACT, folder=str(tmp_path))
+def test_invalid_games_are_refused(compact: TextWorldEnvironment, changes: dict, message: str, tmp_path: Path):
+    arguments = {name: COINS[name] for name in ("challenge", "options", "grammar")}
+    with pytest.raises(GameError, match=message):
+        call_each(
+            compact.server, "make", [{**arguments, **changes, "folder": str(tmp_path), "seed": 0, "compact": True}]
+        )
 
 
 @real
+@pytest.mark.medium
 def test_a_game_whose_file_is_damaged_fails_its_rollout(tmp_path: Path):
     environment = build(folder=str(tmp_path), view=View.COMPACT, num_tasks=1)
     [file] = tmp_path.rglob("*.json")
     file.write_text("{")
     with pytest.raises(GameError, match="JSONDecodeError"):
         play(environment, environment.tasks(Split.TRAIN)[0], ["look"])
+    with pytest.raises(ValueError, match=r"TextWorld 'tw-coin_colector' with the options .* no challenge"):
+        build(challenge="tw-coin_colector", folder=str(tmp_path), view=View.COMPACT, num_tasks=1)
     with pytest.raises(ValueError, match="has no game 'x' of 'textworld'"):
         environment.can_demonstrate(Task("x", "textworld", ({"role": "user", "content": ""},), ""))
     environment.server.close()
