@@ -9,8 +9,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import httpx
-
 from marin_rl.environments.base import FORMAT, AbstractEnvironment, EnvironmentConfig, Episode, Split, Step
 from marin_rl.environments.external import bounded_text, require_package, run_in_thread
 from marin_rl.errors import UserError
@@ -121,6 +119,8 @@ class OpenEnvConfig(EnvironmentConfig):
             await session.close()
         if self.action_field is not None or self.system_prompt is not None:
             return None, observations
+        import httpx
+
         address = self.base_url.replace("ws", "http", 1) if self.base_url.startswith("ws") else self.base_url
         try:
             async with httpx.AsyncClient() as client:
