@@ -360,7 +360,7 @@ def test_reachable_weight_servers_are_accepted(ray_address: str | None, weights:
 @pytest.mark.parametrize("advantage", ["{type: gigpo}", "{type: gae}"])
 def test_agents_refuse_advantages_that_need_the_order_of_turns(advantage: str):
     environment = "{type: mixture, parts: [{environment: {type: agent, command: [x], tasks: {type: arithmetic}}}]}"
-    sections = {"environment": environment, "rollouts": "{max_turns: 2}", "advantage": advantage}
+    sections = {"environment": environment, "rollouts": "{max_turns: 2, max_length: 12}", "advantage": advantage}
     if "gae" in advantage:
         sections["critic"] = "{shared_trunk: true}"
     with pytest.raises(ValueError, match=r"environment\.parts\.0\.environment runs agents"):
