@@ -11,13 +11,16 @@ from haliax import Axis
 from haliax.partitioning import physical_axis_name
 from jax.sharding import PartitionSpec
 
+POSITION = "position"
+"""Axis of the positions of a row, which the learner may split over devices (context parallelism)."""
 
-def on_each_shard(function: Callable[..., Any], inputs: tuple[PartitionSpec, ...], outputs: Any) -> Callable[..., Any]:
+
+def on_each_shard(function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any) -> Callable[..., Any]:
     """Run a function on each shard of its arguments.
 
     Args:
         function: function of arrays whose result on a shard is that shard of its result.
-        inputs: sharding of each argument, such as from `sharding_of`.
+        inputs: sharding of each argument, such as from `sharding_of`, or a tree of them for a tree of arrays.
         outputs: sharding of the result, or of each of several.
 
     Returns:

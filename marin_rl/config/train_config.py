@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from levanter.distributed import DistributedConfig, RayConfig
+from levanter.models.gpt2 import Gpt2Config
 from levanter.models.lm_model import LmConfig
 from levanter.models.mixtral import MixtralConfig
 from levanter.optim import AdamConfig, OptimizerConfig
@@ -45,6 +46,7 @@ from marin_rl.config_fields import (
     without_effect,
 )
 from marin_rl.environments.base import EnvironmentConfig
+from marin_rl.kernel_sharding import POSITION
 from marin_rl.learner.attention_kernel import PLATFORMS, AttentionKernel, attention_kernel
 from marin_rl.learner.checkpoint import CheckpointConfig
 from marin_rl.learner.critic import CriticConfig
@@ -256,6 +258,7 @@ class TrainConfig:
                 f"rollouts.max_length is {self.rollouts.max_length}, but the model's context has {self.model.Pos.size} "
                 "tokens (model.seq_len); lower rollouts.max_length or raise model.seq_len"
             )
+        self._check_context()
         self._check_row_length()
         if self.rollouts.long_prompts is LongPrompts.TRUNCATE_LEFT and self.rollouts.max_prompt_length is None:
             keep = max(self.rollouts.max_length - self.sampling.max_new_tokens, 1)
@@ -278,12 +281,26 @@ class TrainConfig:
                     "devices; shard their hidden layers with trainer.tensor_parallel_axes: [mlp] instead"
                 )
 
+    def _check_context(self) -> None:
+        axes = self.trainer.tensor_parallel_axes or ()
+        if POSITION in self.trainer.axis_resources or (POSITION in axes and len(axes) > 1):
+            raise ValueError(
+                f"trainer.tensor_parallel_axes is {list(axes)} and trainer.axis_resources is "
+                f"{dict(self.trainer.axis_resources)}, but {POSITION!r} can be split over devices only alone: set "
+                f"trainer.tensor_parallel_axes: [{POSITION}]"
+            )
+        if POSITION in axes and isinstance(self.model, Gpt2Config):
+            raise ValueError(
+                "trainer.tensor_parallel_axes is ['position'], but the positions of a gpt2 model cannot be split over "
+                "devices, because it has an attention module of its own; use another axis, such as mlp"
+            )
+
     def _check_row_length(self) -> None:
         """Validate that a platform supports the row length; the run's platform is checked after jax has started."""
         errors = []
         for platform in PLATFORMS:
             try:
-                self.rollouts.positions(attention_kernel(self.model, platform))
+                self.rollouts.positions(attention_kernel(self.model, platform, self._context_shards))
             except ValueError as error:
                 errors.append(error)
         if len(errors) == len(PLATFORMS):
@@ -418,4 +435,9 @@ class TrainConfig:
         return kernel.configure(self.model, self.rollouts.positions(kernel))
 
     def _kernel(self, trainer: TrainerConfig) -> AttentionKernel:
-        return attention_kernel(self.model, platform_of(trainer))
+        return attention_kernel(self.model, platform_of(trainer), self._context_shards)
+
+    @property
+    def _context_shards(self) -> int:
+        """Number of devices over which the positions of a row are split."""
+        return self.trainer.model_axis_size if POSITION in (self.trainer.tensor_parallel_axes or ()) else 1

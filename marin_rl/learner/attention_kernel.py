@@ -37,6 +37,8 @@ class AttentionKernel:
     """Levanter's kernel, or the one for GPUs."""
     block_size: int | None = None
     """The model's `flash_attention_block_size`, in positions; None if it does not set one."""
+    context_shards: int = 1
+    """Number of devices over which the positions of a row are split."""
 
     def __post_init__(self) -> None:
         if self.block_size is not None and self.block_size < 1:
@@ -56,7 +58,7 @@ class AttentionKernel:
         >>> [AttentionKernel(AttentionBackend(name)).supports_shared_prompts for name in ("jax_flash", "splash")]
         [True, False]
         """
-        return self.backend in (AttentionBackend.VANILLA, AttentionBackend.JAX_FLASH)
+        return self.context_shards == 1 and self.backend in (AttentionBackend.VANILLA, AttentionBackend.JAX_FLASH)
 
     def takes(self, row_length: int) -> bool:
         """Return whether the kernel supports rows of this many positions.
@@ -67,6 +69,12 @@ class AttentionKernel:
         >>> [splash.takes(length) for length in (100, 384, 640, 1536)]
         [False, True, False, True]
         """
+        if self.context_shards > 1:
+            is_splash = self.backend is AttentionBackend.SPLASH
+            own, rest = divmod(row_length, self.context_shards)
+            return rest == 0 and (
+                not is_splash or all(map(dataclasses.replace(self, context_shards=1).takes, (own, row_length)))
+            )
         match self.backend:
             case AttentionBackend.VANILLA:
                 return True
@@ -123,7 +131,7 @@ class AttentionKernel:
         return self.block_size is not None or block is None or block >= SHORTEST_FLASH_BLOCK
 
 
-def attention_kernel(model: LmConfig | None, platform: str) -> AttentionKernel:
+def attention_kernel(model: LmConfig | None, platform: str, context_shards: int = 1) -> AttentionKernel:
     """Select the kernel that trains a model.
 
     `splash` on TPU, `pallas` on GPU, `jax_flash` on CPU and for GPT-2; or `vanilla` if the model sets
@@ -133,6 +141,7 @@ def attention_kernel(model: LmConfig | None, platform: str) -> AttentionKernel:
     Args:
         model: the architecture; None if it has no attention settings.
         platform: `cpu`, `gpu` or `tpu`.
+        context_shards: number of devices over which the positions of a row are split.
 
     Raises:
         ValueError: if the model sets `attn_backend: nvte`, or the kernel cannot work with its
@@ -149,7 +158,7 @@ def attention_kernel(model: LmConfig | None, platform: str) -> AttentionKernel:
         default = _default_backend(model, platform)
         if unwanted or (cap is not None and default not in exact):
             default = AttentionBackend.VANILLA
-        return AttentionKernel(default, getattr(model, "flash_attention_block_size", None))
+        return AttentionKernel(default, getattr(model, "flash_attention_block_size", None), context_shards)
     if backend is AttentionBackend.NVTE:
         raise ValueError(
             "model.attn_backend is nvte, but Transformer Engine, as levanter calls it, does not read segment ids, so "
@@ -164,7 +173,7 @@ def attention_kernel(model: LmConfig | None, platform: str) -> AttentionKernel:
             f"model.attn_backend is {backend.value}, which does not differentiate the cap of the attention logits "
             f"(model.attn_logit_softcapping, {cap}); set it to vanilla, or to null"
         )
-    return AttentionKernel(backend, getattr(model, "flash_attention_block_size", None))
+    return AttentionKernel(backend, getattr(model, "flash_attention_block_size", None), context_shards)
 
 
 def _default_backend(model: LmConfig | None, platform: str) -> AttentionBackend | GpuBackend:

@@ -29,8 +29,8 @@ TILE_BYTES = 2**14
 memory, the kernel does not spill registers; with larger tiles it spills on at least one of them. No GPU has run it."""
 LARGEST_TILE, SMALLEST_TILE = 64, 16
 """Numbers of positions. Rows are multiples of the largest; tensor cores require the smallest."""
-CAPPED_BLOCK = 256
-"""Largest number of queries in a block of `capped_attention`."""
+QUERY_BLOCK = 256
+"""Largest number of queries in a block of `block_attention`."""
 
 
 class GpuBackend(enum.Enum):
@@ -68,12 +68,16 @@ class _GpuAttention(eqx.Module):
         dtype = jnp.float32 if config.upcast_attn else x.dtype
         query, keys, values = (array.rearrange((..., "position", "kv_head", ..., "head_size")) for array in arrays)
         Batch = query.resolve_axis("batch")
-        segments = _segments_of(mask).rearrange((Batch, "position"))
+        segments = segments_of(mask).rearrange((Batch, "position"))
         scale = config.HeadSize.size**-0.5 if config.scaling_factor is None else config.scaling_factor
         if config.logits_soft_cap is None:
             run = functools.partial(segment_attention, scale=scale, interpret=self.interpret)
         else:
-            run = functools.partial(capped_attention, scale=scale, soft_cap=config.logits_soft_cap)
+
+            def run(query: Array, keys: Array, values: Array, segments: Array) -> Array:
+                cap = config.logits_soft_cap
+                return block_attention(query, keys, values, segments, segments, scale=scale, soft_cap=cap)
+
         by_row, by_row_and_head = sharding_of(Batch), sharding_of(Batch, None, config.KVHeads)
         sharded = on_each_shard(run, (by_row_and_head,) * 3 + (by_row,), by_row_and_head)
         attended = sharded(*(array.array.astype(dtype) for array in (query, keys, values)), segments.array)
@@ -81,13 +85,14 @@ class _GpuAttention(eqx.Module):
         return self.attention.o_proj(heads.astype(x.dtype), key=None)
 
 
-def _segments_of(mask: AttentionMask) -> NamedArray:
+def segments_of(mask: AttentionMask) -> NamedArray:
     """Return the segment ids of a causal mask, which are those of queries and keys."""
     plain = type(mask) is AttentionMask and mask.is_causal and mask.segment_ids is not None
     if not plain or not (mask.causal_offset is mask.explicit_mask is mask.sliding_window is None):
         raise NotImplementedError(
-            f"attention on GPU takes causal masks with segments, not {type(mask).__name__} (rollouts.share_prompts) or "
-            "sliding windows; set model.attn_backend: JAX_FLASH"
+            "attention on GPU, or of positions that are split over devices, takes causal masks with segments, not "
+            f"{type(mask).__name__} (rollouts.share_prompts) or sliding windows; set model.attn_backend: JAX_FLASH and "
+            "no trainer.tensor_parallel_axes: [position]"
         )
     assert mask.segment_ids is not None
     return mask.segment_ids[0]
@@ -139,41 +144,46 @@ def segment_attention(
     return attended.reshape(query.shape)
 
 
-def capped_attention(
-    query: Float[Array, "batch position kv_head group head_size"],
+def block_attention(
+    query: Float[Array, "batch own kv_head group head_size"],
     keys: Float[Array, "batch position kv_head head_size"],
     values: Float[Array, "batch position kv_head head_size"],
-    segment_ids: Int[Array, "batch position"],
+    query_segments: Int[Array, "batch own"],
+    segments: Int[Array, "batch position"],
     *,
+    first: Int[Array, ""] | int = 0,
     scale: float,
-    soft_cap: float,
-) -> Float[Array, "batch position kv_head group head_size"]:
-    """Attend as `segment_attention` does, with scores `c · tanh(score / c)`, which its kernel does not support.
+    soft_cap: float | None,
+) -> Float[Array, "batch own kv_head group head_size"]:
+    """Attend as `segment_attention` does, with XLA, from some positions of a row to all before them.
 
     Scores exist for one block of queries at a time, forward and backward, in float32.
 
     Args:
-        query: queries; `group` of them share keys and values.
+        query: queries of consecutive positions; `group` of them share keys and values.
         keys: keys, after rotary embedding.
         values: values.
-        segment_ids: segment of each position.
+        query_segments: segment of each query.
+        segments: segment of each position.
+        first: position of the first query.
         scale: multiplies the scores before the cap.
-        soft_cap: the cap `c`.
+        soft_cap: scores are `c · tanh(score / c)` with this cap `c`; None for no cap.
     """
-    positions = query.shape[1]
-    block = math.gcd(positions, CAPPED_BLOCK)
+    positions = keys.shape[1]
+    block = math.gcd(query.shape[1], QUERY_BLOCK)
 
     @jax.checkpoint
     def attend(start: Int[Array, ""]) -> Float[Array, "batch block kv_head group head_size"]:
-        queries, segments = (jax.lax.dynamic_slice_in_dim(array, start, block, 1) for array in (query, segment_ids))
+        queries, own = (jax.lax.dynamic_slice_in_dim(array, start, block, 1) for array in (query, query_segments))
         scores = jnp.einsum("bqhgd,bkhd->bhgqk", queries, keys, preferred_element_type=jnp.float32) * scale
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-        causal = start + jnp.arange(block)[:, None] >= jnp.arange(positions)
-        visible = causal & (segments[:, :, None] == segment_ids[:, None, :])
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        causal = first + start + jnp.arange(block)[:, None] >= jnp.arange(positions)
+        visible = causal & (own[:, :, None] == segments[:, None, :])
         weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
         return jnp.einsum("bhgqk,bkhd->bqhgd", weights.astype(values.dtype), values)
 
-    blocks = jax.lax.map(attend, jnp.arange(0, positions, block))
+    blocks = jax.lax.map(attend, jnp.arange(0, query.shape[1], block))
     return jnp.moveaxis(blocks, 0, 1).reshape(query.shape)
 
 

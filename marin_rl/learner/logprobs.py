@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.rl_example import RlExample, to_predictors, to_tokens
+from marin_rl.learner.context_attention import context_shards, with_context_attention
 from marin_rl.learner.gpu_attention import GpuBackend, with_gpu_attention
 from marin_rl.learner.group_attention import with_group_attention
 
@@ -43,7 +44,9 @@ def policy_activations(model: LmHeadModel, batch: RlExample) -> NamedArray:
         `{batch, position, embed}` in the model's precision, aligned with the predicting positions: entry `t` predicts
         token `t + 1`.
     """
-    if getattr(model.config, "attn_backend", None) is GpuBackend.PALLAS:
+    if context_shards() > 1:
+        model = with_context_attention(model)
+    elif getattr(model.config, "attn_backend", None) is GpuBackend.PALLAS:
         model = with_gpu_attention(model)
     elif batch.group is not None:
         model = with_group_attention(model)
@@ -89,6 +92,7 @@ def token_logprobs(
         temperature=temperature,
         block_size=block_size,
         shards=_shards_of(Batch),
+        position_shards=context_shards(),
     )
     return to_tokens(hax.named(logprobs, (Batch, Pos))), to_tokens(hax.named(entropies, (Batch, Pos)))
 
@@ -102,6 +106,7 @@ def blockwise_logprobs(
     temperature: float,
     block_size: int,
     shards: int = 1,
+    position_shards: int = 1,
 ) -> tuple[Float32[Array, "batch position"], Float32[Array, "batch position"]]:
     """Compute log-probabilities of `targets` and entropies on `mask`, one block of positions at a time.
 
@@ -121,18 +126,25 @@ def blockwise_logprobs(
         block_size: positions of a shard in a block, at least 1.
         shards: number of devices over which the rows are split; a divisor of `batch`. It does not change results:
             every shard sums its own gradient of the head, and only the totals are communicated.
+        position_shards: number of devices over which the positions are split; a divisor of `position`.
 
     Returns:
         Log-probabilities and entropies (nats), `[batch, position]` float32; 0 off the mask. The log-probabilities
         support one reverse-mode differentiation; entropies are constants.
     """
+    rows, positions = mask.shape[0] // shards, mask.shape[1] // position_shards
+    parts = (shards, rows, position_shards, positions)
 
     def split(array: Array) -> Array:
-        return array.reshape(shards, -1, *array.shape[2:])
+        rest = array.shape[2:]
+        return jnp.swapaxes(array.reshape(*parts, *rest), 1, 2).reshape(-1, rows * positions, *rest)
 
-    block_size = min(block_size, mask.size // shards)
+    def join(array: Array) -> Array:
+        return jnp.swapaxes(array.reshape(shards, position_shards, rows, positions), 1, 2).reshape(mask.shape)
+
+    block_size = min(block_size, rows * positions)
     logprobs, entropies = _logprobs(split(activations), lm_head, split(targets), split(mask), temperature, block_size)
-    return logprobs.reshape(mask.shape), entropies.reshape(mask.shape)
+    return join(logprobs), join(entropies)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer import TrainerConfig
 
+from marin_rl.kernel_sharding import POSITION
 from marin_rl.sampling.attention import PADDING, AttentionForm, CacheAxes, Tokens, einsum_in_float32
 from marin_rl.sampling.cached_model import Cache, CachedModel, cache_axes, empty_cache, with_cache
 
@@ -247,7 +248,8 @@ def compile_programs(
     axes = cache_axes(model, form, slots, context, head_shards(trainer, mesh))
     if trainer is None:
         return _programs(None, None, (), None, axes, form, context, dtype, steps)
-    mapping = {name: axes for name, axes in trainer.compute_axis_mapping.items() if name != trainer.batch_axis}
+    learners = (trainer.batch_axis, POSITION)
+    mapping = {name: axes for name, axes in trainer.compute_axis_mapping.items() if name not in learners}
     batch_axes = cast(tuple[str, ...], trainer.compute_axis_mapping[cast(str, trainer.batch_axis)])
     mesh = trainer.device_mesh if mesh is None else mesh
     return _programs(mesh, _entries(mapping), batch_axes, trainer.mp, axes, form, context, dtype, steps)

@@ -9,6 +9,7 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 from levanter.layers.attention import AttentionBackend
 from levanter.models.gemma import Gemma3Config
+from levanter.models.gpt2 import Gpt2Config
 from levanter.models.llama import LlamaConfig
 from levanter.models.mixtral import MixtralConfig
 from levanter.optim import AdamConfig
@@ -137,6 +138,20 @@ def test_reinforce_accepts_groups_of_one():
                 rf"trainer\.{key} has 'experts', but levanter cannot shard the experts",
             )
             for key, value in (("tensor_parallel_axes", ["mlp", "experts"]), ("axis_resources", {"experts": "model"}))
+        ),
+        *(
+            (
+                {"trainer": dataclasses.replace(default_trainer(), **changes)},
+                r"'position' can be split over .* only alone",
+            )
+            for changes in ({"tensor_parallel_axes": ["position", "mlp"]}, {"axis_resources": {"position": "model"}})
+        ),
+        (
+            {
+                "model": Gpt2Config(max_seq_len=64),
+                "trainer": dataclasses.replace(default_trainer(), tensor_parallel_axes=["position"]),
+            },
+            "the positions of a gpt2 model cannot be split over devices",
         ),
         ({"model": dataclasses.replace(MODEL, scan_layers=False)}, r"model\.scan_layers is false"),
         (

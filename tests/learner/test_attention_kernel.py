@@ -146,6 +146,17 @@ def test_use_flash_attention_false_selects_vanilla() -> None:
 GEMMA2 = Gemma2Config(attn_logit_softcapping=2.0)
 
 
+@pytest.mark.parametrize(
+    ("backend", "length", "takes"),
+    [("jax_flash", 1101, False), ("jax_flash", 1104, True), ("splash", 256, False), ("splash", 2048, True)],
+)
+def test_split_positions_need_rows_that_every_device_can_take(backend: str, length: int, takes: bool) -> None:
+    kernel = AttentionKernel(AttentionBackend(backend), context_shards=4)
+    assert kernel.takes(length) == takes
+    assert kernel.takes(kernel.fit(length))
+    assert not kernel.supports_shared_prompts
+
+
 def test_capped_attention_logits_select_a_kernel_that_differentiates_the_cap() -> None:
     uncapped = dataclasses.replace(GEMMA2, attn_logit_softcapping=None)
     assert [attention_kernel(GEMMA2, platform).backend for platform in PLATFORMS] == [VANILLA, PALLAS, SPLASH]

@@ -25,7 +25,7 @@ from marin_rl.batching.packing import GroupRow
 from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
 from marin_rl.learner import gpu_attention
 from marin_rl.learner.attention_kernel import attention_kernel
-from marin_rl.learner.gpu_attention import capped_attention, segment_attention, with_gpu_attention
+from marin_rl.learner.gpu_attention import block_attention, segment_attention, with_gpu_attention
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
 from tests.sampling.families import FAMILIES, random_model
 
@@ -69,12 +69,12 @@ def test_value_and_gradient_equal_those_of_the_full_scores(
     kv_heads: int, group: int, size: int, dtype: Any, soft_cap: float | None, error: float, monkeypatch: Any
 ):
     # Several blocks of a row.
-    monkeypatch.setattr(gpu_attention, "CAPPED_BLOCK", 128)
+    monkeypatch.setattr(gpu_attention, "QUERY_BLOCK", 128)
 
     def kernel(*arrays: jax.Array) -> jax.Array:
         segments = jnp.asarray(SEGMENTS)
         if soft_cap is not None:
-            return capped_attention(*arrays, segments, scale=size**-0.5, soft_cap=soft_cap)
+            return block_attention(*arrays, segments, segments, scale=size**-0.5, soft_cap=soft_cap)
         return segment_attention(*arrays, segments, scale=size**-0.5, interpret=True)
 
     def exact(*arrays: jax.Array) -> jax.Array:

@@ -1,0 +1,154 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Attention of rows whose positions are split over devices (context parallelism).
+
+Every device has the queries of its positions and gathers the keys and values of all positions. So it holds the
+activations of its positions only, and the keys and values of one layer. Later positions attend to more keys: the last
+device has the most work, about twice the average.
+"""
+
+import functools
+from typing import Any, cast
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+from haliax.partitioning import current_thread_local_mapping, physical_axis_name, physical_axis_size
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+from levanter.layers.attention import Attention, AttentionBackend, AttentionMask
+from levanter.models.lm_model import LmHeadModel
+
+from marin_rl.kernel_sharding import POSITION, on_each_shard, sharding_of
+from marin_rl.learner.gpu_attention import block_attention, segments_of
+
+SPLASH_BLOCK = 512
+"""Positions in a block of splash attention if the model does not set `flash_attention_block_size`."""
+
+
+def context_shards() -> int:
+    """Return the number of devices over which the current axis mapping splits the positions of a row."""
+    if current_thread_local_mapping() is None or physical_axis_name(POSITION) is None:
+        return 1
+    return physical_axis_size(POSITION) or 1
+
+
+def with_context_attention(model: LmHeadModel, *, interpret: bool = False) -> LmHeadModel:
+    """Return a model whose attention takes positions that are split over devices; for models of scanned layers.
+
+    Args:
+        model: the model; its weights are not copied.
+        interpret: whether to interpret the kernel of TPUs, which works without one, slowly.
+    """
+    return eqx.tree_at(
+        lambda node: cast(Any, node).transformer.layers.stacked.self_attn,
+        model,
+        replace_fn=lambda attention: _ContextAttention(attention, interpret),
+    )
+
+
+class _ContextAttention(eqx.Module):
+    """Levanter's attention module, with the queries of the device's own positions."""
+
+    attention: Attention
+    interpret: bool = eqx.field(static=True)
+
+    def __call__(
+        self, x: NamedArray, mask: AttentionMask, *, key: None = None, pos_ids: NamedArray | None = None
+    ) -> NamedArray:
+        config = self.attention.config
+        arrays = self.attention._compute_qkv(x, key=None, pos_ids=pos_ids)
+        dtype = jnp.float32 if config.upcast_attn else x.dtype
+        query, keys, values = (array.rearrange((..., POSITION, "kv_head", ..., "head_size")) for array in arrays)
+        Batch, Position = query.resolve_axis("batch"), query.resolve_axis(POSITION)
+        segments = segments_of(mask).rearrange((Batch, Position)).array
+        scale = config.HeadSize.size**-0.5 if config.scaling_factor is None else config.scaling_factor
+        inputs = (*(array.array.astype(dtype) for array in (query, keys, values)), segments, segments)
+        own, whole = sharding_of(Batch, Position), sharding_of(Batch, None)
+        if config.attn_backend is AttentionBackend.SPLASH:
+            block = config.flash_attention_block_size or SPLASH_BLOCK
+            kernel = _splash_kernel(query, context_shards(), block, config.logits_soft_cap, interpret=self.interpret)
+            mesh = jax.sharding.get_abstract_mesh()
+            spec = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, physical_axis_name(POSITION))))
+            run = on_each_shard(functools.partial(_splash, scale=scale), (spec, own, whole, whole, own, whole), own)
+            attended = run(kernel, *inputs)
+        else:
+            run = functools.partial(
+                _block_attention,
+                axis=cast(str, physical_axis_name(POSITION)),
+                scale=scale,
+                soft_cap=config.logits_soft_cap,
+            )
+            attended = on_each_shard(run, (own, whole, whole, own, whole), own)(*inputs)
+        heads = NamedArray(attended, query.axes).flatten_axes(("kv_head", "q_heads_per_group"), "heads")
+        return self.attention.o_proj(heads.astype(x.dtype), key=None)
+
+
+def _block_attention(
+    query: Float[Array, "batch own kv_head group head_size"],
+    keys: Float[Array, "batch position kv_head head_size"],
+    values: Float[Array, "batch position kv_head head_size"],
+    query_segments: Int[Array, "batch own"],
+    segments: Int[Array, "batch position"],
+    *,
+    axis: str,
+    scale: float,
+    soft_cap: float | None,
+) -> Float[Array, "batch own kv_head group head_size"]:
+    """Attend with XLA, one block of queries at a time, on one device of several."""
+    first = jax.lax.axis_index(axis) * query.shape[1]
+    return block_attention(query, keys, values, query_segments, segments, first=first, scale=scale, soft_cap=soft_cap)
+
+
+def _splash_kernel(
+    query: NamedArray, shards: int, block: int, soft_cap: float | None, *, interpret: bool
+) -> splash_attention_kernel.SplashAttentionKernel:
+    """Return jax's splash attention for causal rows, with its queries split over devices."""
+    positions = query.axis_size(POSITION)
+    heads = query.axis_size("kv_head") * query.axis_size("q_heads_per_group")
+    of_queries, of_keys = min(block, positions // shards), min(block, positions)
+    sizes = splash_attention_kernel.BlockSizes(
+        block_q=of_queries,
+        block_kv=of_keys,
+        block_kv_compute=of_keys,
+        block_q_dkv=of_queries,
+        block_kv_dkv=of_keys,
+        block_kv_dkv_compute=of_keys,
+        block_q_dq=of_queries,
+        block_kv_dq=of_keys,
+    )
+    causal = splash_attention_mask.CausalMask((positions, positions))
+    return splash_attention_kernel.make_splash_mha(
+        mask=splash_attention_mask.MultiHeadMask([causal] * heads),
+        head_shards=1,
+        q_seq_shards=shards,
+        block_sizes=sizes,
+        attn_logits_soft_cap=soft_cap,
+        interpret=interpret,
+    )
+
+
+def _splash(
+    kernel: splash_attention_kernel.SplashAttentionKernel,
+    query: Float[Array, "batch own kv_head group head_size"],
+    keys: Float[Array, "batch position kv_head head_size"],
+    values: Float[Array, "batch position kv_head head_size"],
+    query_segments: Int[Array, "batch own"],
+    segments: Int[Array, "batch position"],
+    *,
+    scale: float,
+) -> Float[Array, "batch own kv_head group head_size"]:
+    """Attend with the kernel of TPUs, on one device of several."""
+    _, own, _, _, size = query.shape
+
+    def attend(query: Array, keys: Array, values: Array, of_queries: Array, of_keys: Array) -> Array:
+        by_head = jnp.moveaxis(query.reshape(own, -1, size), 0, 1)
+        ids = splash_attention_kernel.SegmentIds(of_queries, of_keys)
+        by_kv_head = (jnp.moveaxis(array, 0, 1) for array in (keys, values))
+        return cast(Array, kernel(by_head, *by_kv_head, segment_ids=ids))
+
+    attended = jax.vmap(attend)(query * scale, keys, values, query_segments, segments)
+    return jnp.moveaxis(attended, 1, 2).reshape(query.shape)

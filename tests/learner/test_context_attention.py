@@ -1,0 +1,33 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Rows whose positions are split over devices give the results of whole rows."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import marin_rl
+
+
+@pytest.mark.slow
+def test_split_positions_change_results_only_by_rounding() -> None:
+    """Run in a separate process with four devices."""
+    script = Path(__file__).with_name("context_cases.py")
+    environment = {**os.environ, "PYTHONPATH": str(Path(marin_rl.__file__).parents[1])}
+    said = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=False, timeout=600, env=environment
+    )
+    assert said.returncode == 0, said.stderr[-4000:]
+    facts = json.loads(said.stdout.splitlines()[-1])
+    for name in ("llama", "qwen3"):
+        assert facts[f"{name} scale"] > 0.01
+        assert max(facts[name]) < 1e-6
+    # The kernel of TPUs, interpreted, against the products of XLA.
+    assert facts["splash"] < 1e-5
+    assert facts["step"] < 1e-5
+    assert facts["samples"]
