@@ -40,8 +40,12 @@ def exempt_from_collection() -> Iterator[None]:
     """Exempt the objects that exist now from Python's garbage collection, until the context ends.
 
     The modules of jax, the model and its programs are about a million objects, which stay. Each full collection would
-    visit them all, and training steps create enough objects for several collections per second.
+    visit them all, and training steps create enough objects for several collections per second. Does nothing if the
+    program has exempted objects already.
     """
+    if gc.get_freeze_count():
+        yield
+        return
     gc.collect()
     gc.freeze()
     try:

@@ -5,6 +5,7 @@ import gc
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -63,6 +64,15 @@ def test_input_config_is_not_modified():
     assert (started.per_device_parallelism, started.train_batch_size) == (4, 4 * jax.device_count())
 
 
+@pytest.fixture
+def no_exempt_objects() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("no_exempt_objects")
 def test_only_objects_of_the_context_are_collected():
     class Cycle:
         alive = 0
@@ -75,7 +85,7 @@ def test_only_objects_of_the_context_are_collected():
             Cycle.alive -= 1
 
     before = Cycle()
-    with exempt_from_collection():
+    with exempt_from_collection(), exempt_from_collection():
         del before
         Cycle()
         gc.collect()
