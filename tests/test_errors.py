@@ -25,6 +25,8 @@ INTERNAL = {
     "RewardFunctionError": "reported by the sandbox worker that loads the user's file",
     "ApiError": "answered to a client of the server",
     "EngineError": "answered to a client of the server",
+    "AgentError": "fails a rollout",
+    "EpisodeEndedError": "answered to an agent",
     "StopRequestedError": "ends the step; the training loop saves and stops",
 }
 """Errors that are handled before they reach the command line."""
