@@ -165,10 +165,11 @@ def make_plan(
     worker_topology = (worker_topology or topology.local()) if is_async else None
     lengths = lengths or default_lengths(config)
     names = programs_of(config, topology.num_hosts)
-    elsewhere = _elsewhere(config, topology)
-    own = [name for name in names if name not in elsewhere]
+    own = [name for name in names if not is_async or name not in UNROLLED]
     compiler = _Compiler(known or {}, report)
     jax.config.update("jax_enable_compilation_cache", topology.chip.platform == "cpu")
+    if not is_async and topology.num_hosts > 1:
+        compiler = _compile_for_one_host(config, topology, vocab_size, compiler)
     with absent_devices(topology):
         run = _open(config, vocab_size)
         chip = topology.chip
@@ -193,33 +194,33 @@ def make_plan(
             held,
             time_model.model_flops(run, step),
         )
-    sampling = [name for name in names if name in elsewhere]
-    if not sampling:
+    if worker_topology is None:
         return plan
-    with absent_devices(worker_topology or topology.local()):
-        if worker_topology is None:
-            host = _open(_of_one_host(config, topology), vocab_size)
-            phases += [_phase(name, "trainer", run, step, chip, held, compiler, host) for name in sampling]
-        else:
-            worker = _open(config, vocab_size)
-            held: dict[str, Number] = {"weights": chip_bytes(worker.parameters)}
-            chip = chip if chip.platform == "cpu" else worker_topology.chip
-            phases += [_phase(name, "worker", worker, step, chip, held, compiler) for name in sampling]
+    with absent_devices(worker_topology):
+        worker = _open(config, vocab_size)
+        held: dict[str, Number] = {"weights": chip_bytes(worker.parameters)}
+        sampling = [name for name in names if name in UNROLLED]
+        chip = chip if chip.platform == "cpu" else worker_topology.chip
+        phases += [_phase(name, "worker", worker, step, chip, held, compiler) for name in sampling]
     return dataclasses.replace(plan, phases=tuple(phases))
 
 
-def _elsewhere(config: TrainConfig, topology: Topology) -> tuple[str, ...]:
-    """Return the programs that run on other devices than all of the trainer's: those of a worker, or of one host."""
-    if config.mode is Mode.ASYNC:
-        return UNROLLED
-    return ("prefill", "decode") if topology.num_hosts > 1 else ()
-
-
-def _of_one_host(config: TrainConfig, topology: Topology) -> TrainConfig:
-    """Return the config with the sampler of one host on the devices of that host alone.
+def _compile_for_one_host(
+    config: TrainConfig, topology: Topology, vocab_size: int, compiler: "_Compiler"
+) -> "_Compiler":
+    """Compile the programs that run on one host for its devices alone, and return them with those already known.
 
     XLA compiles a program with collectives only for all devices of a topology.
     """
+    names = [name for name in ("prefill", "decode") if name in programs_of(config, topology.num_hosts)]
+    with absent_devices(topology.local()):
+        host = _open(_of_one_host(config, topology), vocab_size)
+        results = {name: compiler.compile(name, host, (1.0,)) for name in names}
+    return compiler._replace(known={**compiler.known, **results})
+
+
+def _of_one_host(config: TrainConfig, topology: Topology) -> TrainConfig:
+    """Return the config with the sampler of one host."""
     trainer = dataclasses.replace(
         config.trainer,
         model_axis_size=math.gcd(config.trainer.model_axis_size, topology.chips_per_host),
@@ -321,13 +322,11 @@ def _phase(
     chip: Chip,
     held: dict[str, Number],
     compiler: _Compiler,
-    host: RunShapes | None = None,
 ) -> Phase:
-    """Compile a program, on the devices of one host if `host` is given, and return its memory and work."""
     head_blocks = _head_blocks(run, step)
     per_update = step.microbatches / step.updates
     trips = {"update": (per_update, head_blocks), "score": (per_update * run.config.updates.minibatches, head_blocks)}
-    result = compiler.compile(name, host or run, trips.get(name, (1.0,)))
+    result = compiler.compile(name, run, trips.get(name, (1.0,)))
     measured = None if isinstance(result, Failure) else result
     work = _work(name, run, step, measured)
     absent = ("optimizer", "reference") if name == "initial state" else ()
