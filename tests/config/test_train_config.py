@@ -148,7 +148,7 @@ def test_reinforce_accepts_groups_of_one():
         ),
         (
             {
-                "model": Gpt2Config(max_seq_len=64),
+                "model": Gpt2Config(seq_len=512),
                 "trainer": dataclasses.replace(default_trainer(), tensor_parallel_axes=["position"]),
             },
             "the positions of a gpt2 model cannot be split over devices",
