@@ -79,6 +79,9 @@ class FixedLagRollouts:
         """See `RolloutSource`."""
         self._history.keep(model, version)
 
+    def flush(self) -> None:
+        """Do nothing."""
+
     def metrics(self) -> dict[str, float]:
         """Return no metrics; there are no workers."""
         return {}

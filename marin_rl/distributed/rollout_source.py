@@ -59,6 +59,10 @@ class RolloutSource(Protocol):
         """
         ...
 
+    def flush(self) -> None:
+        """Wait until the published weights have left all training processes."""
+        ...
+
     def metrics(self) -> dict[str, float]:
         """Return the metrics of this step."""
         ...
@@ -101,6 +105,9 @@ class LocalRollouts:
 
     def publish(self, model: object, version: WeightVersion) -> None:
         """Do nothing: the sampler already has the weights."""
+
+    def flush(self) -> None:
+        """Do nothing."""
 
     def metrics(self) -> dict[str, float]:
         """Return no metrics."""

@@ -86,6 +86,18 @@ class WorkerPool:
         self._announced = version
         client.call(Coordinator.announce, version, self._addresses)
 
+    def flush(self) -> None:
+        """Wait until the weights are announced; see `RolloutSource`.
+
+        The main process announces them when it has seen them on the weight server of every training process, so no
+        process may close its server earlier.
+
+        Raises:
+            WeightTransferError: If they cannot be published.
+            MainProcessError: In the other training processes, if the main process failed.
+        """
+        multihost.on_main(self._announcing.flush)
+
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """See [`RolloutSource`][marin_rl.distributed.rollout_source.RolloutSource]."""
         if requests and self._client is not None:

@@ -117,6 +117,7 @@ def train(
         Whether the run is complete; the last checkpoint is then written.
     """
     complete = _train_steps(run, record, stop_requested)
+    run.collector.rollout_source.flush()
     run.checkpoints.flush()
     return complete
 

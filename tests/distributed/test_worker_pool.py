@@ -297,6 +297,24 @@ def test_stop_ends_the_wait_in_a_process_without_workers(monkeypatch: pytest.Mon
     assert exchanges == ["stop", "groups", "stop", "groups", "stop"]
 
 
+def test_all_processes_wait_for_the_announcement(
+    rollout_source: WorkerPool, sender: Sender, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main process looks for the weights on the servers of the others, so these must not close before."""
+    rollout_source.publish({}, 1)
+    rollout_source.flush()
+    assert calls == ["publish 1", "flush", "announce 1 at here"]
+    rollout_source.close()
+
+    waited = []
+    other = make_pool(None, sender)
+    monkeypatch.setattr(multihost, "on_main", waited.append)
+    other.publish({}, 2)
+    other.flush()
+    assert len(waited) == 1
+    other.close()
+
+
 def test_other_processes_only_publish_weights(sender: Sender, calls: list[str]) -> None:
     rollout_source = make_pool(None, sender, counts={"lost": 3})
     rollout_source.submit([request(1, 0)])
