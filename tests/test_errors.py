@@ -26,6 +26,8 @@ INTERNAL = {
     "ApiError": "answered to a client of the server",
     "EngineError": "answered to a client of the server",
     "AgentError": "fails a rollout",
+    "GameError": "fails a rollout",
+    "OpenEnvServerError": "fails a rollout",
     "EpisodeEndedError": "answered to an agent",
     "StopRequestedError": "ends the step; the training loop saves and stops",
 }
