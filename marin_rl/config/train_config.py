@@ -367,9 +367,11 @@ class TrainConfig:
             )
 
     def _check_agents(self) -> None:
-        name = AdvantageConfig.get_choice_name(type(self.advantage))
+        if not (self.advantage.needs_turns or self.advantage.needs_critic):
+            return
         for key, section in nested_sections(self.environment, "environment"):
-            if getattr(section, "runs_agents", False) and (self.advantage.needs_turns or self.advantage.needs_critic):
+            if getattr(section, "runs_agents", False):
+                name = AdvantageConfig.get_choice_name(type(self.advantage))
                 raise ValueError(
                     f"advantage {name!r} compares the states of a rollout in the order of time, but {key} runs agents, "
                     "whose conversations may overlap; use advantage: {type: rloo}, or another that compares rollouts"

@@ -317,14 +317,17 @@ class Launch:
         """Delete a queued resource if a command failed because its slices are lost; they may be lost at any time.
 
         Returns:
-            None if it was deleted, or the error if the next poll may succeed.
+            None if it is deleted, by this or another command, or the error if the next poll may succeed.
 
         Raises:
             GcloudError: the error, if the slices exist.
         """
         states = [queued_resource.describe_node(self.gcloud, node).state for node in group.resource.nodes]
         if any(state in ("PREEMPTED", "TERMINATED", "STOPPED", "ABSENT") for state in states):
-            self._delete_lost_resource(group)
+            found = queued_resource.describe(self.gcloud, group.name)
+            # What another command deletes must not be requested again; the next polls report that it is absent.
+            if found.stage is not Stage.ABSENT and found.state != "DELETING":
+                self._delete_lost_resource(group)
             return None
         if isinstance(error, UnreachableError):
             return error

@@ -43,8 +43,8 @@ class ReplyReader:
     >>> reader = ReplyReader(lambda tokens: bytes(tokens).decode(errors="replace"), stop=["END"])
     >>> [reader.push([byte], [-1.0]).text for byte in b"a\xc3\xa4E"]
     ['a', '', 'ä', '']
-    >>> reader.push(b"ND", [-1.0, -1.0])
-    TextPart(token_ids=(78, 68), logprobs=(-1.0, -1.0), text='', finish_reason='stop', stop_reason='END')
+    >>> reader.push(b"ND", [-1.0, -1.0])  # doctest: +ELLIPSIS
+    TextPart(token_ids=(78, 68), ..., text='', finish_reason='stop', stop_reason='END', weight_versions=(0, 0))
     """
 
     def __init__(

@@ -8,10 +8,12 @@ import re
 import types
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from marin_rl.launch import __main__ as command_line
+from marin_rl.launch import queued_resource
 from tests.launch.conftest import Project, in_background, wait_until
 from tests.launch.stand_in_gcloud import Cloud
 
@@ -433,6 +435,27 @@ def test_deleted_by_someone_else(cloud: Cloud, project: Project, capsys: pytest.
     running = in_background(command_line.main, start_arguments(project))
     wait_until(lambda: len(project.starts()) == 2)
     assert launch("delete", project) == 0
+    assert running.join() == 1
+    assert "pod was deleted, but not by this command" in capsys.readouterr().err
+    assert len(cloud.called("create")) == 1
+
+
+@pytest.mark.medium
+def test_deleted_during_a_poll(
+    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slices still exist at the start of the poll, but not for its commands."""
+    running = in_background(command_line.main, start_arguments(project))
+    wait_until(lambda: len(project.starts()) == 2)
+    describe_node = queued_resource.describe_node
+
+    def delete_first(*arguments: Any) -> queued_resource.Node:
+        if cloud.resources:
+            assert launch("delete", project) == 0
+        return describe_node(*arguments)
+
+    monkeypatch.setattr(queued_resource, "describe_node", delete_first)
+    cloud.fail("ssh pod", "ERROR: (gcloud.compute.tpus.tpu-vm.ssh) [/usr/bin/ssh] exited with return code [255].")
     assert running.join() == 1
     assert "pod was deleted, but not by this command" in capsys.readouterr().err
     assert len(cloud.called("create")) == 1
