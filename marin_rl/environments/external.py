@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Parts shared by the environments of other packages: missing packages, unknown names, and text of unknown origin."""
+"""Parts shared by the environments of other packages: missing packages, names, actions in replies, and foreign text."""
 
 import asyncio
 import concurrent.futures
@@ -11,6 +11,7 @@ from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 from marin_rl.errors import UserError
+from marin_rl.rewards.grading import extract_last
 
 Result = TypeVar("Result")
 
@@ -60,6 +61,22 @@ def bounded_text(text: str, max_characters: int) -> str:
     if len(text) <= max_characters:
         return text
     return f"{text[:max_characters]}\n[{len(text) - max_characters} more characters]"
+
+
+def action_of(reply: str, regex: str | None) -> str:
+    r"""Return the action in a reply; empty if there is none.
+
+    Args:
+        reply: the reply.
+        regex: regular expression; group 1 of its last match is the action. None: the reply after `</think>`.
+
+    >>> action_of("<think>north?</think> go east", None), action_of("go [east] or [west]", r"\[(\w+)\]")
+    ('go east', 'west')
+    """
+    if regex is not None:
+        return extract_last(regex, reply) or ""
+    _, _, answer = reply.rpartition("</think>")
+    return answer.strip()
 
 
 def run_in_thread(work: Coroutine[Any, Any, Result]) -> Result:

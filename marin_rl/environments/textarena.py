@@ -15,10 +15,10 @@ import draccus
 
 from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Episode, Split, Step
-from marin_rl.environments.external import bounded_text, nearest, require_package
+from marin_rl.environments.external import action_of, bounded_text, nearest, require_package
 from marin_rl.environments.game_process import GameError, GameProcess, GameServer, call_each
 from marin_rl.environments.text_game import GAME
-from marin_rl.rewards.grading import check_pattern, extract_last
+from marin_rl.rewards.grading import check_pattern
 from marin_rl.seeds import derive_seed
 from marin_rl.splits import Problem, TaskSplits, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.types import Message, Task
@@ -185,10 +185,7 @@ class TextArenaConfig(EnvironmentConfig):
 
     def move(self, reply: str) -> str:
         """Return the move in a reply; empty if there is none."""
-        if self.action_regex is not None:
-            return extract_last(self.action_regex, reply) or ""
-        _, _, answer = reply.rpartition("</think>")
-        return answer.strip()
+        return action_of(reply, self.action_regex)
 
 
 class ArenaStart(NamedTuple):

@@ -13,12 +13,12 @@ from typing import Any
 
 from marin_rl.config_fields import LOCAL_PATH, convert_enum_fields
 from marin_rl.environments.base import CORRECT, FORMAT, AbstractEnvironment, EnvironmentConfig, Episode, Split, Step
-from marin_rl.environments.external import bounded_text, require_package
+from marin_rl.environments.external import action_of, bounded_text, require_package
 from marin_rl.environments.game_process import GameError, GameProcess, GameServer, call_each
 from marin_rl.environments.games import View
 from marin_rl.environments.text_game import GAME
 from marin_rl.environments.textworld_game import CUSTOM
-from marin_rl.rewards.grading import check_pattern, extract_last
+from marin_rl.rewards.grading import check_pattern
 from marin_rl.seeds import derive_seed
 from marin_rl.splits import Problem, TaskSplits, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.types import Message, Task
@@ -165,10 +165,7 @@ class TextWorldConfig(EnvironmentConfig):
 
     def command(self, reply: str) -> str:
         """Return the command in a reply; empty if there is none."""
-        if self.command_regex is not None:
-            return extract_last(self.command_regex, reply) or ""
-        _, _, answer = reply.rpartition("</think>")
-        return answer.strip()
+        return action_of(reply, self.command_regex)
 
 
 @dataclasses.dataclass

@@ -9,7 +9,7 @@ device has the most work, about twice the average.
 """
 
 import functools
-from typing import Any, cast
+from typing import cast
 
 import equinox as eqx
 import jax
@@ -23,10 +23,8 @@ from levanter.layers.attention import Attention, AttentionBackend, AttentionMask
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.kernel_sharding import POSITION, on_each_shard, sharding_of
-from marin_rl.learner.gpu_attention import block_attention, segments_of
-
-SPLASH_BLOCK = 512
-"""Positions in a block of splash attention if the model does not set `flash_attention_block_size`."""
+from marin_rl.learner.attention_kernel import SPLASH_BLOCK
+from marin_rl.learner.gpu_attention import attend_in_segments, block_attention, replace_attention
 
 
 def context_shards() -> int:
@@ -43,11 +41,7 @@ def with_context_attention(model: LmHeadModel, *, interpret: bool = False) -> Lm
         model: the model; its weights are not copied.
         interpret: whether to interpret the kernel of TPUs, which works without one, slowly.
     """
-    return eqx.tree_at(
-        lambda node: cast(Any, node).transformer.layers.stacked.self_attn,
-        model,
-        replace_fn=lambda attention: _ContextAttention(attention, interpret),
-    )
+    return replace_attention(model, lambda attention: _ContextAttention(attention, interpret))
 
 
 class _ContextAttention(eqx.Module):
@@ -59,14 +53,12 @@ class _ContextAttention(eqx.Module):
     def __call__(
         self, x: NamedArray, mask: AttentionMask, *, key: None = None, pos_ids: NamedArray | None = None
     ) -> NamedArray:
+        return attend_in_segments(self.attention, x, mask, pos_ids, self._attend)
+
+    def _attend(self, query: NamedArray, keys: Array, values: Array, segments: Array, scale: float) -> Array:
         config = self.attention.config
-        arrays = self.attention._compute_qkv(x, key=None, pos_ids=pos_ids)
-        dtype = jnp.float32 if config.upcast_attn else x.dtype
-        query, keys, values = (array.rearrange((..., POSITION, "kv_head", ..., "head_size")) for array in arrays)
         Batch, Position = query.resolve_axis("batch"), query.resolve_axis(POSITION)
-        segments = segments_of(mask).rearrange((Batch, Position)).array
-        scale = config.HeadSize.size**-0.5 if config.scaling_factor is None else config.scaling_factor
-        inputs = (*(array.array.astype(dtype) for array in (query, keys, values)), segments, segments)
+        inputs = (query.array, keys, values, segments, segments)
         own, whole = sharding_of(Batch, Position), sharding_of(Batch, None)
         if config.attn_backend is AttentionBackend.SPLASH:
             block = config.flash_attention_block_size or SPLASH_BLOCK
@@ -74,17 +66,14 @@ class _ContextAttention(eqx.Module):
             mesh = jax.sharding.get_abstract_mesh()
             spec = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, physical_axis_name(POSITION))))
             run = on_each_shard(functools.partial(_splash, scale=scale), (spec, own, whole, whole, own, whole), own)
-            attended = run(kernel, *inputs)
-        else:
-            run = functools.partial(
-                _block_attention,
-                axis=cast(str, physical_axis_name(POSITION)),
-                scale=scale,
-                soft_cap=config.logits_soft_cap,
-            )
-            attended = on_each_shard(run, (own, whole, whole, own, whole), own)(*inputs)
-        heads = NamedArray(attended, query.axes).flatten_axes(("kv_head", "q_heads_per_group"), "heads")
-        return self.attention.o_proj(heads.astype(x.dtype), key=None)
+            return run(kernel, *inputs)
+        run = functools.partial(
+            _block_attention,
+            axis=cast(str, physical_axis_name(POSITION)),
+            scale=scale,
+            soft_cap=config.logits_soft_cap,
+        )
+        return on_each_shard(run, (own, whole, whole, own, whole), own)(*inputs)
 
 
 def _block_attention(

@@ -11,6 +11,7 @@ cap, which it does not support, are computed by XLA for one block of queries at 
 import enum
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import equinox as eqx
@@ -22,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from levanter.layers.attention import Attention, AttentionMask
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.kernel_sharding import on_each_shard, sharding_of
+from marin_rl.kernel_sharding import POSITION, on_each_shard, sharding_of
 
 TILE_BYTES = 2**14
 """Largest size of a tile of queries, keys or values. Compiled for an H100 and for an L4, which has 99 KiB of shared
@@ -47,11 +48,43 @@ def with_gpu_attention(model: LmHeadModel, *, interpret: bool = False) -> LmHead
         model: the model; its weights are not copied.
         interpret: whether to interpret the kernel, which works without a GPU, slowly.
     """
-    return eqx.tree_at(
-        lambda node: cast(Any, node).transformer.layers.stacked.self_attn,
-        model,
-        replace_fn=lambda attention: _GpuAttention(attention, interpret),
+    return replace_attention(model, lambda attention: _GpuAttention(attention, interpret))
+
+
+def replace_attention(model: LmHeadModel, replace: Callable[[Attention], eqx.Module]) -> LmHeadModel:
+    """Return a model of scanned layers with the results of a function in place of its `Attention` modules."""
+    return eqx.tree_at(lambda node: cast(Any, node).transformer.layers.stacked.self_attn, model, replace_fn=replace)
+
+
+def attend_in_segments(
+    attention: Attention,
+    x: NamedArray,
+    mask: AttentionMask,
+    pos_ids: NamedArray | None,
+    attend: Callable[[NamedArray, Array, Array, Array, float], Array],
+) -> NamedArray:
+    """Compute the result of levanter's attention module with another function of queries, keys and values.
+
+    Args:
+        attention: the module.
+        x: its input.
+        mask: causal mask with segments.
+        pos_ids: position of each token in its sequence.
+        attend: function of queries `{batch, position, kv_head, q_heads_per_group, head_size}`, keys, values
+            `[batch, position, kv_head, head_size]`, segment ids `[batch, position]` and the factor of the scores, which
+            returns an array like the queries.
+    """
+    config = attention.config
+    arrays = attention._compute_qkv(x, key=None, pos_ids=pos_ids)
+    dtype = jnp.float32 if config.upcast_attn else x.dtype
+    query, keys, values = (
+        array.rearrange((..., POSITION, "kv_head", ..., "head_size")).astype(dtype) for array in arrays
     )
+    segments = segments_of(mask).rearrange((query.resolve_axis("batch"), query.resolve_axis(POSITION)))
+    scale = config.HeadSize.size**-0.5 if config.scaling_factor is None else config.scaling_factor
+    attended = attend(query, keys.array, values.array, segments.array, scale)
+    heads = NamedArray(attended, query.axes).flatten_axes(("kv_head", "q_heads_per_group"), "heads")
+    return attention.o_proj(heads.astype(x.dtype), key=None)
 
 
 class _GpuAttention(eqx.Module):
@@ -63,13 +96,10 @@ class _GpuAttention(eqx.Module):
     def __call__(
         self, x: NamedArray, mask: AttentionMask, *, key: None = None, pos_ids: NamedArray | None = None
     ) -> NamedArray:
-        config = self.attention.config
-        arrays = self.attention._compute_qkv(x, key=None, pos_ids=pos_ids)
-        dtype = jnp.float32 if config.upcast_attn else x.dtype
-        query, keys, values = (array.rearrange((..., "position", "kv_head", ..., "head_size")) for array in arrays)
-        Batch = query.resolve_axis("batch")
-        segments = segments_of(mask).rearrange((Batch, "position"))
-        scale = config.HeadSize.size**-0.5 if config.scaling_factor is None else config.scaling_factor
+        return attend_in_segments(self.attention, x, mask, pos_ids, self._attend)
+
+    def _attend(self, query: NamedArray, keys: Array, values: Array, segments: Array, scale: float) -> Array:
+        config, Batch = self.attention.config, query.resolve_axis("batch")
         if config.logits_soft_cap is None:
             run = functools.partial(segment_attention, scale=scale, interpret=self.interpret)
         else:
@@ -80,9 +110,7 @@ class _GpuAttention(eqx.Module):
 
         by_row, by_row_and_head = sharding_of(Batch), sharding_of(Batch, None, config.KVHeads)
         sharded = on_each_shard(run, (by_row_and_head,) * 3 + (by_row,), by_row_and_head)
-        attended = sharded(*(array.array.astype(dtype) for array in (query, keys, values)), segments.array)
-        heads = NamedArray(attended, query.axes).flatten_axes(("kv_head", "q_heads_per_group"), "heads")
-        return self.attention.o_proj(heads.astype(x.dtype), key=None)
+        return sharded(query.array, keys, values, segments)
 
 
 def segments_of(mask: AttentionMask) -> NamedArray:
