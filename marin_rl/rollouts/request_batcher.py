@@ -49,6 +49,7 @@ class RequestBatcher:
         self._max_wait = max_wait
         self._batch_size = batch_size
         self._changed = threading.Condition()
+        self._num_changes = 0
         self._pending: list[_Pending] = []
         self._ended: list[str] = []
         self._num_episodes = episodes
@@ -77,7 +78,7 @@ class RequestBatcher:
         """
         with self._changed:
             self._ended.append(conversation)
-            self._changed.notify()
+            self._notify()
 
     async def sample(self, request: SampleRequest) -> Generation:
         """Add a request and wait for its generation; see `submit`."""
@@ -98,14 +99,18 @@ class RequestBatcher:
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         with self._changed:
             self._pending.append(_Pending(request, answer, on_tokens, is_last_turn))
-            self._changed.notify()
+            self._notify()
         return answer
 
     def close(self) -> None:
         """End `serve`; no further requests are answered."""
         with self._changed:
             self._closed = True
-            self._changed.notify()
+            self._notify()
+
+    def _notify(self) -> None:
+        self._num_changes += 1
+        self._changed.notify()
 
     def serve(
         self,
@@ -177,12 +182,14 @@ class RequestBatcher:
 
     def _wait(self, seconds: float, interrupt: Callable[[], None]) -> bool:
         """Wait at most `seconds` for a change; return whether there was one."""
-        deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > INTERRUPT_INTERVAL:
-            if self._changed.wait(INTERRUPT_INTERVAL):
-                return True
-            interrupt()
-        return self._changed.wait(max(left, 0.0))
+        before, deadline = self._num_changes, time.monotonic() + seconds
+        # Count changes: one that comes after the time-out of a wait and before it has the lock again wakes nobody.
+        while self._num_changes == before:
+            if (left := deadline - time.monotonic()) <= 0:
+                return False
+            if not self._changed.wait(min(left, INTERRUPT_INTERVAL)):
+                interrupt()
+        return True
 
     def _can_start(self, queued: int) -> bool:
         return bool(self._pending or (queued and self._ended))

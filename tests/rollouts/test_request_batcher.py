@@ -5,10 +5,12 @@ import asyncio
 import dataclasses
 import itertools
 import threading
+import types
 from collections.abc import Callable, Sequence
 
 import pytest
 
+from marin_rl.rollouts import request_batcher
 from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.sampling.sampler import SampleRequest
@@ -242,6 +244,32 @@ def test_an_interrupt_ends_the_wait_for_requests():
 
     with pytest.raises(InterruptedError):
         serve(RecordingSampler(4), stuck, interrupt=interrupt, check_after=3600.0)
+
+
+def test_a_request_at_the_time_out_of_a_wait_is_not_missed(monkeypatch: pytest.MonkeyPatch):
+    """A notification after the time-out of `Condition.wait`, and before it has the lock again, wakes nobody."""
+    allowed, sent, waits = threading.Event(), threading.Event(), 0
+
+    class LateCondition(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            nonlocal waits
+            waits += 1
+            assert waits < 100, "the request was missed"
+            if not allowed.is_set():
+                self.release()
+                allowed.set()
+                sent.wait()
+                self.acquire()
+            return False
+
+    async def late(batcher: RequestBatcher) -> int:
+        await asyncio.to_thread(allowed.wait)
+        answer = batcher.submit(request(7))
+        sent.set()
+        return (await answer).token_ids[0]
+
+    monkeypatch.setattr(request_batcher, "threading", types.SimpleNamespace(Condition=LateCondition))
+    assert serve(RecordingSampler(1), late, check_after=3600.0, max_wait=3600.0) == [7]
 
 
 def test_an_interrupt_ends_sampling_between_two_batches():
