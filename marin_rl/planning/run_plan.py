@@ -197,7 +197,7 @@ def make_plan(
     if worker_topology is None:
         return plan
     with absent_devices(worker_topology):
-        worker = _open(config, vocab_size)
+        worker = _open(_of_worker(config), vocab_size)
         held: dict[str, Number] = {"weights": chip_bytes(worker.parameters)}
         sampling = [name for name in names if name in UNROLLED]
         chip = chip if chip.platform == "cpu" else worker_topology.chip
@@ -229,6 +229,11 @@ def _of_one_host(config: TrainConfig, topology: Topology) -> TrainConfig:
     )
     sampling = dataclasses.replace(config.sampling, max_seqs=-(-config.sampling.max_seqs // topology.num_hosts))
     return dataclasses.replace(config, trainer=trainer, sampling=sampling)
+
+
+def _of_worker(config: TrainConfig) -> TrainConfig:
+    """Return the config with the mesh and the precision of a rollout worker."""
+    return dataclasses.replace(config, trainer=config.workers.trainer_config(config.trainer))
 
 
 def _open(config: TrainConfig, vocab_size: int) -> RunShapes:
@@ -356,7 +361,7 @@ def _head_blocks(run: RunShapes, step: StepSize) -> float:
     """Return the blocks of the head in a microbatch on each device."""
     answers = step.answer_tokens / (step.prompt_tokens + step.answer_tokens)
     tokens = run.layout.rows_per_microbatch * run.layout.row_length / run.trainer.data_axis_size
-    return max(math.ceil(answers * tokens / run.config.logprob_block(run.trainer)), 1)
+    return float(max(math.ceil(answers * tokens / run.config.logprob_block(run.trainer)), 1))
 
 
 def _work(name: str, run: RunShapes, step: StepSize, measured: Measured | None) -> Work:

@@ -1,9 +1,14 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import jax
 import pytest
 
-from marin_rl.planning.run_plan import Lengths, default_lengths
+from marin_rl.planning.chips import Number, parse_topology
+from marin_rl.planning.compiling import Measured
+from marin_rl.planning.hlo import CollectiveBytes
+from marin_rl.planning.programs import LOWER
+from marin_rl.planning.run_plan import Lengths, default_lengths, make_plan
 from tests.planning.plan_cases import tiny_config
 
 
@@ -19,3 +24,16 @@ from tests.planning.plan_cases import tiny_config
 )
 def test_longest_rollouts_fill_the_context(overrides: list[str], lengths: Lengths):
     assert default_lengths(tiny_config(*overrides)) == lengths
+
+
+def test_worker_has_its_own_precision():
+    program = Measured(0, 0, 0, 0, 0, CollectiveBytes(0, 0, 0))
+
+    def weights_of_worker(*overrides: str) -> Number:
+        config, topology = tiny_config("--mode", "async", *overrides), parse_topology(f"cpu:{len(jax.devices())}")
+        plan = make_plan(config, topology, vocab_size=128, known=dict.fromkeys(LOWER, program))
+        assert plan.worker_topology == topology
+        return next(phase.others for phase in plan.phases if phase.name == "decode")
+
+    halved = weights_of_worker("--workers.precision", "p=bf16,c=bf16", "--weights.dtype", "bfloat16")
+    assert 2 * halved == weights_of_worker() > 0
