@@ -180,7 +180,7 @@ def compile_point(model: str, chips: int) -> Point:
         blocks = max(round(answers / run.config.logprob_block(run.trainer)), 1)
         step = StepSize(1, chips, PROMPT_TOKENS, ANSWER_TOKENS, 1, 1)
         flops = float(update_work(run, step, None).flops)
-        first, second = (_traffic(text, [count, blocks], chips) for count in (1.0, 2.0))
+        first, second = (_traffic(text, [count, blocks]) for count in (1.0, 2.0))
         arguments, temporaries = memory.argument_size_in_bytes, temporaries_at_peak(memory, "tpu")
         parameters = sum(leaf.size for leaf in jax.tree.leaves(run.policy))
     microbatch = Part(flops, *(two - one for one, two in zip(first, second, strict=True)))
@@ -188,8 +188,8 @@ def compile_point(model: str, chips: int) -> Point:
     return Point(model, chips, parameters, arguments, temporaries, microbatch, rest)
 
 
-def _traffic(text: str, trips: Sequence[float], chips: int) -> tuple[float, float, float]:
-    sent = collective_bytes(text, trips, [0] * chips)
+def _traffic(text: str, trips: Sequence[float]) -> tuple[float, float, float]:
+    sent = collective_bytes(text, trips)
     return float(memory_traffic(text, trips)), float(sent.interconnect), float(sent.operations)
 
 

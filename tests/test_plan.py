@@ -61,11 +61,23 @@ NEEDS_CUDA = pytest.mark.skipif(util.find_spec("jax_cuda12_plugin") is None, rea
         pytest.param("h100:1", "1 chip of 59.33 GiB on 1 host; mesh replica 1 x data 1", marks=NEEDS_CUDA),
     ],
 )
-def test_plan_for_absent_accelerators(topology: str, where: str, config: Path):
-    sizes = ["--model.hidden_dim", "512", "--model.attn_backend", "null", "--trainer.mp", "p=f32,c=bf16"]
+def test_plan_for_absent_accelerators(topology: str, where: str, config: Path, tmp_path: Path):
+    file = tmp_path / "plan.json"
+    sizes = [
+        "--json",
+        str(file),
+        "--model.hidden_dim",
+        "512",
+        "--model.attn_backend",
+        "null",
+        "--trainer.mp",
+        "p=f32,c=bf16",
+    ]
     done = run_plan("--config", str(config), "--topology", topology, *sizes)
     assert done.returncode == plan.FITS, done.stdout + done.stderr
     assert where in done.stdout
+    network = sum(phase["work"]["network"] for phase in json.loads(file.read_text())["phases"])
+    assert (network > 0) == topology.startswith("2x")
 
 
 @pytest.mark.medium

@@ -109,7 +109,6 @@ def extrapolate(one: Measured, two: Measured, layers: int) -> Measured:
 def _measure(name: str, run: RunShapes, unknown_trips: Sequence[Number]) -> Measured:
     compiled = LOWER[name](run).compile()
     memory, text = cast(Any, compiled.memory_analysis()), compiled.as_text() or ""
-    slices = [getattr(device, "slice_index", 0) for device in run.trainer.device_mesh.devices.flat]
     traffic, weights, cache = memory_traffic(text, unknown_trips), 0, 0
     if name == "decode":
         traffic, weights, cache = loop_bytes(text), chip_bytes(run.sampler_weights), chip_bytes(run.cache)
@@ -119,7 +118,7 @@ def _measure(name: str, run: RunShapes, unknown_trips: Sequence[Number]) -> Meas
         aliased=memory.alias_size_in_bytes,
         temporaries=temporaries_at_peak(memory, run.trainer.device_mesh.devices.flat[0].platform),
         traffic=traffic,
-        collectives=collective_bytes(text, unknown_trips, slices),
+        collectives=collective_bytes(text, unknown_trips),
         weights=weights,
         cache=cache,
     )

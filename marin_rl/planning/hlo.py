@@ -100,6 +100,8 @@ def _traffic(shape: str, operation: str, arguments: str, shapes: dict[str, str])
         # A copy or a slice, with source and destination first in its type. It reads as much as it writes.
         ends = _SHAPE.findall(shape)[:2]
         return min(map(_size, ends)) * sum("S(" not in end[-1] for end in ends)
+    if operation in ("send", "recv"):
+        return _size(_SHAPE.findall(shape)[0])  # Then a context and a token.
     operands = [shapes.get(name.strip().split("%")[-1], "") for name in arguments.split(", ")]
     if operation not in ("custom-call", *KINDS) and len(operands) > 1 and shape in operands and _bytes(shape):
         operands.remove(shape)
@@ -137,36 +139,43 @@ _ELEMENT = re.compile(r"get-tuple-element\([^)]*\), index=(\d+)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _PAIRS = re.compile(r"source_target_pairs=\{(.*?)\}(?:,|$| )")
 _OPERATION = re.compile(rf"^.* = (.*?) ({'|'.join(KINDS)})(-start)?\(.*$", re.MULTILINE)
+_RECEIVED = re.compile(
+    r'^.* = (.*?) recv\(.*_xla_megascale_target="?\{+([\d,]+).*_xla_megascale_transfer_type="(\w+)"', re.MULTILINE
+)
 
 
-def collective_bytes(text: str, unknown_trips: Sequence[Number], slice_of: Sequence[int]) -> CollectiveBytes:
+def collective_bytes(text: str, unknown_trips: Sequence[Number]) -> CollectiveBytes:
     """Return the bytes that a chip sends in a program, with the iterations of its loops.
 
     A group of n chips sends `(n-1)/n` of the result of an all-gather or all-to-all, twice that in an all-reduce, and
     `n-1` times the result of a reduce-scatter (ring algorithms, as in chapter 3 of "How to Scale Your Model").
 
+    In a program of several TPU slices, XLA replaces the part of a collective that crosses slices by a `send` to the
+    host and a `recv` from it, with the type of the collective and its chips as attributes. The same rules apply.
+
     Args:
         text: the optimized program in XLA's text form.
         unknown_trips: iterations of a loop whose number of iterations is not a constant, by the number of such loops
             around it; the last counts for deeper ones.
-        slice_of: slice of each device, in the order of the program's devices.
     """
     counts = executions(text, unknown_trips)
-    sent: dict[str, tuple[float, float, bool]] = {}
+    sent: dict[str, tuple[float, float]] = {}
+    network = received = 0.0
     for name, body in _split(text).items():
+        count = counts.get(name, 0.0)
         for match in _OPERATION.finditer(body):
-            line, count = match[0], counts.get(name, 0.0)
-            size = _sent_bytes(match[1], match[2], bool(match[3]), line)
-            crosses = any(len({slice_of[device] for device in group}) > 1 for group in _groups(line))
+            line = match[0]
             channel = _CHANNEL.search(line)
             # The parts of an asynchronous operation repeat it under the same channel.
             key = line if channel is None else f"{match[2]} {channel[1]}"
-            if count > sent.get(key, (0.0, 0.0, False))[0]:
-                sent[key] = (count, size, crosses)
-    totals = [
-        sum(count * size for count, size, crosses in sent.values() if crosses is where) for where in (False, True)
-    ]
-    return CollectiveBytes(totals[0], totals[1], sum(count for count, _, _ in sent.values()))
+            if count > sent.get(key, (0.0, 0.0))[0]:
+                sent[key] = (count, _sent_bytes(match[1], match[2], bool(match[3]), line))
+        for shape, chips, transfer in _RECEIVED.findall(body):
+            result = float(_size(_SHAPE.findall(shape)[0]))  # Then a context and a token.
+            network += count * _group_bytes(transfer.lower().replace("_", "-"), result, chips.count(",") + 1)
+            received += count
+    interconnect = sum(count * size for count, size in sent.values())
+    return CollectiveBytes(interconnect, network, received + sum(count for count, _ in sent.values()))
 
 
 def memory_traffic(text: str, unknown_trips: Sequence[Number]) -> Number:
@@ -260,13 +269,20 @@ def _sent_bytes(shape: str, kind: str, starts: bool, line: str) -> float:
     total = float(sum(arrays))
     if starts and kind == "all-gather":
         total *= group / (group + 1)  # Source and result are both in the type.
+    return _group_bytes(kind, total, group)
+
+
+def _group_bytes(kind: str, result: float, group: int) -> float:
+    """Return the bytes that a chip of a group sends in a collective operation with a result of this size."""
     match kind:
+        case "one-to-one":
+            return result
         case "all-reduce":
-            return 2 * total * (group - 1) / group
+            return 2 * result * (group - 1) / group
         case "reduce-scatter":
-            return total * (group - 1)
+            return result * (group - 1)
         case _:
-            return total * (group - 1) / group
+            return result * (group - 1) / group
 
 
 def _groups(line: str) -> list[tuple[int, ...]]:

@@ -44,6 +44,8 @@ def _head(plan: Plan) -> str:
         ),
         ("held", f"{held} {unit_name} on each chip"),
     ]
+    if topology.slices > 1:
+        lines.insert(1, ("network", f"{plan.chip.network / 1e9:.4g} GB/s from each chip to other slices"))
     if plan.worker_topology is not None:
         lines.insert(1, ("worker", f"{plan.worker_topology.name}: {plan.worker_topology.num_chips} chips"))
     return "\n".join(f"{name:<14}{value}" for name, value in lines)
@@ -68,11 +70,12 @@ def _memory_row(plan: Plan, phase: Phase) -> Sequence[str]:
 
 def _time_table(plan: Plan) -> str:
     scale = 1e9 if max(phase.work.flops for phase in plan.phases) < 1e12 else 1e12
+    several = plan.topology.slices > 1
     header = (
         "least time, of a step on each chip",
         "Gflop" if scale == 1e9 else "Tflop",
         "memory, GB",
-        "sent, GB",
+        *(["sent in slice, GB", "between slices, GB"] if several else ["sent, GB"]),
         "seconds",
         "limit",
     )
@@ -80,9 +83,9 @@ def _time_table(plan: Plan) -> str:
     for phase in plan.phases:
         if phase.every_step and not isinstance(phase.result, Failure):
             work = phase.work
-            sizes = work.flops / scale, work.traffic / 1e9, (work.interconnect + work.network) / 1e9
-            numbers = [_number(size) for size in (*sizes, phase.bound.seconds)]
-            rows.append((_name(plan, phase), *numbers, phase.bound.limit))
+            sent = [work.interconnect / 1e9, *([work.network / 1e9] if several else [])]
+            numbers = [work.flops / scale, work.traffic / 1e9, *sent, phase.bound.seconds]
+            rows.append((_name(plan, phase), *map(_number, numbers), phase.bound.limit))
     return table(header, rows)
 
 

@@ -1,6 +1,8 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import math
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -113,13 +115,13 @@ def loops(bound: str = "constant(6)", groups: str = GROUPS[0]) -> str:
 @pytest.mark.parametrize("groups", GROUPS)
 def test_sent_bytes_count_each_iteration_of_a_loop(groups: str):
     gathered, reduced = 3 * ROWS, 2 * ROWS / 2
-    sent = collective_bytes(loops(groups=groups), [1], [0] * 4)
+    sent = collective_bytes(loops(groups=groups), [1])
     assert sent == (3 * gathered + reduced, 0, 4)  # From 0 to 6 in steps of 2.
 
 
 def test_loop_without_constant_bound_has_the_given_iterations():
     assert executions(loops("parameter(1)"), [10.0])["body"] == 10
-    assert collective_bytes(loops("parameter(1)"), [10.0], [0] * 4).operations == 11
+    assert collective_bytes(loops("parameter(1)"), [10.0]).operations == 11
 
 
 def test_trip_count_that_xla_states_is_used():
@@ -127,9 +129,51 @@ def test_trip_count_that_xla_states_is_used():
     assert executions(text, [1.0])["body"] == 7
 
 
-def test_operations_between_slices_use_the_network():
-    sent = collective_bytes(loops(), [1], [0, 0, 1, 1])
-    assert (sent.network, sent.interconnect) == (3 * 3 * ROWS, ROWS)
+TRANSFER = """\
+%while_body (x: f32[8,64]) -> f32[8,64] {
+  %x = f32[8,64]{1,0:T(8,128)} parameter(0)
+  %token = token[] after-all()
+  %send = (f32[8,64]{1,0:T(8,128)}, u32[], token[]) send(%x, %token), channel_id=2, is_host_transfer=true, ATTRIBUTES
+  %recv = (RESULT{1,0:T(8,128)}, u32[], token[]) recv(%token), channel_id=1, is_host_transfer=true, ATTRIBUTES
+  %sent = token[] send-done(%send), channel_id=2, is_host_transfer=true, frontend_attributes={HANDLER}
+  %received = (RESULT{1,0:T(8,128)}, token[]) recv-done(%recv), channel_id=1, frontend_attributes={HANDLER}
+  %sums = f32[8,64]{1,0} all-reduce(%x), channel_id=2, replica_groups={{0,1},{2,3}}, to_apply=%add
+  ROOT %out = f32[8,64]{1,0:T(8,128)} copy(%x)
+}
+
+%while_condition (x.1: f32[8,64]) -> pred[] {
+  %x.1 = f32[8,64]{1,0:T(8,128)} parameter(0)
+  ROOT %less = pred[] constant(true)
+}
+
+ENTRY %main (x.2: f32[8,64]) -> f32[8,64] {
+  %x.2 = f32[8,64]{1,0:T(8,128)} parameter(0)
+  ROOT %while = f32[8,64]{1,0:T(8,128)} while(%x.2), condition=%while_condition, body=%while_body
+}
+"""
+"""A transfer to other slices, in the form of libtpu 0.0.42.1."""
+HANDLER = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
+PAIRS = "{{100000->200000},{200000->100000}}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "result", "chips", "sent"),
+    [
+        ("ALL_GATHER", "f32[24,64]", '"{1,2,3}x{0:3}"', 2 * ROWS),
+        ("ALL_REDUCE", "f32[8,64]", '"{1,2}x{0:3}"', ROWS),
+        ("REDUCE_SCATTER", "f32[4,64]", '"{1,2}x{0:3}"', ROWS / 2),
+        ("ALL_TO_ALL", "f32[8,64]", "{{100000,200000},{100001,200001}}", ROWS / 2),
+        ("ONE_TO_ONE", "f32[8,64]", PAIRS, ROWS),
+    ],
+)
+def test_transfers_between_slices_use_the_network(kind: str, result: str, chips: str, sent: float):
+    attributes = f'{HANDLER},_xla_megascale_target={chips},_xla_megascale_transfer_type="{kind}"'
+    text = TRANSFER.replace("ATTRIBUTES", f"frontend_attributes={{{attributes}}}").replace("RESULT", result)
+    assert collective_bytes(text, [5.0]) == (5 * ROWS, 5 * sent, 10)
+    # The chip reads what it sends and writes what it receives.
+    others = memory_traffic(TRANSFER.replace(" send(", " send-done(").replace(" recv(", " recv-done("), [1.0])
+    received = math.prod(map(int, result[4:-1].split(","))) * 4
+    assert memory_traffic(text, [1.0]) == others + ROWS + received
 
 
 @pytest.mark.parametrize(
@@ -143,14 +187,14 @@ def test_operations_between_slices_use_the_network():
 )
 def test_bytes_that_each_kind_of_collective_sends(line: str, sent: float):
     text = f"ENTRY %main (x: f32[8,64]) -> f32[8,64] {{\n  %x = f32[8,64]{{1,0}} parameter(0)\n  ROOT %y = {line}\n}}\n"
-    assert collective_bytes(text, [1], [0] * 4).interconnect == sent
+    assert collective_bytes(text, [1]).interconnect == sent
 
 
 def test_parts_of_one_asynchronous_collective_count_once():
     text = loops().replace(
         "ROOT %result", "%again = f32[8,64]{1,0} all-reduce-done(%sums), channel_id=2\n  ROOT %result"
     )
-    assert collective_bytes(text, [1], [0] * 4) == collective_bytes(loops(), [1], [0] * 4)
+    assert collective_bytes(text, [1]) == collective_bytes(loops(), [1])
 
 
 def test_memory_traffic_counts_loops_and_not_fused_computations():

@@ -23,9 +23,10 @@ def phase(
     gib: float = 10,
     others: float = 2 * GIB,
     chip: str = "v5p",
+    network: float = 0.0,
 ) -> Phase:
     program = Measured(gib * GIB, 0, 0, GIB, 0, NOTHING_SENT, seconds=3.2)
-    work = Work(flops=seconds * 459e12, traffic=5e9, interconnect=1e9)
+    work = Work(flops=seconds * 459e12, traffic=5e9, interconnect=1e9, network=network)
     return Phase(
         name,
         place,
@@ -39,9 +40,9 @@ def phase(
     )
 
 
-def make_plan(*phases: Phase, asynchronous: bool = False) -> Plan:
+def make_plan(*phases: Phase, asynchronous: bool = False, topology: str = "v5p:2x2x4") -> Plan:
     return Plan(
-        topology=parse_topology("v5p:2x2x4"),
+        topology=parse_topology(topology),
         worker_topology=parse_topology("v5p:2x2x1") if asynchronous else None,
         chip=CHIPS["v5p"],
         mesh={"replica": 1, "data": 16, "model": 1},
@@ -71,6 +72,15 @@ def test_report_of_a_run_that_fits():
     assert "update at most at 17% of peak flops" in text
     assert text.endswith("every program compiles and fits")
     assert plan.fits
+
+
+def test_bytes_between_slices_have_a_column():
+    text = describe(make_plan(phase("update", network=2.5e9), topology="2xv5p:2x2x2"))
+    assert "network       6.25 GB/s from each chip to other slices" in text
+    header, _, row = text.split("\n\n")[2].splitlines()
+    assert header.endswith("Tflop  memory, GB  sent in slice, GB  between slices, GB  seconds  limit")
+    assert row.split() == ["update", "459", "5", "1", "2.5", "1", "compute"]
+    assert "between slices" not in describe(make_plan(phase("update", network=2.5e9)))
 
 
 def test_workers_keep_up_with_the_trainer():
