@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0 if every program compiles and fits, 2 if one does not, 1 after an error.
     """
-    arguments, rest = _parser().parse_known_args(argv)
+    arguments, rest = argument_parser().parse_known_args(argv)
     # Imported here because jax and levanter take seconds to import.
     from marin_rl.errors import USER_ERRORS
 
@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return ERROR
 
 
-def _parser() -> argparse.ArgumentParser:
+def argument_parser() -> argparse.ArgumentParser:
+    """Return the parser of this command's own arguments; all others are those of marin_rl.train."""
     parser = argparse.ArgumentParser(
         "python -m marin_rl.plan",
         description="Compile every program of a run for a topology, and report memory and the least time of a step.",

@@ -23,7 +23,7 @@ import pydantic
 import pytest
 import yaml
 
-from marin_rl import evaluate, export, replay, serve, train
+from marin_rl import evaluate, export, plan, replay, serve, train
 from marin_rl.config.command_line import merge, parse_config
 from marin_rl.config.decode import ConfigError, decode
 from marin_rl.config.train_config import TrainConfig
@@ -36,6 +36,7 @@ from marin_rl.launch.supervise import SupervisorConfig
 from marin_rl.launch.tpu import TpuConfig
 from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs
 from marin_rl.objectives.policy_loss import PolicyLossConfig, TokenBatch
+from marin_rl.planning.chips import parse_topology
 from marin_rl.rewards import EvaluateResult, StepOutput
 from marin_rl.training.fake_rollouts import parse_shape
 from tests.config_classes import config_classes
@@ -219,7 +220,7 @@ def test_example_policy_loss(extending: None) -> None:
     assert jax.grad(loss)(logprobs, -2.0).tolist() == [0.5, 0.5]
 
 
-SHOWN = re.compile(r"-m (marin_rl\.(?:train|evaluate|export|launch|serve|replay)\b[^#\n]*)")
+SHOWN = re.compile(r"-m (marin_rl\.(?:train|evaluate|export|launch|serve|replay|plan)\b[^#\n]*)")
 
 
 def shown_commands() -> list[Any]:
@@ -256,6 +257,10 @@ def test_commands_have_valid_arguments(words: list[str], monkeypatch: pytest.Mon
         arguments, rest = replay.argument_parser().parse_known_args(argv)
         config = parse_config(TrainConfig, rest, defaults=WHOLE if arguments.run else None).config
         assert arguments.step or parse_shape(arguments.fake, config)
+    elif module == "marin_rl.plan":
+        arguments, rest = plan.argument_parser().parse_known_args(argv)
+        assert parse_topology(arguments.topology).num_chips
+        assert parse_config(TrainConfig, rest).config.model
     elif module == "marin_rl.serve":
         assert parse_config(serve.ServeConfig, argv).config.port
     else:
