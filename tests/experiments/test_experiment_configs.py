@@ -70,21 +70,27 @@ SMALL = {
     "num_steps": "3",
 }
 """Overrides that leave the mesh, the losses and the precision of an experiment as they are."""
+ONE_WORKER = {"workers.num_workers": "1", "workers.resources": "{TPU: 0}", "weights.host": "127.0.0.1"}
+"""Further ones of asynchronous experiments: a worker on this machine's CPU."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "devices"),
+    ("name", "devices", "further"),
     [
-        ("gsm8k_qwen3_0_6b", 1),
-        ("v5e_8_qwen3_1_7b", 8),
-        ("v5p_32_qwen3_8b", 16),
+        ("gsm8k_qwen3_0_6b", 1, {}),
+        ("v5e_8_qwen3_1_7b", 8, {}),
+        ("v5p_32_qwen3_8b", 16, {}),
+        # The same axes with 4 of 64 devices, and with all 4 of a worker.
+        ("v5p_128_qwen3_8b_async", 4, ONE_WORKER),
         # The same axes with 8 of 64 devices: data 2 x model 4.
-        ("v6e_64_qwen3_32b", 8),
+        ("v6e_64_qwen3_32b", 8, {}),
     ],
 )
-def test_experiment_for_accelerators_trains_a_small_model_on_the_same_axes(name: str, devices: int, tmp_path: Path):
-    overrides = [text for key, value in SMALL.items() for text in (f"--{key}", value)]
+def test_experiment_for_accelerators_trains_a_small_model_on_the_same_axes(
+    name: str, devices: int, further: dict[str, str], tmp_path: Path
+):
+    overrides = [text for key, value in (SMALL | further).items() for text in (f"--{key}", value)]
     command = ["--config", str(EXPERIMENTS / f"{name}.yaml"), "--run_dir", str(tmp_path / "run"), *overrides]
     environment = {
         **os.environ,
