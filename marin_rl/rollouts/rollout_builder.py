@@ -277,15 +277,16 @@ class RolloutBuilder:
             last_observation=self._last_observation,
             info=self._info,
         )
-        logger.info(
-            "rollout %s of task %s: %s, %d turns, %d tokens, reward %s",
-            rollout.id,
-            rollout.task.id,
-            rollout.status.value,
-            len(rollout.turns),
-            rollout.num_generated_tokens,
-            "none" if rollout.total_reward is None else f"{rollout.total_reward:g}",
-        )
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "rollout %s of task %s: %s, %d turns, %d tokens, reward %s",
+                rollout.id,
+                rollout.task.id,
+                rollout.status.value,
+                len(rollout.turns),
+                rollout.num_generated_tokens,
+                "none" if rollout.total_reward is None else f"{rollout.total_reward:g}",
+            )
         return rollout
 
     @property

@@ -141,12 +141,20 @@ def test_debug_logs_the_values_of_a_critic(tmp_path: Path):
     assert sum(": values [" in line for line in lines) == 4
 
 
-def test_default_level_logs_one_line_per_rollout(tmp_path: Path):
+def test_debug_logs_every_rollout(tmp_path: Path):
+    lines, _ = log_step(tmp_path / "log.txt", GigpoConfig(), logging={"marin_rl.rollouts": "debug"})
+    ends = [line for line in lines if " of task " in line]
+    assert [line.split(" of task ")[0] for line in ends] == ["rollout train-1-0-0", "rollout train-1-0-1"]
+    assert all(line.endswith(": completed, 2 turns, 85 tokens, reward 2") for line in ends), ends
+
+
+def test_default_level_logs_nothing_about_single_rollouts(tmp_path: Path):
+    """A large run has thousands of rollouts in a step, which are in the rollout store."""
     lines, _ = log_step(tmp_path / "log.txt", GigpoConfig())
-    assert [line.split(" of task")[0] for line in lines] == ["rollout train-1-0-0", "rollout train-1-0-1"]
+    assert lines == []
 
 
 def test_log_level_of_a_single_package(tmp_path: Path):
     lines, _ = log_step(tmp_path / "log.txt", GigpoConfig(), logging={"marin_rl.environments": "debug"})
-    assert len(lines) == 4
+    assert len(lines) == 2
     assert sum("tool calculator called" in line for line in lines) == 2
