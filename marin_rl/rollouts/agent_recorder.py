@@ -108,6 +108,8 @@ class AgentRecorder:
         self._rewards: dict[str, float] = {}
         self._in_progress: set[asyncio.Future[Generation]] = set()
         self._num_requests = self._num_conversations = self._num_tokens = 0
+        self._num_reserved = 0
+        """Maximum number of tokens of the requests in progress."""
         self._is_cut_off = self._is_closed = False
 
     def chat_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
@@ -130,7 +132,7 @@ class AgentRecorder:
         return tokens
 
     def admit(self, sequences: int) -> None:
-        """Check that the limits of the rollout allow further replies.
+        """Check that the limits of the rollout allow further replies, and count them.
 
         Raises:
             AgentLimitError: if they do not; the rollout then counts as truncated.
@@ -142,11 +144,8 @@ class AgentRecorder:
             raise AgentLimitError(
                 f"the episode has its maximum of {self._limits.max_turns} replies (rollouts.max_turns)"
             )
-        if self._limits.max_tokens is not None and self._num_tokens >= self._limits.max_tokens:
-            self.cut_off()
-            raise AgentLimitError(
-                f"the replies of the episode have its maximum of {self._limits.max_tokens} tokens (rollouts.max_tokens)"
-            )
+        self._check_tokens()
+        self._num_requests += sequences
 
     def cut_off(self) -> None:
         """Note that a limit of the rollout refused a request, which makes its status `truncated`."""
@@ -162,18 +161,20 @@ class AgentRecorder:
     ) -> None:
         """Sample a reply and record it as a turn. A reply that the agent does not wait for is not recorded.
 
+        While requests in progress may need the rest of `rollouts.max_tokens`, the reply waits for them to end.
+
         Args:
             prompt: tokens of the prompt, which fit into the limits.
-            max_new_tokens: maximum number of new tokens.
+            max_new_tokens: maximum number of new tokens; reduced to what `rollouts.max_tokens` leaves.
             serve: called with the generation before it is recorded; returns the part that the agent receives.
             response: id of the response.
             ends: called with the next tokens while the reply is sampled; returns whether the reply ends with them.
 
         Raises:
+            AgentLimitError: if `rollouts.max_tokens` leaves no token.
             EpisodeEndedError: if the episode has ended.
         """
-        self._check_open()
-        self._num_requests += 1
+        max_new_tokens = await self._allowed_tokens(max_new_tokens)
         sequence = self._take_sequence(prompt)
         request = self._request(sequence, prompt, max_new_tokens)
         parts: list[SampledTokens] = []
@@ -190,6 +191,7 @@ class AgentRecorder:
         if not self._in_progress:
             self.on_wait(True)
         self._in_progress.add(sampling)
+        self._num_reserved += max_new_tokens
         try:
             generation = await sampling
             self._record(sequence, prompt, generation, serve(generation), response)
@@ -199,6 +201,7 @@ class AgentRecorder:
             raise
         finally:
             self._in_progress.discard(sampling)
+            self._num_reserved -= max_new_tokens
             sequence.is_busy = False
             # A conversation keeps its slot only while the episode waits for no other slot.
             if self._in_progress or has_ended or not sampling.done() or sampling.cancelled():
@@ -267,6 +270,24 @@ class AgentRecorder:
         if self._is_closed:
             raise EpisodeEndedError("the episode has ended")
 
+    def _check_tokens(self) -> None:
+        if self._limits.max_tokens is not None and self._num_tokens >= self._limits.max_tokens:
+            self.cut_off()
+            raise AgentLimitError(
+                f"the replies of the episode have its maximum of {self._limits.max_tokens} tokens (rollouts.max_tokens)"
+            )
+
+    async def _allowed_tokens(self, wanted: int) -> int:
+        """Wait until the requests in progress leave `wanted` tokens or have ended; return what is left, at least 1."""
+        self._check_open()
+        if self._limits.max_tokens is None:
+            return wanted
+        while self._in_progress and self._limits.max_tokens - self._num_tokens - self._num_reserved < wanted:
+            await asyncio.wait(self._in_progress, return_when=asyncio.FIRST_COMPLETED)
+            self._check_open()
+        self._check_tokens()
+        return min(wanted, self._limits.max_tokens - self._num_tokens - self._num_reserved)
+
     def _take_sequence(self, prompt: tuple[int, ...]) -> _Sequence:
         """Return the longest sequence that the prompt continues, or a new one."""
         continued = [
@@ -294,11 +315,10 @@ class AgentRecorder:
         # The seed does not depend on the order of concurrent requests.
         digest = hashlib.sha256(np.array(prompt, np.int32).tobytes()).hexdigest()
         self._seen[prompt] += 1
-        left = max_new_tokens if self._limits.max_tokens is None else self._limits.max_tokens - self._num_tokens
         return SampleRequest(
             prompt_tokens=prompt,
             seed=derive_seed(self._attempt.seed, digest, self._seen[prompt]),
-            max_new_tokens=max(min(max_new_tokens, left), 1),
+            max_new_tokens=max_new_tokens,
             temperature=self._attempt.temperature,
             conversation=sequence.conversation,
         )

@@ -186,9 +186,10 @@ class EventStream:
             end = b"data: [DONE]\n\n"
         except ClientDisconnect:
             return
-        except EngineError as error:
-            body = ApiError(str(error), status=HTTPStatus.SERVICE_UNAVAILABLE).body()
-            end = f"data: {json.dumps(body)}\n\n".encode()
+        except (ApiError, EngineError) as error:
+            if isinstance(error, EngineError):
+                error = ApiError(str(error), status=HTTPStatus.SERVICE_UNAVAILABLE)
+            end = f"data: {json.dumps(error.body())}\n\n".encode()
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
 

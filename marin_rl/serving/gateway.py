@@ -185,6 +185,8 @@ class Gateway:
         sample = request.sample
         try:
             await recorder.sample(sample.prompt_tokens, sample.max_new_tokens, serve, request.completion, ends)
+        except AgentLimitError as error:
+            raise _limit_exceeded(error) from error
         except EpisodeEndedError as error:
             raise EngineError(str(error)) from error
         return parts[0]
@@ -206,13 +208,17 @@ async def _answer(handler: Handler, episode: _Episode, request: Request) -> Resp
     try:
         return await handler(episode, request)
     except AgentLimitError as error:
-        raise ApiError(str(error), code="rollout_limit_exceeded") from error
+        raise _limit_exceeded(error) from error
     except EpisodeEndedError as error:
         raise EngineError(str(error)) from error
     except ApiError as error:
         if error.code in _LIMIT_CODES:
             episode.recorder.cut_off()
         raise
+
+
+def _limit_exceeded(error: AgentLimitError) -> ApiError:
+    return ApiError(str(error), code="rollout_limit_exceeded")
 
 
 async def _models(episode: _Episode, request: Request) -> Response:

@@ -22,12 +22,13 @@ from marin_rl.environments.base import AbstractEnvironment, AgentEpisode, Single
 from marin_rl.environments.random_reward import RANDOM, RandomRewardEnvironment
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, RolloutRunner, run_groups
-from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.sampling.sampler import Sampler, SampleRequest
 from marin_rl.splits import Split
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Rollout, RolloutGroup, RolloutStatus, Task
-from tests.scripted_sampler import BatchSampler, ScriptedSampler, TokenSampler
+from tests.scripted_sampler import ScriptedSampler, TokenSampler
+from tests.serving import serving_cases
 
 openai = pytest.importorskip("openai")
 
@@ -78,7 +79,7 @@ def scripted(script: Callable[[SampleRequest], Sequence[int]]) -> ScriptedSample
 def run(
     play: Play | AgentEpisode,
     *,
-    sampler: BatchSampler | None = None,
+    sampler: Sampler | None = None,
     size: int = 1,
     limits: Limits = LIMITS,
     temperature: float = 1.0,
@@ -377,6 +378,45 @@ def test_limits_truncate_the_rollout(handles: bool):
     rollout = only(play, limits=limits)
     assert (rollout.status, len(rollout.turns)) == (RolloutStatus.TRUNCATED, 2)
     assert dict(rollout.rewards) == ({"reward": 0.5} if handles else {"truncated": 0.0})
+
+
+@pytest.mark.parametrize(("stream", "lengths"), [(False, [5, 5, 2]), (True, [5, 5, 2]), (False, [8, 4])])
+def test_concurrent_requests_together_keep_the_token_limit(stream: bool, lengths: list[int]):
+    texts = {length: "x" * (length - 2) for length in lengths}
+
+    async def ask(client: Client, text: str) -> str:
+        if not stream:
+            return await client.say(text)
+        chunks = await client.chat(text, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        async with Client(base_url, api_key) as client:
+            asked = [ask(client, texts[lengths[0]]) for _ in range(4)]
+            results = await asyncio.gather(*asked, return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        assert len(errors) == 4 - len(lengths)
+        assert all(isinstance(error, openai.APIError) for error in errors)
+        assert all("maximum of 12 tokens (rollouts.max_tokens)" in str(error) for error in errors)
+        return 0.5
+
+    rollout = only(play, limits=Limits(max_length=120, max_new_tokens=8, max_turns=6, max_tokens=12))
+    assert [len(turn.generation.token_ids) for turn in rollout.turns] == lengths
+    assert (rollout.status, dict(rollout.rewards)) == (RolloutStatus.TRUNCATED, {"reward": 0.5})
+
+
+@pytest.mark.medium
+def test_concurrent_requests_share_a_single_slot():
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        async with Client(base_url, api_key) as client:
+            first, second = await asyncio.gather(client.say("a"), client.say("b"))
+            await asyncio.gather(client.say("a", first, "c"), client.say("b", second, "d"))
+        return 1.0
+
+    limits = Limits(max_length=serving_cases.CONTEXT, max_new_tokens=4, max_turns=4)
+    group, _ = run(play, sampler=serving_cases.tiny_sampler(slots=1), size=2, limits=limits)
+    for rollout in group.rollouts:
+        assert (len(rollout.turns), dict(rollout.rewards), rollout.error) == (4, {"reward": 1.0}, None)
 
 
 def test_prompt_beyond_the_context_truncates_the_rollout():
