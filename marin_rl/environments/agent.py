@@ -106,9 +106,7 @@ class AgentConfig(EnvironmentConfig):
             UserError: if a package of the extra `serve` is missing.
             UserFileError: if the file has no such function, or it does not take the arguments.
         """
-        missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-        if missing:
-            raise UserError(f"agents need {', '.join(missing)}; install the extra: pip install 'marin_rl[serve]'")
+        require_server()
         function = None if self.path is None else self._load(self.path, str(self.function))
         source = self.tasks.build()
         name = source.name if self.name is None else self.name
@@ -138,6 +136,17 @@ class AgentConfig(EnvironmentConfig):
                 f"{where} is called with the keyword arguments task, base_url, api_key{options}, but {error}"
             ) from error
         return function
+
+
+def require_server() -> None:
+    """Check that the packages of the server for agents are installed, without importing them.
+
+    Raises:
+        UserError: if one is not.
+    """
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"agents need {', '.join(missing)}; install the extra: pip install 'marin_rl[serve]'")
 
 
 @dataclasses.dataclass(frozen=True)

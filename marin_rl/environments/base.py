@@ -279,6 +279,16 @@ FORMAT = "format"
 """Reward component: 1 if the reply has the required format; absent if no format is required."""
 
 
+def check_invalid_reward(value: float) -> None:
+    """Validate the field `invalid_reward`, the reward of a reply without a valid action.
+
+    Raises:
+        ValueError: if it is positive.
+    """
+    if value > 0:
+        raise ValueError(f"invalid_reward must be at most 0, or replies without an action pay; got {value}")
+
+
 @dataclasses.dataclass(frozen=True)
 class SingleTurnEnvironment(AbstractEnvironment):
     """Environment whose episodes end after one reply."""

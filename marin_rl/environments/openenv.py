@@ -9,7 +9,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from marin_rl.environments.base import FORMAT, AbstractEnvironment, EnvironmentConfig, Episode, Split, Step
+from marin_rl.environments.base import (
+    FORMAT,
+    AbstractEnvironment,
+    EnvironmentConfig,
+    Episode,
+    Split,
+    Step,
+    check_invalid_reward,
+)
 from marin_rl.environments.external import bounded_text, require_package, run_in_thread
 from marin_rl.errors import UserError
 from marin_rl.seeds import derive_seed
@@ -87,10 +95,7 @@ class OpenEnvConfig(EnvironmentConfig):
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
         if "seed" in self.reset:
             raise ValueError("reset has 'seed'; each task has its own seed: use the environment's `seed` instead")
-        if self.invalid_reward > 0:
-            raise ValueError(
-                f"invalid_reward must be at most 0, or replies without an action pay; got {self.invalid_reward}"
-            )
+        check_invalid_reward(self.invalid_reward)
         check_shares(self.held_out, self.validation)
 
     def build(self) -> AbstractEnvironment:

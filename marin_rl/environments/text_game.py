@@ -11,7 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from marin_rl.config_fields import convert_enum_fields
-from marin_rl.environments.base import CORRECT, FORMAT, AbstractEnvironment, EnvironmentConfig, Episode, Split, Step
+from marin_rl.environments.base import (
+    CORRECT,
+    FORMAT,
+    AbstractEnvironment,
+    EnvironmentConfig,
+    Episode,
+    Split,
+    Step,
+    check_invalid_reward,
+)
 from marin_rl.environments.games import Board, Prototype, Start, View, draw_start
 from marin_rl.rewards.grading import check_pattern, extract_last
 from marin_rl.seeds import derive_seed
@@ -80,10 +89,7 @@ class TextGameConfig(EnvironmentConfig):
         for field in ("game_weight", "step_reward", "invalid_reward"):
             if not math.isfinite(getattr(self, field)):
                 raise ValueError(f"{field} must be finite, got {getattr(self, field)}")
-        if self.invalid_reward > 0:
-            raise ValueError(
-                f"invalid_reward must be at most 0, or replies without an action pay; got {self.invalid_reward}"
-            )
+        check_invalid_reward(self.invalid_reward)
         if not 0.0 <= self.detours < 1.0:
             raise ValueError(f"detours is a probability and must be in [0, 1), got {self.detours}")
         if self.action_regex is not None:

@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from marin_rl.config_fields import LOCAL_PATH, convert_enum_fields
-from marin_rl.environments.base import CORRECT, FORMAT, AbstractEnvironment, EnvironmentConfig, Episode, Split, Step
+from marin_rl.environments.base import (
+    CORRECT,
+    FORMAT,
+    AbstractEnvironment,
+    EnvironmentConfig,
+    Episode,
+    Split,
+    Step,
+    check_invalid_reward,
+)
 from marin_rl.environments.external import action_of, bounded_text, require_package
 from marin_rl.environments.game_process import GameError, GameProcess, GameServer, call_each
 from marin_rl.environments.games import View
@@ -87,10 +96,7 @@ class TextWorldConfig(EnvironmentConfig):
         for field in ("game_weight", "invalid_reward"):
             if not math.isfinite(getattr(self, field)):
                 raise ValueError(f"{field} must be finite, got {getattr(self, field)}")
-        if self.invalid_reward > 0:
-            raise ValueError(
-                f"invalid_reward must be at most 0, or replies without a command pay; got {self.invalid_reward}"
-            )
+        check_invalid_reward(self.invalid_reward)
         if not 0.0 <= self.detours < 1.0:
             raise ValueError(f"detours is a probability and must be in [0, 1), got {self.detours}")
         if self.command_regex is not None:

@@ -19,10 +19,11 @@ from typing import Any
 
 import pytest
 
-from marin_rl.environments.base import Split, Step
-from marin_rl.environments.external import MissingPackageError
+from marin_rl.environments.base import Split
 from marin_rl.environments.openenv import OpenEnvConfig, OpenEnvEnvironment, OpenEnvError, OpenEnvServerError
+from marin_rl.errors import UserError
 from marin_rl.types import Task
+from tests.environments.episodes import play
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("websockets") is None, reason="needs the extra openenv")
 
@@ -100,17 +101,6 @@ def build(url: str, **changes) -> OpenEnvEnvironment:
     environment = OpenEnvConfig(**fields).build()
     assert isinstance(environment, OpenEnvEnvironment)
     return environment
-
-
-def play(environment: OpenEnvEnvironment, task: Task, replies) -> list[Step]:
-    async def run() -> list[Step]:
-        episode = await environment.start(task, 0)
-        try:
-            return [await episode.step(reply) for reply in replies]
-        finally:
-            await episode.close()
-
-    return asyncio.run(run())
 
 
 def guess(number: object) -> str:
@@ -212,7 +202,7 @@ def test_invalid_configs_are_refused(changes: dict, message: str):
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'marin_rl\[openenv\]'"):
+    with pytest.raises(UserError, match=r"pip install 'marin_rl\[openenv\]'"):
         OpenEnvConfig("http://127.0.0.1:8000").build()
 
 

@@ -1,7 +1,6 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-import asyncio
 import importlib.util
 import random
 import subprocess
@@ -10,20 +9,21 @@ from collections.abc import Iterator
 
 import pytest
 
-from marin_rl.environments.base import Split, Step
-from marin_rl.environments.external import MissingPackageError
+from marin_rl.environments.base import Split
 from marin_rl.environments.textarena import (
     FileOpponentConfig,
     TextArenaConfig,
     TextArenaEnvironment,
     random_move,
 )
+from marin_rl.errors import UserError
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_groups
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
-from marin_rl.types import RolloutStatus, Task
+from marin_rl.types import RolloutStatus
+from tests.environments.episodes import play
 from tests.scripted_sampler import ScriptedSampler
 
 TOKENIZER = ChatTokenizer(byte_tokenizer())
@@ -65,22 +65,6 @@ def tic_tac_toe(**changes) -> TextArenaEnvironment:
     environment = TextArenaConfig(**fields).build()
     assert isinstance(environment, TextArenaEnvironment)
     return environment
-
-
-def play(environment: TextArenaEnvironment, task: Task, replies, seed: int = 0) -> list[Step]:
-    async def run() -> list[Step]:
-        episode = await environment.start(task, seed)
-        steps = []
-        try:
-            for reply in replies:
-                steps.append(await episode.step(reply))
-                if steps[-1].done:
-                    break
-        finally:
-            await episode.close()
-        return steps
-
-    return asyncio.run(run())
 
 
 @real
@@ -219,5 +203,5 @@ def test_invalid_configs_are_refused(changes: dict, message: str):
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'marin_rl\[textarena\]'"):
+    with pytest.raises(UserError, match=r"pip install 'marin_rl\[textarena\]'"):
         TextArenaConfig("TicTacToe-v0").build()

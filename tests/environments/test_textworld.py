@@ -1,7 +1,6 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-import asyncio
 import importlib.util
 import subprocess
 import sys
@@ -10,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from marin_rl.environments.base import Split, Step
-from marin_rl.environments.external import MissingPackageError
+from marin_rl.environments.base import Split
 from marin_rl.environments.game_process import GameError, call_each
 from marin_rl.environments.games import View
 from marin_rl.environments.textworld import TextWorldConfig, TextWorldEnvironment
+from marin_rl.errors import UserError
 from marin_rl.types import Task
+from tests.environments.episodes import play
 
 real = pytest.mark.skipif(importlib.util.find_spec("textworld") is None, reason="needs the extra textworld")
 
@@ -51,17 +51,6 @@ def readable(folder: str) -> Iterator[TextWorldEnvironment]:
     environment = build(folder=folder, num_tasks=1, max_characters=900)
     yield environment
     environment.server.close()
-
-
-def play(environment: TextWorldEnvironment, task: Task, replies) -> list[Step]:
-    async def run() -> list[Step]:
-        episode = await environment.start(task, 0)
-        try:
-            return [await episode.step(reply) for reply in replies]
-        finally:
-            await episode.close()
-
-    return asyncio.run(run())
 
 
 def solution(environment: TextWorldEnvironment, task: Task) -> list[str]:
@@ -204,5 +193,5 @@ def test_invalid_configs_are_refused(changes: dict, message: str):
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'marin_rl\[textworld\]'"):
+    with pytest.raises(UserError, match=r"pip install 'marin_rl\[textworld\]'"):
         TextWorldConfig().build()
