@@ -249,9 +249,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         cells.append(f"{row['memory_gib']:.1f}")
         for kind in ROLLOUTS:
             part = row[kind]
-            cells += [f"{part['overlapped']:.3g} to {part['sequential']:.3g}", f"{part['collective_share']:.0%}"]
+            low, high = (_number(part[name]) for name in ("overlapped", "sequential"))
+            cells += [f"{low} to {high}", f"{part['collective_share']:.0%}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -17,6 +17,7 @@ from experiments.scale_study import (
     on_chips,
     read_points,
     results,
+    table,
     times,
     to_row,
 )
@@ -81,6 +82,12 @@ def test_weak_and_strong_scaling_agree_at_256_chips():
     assert by_chips[256]["weak"] == by_chips[256]["strong"]
     assert by_chips[16]["strong"]["overlapped"] > by_chips[4096]["strong"]["overlapped"]
     assert by_chips[16]["weak"]["collective_share"] == pytest.approx(16 * 0.6 / (16 * 1.6 + 1.0))
+
+
+def test_table_has_no_exponents():
+    """4,096 rollouts on 16 chips are 256 microbatches, of 8 s or 8.6 s, and an optimizer of 1 s."""
+    slow = dataclasses.replace(EIGHT, microbatch=EIGHT.microbatch._replace(flops=8 * CHIP.flops))
+    assert table(results([slow])).endswith("| 2,049 to 2,203 | 7% |")
 
 
 @pytest.mark.medium
