@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from levanter.metrics import Metric, ReductionType
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.rl_example import RlExample
 from marin_rl.learner.critic import ActorCritic, CriticConfig, policy_of
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
-from marin_rl.learner.train_step import fold_metrics
-from marin_rl.objectives.importance import LogRatioStatistics, log_ratio_statistics
+from marin_rl.objectives.importance import LogRatioStatistics, Sum, log_ratio_statistics
 from marin_rl.objectives.kl import KlConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig, TokenBatch
 from marin_rl.objectives.value_loss import value_loss_terms
@@ -81,8 +81,8 @@ class RlLoss:
             "policy/entropy_avg": _mean(entropies.rearrange(axes).array, mask),
             "policy/neg_logprob": _mean(-learner, mask),
         }
-        statistics = log_ratio_statistics(jax.lax.stop_gradient(learner) - policy, mask)
-        for name, value in statistics._asdict().items():
+        ratios = log_ratio_statistics(jax.lax.stop_gradient(learner) - policy, mask)
+        for name, value in ratios._asdict().items():
             reduction = ReductionType.MAX if name == "maximum" else ReductionType.SUM
             metrics[_LOG_RATIO + name] = Metric.from_value(value, reduction)
         total = policy_part + kl_part
@@ -102,34 +102,49 @@ def loss_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
         updates: metrics of each update of the step, in order. Losses are averaged over updates, all other metrics over
             all tokens. `objective/entropy` comes from the first update alone, which uses the weights before the step.
     """
-
-    def averaged(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        # The parts of the loss add up over the microbatches of an update, and are averaged over the updates of a step.
-        return {
-            name: Metric.from_value(metric.value(), ReductionType.MEAN) if name.startswith("loss/") else metric
-            for name, metric in metrics.items()
-        }
-
-    folded = fold_metrics([averaged(update) for update in updates])
-    ratios = _ratios(folded)
-    published = {name: float(metric) for name, metric in folded.items() if not name.startswith(_LOG_RATIO)}
-    return {
-        **published,
-        "objective/entropy": float(updates[0]["policy/entropy_avg"].value()),
-        "policy/approxkl_avg": float(ratios.approximate_kl),
-        "val/ratio": float(ratios.mean_ratio),
-        "val/ratio_var": float(ratios.ratio_variance),
+    # The parts of the loss add up over the microbatches of an update, and are averaged over the updates of a step.
+    published = {
+        name: sum(_fold([update[name]]) for update in updates) / len(updates)
+        if name.startswith("loss/")
+        else _fold([update[name] for update in updates])
+        for name in updates[0]
+        if not name.startswith(_LOG_RATIO)
     }
+    ratios = _log_ratios(updates)
+    published |= {
+        "objective/entropy": _fold([updates[0]["policy/entropy_avg"]]),
+        "policy/approxkl_avg": ratios.approximate_kl,
+        "val/ratio": ratios.mean_ratio,
+        "val/ratio_var": ratios.ratio_variance,
+    }
+    return {name: float(value) for name, value in published.items()}
 
 
 def first_log_ratios(updates: Sequence[Mapping[str, Metric]]) -> LogRatioStatistics:
     """Return the log-ratios of a step's first update, the only one that uses the weights before the step."""
-    return _ratios(updates[0])
+    return _log_ratios(updates[:1])
 
 
-def _ratios(metrics: Mapping[str, Metric]) -> LogRatioStatistics:
-    sums = {name.removeprefix(_LOG_RATIO): m for name, m in metrics.items() if name.startswith(_LOG_RATIO)}
-    return LogRatioStatistics(**{name: jnp.float32(metric.value()) for name, metric in sums.items()})
+def _log_ratios(updates: Sequence[Mapping[str, Metric]]) -> LogRatioStatistics:
+    fields = LogRatioStatistics._fields
+    return LogRatioStatistics(*(_fold([update[_LOG_RATIO + name] for update in updates]) for name in fields))
+
+
+def _fold(metrics: Sequence[Metric]) -> Sum:
+    """Merge the values of a metric in several updates, with numpy: jax would compile each operation."""
+    values = [np.asarray(metric._value) for metric in metrics]
+    match metrics[0].reduction:
+        case ReductionType.MEAN:
+            count = sum(np.asarray(metric._count) for metric in metrics)
+            return sum(values) / count if count > 0 else 0.0
+        case ReductionType.SUM:
+            return sum(values)
+        case ReductionType.MAX:
+            return max(values)
+        case ReductionType.MIN:
+            return min(values)
+        case ReductionType.LAST:
+            return values[-1]
 
 
 def _mean(values: jax.Array, mask: jax.Array) -> Metric:

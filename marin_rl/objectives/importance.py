@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import draccus
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float64
@@ -27,6 +26,8 @@ LogWeights = Sequence[Float[np.ndarray, " _tokens"]]
 """Per rollout, `log w` (nats) of its action tokens."""
 Weights = list[Float64[np.ndarray, " _tokens"]]
 """Per rollout, the factor of the policy term of each action token."""
+Sum = Float[Array, ""] | Float[np.ndarray, ""] | np.floating | float
+"""Scalar on the devices or on the host."""
 
 
 class LogRatioStatistics(NamedTuple):
@@ -36,37 +37,37 @@ class LogRatioStatistics(NamedTuple):
     avoids cancellation in the variance if the weights are close to 1.
     """
 
-    num_tokens: Float[Array, ""]
+    num_tokens: Sum
     """Number of loss tokens, n."""
-    absolute: Float[Array, ""]
+    absolute: Sum
     """Σ |Δ|, unclamped (nats)."""
-    maximum: Float[Array, ""]
+    maximum: Sum
     """max |Δ|, unclamped (nats); 0 if there are no tokens."""
-    half_square: Float[Array, ""]
+    half_square: Sum
     """Σ Δ²/2."""
-    k3: Float[Array, ""]
+    k3: Sum
     """Σ (w - 1 - Δ)."""
-    excess: Float[Array, ""]
+    excess: Sum
     """Σ (w - 1)."""
-    squared_excess: Float[Array, ""]
+    squared_excess: Sum
     """Σ (w - 1)²."""
-    ratio: Float[Array, ""]
+    ratio: Sum
     """Σ w; unlike `excess`, exact for w close to 0."""
-    squared_ratio: Float[Array, ""]
+    squared_ratio: Sum
     """Σ w²."""
 
     @property
-    def mean_absolute(self) -> Float[Array, ""]:
+    def mean_absolute(self) -> Sum:
         """Mean |Δ| (nats): the log-probability difference between sampler and learner."""
         return self.absolute / self._divisor
 
     @property
-    def approximate_kl(self) -> Float[Array, ""]:
+    def approximate_kl(self) -> Sum:
         """½·mean(Δ²), the `approxkl` of PPO in OpenAI's baselines (`ppo2`)."""
         return self.half_square / self._divisor
 
     @property
-    def mean_k3(self) -> Float[Array, ""]:
+    def mean_k3(self) -> Sum:
         """Mean k3, an estimate of KL(π_old‖π) per token from tokens sampled by π_old; >= 0 up to rounding.
 
         Source: Schulman 2020, "Approximating KL divergence".
@@ -74,29 +75,30 @@ class LogRatioStatistics(NamedTuple):
         return self.k3 / self._divisor
 
     @property
-    def mean_ratio(self) -> Float[Array, ""]:
+    def mean_ratio(self) -> Sum:
         """Mean of w, close to 1 if the two policies are close; 1 if there are no tokens."""
         return 1 + self.excess / self._divisor
 
     @property
-    def ratio_variance(self) -> Float[Array, ""]:
+    def ratio_variance(self) -> Sum:
         """Population variance of w over tokens."""
         mean_excess = self.excess / self._divisor
-        return jnp.maximum(self.squared_excess / self._divisor - jnp.square(mean_excess), 0)
+        return np.maximum(self.squared_excess / self._divisor - np.square(mean_excess), 0)
 
     @property
-    def effective_sample_size(self) -> Float[Array, ""]:
+    def effective_sample_size(self) -> Sum:
         """Effective sample size as a share of the tokens, `(Σw)²/(n·Σw²)`, in (0, 1]; 1 if there are no tokens.
 
         Source: Kong 1992, "A note on importance sampling using standardized weights"; Owen 2013, "Monte Carlo theory,
         methods and examples", section 9.3.
         """
-        size = jnp.square(self.ratio) / (self._divisor * self.squared_ratio)
-        return jnp.where(self.num_tokens > 0, size, 1)
+        if self.num_tokens == 0:
+            return 1.0
+        return np.square(self.ratio) / (self._divisor * self.squared_ratio)
 
     @property
-    def _divisor(self) -> Float[Array, ""]:
-        return jnp.maximum(self.num_tokens, 1)
+    def _divisor(self) -> Sum:
+        return np.maximum(self.num_tokens, 1)
 
 
 def log_ratio_statistics(
@@ -123,7 +125,7 @@ def log_ratio_statistics(
     clamped = xp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     excess = xp.expm1(clamped)
     ratios = xp.where(loss_mask, xp.exp(clamped), 0)
-    statistics = LogRatioStatistics(
+    return LogRatioStatistics(
         num_tokens=xp.sum(loss_mask, dtype=difference.dtype),
         absolute=xp.sum(xp.abs(difference)),
         maximum=xp.max(xp.abs(difference), initial=0),
@@ -134,7 +136,6 @@ def log_ratio_statistics(
         ratio=xp.sum(ratios),
         squared_ratio=xp.sum(xp.square(ratios)),
     )
-    return jax.tree.map(jnp.asarray, statistics)
 
 
 def log_weight_statistics(log_weights: LogWeights) -> LogRatioStatistics:
