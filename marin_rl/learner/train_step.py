@@ -230,10 +230,18 @@ class Learner:
         return jax.jit(run, donate_argnums=0, out_shardings=(list(shardings), None), compiler_options=options)
 
     def _update(self, state: TrainerState, batch: RlExample, count: jax.Array) -> tuple[TrainerState, PendingUpdate]:
-        def add(index: jax.Array, sums: MicrobatchSums) -> MicrobatchSums:
-            return self._add_microbatch(state.model, take_microbatch(batch, index), sums)
+        constants, leaves = _flatten(state.model)
 
-        sums = jax.lax.fori_loop(0, count, add, self._make_zeros(state.model, take_microbatch(batch, 0)))
+        # Jitted so that it is traced once, although it is called twice: for the shapes of its result and in the loop.
+        @jax.jit
+        def differentiate(leaves: list[jax.Array], batch: RlExample) -> MicrobatchSums:
+            return self._gradient(_unflatten(constants, leaves), batch)
+
+        def add(index: jax.Array, sums: MicrobatchSums) -> MicrobatchSums:
+            return _add(sums, differentiate(leaves, take_microbatch(batch, index)))
+
+        zeros = self._make_zeros(jax.eval_shape(differentiate, leaves, take_microbatch(batch, 0)))
+        sums = jax.lax.fori_loop(0, count, add, zeros)
         # The forward pass is deterministic, so the key does not change.
         new_state, _ = state.take_step(sums.gradient, loss=cast(float, sums.loss), key=state.training_key)
         optimizer_state = cast(SkipState, new_state.opt_state)
@@ -246,8 +254,7 @@ class Learner:
         }
         return new_state, PendingUpdate(jnp.asarray(new_state.step), optimizer_state.finite, metrics)
 
-    def _make_zeros(self, model: eqx.Module, batch: RlExample) -> MicrobatchSums:
-        like = eqx.filter_eval_shape(self._gradient, model, batch)
+    def _make_zeros(self, like: MicrobatchSums) -> MicrobatchSums:
         bounds = {ReductionType.MAX: -jnp.inf, ReductionType.MIN: jnp.inf}
         reductions = {name: metric.reduction for name, metric in like.metrics.items()}
         metrics = {
@@ -264,13 +271,13 @@ class Learner:
             (loss, metrics), gradient = differentiate(model, batch, key=None)
         return MicrobatchSums(hax.shard(gradient, self.trainer.parameter_axis_mapping), jnp.asarray(loss), metrics)
 
-    def _add_microbatch(self, model: eqx.Module, batch: RlExample, sums: MicrobatchSums) -> MicrobatchSums:
-        part = self._gradient(model, batch)
-        return MicrobatchSums(
-            jax.tree.map(jnp.add, sums.gradient, part.gradient),
-            sums.loss + part.loss,
-            fold_metrics([sums.metrics, part.metrics]),
-        )
+
+def _add(sums: MicrobatchSums, part: MicrobatchSums) -> MicrobatchSums:
+    return MicrobatchSums(
+        jax.tree.map(jnp.add, sums.gradient, part.gradient),
+        sums.loss + part.loss,
+        fold_metrics([sums.metrics, part.metrics]),
+    )
 
 
 def compiler_options(mesh: Mesh) -> dict[str, str] | None:
