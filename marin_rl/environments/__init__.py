@@ -26,6 +26,7 @@ from marin_rl.environments.text_game import TextGameConfig
 from marin_rl.environments.textarena import TextArenaConfig
 from marin_rl.environments.textworld import TextWorldConfig
 from marin_rl.environments.tool_use import ToolUseConfig
+from marin_rl.environments.verifiers import VerifiersConfig
 
 __all__ = [
     "AbstractEnvironment",
@@ -51,4 +52,5 @@ __all__ = [
     "TextGameConfig",
     "TextWorldConfig",
     "ToolUseConfig",
+    "VerifiersConfig",
 ]

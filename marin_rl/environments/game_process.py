@@ -53,15 +53,17 @@ class GameServer:
     Used from any number of threads and event loops.
     """
 
-    def __init__(self, game: str) -> None:
+    def __init__(self, game: str, *arguments: str) -> None:
         """Create a server that is not started yet.
 
         Args:
             game: class of the games as `module:class`. Its static method `prepare` is called once in the server, for
                 imports and caches. It is constructed without arguments in each process; the public methods take and
                 return JSON values.
+            *arguments: arguments of `prepare`.
         """
         self._game = game
+        self._arguments = arguments
         self._lock = threading.Lock()
         self._count = 0
         self._control: socket.socket | None = None
@@ -115,7 +117,7 @@ class GameServer:
             control, theirs = socket.socketpair()
             with theirs:
                 process = subprocess.Popen(
-                    [sys.executable, "-c", _MAIN, str(theirs.fileno()), self._game],
+                    [sys.executable, "-c", _MAIN, str(theirs.fileno()), self._game, *self._arguments],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -232,21 +234,22 @@ def _server_environment() -> Mapping[str, str]:
     }
 
 
-_MAIN = "import sys, marin_rl.environments.game_process as m; m.run_server(int(sys.argv[1]), sys.argv[2])"
+_MAIN = "import sys, marin_rl.environments.game_process as m; m.run_server(int(sys.argv[1]), *sys.argv[2:])"
 
 
-def run_server(control_fd: int, game: str) -> None:
+def run_server(control_fd: int, game: str, *arguments: str) -> None:
     """Run a game server until its control socket is closed.
 
     Args:
         control_fd: file descriptor of the control socket.
         game: class of the games as `module:class`.
+        *arguments: arguments of its method `prepare`.
     """
     control = socket.socket(fileno=control_fd)
     module, _, name = game.partition(":")
     try:
         factory = getattr(importlib.import_module(module), name)
-        factory.prepare()
+        factory.prepare(*arguments)
     except BaseException as error:
         control.sendall(f"{type(error).__name__}: {error}".replace("\n", " ").encode() + b"\n")
         return

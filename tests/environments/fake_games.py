@@ -15,9 +15,15 @@ class FakeGame:
     def __init__(self) -> None:
         self.count = 0
 
-    @staticmethod
-    def prepare() -> None:
-        """Do nothing."""
+    prepared: tuple[str, ...] = ()
+
+    @classmethod
+    def prepare(cls, *arguments: str) -> None:
+        """Keep the arguments."""
+        cls.prepared = arguments
+
+    def arguments(self) -> list[str]:
+        return list(self.prepared)
 
     def add(self, number: int) -> int:
         self.count += number

@@ -16,7 +16,7 @@ FAKE = "tests.environments.fake_games:FakeGame"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[GameServer]:
-    server = GameServer(FAKE)
+    server = GameServer(FAKE, "one", "{two: 2}")
     yield server
     server.close()
 
@@ -44,6 +44,10 @@ def has_ended(pid: int) -> bool:
             return True
         time.sleep(0.01)
     return False
+
+
+def test_games_are_prepared_with_the_arguments(server: GameServer):
+    assert call_each(server, "arguments", [{}, {}]) == [["one", "{two: 2}"]] * 2
 
 
 def test_a_game_keeps_its_state_and_shares_nothing(server: GameServer):

@@ -1,0 +1,299 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Environments of the package verifiers: its tasks, harnesses and rewards, with the policy served to its agent.
+
+```
+run ── gateway ◄── requests ── harness of verifiers ─┐
+ └──── control socket ── game server ── one process per episode
+```
+"""
+
+import asyncio
+import dataclasses
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from marin_rl.config_fields import LOCAL_PATH
+from marin_rl.environments.agent import require_server
+from marin_rl.environments.base import (
+    AbstractEnvironment,
+    AgentConnection,
+    AgentEpisode,
+    AgentResult,
+    EnvironmentConfig,
+    Split,
+)
+from marin_rl.environments.external import require_package, run_in_thread
+from marin_rl.environments.game_process import GameError, GameServer
+from marin_rl.splits import Problem, TaskSplits, check_shares, problem_id, split_problems, without_duplicates
+from marin_rl.types import Message, Task
+
+_KEY_VARIABLE = "MARIN_RL_EPISODE_API_KEY"
+_TASKS_PER_CALL = 64
+
+
+@EnvironmentConfig.register_subclass("verifiers")
+@dataclasses.dataclass(frozen=True)
+class VerifiersConfig(EnvironmentConfig):
+    """A taskset of verifiers (version 1 of its API), with its harness and its rewards.
+
+    The harness requests the policy's replies from the run, which records their tokens. Each episode runs in a separate
+    process, without isolation. Only environments with one agent are supported.
+    """
+
+    runs_agents: ClassVar[bool] = True
+
+    taskset: str
+    """Id of the taskset: the name of an installed package, or of a module in `folder`."""
+    folder: str | None = dataclasses.field(default=None, metadata=LOCAL_PATH)
+    """Folder that is added to Python's module search path, relative to the working directory."""
+    env: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Further options of the environment, those that `vf-eval` takes as `--env.…`:
+    `{agent: {harness: {id: "null"}, runtime: {type: subprocess}}}`. By default an agent runs in a runtime that needs an
+    account."""
+    client: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Further options of verifiers' client, those that `vf-eval` takes as `--client.…`. With `{type: train,
+    renderer_model_name: FOLDER}` verifiers tokenizes the conversations itself and sends tokens. Default: it sends
+    messages."""
+    num_tasks: int | None = None
+    """Number of tasks to use, the first ones of the taskset, over all splits; null: all. Required for infinite
+    tasksets."""
+    success_at: float = 1.0
+    """Sum of rewards from which an episode counts as a success."""
+    held_out: float = 0.1
+    """Share of tasks that are held out, by hash of their data; in [0, 1)."""
+    validation: float = 0.05
+    """Share of tasks for validation, by hash of their data; in [0, 1)."""
+    name: str | None = None
+    """Name for metrics; default: the id of the taskset."""
+
+    def __post_init__(self) -> None:
+        if not self.taskset:
+            raise ValueError("taskset is empty; give the id of a taskset")
+        if self.num_tasks is not None and self.num_tasks < 1:
+            raise ValueError(f"num_tasks must be at least 1, or null for all; got {self.num_tasks}")
+        if "taskset" in self.env and "id" in self.env["taskset"]:
+            raise ValueError("env.taskset has 'id'; give it as taskset")
+        if reserved := sorted({"base_url", "api_key_var"} & self.client.keys()):
+            raise ValueError(f"client has {', '.join(reserved)}, which every episode has of its own; remove it")
+        check_shares(self.held_out, self.validation)
+
+    def build(self) -> AbstractEnvironment:
+        """Import the taskset and load its tasks, in a separate process.
+
+        Raises:
+            MissingPackageError: if the package verifiers is not installed.
+            GameServerError: if verifiers does not have the taskset, or rejects the options.
+            ValueError: if the tasks cannot be loaded.
+        """
+        require_package("verifiers", "verifiers")
+        require_server()
+        env = {**self.env, "taskset": {**self.env.get("taskset", {}), "id": self.taskset}}
+        folder = "" if self.folder is None else os.path.abspath(self.folder)
+        server = GameServer("marin_rl.environments.verifiers:VerifiersGame", json.dumps(env), folder)
+        source = f"verifiers taskset {self.taskset!r}"
+        try:
+            loaded = run_in_thread(_load_tasks(server, self.num_tasks))
+        except GameError as error:
+            raise ValueError(f"{source}: {error}") from error
+        data: dict[str, Mapping[str, Any]] = {}
+        problems = without_duplicates(self._problems(loaded, data), source)
+        splits = split_problems(problems, self.held_out, self.validation, source)
+        return VerifiersEnvironment(self, problems[0].task.environment, splits, data, server)
+
+    def _problems(self, loaded: list[Mapping[str, Any]], data: dict[str, Mapping[str, Any]]) -> Iterator[Problem]:
+        """Yield the problems, and add the data of their tasks to `data` by task id."""
+        for index, values in enumerate(loaded):
+            # The position in the taskset does not identify a problem.
+            text = json.dumps({name: value for name, value in values["data"].items() if name != "idx"}, sort_keys=True)
+            id = problem_id(text)
+            data.setdefault(id, values["data"])
+            answers = {key: values["data"].get(key) for key in ("answer", "worked_answer")}
+            task = Task(
+                id=id,
+                environment=self.taskset if self.name is None else self.name,
+                messages=tuple(Message(role=role, content=content) for role, content in values["messages"]),
+                **{"answer": ""} | {key: answer for key, answer in answers.items() if isinstance(answer, str)},
+            )
+            yield Problem(text, task, where=f"task {index}")
+
+
+async def _load_tasks(server: GameServer, limit: int | None) -> list[Mapping[str, Any]]:
+    game = await server.start()
+    try:
+        count = await game.call("load", limit=limit)
+        pages = [
+            await game.call("tasks", start=start, stop=start + _TASKS_PER_CALL)
+            for start in range(0, count, _TASKS_PER_CALL)
+        ]
+    finally:
+        await game.close()
+    return [task for page in pages for task in page]
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifiersEpisode(AgentEpisode):
+    """An episode of verifiers, in a separate process."""
+
+    config: VerifiersConfig
+    server: GameServer
+    data: Mapping[str, Any]
+    """Data of the task, as JSON values."""
+
+    async def play(self, connection: AgentConnection) -> AgentResult:
+        """Run the episode.
+
+        Raises:
+            GameError: if the harness, the task or its scoring failed.
+        """
+        game = await self.server.start()
+        try:
+            result = await game.call(
+                "play",
+                data=self.data,
+                client={**self.config.client, "base_url": connection.base_url},
+                api_key=connection.api_key,
+            )
+        finally:
+            await game.close()
+        success = float(math.fsum(result["rewards"].values()) >= self.config.success_at)
+        return AgentResult(result["rewards"], {**result["metrics"], "success": success}, result["info"])
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifiersEnvironment(AbstractEnvironment):
+    """Tasks and episodes of a taskset of verifiers."""
+
+    config: VerifiersConfig
+    name: str
+    splits: TaskSplits
+    data: Mapping[str, Mapping[str, Any]]
+    """Data of the tasks by id."""
+    server: GameServer
+    """Runs the episodes."""
+
+    def tasks(self, split: Split) -> tuple[Task, ...]:
+        """Return the tasks of a split in a fixed order."""
+        return tuple(self.splits[split])
+
+    async def start(self, task: Task, seed: int) -> AgentEpisode:
+        """Start an episode; the seed is unused, because verifiers has none.
+
+        Raises:
+            ValueError: if the task belongs to another environment.
+        """
+        if task.environment != self.name or task.id not in self.data:
+            raise ValueError(f"environment {self.name!r} has no task {task.id!r} of {task.environment!r}")
+        return VerifiersEpisode(self.config, self.server, self.data[task.id])
+
+
+class VerifiersGame:
+    """A taskset of verifiers and its environment. Runs in a separate process."""
+
+    _env: ClassVar[Any] = None
+    """The environment, which `prepare` creates for all processes."""
+
+    @classmethod
+    def prepare(cls, env: str, folder: str) -> None:
+        """Import verifiers and the taskset, and create the environment.
+
+        Args:
+            env: config of the environment, as JSON.
+            folder: added to the module search path, unless it is empty.
+
+        Raises:
+            ValueError: if the environment does not have exactly one agent.
+        """
+        if folder:
+            sys.path.insert(0, folder)
+        import verifiers.v1.utils.loaders as loaders
+        from verifiers.v1.configs.agent import agent_config_fields
+
+        config = loaders.resolve_env_config(json.loads(env))
+        agents = list(agent_config_fields(config))
+        if len(agents) != 1:
+            raise ValueError(f"the environment has the agents {', '.join(agents)}; only one agent can be trained")
+        cls._env = loaders.load_environment(config)
+
+    def load(self, limit: int | None) -> int:
+        """Load the first `limit` tasks, or all; return their number.
+
+        Raises:
+            ValueError: if the taskset is infinite and `limit` is None.
+        """
+        taskset = self._env.taskset if limit is None else self._env.taskset.take(limit)
+        if not taskset.bounded:
+            raise ValueError("the taskset is infinite; set num_tasks")
+        self._tasks = list(taskset)
+        return len(self._tasks)
+
+    def tasks(self, start: int, stop: int) -> list[dict[str, Any]]:
+        """Return some of the loaded tasks: their `data` and, as role and content, the `messages` before a reply."""
+        return [
+            {"data": task.data.model_dump(mode="json", exclude_none=True), "messages": _messages(task.data)}
+            for task in self._tasks[start:stop]
+        ]
+
+    def play(self, data: dict[str, Any], client: dict[str, Any], api_key: str) -> dict[str, Any]:
+        """Run an episode.
+
+        Args:
+            data: data of the task.
+            client: config of the client, without the key.
+            api_key: key of the client.
+
+        Returns:
+            `rewards` with their weights and `metrics` by name, and `info`.
+
+        Raises:
+            RuntimeError: if the episode failed; the message has verifiers' first error.
+        """
+        os.environ[_KEY_VARIABLE] = api_key
+        return asyncio.run(self._play(data, client))
+
+    async def _play(self, data: dict[str, Any], client: dict[str, Any]) -> dict[str, Any]:
+        from pydantic import TypeAdapter
+        from verifiers.v1 import ClientConfig, ModelContext
+
+        task_type = type(self._env.taskset).task_type()
+        task = task_type(task_type.data_type().model_validate(data), self._env.config.taskset.task)
+        values = {"type": "eval", **client, "api_key_var": _KEY_VARIABLE}
+        context = ModelContext("policy", TypeAdapter(ClientConfig).validate_python(values))
+        async with self._env.serving():
+            episode = await self._env.run_episode(task, context)
+        for error in (*episode.errors, *(error for trace in episode.traces for error in trace.errors)):
+            raise RuntimeError(f"{error.type}: {error.message}")
+        if len(episode.traces) != 1:
+            raise RuntimeError(
+                f"the environment ran its agent {len(episode.traces)} times; only one run can be trained"
+            )
+        [trace] = episode.traces
+        if missing := [name for name, reward in trace.rewards.items() if reward is None]:
+            raise RuntimeError(f"verifiers has not computed the reward {missing[0]!r}")
+        metrics = {name: value for name, value in trace.metrics.items() if value is not None}
+        return {
+            "rewards": {_metric_name(name): reward.value for name, reward in trace.rewards.items()},
+            "metrics": {_metric_name(name): value for name, value in metrics.items()},
+            "info": {"stop_condition": trace.stop_condition},
+        }
+
+
+def _messages(data: Any) -> list[tuple[str, str]]:
+    """Return role and content of the messages before the first reply; the task's name if the user's is not known."""
+    from verifiers.v1.types import content_text
+
+    prompt = data.prompt if data.prompt is not None else data.name or data.id or ""
+    messages = (
+        [("user", prompt)] if isinstance(prompt, str) else [(one.role, content_text(one.content)) for one in prompt]
+    )
+    return [("system", data.system_prompt), *messages] if data.system_prompt else messages
+
+
+def _metric_name(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", name)

@@ -1,0 +1,190 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Episodes of the real package, on the taskset of `experiments/external/verifiers_digits.py`."""
+
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+import pytest
+
+from marin_rl.batching.processed_rollout import process_rollout, sequence_lengths
+from marin_rl.distributed.rollout_runner import make_gateway
+from marin_rl.environments.game_process import GameError, GameServerError, call_each
+from marin_rl.environments.verifiers import VerifiersConfig, VerifiersEnvironment
+from marin_rl.errors import UserError
+from marin_rl.rollouts.attempt import Limits
+from marin_rl.rollouts.run_rollouts import RolloutRunner, run_groups
+from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.splits import Split
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import byte_tokenizer
+from marin_rl.types import Rollout, RolloutStatus
+from tests.scripted_sampler import ScriptedSampler
+
+real = pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="needs the extra verifiers")
+
+TOKENIZER = ChatTokenizer(byte_tokenizer())
+[END] = TOKENIZER.stop_token_ids
+EXTERNAL = str(Path(__file__).parents[2] / "experiments" / "external")
+AGENT = {"runtime": {"type": "subprocess"}}
+
+TASKSET = """
+import verifiers.v1 as vf
+from verifiers_digits import DigitTask, DigitTaskset, TwoTries
+
+__all__ = ["Digits", "TwoTries"]
+
+
+class StyledTask(DigitTask):
+    @vf.reward(weight=0.5)
+    async def style(self, trace: vf.Trace) -> float:
+        if trace.last_reply == "!":
+            raise OSError("no grader")
+        return float(trace.last_reply.isdigit())
+
+
+class Digits(vf.Taskset[StyledTask, vf.TasksetConfig]):
+    INFINITE = True
+
+    def load(self):
+        while True:
+            yield from (StyledTask(task.data, self.config.task) for task in DigitTaskset(self.config).load())
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a taskset, a tokenizer, and the traces of verifiers."""
+    folder = tmp_path_factory.mktemp("verifiers")
+    (folder / "styled_digits.py").write_text(TASKSET)
+    byte_tokenizer().save_pretrained(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRACES", str(folder / "traces.jsonl"))
+        patch.syspath_prepend(EXTERNAL)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def digits(folder: Path) -> Iterator[VerifiersEnvironment]:
+    """Verifiers tokenizes the conversations itself, and its traces are written to a file."""
+    environment = build(
+        folder,
+        env={"agent": AGENT, "taskset": {"task": {"metrics": {"branches": {"fn": "verifiers_digits:record"}}}}},
+        client={"type": "train", "renderer_model_name": str(folder)},
+    )
+    yield environment
+    environment.server.close()
+
+
+def build(folder: Path, taskset: str = "styled_digits", **changes: Any) -> VerifiersEnvironment:
+    fields = {"folder": str(folder), "env": {"agent": AGENT}, "num_tasks": 12, "held_out": 0.0, "validation": 0.0}
+    environment = VerifiersConfig(taskset, **{**fields, **changes}).build()
+    assert isinstance(environment, VerifiersEnvironment)
+    return environment
+
+
+def run(environment: VerifiersEnvironment, replies: Mapping[str, str], max_turns: int = 2) -> dict[str, Rollout]:
+    """Play the tasks of these prompts, each with the same reply in every turn; return the rollouts by prompt."""
+
+    def reply(request: SampleRequest) -> tuple[int, ...]:
+        prompt = TOKENIZER.decode_reply(request.prompt_tokens, skip_special_tokens=False)
+        return (*replies[prompt[len("<|user|>") :][:3]].encode(), END)
+
+    limits = Limits(max_length=40, max_new_tokens=4, max_turns=max_turns, max_seconds=60.0)
+    sampler = ScriptedSampler(reply, stop_token_ids=[END])
+    runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=make_gateway(TOKENIZER, limits))
+    tasks = [task for task in environment.tasks(Split.TRAIN) if task.messages[0]["content"] in replies]
+    try:
+        groups = run_groups(runner, tasks, group_size=1, temperature=1.0, seed_parts=(0, "training"))
+    finally:
+        runner.loop.close()
+    return {group.rollouts[0].task.messages[0]["content"]: group.rollouts[0] for group in groups}
+
+
+@real
+@pytest.mark.medium
+def test_rewards_and_tokens_are_those_of_verifiers(folder: Path, digits: VerifiersEnvironment):
+    task = digits.tasks(Split.TRAIN)[11]
+    assert (task.environment, task.messages, task.answer, task.worked_answer) == (
+        "styled_digits",
+        ({"role": "user", "content": "011"},),
+        "1",
+        "1",
+    )
+    rollouts = run(digits, {"001": "0", "002": "x", "010": "23"})
+    assert all(rollout.status is RolloutStatus.COMPLETED for rollout in rollouts.values())
+    assert {prompt: dict(rollout.rewards) for prompt, rollout in rollouts.items()} == {
+        "001": {"correct": 1.0, "style": 0.5},
+        "002": {"correct": 0.0, "style": 0.0},
+        "010": {"correct": 0.0, "style": 0.5},
+    }
+    metrics = {"branches": 1.0, "replies": 1.0, "sequences": 1.0, "success": 1.0}
+    assert dict(rollouts["001"].metrics) == metrics
+    assert dict(rollouts["002"].metrics) == {**metrics, "replies": 2.0, "success": 0.0}
+    reported = [json.loads(line) for line in (folder / "traces.jsonl").read_text().splitlines()]
+    assert sorted(recorded(rollout) for rollout in rollouts.values()) == sorted(
+        tuple(tuple(branch[name]) for name in ("token_ids", "sampled_mask", "logprobs")) for [branch] in reported
+    )
+
+
+def recorded(rollout: Rollout) -> tuple[tuple[int, ...], tuple[bool, ...], tuple[float, ...]]:
+    """Return tokens, loss mask and log-probs of a rollout's only sequence, as they are trained on."""
+    [length] = sequence_lengths(rollout)
+    row = process_rollout(rollout, length=length, pad_token_id=0)
+    return (
+        tuple(row.input_ids[0].tolist()),
+        tuple(row.loss_mask[0].tolist()),
+        tuple(row.policy_logprobs[0].tolist()),
+    )
+
+
+@real
+@pytest.mark.medium
+def test_a_failing_reward_costs_its_own_rollout(digits: VerifiersEnvironment):
+    rollouts = run(digits, {"001": "!", "002": "0"})
+    assert rollouts["001"].status is RolloutStatus.FAILED
+    assert "OSError: no grader" in str(rollouts["001"].error)
+    assert rollouts["002"].rewards["correct"] == 1.0
+
+
+@real
+@pytest.mark.medium
+def test_a_limit_of_the_run_truncates_the_episode(digits: VerifiersEnvironment):
+    rollouts = run(digits, {"001": "x", "002": "0"}, max_turns=1)
+    assert [rollouts[prompt].status for prompt in ("001", "002")] == [RolloutStatus.TRUNCATED, RolloutStatus.COMPLETED]
+    assert dict(rollouts["001"].rewards) == {"truncated": 0.0}
+
+
+@real
+@pytest.mark.medium
+def test_infinite_and_unknown_tasksets_are_refused(folder: Path, digits: VerifiersEnvironment):
+    with pytest.raises(GameError, match="the taskset is infinite; set num_tasks"):
+        call_each(digits.server, "load", [{"limit": None}])
+    with pytest.raises(GameServerError, match="taskset 'no_such' not found"):
+        build(folder, "no_such")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"taskset": ""}, "taskset is empty"),
+        ({"num_tasks": 0}, "num_tasks must be at least 1"),
+        ({"env": {"taskset": {"id": "x"}}}, "env.taskset has 'id'"),
+        ({"client": {"base_url": "http://x"}}, "client has base_url, which every episode"),
+        ({"held_out": 1.0}, "held_out"),
+    ],
+)
+def test_invalid_configs_are_refused(changes: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        VerifiersConfig(**{"taskset": "x", **changes})
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'marin_rl\[verifiers\]'"):
+        VerifiersConfig("x").build()
