@@ -289,7 +289,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     shares.set_ylim(0, 100)
-    weak.legend(title="filled: compiled, open: computed")
+    shares.legend(title="filled: compiled, open: computed")
     memory.legend()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
