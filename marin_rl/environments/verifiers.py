@@ -11,6 +11,7 @@ run ── gateway ◄── requests ── harness of verifiers ─┐
 
 import asyncio
 import dataclasses
+import importlib
 import json
 import math
 import os
@@ -81,7 +82,9 @@ class VerifiersConfig(EnvironmentConfig):
         if "taskset" in self.env and "id" in self.env["taskset"]:
             raise ValueError("env.taskset has 'id'; give it as taskset")
         if reserved := sorted({"base_url", "api_key_var"} & self.client.keys()):
-            raise ValueError(f"client has {', '.join(reserved)}, which every episode has of its own; remove it")
+            raise ValueError(f"client has {', '.join(reserved)}, which differ between episodes; remove them")
+        if self.client.get("type") == "train" and not self.client.get("renderer_model_name"):
+            raise ValueError("client.type is 'train', which needs the tokenizer: set client.renderer_model_name")
         check_shares(self.held_out, self.validation)
 
     def build(self) -> AbstractEnvironment:
@@ -96,7 +99,8 @@ class VerifiersConfig(EnvironmentConfig):
         require_server()
         env = {**self.env, "taskset": {**self.env.get("taskset", {}), "id": self.taskset}}
         folder = "" if self.folder is None else os.path.abspath(self.folder)
-        server = GameServer("marin_rl.environments.verifiers:VerifiersGame", json.dumps(env), folder)
+        options = json.dumps(env), json.dumps(self.client), folder
+        server = GameServer("marin_rl.environments.verifiers:VerifiersGame", *options)
         source = f"verifiers taskset {self.taskset!r}"
         try:
             loaded = run_in_thread(_load_tasks(server, self.num_tasks))
@@ -157,7 +161,7 @@ class VerifiersEpisode(AgentEpisode):
             result = await game.call(
                 "play",
                 data=self.data,
-                client={**self.config.client, "base_url": connection.base_url},
+                base_url=connection.base_url,
                 api_key=connection.api_key,
             )
         finally:
@@ -198,13 +202,16 @@ class VerifiersGame:
 
     _env: ClassVar[Any] = None
     """The environment, which `prepare` creates for all processes."""
+    _client: ClassVar[Any] = None
+    """Config of the client, without address and key."""
 
     @classmethod
-    def prepare(cls, env: str, folder: str) -> None:
-        """Import verifiers and the taskset, and create the environment.
+    def prepare(cls, env: str, client: str, folder: str) -> None:
+        """Import verifiers and the taskset, create the environment, and load the tokenizer of a train client.
 
         Args:
             env: config of the environment, as JSON.
+            client: config of the client, as JSON.
             folder: added to the module search path, unless it is empty.
 
         Raises:
@@ -212,14 +219,26 @@ class VerifiersGame:
         """
         if folder:
             sys.path.insert(0, folder)
-        import verifiers.v1.utils.loaders as loaders
+        import verifiers.v1 as vf
+        from pydantic import TypeAdapter
+        from verifiers.v1.clients.train import ElasticRendererPool
         from verifiers.v1.configs.agent import agent_config_fields
+        from verifiers.v1.utils import loaders
 
+        # Otherwise every episode would import it.
+        importlib.import_module("verifiers.v1.clients.eval")
         config = loaders.resolve_env_config(json.loads(env))
         agents = list(agent_config_fields(config))
         if len(agents) != 1:
             raise ValueError(f"the environment has the agents {', '.join(agents)}; only one agent can be trained")
         cls._env = loaders.load_environment(config)
+        options = {"type": "eval", **json.loads(client), "api_key_var": _KEY_VARIABLE}
+        cls._client = TypeAdapter(vf.ClientConfig).validate_python(options)
+        if isinstance(cls._client, vf.TrainClientConfig):
+            # Threads of the tokenizer would not exist in the processes of the episodes.
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
+            tokenizer, renderer = cls._client.renderer_model_name, cls._client.renderer
+            asyncio.run(ElasticRendererPool(tokenizer, renderer, multiplex=cls._client.multiplex).grow())
 
     def load(self, limit: int | None) -> int:
         """Load the first `limit` tasks, or all; return their number.
@@ -240,13 +259,13 @@ class VerifiersGame:
             for task in self._tasks[start:stop]
         ]
 
-    def play(self, data: dict[str, Any], client: dict[str, Any], api_key: str) -> dict[str, Any]:
+    def play(self, data: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
         """Run an episode.
 
         Args:
             data: data of the task.
-            client: config of the client, without the key.
-            api_key: key of the client.
+            base_url: address of the policy.
+            api_key: its key.
 
         Returns:
             `rewards` with their weights and `metrics` by name, and `info`.
@@ -255,16 +274,14 @@ class VerifiersGame:
             RuntimeError: if the episode failed; the message has verifiers' first error.
         """
         os.environ[_KEY_VARIABLE] = api_key
-        return asyncio.run(self._play(data, client))
+        return asyncio.run(self._play(data, base_url))
 
-    async def _play(self, data: dict[str, Any], client: dict[str, Any]) -> dict[str, Any]:
-        from pydantic import TypeAdapter
-        from verifiers.v1 import ClientConfig, ModelContext
+    async def _play(self, data: dict[str, Any], base_url: str) -> dict[str, Any]:
+        from verifiers.v1 import ModelContext
 
         task_type = type(self._env.taskset).task_type()
         task = task_type(task_type.data_type().model_validate(data), self._env.config.taskset.task)
-        values = {"type": "eval", **client, "api_key_var": _KEY_VARIABLE}
-        context = ModelContext("policy", TypeAdapter(ClientConfig).validate_python(values))
+        context = ModelContext("policy", self._client.model_copy(update={"base_url": base_url}))
         async with self._env.serving():
             episode = await self._env.run_episode(task, context)
         for error in (*episode.errors, *(error for trace in episode.traces for error in trace.errors)):

@@ -175,7 +175,8 @@ def test_infinite_and_unknown_tasksets_are_refused(folder: Path, digits: Verifie
         ({"taskset": ""}, "taskset is empty"),
         ({"num_tasks": 0}, "num_tasks must be at least 1"),
         ({"env": {"taskset": {"id": "x"}}}, "env.taskset has 'id'"),
-        ({"client": {"base_url": "http://x"}}, "client has base_url, which every episode"),
+        ({"client": {"base_url": "http://x"}}, "client has base_url, which differ"),
+        ({"client": {"type": "train"}}, "set client.renderer_model_name"),
         ({"held_out": 1.0}, "held_out"),
     ],
 )
