@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from marin_rl.planning.chips import Number
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
@@ -137,7 +135,6 @@ _TRIPS = re.compile(r'known_trip_count[^\d}]*"?n"?:"?(\d+)')
 _COMPARED = re.compile(r"ROOT .* compare\((.*?)\), direction=LT")
 _ELEMENT = re.compile(r"get-tuple-element\([^)]*\), index=(\d+)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
-_PAIRS = re.compile(r"source_target_pairs=\{(.*?)\}(?:,|$| )")
 _OPERATION = re.compile(rf"^.* = (.*?) ({'|'.join(KINDS)})(-start)?\(.*$", re.MULTILINE)
 _RECEIVED = re.compile(
     r'^.* = (.*?) recv\(.*_xla_megascale_target="?\{+([\d,]+).*_xla_megascale_transfer_type="(\w+)"', re.MULTILINE
@@ -159,6 +156,8 @@ def collective_bytes(text: str, unknown_trips: Sequence[Number]) -> CollectiveBy
             around it; the last counts for deeper ones.
     """
     counts = executions(text, unknown_trips)
+    partitions = re.search(r"num_partitions=(\d+)", text)
+    chips = int(partitions[1]) if partitions else 1
     sent: dict[str, tuple[float, float]] = {}
     network = received = 0.0
     for name, body in _split(text).items():
@@ -169,10 +168,10 @@ def collective_bytes(text: str, unknown_trips: Sequence[Number]) -> CollectiveBy
             # The parts of an asynchronous operation repeat it under the same channel.
             key = line if channel is None else f"{match[2]} {channel[1]}"
             if count > sent.get(key, (0.0, 0.0))[0]:
-                sent[key] = (count, _sent_bytes(match[1], match[2], bool(match[3]), line))
-        for shape, chips, transfer in _RECEIVED.findall(body):
+                sent[key] = (count, _sent_bytes(match[1], match[2], bool(match[3]), line, chips))
+        for shape, group, transfer in _RECEIVED.findall(body):
             result = float(_size(_SHAPE.findall(shape)[0]))  # Then a context and a token.
-            network += count * _group_bytes(transfer.lower().replace("_", "-"), result, chips.count(",") + 1)
+            network += count * _group_bytes(transfer.lower().replace("_", "-"), result, group.count(",") + 1)
             received += count
     interconnect = sum(count * size for count, size in sent.values())
     return CollectiveBytes(interconnect, network, received + sum(count for count, _ in sent.values()))
@@ -261,11 +260,11 @@ def _stride(body: str, index: int) -> int:
     return max(steps[0], 1) if steps else 1
 
 
-def _sent_bytes(shape: str, kind: str, starts: bool, line: str) -> float:
+def _sent_bytes(shape: str, kind: str, starts: bool, line: str, chips: int) -> float:
     arrays = [_size(array) for array in _SHAPE.findall(shape)]
     if kind == "collective-permute":
         return float(arrays[0])
-    group = max((len(group) for group in _groups(line)), default=1)
+    group = _group_size(line) or chips
     total = float(sum(arrays))
     if starts and kind == "all-gather":
         total *= group / (group + 1)  # Source and result are both in the type.
@@ -285,25 +284,15 @@ def _group_bytes(kind: str, result: float, group: int) -> float:
             return result * (group - 1) / group
 
 
-def _groups(line: str) -> list[tuple[int, ...]]:
-    """Return the groups of devices of a collective operation, in any of XLA's notations."""
-    if pairs := _PAIRS.search(line):
-        return _listed(pairs[1] + "}")
-    if listed := re.search(r"replica_groups=\{(\{.*?\})\}", line):
-        return _listed(listed[1])
-    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        shape, dimensions = ([int(size) for size in text.split(",")] for text in (iota[1], iota[2]))
-        order = [int(axis) for axis in iota[3].split(",")] if iota[3] else list(range(len(dimensions)))
-        ids = np.arange(math.prod(dimensions)).reshape(dimensions).transpose(order).reshape(shape[0], -1)
-        return [tuple(row) for row in ids.tolist()]
-    if mesh := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
+def _group_size(line: str) -> int | None:
+    """Return the number of devices of a group of a collective operation, in any of XLA's notations; None for all."""
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return listed[1].count(",") + 1
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=", line):
+        return int(iota[1])
+    if mesh := re.search(r"replica_groups=mesh\[(.*?)\][^{]*\{(.*?)\}", line):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-        grouped = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", mesh[2]) if name in sizes]
-        rest = [axis for axis in range(len(sizes)) if axis not in grouped]
-        ids = np.arange(math.prod(sizes.values())).reshape([*sizes.values()]).transpose(rest + grouped)
-        return [tuple(row) for row in ids.reshape(-1, math.prod(ids.shape[len(rest) :])).tolist()]
-    return []
-
-
-def _listed(text: str) -> list[tuple[int, ...]]:
-    return [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}?", text)]
+        # A part of an axis has its size after a colon.
+        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2])
+        return math.prod(int(part) if part else sizes[name] for name, part in axes)
+    return None

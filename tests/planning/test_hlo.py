@@ -73,7 +73,7 @@ def test_bytes_of_a_loop_are_those_of_the_main_memory():
 
 
 LOOPS = """\
-HloModule jit_run
+HloModule jit_run, num_partitions=4
 
 %body (state: (u32[], u32[], f32[8,64])) -> (u32[], u32[], f32[8,64]) {
   %state = (u32[], u32[], f32[8,64]{1,0}) parameter(0)
@@ -104,7 +104,14 @@ ENTRY %main (rows.1: f32[8,64]) -> f32[8,64] {
   ROOT %result = f32[8,64]{1,0} get-tuple-element(%while), index=2
 }
 """
-GROUPS = ("{{0,1,2,3}}", "[1,4]<=[4]", "mesh['a'=1,'b'=4] {'b'}")
+GROUPS = (
+    "{{0,1,2,3}}",
+    "[1,4]<=[4]",
+    "mesh['a'=1,'b'=4] {'b'}",
+    "mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}",
+    "mesh['a'=2,'b'=8] {'a','b':(1)2}",
+    "{}",
+)
 ROWS = 8 * 64 * 4
 
 
