@@ -22,8 +22,9 @@ import numpy as np
 from experiments.benchmarks.measurement import benchmark_parser, load_config, make_report, say, spread
 from marin_rl.batching.packing import RowLayout
 from marin_rl.rollouts.group_codec import decode_group, encode_group
+from marin_rl.rollouts.rollout_files import as_parquet
 from marin_rl.rollouts.store import RolloutStore, RolloutStoreConfig
-from marin_rl.rollouts.stored_rollout import as_parquet, as_table
+from marin_rl.rollouts.stored_rollout import as_table
 from marin_rl.timing import PhaseTimer
 from marin_rl.training.batch_builder import BatchBuilder
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn

@@ -25,17 +25,8 @@ from marin_rl.background_job import BackgroundJob
 from marin_rl.config_fields import convert_enum_fields
 from marin_rl.errors import UserError
 from marin_rl.remote_path import StorageError
-from marin_rl.rollouts.stored_rollout import (
-    SCHEMA,
-    OtherVersionError,
-    PieceOf,
-    StoredAdvantages,
-    as_jsonl,
-    as_parquet,
-    as_table,
-    from_jsonl,
-    from_parquet,
-)
+from marin_rl.rollouts.rollout_files import OtherVersionError, as_jsonl, as_parquet, from_jsonl, from_parquet
+from marin_rl.rollouts.stored_rollout import SCHEMA, PieceOf, StoredAdvantages, as_table
 from marin_rl.storage import StoragePath, file_sizes, write_bytes
 from marin_rl.types import Rollout, RolloutGroup, RolloutStatus
 

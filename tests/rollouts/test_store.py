@@ -171,7 +171,7 @@ def test_why_a_rollout_was_not_trained_on(tmp_path):
 
 def test_advantages_of_another_length_are_an_error(tmp_path):
     with pytest.raises(ValueError, match="rollout g-0: advantages has length 5, expected 2"):
-        write(tmp_path, 1, [group_of("g", 1.0)], {"g-0": rich_signal()})
+        write(tmp_path, 1, [group_of("g", 1.0)], {"g-0": StoredAdvantages(np.zeros(5))})
 
 
 @pytest.mark.parametrize(

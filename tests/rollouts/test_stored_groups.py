@@ -43,7 +43,7 @@ def test_groups_are_restored_as_training_uses_them(tmp_path: Path, format: str):
             again = dataclasses.asdict(process_rollout(rollout, length=64, pad_token_id=0))
             for name, array in same.items():
                 np.testing.assert_array_equal(again[name], array, err_msg=name)
-    signal = rich_signal().arrays
+    signal = vars(rich_signal())
     names = {"learner_logprobs", "reference_logprobs", "values"}
     assert {name: array.tolist() for name, array in found.scores["g-0"].items()} == {
         name: signal[name].tolist() for name in names

@@ -15,8 +15,9 @@ import pyarrow as pa
 import pytest
 
 from marin_rl.objectives.advantage_inputs import TurnAdvantages
+from marin_rl.rollouts.rollout_files import as_jsonl, as_parquet
 from marin_rl.rollouts.store import read_file
-from marin_rl.rollouts.stored_rollout import SCHEMA, SCHEMA_VERSION, StoredAdvantages, as_jsonl, as_parquet, as_table
+from marin_rl.rollouts.stored_rollout import SCHEMA, SCHEMA_VERSION, StoredAdvantages, as_table
 from marin_rl.types import Message, Observation, Rollout, Turn
 from tests.rollouts.rollout_cases import END, piece, rich_rollout, rollout_of, turn_of
 
