@@ -73,6 +73,8 @@ class AgentConnection:
     """Base URL of OpenAI's API."""
     api_key: str
     """Key of the episode; invalid after its end."""
+    untrained_url: str
+    """Base URL of replies that are sampled from the policy, but are no part of the rollout: those of an opponent."""
     reward_url: str
     """URL that takes rewards."""
     rollout_id: str

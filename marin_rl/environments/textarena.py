@@ -8,14 +8,25 @@ import dataclasses
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import draccus
+import httpx
 
 from marin_rl.config_fields import LOCAL_PATH
-from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Episode, Split, Step
-from marin_rl.environments.external import action_of, bounded_text, nearest, require_package
+from marin_rl.environments.agent import require_server
+from marin_rl.environments.base import (
+    AbstractEnvironment,
+    AgentConnection,
+    AgentEpisode,
+    AgentResult,
+    EnvironmentConfig,
+    Episode,
+    Split,
+    Step,
+)
+from marin_rl.environments.external import action_of, bounded_text, require_package
 from marin_rl.environments.game_process import GameError, GameProcess, GameServer, call_each
 from marin_rl.environments.text_game import GAME
 from marin_rl.rewards.grading import check_pattern
@@ -37,8 +48,8 @@ class OpponentConfig(draccus.ChoiceRegistry, abc.ABC):
     """Base of the configs of opponents, selected by `type`."""
 
     @abc.abstractmethod
-    def build(self) -> Opponent:
-        """Return the opponent; called in the game's process."""
+    def build(self) -> Opponent | None:
+        """Return the opponent, or None for the policy; called in the game's process."""
 
 
 @OpponentConfig.register_subclass("random")
@@ -84,6 +95,17 @@ class FileOpponentConfig(OpponentConfig):
     def build(self) -> Opponent:
         """Import the function."""
         return load_from_file(self.path, self.name)
+
+
+@OpponentConfig.register_subclass("self")
+@dataclasses.dataclass(frozen=True)
+class SelfOpponentConfig(OpponentConfig):
+    """The policy itself, with its newest weights and the temperature of the run. Its replies are not trained on."""
+
+    runs_agents: ClassVar[bool] = True
+
+    def build(self) -> None:
+        """Return None."""
 
 
 @EnvironmentConfig.register_subclass("textarena")
@@ -143,8 +165,10 @@ class TextArenaConfig(EnvironmentConfig):
             ValueError: if TextArena does not have the game, or rejects the options or the number of players.
         """
         require_package("textarena", "textarena")
+        if isinstance(self.opponent, SelfOpponentConfig):
+            require_server()
         starts = list(self._draw())
-        server = GameServer("marin_rl.environments.textarena:ArenaGame")
+        server = GameServer("marin_rl.environments.textarena_game:ArenaGame")
         try:
             openings = call_each(server, "start", [start.arguments(self) for start in starts])
         except GameError as error:
@@ -162,7 +186,6 @@ class TextArenaConfig(EnvironmentConfig):
             yield ArenaStart(seed, seat if self.seat is None else self.seat)
 
     def _problems(self, starts: Sequence["ArenaStart"], openings: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
-        system = () if self.system_prompt is None else (Message(role="system", content=self.system_prompt),)
         for start, opening in zip(starts, openings, strict=True):
             if opening["done"]:
                 raise ValueError(
@@ -173,11 +196,15 @@ class TextArenaConfig(EnvironmentConfig):
             task = Task(
                 id=problem_id(text),
                 environment=self.id if self.name is None else self.name,
-                messages=(*system, self.message(opening)),
+                messages=(*self.opening_messages(), self.message(opening)),
                 answer="",
                 anchor_state=opening["state"],
             )
             yield Problem(text, task, where=f"seed {start.seed}")
+
+    def opening_messages(self) -> tuple[Message, ...]:
+        """Return the messages before the first observation."""
+        return () if self.system_prompt is None else (Message(role="system", content=self.system_prompt),)
 
     def message(self, shown: Mapping[str, Any]) -> Message:
         """Return the message with the text of a response of the game."""
@@ -231,22 +258,68 @@ class TextArenaEpisode:
         self.moves += 1
         move = self.config.move(reply)
         shown = await self.game.call("step", move=move)
-        metrics = {"moves": float(self.moves), "invalid_moves": float(shown["invalid"])}
-        if shown["done"]:
-            metrics |= {"success": float(shown["reward"] >= 1), "draw": float(shown["reward"] == 0)}
         return Step(
             rewards={GAME: shown["reward"]},
             messages=(self.config.message(shown),) if shown["text"] else (),
             done=shown["done"],
             action=move,
             anchor_state=shown["state"],
-            metrics=metrics,
+            metrics=_metrics(self.moves, shown),
             rollout_info={"reason": shown["reason"]} if shown["done"] else {},
         )
 
     async def close(self) -> None:
         """End the game's process."""
         await self.game.close()
+
+
+def _metrics(moves: int, shown: Mapping[str, Any]) -> dict[str, float]:
+    metrics = {"moves": float(moves), "invalid_moves": float(shown["invalid"])}
+    if shown["done"]:
+        metrics |= {"success": float(shown["reward"] >= 1), "draw": float(shown["reward"] == 0)}
+    return metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfPlayEpisode(AgentEpisode):
+    """One game in which the policy plays all seats. One of them is the rollout; the replies of others are not."""
+
+    config: TextArenaConfig
+    seat: int
+    """Player of the rollout."""
+    begin: Callable[[], Awaitable[tuple[GameProcess, Mapping[str, Any]]]]
+    """Starts the game; returns it and the first observation."""
+
+    async def play(self, connection: AgentConnection) -> AgentResult:
+        """Play the game; each player is a conversation.
+
+        Raises:
+            GameError: if the game raised an error.
+            httpx.HTTPStatusError: if a limit of the run refused a reply.
+        """
+        game, shown = await self.begin()
+        conversations: dict[int, list[Message]] = {}
+        moves = 0
+        # The policy is served on this machine: proxies do not apply, and preparing TLS would take long.
+        http = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {connection.api_key}"}, timeout=None, verify=False, trust_env=False
+        )
+        try:
+            async with http:
+                while not shown["done"]:
+                    player = shown["player"]
+                    messages = conversations.setdefault(player, [*self.config.opening_messages()])
+                    messages.append(self.config.message(shown))
+                    url = connection.base_url if player == self.seat else connection.untrained_url
+                    body = {"model": "policy", "messages": messages}
+                    response = await http.post(f"{url}/chat/completions", json=body)
+                    reply = response.raise_for_status().json()["choices"][0]["message"]["content"]
+                    messages.append(Message(role="assistant", content=reply))
+                    moves += player == self.seat
+                    shown = await game.call("step", move=self.config.move(reply))
+        finally:
+            await game.close()
+        return AgentResult({GAME: shown["reward"]}, _metrics(moves, shown), {"reason": shown["reason"]})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,109 +338,22 @@ class TextArenaEnvironment(AbstractEnvironment):
         """Return the tasks of a split in a fixed order."""
         return self.splits[split]
 
-    async def start(self, task: Task, seed: int) -> Episode:
-        """Start a game; task and seed determine chance and the opponent's moves."""
+    async def start(self, task: Task, seed: int) -> Episode | AgentEpisode:
+        """Start a game; task and seed determine chance and the opponent's moves, unless the policy plays them."""
         if task.environment != self.name or task.id not in self.starts:
             raise ValueError(f"environment {self.name!r} has no game {task.id!r} of {task.environment!r}")
+        if isinstance(self.config.opponent, SelfOpponentConfig):
+            return SelfPlayEpisode(self.config, self.starts[task.id].seat, lambda: self._begin(task, seed))
+        game, _ = await self._begin(task, seed)
+        return TextArenaEpisode(self.config, game)
+
+    async def _begin(self, task: Task, seed: int) -> tuple[GameProcess, Mapping[str, Any]]:
+        """Start a game; return it and the first observation."""
         game = await self.server.start()
         try:
-            await game.call("start", **self.starts[task.id].arguments(self.config))
+            shown = await game.call("start", **self.starts[task.id].arguments(self.config))
             await game.call("reseed", seed=derive_seed("textarena", task.id, seed))
         except BaseException:
             await game.close()
             raise
-        return TextArenaEpisode(self.config, game)
-
-
-class ArenaGame:
-    """A game with its opponent. Runs in a separate process, because games draw from the global random state."""
-
-    @staticmethod
-    def prepare() -> None:
-        """Import TextArena."""
-        import numpy  # noqa: F401
-        import textarena  # noqa: F401
-
-    def start(
-        self, id: str, options: dict[str, Any], num_players: int, opponent: dict[str, Any], seed: int, seat: int
-    ) -> dict[str, Any]:
-        """Start a game, and play it up to the policy's first move.
-
-        Args:
-            id: name of the game.
-            options: options of its constructor.
-            num_players: number of players.
-            opponent: `type` and fields of the opponent's config.
-            seed: seed of the game.
-            seat: number of the policy's player.
-
-        Returns:
-            See `step`.
-        """
-        import textarena
-        from textarena.envs.registration import ENV_REGISTRY
-
-        raw = f"{id}-raw"
-        if raw not in ENV_REGISTRY:
-            known = [name.removesuffix("-raw") for name in ENV_REGISTRY if name.endswith("-raw")]
-            raise ValueError(f"TextArena has no game {id!r}; {nearest(id, known)}")
-        self._seat = seat
-        self._opponent = OpponentConfig.get_choice_class(opponent.pop("type"))(**opponent).build()
-        self._env = textarena.make(raw, **options)
-        self._seed(seed)
-        self._env.reset(num_players=num_players, seed=seed)
-        return self._play(False)
-
-    def reseed(self, seed: int) -> None:
-        """Set the random states that determine the rest of the game."""
-        self._seed(seed)
-
-    def step(self, move: str) -> dict[str, Any]:
-        """Make a move of the policy, and those of the opponent up to the policy's next.
-
-        Returns:
-            `text` of the policy's observation, `state` of the game (null if it is not JSON), `done`, `reward` of the
-            policy (0 before the end), `invalid` moves of the policy that lost the game, and the `reason` of its end.
-        """
-        return self._play(self._env.step(move)[0])
-
-    def _seed(self, seed: int) -> None:
-        import numpy as np
-
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        self._generator = random.Random(seed)
-
-    def _play(self, done: bool) -> dict[str, Any]:
-        while not done:
-            player, observation = self._env.get_observation()
-            if player == self._seat:
-                return self._shown(observation, reward=0.0)
-            done, _ = self._env.step(self._opponent(self._text(player, observation), self._generator))
-        rewards, info = self._env.close()
-        own = (info or {}).get(self._seat, {})
-        return {
-            **self._shown(self._env.state.observations[self._seat], float((rewards or {}).get(self._seat, 0.0))),
-            "done": True,
-            "invalid": float(own.get("invalid_move", False)),
-            "reason": str(own.get("reason")),
-        }
-
-    def _shown(self, observation: Sequence[tuple[int, str, Any]], reward: float) -> dict[str, Any]:
-        state = self._env.state.game_state
-        try:
-            state = json.loads(json.dumps({"player": self._seat, "state": state}, sort_keys=True))
-        except (TypeError, ValueError):
-            state = None
-        text = self._text(self._seat, observation)
-        return {"text": text, "state": state, "done": False, "reward": reward, "invalid": 0.0, "reason": ""}
-
-    def _text(self, player: int, observation: Sequence[tuple[int, str, Any]]) -> str:
-        """Return the messages of an observation; the player's own moves, which it knows, are left out."""
-        roles = self._env.state.role_mapping
-        parts = [
-            text if sender < 0 else f"[{roles.get(sender, f'Player {sender}')}] {text}"
-            for sender, text, _ in observation
-            if sender != player
-        ]
-        return "\n".join(parts)
+        return game, shown

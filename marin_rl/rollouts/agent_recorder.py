@@ -47,6 +47,8 @@ class _Sequence:
     tokens: tuple[int, ...] = ()
     """All tokens, observations and replies."""
     turns: list[Turn] = dataclasses.field(default_factory=list)
+    is_trained: bool = True
+    """Whether its replies are part of the rollout."""
     is_busy: bool = False
     """Whether a request is in progress."""
     conversation: str | None = None
@@ -158,6 +160,7 @@ class AgentRecorder:
         serve: Callable[[Generation], Served],
         response: str,
         ends: Callable[[SampledTokens], bool] | None = None,
+        is_trained: bool = True,
     ) -> None:
         """Sample a reply and record it as a turn. A reply that the agent does not wait for is not recorded.
 
@@ -169,13 +172,17 @@ class AgentRecorder:
             serve: called with the generation before it is recorded; returns the part that the agent receives.
             response: id of the response.
             ends: called with the next tokens while the reply is sampled; returns whether the reply ends with them.
+            is_trained: whether the reply is part of the rollout and counts for its limits.
 
         Raises:
             AgentLimitError: if `rollouts.max_tokens` leaves no token.
             EpisodeEndedError: if the episode has ended.
         """
-        max_new_tokens = await self._allowed_tokens(max_new_tokens)
-        sequence = self._take_sequence(prompt)
+        self._check_open()
+        reserved = 0
+        if is_trained:
+            max_new_tokens = reserved = await self._allowed_tokens(max_new_tokens)
+        sequence = self._take_sequence(prompt, is_trained)
         request = self._request(sequence, prompt, max_new_tokens)
         parts: list[SampledTokens] = []
         has_ended = False
@@ -191,7 +198,7 @@ class AgentRecorder:
         if not self._in_progress:
             self.on_wait(True)
         self._in_progress.add(sampling)
-        self._num_reserved += max_new_tokens
+        self._num_reserved += reserved
         try:
             generation = await sampling
             self._record(sequence, prompt, generation, serve(generation), response)
@@ -201,7 +208,7 @@ class AgentRecorder:
             raise
         finally:
             self._in_progress.discard(sampling)
-            self._num_reserved -= max_new_tokens
+            self._num_reserved -= reserved
             sequence.is_busy = False
             # A conversation keeps its slot only while the episode waits for no other slot.
             if self._in_progress or has_ended or not sampling.done() or sampling.cancelled():
@@ -249,14 +256,14 @@ class AgentRecorder:
             EnvironmentFault: if the agent got no reply, or a value of the result is invalid.
         """
         posted = self._rewards if result.takes_posted else {}
-        turns = [turn for sequence in self._sequences for turn in sequence.turns]
+        trained = [sequence for sequence in self._sequences if sequence.is_trained and sequence.turns]
+        turns = [turn for sequence in trained for turn in sequence.turns]
         if not result.takes_posted:
             turns = [dataclasses.replace(turn, rewards={}) for turn in turns]
         total = dict(result.rewards)
         for name, value in posted.items():
             total[name] = total.get(name, 0.0) + value
-        sequences = sum(bool(sequence.turns) for sequence in self._sequences)
-        metrics = {"sequences": float(sequences), **result.metrics}
+        metrics = {"sequences": float(len(trained)), **result.metrics}
         self._builder.add_agent_turns(
             turns, dataclasses.replace(result, rewards=total, metrics=metrics), is_cut_off=self._is_cut_off
         )
@@ -264,7 +271,10 @@ class AgentRecorder:
     @property
     def is_truncated(self) -> bool:
         """Whether a limit of the rollout refused a request after the first reply."""
-        return self._is_cut_off and any(sequence.turns for sequence in self._sequences)
+        return self._is_cut_off and self._has_turns()
+
+    def _has_turns(self) -> bool:
+        return any(sequence.turns for sequence in self._sequences if sequence.is_trained)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -279,7 +289,6 @@ class AgentRecorder:
 
     async def _allowed_tokens(self, wanted: int) -> int:
         """Wait until the requests in progress leave `wanted` tokens or have ended; return what is left, at least 1."""
-        self._check_open()
         if self._limits.max_tokens is None:
             return wanted
         while self._in_progress and self._limits.max_tokens - self._num_tokens - self._num_reserved < wanted:
@@ -288,19 +297,20 @@ class AgentRecorder:
         self._check_tokens()
         return min(wanted, self._limits.max_tokens - self._num_tokens - self._num_reserved)
 
-    def _take_sequence(self, prompt: tuple[int, ...]) -> _Sequence:
+    def _take_sequence(self, prompt: tuple[int, ...], is_trained: bool) -> _Sequence:
         """Return the longest sequence that the prompt continues, or a new one."""
         continued = [
             one
             for one in self._sequences
             if not one.is_busy
+            and one.is_trained is is_trained
             and one.turns
             and len(one.tokens) < len(prompt)
             and prompt[: len(one.tokens)] == one.tokens
         ]
         sequence = max(continued, key=lambda one: len(one.tokens), default=None)
         if sequence is None:
-            sequence = _Sequence()
+            sequence = _Sequence(is_trained=is_trained)
             self._sequences.append(sequence)
         sequence.is_busy = True
         return sequence
@@ -342,17 +352,18 @@ class AgentRecorder:
         else:
             text = self._tokenizer.decode_reply(observation, skip_special_tokens=False)
             shown = (Message(role="user", content=text),)
-        messages = shown if not any(one.turns for one in self._sequences) else _after_last_reply(shown)
+        messages = _after_last_reply(shown) if self._has_turns() else shown
         turn = Turn(
             observation_tokens=observation,
             generation=generation,
             messages=(*messages, reply),
             starts_sequence=not sequence.tokens,
         )
-        self._turns.setdefault(response, []).append((sequence, len(sequence.turns)))
+        if sequence.is_trained:
+            self._turns.setdefault(response, []).append((sequence, len(sequence.turns)))
+            self._num_tokens += len(generation.token_ids)
         sequence.turns.append(turn)
         sequence.tokens = tokens
-        self._num_tokens += len(generation.token_ids)
         if generation.stop_reason is StopReason.ABORT:
             self._builder.fail(RolloutStatus.ABORTED, "the engine aborted a generation of the agent")
 

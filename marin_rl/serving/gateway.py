@@ -53,6 +53,8 @@ class _Episode(NamedTuple):
     recorder: AgentRecorder
     key: str
     endpoints: Endpoints
+    untrained: Endpoints
+    """Replies that are no part of the rollout."""
 
 
 Handler = Callable[[_Episode, Request], Awaitable["Response | EventStream"]]
@@ -94,10 +96,12 @@ class Gateway:
         self._start()
         name = urllib.parse.quote(recorder.rollout_id, safe="")
         key = secrets.token_urlsafe(24)
-        self._episodes[recorder.rollout_id] = _Episode(recorder, key, self._endpoints(recorder))
+        self._episodes[recorder.rollout_id] = _Episode(
+            recorder, key, self._endpoints(recorder, is_trained=True), self._endpoints(recorder, is_trained=False)
+        )
         url = f"{self._url}/episodes/{name}"
         try:
-            yield AgentConnection(f"{url}/v1", key, f"{url}/reward", recorder.rollout_id)
+            yield AgentConnection(f"{url}/v1", key, f"{url}/untrained/v1", f"{url}/reward", recorder.rollout_id)
         finally:
             del self._episodes[recorder.rollout_id]
 
@@ -127,12 +131,18 @@ class Gateway:
 
             return Route(f"/episodes/{{id}}{path}", answer, methods=[method])
 
+        def sampling(prefix: str, of: Callable[[_Episode], Endpoints]) -> list[Route]:
+            return [
+                route(f"{prefix}/v1/models", _models, "GET"),
+                route(f"{prefix}/v1/chat/completions", lambda episode, request: of(episode).chat(request)),
+                route(f"{prefix}/v1/completions", lambda episode, request: of(episode).completions(request)),
+                route(f"{prefix}/inference/v1/generate", lambda episode, request: of(episode).generate(request)),
+            ]
+
         return Starlette(
             routes=[
-                route("/v1/models", _models, "GET"),
-                route("/v1/chat/completions", lambda episode, request: episode.endpoints.chat(request)),
-                route("/v1/completions", lambda episode, request: episode.endpoints.completions(request)),
-                route("/inference/v1/generate", lambda episode, request: episode.endpoints.generate(request)),
+                *sampling("", lambda episode: episode.endpoints),
+                *sampling("/untrained", lambda episode: episode.untrained),
                 route("/reward", _reward),
             ],
             exception_handlers=EXCEPTION_HANDLERS,
@@ -146,12 +156,12 @@ class Gateway:
             raise wrong_key()
         return episode
 
-    def _endpoints(self, recorder: AgentRecorder) -> Endpoints:
+    def _endpoints(self, recorder: AgentRecorder, is_trained: bool) -> Endpoints:
         async def reply(request: EngineRequest) -> TextPart:
-            return await self._reply(recorder, request)
+            return await self._reply(recorder, request, is_trained)
 
         async def stream(request: EngineRequest) -> AsyncGenerator[TextPart, None]:
-            yield await self._reply(recorder, request)
+            yield await reply(request)
 
         return Endpoints(
             reply=reply,
@@ -162,7 +172,7 @@ class Gateway:
             limits=self._limits,
             max_body_bytes=_MAX_BODY_BYTES,
             body_seconds=_BODY_SECONDS,
-            admit=recorder.admit,
+            admit=recorder.admit if is_trained else lambda sequences: None,
         )
 
     def _reader(self, request: EngineRequest) -> ReplyReader:
@@ -171,7 +181,7 @@ class Gateway:
 
         return ReplyReader(decode, request.stop, request.stop_token_ids)
 
-    async def _reply(self, recorder: AgentRecorder, request: EngineRequest) -> TextPart:
+    async def _reply(self, recorder: AgentRecorder, request: EngineRequest, is_trained: bool) -> TextPart:
         """Sample and record a whole reply. Temperature and seed are those of the rollout."""
         parts: list[TextPart] = []
 
@@ -184,7 +194,9 @@ class Gateway:
         ends = None if following is None else lambda new: following.push(new[0], new[1]).finish_reason is not None
         sample = request.sample
         try:
-            await recorder.sample(sample.prompt_tokens, sample.max_new_tokens, serve, request.completion, ends)
+            await recorder.sample(
+                sample.prompt_tokens, sample.max_new_tokens, serve, request.completion, ends, is_trained
+            )
         except AgentLimitError as error:
             raise _limit_exceeded(error) from error
         except EpisodeEndedError as error:

@@ -373,10 +373,18 @@ def test_reachable_weight_servers_are_accepted(ray_address: str | None, weights:
 
 
 @pytest.mark.parametrize("advantage", ["{type: gigpo}", "{type: gae}"])
-def test_agents_refuse_advantages_that_need_the_order_of_turns(advantage: str):
-    environment = "{type: mixture, parts: [{environment: {type: agent, command: [x], tasks: {type: arithmetic}}}]}"
+@pytest.mark.parametrize(
+    ("part", "key"),
+    [
+        ("{type: agent, command: [x], tasks: {type: arithmetic}}", ""),
+        ("{type: verifiers, taskset: x}", ""),
+        ("{type: textarena, id: x, opponent: {type: self}}", r"\.opponent"),
+    ],
+)
+def test_agents_refuse_advantages_that_need_the_order_of_turns(part: str, key: str, advantage: str):
+    environment = f"{{type: mixture, parts: [{{environment: {part}}}]}}"
     sections = {"environment": environment, "rollouts": "{max_turns: 2, max_length: 12}", "advantage": advantage}
     if "gae" in advantage:
         sections["critic"] = "{shared_trunk: true}"
-    with pytest.raises(ValueError, match=r"environment\.parts\.0\.environment runs agents"):
+    with pytest.raises(ValueError, match=rf"environment\.parts\.0\.environment{key} runs agents"):
         from_lines(**sections)

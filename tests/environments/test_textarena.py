@@ -9,9 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from marin_rl.distributed.rollout_runner import make_gateway
 from marin_rl.environments.base import Split
 from marin_rl.environments.textarena import (
     FileOpponentConfig,
+    SelfOpponentConfig,
     TextArenaConfig,
     TextArenaEnvironment,
     random_move,
@@ -177,6 +179,43 @@ def test_an_opponent_that_raises_or_hangs_costs_its_own_rollout(opponents: str):
         assert errors[move].status is RolloutStatus.TRUNCATED
     runner.loop.close()
     environment.server.close()
+
+
+@real
+def test_self_play_trains_on_one_seat():
+    environment = tic_tac_toe(opponent=SelfOpponentConfig(), num_tasks=4)
+
+    # Player 0 wins with the left column.
+    def reply(request: SampleRequest) -> list[int]:
+        text = TOKENIZER.decode_reply(request.prompt_tokens, skip_special_tokens=False)
+        player = int(text.partition("You are Player ")[2][0])
+        move = ([0, 3, 6], [1, 4])[player][text.count("<|assistant|>") - 1]
+        return [*f"[{move}]".encode(), *TOKENIZER.stop_token_ids[:1]]
+
+    limits = Limits(max_length=100_000, max_new_tokens=16, max_turns=3, max_tokens=12, max_seconds=30.0)
+    sampler = ScriptedSampler(reply, stop_token_ids=TOKENIZER.stop_token_ids)
+    runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=make_gateway(TOKENIZER, limits))
+    tasks = environment.tasks(Split.TRAIN)
+    seats = [environment.starts[task.id].seat for task in tasks]
+    groups = run_groups(runner, tasks, group_size=1, temperature=1.0, seed_parts=(0,))
+    runner.loop.close()
+    environment.server.close()
+    assert set(seats) == {0, 1}
+    assert len(sampler.requests) == 5 * len(tasks)
+    for seat, [rollout] in zip(seats, (group.rollouts for group in groups), strict=True):
+        replies = [turn.messages[-1]["content"] for turn in rollout.turns]
+        assert replies == (["[0]", "[3]", "[6]"], ["[1]", "[4]"])[seat]
+        assert [turn.starts_sequence for turn in rollout.turns] == [True] + [False] * (len(replies) - 1)
+        assert (rollout.status, dict(rollout.rewards)) == (RolloutStatus.COMPLETED, {"game": (1.0, -1.0)[seat]})
+        assert dict(rollout.metrics) == {
+            "moves": len(replies),
+            "success": 1.0 - seat,
+            "draw": 0.0,
+            "invalid_moves": 0.0,
+            "sequences": 1.0,
+        }
+        # The other player's moves are observations.
+        assert all("Player" in turn.messages[0]["content"] for turn in rollout.turns)
 
 
 def test_random_opponents_choose_from_the_last_list():

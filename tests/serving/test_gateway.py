@@ -405,6 +405,32 @@ def test_concurrent_requests_together_keep_the_token_limit(stream: bool, lengths
     assert (rollout.status, dict(rollout.rewards)) == (RolloutStatus.TRUNCATED, {"reward": 0.5})
 
 
+def test_untrained_replies_are_no_part_of_the_rollout():
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        other = base_url.removesuffix("/v1") + "/untrained/v1"
+        async with Client(base_url, api_key) as client, Client(other, api_key) as opponent:
+            first = await client.say("a")
+            replies = [await opponent.say("a", first, word) for word in ("b", "c")]
+            assert replies == ["RB", "RC"]
+            # A reply of the opponent is an observation, also if its conversation is continued.
+            assert await client.say("a", first, "c", replies[1], "d") == "RD"
+            reply = await opponent.chat("e")
+            async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as http:
+                body = {"reward": 1.0, "completion_id": reply.id}
+                posted = await http.post(base_url.removesuffix("/v1") + "/reward", json=body)
+            assert "is not the id of a response of this episode" in posted.text
+        async with Client(other, "other") as stranger:
+            with pytest.raises(openai.AuthenticationError):
+                await stranger.say("a")
+        return 1.0
+
+    rollout = only(play, limits=Limits(max_length=120, max_new_tokens=8, max_turns=2, max_tokens=7))
+    assert (rollout.status, rollout.metrics["sequences"]) == (RolloutStatus.COMPLETED, 1)
+    assert replies(rollout) == ["RA", "RD"]
+    _, second = rollout.turns
+    assert b"RC" in bytes(token for token in second.observation_tokens if token < 256)
+
+
 @pytest.mark.medium
 def test_concurrent_requests_share_a_single_slot():
     async def play(task: Any, base_url: str, api_key: str) -> float:
