@@ -5,11 +5,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from marin_rl.objectives.advantage_inputs import TurnAdvantages
-from marin_rl.rollouts.store import RolloutStore, RolloutStoreConfig, StoredFormat
+from marin_rl.rollouts.store import RolloutStore, RolloutStoreConfig, StoredFormat, read_rollouts
 from marin_rl.rollouts.stored_rollout import StoredAdvantages
 from marin_rl.types import (
     Generation,
@@ -114,3 +115,13 @@ def write(
     store = RolloutStore(folder, RolloutStoreConfig(format=kind, **config), piece)
     store.write(step, groups, signals or {}, purpose)
     store.close()
+
+
+def rows(folder: Path, **selection: Any) -> list[dict[str, Any]]:
+    """Read the stored rollouts of a folder."""
+    return [row for table in read_rollouts(folder, **selection) for row in table.to_pylist()]
+
+
+def rich_group() -> RolloutGroup:
+    """A group of a rollout with all fields and a failed one."""
+    return RolloutGroup("g", [rich_rollout(), rollout_of("g-1", reward=None)])
