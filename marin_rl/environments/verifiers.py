@@ -118,12 +118,13 @@ class VerifiersConfig(EnvironmentConfig):
             text = json.dumps({name: value for name, value in values["data"].items() if name != "idx"}, sort_keys=True)
             id = problem_id(text)
             data.setdefault(id, values["data"])
-            answers = {key: values["data"].get(key) for key in ("answer", "worked_answer")}
+            answer, worked_answer = values["data"].get("answer"), values["data"].get("worked_answer")
             task = Task(
                 id=id,
                 environment=self.taskset if self.name is None else self.name,
                 messages=tuple(Message(role=role, content=content) for role, content in values["messages"]),
-                **{"answer": ""} | {key: answer for key, answer in answers.items() if isinstance(answer, str)},
+                answer=answer if isinstance(answer, str) else "",
+                worked_answer=worked_answer if isinstance(worked_answer, str) else None,
             )
             yield Problem(text, task, where=f"task {index}")
 
@@ -215,7 +216,7 @@ class VerifiersGame:
             folder: added to the module search path, unless it is empty.
 
         Raises:
-            ValueError: if the environment does not have exactly one agent.
+            ValueError: if the environment does not have exactly one agent, or repeats a failed attempt.
         """
         if folder:
             sys.path.insert(0, folder)
@@ -231,6 +232,9 @@ class VerifiersGame:
         agents = list(agent_config_fields(config))
         if len(agents) != 1:
             raise ValueError(f"the environment has the agents {', '.join(agents)}; only one agent can be trained")
+        retries = getattr(config, agents[0]).retries
+        if retries.max_retries or retries.rules:
+            raise ValueError(f"env.{agents[0]}.retries is set; remove it: a rollout would contain failed attempts")
         cls._env = loaders.load_environment(config)
         options = {"type": "eval", **json.loads(client), "api_key_var": _KEY_VARIABLE}
         cls._client = TypeAdapter(vf.ClientConfig).validate_python(options)
@@ -284,8 +288,9 @@ class VerifiersGame:
         context = ModelContext("policy", self._client.model_copy(update={"base_url": base_url}))
         async with self._env.serving():
             episode = await self._env.run_episode(task, context)
-        for error in (*episode.errors, *(error for trace in episode.traces for error in trace.errors)):
-            raise RuntimeError(f"{error.type}: {error.message}")
+        if not episode.ok:
+            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+            raise RuntimeError(f"{errors[0].type}: {errors[0].message}" if errors else "the episode did not complete")
         if len(episode.traces) != 1:
             raise RuntimeError(
                 f"the environment ran its agent {len(episode.traces)} times; only one run can be trained"
@@ -306,9 +311,10 @@ def _messages(data: Any) -> list[tuple[str, str]]:
     from verifiers.v1.types import content_text
 
     prompt = data.prompt if data.prompt is not None else data.name or data.id or ""
-    messages = (
-        [("user", prompt)] if isinstance(prompt, str) else [(one.role, content_text(one.content)) for one in prompt]
-    )
+    if isinstance(prompt, str):
+        messages = [("user", prompt)]
+    else:
+        messages = [(message.role, content_text(message.content)) for message in prompt]
     return [("system", data.system_prompt), *messages] if data.system_prompt else messages
 
 

@@ -162,11 +162,14 @@ def test_a_limit_of_the_run_truncates_the_episode(digits: VerifiersEnvironment):
 
 @real
 @pytest.mark.medium
-def test_infinite_and_unknown_tasksets_are_refused(folder: Path, digits: VerifiersEnvironment):
+def test_infinite_and_unknown_tasksets_and_retries_are_refused(folder: Path, digits: VerifiersEnvironment):
     with pytest.raises(GameError, match="the taskset is infinite; set num_tasks"):
         call_each(digits.server, "load", [{"limit": None}])
     with pytest.raises(GameServerError, match="taskset 'no_such' not found"):
         build(folder, "no_such")
+    agent = {**AGENT, "retries": {"max_retries": 1}}
+    with pytest.raises(GameServerError, match=r"env\.agent\.retries is set; remove it"):
+        build(folder, env={"agent": agent})
 
 
 @pytest.mark.parametrize(
