@@ -184,7 +184,10 @@ def _convert(
     for rollout, own, row_length in zip(rollouts, lengths, row_lengths, strict=True):
         shape, end = (len(own), row_length), start + len(own) * row_length
         views: dict[str, Any] = {name: array[start:end].reshape(shape) for name, array in arrays.items()}
-        converted.append(make(source=rollout.task.environment, id=rollout.id, **views))
+        processed = make(source=rollout.task.environment, id=rollout.id, **views)
+        # The value of the cached property, which would count the tokens again.
+        vars(processed)["lengths"] = tuple(own)
+        converted.append(processed)
         start = end
     return converted
 

@@ -266,11 +266,12 @@ def pack_batch(
         ValueError: if a sequence is longer than a row, a rollout does not fit into one microbatch, or a rollout does
             not have one advantage and one weight per action token; the message names the rollout.
     """
-    ones = [np.ones(rollout.num_loss_tokens) for rollout in rollouts]
+    if importance_weights is None:
+        importance_weights = [np.ones(rollout.num_loss_tokens) for rollout in rollouts]
     per_action = {
         "advantages": [tokens.advantages for tokens in advantages],
         "returns": [tokens.value_targets for tokens in advantages],
-        "importance_weights": ones if importance_weights is None else importance_weights,
+        "importance_weights": importance_weights,
     }
     for name, arrays in per_action.items():
         _check_per_action(name, arrays, rollouts)

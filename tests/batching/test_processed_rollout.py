@@ -118,6 +118,7 @@ def test_rollouts_are_converted_together_as_alone() -> None:
             ours, theirs = getattr(processed, field.name), getattr(alone, field.name)
             assert np.array_equal(ours, theirs), field.name
             assert getattr(ours, "dtype", None) == getattr(theirs, "dtype", None)
+        assert processed.lengths == tuple(processed.segment_ids.sum(axis=1).tolist())
     assert [processed.input_ids.shape for processed in together] == [(2, 15), (0, 0), (1, 15), (1, 2), (2, 15)]
 
 
