@@ -317,8 +317,9 @@ def pack_to_score(
 
 def _prompt_of(rollout: ProcessedRollout, row: int) -> Prompt:
     """Return the tokens before the one that predicts the first loss token, or without loss before the last token."""
-    mask = rollout.loss_mask[row]
-    length = max((int(np.argmax(mask)) if mask.any() else rollout.lengths[row]) - 1, 0)
+    # 0 without loss, because the first token of a row never has any.
+    first = int(rollout.loss_mask[row].argmax())
+    length = max((first or rollout.lengths[row]) - 1, 0)
     return Prompt(rollout.input_ids[row, :length].tobytes(), length)
 
 
