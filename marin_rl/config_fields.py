@@ -6,7 +6,9 @@
 import dataclasses
 import enum
 import functools
+import os
 import typing
+import urllib.parse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,45 @@ def check_at_least(section: object, name: str, **minimums: int) -> None:
     for field, minimum in minimums.items():
         if getattr(section, field) < minimum:
             raise ValueError(f"{name}.{field} is {getattr(section, field)}; it must be at least {minimum}")
+
+
+def check_address(key: str, address: str, key_setting: str) -> None:
+    """Check the address of a server.
+
+    Args:
+        key: the setting, for the error message.
+        address: its value.
+        key_setting: the setting that names the environment variable with the API key.
+
+    Raises:
+        ValueError: if it is no address, or contains a user or a password; the message names the setting.
+    """
+    parts = urllib.parse.urlsplit(address)
+    try:
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise ValueError(f"{key} is {address!r}; it must be an address such as http://localhost:8000/v1")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(
+            f"{key} holds a user or a password, which would be written to the run's files; "
+            f"name the environment variable that holds the key in {key_setting}"
+        )
+
+
+def read_api_key(variable: str) -> str:
+    """Return the API key in an environment variable, without whitespace around it.
+
+    Raises:
+        ValueError: if the variable is not set, or its value cannot be sent; the message does not contain the value.
+    """
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ValueError(f"the environment variable {variable} is not set; set it to the API key")
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(f"the environment variable {variable} has characters that a key cannot have; set it again")
+    return key
 
 
 def convert_enum_fields(config: Any) -> None:

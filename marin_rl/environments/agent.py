@@ -35,6 +35,7 @@ from marin_rl.user_code import UserFileError, load_from_file
 _PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 _MAX_OUTPUT = 8192
 """Last bytes of a program's output that an error message contains."""
+_POLL_SECONDS = 0.02
 _GRACE_SECONDS = 2.0
 """Seconds between SIGTERM and SIGKILL."""
 PASSED_ON = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
@@ -282,7 +283,9 @@ class CommandEpisode(AgentEpisode):
         output = bytearray()
         talking = asyncio.gather(_read(process, output), _write(process, json.dumps(self.task).encode()))
         try:
-            status = await process.wait()
+            # In Python 3.11, `wait` also waits for the program's children if they hold its pipes.
+            while (status := process.returncode) is None:
+                await asyncio.sleep(_POLL_SECONDS)
         except asyncio.CancelledError:
             await _end_group(process, signal.SIGTERM)
             raise

@@ -76,14 +76,20 @@ class GameServer:
             GameServerError: if the game's class cannot be imported or prepared.
         """
         ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                number = await asyncio.to_thread(self._send_start, theirs)
-            except BaseException:
-                ours.close()
-                raise
+        sending = asyncio.ensure_future(asyncio.to_thread(self._send_start, theirs))
+        try:
+            # The thread goes on after a cancellation, and still needs its socket.
+            number = await asyncio.shield(sending)
+        except BaseException:
+            ours.close()
+            sending.add_done_callback(self._stop_unused)
+            raise
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_MAX_LINE)
         return GameProcess(self, number, reader, writer)
+
+    def _stop_unused(self, sending: "asyncio.Future[int]") -> None:
+        if not sending.cancelled() and sending.exception() is None:
+            threading.Thread(target=self.stop, args=(sending.result(),), daemon=True).start()
 
     def stop(self, number: int) -> None:
         """Kill the process of a game, if it still runs."""
@@ -101,7 +107,7 @@ class GameServer:
             self._close()
 
     def _send_start(self, connection: socket.socket) -> int:
-        with self._lock:
+        with connection, self._lock:
             self._count += 1
             message = _COMMAND.pack(_START, self._count)
             try:

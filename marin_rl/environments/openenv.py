@@ -128,7 +128,8 @@ class OpenEnvConfig(EnvironmentConfig):
 
         address = self.base_url.replace("ws", "http", 1) if self.base_url.startswith("ws") else self.base_url
         try:
-            async with httpx.AsyncClient() as client:
+            # Like the session, without a proxy of the environment.
+            async with httpx.AsyncClient(trust_env=False) as client:
                 response = await client.get(f"{address.rstrip('/')}/schema")
                 return response.raise_for_status().json()["action"], observations
         except (httpx.HTTPError, ValueError, LookupError) as error:

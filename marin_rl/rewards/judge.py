@@ -15,14 +15,13 @@ import functools
 import itertools
 import json
 import math
-import os
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import httpx
 
-from marin_rl.config_fields import convert_enum_fields
+from marin_rl.config_fields import check_address, convert_enum_fields, read_api_key
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component
 from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.grading import check_pattern
@@ -108,6 +107,7 @@ class LlmJudgeConfig(RewardComponentConfig):
     def __post_init__(self) -> None:
         convert_enum_fields(self)
         check_component(self.name, self.weight)
+        check_address(f"rewards: base_url of {self.name!r}", self.base_url, "api_key_env")
         check_pattern("rewards: score_regex", self.score_regex, groups=1)
         self._check_scope()
         self._check_rubric()
@@ -226,7 +226,7 @@ class LlmJudge:
 
     async def check(self) -> None:
         """Check that the API key is set; the endpoint may still be starting."""
-        self._headers()
+        _ = self._key
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
         """Return one result per rollout, from concurrent calls for each rollout, each pair, or one for the group."""
@@ -340,15 +340,21 @@ class LlmJudge:
     async def _attempt(self, values: dict[str, str], usage: _Usage) -> str:
         """Send one request and return the judge's answer."""
         try:
-            response = await self._connected().post(
-                f"{self._config.base_url.rstrip('/')}/chat/completions", json=self._body(values)
-            )
+            # httpx limits each read only, and an endpoint may send a little now and then.
+            async with asyncio.timeout(self._config.timeout_seconds):
+                response = await self._connected().post(
+                    f"{self._config.base_url.rstrip('/')}/chat/completions", json=self._body(values)
+                )
+        except TimeoutError as error:
+            detail = f"no answer within {self._config.timeout_seconds:g} s"
+            raise RetryableError(RewardFailure.REQUEST, detail) from error
         except (httpx.TransportError, httpx.DecodingError) as error:
             raise RetryableError(RewardFailure.REQUEST, f"{type(error).__name__}: {error}") from error
+        text = response.text if self._key is None else response.text.replace(self._key, "***")
         if response.status_code in _WORTH_ANOTHER_TRY:
-            raise RetryableError(RewardFailure.REQUEST, f"status {response.status_code}: {response.text[:200]}")
+            raise RetryableError(RewardFailure.REQUEST, f"status {response.status_code}: {text[:200]}")
         if response.status_code != 200:
-            raise RewardCallError(RewardFailure.REQUEST, f"status {response.status_code}: {response.text[:500]}")
+            raise RewardCallError(RewardFailure.REQUEST, f"status {response.status_code}: {text[:500]}")
         try:
             completion = response.json()
             answer = completion["choices"][0]["message"]["content"]
@@ -356,7 +362,7 @@ class LlmJudge:
         except (ValueError, LookupError, TypeError, RecursionError):
             answer = None
         if not isinstance(answer, str):
-            raise RetryableError(RewardFailure.REQUEST, f"no chat completion: {response.text[:200]!r}")
+            raise RetryableError(RewardFailure.REQUEST, f"no chat completion: {text[:200]!r}")
         return answer
 
     def _body(self, values: dict[str, str]) -> dict[str, Any]:
@@ -371,18 +377,20 @@ class LlmJudge:
 
     def _connected(self) -> httpx.AsyncClient:
         if self._client is None:
-            self._client = httpx.AsyncClient(timeout=self._config.timeout_seconds, headers=self._headers())
+            headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+            # The judge limits time and concurrency.
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+            self._client = httpx.AsyncClient(timeout=None, limits=limits, headers=headers)
         return self._client
 
-    def _headers(self) -> dict[str, str]:
-        variable = self._config.api_key_env
-        if variable is None:
-            return {}
-        if not os.environ.get(variable):
-            raise RewardConfigError(
-                f"reward {self.name!r}: the environment variable {variable} is not set; set it to the key"
-            )
-        return {"Authorization": f"Bearer {os.environ[variable]}"}
+    @functools.cached_property
+    def _key(self) -> str | None:
+        if self._config.api_key_env is None:
+            return None
+        try:
+            return read_api_key(self._config.api_key_env)
+        except ValueError as error:
+            raise RewardConfigError(f"reward {self.name!r}: {error}") from None
 
 
 async def _gather(calls: Iterable[Awaitable[T]]) -> list[T]:

@@ -87,6 +87,11 @@ class _ThreadPerCall(concurrent.futures.ThreadPoolExecutor):
                 return
             try:
                 result = fn(*args, **kwargs)
+            except StopIteration as error:
+                # An asyncio future cannot hold it, and would never be done.
+                replaced = RuntimeError(f"the call raised StopIteration({error.value!r})")
+                replaced.__cause__ = error
+                future.set_exception(replaced)
             except BaseException as error:
                 future.set_exception(error)
             else:

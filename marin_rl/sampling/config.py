@@ -5,11 +5,10 @@
 
 import dataclasses
 import math
-import urllib.parse
 
 import draccus
 
-from marin_rl.config_fields import LOCAL_PATH, check_at_least
+from marin_rl.config_fields import LOCAL_PATH, check_address, check_at_least
 from marin_rl.retry import RetryConfig
 
 MIN_TEMPERATURE = 1e-30
@@ -119,24 +118,8 @@ class OpenAiSamplerConfig(SamplerConfig):
     """Retries when the server does not respond, or responds that it is temporarily unavailable."""
 
     def __post_init__(self) -> None:
-        address = urllib.parse.urlsplit(self.base_url)
-        if address.scheme not in ("http", "https") or not address.hostname or not _has_good_port(address):
-            raise ValueError(
-                f"sampler.base_url is {self.base_url!r}; it must be an address such as http://localhost:8000/v1"
-            )
-        if address.username is not None or address.password is not None:
-            raise ValueError(
-                "sampler.base_url holds a user or a password, which would be written to the run's files; "
-                "name the environment variable that holds the key in sampler.api_key_env"
-            )
+        check_address("sampler.base_url", self.base_url, "sampler.api_key_env")
         if not self.model:
             raise ValueError("sampler.model is empty; give the name of the model on the server")
         if not (self.timeout > 0 and math.isfinite(self.timeout)):
             raise ValueError(f"sampler.timeout is {self.timeout}; it must be a finite number of seconds above 0")
-
-
-def _has_good_port(address: urllib.parse.SplitResult) -> bool:
-    try:
-        return address.port != 0
-    except ValueError:
-        return False

@@ -8,7 +8,6 @@ import contextlib
 import functools
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import httpx
 from levanter.models.lm_model import LmHeadModel
 
+from marin_rl.config_fields import read_api_key
 from marin_rl.retry import retrying_async
 from marin_rl.sampling.completions import completion_body, most_likely_logprob, read_completion
 from marin_rl.sampling.config import OpenAiSamplerConfig, SamplingConfig
@@ -94,7 +94,7 @@ class OpenAiSampler(Sampler):
         self._stop_ids = frozenset(stop_token_ids)
         self._max_context = max_context
         self._vocab_size = vocab_size
-        self._key = _read_key(server.api_key_env)
+        self._key = None if server.api_key_env is None else _read_key(server.api_key_env)
         # Created once, because it reads the system's certificates.
         self._tls = httpx.create_ssl_context()
         self._count = 0
@@ -281,9 +281,8 @@ class OpenAiSampler(Sampler):
             ) from error
 
 
-def _read_key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    if not os.environ.get(variable):
-        raise ValueError(f"sampler.api_key_env: the environment variable {variable} is not set; set it to the API key")
-    return os.environ[variable]
+def _read_key(variable: str) -> str:
+    try:
+        return read_api_key(variable)
+    except ValueError as error:
+        raise ValueError(f"sampler.api_key_env: {error}") from None

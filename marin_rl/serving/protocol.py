@@ -288,7 +288,7 @@ def read_message(index: int, message: Mapping[str, Any]) -> Message:
     """
     where = f"messages[{index}]"
     role, content = message.get("role"), message.get("content")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise ApiError(f"{where}.role is {role!r}; use system, user, assistant or tool", param="messages")
     if isinstance(content, list):
         parts = [part if isinstance(part, dict) else {} for part in content]

@@ -3,6 +3,7 @@
 
 """Text of a generation that arrives in parts: whole characters, stop strings, and tool calls."""
 
+import bisect
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -89,7 +90,10 @@ class ReplyReader:
         decoded = self._decode([*self._window, *shown])
         text = self._held + self._unread(decoded, whole=end is not None)
         if any(stop in text for stop in self._stop):
-            count = next(n for n in range(len(shown) + 1) if self._first_stop(self._text_after(shown[:n])))
+            # The fewest tokens whose text has a stop string; each call decodes, so not one by one.
+            count = bisect.bisect_left(
+                range(len(shown)), True, key=lambda n: bool(self._first_stop(self._text_after(shown[:n])))
+            )
             text = self._text_after(shown[:count])
             position, _, stop_reason = self._first_stop(text)[0]
             tokens, text, end = tokens[:count], text[:position], StopReason.STOP
@@ -138,8 +142,9 @@ class ToolReader:
         """Add text, and return the next text that is not part of a call."""
         self._text += text
         end = len(self._text)
-        if self._text.lstrip()[:1] in ("", "{"):
-            end = 0
+        _, _, answer = self._text.rpartition("</think>")
+        if answer.lstrip()[:1] in ("", "{"):
+            end = len(self._text) - len(answer)
         elif (match := _BEGINS_CALL.search(self._text)) is not None:
             end = match.start()
         passed, self._passed = self._text[self._passed : end], max(end, self._passed)

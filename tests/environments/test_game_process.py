@@ -133,6 +133,25 @@ def test_a_game_that_hangs_is_killed(server: GameServer):
     assert has_ended(pid)
 
 
+def test_a_cancelled_start_leaves_other_games_alone(server: GameServer):
+    async def play() -> int:
+        game = await server.start()
+        # The start waits for this lock in a thread, and is cancelled there.
+        with server._lock:
+            starting = asyncio.ensure_future(server.start())
+            await asyncio.sleep(0)
+            starting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await starting
+        other = await server.start()
+        count = await game.call("add", number=5)
+        await other.close()
+        await game.close()
+        return count
+
+    assert asyncio.run(play()) == 5
+
+
 def test_calls_are_answered_in_order_also_within_an_event_loop(server: GameServer):
     arguments = [{"number": number} for number in range(5)]
     assert call_each(server, "add", arguments) == list(range(5))

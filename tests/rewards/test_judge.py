@@ -4,9 +4,11 @@
 """Tests of the LLM judge with a server on loopback."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -44,6 +46,7 @@ class Endpoint(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.hold: threading.Barrier | None = None
         self.encoding: str | None = None
+        self.trickle = False
 
     @property
     def url(self) -> str:
@@ -64,6 +67,9 @@ class Handler(BaseHTTPRequestHandler):
             count = len(self.server.received)
             self.server.at_once += 1
             self.server.most_at_once = max(self.server.most_at_once, self.server.at_once)
+        if self.server.trickle:
+            self._trickle()
+            return
         if self.server.hold is not None:
             self.server.hold.wait()
         status, answer = self.server.replies(count)
@@ -76,6 +82,16 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Encoding", self.server.encoding)
         self.end_headers()
         self.wfile.write(data)
+
+    def _trickle(self) -> None:
+        """Send a byte now and then, until the client leaves."""
+        self.send_response(200)
+        self.send_header("Content-Length", "100000")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(100000):
+                self.wfile.write(b" ")
+                time.sleep(0.02)
 
     def log_message(self, format: str, *args: Any) -> None: ...
 
@@ -191,7 +207,7 @@ def test_endpoint_without_listener(request_of):
 
 def test_an_answer_that_never_comes(endpoint: Endpoint, request_of):
     endpoint.hold = threading.Barrier(2)
-    with pytest.raises(RewardCallError, match="ReadTimeout"):
+    with pytest.raises(RewardCallError, match=r"no answer within 0\.2 s"):
         judge(config(endpoint, timeout_seconds=0.2, retries=0), request_of())
     endpoint.hold.abort()
 
@@ -320,7 +336,7 @@ def test_invalid_comparison_fails_the_whole_group(
 
 
 def test_a_comparing_judge_can_be_chosen_in_yaml():
-    section = {"type": "llm_judge", "base_url": "x", "model": "m", "prompt": "{conversations}", "scope": "group"}
+    section = {"type": "llm_judge", "base_url": "http://h", "model": "m", "prompt": "{conversations}", "scope": "group"}
     chosen = decode(RewardComponentConfig, section)
     assert isinstance(chosen, LlmJudgeConfig)
     assert chosen.build(object.__new__(Sandbox)).scope is RewardScope.GROUP
@@ -548,6 +564,39 @@ def test_missing_or_malformed_usage_is_ignored(endpoint: Endpoint, request_of, u
     endpoint.replies = lambda count: reply_with("Score: 1", usage=usage)
     [result] = judge(config(endpoint, prompt_price=1.0), request_of())
     assert result.metrics == {"retries": 0.0}
+
+
+@pytest.mark.parametrize("address", ["localhost:8000/v1", "http://localhost:80a/v1", "http://user:key@localhost/v1"])
+def test_invalid_addresses_are_refused(endpoint: Endpoint, address: str):
+    with pytest.raises(ValueError, match="rewards: base_url of 'llm_judge'"):
+        config(endpoint, base_url=address)
+
+
+def test_the_time_limit_is_that_of_the_whole_answer(endpoint: Endpoint, request_of):
+    endpoint.trickle = True
+    with pytest.raises(RewardCallError, match=r"no answer within 0\.3 s"):
+        judge(config(endpoint, timeout_seconds=0.3, retries=0), request_of())
+
+
+@pytest.mark.parametrize(
+    ("key", "problem"),
+    [("key-1\r\n", None), ("sch\u00fcssel", "characters that a key cannot have"), (" ", "is not set")],
+)
+def test_keys_are_stripped_and_never_shown(
+    endpoint: Endpoint, request_of, monkeypatch: pytest.MonkeyPatch, key: str, problem: str | None
+):
+    monkeypatch.setenv("JUDGE_KEY", key)
+    configured = config(endpoint, api_key_env="JUDGE_KEY")
+    if problem is not None:
+        with pytest.raises(RewardConfigError, match=f"JUDGE_KEY .*{problem}|JUDGE_KEY {problem}") as raised:
+            judge(configured, request_of())
+        assert key not in str(raised.value) or not key.strip()
+        return
+    endpoint.replies = lambda count: (401, {"error": f"Bearer {endpoint.received[-1]['key']}"})
+    with pytest.raises(RewardCallError, match=r"status 401: .*\*\*\*") as failed:
+        judge(configured, request_of())
+    assert endpoint.received[-1]["key"] == "Bearer key-1"
+    assert "key-1" not in str(failed.value)
 
 
 def test_missing_key_is_an_error_before_sampling(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch):

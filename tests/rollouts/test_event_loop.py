@@ -91,6 +91,19 @@ def test_errors_propagate():
     loop.close()
 
 
+def test_stop_iteration_of_a_thread_is_an_error():
+    """`asyncio` cannot put it into a future, and the caller would wait forever."""
+    loop = BackgroundLoop()
+
+    async def call() -> None:
+        await asyncio.to_thread(lambda: next(iter(())))
+
+    with pytest.raises(RuntimeError, match="the call raised StopIteration") as raised:
+        loop.submit(call()).result(60)
+    assert isinstance(raised.value.__cause__, StopIteration)
+    loop.close()
+
+
 STUCK = """
 import asyncio, threading
 from marin_rl.rollouts.event_loop import BackgroundLoop

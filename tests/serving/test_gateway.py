@@ -512,6 +512,14 @@ def test_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         run(failed)
 
 
+def test_a_program_ends_without_its_children(tmp_path: Path):
+    """A child that holds its output would keep the episode until its time limit."""
+    pid = tmp_path / "pid"
+    with pytest.raises(AllRolloutsFailedError, match="the agent got no reply of the policy"):
+        run(CommandEpisode(["/bin/sh", "-c", f"sleep 600 & echo $! > {pid}"], (), {}))
+    assert state(int(pid.read_text())) is None
+
+
 def test_program_and_its_children_end_at_the_time_limit(tmp_path: Path):
     pids = tmp_path / "pids"
     script = f"sleep 60 & echo $$ $! > {pids}; wait"

@@ -78,6 +78,12 @@ def test_tools_join_the_system_message():
     assert (system["content"], system["tools"], user["content"]) == ("Be brief.", [TOOL], "a")
 
 
+@pytest.mark.parametrize("role", [None, "judge", ["user"], {"name": "user"}])
+def test_an_invalid_role_is_named(role: Any):
+    with pytest.raises(ApiError, match=r"messages\[0\].role is .*; use system, user, assistant or tool"):
+        chat([{"role": role, "content": "a"}])
+
+
 @pytest.mark.parametrize(
     ("calls", "message"),
     [

@@ -63,6 +63,18 @@ def test_of_two_stop_strings_at_a_position_the_longer_one_wins():
     assert read([b"xaab"], ["b", "ab", "aab"])[2:5] == ("x", "stop", "aab")
 
 
+def test_a_stop_string_in_a_long_reply_takes_few_decodings():
+    counts = []
+
+    def decode(tokens: Sequence[int]) -> str:
+        counts.append(len(tokens))
+        return DECODE(tokens)
+
+    reply = ReplyReader(decode, ["end"]).push(b"x" * 4000 + b"endless", [-1.0] * 4007, StopReason.LENGTH)
+    assert (len(reply.token_ids), len(reply.text), reply.stop_reason) == (4003, 4000, "end")
+    assert len(counts) < 30
+
+
 def test_stop_tokens_are_not_part_of_the_text():
     reply = read([[97, 98], [99, 100]], stop_token_ids=[99])
     assert reply == TextPart((97, 98, 99), (), "ab", "stop", 99)
@@ -90,6 +102,8 @@ def read_tools(text: str, size: int) -> tuple[str, list]:
         ("a <tool_call>{broken</tool_call> b ", "a <tool_call>{broken</tool_call> b ", []),
         (f"<think>\n{CALL}</think>\nno call", f"<think>\n{CALL}</think>\nno call", []),
         (f"<think>no</think> yes {CALL}", "<think>no</think> yes", ["add"]),
+        ('<think>no</think>\n{"name": "add", "parameters": {"a": 1}}', "<think>no</think>", ["add"]),
+        ('<think>no</think>\n{"answer": 1}', '<think>no</think>\n{"answer": 1}', []),
     ],
 )
 def test_tool_calls_are_separated_from_text(text: str, content: str, names: list[str], size: int):
