@@ -133,7 +133,9 @@ def _take(folder: RemotePath, clock: Clock) -> Lease:
         # If another process was faster, see whether it is alive.
         if lease.create():
             for old in numbers:
-                _object(folder, old).unlink(missing_ok=True)
+                # A remaining object has no effect, and the next process that takes the lock deletes it.
+                with contextlib.suppress(OSError):
+                    _object(folder, old).unlink(missing_ok=True)
             return lease
 
 

@@ -114,6 +114,21 @@ def test_lock_on_another_machine_that_is_released_is_taken(gcs: Gcs, folder: Rem
         assert gcs.names(LOCK) == ["00000004"]
 
 
+def test_a_former_lock_that_cannot_be_deleted_is_left(gcs: Gcs, folder: RemotePath, monkeypatch) -> None:
+    (folder / "00000003").write_text('{"released": true}')
+    unlink = RemotePath.unlink
+
+    def fail(path: RemotePath, missing_ok: bool = False) -> None:
+        if path.name == "00000003":
+            raise OSError("no connection")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(RemotePath, "unlink", fail)
+    with hold(folder, clock()) as lease:
+        lease.check()
+        assert gcs.names(LOCK) == ["00000003", "00000004"]
+
+
 def test_one_of_two_processes_takes_over_a_dead_lock(gcs: Gcs, folder: RemotePath) -> None:
     elsewhere(folder)
     # The other process is faster: it creates the next object just before this one does.

@@ -246,7 +246,6 @@ class Coordinator:
         if self._register_call(worker, incarnation) is not None:
             self._count_seconds()
             self._reassign(self._workers.pop(worker).requests)
-            self._notify()
 
     def _register_call(self, worker: str, incarnation: str) -> _Worker | None:
         record = self._workers.get(worker)
@@ -295,6 +294,8 @@ class Coordinator:
     def _reassign(self, numbers: Collection[RequestNumber]) -> None:
         for number in numbers:
             bisect.insort(self._waiting, number)
+        if numbers:
+            self._notify()
 
     def _notify(self) -> None:
         """Wake all waiting calls."""

@@ -163,16 +163,20 @@ class _Supervisor:
         return exit_status(code), deadline is not None
 
     def _record(self, state: str, status: int | None) -> None:
-        if self.folder is not None:
-            self.folder.record(
-                {
-                    "host": socket.gethostname(),
-                    "state": state,
-                    "exit_status": status,
-                    "restarts": self.restarts,
-                    "command": list(self.command),
-                }
-            )
+        if self.folder is None:
+            return
+        values: dict[str, object] = {
+            "host": socket.gethostname(),
+            "state": state,
+            "exit_status": status,
+            "restarts": self.restarts,
+            "command": list(self.command),
+        }
+        try:
+            self.folder.record(values)
+        except OSError as error:
+            # The disk may be full, and the command must be supervised all the same.
+            self.report(f"cannot write the status to {str(self.folder.path)!r}: {error.strerror}")
 
 
 def _is_systemd(pid: int) -> bool:

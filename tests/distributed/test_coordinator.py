@@ -231,6 +231,22 @@ def test_waiting_worker_is_woken_by_a_change(coordinator: Coordinator, change: C
     assert assignment.requests or assignment.newest.version or assignment.stop
 
 
+def test_waiting_worker_gets_the_requests_of_a_silent_one(coordinator: Coordinator, clock: Clock) -> None:
+    async def work() -> Assignment | None:
+        await coordinator.next_assignment("a", "a1", 0, 4, ())
+        clock.now = 6.0
+        call = asyncio.create_task(coordinator.next_assignment("b", "b1", 0, 4, (), seconds=600.0))
+        await asyncio.sleep(0)
+        assert not call.done()
+        clock.now = 11.0
+        await coordinator.take([])
+        return await call
+
+    assignment = asyncio.run(work())
+    assert assignment is not None
+    assert [request.number for request in assignment.requests] == [(1, 0), (1, 1)]
+
+
 def test_waiting_trainer_is_woken_by_a_finished_group(coordinator: Coordinator) -> None:
     async def wait() -> TrainerUpdate:
         call = asyncio.create_task(coordinator.take((), seconds=600.0))

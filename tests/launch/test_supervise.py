@@ -71,6 +71,14 @@ def test_restarts_until_success(tmp_path: Path) -> None:
     assert (record["state"], record["exit_status"], record["restarts"]) == ("exited", 0, 2)
 
 
+def test_restarts_although_the_status_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "state" / ".status.json.partial").mkdir(parents=True)
+    config = SupervisorConfig(restart_delay=0.0, folder=str(tmp_path / "state"))
+    status, reports = run(tmp_path, config, COUNT, 1, 0)
+    assert (status, (tmp_path / "starts").read_text()) == (0, "xx")
+    assert f"cannot write the status to '{tmp_path / 'state'}': Is a directory" in reports
+
+
 def test_gives_up_at_the_limit_with_the_last_status(tmp_path: Path) -> None:
     config = SupervisorConfig(max_restarts=2, restart_delay=0.0, folder=str(tmp_path / "state"))
     status, reports = run(tmp_path, config, COUNT, 3, 4, 5, 0)
