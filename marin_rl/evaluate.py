@@ -52,7 +52,8 @@ class EvaluateConfig:
     temperature: float | None = None
     """Temperature of the sampled attempts, at least 1e-30; the run's temperature by default."""
     evaluation: EvaluationConfig | None = None
-    """Tasks, samples and pass@k; those of the run by default."""
+    """Tasks, samples and pass@k; null: those of the run. If any key is given, the others have their defaults, not the
+    values of the run."""
     environment: EnvironmentConfig | None = None
     """Environment to evaluate on instead of the run's, as in a training config:
     `--environment.type jsonl --environment.path FILE`, or a section of a file (`--config FILE`)."""

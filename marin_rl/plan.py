@@ -25,7 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0 if every program compiles and fits, 2 if one does not, 1 after an error.
     """
-    arguments, rest = argument_parser().parse_known_args(argv)
+    try:
+        arguments, rest = argument_parser().parse_known_args(argv)
+    except SystemExit as end:
+        # argparse exits with 2, which is the status of a plan that does not fit.
+        return ERROR if end.code else FITS
     # Imported here because jax and levanter take seconds to import.
     from marin_rl.errors import USER_ERRORS
 

@@ -284,7 +284,7 @@ class LogLevel(enum.StrEnum):
     DEBUG = "debug"
     """Every turn of every episode with its tokens, tool calls, rewards and advantages."""
     INFO = "info"
-    """Progress, and one line per rollout."""
+    """Progress."""
     WARNING = "warning"
     """Problems that the run handled."""
     ERROR = "error"
