@@ -219,7 +219,9 @@ def test_close_releases_port_and_threads_with_a_stalled_worker():
     stream.close()
     with socket.create_server(("127.0.0.1", int(sender.address.rsplit(":", 1)[1]))):
         pass
-    assert set(threading.enumerate()) <= before
+    # Threads of gRPC that have logged stay listed as dummies.
+    left = set(threading.enumerate()) - before
+    assert [thread for thread in left if not isinstance(thread, threading._DummyThread)] == []
 
 
 # Corrupt streams.
@@ -458,4 +460,6 @@ def test_transfer_leaves_no_thread():
         sender.flush()
         receiver = ArrowFlightConfig(retry=ONCE).open_receiver([sender.address], SECRET)
         receiver.receive({"w": jnp.zeros(1000)})
-    assert set(threading.enumerate()) <= before
+    # Threads of gRPC that have logged stay listed as dummies.
+    left = set(threading.enumerate()) - before
+    assert [thread for thread in left if not isinstance(thread, threading._DummyThread)] == []
