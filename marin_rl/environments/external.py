@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 from marin_rl.errors import UserError
-from marin_rl.rewards.grading import extract_last
+from marin_rl.rewards.grading import extract_last, without_thoughts
 
 Result = TypeVar("Result")
 
@@ -75,8 +75,7 @@ def action_of(reply: str, regex: str | None) -> str:
     """
     if regex is not None:
         return extract_last(regex, reply) or ""
-    _, _, answer = reply.rpartition("</think>")
-    return answer.strip()
+    return without_thoughts(reply).strip()
 
 
 def run_in_thread(work: Coroutine[Any, Any, Result]) -> Result:

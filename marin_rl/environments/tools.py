@@ -21,6 +21,7 @@ import draccus
 
 from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.rewards.functions import RewardFailure
+from marin_rl.rewards.grading import without_thoughts
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.user_code import UserFileError, load_from_file
 
@@ -98,7 +99,7 @@ def find_calls(reply: str) -> list[str]:
     >>> find_calls("Let me see. <tool_call>{}</tool_call>")
     ['{}']
     """
-    _, _, answer = reply.rpartition("</think>")
+    answer = without_thoughts(reply)
     calls = [match[1].strip() for match in _CALL.finditer(answer)]
     return calls or ([answer.strip()] if _is_call(answer) else [])
 

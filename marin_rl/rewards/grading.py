@@ -43,6 +43,15 @@ def check_pattern(field: str, pattern: str, groups: int = 0) -> None:
         )
 
 
+def without_thoughts(reply: str) -> str:
+    """Return the part of a reply after its last `</think>`; the whole reply if it has none.
+
+    >>> without_thoughts("<think>Which?</think> 42")
+    ' 42'
+    """
+    return reply.rpartition("</think>")[2]
+
+
 def extract_last(pattern: str, text: str) -> str | None:
     r"""Return group 1 of the last match of `pattern` in `text`, or None if there is no match.
 

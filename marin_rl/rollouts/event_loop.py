@@ -14,6 +14,15 @@ Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
 
+def call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:
+    """Call a function in an event loop, from any thread; not if the loop is closed: nobody waits for it any more."""
+    try:
+        loop.call_soon_threadsafe(function, *arguments)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+
+
 class BackgroundLoop:
     """Runs coroutines in a background thread.
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from marin_rl.rollouts.event_loop import call_in
 from marin_rl.sampling.sampler import SampledTokens, Sampler, SampleRequest
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import Generation
@@ -147,7 +148,7 @@ class RequestBatcher:
                             sampler.end_conversation(pending.request.conversation)
                     parts = _new_parts(sampler, running, seen)
                 for pending, _ in (*ended[:1], *parts[:1]):
-                    _call_in(pending.answer.get_loop(), _deliver, ended, parts)
+                    call_in(pending.answer.get_loop(), _deliver, ended, parts)
                     break
         finally:
             sampler.reset()
@@ -197,15 +198,6 @@ class RequestBatcher:
     def _is_complete(self, queued: int) -> bool:
         number = len(self._pending)
         return number >= self._batch_size or (self._can_start(queued) and number + queued >= self._num_episodes)
-
-
-def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:
-    """Call a function in an event loop; not if the loop is closed, because then nobody waits any more."""
-    try:
-        loop.call_soon_threadsafe(function, *arguments)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
 
 
 def _new_parts(

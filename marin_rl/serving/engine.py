@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
+from marin_rl.rollouts.event_loop import call_in
 from marin_rl.rollouts.request_batcher import OnTokens, RequestBatcher
 from marin_rl.sampling.sampler import SampledTokens, Sampler, SampleRequest
 from marin_rl.serving.text import ReplyReader, TextPart
@@ -176,8 +177,7 @@ class Engine:
             self.failure = error
             self.on_failure()
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # The event loop may be closed.
-                self._loop.call_soon_threadsafe(self._fail_all)
+            call_in(self._loop, self._fail_all)
 
     def _fail_all(self) -> None:
         for answer in self._answers:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from marin_rl.environments.tools import ToolCall, ToolError, find_calls, parse_call
+from marin_rl.rewards.grading import without_thoughts
 from marin_rl.types import StopReason, WeightVersion
 
 _REPLACEMENT = "\ufffd"
@@ -142,7 +143,7 @@ class ToolReader:
         """Add text, and return the next text that is not part of a call."""
         self._text += text
         end = len(self._text)
-        _, _, answer = self._text.rpartition("</think>")
+        answer = without_thoughts(self._text)
         if answer.lstrip()[:1] in ("", "{"):
             end = len(self._text) - len(answer)
         elif (match := _BEGINS_CALL.search(self._text)) is not None:
@@ -158,7 +159,7 @@ class ToolReader:
             calls = []
         if not calls:
             return self._text[self._passed :], []
-        _, _, answer = self._text.rpartition("</think>")
+        answer = without_thoughts(self._text)
         end = len(self._text) - len(answer) + max(answer.find(_OPEN), 0)
         return self._text[self._passed : end].rstrip(), [tool_call(index, call) for index, call in enumerate(calls)]
 
