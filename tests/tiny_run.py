@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # Jaxtyping's import hook recompiles modules that are first imported by a module that it checks, slowly and with
 # warnings. So the imports of marin_rl come first.
@@ -109,11 +110,13 @@ class TinyRun:
         return ["--config", str(self.config)]
 
     def train(self, *more: str) -> int:
-        """Run the command in this process."""
+        """Run the command in this process; runs with equal settings share compiled programs."""
         # Imported late, because pytest imports this file before it installs jaxtyping's import hook.
         from marin_rl.train import main
+        from marin_rl.training import open_run, warm_start
 
-        return main([*self.argv, *more])
+        with mock.patch.object(open_run, "Learner", _learner), mock.patch.object(warm_start, "Learner", _learner):
+            return main([*self.argv, *more])
 
     @property
     def checkpoints(self) -> Path:
@@ -128,6 +131,19 @@ class TinyRun:
 
     def records(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+
+
+_learners: dict[str, Any] = {}
+
+
+def _learner(*settings: Any, **sizes: Any) -> Any:
+    """Return the learner of an earlier run in this process with the same settings, or build one."""
+    from marin_rl.learner.train_step import Learner
+
+    key = repr((settings, sizes))
+    if key not in _learners:
+        _learners[key] = Learner(*settings, **sizes)
+    return _learners[key]
 
 
 def make_run(folder: Path, **changes: Any) -> TinyRun:
