@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import marin_rl
 from experiments.soak import LiveRun
+from tests.cpu_host import cpu_host
 from tests.fork_server import popen
 from tests.free_port import free_port
 from tests.tiny_run import TinyRun
@@ -55,15 +55,6 @@ def distributed_flags(count: int, section: str) -> list[list[str]]:
     }
     settings = [shared | {"process_id": index} for index in range(count)] if count > 1 else [{}]
     return [[text for name, value in own.items() for text in (f"--{section}.{name}", str(value))] for own in settings]
-
-
-def cpu_host(devices: int) -> dict[str, str]:
-    """Return the environment variables that give a process this number of CPU devices."""
-    return {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "PYTHONPATH": str(Path(marin_rl.__file__).parents[1]),
-    }
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.environments import RandomRewardConfig
 from tests import fork_server
+from tests.cpu_host import cpu_host
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
@@ -92,11 +93,7 @@ def test_experiment_for_accelerators_trains_a_small_model_on_the_same_axes(
 ):
     overrides = [text for key, value in (SMALL | further).items() for text in (f"--{key}", value)]
     command = ["--config", str(EXPERIMENTS / f"{name}.yaml"), "--run_dir", str(tmp_path / "run"), *overrides]
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-    }
+    environment = {**os.environ, **cpu_host(devices)}
     cache = ["--trainer.jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"]]
     done = fork_server.run([sys.executable, "-m", "marin_rl.train", *command, *cache], environment)
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,6 @@
 
 import dataclasses
 import json
-import os
 
 ROWS, POSITIONS, SPLASH_POSITIONS = 4, 32, 256
 
@@ -103,6 +102,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
-    os.environ["JAX_PLATFORMS"] = "cpu"
     main()

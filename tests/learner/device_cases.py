@@ -5,7 +5,6 @@
 
 import dataclasses
 import json
-import os
 import sys
 
 from marin_rl.config.train_config import default_trainer
@@ -32,5 +31,4 @@ def outcome(changes: dict) -> str:
 
 
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     json.dump({name: outcome(changes) for name, changes in CASES.items()}, sys.stdout)

@@ -9,7 +9,6 @@ checkpoint, and serve the weights, each its own shards, until their input ends. 
 
 import dataclasses
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -183,6 +182,4 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
 
 if __name__ == "__main__":
     folder, index, count, port = sys.argv[1:]
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES // int(count)}"
-    os.environ["JAX_PLATFORMS"] = "cpu"
     main(Path(folder), int(index), int(count), port)

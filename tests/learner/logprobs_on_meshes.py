@@ -8,7 +8,6 @@ devices within the loops over blocks to `FOLDER/facts.json`.
 """
 
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -95,8 +94,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-    os.environ["JAX_PLATFORMS"] = "cpu"
     import equinox as eqx
     import haliax as hax
     import jax

@@ -8,7 +8,6 @@ another loaded.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -59,6 +58,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-    os.environ["JAX_PLATFORMS"] = "cpu"
     main(Path(sys.argv[1]))

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-import marin_rl
+from tests.cpu_host import cpu_host
 
 
 @pytest.mark.slow
 def test_split_positions_change_results_only_by_rounding() -> None:
     """Run in a separate process with four devices."""
     script = Path(__file__).with_name("context_cases.py")
-    environment = {**os.environ, "PYTHONPATH": str(Path(marin_rl.__file__).parents[1])}
+    environment = {**os.environ, **cpu_host(4)}
     said = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, check=False, timeout=600, env=environment
     )

@@ -3,6 +3,7 @@
 
 import gc
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,13 +14,16 @@ import pytest
 
 from marin_rl.config.train_config import default_trainer
 from marin_rl.learner.devices import exempt_from_collection, start_devices
+from tests.cpu_host import cpu_host
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
     """Results of each case on eight devices, computed in a subprocess because JAX fixes its number of devices."""
     script = Path(__file__).with_name("device_cases.py")
-    completed = subprocess.run([sys.executable, str(script)], check=True, capture_output=True, text=True)
+    completed = subprocess.run(
+        [sys.executable, script], env={**os.environ, **cpu_host(8)}, check=True, capture_output=True, text=True
+    )
     return json.loads(completed.stdout)
 
 

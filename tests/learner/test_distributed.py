@@ -21,11 +21,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-import marin_rl
 from marin_rl.learner.saved_checkpoint import CheckpointError, open_checkpoint
 from marin_rl.weights.arrow_flight import FlightSource
 from marin_rl.weights.config import ArrowFlightConfig
+from tests.cpu_host import cpu_host
 from tests.free_port import free_port
+from tests.learner.distributed_training import DEVICES
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +45,7 @@ class Process:
 
 def start(folder: Path, index: int, count: int, port: int) -> subprocess.Popen[str]:
     script = Path(__file__).with_name("distributed_training.py")
-    environment = {**os.environ, "PYTHONPATH": str(Path(marin_rl.__file__).parents[1])}
+    environment = {**os.environ, **cpu_host(DEVICES // count)}
     with (folder / f"said-{index}.txt").open("w") as errors:
         return subprocess.Popen(
             [sys.executable, script, folder, str(index), str(count), str(port)],

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from marin_rl.batching.rl_example import RlExample
+from tests.cpu_host import cpu_host
 from tests.learner.invariance_cases import (
     AGGREGATIONS,
     ARRANGEMENTS,
@@ -91,7 +92,7 @@ def test_shared_prompts_do_not_change_an_update(matrix: Matrix, aggregation: str
 def test_meshes_do_not_change_an_update(matrix: Matrix, tmp_path: Path) -> None:
     """All combinations on 8 devices: rows split eight ways, and four ways with the model split in two."""
     command = [sys.executable, "-m", "tests.learner.invariance_cases", str(tmp_path)]
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    environment = {**os.environ, **cpu_host(8)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     for mesh, model_axis in MESHES.items():

@@ -3,6 +3,7 @@
 
 import functools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from levanter.models.lm_model import LmConfig, LmHeadModel, compute_next_token_l
 
 from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample, to_tokens
 from marin_rl.learner.logprobs import blockwise_logprobs, policy_activations, token_logprobs
+from tests.cpu_host import cpu_host
 
 BATCH, POSITIONS, EMBED, VOCAB = 2, 7, 4, 11
 
@@ -331,7 +333,9 @@ def test_any_mesh_gives_equal_results_and_loops_exchange_only_vocabulary_reducti
         pull=np.roll(pull, 1, axis=1),
     )
     script = Path(__file__).with_name("logprobs_on_meshes.py")
-    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=False)
+    environment = {**os.environ, **cpu_host(8)}
+    command = [sys.executable, script, tmp_path]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     facts = json.loads((tmp_path / "facts.json").read_text())
     expected = oracle(activations, head, targets, pull, 0.7, np.roll(loss_mask, -1, axis=1))

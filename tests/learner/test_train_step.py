@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from marin_rl.learner.train_step import (
     take_microbatch,
 )
 from marin_rl.objectives.kl import KlEstimator
+from tests.cpu_host import cpu_host
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +90,9 @@ def test_the_gradient_is_that_of_the_textbook_formula(tiny, one_device) -> None:
 @pytest.mark.slow
 def test_any_mesh_gives_the_same_loss_and_gradient(one_device, tmp_path: Path) -> None:
     script = Path(__file__).with_name("mesh_cases.py")
-    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=False)
+    environment = {**os.environ, **cpu_host(8)}
+    command = [sys.executable, script, tmp_path]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["devices"] == 8

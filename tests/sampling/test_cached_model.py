@@ -19,12 +19,12 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.tracker import NoopTracker
 from levanter.trainer import TrainerConfig
 
-import marin_rl
 from marin_rl.models.hf_config import MODEL_TYPES
 from marin_rl.sampling.attention import DenseAttention
 from marin_rl.sampling.cached_model import with_cache
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.types import Generation
+from tests.cpu_host import cpu_host
 from tests.sampling.families import FAMILIES, random_model
 from tests.sampling.test_group_sampler import (
     LENGTHS,
@@ -101,13 +101,7 @@ def test_experts_of_a_token_do_not_depend_on_the_rest_of_the_batch():
 
 def test_parity_with_heads_on_two_devices():
     script = pathlib.Path(__file__).with_name("sharded_families.py")
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "PYTHONPATH": str(pathlib.Path(marin_rl.__file__).parents[1]),
-    }
+    environment = {**os.environ, **cpu_host(2), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout.splitlines()[-1])

@@ -23,12 +23,12 @@ from levanter.layers.attention import AttentionMask
 from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmHeadModel
 
-import marin_rl
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import DECODE_STEPS, GroupSampler
 from marin_rl.sampling.prefill import prefill_shape
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest, SamplerError, WeightPoll
 from marin_rl.types import Generation, StopReason
+from tests.cpu_host import cpu_host
 
 VOCAB = 64
 CONTEXT = 40
@@ -516,12 +516,7 @@ def test_context_of_one_token_is_rejected(model: LmHeadModel):
 @pytest.mark.parametrize("model_axis_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_parity_on_eight_devices_with_the_learners_sharding(model_axis_size: int):
     script = pathlib.Path(__file__).with_name("sharded_parity.py")
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": str(pathlib.Path(marin_rl.__file__).parents[1]),
-    }
+    environment = {**os.environ, **cpu_host(8)}
     command = [sys.executable, str(script), str(model_axis_size)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

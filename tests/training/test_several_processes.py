@@ -23,6 +23,7 @@ from safetensors.numpy import load_file
 
 from experiments.soak import LiveRun
 from marin_rl.training.run_directory import RunDirectory, lock
+from tests.cpu_host import cpu_host
 from tests.fork_server import popen
 from tests.gcs_emulator import Gcs
 from tests.tiny_run import (
@@ -35,7 +36,7 @@ from tests.tiny_run import (
     without_losses,
     without_timings,
 )
-from tests.training_hosts import TIMEOUT, cpu_host, distributed_flags, hosts, started
+from tests.training_hosts import TIMEOUT, distributed_flags, hosts, started
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 from levanter.models.llama import LlamaConfig
 
-import marin_rl
 from marin_rl.retry import RetryConfig
 from marin_rl.weights.config import (
     ArrowFlightConfig,
@@ -37,6 +36,7 @@ from marin_rl.weights.protocol import (
     WeightSender,
 )
 from marin_rl.weights.publish import TrainingHost
+from tests.cpu_host import cpu_host
 from tests.weights.endpoints import ONCE, SECRET, assert_same
 
 WAYS = ["arrow_flight", "shared_files", "object_store"]
@@ -268,12 +268,7 @@ def test_concurrent_workers_receive_during_publication(config: WeightTransferCon
 @pytest.mark.parametrize("way", ["arrow_flight", "shared_files"])
 def test_weights_are_resharded_from_four_hosts_to_other_meshes(way: str, tmp_path):
     script = pathlib.Path(__file__).with_name("resharding.py")
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": str(pathlib.Path(marin_rl.__file__).parents[1]),
-    }
+    environment = {**os.environ, **cpu_host(8)}
     command = [sys.executable, str(script), way, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
