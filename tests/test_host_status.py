@@ -127,7 +127,7 @@ def test_processes_wait_for_the_last_one(processes: Processes) -> None:
     def finish(number: int) -> None:
         with a_round(processes, number):
             if processes.index == 1:
-                assert last.wait(10)
+                assert last.wait(600)
             events.append("worked")
             if len(events) == COUNT - 1:
                 last.set()
@@ -148,7 +148,7 @@ def test_a_stop_of_one_process_stops_all_before_the_last_has_finished(processes:
 
     def asked() -> None:
         for _ in range(finished):
-            assert done.acquire(timeout=10)
+            assert done.acquire(timeout=600)
         with a_round(processes, interrupt=stopping) as check:
             check()
 
@@ -169,7 +169,7 @@ def test_a_stop_after_all_have_finished_does_not_end_the_round(processes: Proces
 
     def interrupt() -> None:
         # The round is over, and the outcome is read only after this process was asked to stop.
-        assert asked.wait(10)
+        assert asked.wait(600)
         stopping()
 
     def late() -> None:
@@ -219,7 +219,7 @@ def test_a_blocked_process_is_ended_with_the_error_of_the_other(
 
     def blocked() -> None:
         with exit_on_error():
-            assert ended.wait(10)
+            assert ended.wait(600)
 
     failed, blocked_error = processes.run(fail, blocked)
     assert str(failed) == "no such file"
@@ -342,7 +342,7 @@ def test_processes_that_respond_or_have_ended_are_not_lost(
 
     monkeypatch.setattr(service, "key_value_set", count)
     with exit_on_error():
-        assert enough.wait(30)
+        assert enough.wait(600)
     # A process that ends removes its own sign, so that it is not missed.
     assert "marin_rl/alive/0" not in service.values
     assert "marin_rl/error" not in service.values

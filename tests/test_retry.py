@@ -115,5 +115,5 @@ def test_async_raises_the_last_error_when_time_is_up():
     with pytest.raises(ServerLostError, match=r"^gone$"):
         in_a_loop(RetryConfig(give_up_seconds=0.0), [ServerLostError("gone")])
     config = RetryConfig(first_seconds=0.001, longest_seconds=0.001, give_up_seconds=0.01)
-    with pytest.raises(ServerLostError, match=r"gone \(given up after \d+ attempts in 0\.\d s\)"):
+    with pytest.raises(ServerLostError, match=r"gone \(given up after \d+ attempts in \d+\.\d s\)"):
         in_a_loop(config, [ServerLostError("gone")] * 99)

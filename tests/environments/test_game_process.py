@@ -36,7 +36,7 @@ def run(server: GameServer, work: Callable[[GameProcess], Awaitable]):
 
 def has_ended(pid: int) -> bool:
     """Wait until a process has ended."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         try:
             os.kill(pid, 0)

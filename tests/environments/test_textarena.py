@@ -192,7 +192,7 @@ def test_self_play_trains_on_one_seat():
         move = ([0, 3, 6], [1, 4])[player][text.count("<|assistant|>") - 1]
         return [*f"[{move}]".encode(), *TOKENIZER.stop_token_ids[:1]]
 
-    limits = Limits(max_length=100_000, max_new_tokens=16, max_turns=3, max_tokens=12, max_seconds=30.0)
+    limits = Limits(max_length=100_000, max_new_tokens=16, max_turns=3, max_tokens=12, max_seconds=600.0)
     sampler = ScriptedSampler(reply, stop_token_ids=TOKENIZER.stop_token_ids)
     runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=make_gateway(TOKENIZER, limits))
     tasks = environment.tasks(Split.TRAIN)

@@ -95,7 +95,7 @@ def run(environment: VerifiersEnvironment, replies: Mapping[str, str], max_turns
         prompt = TOKENIZER.decode_reply(request.prompt_tokens, skip_special_tokens=False)
         return (*replies[prompt[len("<|user|>") :][:3]].encode(), END)
 
-    limits = Limits(max_length=40, max_new_tokens=4, max_turns=max_turns, max_seconds=60.0)
+    limits = Limits(max_length=40, max_new_tokens=4, max_turns=max_turns, max_seconds=600.0)
     sampler = ScriptedSampler(reply, stop_token_ids=[END])
     runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=make_gateway(TOKENIZER, limits))
     tasks = [task for task in environment.tasks(Split.TRAIN) if task.messages[0]["content"] in replies]

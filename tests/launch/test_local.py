@@ -80,12 +80,17 @@ def test_a_process_that_ignores_the_stop_is_killed(tmp_path: Path) -> None:
 def test_a_program_that_keeps_the_output_open_does_not_hide_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = "import subprocess, sys; print(subprocess.Popen(['sleep', '3600']).pid, flush=True); sys.exit(4)"
+    pid = tmp_path / "pid"
+    code = (
+        "import pathlib, subprocess, sys\n"
+        "program = subprocess.Popen(['sleep', '3600'])\n"
+        "pathlib.Path(sys.argv[1]).write_text(str(program.pid))\n"
+        "sys.exit(4)"
+    )
     monkeypatch.setattr("marin_rl.launch.local.OUTPUT_TIMEOUT", 0.1)
-    status, lines = run([python(code), python(ENDLESS, tmp_path / "a")])
+    status, _ = run([python(code, pid), python(ENDLESS, tmp_path / "a")])
     assert status == 4
-    (program,) = [line.removeprefix("[0] ") for line in lines if line.startswith("[0]")]
-    os.kill(int(program), signal.SIGKILL)
+    os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

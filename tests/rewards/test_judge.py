@@ -214,7 +214,7 @@ def test_an_answer_that_never_comes(endpoint: Endpoint, request_of):
 
 def test_concurrency_is_bounded_and_used(endpoint: Endpoint, request_of):
     # Each reply waits for a second request: sequential requests would block, and more than two would break the pairs.
-    endpoint.hold = threading.Barrier(2, timeout=30)
+    endpoint.hold = threading.Barrier(2, timeout=600)
     results = judge(config(endpoint, max_concurrency=2), *(request_of(rollout_id=str(index)) for index in range(6)))
     assert [result.score for result in results] == [1.0] * 6
     assert endpoint.most_at_once == 2

@@ -160,7 +160,7 @@ def test_close_does_not_wait_for_a_blocked_event_loop(
         release.wait()
 
     done = loop.submit(block())
-    assert blocked.wait(30)
+    assert blocked.wait(600)
     reward_functions.close()
     assert "the event loop is blocked" in caplog.text
     release.set()
@@ -247,7 +247,7 @@ def test_rewards_of_a_group_start_while_other_groups_are_sampled(waits_for_group
 
     def script(request: SampleRequest) -> Sequence[int]:
         is_second_turn = b"n1" in bytes(token for token in request.prompt_tokens if token < 256)
-        return (*(b"late" if is_second_turn and not scored.wait(30) else b"ok"), 257)
+        return (*(b"late" if is_second_turn and not scored.wait(600) else b"ok"), 257)
 
     component = Recorder(waits_for_group, on_score=scored.set)
     rollout_runner = dataclasses.replace(runner(script), reward_functions=recording(component))

@@ -196,12 +196,12 @@ def test_writing_runs_in_the_background_and_close_waits(tmp_path):
 
     def slow(token: int) -> bytes:
         begun.set()
-        assert proceed.wait(10)
+        assert proceed.wait(600)
         return piece(token)
 
     store = RolloutStore(tmp_path, RolloutStoreConfig(), slow)
     store.write(1, [group_of("g", 1.0)], {})
-    assert begun.wait(10)
+    assert begun.wait(600)
     assert list_files(tmp_path) == []
     proceed.set()
     store.close()

@@ -7,7 +7,8 @@ import contextlib
 import dataclasses
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 from levanter.models.lm_model import LmHeadModel
@@ -26,6 +27,8 @@ from tests.sampling.families import FAMILIES, random_model
 CONTEXT = 256
 SLOTS = 16
 MAX_NEW = 128
+TIMEOUT = 600.0
+"""Timeout in seconds, for a busy machine."""
 TOKENIZER = ChatTokenizer(byte_tokenizer())
 
 
@@ -45,6 +48,14 @@ def tiny_sampler(weight_poll: WeightPoll | None = None, slots: int = SLOTS) -> G
     )
 
 
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition is true."""
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, f"the condition did not become true in {TIMEOUT:g} s"
+        time.sleep(0.002)
+
+
 @dataclasses.dataclass(frozen=True)
 class Serving:
     """A running server."""
@@ -60,8 +71,8 @@ def serving(
     sampler: Sampler,
     *,
     key: str | None = None,
-    drain_seconds: float = 10.0,
-    client_seconds: float = 10.0,
+    drain_seconds: float = TIMEOUT,
+    client_seconds: float = TIMEOUT,
     send_buffer: int | None = None,
     **options: int | float,
 ) -> Iterator[Serving]:
@@ -76,7 +87,7 @@ def serving(
         options: other fields of `ServerOptions`.
     """
     limits = Limits(CONTEXT, MAX_NEW, 64, TOKENIZER.vocab_size, frozenset(TOKENIZER.stop_token_ids))
-    values = {"max_sequences": 4096, "max_body_bytes": 100_000, "body_seconds": 10.0, **options}
+    values = {"max_sequences": 4096, "max_body_bytes": 100_000, "body_seconds": TIMEOUT, **options}
     engine = Engine(sampler, TOKENIZER.decode_reply)
     app = Server(engine, TOKENIZER, ServerOptions(model="policy", key=key, limits=limits, **values)).app()
     listener = listen("127.0.0.1", 0, client_seconds)

@@ -24,7 +24,7 @@ from marin_rl.serving.app import is_loopback
 from marin_rl.serving.protocol import NEUTRAL
 from marin_rl.types import Generation, StopReason
 from tests.scripted_sampler import ScriptedSampler
-from tests.serving.serving_cases import CONTEXT, MAX_NEW, SLOTS, TOKENIZER, Serving, serving, tiny_sampler
+from tests.serving.serving_cases import CONTEXT, MAX_NEW, SLOTS, TIMEOUT, TOKENIZER, Serving, serving, tiny_sampler
 
 openai = pytest.importorskip("openai")
 
@@ -52,7 +52,7 @@ def client(server: Serving) -> Iterator[Any]:
 def post(server: Serving, path: str, body: Any, **headers: str | bytes) -> httpx.Response:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     given = {"Authorization": "Bearer secret", "Content-Type": "application/json", **headers}
-    return httpx.post(f"{server.url}{path}", content=data, headers=given, timeout=60)
+    return httpx.post(f"{server.url}{path}", content=data, headers=given, timeout=TIMEOUT)
 
 
 def error_of(response: httpx.Response) -> tuple[int, str, str | None]:

@@ -10,7 +10,6 @@ import json
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import httpx
@@ -22,7 +21,7 @@ from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampleRequest, WeightPoll
 from marin_rl.seeds import derive_seed
 from marin_rl.serving.http_server import listen, url_of
-from tests.serving.serving_cases import MAX_NEW, Serving, serving, tiny_model, tiny_sampler
+from tests.serving.serving_cases import MAX_NEW, TIMEOUT, Serving, serving, tiny_model, tiny_sampler, until
 
 
 class Held:
@@ -57,13 +56,6 @@ def body(seed: int = 0, **changes: object) -> dict[str, object]:
     return {"model": "policy", "prompt": "ab", "seed": seed, "max_tokens": MAX_NEW, **changes}
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true within a minute"
-        time.sleep(0.002)
-
-
 def open_sockets() -> int:
     links = []
     for name in os.listdir("/proc/self/fd"):
@@ -96,7 +88,7 @@ def ask_server(server: Serving, count: int, concurrent: int) -> list[float]:
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnected_clients_free_their_slots(server: Serving, held: Held, stream: bool):
     """More clients than slots disconnect while the first tokens are sampled."""
-    assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
+    assert httpx.get(f"{server.url}/health", timeout=TIMEOUT).status_code == 200
     sockets = open_sockets()
     held.open.clear()
     clients = [raw_request(server, body(seed, stream=stream)) for seed in range(40)]
@@ -106,7 +98,7 @@ def test_disconnected_clients_free_their_slots(server: Serving, held: Held, stre
     until(lambda: server.engine.in_progress == 0)
     held.open.set()
     sampled = held.sampler.work.sampled_tokens
-    assert httpx.post(f"{server.url}/v1/completions", json=body(), timeout=60).status_code == 200
+    assert httpx.post(f"{server.url}/v1/completions", json=body(), timeout=TIMEOUT).status_code == 200
     # The dropped requests took no part in the decode steps.
     assert held.sampler.work.sampled_tokens - sampled < 2 * MAX_NEW + 40 * 2
     until(lambda: open_sockets() <= sockets)
@@ -114,7 +106,7 @@ def test_disconnected_clients_free_their_slots(server: Serving, held: Held, stre
 
 @pytest.mark.medium
 def test_a_client_that_leaves_a_stream_frees_its_slot(server: Serving, held: Held):
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body(stream=True), timeout=60) as response:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body(stream=True), timeout=TIMEOUT) as response:
         next(response.iter_lines())
         held.open.clear()
     until(lambda: server.engine.in_progress == 0)
@@ -136,7 +128,7 @@ def test_two_thousand_requests_leave_nothing_behind(server: Serving, held: Held)
         gc.collect()
         return len(gc.get_objects())
 
-    assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
+    assert httpx.get(f"{server.url}/health", timeout=TIMEOUT).status_code == 200
     sockets = open_sockets()
     ask_server(server, 200, concurrent=32)
     before = objects()
@@ -154,7 +146,7 @@ def test_a_client_that_does_not_read_delays_nobody(held: Held):
         with raw_request(server, data, receive_buffer=4096) as slow:
             until(lambda: server.engine.in_progress == 16)
             for stream in (False, True):
-                response = httpx.post(f"{server.url}/v1/completions", json=body(stream=stream), timeout=60)
+                response = httpx.post(f"{server.url}/v1/completions", json=body(stream=stream), timeout=TIMEOUT)
                 assert response.status_code == 200
             # Its slots are free, although its response is not sent.
             assert server.engine.in_progress > 0
@@ -175,9 +167,11 @@ def test_a_client_that_does_not_read_delays_nobody(held: Held):
 def test_a_client_that_never_reads_is_disconnected(held: Held):
     data = body(stream=True, n=16, logprobs=0, return_token_ids=True)
     with serving(held.sampler, send_buffer=4096, client_seconds=0.5) as server:
-        held.open.set()
+        # The gate is open only after the requests were counted, because they may end at once.
+        held.open.clear()
         with raw_request(server, data, receive_buffer=4096):
             until(lambda: server.engine.in_progress == 16)
+            held.open.set()
             until(lambda: server.engine.in_progress == 0)
 
 
@@ -186,7 +180,7 @@ def test_requests_above_the_limit_are_refused(held: Held):
     with serving(held.sampler, max_sequences=3) as server:
         client = raw_request(server, body(n=2))
         until(lambda: server.engine.in_progress == 2)
-        response = httpx.post(f"{server.url}/v1/completions", json=body(n=2), timeout=60)
+        response = httpx.post(f"{server.url}/v1/completions", json=body(n=2), timeout=TIMEOUT)
         assert (response.status_code, response.headers["Retry-After"]) == (429, "1")
         assert response.json()["error"]["code"] == "rate_limit_exceeded"
         client.close()
@@ -198,10 +192,13 @@ def test_a_weight_update_in_mid_stream(server: Serving, held: Held):
     """The tokens before the update are those of the old weights, and no stream breaks."""
     [before] = held_generation(held, MAX_NEW)
     old, new = tiny_model(), tiny_model(seed=1)
-    updated = threading.Event()
+    updated, streamed = threading.Event(), threading.Event()
+    sampled = held.sampler.work.sampled_tokens
 
     def update() -> None:
-        if not updated.is_set() and len(tokens) >= 20:
+        # The sampler must not reach the end of the reply before the client has received its first tokens.
+        if not updated.is_set() and held.sampler.work.sampled_tokens - sampled >= 20:
+            assert streamed.wait(TIMEOUT)
             held.sampler.update_weights(new, 1)
             updated.set()
 
@@ -209,11 +206,12 @@ def test_a_weight_update_in_mid_stream(server: Serving, held: Held):
     versions: list[list[int]] = []
     held.before = update
     data = body(stream=True, return_token_ids=True)
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=data, timeout=60) as response:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=data, timeout=TIMEOUT) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 [choice] = json.loads(line.removeprefix("data: "))["choices"]
                 tokens += choice["token_ids"]
+                streamed.set()
                 versions += [choice["weight_versions"]] if "weight_versions" in choice else []
     held.before = lambda: None
     assert updated.is_set()
@@ -246,7 +244,7 @@ def test_requests_in_progress_complete_before_the_end(held: Held):
     responses: list[httpx.Response] = []
 
     def ask(url: str) -> None:
-        responses.append(httpx.post(f"{url}/v1/completions", json=body(max_tokens=8), timeout=60))
+        responses.append(httpx.post(f"{url}/v1/completions", json=body(max_tokens=8), timeout=TIMEOUT))
 
     with serving(held.sampler) as server:
         client = threading.Thread(target=ask, args=[server.url])

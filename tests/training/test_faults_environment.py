@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from marin_rl.rollouts.event_loop import BackgroundLoop
 from tests.tiny_run import TinyRun
 from tests.training.fault_cases import (
     ShortRuns,
@@ -81,7 +82,10 @@ def play(runs: ShortRuns, **faults: str) -> TinyRun:
 
 
 @pytest.mark.medium
-def test_failing_and_hanging_episodes_affect_only_themselves(runs: ShortRuns):
+def test_failing_and_hanging_episodes_affect_only_themselves(runs: ShortRuns, monkeypatch: pytest.MonkeyPatch):
+    # The same limit would end the run if the event loop was slow to respond.
+    responds = BackgroundLoop.responds
+    monkeypatch.setattr(BackgroundLoop, "responds", lambda loop, seconds: responds(loop, 600.0))
     undisturbed = play(runs)
     assert_trained(undisturbed, [{}, {}])
     expected = rows_of(undisturbed, 1)

@@ -116,7 +116,7 @@ def test_killed_reward_workers_lose_only_their_own_calls(
     killing = threading.Thread(target=killer, daemon=True)
     killing.start()
     run = runs.run()
-    killing.join(60)
+    killing.join(600)
     assert not killing.is_alive()
     for descriptor in killer.held:
         os.close(descriptor)
