@@ -111,7 +111,7 @@ def open_it(config: TrainConfig, opened: contextlib.ExitStack) -> Any:
 
 
 def asynchronous(weights: Weights) -> TrainConfig:
-    return make_config(mode=Mode.ASYNC, weights=weights, workers=WorkersConfig(no_progress_timeout=1.0))
+    return make_config(mode=Mode.ASYNC, weights=weights, workers=WorkersConfig(no_progress_timeout=600.0))
 
 
 def two_hosts(patched: pytest.MonkeyPatch, *, main: bool) -> None:

@@ -157,7 +157,7 @@ def test_a_run_that_does_not_end_is_an_error_with_what_it_said(tmp_path: Path) -
 
 def test_transfer_is_held_between_two_chunks_and_its_server_killed(tmp_path: Path) -> None:
     hold = tmp_path / "hold"
-    run = LiveRun((), tmp_path, tmp_path / "output.txt", patience=60.0, hold=hold)
+    run = LiveRun((), tmp_path, tmp_path / "output.txt", patience=600.0, hold=hold)
     run.output.touch()
     hold_transfers(hold, 2)
     command = [sys.executable, str(Path(__file__).with_name("held_server.py")), str(hold), SECRET]

@@ -35,16 +35,16 @@ def same_outcome(resumed: TinyRun, uninterrupted: TinyRun) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """Time to kill a run: at a file event, or some time after a condition holds."""
+    """Time to kill a run: at a file event, or some time after a condition holds, but at the event at the latest."""
 
     name: str
     """Name in messages."""
-    pattern: str | None = None
+    pattern: str
     """Pattern of the first file event to count; see `tests.fork_server.die_at`."""
     count: int = 0
     """Number of file events after it."""
     seen: Callable[[TinyRun], bool] | None = None
-    """Condition to wait for if there is no pattern."""
+    """Condition, of which this process may learn late."""
     delay: float = 0.0
     """Seconds after the condition."""
     leaves: str | None = None
@@ -70,19 +70,26 @@ def recorded(step: int) -> Callable[[TinyRun], bool]:
 def moments(chance: random.Random) -> list[Moment]:
     """Return kill times over the whole run, in an order that leaves work for each of them."""
 
+    def checkpoint(step: int) -> str:
+        return rf"os\.mkdir .*\.step-{step:08d}\.[^/]*partial$"
+
     def inside_checkpoint(step: int) -> Moment:
-        partial = f".step-{step:08d}."
         return Moment(
             f"inside the write of checkpoint {step}",
-            rf"os\.mkdir .*{partial}[^/]*partial$",
+            checkpoint(step),
             # Files, the manifest, and the syncing of all of them: more than 10 events of the thread that saves.
             chance.randint(1, 8),
-            leaves=f"checkpoints/{partial}*partial",
+            leaves=f"checkpoints/.step-{step:08d}.*partial",
         )
 
     return [
-        Moment("while starting", seen=lambda run: (run.path / "log.txt").exists(), delay=chance.uniform(0, 2)),
-        Moment("in the warm start", seen=logged("warm start 10"), delay=chance.uniform(0, 0.2)),
+        Moment(
+            "while starting",
+            checkpoint(0),
+            seen=lambda run: (run.path / "log.txt").exists(),
+            delay=chance.uniform(0, 2),
+        ),
+        Moment("in the warm start", checkpoint(0), seen=logged("warm start 10"), delay=chance.uniform(0, 0.2)),
         inside_checkpoint(0),
         Moment(
             "before checkpoint 0 gets its name",
@@ -90,12 +97,12 @@ def moments(chance: random.Random) -> list[Moment]:
             leaves="checkpoints/.step-00000000.*partial",
         ),
         Moment("before record 1", r"open a .*metrics\.jsonl", 1),
-        Moment("after update 1", seen=recorded(1), delay=chance.uniform(0, 0.02)),
+        Moment("after update 1", checkpoint(2), seen=recorded(1), delay=chance.uniform(0, 0.02)),
         inside_checkpoint(2),
         Moment("writing rollouts", r"open w .*rollouts/\.step-00000003"),
         inside_checkpoint(4),
         Moment("deleting checkpoint 0", r"shutil\.rmtree .*step-00000000$", chance.randint(1, 3)),
-        Moment("after update 5", seen=recorded(5), delay=chance.uniform(0, 0.02)),
+        Moment("after update 5", checkpoint(6), seen=recorded(5), delay=chance.uniform(0, 0.02)),
         inside_checkpoint(6),
         Moment("drawing curves", r"open w .*\.curves\.png"),
         Moment("exporting weights", r"os\.mkdir .*\.hf\.partial$", chance.randint(1, 6), leaves=".hf.partial"),
@@ -104,13 +111,12 @@ def moments(chance: random.Random) -> list[Moment]:
 
 def start(run: TinyRun, moment: Moment | None = None) -> ForkedProcess:
     """Start the run's command."""
-    pattern = moment.pattern if moment else None
     with (run.path.parent / "output.txt").open("wb") as output:
         return popen(
             [sys.executable, "-m", "marin_rl.train", *run.argv],
             stdout=output,
             env=os.environ,
-            kill_at=None if moment is None or pattern is None else (pattern, moment.count),
+            kill_at=None if moment is None else (moment.pattern, moment.count),
         )
 
 
@@ -118,8 +124,7 @@ def kill_at(run: TinyRun, moment: Moment) -> None:
     """Start the run, and kill it at the given time."""
     process = start(run, moment)
     if moment.seen is not None:
-        while not moment.seen(run):
-            assert process.poll() is None, f"{moment.name}: ended by itself"
+        while process.poll() is None and not moment.seen(run):
             time.sleep(0.001)
         time.sleep(moment.delay)
         process.kill()

@@ -132,7 +132,8 @@ def test_killed_run_without_a_common_disk_resumes_bit_for_bit(shared: TinyRun, g
     first = start_in_bucket(remote, gcs, folders)
 
     def kill() -> bool:
-        for host in first:
+        # The main process last: the other one would end by itself without it.
+        for host in reversed(first):
             host.process.kill()
         return True
 
