@@ -38,7 +38,7 @@ def start(index, place):
         four.set()
 
 slices = tpu_slices.SliceReservations(config, start)
-assert four.wait(60)
+assert four.wait(600)
 amounts = [ray.get(started[index].reserved.remote()) for index in sorted(started)]
 # The second slice has not joined.
 slices.stop()
@@ -51,7 +51,7 @@ print(json.dumps([len(started), amounts, before, during]))
 @pytest.mark.slow
 def test_every_host_of_a_reserved_slice_gets_a_worker() -> None:
     """Run in a separate process, because Ray forks."""
-    said = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=300)
+    said = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=900)
     assert said.returncode == 0, said.stderr
     started, amounts, before, during = json.loads(said.stdout.splitlines()[-1])
     assert (started, before, during) == (4, 16, 0)

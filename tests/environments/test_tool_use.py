@@ -251,7 +251,7 @@ def test_connect_code_runner_returns_whether_a_sandbox_is_needed():
 def test_programs_run_in_a_sandbox_without_reward_functions():
     environment, task = build(tools=(PythonConfig(),))
     loop = BackgroundLoop()
-    sandbox = Sandbox(SandboxConfig(require=Isolation.NONE, workers=1))
+    sandbox = Sandbox(SandboxConfig(require=Isolation.NONE, workers=1, wall_seconds=600.0))
     needed = environment.connect_code_runner(sandbox)
     # There are no reward functions; only the tools need the sandbox.
     reward_functions = RewardFunctions({}, sandbox, loop, runs_programs=needed)

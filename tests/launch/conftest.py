@@ -26,9 +26,10 @@ TRAIN = """
 import os, pathlib, signal, sys, time
 control = pathlib.Path(os.environ["CONTROL"])
 signal.signal(signal.SIGTERM, lambda *_: (control / "stopped").write_text("") and sys.exit(0) or sys.exit(0))
+print("training with", *sys.argv[1:], flush=True)
+# Tests wait for this file, and read the output then.
 with (control / "starts").open("a") as file:
     file.write(f"{os.environ.get('TOKEN')} {' '.join(sys.argv[1:])}\\n")
-print("training with", *sys.argv[1:], flush=True)
 while not (control / "finish").exists():
     if (control / "fail").exists():
         sys.exit(3)

@@ -74,7 +74,7 @@ def test_the_config_works(folder: Path, monkeypatch: pytest.MonkeyPatch, request
     monkeypatch.chdir(folder)
 
     async def run() -> None:
-        async with Sandbox(SandboxConfig(require=Isolation.NONE)) as sandbox:
+        async with Sandbox(SandboxConfig(require=Isolation.NONE, wall_seconds=600.0)) as sandbox:
             components = await checked_components(configs()[0], sandbox)
             requests = [request_of("46.001"), request_of("forty-six")]
             ones = [
@@ -106,7 +106,7 @@ def test_the_examples_with_steps_work(folder: Path, monkeypatch: pytest.MonkeyPa
     bad = conversation("u: q", "a: call", "t: Error: bad", "a: 47")
 
     async def run() -> None:
-        async with Sandbox(SandboxConfig(require=Isolation.NONE)) as sandbox:
+        async with Sandbox(SandboxConfig(require=Isolation.NONE, wall_seconds=600.0)) as sandbox:
             components = await checked_components(configs()[1], sandbox)
             requests = [
                 dataclasses.replace(request_of(messages=(*example, *messages)), num_prompt_messages=5)

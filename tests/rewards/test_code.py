@@ -37,7 +37,9 @@ class Grading:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.sandbox = Sandbox(SandboxConfig(require=Isolation.NONE, workers=2, memory_mb=256, cpu_seconds=5.0))
+        self.sandbox = Sandbox(
+            SandboxConfig(require=Isolation.NONE, workers=2, wall_seconds=600.0, memory_mb=256, cpu_seconds=5.0)
+        )
         self.wait(self.sandbox.start())
 
     def wait(self, coroutine: Any) -> Any:

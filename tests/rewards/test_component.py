@@ -50,7 +50,7 @@ def needs(messages, ground_truth, model, **kwargs): ...
 
 def checked(config: FunctionRewardConfig) -> RewardScope | None:
     async def run() -> RewardScope | None:
-        async with Sandbox(SandboxConfig(require=Isolation.NONE, workers=1)) as sandbox:
+        async with Sandbox(SandboxConfig(require=Isolation.NONE, workers=1, wall_seconds=600.0)) as sandbox:
             component = config.build(sandbox)
             assert component.scope is None
             await component.check()
@@ -108,7 +108,9 @@ def test_functions_whose_calls_share_processes_wait_for_the_group(
     names = ["shares", "own", "batch"]
 
     async def run() -> list[str]:
-        sandbox_config = SandboxConfig(require=Isolation.NONE, workers=1, calls_per_process=calls_per_process)
+        sandbox_config = SandboxConfig(
+            require=Isolation.NONE, workers=1, wall_seconds=600.0, calls_per_process=calls_per_process
+        )
         async with Sandbox(sandbox_config, strongest=Isolation.NONE) as sandbox:
             components = [FunctionRewardConfig(path=str(file), function=name).build(sandbox) for name in names]
             for component in components:

@@ -318,7 +318,7 @@ def test_rewards_of_a_user_file(request_of, tmp_path: Path, monkeypatch: pytest.
     replies = ["46", "47.0", "crash"]
 
     async def run() -> tuple[list[list[RewardResult]], list[list[RewardResult]]]:
-        async with Sandbox(SandboxConfig(require=Isolation.NONE)) as sandbox:
+        async with Sandbox(SandboxConfig(require=Isolation.NONE, wall_seconds=600.0)) as sandbox:
             components = build_components(configs, sandbox)
             for component in components:
                 await component.check()

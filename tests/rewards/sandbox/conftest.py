@@ -45,7 +45,7 @@ class Attack:
         self.wait(self.sandbox.start())
 
     def wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return self.loop.run_until_complete(asyncio.wait_for(coroutine, timeout=300))
+        return self.loop.run_until_complete(asyncio.wait_for(coroutine, timeout=900))
 
     def call(self, name: str, file: str = HOSTILE, **options: Any) -> EvaluateResult:
         [result] = self.wait(self.sandbox.call(UserFunction(file, name), [REQUEST], options))
@@ -62,7 +62,15 @@ class Attack:
         return raised.value
 
     def is_well(self) -> None:
-        assert self.call("honest") == EvaluateResult(score=1.0, metrics={"calls": 1.0})
+        result = None
+        while result is None:
+            try:
+                result = self.call("honest")
+            except RewardCallError as error:
+                # On a slow machine it may exceed a short limit too.
+                if error.cause is not RewardFailure.TIMEOUT or self.sandbox.config.wall_seconds >= 60:
+                    raise
+        assert result == EvaluateResult(score=1.0, metrics={"calls": 1.0})
 
     def cause(self, name: str, **options: Any) -> RewardFailure:
         return self.failure(name, **options).cause
@@ -96,10 +104,10 @@ def require(level: Isolation) -> None:
         pytest.skip(f"no {level.value} isolation on this machine: {missing}")
 
 
-TIGHT: dict[str, Any] = {"wall_seconds": 120.0, "cpu_seconds": 60.0, "memory_mb": 256, "file_mb": 1, "output_kb": 64}
+TIGHT: dict[str, Any] = {"wall_seconds": 600.0, "cpu_seconds": 60.0, "memory_mb": 256, "file_mb": 1, "output_kb": 64}
 """Generous time limits for slow machines, and tight limits on everything else."""
 
-LENIENT: dict[str, Any] = {"wall_seconds": 120.0, "processes": 4}
+LENIENT: dict[str, Any] = {"wall_seconds": 600.0, "processes": 4}
 
 LEVELS = list(Isolation)
 CONFINED_LEVELS = [Isolation.FULL, Isolation.PARTIAL]
@@ -143,7 +151,7 @@ def confined(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
 @pytest.fixture(params=LEVELS)
 def hasty(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
     """A sandbox that gives calls little CPU time."""
-    return attacks.at(request.param, "hasty", wall_seconds=120.0, cpu_seconds=1.0)
+    return attacks.at(request.param, "hasty", wall_seconds=600.0, cpu_seconds=1.0)
 
 
 @pytest.fixture(params=LEVELS)

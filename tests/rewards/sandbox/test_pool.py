@@ -40,7 +40,7 @@ WAITS = UserFunction(SLOW, "waits")
 HONEST = UserFunction(HOSTILE, "honest")
 
 
-async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 600.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)
@@ -79,10 +79,10 @@ def test_all_workers_killed_during_a_batch(level: Isolation):
     require(level)
 
     async def run() -> None:
-        async with Sandbox(SandboxConfig(require=level, workers=2), strongest=level) as sandbox:
+        async with Sandbox(SandboxConfig(require=level, workers=2, wall_seconds=2000.0), strongest=level) as sandbox:
             await load(sandbox)
             calls = [
-                asyncio.create_task(sandbox.call(WAITS, [REQUEST], {"seconds": 5.0 if index < 2 else 0.01}))
+                asyncio.create_task(sandbox.call(WAITS, [REQUEST], {"seconds": 1000.0 if index < 2 else 0.01}))
                 for index in range(8)
             ]
             await until(lambda: running_calls(sandbox) == 2)
@@ -107,7 +107,7 @@ def test_killed_idle_worker_causes_no_failure(level: Isolation):
     require(level)
 
     async def run() -> None:
-        async with Sandbox(SandboxConfig(require=level, workers=1), strongest=level) as sandbox:
+        async with Sandbox(SandboxConfig(require=level, workers=1, wall_seconds=600.0), strongest=level) as sandbox:
             for _ in range(3):
                 await sandbox.call(HONEST, [REQUEST], {})
                 killed = set(sandbox.worker_pids)
@@ -137,7 +137,7 @@ def test_failed_worker_start_fails_only_its_call(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(WorkerProcess, "start", refuse_the_second)
 
     async def run() -> None:
-        config = SandboxConfig(require=Isolation.NONE, workers=2)
+        config = SandboxConfig(require=Isolation.NONE, workers=2, wall_seconds=600.0)
         async with Sandbox(config, strongest=Isolation.NONE) as sandbox:
             calls = (sandbox.call(HONEST, [REQUEST], {}) for _ in range(4))
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
@@ -160,7 +160,7 @@ def test_close_leaves_no_processes_or_files(level: Isolation, tmp_path: Path, mo
 
     async def run() -> None:
         before = set(descendants(os.getpid()))
-        sandbox = Sandbox(SandboxConfig(require=level, workers=3), strongest=level)
+        sandbox = Sandbox(SandboxConfig(require=level, workers=3, wall_seconds=600.0), strongest=level)
         await sandbox.start()
         await asyncio.gather(*(sandbox.call(HONEST, [REQUEST], {}) for _ in range(6)))
         running = asyncio.create_task(sandbox.call(WAITS, [REQUEST], {"seconds": 1000.0}))
@@ -184,7 +184,7 @@ def test_hanging_worker_is_replaced(level: Isolation, monkeypatch: pytest.Monkey
     monkeypatch.setattr("marin_rl.rewards.sandbox.worker_process.END_SECONDS", 0.5)
 
     async def run() -> None:
-        config = SandboxConfig(require=level, workers=1, wall_seconds=2.0, start_seconds=4.0)
+        config = SandboxConfig(require=level, workers=1, wall_seconds=2.0, start_seconds=600.0)
         async with Sandbox(config, strongest=level) as sandbox:
             await sandbox.call(HONEST, [REQUEST], {})
             [pid] = sandbox.worker_pids
@@ -217,7 +217,7 @@ def test_cancelled_call_ends(level: Isolation):
     require(level)
 
     async def run() -> None:
-        async with Sandbox(SandboxConfig(require=level, workers=1), strongest=level) as sandbox:
+        async with Sandbox(SandboxConfig(require=level, workers=1, wall_seconds=600.0), strongest=level) as sandbox:
             await load(sandbox)
             call = asyncio.create_task(sandbox.call(WAITS, [REQUEST], {"seconds": 1000.0}))
             await until(lambda: running_calls(sandbox) == 1)
@@ -267,7 +267,7 @@ def test_killed_trainer_leaves_no_process_and_no_file(level: Isolation, tmp_path
         finally:
             trainer.kill()
     assert len(found) >= 6
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while alive(found) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not alive(found)
@@ -277,7 +277,7 @@ def test_killed_trainer_leaves_no_process_and_no_file(level: Isolation, tmp_path
 @pytest.mark.medium
 def test_workers_are_shared_between_files():
     async def run() -> None:
-        config = SandboxConfig(require=Isolation.NONE, workers=2)
+        config = SandboxConfig(require=Isolation.NONE, workers=2, wall_seconds=600.0)
         async with Sandbox(config) as sandbox:
             for _ in range(3):
                 calls = [sandbox.call(HONEST, [REQUEST], {}), sandbox.call(WAITS, [REQUEST], {"seconds": 0.0})]
@@ -324,7 +324,7 @@ def say(message):
         ("import no_such_module", "No module named 'no_such_module'"),
         ("raise SystemExit(0)", "SystemExit"),
         ("import os; os._exit(0)", "the loading process ended"),
-        ("import time; time.sleep(1e6)", "took longer than 2 s"),
+        ("import time; time.sleep(1e6)", "took longer than 4 s"),
         ("bytearray(10 * 2**30)", "MemoryError"),
         ("import os, time\nfor _ in range(9): os.fork() or time.sleep(1e6)\ntime.sleep(1e6)", "limit on processes"),
         ("import os; os.kill(os.getppid(), 9)", "PermissionError"),
@@ -352,9 +352,11 @@ def test_files_that_cannot_be_loaded(level: Isolation, code: str, message: str, 
     file.write_text(code)
 
     async def run() -> None:
-        endless = message in ("took longer than 2 s", "listing its reward functions exceeded")
-        seconds = 2.0 if endless else 60.0
-        config = SandboxConfig(require=level, workers=1, start_seconds=seconds, memory_mb=512, file_mb=1)
+        endless = message in ("took longer than 4 s", "listing its reward functions exceeded")
+        seconds = 4.0 if endless else 600.0
+        config = SandboxConfig(
+            require=level, workers=1, wall_seconds=600.0, start_seconds=seconds, memory_mb=512, file_mb=1
+        )
         async with Sandbox(config, strongest=level) as sandbox:
             with pytest.raises(UserFileError, match=message) as raised:
                 await sandbox.functions(str(file))
@@ -467,7 +469,7 @@ def test_a_run_uses_one_version_of_a_file(change: str, tmp_path: Path):
     file.write_text(f"{code}    return 1.0\n")
 
     async def run() -> None:
-        config = SandboxConfig(require=Isolation.NONE, workers=1)
+        config = SandboxConfig(require=Isolation.NONE, workers=1, wall_seconds=600.0)
         async with Sandbox(config, strongest=Isolation.NONE) as sandbox:
             assert (await sandbox.call(UserFunction(str(file), "scores"), [REQUEST], {}))[0].score == 1.0
             file.write_text(f"{code}    return 2.0\n")
@@ -502,7 +504,7 @@ def test_imports_from_own_folder_and_read_paths(level: Isolation, tmp_path: Path
     )
 
     async def run() -> None:
-        config = SandboxConfig(require=level, workers=1, read_paths=(str(shared),))
+        config = SandboxConfig(require=level, workers=1, wall_seconds=600.0, read_paths=(str(shared),))
         async with Sandbox(config, strongest=level) as sandbox:
             [result] = await sandbox.call(UserFunction(str(file), "f"), [REQUEST], {})
             assert result.score == 7.0
@@ -531,7 +533,7 @@ def test_broken_bubblewrap_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("shutil.which", lambda name: str(broken))
 
     async def run() -> None:
-        async with Sandbox(SandboxConfig(require=Isolation.NONE)) as sandbox:
+        async with Sandbox(SandboxConfig(require=Isolation.NONE, wall_seconds=600.0)) as sandbox:
             assert sandbox.isolation is not Isolation.FULL
             assert "No permissions to create a new namespace" in sandbox.describe()
 
@@ -547,7 +549,7 @@ def test_bubblewrap_without_isolation_is_detected(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("marin_rl.rewards.sandbox.pool.landlock_version", lambda: 0)
 
     async def run() -> None:
-        async with Sandbox(SandboxConfig(require=Isolation.NONE)) as sandbox:
+        async with Sandbox(SandboxConfig(require=Isolation.NONE, wall_seconds=600.0)) as sandbox:
             assert sandbox.isolation is Isolation.NONE
             assert "reads a file outside" in sandbox.describe()
 
@@ -579,7 +581,7 @@ def test_full_isolation_does_not_need_landlock(tmp_path: Path, monkeypatch: pyte
         return False
 
     async def run() -> None:
-        async with Sandbox(SandboxConfig(require=Isolation.FULL, workers=1)) as sandbox:
+        async with Sandbox(SandboxConfig(require=Isolation.FULL, workers=1, wall_seconds=600.0)) as sandbox:
             assert "Landlock" not in sandbox.describe()
             for path in (str(tmp_path / "secret"), "/etc/passwd", str(Path.home() / ".profile")):
                 assert await fails(sandbox, "reads", path)
@@ -669,7 +671,7 @@ def test_a_loop_in_another_thread():
     found: list[float] = []
 
     async def run() -> None:
-        async with Sandbox(SandboxConfig(require=Isolation.NONE, workers=2)) as sandbox:
+        async with Sandbox(SandboxConfig(require=Isolation.NONE, workers=2, wall_seconds=600.0)) as sandbox:
             results = await asyncio.gather(*(sandbox.call(HONEST, [REQUEST], {}) for _ in range(4)))
             found.extend(result.score for [result] in results)
 

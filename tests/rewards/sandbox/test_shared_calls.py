@@ -26,7 +26,7 @@ FILE = str(Path(__file__).with_name("shared_rewards.py"))
 
 @pytest.fixture(autouse=True)
 def _slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "SHARED_SECONDS", 60.0)
+    monkeypatch.setattr(pool, "SHARED_SECONDS", 600.0)
 
 
 def request_of(reply: str) -> RewardRequest:
