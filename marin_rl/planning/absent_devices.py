@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import os
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import jax
@@ -100,9 +101,11 @@ def _describe(topology: Topology) -> list[jax.Device]:
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
     )
     shape = f"{topology.chip.name}:{'x'.join(map(str, topology.shape))}"
-    slices = {"num_slices": topology.slices} if topology.slices > 1 else {}
+    options: dict[str, Any] = {"num_slices": topology.slices} if topology.slices > 1 else {}
+    # Three numbers, also if slices have two dimensions.
+    options["chips_per_host_bounds"] = (*topology.host_shape, 1)[:3]
     try:
-        return list(get_topology_desc(topology_name=shape, platform="tpu", **slices).devices)
+        return list(get_topology_desc(topology_name=shape, platform="tpu", **options).devices)
     except jax.errors.JaxRuntimeError as error:
         raise TopologyError(f"libtpu has no topology {topology.name!r}: {str(error).splitlines()[0]}") from error
 

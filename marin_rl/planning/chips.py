@@ -45,7 +45,9 @@ class Chip:
     dimensions: int = 1
     """Dimensions of a slice."""
     host_bounds: tuple[int, ...] = (1,)
-    """Chips of one host, along each dimension."""
+    """Chips of one host of a slice of several hosts, along each dimension."""
+    single_host: int = 0
+    """Slices of at most this number of chips have one host."""
     hosts_per_slice: int = 1
     """Largest number of hosts in a slice."""
     accelerator: str = ""
@@ -67,6 +69,7 @@ CHIPS = {
             host_link=16e9,
             dimensions=2,
             host_bounds=(2, 2),
+            single_host=8,
             hosts_per_slice=64,
             accelerator="v5litepod",
         ),
@@ -97,6 +100,7 @@ CHIPS = {
             host_link=32e9,
             dimensions=2,
             host_bounds=(2, 2),
+            single_host=8,
             hosts_per_slice=64,
             accelerator="v6e",
         ),
@@ -121,7 +125,8 @@ v6e); their interconnect is the sum of both directions, here it is one. Network:
 25.6 Tbit/s over 256 chips) and 200 Gbit/s for the four chips of a v5p host. Memory: the limit in XLA's messages
 ("of 15.75G hbm"), which is below the chip's 16, 95 and 32 GB because the system reserves a part. Vector memory: jax's
 `jax/_src/pallas/mosaic/tpu_info.py`, over the cores of a chip. Host link: PCIe of generation 3 with 16 lanes, and 5
-with 8 lanes for v6e, of which Google does not publish the rate. Hosts of four chips: the bounds that libtpu assumes.
+with 8 lanes for v6e, of which Google does not publish the rate. Hosts: Google's pages of each chip (eight chips of v5e
+and v6e are one host, in larger slices hosts have four).
 
 H100: NVIDIA's data sheet of the SXM module (bfloat16 without sparsity, NVLink in one direction, PCIe of generation 5).
 Memory: the part that jax reserves unless `XLA_PYTHON_CLIENT_MEM_FRACTION` is set.
@@ -152,9 +157,15 @@ class Topology:
         return self.slices * self.chips_per_slice
 
     @property
+    def host_shape(self) -> tuple[int, ...]:
+        """Chips of one host along each dimension."""
+        is_one_host = self.chip.platform != "tpu" or self.chips_per_slice <= self.chip.single_host
+        return self.shape if is_one_host else self.chip.host_bounds
+
+    @property
     def chips_per_host(self) -> int:
         """Number of chips of one host."""
-        return math.prod(self.chip.host_bounds) if self.chip.platform == "tpu" else self.chips_per_slice
+        return math.prod(self.host_shape)
 
     @property
     def num_hosts(self) -> int:
@@ -176,7 +187,7 @@ class Topology:
         """Return the topology of one host."""
         if self.chip.platform != "tpu":
             return self
-        shape = self.chip.host_bounds
+        shape = self.host_shape
         return Topology(f"{self.chip.name}:{'x'.join(map(str, shape))}", self.chip, shape)
 
 

@@ -3,6 +3,7 @@
 
 import pytest
 
+from marin_rl.config.workers_config import TpuSlice
 from marin_rl.planning.chips import CHIPS, GIB, TopologyError, parse_topology
 
 
@@ -10,6 +11,9 @@ from marin_rl.planning.chips import CHIPS, GIB, TopologyError, parse_topology
     ("name", "chips", "hosts", "accelerator"),
     [
         ("v5e:2x2", 4, 1, "v5litepod-4"),
+        ("v5e:2x4", 8, 1, "v5litepod-8"),
+        ("2xv6e:2x4", 16, 2, "v6e-8"),
+        ("v6e:4x4", 16, 4, "v6e-16"),
         ("v5e:16x16", 256, 64, "v5litepod-256"),
         ("v5p:2x2x4", 16, 4, "v5p-32"),
         ("2xv5p:2x2x4", 32, 8, "v5p-32"),
@@ -20,6 +24,9 @@ def test_topologies_have_googles_names(name: str, chips: int, hosts: int, accele
     topology = parse_topology(name)
     assert (topology.num_chips, topology.num_hosts, topology.accelerator) == (chips, hosts, accelerator)
     assert topology.chip is CHIPS[topology.chip.name]
+    # Ray's description of a slice.
+    kind = TpuSlice.parse(f"{topology.chip.name}:{'x'.join(map(str, topology.shape))}")
+    assert (kind.num_hosts, kind.chips_per_host) == (topology.num_hosts // topology.slices, topology.chips_per_host)
 
 
 def test_devices_of_a_cpu_share_its_memory():
