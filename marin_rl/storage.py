@@ -139,14 +139,24 @@ def replace_folder(folder: Path, partial: Path) -> None:
         partial: the complete folder, on the same file system.
 
     Raises:
-        OSError: if the folder cannot be flushed, removed or renamed.
+        OSError: if the folder cannot be flushed or renamed; an existing one is not changed.
     """
     for path in partial.rglob("*"):
         _sync(path)
     _sync(partial)
-    remove(folder)
-    partial.rename(folder)
+    # Removing a folder takes several operations, so it must have lost its name before.
+    old = folder.with_name(f".{folder.name}.old.partial")
+    remove(old)
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(old)
+    try:
+        partial.rename(folder)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            old.rename(folder)
+        raise
     _sync(folder.parent)
+    remove(old)
 
 
 def upload_folder(folder: RemotePath, source: Path, marker: str) -> None:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import re
+import shutil
 import threading
 from pathlib import Path
 
@@ -67,6 +68,33 @@ def test_a_folder_replaces_an_entry_of_its_name(tmp_path: Path, kind: str) -> No
     replace_folder(folder, partial)
     assert [path.name for path in folder.iterdir()] == ["inner"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "other"]
+
+
+@pytest.mark.parametrize("call", ["rename", "rmtree"])
+def test_a_crash_while_a_folder_is_replaced_leaves_a_complete_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    folder, partial = tmp_path / "a", tmp_path / ".a.partial"
+    for path, text in ((folder, "old"), (partial, "new")):
+        path.mkdir()
+        (path / "x").write_text(text)
+    rename = Path.rename
+
+    def fail_to_rename(path: Path, target: Path) -> Path:
+        if path == partial:
+            raise OSError("no")
+        return rename(path, target)
+
+    def fail_to_remove(path: Path) -> None:
+        (path / "x").unlink()
+        raise OSError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail_to_rename) if call == "rename" else None
+        patch.setattr(shutil, "rmtree", fail_to_remove) if call == "rmtree" else None
+        with pytest.raises(OSError, match="no"):
+            replace_folder(folder, partial)
+    assert (folder / "x").read_text() == ("old" if call == "rename" else "new")
 
 
 @pytest.fixture
