@@ -18,8 +18,9 @@ environment() {
   set +a
 }
 
+# Shared, so that two of these checks at the same time do not see each other.
 running() {
-  ! flock --nonblock "jobs/$1/supervisor.lock" true
+  ! flock --shared --nonblock "jobs/$1/supervisor.lock" true
 }
 
 setup() {
@@ -62,7 +63,7 @@ stop() {
   supervisor=$(cat "jobs/$1/supervisor.pid")
   # Without its supervisor, the command of a job still holds the lock.
   kill -TERM "$supervisor" 2>/dev/null || kill -TERM -- "-$supervisor" 2>/dev/null || true
-  flock --timeout "$2" "jobs/$1/supervisor.lock" true || kill -KILL -- "-$supervisor"
+  flock --shared --timeout "$2" "jobs/$1/supervisor.lock" true || kill -KILL -- "-$supervisor" 2>/dev/null || true
 }
 
 status() {
@@ -75,6 +76,10 @@ status() {
 }
 
 logs() {
+  if ! compgen -G "jobs/*/log.txt" >/dev/null; then
+    echo "$(hostname): no job has started"
+    return
+  fi
   tail -n "$1" ${2:+"$2"} jobs/*/log.txt | sed -u "s/^/$(hostname): /"
 }
 

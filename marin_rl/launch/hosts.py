@@ -130,7 +130,7 @@ class Hosts:
         def show(node: str) -> int:
             return self.gcloud.stream_tpus("tpu-vm", "ssh", node, *self._ssh_flags(command, worker))
 
-        return max(self._on_nodes(self.nodes, show))
+        return next((status for status in self._on_nodes(self.nodes, show) if status != 0), 0)
 
     @property
     def _folder(self) -> str:

@@ -3,6 +3,7 @@
 
 """Training processes of one run on this machine, connected by `jax.distributed` on the loopback interface."""
 
+import contextlib
 import dataclasses
 import os
 import queue
@@ -155,6 +156,7 @@ def _wait(
 ) -> int:
     result, running = 0, set(range(len(children)))
     deadline: float | None = None
+    stopping = False
     while running:
         try:
             event = events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -165,18 +167,20 @@ def _wait(
             continue
         if isinstance(event, int):
             # The first signal lets them save their state; they would end without it after a second one.
-            _signal_all(children, running, signal.SIGKILL if deadline else event)
+            _signal_all(children, running, signal.SIGKILL if stopping else event)
             deadline = deadline or time.monotonic() + stop_timeout
+            stopping = True
             continue
         running.discard(event.index)
         if event.status == 0 or result != 0:
             continue
         result = event.status
-        others = f"; stopping {_names(running)}" if running and deadline is None else ""
+        others = f"; stopping {_names(running)}" if running and not stopping else ""
         output.line(f"[launch] process {event.index} ended with status {event.status}{others}")
-        if deadline is None:
+        if not stopping:
             _signal_all(children, running, signal.SIGTERM)
             deadline = time.monotonic() + stop_timeout
+            stopping = True
     return result
 
 
@@ -203,11 +207,14 @@ def _signal_all(children: "Sequence[subprocess.Popen[bytes]]", running: set[int]
 
 def _signal(child: "subprocess.Popen[bytes]", number: int) -> None:
     # SIGKILL also ends the programs that a process has started, such as Ray.
-    if child.poll() is None:
-        if number == signal.SIGKILL:
-            os.killpg(child.pid, number)
-        else:
-            child.send_signal(number)
+    if child.poll() is not None:
+        return
+    if number != signal.SIGKILL:
+        child.send_signal(number)
+        return
+    # Another thread may have waited for it already, without having set its status.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, number)
 
 
 def _names(indices: set[int]) -> str:

@@ -3,10 +3,14 @@
 
 """Launches on slices of a stand-in for Cloud TPU: start, preemption, resume, stop, errors and secrets."""
 
+import fcntl
 import json
 import re
+import shutil
+import subprocess
 import types
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +195,28 @@ def test_logs(cloud: Cloud, project: Project, capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr().out.count(": training with --config run.yaml") == 2
     assert launch("logs", project, "--worker", "1", "--log_lines", "1") == 0
     assert capfd.readouterr().out.count("training with") == 1
+
+
+@pytest.mark.medium
+def test_a_failure_to_show_a_log_is_the_exit_status(
+    cloud: Cloud, project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert launch("start", project, "--slices.num_slices", "2", "--detach") == 0
+    # A command that was ended by a signal.
+    statuses = [0, -9]
+    monkeypatch.setattr("marin_rl.launch.gcloud.Gcloud.stream_tpus", lambda *_: statuses.pop())
+    assert launch("logs", project, "--slices.num_slices", "2") == -9
+
+
+def test_concurrent_checks_of_a_job_do_not_see_each_other(tmp_path: Path) -> None:
+    (tmp_path / "upload").mkdir()
+    (tmp_path / "jobs" / "train").mkdir(parents=True)
+    script = shutil.copy(resources.files("marin_rl.launch") / "host.sh", tmp_path / "upload")
+    with (tmp_path / "jobs" / "train" / "supervisor.lock").open("w") as lock:
+        for kind, state in ((fcntl.LOCK_SH, "ended"), (fcntl.LOCK_EX, "running")):
+            fcntl.flock(lock, kind)
+            assert subprocess.check_output(["bash", script, "status"], text=True) == f"status train {state} {{}}\n"
+    assert "no job has started" in subprocess.check_output(["bash", script, "logs", "5"], text=True)
 
 
 @pytest.mark.medium

@@ -108,6 +108,21 @@ def test_a_second_signal_kills(tmp_path: Path) -> None:
     assert run_together([python(IGNORING, tmp_path / "a")], TIMEOUT, lines.append) == 128 + 9
 
 
+def test_processes_that_ignore_a_signal_are_killed_once(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    signal_when(lambda: all(path.exists() for path in paths))
+    status, lines = run([python(IGNORING, path) for path in paths], 0.2)
+    assert status == 128 + 9
+    [end] = [line for line in lines if line.startswith("[launch] process ")]
+    assert end.endswith("ended with status 137\n")
+
+
+def test_a_process_that_another_thread_waits_for_can_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Such a process has ended, but Popen does not know its status yet.
+    monkeypatch.setattr("subprocess.Popen.poll", lambda child: None)
+    assert run([python("pass")]) == (0, [])
+
+
 def test_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGINT)
     run([python("pass")])
