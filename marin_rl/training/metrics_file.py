@@ -131,7 +131,7 @@ def _parse(line: bytes, path: StoragePath, number: int) -> dict[str, int | float
         record: Any = json.loads(line)
         step = int(record["step"])
         return {**{name: float(value) for name, value in record.items()}, "step": step}
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise RunDirectoryError(
             f"{path}:{number} is not the record of a step ({error}); restore the line, or delete the file to "
             "continue without the records of earlier steps"

@@ -95,7 +95,7 @@ def create_or_open(path: StoragePath, config_yaml: str, may_differ: Sequence[str
         if directory.config.exists():
             if directory.metrics.exists() or any(directory.checkpoints.glob("step-*")):
                 _require_same_config(directory, config_yaml, may_differ)
-        elif directory.metrics.exists() or directory.checkpoints.exists():
+        elif directory.metrics.exists() or any(directory.checkpoints.glob("step-*")):
             raise RunDirectoryError(
                 f"run directory {str(path)!r} contains a run without config.yaml, so its config is unknown; "
                 "choose another run_dir, or delete the directory"

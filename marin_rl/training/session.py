@@ -121,11 +121,6 @@ def _train(
 
         with exempt_from_collection():
             complete = train(run, record, stop.is_set)
-    if records is not None:
-        # Imported here because matplotlib takes half a second to import.
-        from marin_rl.training.curves import plot_curves
-
-        plot_curves(directory.metrics, directory.curves)
     if complete:
         _export(run, directory)
     else:
@@ -134,6 +129,10 @@ def _train(
             f"{directory.path}. Run the same command again to resume"
         )
     if records is not None:
+        # Imported here because matplotlib takes half a second to import.
+        from marin_rl.training.curves import plot_curves
+
+        plot_curves(directory.metrics, directory.curves)
         records.finish({"episodes": run.state.progress.episodes})
     return run if complete else None
 

@@ -50,12 +50,15 @@ def require_shared_folder(folder: StoragePath) -> None:
     # A new file name: NFS clients cache for a while which names do not exist.
     nonce = multihost.on_main(lambda: _write_nonce(folder))
     file = folder / f".{nonce}"
+    shown = folder if isinstance(folder, RemotePath) else folder.absolute()
+    place = f"{str(shown)!r} on host {socket.gethostname()}"
     try:
         sees = file.read_text(encoding="utf-8") == nonce
-    except OSError:
+    except FileNotFoundError:
         sees = False
-    shown = folder if isinstance(folder, RemotePath) else folder.absolute()
-    own_answer = {"sees": sees, "path": f"{str(shown)!r} on host {socket.gethostname()}"}
+    except OSError as error:
+        sees, place = False, f"{place}: {error}"
+    own_answer = {"sees": sees, "path": place}
     answers = [json.loads(text) for text in multihost.gather_texts(json.dumps(own_answer))]
     if multihost.is_main():
         file.unlink()

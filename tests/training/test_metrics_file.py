@@ -79,7 +79,14 @@ def test_truncating_a_missing_or_short_file(tmp_path):
     assert path.stat().st_ino == inode
 
 
-@pytest.mark.parametrize("line", ["nonsense", "3", '{"a": 1}', '{"step": 2, "a": "x"}', '{"step": 2, "a": null}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("nonsense", "3", '{"a": 1}', '{"step": 2, "a": "x"}', '{"step": 2, "a": null}'),
+        *('{"step": Infinity}', f'{{"step": 2, "a": {400 * "9"}}}', 100_000 * "["),
+    ],
+    ids=lambda line: line[:24],
+)
 def test_invalid_line_is_named_and_the_file_is_kept(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     write_run(path, [1])

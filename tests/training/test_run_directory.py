@@ -85,6 +85,17 @@ def test_run_without_config_is_refused(tmp_path):
         create_or_open(tmp_path, CONFIG)
 
 
+def test_a_start_that_could_not_write_its_config_is_repeated(tmp_path, monkeypatch):
+    def fail(*_):
+        raise RunDirectoryError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("marin_rl.training.run_directory.write_atomically", fail)
+        with pytest.raises(RunDirectoryError, match="full"):
+            create_or_open(tmp_path, CONFIG)
+    assert create_or_open(tmp_path, CONFIG).config.read_text() == CONFIG
+
+
 def test_folder_that_is_not_a_run_directory_is_refused(tmp_path):
     with pytest.raises(RunDirectoryError, match=r"is not a run directory: it has no config\.yaml"):
         open_existing(tmp_path)

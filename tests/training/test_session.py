@@ -30,6 +30,19 @@ from tests.free_port import free_port
 from tests.tiny_run import TinyRun, contents, copy_of, interrupted_after, outcome
 
 
+def test_plots_that_fail_do_not_cost_the_model(
+    new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fail(*_: object) -> None:
+        raise RunDirectoryError("no font")
+
+    monkeypatch.setattr("marin_rl.training.curves.plot_curves", fail)
+    run = new_run(num_steps=1, warm_start__max_steps=0, evaluation__tasks=0)
+    assert run.train() == 1
+    assert "no font" in capsys.readouterr().err
+    assert (run.path / "hf" / "model.safetensors").is_file()
+
+
 def test_finished_run_directory_is_complete(finished_run: TinyRun):
     directory = RunDirectory(finished_run.path)
     assert all(path.is_file() for path in (directory.config, directory.metrics, directory.log, directory.curves))

@@ -97,3 +97,17 @@ def test_error_names_processes_that_do_not_see_the_run_directory(answers: list[s
     ):
         require_shared_folder(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_error_names_the_cause_if_the_run_directory_cannot_be_read(
+    answers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    answers += [json.dumps({"sees": True, "path": "'/data/run' on host b"})]
+    with pytest.raises(
+        RunDirectoryError, match=r"training process 0 \(.*: \[Errno 13\] Permission denied\) does not see"
+    ):
+        require_shared_folder(tmp_path)
