@@ -217,7 +217,10 @@ def outcome(run: TinyRun) -> dict[str, Any]:
             name: [(box["bounds"], [piece["sha256"] for piece in box["pieces"]]) for box in array["boxes"]]
             for name, array in manifest["arrays"].items()
         },
-        "other files": {name: file for name, file in manifest["files"].items() if not name.startswith("state/")},
+        # In an object store, their paths contain a random name of the save.
+        "other files": {
+            name: {**file, "path": name} for name, file in manifest["files"].items() if not name.startswith("state/")
+        },
         "rollouts": stored(run.path / "rollouts"),
         "hf": {
             path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted((run.path / "hf").iterdir())

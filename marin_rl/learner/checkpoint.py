@@ -14,7 +14,8 @@ checkpoints/
 `save` copies the arrays to the host and returns; a thread writes them while training continues. Every process of a
 multi-host run writes the boxes of its devices, the main process writes the rest. On a local file system a checkpoint is
 written into a folder with a leading dot, synced to disk and then renamed. In an object store the manifest is written
-last, and a folder without a manifest is not a checkpoint. The next save removes what an interrupted save has left.
+last, a folder without a manifest is not a checkpoint, and all other names begin with a random one of the save. The next
+save removes what an interrupted save has left.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ import dataclasses
 import json
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,6 +54,7 @@ from marin_rl.learner.saved_checkpoint import (
     open_on_main,
     require_complete,
     step_of,
+    stored_path,
 )
 from marin_rl.remote_path import RemotePath
 from marin_rl.storage import StoragePath, file_sizes, remove, replace_folder
@@ -170,25 +172,29 @@ class Checkpoints:
 
         def commit(parts: list[str]) -> None:
             saved = merge(from_jsonable(json.loads(part)) for part in parts)
-            described = {name: {"bytes": len(data), "sha256": checksum(data)} for name, data in files.items()}
+            described = array_file_sizes(saved)
             for name, data in files.items():
-                (partial / name).write_bytes(data)
-            complete = {**manifest, "arrays": to_jsonable(saved), "files": described | array_file_sizes(saved)}
-            require_complete(target, complete["files"], saved, file_sizes(partial))
+                described[name] = {"bytes": len(data), "sha256": checksum(data)}
+                if partial == target:
+                    # An interrupted save of the same step must not change the file of the checkpoint that is there.
+                    described[name]["path"] = f"{attempt}-{name}"
+                (partial / stored_path(name, described)).write_bytes(data)
+            complete = {**manifest, "arrays": to_jsonable(saved), "files": described}
+            require_complete(target, described, saved, file_sizes(partial))
             (partial / MANIFEST).write_bytes(dump_manifest(complete).encode())
-            self._finish(target, partial, complete["files"])
+            self._finish(target, partial, {stored_path(name, described) for name in described})
             self._prune(newest=manifest["step"])
 
         with self._writing(target):
             multihost.commit_in_background(f"checkpoint/{attempt}", write, commit, SAVE_TIMEOUT)
 
-    def _finish(self, target: StoragePath, partial: StoragePath, files: Mapping[str, object]) -> None:
+    def _finish(self, target: StoragePath, partial: StoragePath, files: Set[str]) -> None:
         """Give a complete checkpoint its name."""
         if isinstance(target, Path) and isinstance(partial, Path):
             replace_folder(target, partial)
             return
         # Files of an earlier attempt to save this step.
-        for stale in file_sizes(target).keys() - files.keys() - {MANIFEST}:
+        for stale in file_sizes(target).keys() - files - {MANIFEST}:
             (target / stale).unlink(missing_ok=True)
 
     def _partial(self, target: StoragePath, attempt: str) -> StoragePath:

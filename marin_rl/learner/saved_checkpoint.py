@@ -48,7 +48,8 @@ class Checkpoint:
     arrays: Mapping[str, SavedArray]
     """Every array of the state, by path."""
     files: Mapping[str, Mapping[str, Any]]
-    """Size in bytes of every file, by name; also the checksum, if the file holds no arrays."""
+    """Size in bytes of every file, by name; of a file without arrays also the checksum, and its path if it is not its
+    name."""
 
     def restore(self, like: T, trainer: TrainerConfig, subpath: str = "") -> T:
         """Load the training state or a part of it, on a mesh that may differ from that of the save; collective.
@@ -96,7 +97,7 @@ class Checkpoint:
 
         def read() -> bytes:
             with _damaged(self.path):
-                data = (self.path / name).read_bytes()
+                data = (self.path / stored_path(name, self.files)).read_bytes()
             if checksum(data) != self.files[name]["sha256"]:
                 raise DamagedCheckpointError(f"checkpoint {self.path} is damaged: {name} differs from what was written")
             return data
@@ -177,8 +178,9 @@ def _read_manifest(path: StoragePath) -> str:
     with _damaged(path):
         sizes = file_sizes(path)
     for name, file in manifest["files"].items():
-        if sizes.get(name) != file["bytes"]:
-            state = "is missing" if name not in sizes else "differs from what was written"
+        size = sizes.get(stored_path(name, manifest["files"]))
+        if size != file["bytes"]:
+            state = "is missing" if size is None else "differs from what was written"
             raise DamagedCheckpointError(f"checkpoint {path} is damaged: {name} {state}")
     return text
 
@@ -201,6 +203,11 @@ def _parse(path: StoragePath, text: bytes) -> Checkpoint:
     return Checkpoint(path, manifest["step"], manifest["progress"], arrays, files)
 
 
+def stored_path(name: str, files: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the path of a file in the folder of its checkpoint."""
+    return files[name].get("path", name)
+
+
 def array_file_sizes(arrays: Mapping[str, SavedArray]) -> dict[str, dict[str, Any]]:
     """Sizes of the files of arrays, by name."""
     sizes: dict[str, dict[str, Any]] = {}
@@ -217,7 +224,7 @@ def require_complete(
     sizes: Mapping[str, int],
 ) -> None:
     """Check before the commit that the main process sees every file, and that the boxes cover every array."""
-    absent = [name for name, file in expected.items() if sizes.get(name) != file["bytes"]]
+    absent = [name for name, file in expected.items() if sizes.get(stored_path(name, expected)) != file["bytes"]]
     absent += [f"a part of {name}" for name, array in arrays.items() if not array.is_complete]
     if absent:
         raise CheckpointError(

@@ -29,7 +29,7 @@ from marin_rl.learner.saved_checkpoint import (
     open_checkpoint,
 )
 from marin_rl.remote_path import StorageError
-from marin_rl.storage import read_range
+from marin_rl.storage import file_sizes, read_range, storage_path
 
 PROGRESS = {"step": 2, "episodes": 16, "evaluations": {"before RL": {"eval/accuracy": 0.1 + 0.2}}}
 
@@ -493,6 +493,30 @@ def test_full_disk_keeps_earlier_checkpoints(saved: Checkpoints, state, monkeypa
             save(saved, state, 3, {})
     assert contents(saved.folder) == before
     assert_untouched_and_able_to_go_on(saved, before, state)
+
+
+@pytest.mark.parametrize("folder", ["memory://bucket/checkpoints", None])
+def test_an_interrupted_second_save_of_a_step_keeps_the_first(state, tmp_path: Path, monkeypatch, folder) -> None:
+    place = tmp_path / "checkpoints" if folder is None else storage_path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    checkpoints = Checkpoints(place, CheckpointConfig())
+    for content in (b"first", b"second"):
+        checkpoints.save(state, 1, {}, {"groups": content})
+        checkpoints.flush()
+        assert checkpoints.open(1).read("groups") == content
+    assert len(file_sizes(place)) == len(checkpoints.open(1).files) + 1
+
+    def fail(*_: object) -> str:
+        raise OSError("the power failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module, "dump_manifest", fail)
+        checkpoints.save(state, 1, {}, {"groups": b"third"})
+        with pytest.raises(CheckpointError, match="the power failed"):
+            checkpoints.flush()
+    found = Checkpoints(place, CheckpointConfig()).newest_good()
+    assert found is not None
+    assert found.read("groups") == b"second"
 
 
 def test_error_names_a_folder_that_cannot_be_created(state, tmp_path: Path) -> None:
