@@ -217,6 +217,20 @@ class AgentRecorder:
             if not self._in_progress:
                 self.on_wait(False)
 
+    def discard(self, response: str) -> None:
+        """Remove the turns of a response that the agent does not receive; those that a request has continued stay.
+
+        Args:
+            response: id of the response.
+        """
+        for sequence, index in self._turns.pop(response, []):
+            if not sequence.is_busy and index == len(sequence.turns) - 1:
+                turn = sequence.turns.pop()
+                num_sampled = len(turn.generation.token_ids)
+                self._num_tokens -= num_sampled
+                sequence.tokens = sequence.tokens[: -len(turn.observation_tokens) - num_sampled]
+                self._end_conversation(sequence)
+
     def post_reward(self, reward: float | Mapping[str, float], response: str | None) -> None:
         """Set rewards of the episode, or of one reply; they replace earlier ones of the same names.
 

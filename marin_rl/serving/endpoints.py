@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -61,6 +62,8 @@ class Endpoints:
     """Raises `ApiError` if a request with this number of sequences is not accepted."""
     count_tokens: Callable[[int, int], None] = lambda prompt, sampled: None
     """Called with numbers of prompt tokens and of sampled tokens, when they are accepted or sampled."""
+    discard: Callable[[str], None] = lambda completion: None
+    """Called with the id of a response that failed, or that was not sent because the client disconnected."""
 
     async def completions(self, request: Request) -> "Response | EventStream":
         """Answer `/v1/completions`."""
@@ -84,21 +87,22 @@ class Endpoints:
         values, _ = await self.read(request)
         body = parse_body(GenerateRequest, values)
         self.check_model(body.model)
-        requests = self._admit([tuple(body.token_ids)], body.sampling_params)
+        id = f"generate-{uuid.uuid4().hex}"
+        requests = self._admit([tuple(body.token_ids)], body.sampling_params, id)
         parts = await _while_connected(request.receive, self._sample(requests))
-        return JSONResponse(generate_body(requests, parts, body.sampling_params.logprobs is not None))
+        return JSONResponse(generate_body(id, requests, parts, body.sampling_params.logprobs is not None))
 
-    def _admit(self, prompts: Sequence[tuple[int, ...]], params: Any) -> list[EngineRequest]:
+    def _admit(self, prompts: Sequence[tuple[int, ...]], params: Any, completion: str) -> list[EngineRequest]:
         requests = engine_requests(prompts, params, self.limits)
         self.admit(len(requests))
         self.count_tokens(sum(map(len, prompts)), 0)
-        return requests
+        return [dataclasses.replace(request, completion=completion) for request in requests]
 
     async def _respond(
         self, request: Request, body: TextParams, prompts: Sequence[tuple[int, ...]]
     ) -> "Response | EventStream":
         head, num_prompt = response_head(body), sum(map(len, prompts))
-        requests = [dataclasses.replace(one, completion=head["id"]) for one in self._admit(prompts, body)]
+        requests = self._admit(prompts, body, head["id"])
         choices = [make_choice(index, one.sample.prompt_tokens, body, self.piece) for index, one in enumerate(requests)]
         if not body.stream:
             parts = await _while_connected(request.receive, self._sample(requests))
@@ -120,15 +124,23 @@ class Endpoints:
                         chunk = {**head, "choices": [choices[index].chunk(part)]}
                         await emit(chunk | ({"usage": None} if has_usage else {}))
 
-            await _all([stream(index) for index in range(len(requests))])
+            try:
+                await _all([stream(index) for index in range(len(requests))])
+            except (ApiError, EngineError):
+                self.discard(head["id"])
+                raise
             if has_usage:
                 await emit({**head, "choices": [], "usage": Usage(num_prompt, sum(counts)).body()})
 
         return EventStream(produce)
 
     async def _sample(self, requests: Sequence[EngineRequest]) -> list[TextPart]:
-        """Return the whole replies."""
-        parts = await _all([self.reply(request) for request in requests])
+        """Return the whole replies of one response."""
+        try:
+            parts = await _all([self.reply(request) for request in requests])
+        except BaseException:
+            self.discard(requests[0].completion)
+            raise
         self.count_tokens(0, sum(len(part.token_ids) for part in parts))
         return parts
 

@@ -173,6 +173,7 @@ class Gateway:
             max_body_bytes=_MAX_BODY_BYTES,
             body_seconds=_BODY_SECONDS,
             admit=recorder.admit if is_trained else lambda sequences: None,
+            discard=recorder.discard,
         )
 
     def _reader(self, request: EngineRequest) -> ReplyReader:

@@ -174,11 +174,12 @@ def response_head(request: TextParams) -> dict[str, Any]:
 
 
 def generate_body(
-    requests: Sequence[EngineRequest], parts: Sequence[TextPart], has_logprobs: bool
+    id: str, requests: Sequence[EngineRequest], parts: Sequence[TextPart], has_logprobs: bool
 ) -> Mapping[str, Any]:
     """Return the response of vLLM's generate endpoint.
 
     Args:
+        id: id of the response.
         requests: one for each choice.
         parts: their whole replies.
         has_logprobs: whether the response contains log-probabilities.
@@ -200,7 +201,7 @@ def generate_body(
             }
         )
     return {
-        "request_id": f"generate-{uuid.uuid4().hex}",
+        "request_id": id,
         "choices": choices,
         "prompt_token_ids": list(requests[0].sample.prompt_tokens),
         "prompt_logprobs": None,

@@ -409,6 +409,34 @@ def test_concurrent_requests_together_keep_the_token_limit(stream: bool, lengths
     assert (rollout.status, dict(rollout.rewards)) == (RolloutStatus.TRUNCATED, {"reward": 0.5})
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_of_a_failed_response_are_not_recorded(stream: bool):
+    received: list[int] = []
+
+    async def ask(client: Client) -> None:
+        response = await client.chat("a", "RA", "xxx", n=3, stream=stream)
+        async for chunk in response:
+            received.append(chunk.choices[0].index)
+
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        async with Client(base_url, api_key) as client:
+            await client.say("a")
+            # The first two choices take the 9 tokens that are left.
+            with pytest.raises(openai.APIError, match=r"maximum of 12 tokens \(rollouts\.max_tokens\)"):
+                await ask(client)
+            await client.say("a", "RA", "bcd")
+        return 0.5
+
+    group, requests = run(play, limits=Limits(max_length=120, max_new_tokens=8, max_turns=6, max_tokens=12))
+    [rollout] = group.rollouts
+    assert received == ([0, 1] if stream else [])
+    assert replies(rollout) == ["RA", "RBCD"]
+    assert [turn.starts_sequence for turn in rollout.turns] == [True, False]
+    assert (rollout.status, dict(rollout.rewards)) == (RolloutStatus.TRUNCATED, {"reward": 0.5})
+    # The sampler does not continue the first choice.
+    assert requests[1].conversation != requests[-1].conversation
+
+
 def test_untrained_replies_are_no_part_of_the_rollout():
     async def play(task: Any, base_url: str, api_key: str) -> float:
         other = base_url.removesuffix("/v1") + "/untrained/v1"
