@@ -79,6 +79,8 @@ class AgentConnection:
     """URL that takes rewards."""
     rollout_id: str
     """Id of the rollout."""
+    cut_off: Callable[[], None]
+    """Notes that a limit of the run ends the episode, which makes the status of the rollout `truncated`."""
 
 
 @dataclasses.dataclass(frozen=True)

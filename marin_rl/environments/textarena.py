@@ -9,6 +9,7 @@ import json
 import random
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, ClassVar, NamedTuple
 
 import draccus
@@ -313,6 +314,8 @@ class SelfPlayEpisode(AgentEpisode):
                     url = connection.base_url if player == self.seat else connection.untrained_url
                     body = {"model": "policy", "messages": messages}
                     response = await http.post(f"{url}/chat/completions", json=body)
+                    if player != self.seat and _is_too_long(response):
+                        connection.cut_off()
                     reply = response.raise_for_status().json()["choices"][0]["message"]["content"]
                     messages.append(Message(role="assistant", content=reply))
                     moves += player == self.seat
@@ -320,6 +323,13 @@ class SelfPlayEpisode(AgentEpisode):
         finally:
             await game.close()
         return AgentResult({GAME: shown["reward"]}, _metrics(moves, shown), {"reason": shown["reason"]})
+
+
+def _is_too_long(response: httpx.Response) -> bool:
+    """Whether a request was refused because the conversation exceeds `rollouts.max_length`."""
+    return (
+        response.status_code == HTTPStatus.BAD_REQUEST and response.json()["error"]["code"] == "context_length_exceeded"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 _MODEL = "policy"
 _MAX_BODY_BYTES = 64 * 2**20
 _BODY_SECONDS = 60.0
-_LIMIT_CODES = ("context_length_exceeded",)
 
 
 class RewardBody(pydantic.BaseModel):
@@ -101,7 +100,9 @@ class Gateway:
         )
         url = f"{self._url}/episodes/{name}"
         try:
-            yield AgentConnection(f"{url}/v1", key, f"{url}/untrained/v1", f"{url}/reward", recorder.rollout_id)
+            yield AgentConnection(
+                f"{url}/v1", key, f"{url}/untrained/v1", f"{url}/reward", recorder.rollout_id, recorder.cut_off
+            )
         finally:
             del self._episodes[recorder.rollout_id]
 
@@ -125,24 +126,28 @@ class Gateway:
         self._serving = loop.create_task(_serve(uvicorn.Server(config), listener), name="agent gateway")
 
     def _app(self) -> ASGIApp:
-        def route(path: str, handler: Handler, method: str = "POST") -> Route:
+        def route(path: str, handler: Handler, method: str = "POST", is_trained: bool = True) -> Route:
             async def answer(request: Request) -> Response | EventStream:
-                return await _answer(handler, self._episode(request), request)
+                return await _answer(handler, self._episode(request), request, is_trained)
 
             return Route(f"/episodes/{{id}}{path}", answer, methods=[method])
 
-        def sampling(prefix: str, of: Callable[[_Episode], Endpoints]) -> list[Route]:
-            return [
-                route(f"{prefix}/v1/models", _models, "GET"),
-                route(f"{prefix}/v1/chat/completions", lambda episode, request: of(episode).chat(request)),
-                route(f"{prefix}/v1/completions", lambda episode, request: of(episode).completions(request)),
-                route(f"{prefix}/inference/v1/generate", lambda episode, request: of(episode).generate(request)),
-            ]
+        def sampling(prefix: str, is_trained: bool) -> list[Route]:
+            def of(episode: _Episode) -> Endpoints:
+                return episode.endpoints if is_trained else episode.untrained
+
+            handlers: dict[str, Handler] = {
+                "/v1/chat/completions": lambda episode, request: of(episode).chat(request),
+                "/v1/completions": lambda episode, request: of(episode).completions(request),
+                "/inference/v1/generate": lambda episode, request: of(episode).generate(request),
+            }
+            sampled = [route(prefix + path, handler, is_trained=is_trained) for path, handler in handlers.items()]
+            return [route(f"{prefix}/v1/models", _models, "GET"), *sampled]
 
         return Starlette(
             routes=[
-                *sampling("", lambda episode: episode.endpoints),
-                *sampling("/untrained", lambda episode: episode.untrained),
+                *sampling("", is_trained=True),
+                *sampling("/untrained", is_trained=False),
                 route("/reward", _reward),
             ],
             exception_handlers=EXCEPTION_HANDLERS,
@@ -217,7 +222,7 @@ async def _serve(server: uvicorn.Server, listener: Any) -> None:
                 connection.shutdown()
 
 
-async def _answer(handler: Handler, episode: _Episode, request: Request) -> Response | EventStream:
+async def _answer(handler: Handler, episode: _Episode, request: Request, is_trained: bool) -> Response | EventStream:
     try:
         return await handler(episode, request)
     except AgentLimitError as error:
@@ -225,7 +230,7 @@ async def _answer(handler: Handler, episode: _Episode, request: Request) -> Resp
     except EpisodeEndedError as error:
         raise EngineError(str(error)) from error
     except ApiError as error:
-        if error.code in _LIMIT_CODES:
+        if is_trained and error.code == "context_length_exceeded":
             episode.recorder.cut_off()
         raise
 

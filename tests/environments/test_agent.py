@@ -16,7 +16,9 @@ from marin_rl.splits import Split
 from marin_rl.user_code import UserFileError
 
 TASKS = ArithmeticConfig()
-CONNECTION = AgentConnection("http://here/v1", "key", "http://here/untrained/v1", "http://here/reward", "r-0")
+CONNECTION = AgentConnection(
+    "http://here/v1", "key", "http://here/untrained/v1", "http://here/reward", "r-0", lambda: None
+)
 
 
 def write(folder: Path, text: str) -> str:

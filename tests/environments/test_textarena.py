@@ -218,6 +218,26 @@ def test_self_play_trains_on_one_seat():
         assert all("Player" in turn.messages[0]["content"] for turn in rollout.turns)
 
 
+@real
+def test_a_self_opponent_beyond_the_context_truncates_the_rollout():
+    environment = tic_tac_toe(opponent=SelfOpponentConfig(), num_tasks=1, seat=0)
+    tasks = environment.tasks(Split.TRAIN)
+    # The opponent's first prompt also has the move.
+    length = len(TOKENIZER.prompt_tokens(tasks[0].messages)) + 5
+    sampler = ScriptedSampler(
+        lambda request: [*b"[4]", TOKENIZER.stop_token_ids[0]], stop_token_ids=TOKENIZER.stop_token_ids
+    )
+    limits = Limits(max_length=length, max_new_tokens=4, max_turns=9, max_seconds=600.0)
+    runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=make_gateway(TOKENIZER, limits))
+    [[rollout]] = [
+        group.rollouts for group in run_groups(runner, tasks, group_size=1, temperature=1.0, seed_parts=(0,))
+    ]
+    runner.loop.close()
+    environment.server.close()
+    assert (rollout.status, dict(rollout.rewards)) == (RolloutStatus.TRUNCATED, {"truncated": 0.0})
+    assert [turn.messages[-1]["content"] for turn in rollout.turns] == ["[4]"]
+
+
 def test_random_opponents_choose_from_the_last_list():
     text = "Available Moves: '[0]', '[1]'\nPlayer 0 chose [0].\nAvailable moves: '[1]'\nMake a valid move."
     assert {random_move(text, random.Random(seed)) for seed in range(10)} == {"[1]"}

@@ -463,6 +463,25 @@ def test_untrained_replies_are_no_part_of_the_rollout():
     assert b"RC" in bytes(token for token in second.observation_tokens if token < 256)
 
 
+def test_an_untrained_request_beyond_the_context_does_not_truncate_the_rollout():
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        other = base_url.removesuffix("/v1") + "/untrained/v1"
+        async with Client(base_url, api_key) as client, Client(other, api_key) as opponent:
+            await client.say("a")
+            with pytest.raises(openai.BadRequestError, match="maximum context length is 120 tokens"):
+                await opponent.say("a" * 200)
+        if len(crashes) < 1:
+            crashes.append(1)
+            raise KeyError("missing")
+        return 0.5
+
+    crashes: list[int] = []
+    group, _ = run(play, size=2)
+    failed, completed = sorted(group.rollouts, key=lambda rollout: rollout.error is None)
+    assert (failed.status, "KeyError: 'missing'" in str(failed.error)) == (RolloutStatus.FAILED, True)
+    assert (completed.status, dict(completed.rewards)) == (RolloutStatus.COMPLETED, {"reward": 0.5})
+
+
 @pytest.mark.medium
 def test_concurrent_requests_share_a_single_slot():
     async def play(task: Any, base_url: str, api_key: str) -> float:
