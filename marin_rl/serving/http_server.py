@@ -87,9 +87,9 @@ class HttpServer:
             Exception: the error of the sampler, if it failed.
         """
         if threading.current_thread() is threading.main_thread():
-            # Uvicorn handles these signals, and raises them again at its end.
+            # Uvicorn handles these signals while it serves, and raises them again at its end.
             for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda *_: None)
+                signal.signal(number, lambda *_: self.stop())
         self._engine.start()
         try:
             self._server.run(sockets=[listener])

@@ -8,6 +8,7 @@ import contextlib
 import gc
 import json
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -15,13 +16,25 @@ from collections.abc import Callable, Iterator
 import httpx
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
+from starlette.applications import Starlette
 
 from experiments.benchmarks.benchmark_serving import ask_all, request_bytes
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampleRequest, WeightPoll
 from marin_rl.seeds import derive_seed
-from marin_rl.serving.http_server import listen, url_of
-from tests.serving.serving_cases import MAX_NEW, TIMEOUT, Serving, serving, tiny_model, tiny_sampler, until
+from marin_rl.serving.engine import Engine
+from marin_rl.serving.http_server import HttpServer, listen, url_of
+from tests.scripted_sampler import TokenSampler
+from tests.serving.serving_cases import (
+    MAX_NEW,
+    TIMEOUT,
+    TOKENIZER,
+    Serving,
+    serving,
+    tiny_model,
+    tiny_sampler,
+    until,
+)
 
 
 class Held:
@@ -253,6 +266,31 @@ def test_requests_in_progress_complete_before_the_end(held: Held):
         threading.Timer(0.1, held.open.set).start()
     client.join()
     assert [response.status_code for response in responses] == [200]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_first_request_can_be_accepted_ends_the_server(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+):
+    engine = Engine(TokenSampler(length=1), TOKENIZER.decode_reply)
+    start = engine.start
+
+    def start_with_signal() -> None:
+        start()
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(engine, "start", start_with_signal)
+    server = HttpServer(Starlette(), engine, drain_seconds=1.0)
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    late = threading.Timer(60.0, server.stop)
+    late.start()
+    try:
+        server.run(listen("127.0.0.1", 0, TIMEOUT))
+        assert late.is_alive()
+    finally:
+        late.cancel()
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
 
 
 def test_addresses():
