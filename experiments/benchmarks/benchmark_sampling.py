@@ -31,9 +31,9 @@ from experiments.benchmarks.measurement import (
 )
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.samplers import open_group_sampler
+from marin_rl.event_loop import BackgroundLoop
 from marin_rl.learner.devices import device_peak_bytes, start_devices
 from marin_rl.learner.policy_model import initialize_policy
-from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.timing import PhaseTimer

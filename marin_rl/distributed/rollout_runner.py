@@ -10,10 +10,10 @@ from typing import Any
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.errors import Closing
+from marin_rl.event_loop import BackgroundLoop
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.attempt import Limits, default_state_hash
 from marin_rl.rollouts.episode import ConnectAgent
-from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.sampling.sampler import Sampler

@@ -3,14 +3,13 @@
 
 """Parts shared by the environments of other packages: missing packages, names, actions in replies, and foreign text."""
 
-import asyncio
-import concurrent.futures
 import difflib
 import importlib.util
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 from marin_rl.errors import UserError
+from marin_rl.event_loop import BackgroundLoop
 from marin_rl.rewards.grading import extract_last, without_thoughts
 
 Result = TypeVar("Result")
@@ -79,6 +78,12 @@ def action_of(reply: str, regex: str | None) -> str:
 
 
 def run_in_thread(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine in an event loop of its own and wait for it, in threads with and without a running event loop."""
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()
+    """Run a coroutine in an event loop of its own and wait for it, in threads with and without a running event loop.
+
+    An interrupt of the wait (Ctrl-C) cancels the coroutine.
+    """
+    loop = BackgroundLoop()
+    try:
+        return loop.submit(work).result()
+    finally:
+        loop.close()

@@ -3,6 +3,7 @@
 
 """Environments behind OpenEnv's protocol: a server with a WebSocket session for each episode."""
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -34,6 +35,8 @@ OPENENV = "openenv"
 _MAX_SEED = 2**31
 _MAX_MESSAGE = 2**24
 """Maximum number of bytes of a response."""
+RESET_SECONDS = 300.0
+"""Maximum seconds of a `reset` before the run; later ones are limited by `rollouts.max_seconds`."""
 
 
 class OpenEnvError(UserError):
@@ -104,7 +107,7 @@ class OpenEnvConfig(EnvironmentConfig):
 
         Raises:
             MissingPackageError: if the package websockets is not installed.
-            OpenEnvError: if the server cannot be reached.
+            OpenEnvError: if the server cannot be reached, or does not answer in time.
         """
         require_package("websockets", "openenv")
         schema, observations = run_in_thread(self._first_observations())
@@ -117,10 +120,7 @@ class OpenEnvConfig(EnvironmentConfig):
         draws = (derive_seed(self.seed, "openenv", index) % _MAX_SEED for index in range(self.num_tasks))
         session = await connect(self.base_url)
         try:
-            observations = {
-                seed: self.show(await session.request("reset", {**self.reset, "seed": seed}))
-                for seed in dict.fromkeys(draws)
-            }
+            observations = {seed: await self._first_observation(session, seed) for seed in dict.fromkeys(draws)}
         finally:
             await session.close()
         if self.action_field is not None or self.system_prompt is not None:
@@ -137,6 +137,16 @@ class OpenEnvConfig(EnvironmentConfig):
             raise OpenEnvError(
                 f"environment {self.name!r}: {address}/schema has no schema of actions ({type(error).__name__}: "
                 f"{str(error).partition(chr(10))[0]}); set system_prompt to a text that describes them"
+            ) from error
+
+    async def _first_observation(self, session: "Session", seed: int) -> str:
+        try:
+            async with asyncio.timeout(RESET_SECONDS):
+                return self.show(await session.request("reset", {**self.reset, "seed": seed}))
+        except TimeoutError as error:
+            raise OpenEnvError(
+                f"the OpenEnv server at {self.base_url} did not answer reset(seed={seed}) within {RESET_SECONDS:g} s; "
+                "check whether it hangs"
             ) from error
 
     def _opening(self, schema: Any) -> tuple[Message, ...]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from marin_rl.rollouts.event_loop import call_in
+from marin_rl.event_loop import call_in
 from marin_rl.sampling.sampler import SampledTokens, Sampler, SampleRequest
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import Generation

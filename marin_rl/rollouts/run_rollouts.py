@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, TypeVar
 from marin_rl import multihost
 from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.errors import UserError
+from marin_rl.event_loop import BackgroundLoop
 from marin_rl.host_status import separate_work
 from marin_rl.rollouts.attempt import Attempt, Limits, StateHash, default_state_hash
 from marin_rl.rollouts.episode import ConnectAgent, run_episode
-from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.group_codec import decode_group, encode_group, join_parts, split_parts
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.rollouts.reward_functions import RewardFunctions

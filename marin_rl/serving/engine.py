@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
-from marin_rl.rollouts.event_loop import call_in
+from marin_rl.event_loop import call_in
 from marin_rl.rollouts.request_batcher import OnTokens, RequestBatcher
 from marin_rl.sampling.sampler import SampledTokens, Sampler, SampleRequest
 from marin_rl.serving.text import ReplyReader, TextPart

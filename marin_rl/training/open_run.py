@@ -32,6 +32,7 @@ from marin_rl.distributed.scheduler import RolloutScheduler
 from marin_rl.distributed.worker_devices import check_worker_devices
 from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.errors import Closing, writing
+from marin_rl.event_loop import BackgroundLoop
 from marin_rl.host_status import raise_if
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import attach_critic, policy_of
@@ -41,7 +42,6 @@ from marin_rl.learner.saved_checkpoint import Checkpoint, CheckpointError
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
 from marin_rl.learner.weight_history import WeightHistory
-from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.rollouts.store import EVALUATION, RolloutStore

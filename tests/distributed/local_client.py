@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from marin_rl.distributed.coordinator import Coordinator, CoordinatorClient
-from marin_rl.rollouts.event_loop import BackgroundLoop
+from marin_rl.event_loop import BackgroundLoop
 
 Result = TypeVar("Result")
 

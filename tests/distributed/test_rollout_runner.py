@@ -13,10 +13,10 @@ from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import Split, Step
 from marin_rl.environments.tool_use import ToolUseConfig
 from marin_rl.environments.tools import PythonConfig
+from marin_rl.event_loop import BackgroundLoop
 from marin_rl.rewards.component import FunctionRewardConfig, RewardConfigError
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rollouts.attempt import Limits, StateHashingConfig, default_state_hash
-from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.sampling.config import SamplingConfig

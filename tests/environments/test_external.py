@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import asyncio
+import signal
+import threading
 
 import pytest
 
@@ -22,3 +24,19 @@ def test_coroutines_run_within_another_event_loop():
         return run_in_thread(asyncio.sleep(0, 7))
 
     assert asyncio.run(outer()) == run_in_thread(asyncio.sleep(0, 7)) == 7
+
+
+def test_an_interrupt_cancels_the_coroutine():
+    cancelled: list[bool] = []
+
+    async def wait() -> None:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        run_in_thread(wait())
+    assert cancelled

@@ -56,7 +56,9 @@ async def serve(connection) -> None:
     state: dict[str, Any] = {}
     async for text in connection:
         message = json.loads(text)
-        if message["data"].get("number") == 77:
+        if message["data"].get("what") == "no answer":
+            await connection.wait_closed()
+        elif message["data"].get("number") == 77:
             await connection.send("[]")
         elif message["data"].get("number") == 88:
             await connection.close()
@@ -183,6 +185,12 @@ def test_observations_and_actions_in_one_field(url: str):
 def test_a_server_that_cannot_be_reached_is_named():
     with pytest.raises(OpenEnvError, match=r"http://127\.0\.0\.1:9 cannot be reached"):
         build("http://127.0.0.1:9")
+
+
+def test_a_server_that_does_not_answer_is_named(url: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("marin_rl.environments.openenv.RESET_SECONDS", 0.05)
+    with pytest.raises(OpenEnvError, match=rf"server at {url} did not answer reset\(seed=\d+\) within 0\.05 s"):
+        build(url, reset={"what": "no answer"})
 
 
 @pytest.mark.parametrize(

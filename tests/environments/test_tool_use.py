@@ -15,10 +15,10 @@ from marin_rl.environments.base import AbstractEnvironment, NoSandboxError, Spli
 from marin_rl.environments.streams import MixturePartConfig
 from marin_rl.environments.tool_use import ToolDescription, ToolLimits, ToolUseEnvironment
 from marin_rl.environments.tools import CalculatorConfig, PythonConfig, ToolConfig, ToolError, find_calls
+from marin_rl.event_loop import BackgroundLoop
 from marin_rl.rewards.functions import RewardCallError, RewardFailure
 from marin_rl.rewards.sandbox.config import Isolation, SandboxConfig
 from marin_rl.rewards.sandbox.pool import IsolationError, PythonResult, Sandbox
-from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer

@@ -16,13 +16,13 @@ import pytest
 
 from marin_rl.environments import ArithmeticConfig, TextGameConfig, ToolUseConfig
 from marin_rl.environments.base import Split, Step
+from marin_rl.event_loop import BackgroundLoop
 from marin_rl.rewards.component import FunctionRewardConfig, RewardComponentConfig, RewardScope
 from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.attempt import Limits
-from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.group_codec import decode_group, encode_group
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.rollout_builder import RolloutBuilder

@@ -14,8 +14,8 @@ import pytest
 
 from marin_rl.batching.processed_rollout import process_rollout
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
+from marin_rl.event_loop import BackgroundLoop
 from marin_rl.rollouts.attempt import Limits, LongPrompts, default_state_hash
-from marin_rl.rollouts.event_loop import BackgroundLoop
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
 from marin_rl.rollouts.run_rollouts import (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from marin_rl.rollouts.event_loop import BackgroundLoop
+from marin_rl.event_loop import BackgroundLoop
 from tests.tiny_run import TinyRun
 from tests.training.fault_cases import (
     ShortRuns,

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from marin_rl.rollouts.event_loop import BackgroundLoop
+from marin_rl.event_loop import BackgroundLoop
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that is closed counts as blocked only after a time that no slow machine needs."""
-    monkeypatch.setattr("marin_rl.rollouts.event_loop.STOP_TIMEOUT", 600.0)
+    monkeypatch.setattr("marin_rl.event_loop.STOP_TIMEOUT", 600.0)
 
 
 async def thread() -> threading.Thread:
@@ -106,7 +106,7 @@ def test_stop_iteration_of_a_thread_is_an_error():
 
 STUCK = """
 import asyncio, threading
-from marin_rl.rollouts.event_loop import BackgroundLoop
+from marin_rl.event_loop import BackgroundLoop
 
 async def stuck():
     async with asyncio.timeout(0.01):

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""An event loop in a background thread, in which episodes and rewards run while the main thread samples."""
+"""An event loop in a background thread, in which episodes and rewards run while the main thread samples or waits."""
 
 import asyncio
 import concurrent.futures
