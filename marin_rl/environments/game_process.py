@@ -17,12 +17,14 @@ import asyncio
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -35,8 +37,11 @@ _COMMAND = struct.Struct("!cQ")
 _START, _STOP = b"+", b"-"
 _MAX_LINE = 2**24
 """Maximum number of bytes of a result."""
+GRACE_SECONDS = 10.0
+"""Seconds after SIGTERM in which a game may end the programs that it started, before it is killed."""
 _STOP_SECONDS = 5.0
-"""Seconds for which `GameServer.close` waits for the server to end its games."""
+"""Further seconds for which `GameServer.close` waits for the server."""
+_POLL_SECONDS = 0.02
 
 
 class GameError(RuntimeError):
@@ -59,7 +64,7 @@ class GameServer:
         Args:
             game: class of the games as `module:class`. Its static method `prepare` is called once in the server, for
                 imports and caches. It is constructed without arguments in each process; the public methods take and
-                return JSON values.
+                return JSON values. A game that starts programs ends them at SIGTERM.
             *arguments: arguments of `prepare`.
         """
         self._game = game
@@ -92,7 +97,7 @@ class GameServer:
             threading.Thread(target=self.stop, args=(sending.result(),), daemon=True).start()
 
     def stop(self, number: int) -> None:
-        """Kill the process of a game, if it still runs."""
+        """End the process of a game, if it still runs: SIGTERM, and SIGKILL after `GRACE_SECONDS`. Does not wait."""
         with self._lock:
             if self._control is not None:
                 try:
@@ -102,7 +107,7 @@ class GameServer:
                     self._close()
 
     def close(self) -> None:
-        """Kill all games and end the server; a later `start` starts another."""
+        """End all games and the server; a later `start` starts another."""
         with self._lock:
             self._close()
 
@@ -122,8 +127,9 @@ class GameServer:
         if self._control is None:
             control, theirs = socket.socketpair()
             with theirs:
+                arguments = str(theirs.fileno()), str(GRACE_SECONDS), self._game, *self._arguments
                 process = subprocess.Popen(
-                    [sys.executable, "-c", _MAIN, str(theirs.fileno()), self._game, *self._arguments],
+                    [sys.executable, "-c", _MAIN, *arguments],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -183,7 +189,7 @@ class GameProcess:
         return answer["result"]
 
     async def close(self) -> None:
-        """Kill the process, also during a call that was cancelled."""
+        """End the process, also during a call that was cancelled; see `GameServer.stop`."""
         self._server.stop(self._number)
         self._writer.close()
 
@@ -221,7 +227,7 @@ def _end(control: socket.socket, process: "subprocess.Popen[bytes]") -> None:
     """End a server by closing its control socket."""
     control.close()
     try:
-        process.wait(_STOP_SECONDS)
+        process.wait(GRACE_SECONDS + _STOP_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
@@ -240,14 +246,18 @@ def _server_environment() -> Mapping[str, str]:
     }
 
 
-_MAIN = "import sys, marin_rl.environments.game_process as m; m.run_server(int(sys.argv[1]), *sys.argv[2:])"
+_MAIN = """
+import sys, marin_rl.environments.game_process as module
+module.run_server(int(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:])
+"""
 
 
-def run_server(control_fd: int, game: str, *arguments: str) -> None:
+def run_server(control_fd: int, grace_seconds: float, game: str, *arguments: str) -> None:
     """Run a game server until its control socket is closed.
 
     Args:
         control_fd: file descriptor of the control socket.
+        grace_seconds: see `GRACE_SECONDS`.
         game: class of the games as `module:class`.
         *arguments: arguments of its method `prepare`.
     """
@@ -261,7 +271,12 @@ def run_server(control_fd: int, game: str, *arguments: str) -> None:
         return
     control.sendall(b"\n")
     processes: dict[int, int] = {}
+    ending: dict[int, float] = {}
     while True:
+        if ending:
+            _reap(ending)
+            if not select.select([control], [], [], _POLL_SECONDS)[0]:
+                continue
         message, descriptors, _, _ = socket.recv_fds(control, _COMMAND.size, 1)
         if not message:
             break
@@ -269,7 +284,7 @@ def run_server(control_fd: int, game: str, *arguments: str) -> None:
         if command == _STOP:
             # A server that was restarted does not have the games of its predecessor.
             if number in processes:
-                _kill(processes.pop(number))
+                _terminate(processes.pop(number), ending, grace_seconds)
             continue
         pid = os.fork()
         if pid == 0:
@@ -281,13 +296,26 @@ def run_server(control_fd: int, game: str, *arguments: str) -> None:
         os.close(descriptors[0])
         processes[number] = pid
     for pid in processes.values():
-        _kill(pid)
+        _terminate(pid, ending, grace_seconds)
+    while ending:
+        _reap(ending)
+        time.sleep(_POLL_SECONDS)
 
 
-def _kill(pid: int) -> None:
+def _terminate(pid: int, ending: dict[int, float], grace_seconds: float) -> None:
+    """Send SIGTERM to a game, and add the time of its SIGKILL to `ending`."""
     # Until the process is waited for, no other process has its id.
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    os.kill(pid, signal.SIGTERM)
+    ending[pid] = time.monotonic() + grace_seconds
+
+
+def _reap(ending: dict[int, float]) -> None:
+    """Remove the processes that have ended, and kill those whose time is over."""
+    for pid, deadline in list(ending.items()):
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            del ending[pid]
+        elif time.monotonic() >= deadline:
+            os.kill(pid, signal.SIGKILL)
 
 
 def _run_game(connection: socket.socket, factory: Any) -> None:

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -264,7 +265,7 @@ class VerifiersGame:
         ]
 
     def play(self, data: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
-        """Run an episode.
+        """Run an episode; SIGTERM cancels it, so that verifiers ends the programs and containers of its runtime.
 
         Args:
             data: data of the task.
@@ -283,6 +284,9 @@ class VerifiersGame:
     async def _play(self, data: dict[str, Any], base_url: str) -> dict[str, Any]:
         from verifiers.v1 import ModelContext
 
+        running = asyncio.current_task()
+        assert running is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
         task_type = type(self._env.taskset).task_type()
         task = task_type(task_type.data_type().model_validate(data), self._env.config.taskset.task)
         context = ModelContext("policy", self._client.model_copy(update={"base_url": base_url}))

@@ -6,6 +6,9 @@
 import os
 import random
 import re
+import signal
+import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -58,6 +61,20 @@ class FakeGame:
     def hang(self) -> None:
         """Run a regular expression without end, which no other thread of the process can interrupt."""
         re.match(r"(a+)+$", "a" * 64 + "b")
+
+    def clean_up(self, folder: str) -> None:
+        """Wait for SIGTERM, and then remove the folder `started`, which it creates."""
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+        started = Path(folder, "started")
+        started.mkdir()
+        try:
+            signal.pause()
+        finally:
+            started.rmdir()
+
+    def ignore_end(self) -> None:
+        """Ignore SIGTERM."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def unserializable(self) -> Any:
         return object()

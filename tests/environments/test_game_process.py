@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -131,6 +132,50 @@ def test_a_game_that_hangs_is_killed(server: GameServer):
     pid, count = asyncio.run(play())
     assert count == 5
     assert has_ended(pid)
+
+
+def test_a_game_that_is_closed_can_clean_up(server: GameServer, tmp_path: Path):
+    async def play() -> int:
+        game = await server.start()
+        pid, _ = await game.call("processes")
+        playing = asyncio.ensure_future(game.call("clean_up", folder=str(tmp_path)))
+        while not (tmp_path / "started").exists():
+            await asyncio.sleep(0.01)
+        playing.cancel()
+        await game.close()
+
+        return pid
+
+    assert has_ended(asyncio.run(play()))
+    assert not (tmp_path / "started").exists()
+
+
+async def close_deaf_game(server: GameServer) -> int:
+    """Close a game that hangs and ignores SIGTERM; return the id of its process."""
+    game = await server.start()
+    pid, _ = await game.call("processes")
+    await game.call("ignore_end")
+    hanging = asyncio.ensure_future(game.call("hang"))
+    await asyncio.sleep(0)
+    hanging.cancel()
+    await game.close()
+    return pid
+
+
+def test_a_game_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("marin_rl.environments.game_process.GRACE_SECONDS", 0.05)
+    server = GameServer(FAKE)
+    assert has_ended(asyncio.run(close_deaf_game(server)))
+    server.close()
+
+
+def test_a_game_that_does_not_end_delays_no_other(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("marin_rl.environments.game_process.GRACE_SECONDS", 600.0)
+    server = GameServer(FAKE)
+    pid = asyncio.run(close_deaf_game(server))
+    assert call_each(server, "add", [{"number": 5}]) == [5]
+    os.kill(pid, signal.SIGKILL)
+    server.close()
 
 
 def test_a_cancelled_start_leaves_other_games_alone(server: GameServer):

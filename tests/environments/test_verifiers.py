@@ -3,6 +3,7 @@
 
 """Episodes of the real package, on the taskset of `experiments/external/verifiers_digits.py`."""
 
+import asyncio
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ import pytest
 
 from marin_rl.batching.processed_rollout import process_rollout, sequence_lengths
 from marin_rl.distributed.rollout_runner import make_gateway
+from marin_rl.environments.base import AgentConnection
 from marin_rl.environments.game_process import GameError, GameServerError, call_each
 from marin_rl.environments.verifiers import VerifiersConfig, VerifiersEnvironment
 from marin_rl.errors import UserError
@@ -25,6 +27,7 @@ from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Rollout, RolloutStatus
 from tests.scripted_sampler import ScriptedSampler
+from tests.serving import serving_cases
 
 real = pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="needs the extra verifiers")
 
@@ -37,7 +40,14 @@ TASKSET = """
 import verifiers.v1 as vf
 from verifiers_digits import DigitTask, DigitTaskset, TwoTries
 
-__all__ = ["Digits", "TwoTries"]
+__all__ = ["Digits", "Tries"]
+
+
+class Tries(TwoTries):
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        if data.prompt == "007":
+            await runtime.run(["sh", "-c", "echo $$ > $TRACES.pid; exec sleep 1000"], {})
+        return await TwoTries.launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data)
 
 
 class StyledTask(DigitTask):
@@ -158,6 +168,28 @@ def test_a_limit_of_the_run_truncates_the_episode(digits: VerifiersEnvironment):
     rollouts = run(digits, {"001": "x", "002": "0"}, max_turns=1)
     assert [rollouts[prompt].status for prompt in ("001", "002")] == [RolloutStatus.TRUNCATED, RolloutStatus.COMPLETED]
     assert dict(rollouts["001"].rewards) == {"truncated": 0.0}
+
+
+@real
+@pytest.mark.medium
+def test_a_cancelled_episode_ends_the_program_of_its_harness(folder: Path, digits: VerifiersEnvironment):
+    file = folder / "traces.jsonl.pid"
+    [task] = [task for task in digits.tasks(Split.TRAIN) if task.messages[0]["content"] == "007"]
+
+    async def cancel() -> None:
+        episode = await digits.start(task, 0)
+        address = "http://127.0.0.1:9/v1"
+        connection = AgentConnection(address, "key", address, f"{address}/reward", "r-0", lambda: None)
+        playing = asyncio.ensure_future(episode.play(connection))
+        while not (playing.done() or (file.exists() and file.read_text())):
+            await asyncio.sleep(0.01)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+
+    asyncio.run(cancel())
+    pid = int(file.read_text())
+    serving_cases.until(lambda: serving_cases.has_ended(pid))
 
 
 @real

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 from levanter.models.lm_model import LmHeadModel
@@ -54,6 +55,14 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"the condition did not become true in {TIMEOUT:g} s"
         time.sleep(0.002)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended; its parent may not have waited for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 @dataclasses.dataclass(frozen=True)

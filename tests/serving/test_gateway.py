@@ -568,7 +568,7 @@ def test_a_program_ends_without_its_children(tmp_path: Path):
     pid = tmp_path / "pid"
     with pytest.raises(AllRolloutsFailedError, match="the agent got no reply of the policy"):
         run(CommandEpisode(["/bin/sh", "-c", f"sleep 600 & echo $! > {pid}"], (), {}))
-    serving_cases.until(lambda: has_ended(int(pid.read_text())))
+    serving_cases.until(lambda: serving_cases.has_ended(int(pid.read_text())))
 
 
 def test_program_and_its_children_end_at_the_time_limit(tmp_path: Path):
@@ -584,17 +584,9 @@ def test_program_and_its_children_end_at_the_time_limit(tmp_path: Path):
         if len(started) == 2:
             break
     assert len(started) == 2
-    serving_cases.until(lambda: all(has_ended(pid) for pid in started))
+    serving_cases.until(lambda: all(serving_cases.has_ended(pid) for pid in started))
     with pytest.raises(AllRolloutsFailedError, match="cannot start '/no/such/program'"):
         run(CommandEpisode(["/no/such/program"], (), {}))
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a process has ended; its parent may not have waited for it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def test_tool_calls_continue_their_sequence():
