@@ -104,6 +104,8 @@ class Coordinator:
         self._waiting: list[RequestNumber] = []
         """Unassigned requests, sorted."""
         self._finished: dict[RequestNumber, bytes] = {}
+        self._senders: dict[RequestNumber, list[str]] = {}
+        """Incarnations of workers that returned each group; the group of the first one counts."""
         self._workers: dict[str, _Worker] = {}
         self._announced = Announcement(0, ())
         self._stop = False
@@ -115,9 +117,9 @@ class Coordinator:
     # Methods for the trainer.
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Add requests; duplicates are ignored."""
+        """Add requests; duplicates, and requests whose group has arrived, are ignored."""
         for request in requests:
-            if request.number not in self._finished and request.number not in self._requests:
+            if request.number not in self._senders and request.number not in self._requests:
                 self._requests[request.number] = request
                 bisect.insort(self._waiting, request.number)
         self._notify()
@@ -209,17 +211,26 @@ class Coordinator:
     def finish(self, worker: str, incarnation: str, number: RequestNumber, group: bytes) -> bool:
         """Accept a finished group. The first result of a request counts, from any worker.
 
+        A group may arrive before its request: the trainer submits its requests again only after it has noticed that the
+        coordinator was restarted.
+
         Returns:
-            Whether the request was still pending.
+            Whether this result counts.
         """
         record = self._register_call(worker, incarnation)
+        senders = self._senders.setdefault(number, [])
+        if incarnation in senders:
+            # The response was lost and the call was repeated.
+            return senders[0] == incarnation
+        senders.append(incarnation)
         self._count_seconds()
         if record is not None:
             record.requests.discard(number)
             record.finished += 1
-        if self._requests.pop(number, None) is None:
+        if len(senders) > 1:
             self._counts["late_groups"] += 1
             return False
+        self._requests.pop(number, None)
         if number in self._waiting:
             self._waiting.remove(number)
         for other in self._workers.values():

@@ -196,6 +196,36 @@ def test_duplicate_submission_is_ignored(coordinator: Coordinator) -> None:
     assert assigned(coordinator, "b1", 0, 5) == [(1, 1)]
 
 
+def test_group_that_arrives_before_its_request_is_kept(clock: Clock) -> None:
+    """The trainer submits its requests again only after it has noticed the restart."""
+    restarted = Coordinator(10.0, clock)
+    assert restarted.finish("a", "a1", RequestNumber(1, 0), b"text")
+    restarted.submit([request(1, 0), request(1, 1)])
+    restarted.join("b", "b1")
+    assert assigned(restarted, "b1", 0, 5) == [(1, 1)]
+    assert take(restarted).groups == [((1, 0), b"text")]
+    # After the acknowledgement, another copy is late, and the request is not run again.
+    assert take(restarted, (1, 0)).groups == []
+    assert not restarted.finish("b", "b1", RequestNumber(1, 0), b"copy")
+    restarted.submit([request(1, 0)])
+    update = take(restarted)
+    assert (update.groups, update.counts["late_groups"]) == ([], 1)
+    assert assigned(restarted, "b1", 0, 5, running=[(1, 1)]) == []
+
+
+def test_repeated_finish_counts_once_and_has_the_same_response(coordinator: Coordinator) -> None:
+    next_assignment(coordinator, "a1", 0, 2)
+    for _ in range(2):
+        assert coordinator.finish("a", "a1", RequestNumber(1, 0), b"text")
+        assert not coordinator.finish("b", "b1", RequestNumber(1, 0), b"copy")
+    update = take(coordinator)
+    assert (update.workers, update.counts["late_groups"]) == ({"a": 1, "b": 1}, 1)
+    assert update.groups == [((1, 0), b"text")]
+    assert take(coordinator, (1, 0)).groups == []
+    assert coordinator.finish("a", "a1", RequestNumber(1, 0), b"text")
+    assert take(coordinator).groups == []
+
+
 def test_worker_error_is_reported_to_the_trainer(coordinator: Coordinator) -> None:
     assert take(coordinator).failure is None
     coordinator.fail("a", "ValueError: no")
