@@ -243,6 +243,7 @@ class VerifiersGame:
             # Threads of the tokenizer would not exist in the processes of the episodes.
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
             tokenizer, renderer = cls._client.renderer_model_name, cls._client.renderer
+            assert tokenizer is not None  # VerifiersConfig requires it.
             asyncio.run(ElasticRendererPool(tokenizer, renderer, multiplex=cls._client.multiplex).grow())
 
     def load(self, limit: int | None) -> int:
