@@ -6,7 +6,9 @@
 The lock is the object with the highest number in a folder, such as `.lock/00000003`. Only the holder of number 3
 rewrites that object, every `BEAT_SECONDS`, with a higher count. Number 4 may be created if number 3 is released, if it
 has not changed for `LEASE_SECONDS`, or if its process on this machine has ended. Creating fails if number 4 exists
-(generation precondition of Google Cloud Storage, `If-None-Match` of S3), so one process at most succeeds.
+(generation precondition of Google Cloud Storage, `If-None-Match` of S3), so one process at most succeeds. The holder of
+the highest number deletes lower ones. A slow process may create one of those again; it holds the lock only if its
+number is the highest afterwards, and chooses a new number otherwise.
 """
 
 import contextlib
@@ -131,11 +133,15 @@ def _take(folder: RemotePath, clock: Clock) -> Lease:
             )
         lease = Lease(folder, newest + 1)
         # If another process was faster, see whether it is alive.
-        if lease.create():
-            for old in numbers:
-                # A remaining object has no effect, and the next process that takes the lock deletes it.
-                with contextlib.suppress(OSError):
-                    _object(folder, old).unlink(missing_ok=True)
+        if not lease.create():
+            continue
+        # Other processes may have taken this number and a higher one, and deleted this number, since it was chosen.
+        is_newest = _numbers(folder)[-1:] == [lease.number]
+        for outdated in numbers if is_newest else [lease.number]:
+            # A remaining object has no effect, and the next process that takes the lock deletes it.
+            with contextlib.suppress(OSError):
+                _object(folder, outdated).unlink(missing_ok=True)
+        if is_newest:
             return lease
 
 

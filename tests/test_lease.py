@@ -147,6 +147,32 @@ def test_one_of_two_processes_takes_over_a_dead_lock(gcs: Gcs, folder: RemotePat
     assert json.loads(gcs.read(f"{LOCK}00000004"))["pid"] == 8
 
 
+@pytest.mark.parametrize("is_released", [False, True])
+def test_a_number_that_others_have_used_and_deleted_is_not_the_lock(
+    gcs: Gcs, folder: RemotePath, is_released: bool
+) -> None:
+    elsewhere(folder)
+
+    def others() -> None:
+        # One process takes 4, deletes 3 and releases 4; the next one takes 5 and deletes 4.
+        del gcs.objects[f"{LOCK}00000003"]
+        content = {"pid": 8, "started": "1", "host": "near", "machine": "third", "name": "m", "beats": 0}
+        gcs.put(f"{LOCK}00000005", json.dumps({"released": True} if is_released else content).encode())
+
+    def at(now: float) -> None:
+        if f"{LOCK}00000005" in gcs.objects:
+            gcs.put(f"{LOCK}00000005", json.dumps({"pid": 8, "host": "near", "beats": 1}).encode())
+
+    gcs.watched.append((r"POST run/\.lock/00000004", others))
+    if is_released:
+        with hold(folder, clock()):
+            assert gcs.names(LOCK) == ["00000006"]
+    else:
+        with pytest.raises(RunDirectoryError, match="is in use by process 8 on near"):
+            hold(folder, clock(at)).__enter__()
+        assert gcs.names(LOCK) == ["00000005"]
+
+
 def test_lost_answer_to_the_creation_is_no_other_process(gcs: Gcs, folder: RemotePath, monkeypatch) -> None:
     write = RemotePath.write_bytes
 
