@@ -6,7 +6,8 @@
 It ends when the command ends with status 0, when it was stopped, or when the command failed too often within a time.
 
 A signal from systemd is not passed on: at a shutdown of the machine, such as a preemption, systemd sends SIGTERM to all
-processes (`KillMode=control-group`), and a second SIGTERM would end a training run before it has saved its state.
+processes (`KillMode=control-group`), and a second SIGTERM would end a training run before it has saved its state. For
+the same reason SIGINT from Ctrl-C in a terminal is not passed on to a command in the process group of the supervisor.
 
 | Exit status | Meaning |
 |---|---|
@@ -39,6 +40,8 @@ NOT_FOUND = 127
 """Exit statuses of a command that cannot be executed or does not exist, as in a shell."""
 LOCK_ATTEMPTS = 10
 """Attempts to lock the folder, 0.1 s apart."""
+SI_KERNEL = 0x80
+"""Code of a signal from the kernel, such as SIGINT from a terminal; see `man 2 sigaction`."""
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SIGNALS = (*_STOP_SIGNALS, signal.SIGCHLD)
@@ -154,8 +157,8 @@ class _Supervisor:
             if received is not None and received.si_signo != signal.SIGCHLD and deadline is None:
                 # Only once: a second signal would end a training run without saving.
                 name = signal.Signals(received.si_signo).name
-                if _is_systemd(received.si_pid):
-                    self.report(f"{name} from systemd, which the command has received too")
+                if sender := _sender_to_all(received, child.pid):
+                    self.report(f"{name} from {sender}, which the command has received too")
                 else:
                     self.report(f"passing {name} on to the command")
                     child.send_signal(received.si_signo)
@@ -179,11 +182,16 @@ class _Supervisor:
             self.report(f"cannot write the status to {str(self.folder.path)!r}: {error.strerror}")
 
 
-def _is_systemd(pid: int) -> bool:
+def _sender_to_all(received: signal.struct_siginfo, command: int) -> str | None:
+    """Return the sender of a signal if it sends it to the process `command` as well; None if not."""
+    if received.si_code == SI_KERNEL:
+        # A terminal sends SIGINT to its foreground process group. Some commands, such as `timeout`, leave it.
+        return "the terminal" if os.getpgid(command) == os.getpgrp() else None
     try:
-        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8") == "systemd\n"
+        sender = Path(f"/proc/{received.si_pid}/comm").read_text(encoding="utf-8")
     except OSError:
-        return False
+        return None
+    return "systemd" if sender == "systemd\n" else None
 
 
 @dataclasses.dataclass(frozen=True)

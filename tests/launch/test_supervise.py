@@ -3,11 +3,13 @@
 
 """The supervisor restarts failed commands within a limit, passes signals on once, and documents its exit status."""
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -111,16 +113,22 @@ def test_the_command_has_no_blocked_signals(tmp_path: Path) -> None:
     assert run(tmp_path, SupervisorConfig(max_restarts=0), code)[0] == 0
 
 
-def start(folder: Path, *options: str, code: str = STOPPABLE, status: int = 0) -> "subprocess.Popen[str]":
-    """Start the supervisor's command line, and wait until its command is ready."""
+def start(
+    folder: Path, *options: str, code: str = STOPPABLE, status: int = 0, terminal: int | None = None
+) -> "subprocess.Popen[str]":
+    """Start the supervisor's command line, in the foreground of a terminal if one is given, and wait until its command
+    is ready.
+    """
     own = [sys.executable, "-m", "marin_rl.launch", "supervise", *options, "--folder", "state"]
     process = subprocess.Popen(
         [*own, "--", *command(code, status)],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        stdin=terminal,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=None if terminal is None else lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
     wait_for(folder / "ready")
     return process
@@ -161,6 +169,21 @@ def test_a_signal_of_systemd_is_not_passed_on(tmp_path: Path) -> None:
         sender.communicate(b"\n")
     output, _ = process.communicate(timeout=TIMEOUT)
     assert "['TERM']" in output
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("has_own_group", [False, True])
+def test_the_command_receives_ctrl_c_once(tmp_path: Path, has_own_group: bool) -> None:
+    """The terminal sends SIGINT to the command as well, unless the command has left the process group."""
+    controller, terminal = os.openpty()
+    code = "import os; os.setpgid(0, 0)\n" + STOPPABLE if has_own_group else STOPPABLE
+    process = start(tmp_path, code=code, terminal=terminal)
+    os.write(controller, b"\x03")
+    output, _ = process.communicate(timeout=TIMEOUT)
+    os.close(terminal)
+    os.close(controller)
+    assert ("SIGINT from the terminal, which the command has received too" in output) != has_own_group
+    assert "['INT']" in output
     assert process.returncode == 0
 
 
