@@ -131,7 +131,8 @@ def exit_on_error() -> Iterator[None]:
     """End all processes when one ends with an error, with that error's message.
 
     The failing process does not wait for the others at exit, as jax would for five minutes. The others end within
-    `INTERVAL + GRACE` seconds, also if they are blocked in a collective operation. If a process other than the main one
+    `INTERVAL + GRACE` seconds, also if they are blocked in a collective operation; the main process, without which they
+    cannot report the error, ends up to `2 * INTERVAL` seconds later. If a process other than the main one
     is killed or paused, or its host is cut off, the others end within `SILENCE + INTERVAL + GRACE` seconds, also if
     they do not communicate.
     """
@@ -190,7 +191,12 @@ def _report(error: BaseException) -> None:
     """
     if not isinstance(error, OtherProcessError | multihost.MainProcessError):
         _write_error(jax.process_index(), f"ended with an error: {type(error).__name__}: {error}")
-    deadline = time.monotonic() + INTERVAL + GRACE
+    _wait_for_others(INTERVAL + GRACE)
+
+
+def _wait_for_others(seconds: float) -> None:
+    """In the main process, wait until the others end."""
+    deadline = time.monotonic() + seconds
     others = jax.process_count() - 1
     while multihost.is_main() and time.monotonic() < deadline and len(_client().key_value_dir_get(_ENDED)) < others:
         time.sleep(0.1)
@@ -207,11 +213,14 @@ def _watch(ended: threading.Event) -> None:
             if not ended.wait(GRACE):
                 logger.error("%s", error)
                 print(f"error: {error}", file=sys.stderr)
+                # The others read the error up to `INTERVAL` seconds later.
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    _wait_for_others(2 * INTERVAL)
                 _end()
             return
-        except jax.errors.JaxRuntimeError:
-            # The service has ended; then jax ends this process.
-            return
+        except jax.errors.JaxRuntimeError as error:
+            # A call may fail once. If the service has ended, jax ends this process.
+            logger.info("the coordination service of the main process does not answer: %s", error)
 
 
 class _SignsOfLife:

@@ -227,6 +227,50 @@ def test_a_blocked_process_is_ended_with_the_error_of_the_other(
     assert "error: training process 0 ended with an error: ValueError: no such file\n" in capsys.readouterr().err
 
 
+def test_a_blocked_main_process_ends_after_the_others(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_status, "GRACE", 0.05)
+    service, read = processes.service, processes.service.key_value_dir_get
+    ended, before = threading.Event(), []
+
+    def read_after_others(key: str) -> list[tuple[str, str]]:
+        # The others end when the main process looks for them.
+        if key == "marin_rl/ended/":
+            service.values |= {"marin_rl/ended/1": "", "marin_rl/ended/2": ""}
+        return read(key)
+
+    def leave(status: int) -> None:
+        before.extend(read("marin_rl/ended/"))
+        ended.set()
+
+    monkeypatch.setattr(service, "key_value_dir_get", read_after_others)
+    monkeypatch.setattr("os._exit", leave)
+    service.key_value_set("marin_rl/error", '{"process": 1, "error": "ended with an error: ValueError: no such file"}')
+    with exit_on_error():
+        assert ended.wait(60)
+    assert [key for key, _ in before] == ["marin_rl/ended/1", "marin_rl/ended/2"]
+
+
+def test_errors_are_noticed_after_the_service_failed_for_a_moment(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_status, "GRACE", 0.05)
+    service, set_value = processes.service, processes.service.key_value_set
+    ended, failures = threading.Event(), []
+
+    def fail_once(key: str, value: str, allow_overwrite: bool = False) -> None:
+        if not failures:
+            failures.append(key)
+            set_value("marin_rl/error", '{"process": 1, "error": "ended with an error: ValueError: no such file"}')
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset")
+        set_value(key, value, allow_overwrite)
+
+    monkeypatch.setattr(service, "key_value_set", fail_once)
+    monkeypatch.setattr("os._exit", lambda status: ended.set())
+    with exit_on_error():
+        assert ended.wait(60)
+    assert failures == ["marin_rl/alive/0"]
+
+
 def test_the_main_process_does_not_wait_forever_for_dead_ones(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +354,7 @@ def test_a_process_without_signs_of_life_ends_those_that_work(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_status, "SILENCE", 0.05)
+    monkeypatch.setattr(host_status, "GRACE", 0.05)
     processes.service.key_value_set(SIGN_OF_2, "7")
 
     def work() -> None:
