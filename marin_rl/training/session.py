@@ -99,7 +99,7 @@ def _lock_on_main(directory: RunDirectory, config: TrainConfig, resources: conte
 def _train(
     config: TrainConfig, directory: RunDirectory, display: ProgressDisplay, check_lock: Callable[[], None]
 ) -> TrainingRun | None:
-    """Train, plot and export; return the run if it is complete."""
+    """Train, export and plot; return the run if it is complete."""
     report = functools.partial(_report, display)
     with contextlib.ExitStack() as closing:
         stop = closing.enter_context(stop_on_signals(report))

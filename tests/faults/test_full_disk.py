@@ -12,6 +12,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from experiments.soak import LiveRun, halt, wake, whole_and_once
 from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.learner.saved_checkpoint import open_checkpoint
 from marin_rl.rollouts.store import read_rollouts
+from marin_rl.training import session
 from marin_rl.training.run_state import REPLAY
 from tests.faults.live_run import all_end, async_settings, live, started
 from tests.tiny_run import PROBLEMS, TinyRun, contents, copy_of, make_run, outcome
@@ -97,7 +99,13 @@ def test_full_disk_at_the_end_keeps_the_previous_export(
     # Room for the checkpoints up to the last that fits.
     fitting = files[: [file.name for file in files].index(last) + 1] if last else []
     leave = sum(file.stat().st_blocks * 512 for file in fitting)
-    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: fill(disk, leave))
+    export = session.export_folder
+
+    def export_to_a_full_disk(*arguments: Any) -> None:
+        fill(disk, leave)
+        export(*arguments)
+
+    monkeypatch.setattr(session, "export_folder", export_to_a_full_disk)
     capfd.readouterr()
     assert run.train() == 1
     told = capfd.readouterr().err
