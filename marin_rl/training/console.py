@@ -10,8 +10,9 @@ On a terminal, two lines at the bottom are redrawn. In a pipe or under CI, plain
 import collections
 import math
 import os
+import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TextIO
 
 from rich.bar import Bar
@@ -178,17 +179,18 @@ def print_closing_table(
     """
     console.print()
     if evaluations:
-        console.print(_accuracy_table(evaluations))
+        console.print(_accuracy_table(evaluations, console))
     if any(seconds.values()):
         console.print(_time_table(seconds))
     facts = {name: f"{value:,.0f}" for name, value in totals.items()} | {"run directory": str(run_directory)}
     column = max(map(len, facts))
     for name, text in facts.items():
         console.print(Text.assemble((f"{name:{column}}  ", "dim"), escape(text)), soft_wrap=True)
+    quoted = shlex.quote(str(run_directory))
     next_commands = {
-        "Evaluate it again": f"python -m marin_rl.evaluate --run {run_directory}",
+        "Evaluate it again": f"python -m marin_rl.evaluate --run {quoted}",
         "Train from its weights": (
-            f"python -m marin_rl.train --config CONFIG --run_dir NEW --initialize_from {run_directory} "
+            f"python -m marin_rl.train --config CONFIG --run_dir NEW --initialize_from {quoted} "
             "--warm_start.max_steps 0"
         ),
     }
@@ -196,7 +198,8 @@ def print_closing_table(
         console.print(Text.assemble((f"\n{purpose}\n", "dim"), (f"  {escape(command)}", "bold")), soft_wrap=True)
 
 
-def _accuracy_table(evaluations: Mapping[str, Mapping[str, int | float]]) -> Table:
+def _accuracy_table(evaluations: Mapping[str, Mapping[str, int | float]], console: Console) -> Table:
+    """Return a table with a column for each metric, or with a row for each if the columns do not fit on the console."""
     names = dict.fromkeys(
         name
         for metrics in evaluations.values()
@@ -204,22 +207,39 @@ def _accuracy_table(evaluations: Mapping[str, Mapping[str, int | float]]) -> Tab
         if name.startswith("eval/") and ("accuracy" in name or "pass@" in name)
     )
     environments = {name.split("/")[1] for name in names}
-    table = Table(title="Held-out accuracy", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
+    labels = []
     for name in names:
         _, environment, *kind = name.split("/")
         label = "/".join(kind).removeprefix("accuracy_")
-        table.add_column(
-            Text(escape_line(f"{environment} {label}" if len(environments) > 1 else label)), justify="right"
-        )
-    for time_name, metrics in evaluations.items():
-        cells = [format_fraction(metrics[name]) if name in metrics else "" for name in names]
-        table.add_row(time_name, *cells)
+        labels.append(escape_line(f"{environment} {label}" if len(environments) > 1 else label))
+    rows = {
+        time_name: [format_fraction(metrics[name]) if name in metrics else "" for name in names]
+        for time_name, metrics in evaluations.items()
+    }
     if len(evaluations) > 1:
         *_, before, after = evaluations.values()
-        changes = [f"{after[name] - before[name]:+.3f}" if name in before and name in after else "" for name in names]
-        table.add_section()
-        table.add_row("change", *changes, style="bold")
+        rows["change"] = [
+            f"{after[name] - before[name]:+.3f}" if name in before and name in after else "" for name in names
+        ]
+    table = _empty_accuracy_table(labels)
+    for time_name, cells in rows.items():
+        if time_name == "change":
+            table.add_section()
+        table.add_row(time_name, *cells, style="bold" if time_name == "change" else None)
+    # A measurement is limited by its own width.
+    if console.measure(table, options=console.options.update(width=console.width + 1)).maximum <= console.width:
+        return table
+    table = _empty_accuracy_table(rows)
+    for label, *cells in zip(labels, *rows.values(), strict=True):
+        table.add_row(Text(label), *cells)
+    return table
+
+
+def _empty_accuracy_table(columns: Iterable[str]) -> Table:
+    table = Table(title="Held-out accuracy", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", overflow="fold")
+    for column in columns:
+        table.add_column(Text(column), justify="right", no_wrap=True)
     return table
 
 

@@ -3,6 +3,7 @@
 
 import io
 import itertools
+import shlex
 from pathlib import Path
 
 import pytest
@@ -184,9 +185,32 @@ def test_closing_table_names_environments_if_there_are_several():
     assert "a sampled   b sampled" in stream.getvalue()
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_closing_table_has_a_row_for_each_metric_if_columns_do_not_fit(width: int):
+    names = [f"eval/{name}/{kind}" for name in ("countdown", "gsm8k") for kind in ("accuracy_sampled", "pass@1")]
+    names += [f"eval/a_long_name_of_an_environment/pass@{k}" for k in (1, 4, 16)]
+    evaluations = {"before warm start": dict.fromkeys(names, 0.25), "after RL": dict.fromkeys(names, 0.5)}
+    stream = Stream()
+    print_closing_table(Console(file=stream, width=width), Path("x"), evaluations, {}, {})
+    text = stream.getvalue()
+    assert "before warm start   after RL   change" in text
+    assert text.count("  0.250      0.500   +0.250") == len(names)
+    assert "\n countdown pass@1 " in text
+    assert "…" not in text
+    assert max(map(len, text.partition("run directory")[0].splitlines())) <= width
+
+
 def test_seconds_round_up_to_minutes():
     assert format_seconds(59.96) == "1:00"
     assert format_seconds(3599.7) == "1:00:00"
+
+
+def test_commands_are_quoted_for_the_shell():
+    stream = Stream()
+    print_closing_table(Console(file=stream, width=80), Path("runs/Anne's first"), {}, {}, {})
+    commands = [line.split("marin_rl.")[1] for line in stream.getvalue().splitlines() if "python -m" in line]
+    assert shlex.split(commands[0]) == ["evaluate", "--run", "runs/Anne's first"]
+    assert "runs/Anne's first" in shlex.split(commands[1])
 
 
 def test_names_and_messages_are_escaped():
@@ -202,7 +226,7 @@ def test_names_and_messages_are_escaped():
         r"'\x1b]0;title\x07ascii'",
         r"\x1b[31mred[bold] greedy",
         r"run directory  runs/\x1b[2J\x07",
-        r"--run runs/\x1b[2J\x07",
+        r"--run 'runs/\x1b[2J\x07'",
         "\nand more",
     ):
         assert text in printed
