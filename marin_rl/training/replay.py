@@ -225,6 +225,9 @@ def _read_groups(
     stored = StoredGroups([], {})
     for table in read_rollouts(directory.rollouts, [step], COLUMNS, [TRAINING]):
         stored = groups_of_table(table)
+    if config.filter.drops:
+        # The store has the status of a failed rollout, and not whether its group was dropped.
+        stored = stored._replace(groups=[group for group in stored.groups if any(r.rewards for r in group.rollouts)])
     kept = records.get(step, {}).get("filter/kept_groups", len(stored.groups))
     if kept != len(stored.groups) or any(len(group.rollouts) != config.rollouts.group_size for group in stored.groups):
         raise ReplayError(

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from marin_rl.event_loop import BackgroundLoop
-from tests.tiny_run import TinyRun
+from marin_rl.training.replay import replay_step
+from marin_rl.training.run_directory import RunDirectory
+from tests.tiny_run import TinyRun, without_timings
 from tests.training.fault_cases import (
     ShortRuns,
     assert_nothing_else_is_lost,
@@ -17,6 +19,7 @@ from tests.training.fault_cases import (
     rows_of,
     written,
 )
+from tests.training.reopened_run import config_of
 
 ENVIRONMENT = """
     import asyncio
@@ -129,3 +132,8 @@ def test_fully_failed_group_is_dropped(runs: ShortRuns, tmp_path: Path):
         assert {id for id, row in found.items() if row["status"] == "failed"} == set(lost)
         assert len(lost) == 4
     assert_nothing_else_is_lost(rows_of(run, 1), expected[0], [row["id"] for row in groups_of(expected[0])[1]])
+
+    # The dropped groups are stored, but a replay does not train on them.
+    replayed = replay_step(RunDirectory(run.path), config_of(run), 2)
+    assert (replayed.start, replayed.weight_difference) == (0, 0.0)
+    assert without_timings(replayed.metrics) == without_timings(replayed.recorded)
