@@ -154,7 +154,9 @@ def replay_step(directory: RunDirectory, config: TrainConfig, step: int) -> Repl
             "wait for it to end, stop it, or replay a copy of its directory"
         )
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint)
-    start = _starting_step(directory, checkpoints, step)
+    records = {int(record["step"]): record for record in read_records(directory.metrics)}
+    without_groups = [number for number, record in records.items() if record.get("filter/kept_groups") == 0]
+    start = _starting_step(directory, checkpoints, step, without_groups)
     original = from_yaml(TrainConfig, directory.config.read_text(encoding="utf-8"), str(directory.config))
     if start < step - 1 and (changes := _changes(original, config)):
         raise ReplayError(
@@ -162,7 +164,6 @@ def replay_step(directory: RunDirectory, config: TrainConfig, step: int) -> Repl
             f"steps before it had the config of the run; it has checkpoints of {checkpoints.steps()}. Changed keys:\n"
             + "\n".join(changes)
         )
-    records = {int(record["step"]): record for record in read_records(directory.metrics)}
     groups = functools.partial(_read_groups, directory, original, records)
     # Before any device is used.
     first = groups(start + 1)
@@ -194,11 +195,14 @@ def _changes(original: TrainConfig, config: TrainConfig) -> list[str]:
     return config_differences(to_yaml(original), to_yaml(config), may_differ, "the run's config")
 
 
-def _starting_step(directory: RunDirectory, checkpoints: Checkpoints, step: int) -> int:
-    """Return the newest checkpoint before a step, if all rollouts from there on are stored."""
+def _starting_step(directory: RunDirectory, checkpoints: Checkpoints, step: int, without_groups: Sequence[int]) -> int:
+    """Return the newest checkpoint before a step, if all rollouts from there on are stored.
+
+    Steps in `without_groups` trained on nothing; they have no file if earlier steps dropped all of their groups.
+    """
     run, saved = str(directory.path), checkpoints.steps()
     stored = [file.step for file in list_files(directory.rollouts) if file.purpose == TRAINING]
-    newest = max([*stored, *saved], default=0)
+    newest = max([*stored, *saved, *without_groups], default=0)
     if not 1 <= step <= newest:
         raise ReplayError(f"run {run!r} has no step {step}; its steps are 1 to {newest}")
     before = [number for number in saved if number < step]
@@ -207,7 +211,7 @@ def _starting_step(directory: RunDirectory, checkpoints: Checkpoints, step: int)
             f"step {step} of run {run!r} needs a checkpoint of an earlier step, but the run has only those of {saved}; "
             "replay a later step, or keep more checkpoints in the next run (checkpoint.keep_every)"
         )
-    missing = [number for number in range(before[-1] + 1, step + 1) if number not in stored]
+    missing = [number for number in range(before[-1] + 1, step + 1) if number not in {*stored, *without_groups}]
     if missing:
         kept = f"steps {min(stored)} to {max(stored)}" if stored else "no step"
         raise ReplayError(

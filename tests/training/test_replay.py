@@ -4,6 +4,7 @@
 """Replays of steps; those of other objectives are in `test_resume_objectives`, of async runs in `test_async`."""
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,25 @@ def test_steps_since_the_checkpoint_are_repeated(finished_run: TinyRun, tmp_path
     (run.path / "metrics.jsonl").unlink()
     replayed = replay_step(RunDirectory(run.path), config, 6)
     assert (replayed.start, replayed.recorded, replayed.weight_difference) == (5, {}, None)
+
+
+def test_steps_without_groups_need_no_file(finished_run: TinyRun, tmp_path: Path):
+    run = copy_of(finished_run, tmp_path)
+    # A step whose groups an earlier step has dropped.
+    (run.path / "rollouts" / "step-00000004.parquet").unlink()
+    shutil.rmtree(run.checkpoint(4))
+    lines = [
+        json.dumps({**record, "filter/kept_groups": 0} if record["step"] == 4 else record) for record in run.records()
+    ]
+    (run.path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    config = config_of(run)
+    skipped = replay_step(RunDirectory(run.path), config, 4)
+    assert (skipped.start, skipped.metrics["batch/microbatches"], skipped.weight_difference) == (3, 0.0, None)
+    following = replay_step(RunDirectory(run.path), config, 5)
+    assert following.start == 3
+    # The first of the two updates is missing.
+    assert following.weight_difference is not None
+    assert following.weight_difference > 0
 
 
 def test_another_objective_can_be_tried(finished_run: TinyRun, tmp_path: Path):
