@@ -533,34 +533,21 @@ def test_random_control_replaces_returned_and_posted_rewards():
     assert {each[RANDOM] for each in rewards} == {0.0, 1.0}
 
 
-PROGRAM = """
-import json, os, sys
-import httpx, openai
-task = json.load(sys.stdin)
-assert "SECRET" not in os.environ
-client = openai.OpenAI()
-messages = task["messages"]
-reply = client.chat.completions.create(model="m", messages=messages).choices[0].message.content
-headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-if reply != "RHI":
-    sys.exit("unexpected reply")
-if len(sys.argv) > 1:
-    sys.exit("no luck")
-httpx.post(os.environ["REWARD_URL"], json={"reward": 0.75}, headers=headers).raise_for_status()
-"""
-
-
 @pytest.mark.medium
-def test_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_program_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SECRET", "x")
+    page = Path(__file__).parents[2] / "docs" / "pages" / "agents.md"
+    [program] = re.findall(r"```python title=\"agent.py\"\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     file = tmp_path / "agent.py"
-    file.write_text(PROGRAM)
-    values = {"id": "t", "messages": list(TASK.messages), "answer": "4", "seed": 1}
+    file.write_text(f"{program}\nassert 'SECRET' not in os.environ\n")
+    values = {"id": "t", "messages": list(TASK.messages), "answer": "RHI", "seed": 1}
     rollout = only(CommandEpisode([sys.executable, str(file)], ("PATH",), values))
-    assert (rollout.error, dict(rollout.rewards)) == (None, {"reward": 0.75})
-    failed = CommandEpisode([sys.executable, str(file), "fail"], ("PATH",), values)
-    with pytest.raises(AllRolloutsFailedError, match=r"ended with exit status 1\nno luck"):
-        run(failed)
+    assert (rollout.error, dict(rollout.rewards)) == (None, {"reward": 1.0})
+
+
+def test_a_program_that_fails_costs_its_rollout():
+    with pytest.raises(AllRolloutsFailedError, match=r"ended with exit status 3\nno luck"):
+        run(CommandEpisode(["/bin/sh", "-c", "echo no luck; exit 3"], (), {}))
 
 
 def test_a_program_ends_without_its_children(tmp_path: Path):
