@@ -65,6 +65,8 @@ class Group:
     """Access to the hosts."""
     addresses: Sequence[str] = ()
     """Internal address of each host; empty if the slices do not exist."""
+    all_addresses: bool = False
+    """Whether `addresses` has those of every slice; slices that are being created or repaired have none."""
     started: bool = False
     """Whether this launch has started the jobs on the current slices."""
     requested: bool = False
@@ -240,9 +242,10 @@ class Launch:
         if found.stage is not Stage.ACTIVE:
             return False
         group.requested = False
-        if not group.addresses:
+        if not group.all_addresses:
             nodes = [queued_resource.describe_node(self.gcloud, node) for node in group.resource.nodes]
             group.addresses = [address for node in nodes for address in node.addresses]
+            group.all_addresses = all(node.addresses for node in nodes)
         return bool(group.addresses)
 
     def _request(self, group: Group) -> None:
@@ -340,7 +343,7 @@ class Launch:
         if group.recreations > self.config.max_recreations:
             raise GcloudError(f"{group.name} was lost {group.recreations} times, more than max_recreations")
         self.gcloud.report(f"{group.name}: its slices are lost; deleting it, to request it again")
-        group.addresses, group.started = (), False
+        group.addresses, group.all_addresses, group.started = (), False, False
         queued_resource.delete(self.gcloud, group.name)
 
     def _finish(self) -> None:

@@ -190,7 +190,7 @@ class Node:
     state: str
     """State in Cloud TPU, such as READY or PREEMPTED; ABSENT if it does not exist."""
     addresses: Sequence[str]
-    """Internal address of each host."""
+    """Internal address of each host; empty unless all of them have one."""
 
 
 def describe_node(gcloud: Gcloud, name: str) -> Node:
@@ -206,5 +206,5 @@ def describe_node(gcloud: Gcloud, name: str) -> Node:
     if gcloud.dry_run:
         return Node("READY", ("HOST_ADDRESS",))
     values = json.loads(output)
-    addresses = tuple(endpoint["ipAddress"] for endpoint in values.get("networkEndpoints", ()))
-    return Node(values.get("state", "UNKNOWN"), addresses)
+    addresses = tuple(endpoint.get("ipAddress", "") for endpoint in values.get("networkEndpoints", ()))
+    return Node(values.get("state", "UNKNOWN"), addresses if all(addresses) else ())

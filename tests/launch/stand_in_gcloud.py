@@ -87,9 +87,9 @@ class Cloud:
             waits: number of descriptions until a request is granted.
         """
         self.folder.mkdir(parents=True)
-        self._write(
-            {"resources": {}, "objects": [], "faults": [], "num_hosts": num_hosts, "waits": waits, "login": True}
-        )
+        state = {"resources": {}, "objects": [], "faults": [], "num_hosts": num_hosts, "waits": waits, "login": True}
+        # Number of descriptions of a slice in which a host has no address yet.
+        self._write({**state, "without_addresses": {}})
 
     @contextlib.contextmanager
     def change(self) -> Iterator[dict[str, Any]]:
@@ -237,6 +237,9 @@ class Cloud:
             if name in resource["nodes"] and resource["state"] == "ACTIVE":
                 place = 16 * index + resource["nodes"].index(name)
                 endpoints = [{"ipAddress": f"10.0.{place}.{host}"} for host in range(state["num_hosts"])]
+                if state["without_addresses"].get(name, 0) > 0:
+                    state["without_addresses"][name] -= 1
+                    return json.dumps({"state": "CREATING", "networkEndpoints": [*endpoints[1:], {}]})
                 return json.dumps({"state": "READY", "networkEndpoints": endpoints})
         raise CallError(f"(gcloud.compute.tpus.tpu-vm.describe) NOT_FOUND: Resource '{name}' was not found")
 

@@ -132,6 +132,15 @@ def test_several_slices(cloud: Cloud, project: Project) -> None:
 
 
 @pytest.mark.medium
+def test_a_slice_that_gets_its_addresses_later(cloud: Cloud, project: Project) -> None:
+    finish(project)
+    with cloud.change() as state:
+        state["without_addresses"] = {"pod-1": 1}
+    assert launch("start", project, "--slices.num_slices", "2") == 0
+    assert len(project.starts()) == 4
+
+
+@pytest.mark.medium
 def test_ssh_drops_are_survived(cloud: Cloud, project: Project) -> None:
     drop = "ERROR: (gcloud.compute.tpus.tpu-vm.ssh) [/usr/bin/ssh] exited with return code [255]."
     cloud.fail("ssh", drop)
