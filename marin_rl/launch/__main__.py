@@ -147,7 +147,7 @@ def _start(
     if "dry_run" in flags:
         launch.dry_run()
         return 0
-    own = [option for option in options if option.removeprefix("--") not in ACTIONS["start"]]
+    own = [option for option in options if option not in {f"--{flag}" for flag in ACTIONS["start"]}]
     same = f"python -m marin_rl.launch {command} {{}} {shlex.join(own)}"
     try:
         launch.run(detach="detach" in flags)

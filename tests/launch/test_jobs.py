@@ -503,6 +503,14 @@ def test_delete_of_nothing(cloud: Cloud, project: Project, capsys: pytest.Captur
     assert capsys.readouterr().out == "pod: deleted\npod: ABSENT\npod: no slices\n"
 
 
+def test_commands_for_what_is_left_keep_a_name_like_a_flag(
+    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cloud.fail("ssh", "ERROR: no such host")
+    assert launch("start", project, "--tpu_name", "detach", "--detach") == 1
+    assert " --tpu_name detach`" in capsys.readouterr().out
+
+
 def test_interrupt_names_what_is_left(
     cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
