@@ -42,12 +42,13 @@ def _run(arguments: Sequence[str]) -> int:
     from marin_rl.errors import USER_ERRORS
     from marin_rl.training.dry_run import describe_run
     from marin_rl.training.session import run_session
-    from marin_rl.training.starting_weights import resolve_model
+    from marin_rl.training.starting_weights import check_weight_files, resolve_model
 
     try:
         parsed = parse_config(TrainConfig, arguments, FLAGS)
         if "dry_run" in parsed.flags:
             config = resolve_model(parsed.config)
+            check_weight_files(config)
             print(to_yaml(config))
             tasks = config.environment.build().tasks(Split.TRAIN)
             print(describe_run(config, config.tokenizer.build(), len(tasks)))

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -49,6 +50,16 @@ def test_dry_run_prints_the_config_that_a_run_writes(finished_run: TinyRun, capf
     assert finished_run.train("--dry_run") == 0
     written = (finished_run.path / "config.yaml").read_text()
     assert written in capfd.readouterr().out
+
+
+def test_dry_run_checks_the_weight_files(
+    finished_run: TinyRun, new_run: Callable[..., TinyRun], tmp_path: Path, capfd: Capture
+):
+    weights = shutil.copytree(finished_run.path / "hf", tmp_path / "weights")
+    (weights / "model.safetensors").write_bytes(b"cut off")
+    run = new_run(initialize_from=str(weights), warm_start__max_steps=0)
+    assert run.train("--dry_run") == 1
+    assert "are missing or damaged: model.safetensors" in capfd.readouterr().err
 
 
 def test_written_config_starts_the_same_run(finished_run: TinyRun, capfd: Capture):

@@ -13,7 +13,9 @@ from marin_rl.config.train_config import LOGPROB_BLOCK_SIZE, TrainConfig
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.learner.devices import microbatch_rows
 from marin_rl.learner.policy_model import model_shape
+from marin_rl.models.hf_config import read_hf_config
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.training.starting_weights import has_checkpoint, hf_folder
 
 
 def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int) -> str:
@@ -21,7 +23,7 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
 
     Args:
         config: training config; `model` is set.
-        tokenizer: determines the vocabulary size of the model.
+        tokenizer: determines the vocabulary size of a model without `initialize_from`.
         train_tasks: number of distinct training tasks.
 
     Returns:
@@ -29,7 +31,10 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
     """
     assert config.model is not None
     rollouts, limits = config.rollouts, config.sampling
-    shape = model_shape(config.model, Axis("vocab", tokenizer.vocab_size), config.trainer)
+    vocab_size = tokenizer.vocab_size
+    if config.initialize_from is not None and not has_checkpoint(config):
+        vocab_size = read_hf_config(hf_folder(config.initialize_from)).vocab_size
+    shape = model_shape(config.model, Axis("vocab", vocab_size), config.trainer)
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shape))
     per_step, updates = rollouts.rollouts_per_step, config.updates
     (platform, (rows, positions)), *others = _microbatches(config).items()
@@ -42,7 +47,7 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
     if config.critic is not None:
         critic = "one output on the policy's trunk" if config.critic.shared_trunk else "a separate trunk"
     lines = [
-        ("parameters", f"{parameters:,}, vocabulary {tokenizer.vocab_size:,}"),
+        ("parameters", f"{parameters:,}, vocabulary {vocab_size:,}"),
         (
             "one step",
             f"{rollouts.prompts_per_step:,} prompts x {rollouts.group_size} attempts = {per_step:,} rollouts",
@@ -65,7 +70,7 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
         ),
         (
             "logits at a time",
-            f"{block:,} tokens x {tokenizer.vocab_size:,} floats on each data-parallel device",
+            f"{block:,} tokens x {vocab_size:,} floats on each data-parallel device",
         ),
         ("evaluations", f"{_evaluations(config):,}, of {config.evaluation.tasks:,} held-out tasks"),
         ("reference model", "yes" if config.kl.needs_reference else "not loaded, the KL coefficient is 0"),

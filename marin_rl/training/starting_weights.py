@@ -60,11 +60,16 @@ def check_weight_files(config: TrainConfig) -> None:
     Raises:
         PolicyModelError: if a file is missing or damaged, or does not hold floating-point weights.
     """
-    if config.initialize_from is None or any((storage_path(config.run_dir) / "checkpoints").glob("step-*")):
+    if config.initialize_from is None or has_checkpoint(config):
         return
     folder = Path(hf_folder(config.initialize_from))
     if folder.is_dir():
         read_tensor_shapes(str(folder.absolute()))
+
+
+def has_checkpoint(config: TrainConfig) -> bool:
+    """Return whether the run has a checkpoint, so that it does not read `initialize_from` again."""
+    return any((storage_path(config.run_dir) / "checkpoints").glob("step-*"))
 
 
 def hf_folder(source: str) -> str:

@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+from pathlib import Path
 
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 from levanter.models.llama import LlamaConfig
+from transformers import LlamaConfig as HfLlamaConfig
 
 from marin_rl.config.objective_config import UpdateConfig
 from marin_rl.config.sections import EvaluationConfig, RolloutConfig, WarmStartConfig
@@ -58,6 +60,14 @@ def test_counts_of_a_run():
     assert found["logits at a time"].startswith("16 tokens x 264 floats")
     assert found["reference model"] == "not loaded, the KL coefficient is 0"
     assert found["critic"] == "none"
+
+
+def test_vocabulary_is_that_of_the_starting_weights(tmp_path: Path):
+    HfLlamaConfig(vocab_size=320).save_pretrained(tmp_path)
+    found = lines(dataclasses.replace(CONFIG, initialize_from=str(tmp_path)))
+    plain = int(lines(CONFIG)["parameters"].partition(", vocabulary")[0].replace(",", ""))
+    assert found["parameters"] == f"{plain + 2 * (320 - 264) * 16:,}, vocabulary 320"
+    assert found["logits at a time"].startswith("16 tokens x 320 floats")
 
 
 def test_counts_with_several_updates_and_resampling():
