@@ -120,7 +120,7 @@ BULK = 200_000
 """Characters of a worked answer, which is stored with a waiting group but not with a rollout."""
 SMALL = 100_000
 """Bytes that suffice for rollouts, record and log of a step, but not for one waiting group; others may expire."""
-STEPS, GROUPS, MEMBERS, STALENESS = 25, 4, 4, 3
+STEPS, GROUPS, MEMBERS, STALENESS = 16, 4, 4, 3
 KEPT = 2
 """Number of checkpoints that a run keeps."""
 
@@ -138,6 +138,9 @@ def bulky_run(disk: Path, finished_run: TinyRun) -> TinyRun:
         workers__num_workers=1,
         num_steps=STEPS,
         replay__max_staleness=STALENESS,
+        # Groups wait only for a trainer that is slower than its worker.
+        updates__epochs=10,
+        policy_loss={"type": "ppo_clip"},
         checkpoint={"every": 1, "keep_last": KEPT},
         evaluation={"every": 0, "tasks": 2, "greedy": False},
         environment__path=str(problems),
