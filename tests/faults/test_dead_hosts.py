@@ -3,7 +3,6 @@
 
 """One of two training hosts is killed, with its weight server."""
 
-from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -19,14 +18,13 @@ EXPLAINED = "Run the same command on all hosts to resume from the last checkpoin
 JAX_ENDS = "This most likely indicates that another task died; see the other task logs for more details"
 
 
-def kill_in_transfer_of(version: int, killed: int, run: TinyRun, before: Collection[Child]) -> set[Child]:
+def kill_in_transfer_of(version: int, killed: int, run: TinyRun) -> set[Child]:
     """Start both hosts, and kill one while a worker fetches the version from it; the other must end.
 
     Args:
         version: version, and step of a checkpoint.
         killed: index of the host; 0 is the main host.
         run: the run.
-        before: processes of an earlier start, which must end.
 
     Returns:
         The processes that the hosts had started.
@@ -38,7 +36,6 @@ def kill_in_transfer_of(version: int, killed: int, run: TinyRun, before: Collect
     hold_transfers(hold, version)
     with started(training):
         main.wait_until(lambda: main.saved_steps >= version, f"the checkpoint of step {version}")
-        all_end(before)
         children = main.children() | training[1].children()
         kill_in_transfer(training[killed])
         assert left.end() != 0
@@ -57,13 +54,13 @@ def test_dead_training_host_ends_the_run_which_resumes(tmp_path: Path) -> None:
     run = make_run(tmp_path, **async_settings(**settings, **changes))
     saved, children = [], set[Child]()
     for version, killed in ((4, 1), (8, 0)):
-        children |= kill_in_transfer_of(version, killed, run, children)
+        children |= kill_in_transfer_of(version, killed, run)
         saved.append(hosts(run, 2)[0].saved_steps)
     training = hosts(run, 2)
     with started(training):
-        # Ray's helper processes check their node once a minute.
-        all_end(children)
         assert [host.end() for host in training] == [0, 0], [host.said for host in training]
+    # Ray's helper processes check their node once a minute.
+    all_end(children)
     log = (run.path / "log.txt").read_text()
     for step in saved:
         assert f"resuming after step {step}, from " in log
