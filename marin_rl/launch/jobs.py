@@ -235,10 +235,10 @@ class Launch:
                 raise JobError(f"{group.name} was deleted, but not by this command")
             self._request(group)
             return False
+        queued_resource.check_same(group.resource, found)
         if found.stage in (Stage.SUSPENDED, Stage.FAILED):
             self._delete_lost_resource(group)
             return False
-        queued_resource.check_same(group.resource, found)
         if found.stage is not Stage.ACTIVE:
             return False
         group.requested = False

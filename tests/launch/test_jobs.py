@@ -454,12 +454,13 @@ def test_failed_and_suspended_requests_of_earlier_launches_are_replaced(cloud: C
     assert len(project.starts()) == 4
 
 
+@pytest.mark.parametrize("state_name", ["ACTIVE", "SUSPENDED", "FAILED"])
 def test_other_slices_of_the_same_name_are_refused(
-    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str]
+    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str], state_name: str
 ) -> None:
     with cloud.change() as state:
         flags = {"accelerator-type": "v5p-8"}
-        state["resources"]["pod"] = {"flags": flags, "nodes": ["pod"], "waits": 0, "state": "ACTIVE"}
+        state["resources"]["pod"] = {"flags": flags, "nodes": ["pod"], "waits": 0, "state": state_name}
     error = failed(project, capsys)
     assert "pod exists with tpu_type v5p-8 instead of v5p-16; delete it first, or choose another tpu_name" in error
     assert set(cloud.resources) == {"pod"}
