@@ -81,9 +81,11 @@ class FolderBackend:
             keep: Number of newest versions to keep.
         """
         check_secret(secret)
-        self.address = folder
-        """Path or fsspec address of the folder."""
         self._folder = _Folder(folder)
+        root = self._folder.root
+        # Workers may have another working directory.
+        self.address = str(root.absolute() if isinstance(root, Path) else root)
+        """Absolute path or fsspec address of the folder."""
         self._secret = secret
         self._host = training_host
         self._keep = keep

@@ -81,6 +81,16 @@ def test_missing_folder_has_no_versions(tmp_path):
     assert receiver_of(source_of(tmp_path / "later")).newest() is None
 
 
+def test_address_is_valid_in_another_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with closing(open_sender("weights")) as sender:
+        publish(sender, 1)
+        monkeypatch.chdir("/")
+        assert receiver_of(FolderSource(sender.address, SECRET, streams=2)).receive(filled(0))[1] == 1
+        monkeypatch.chdir(tmp_path)
+    assert names(tmp_path / "weights") == []
+
+
 def test_weights_of_another_launch_are_rejected_and_deleted(tmp_path):
     old = open_sender(tmp_path, make_secret())
     publish(old, 7)
