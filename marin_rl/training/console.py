@@ -204,7 +204,7 @@ def _accuracy_table(evaluations: Mapping[str, Mapping[str, int | float]], consol
         name
         for metrics in evaluations.values()
         for name in metrics
-        if name.startswith("eval/") and ("accuracy" in name or "pass@" in name)
+        if name.startswith("eval/") and ("/accuracy_" in name or "/pass@" in name)
     )
     environments = {name.split("/")[1] for name in names}
     labels = []

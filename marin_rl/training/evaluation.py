@@ -118,7 +118,7 @@ def describe_accuracy(evaluation: Mapping[str, float]) -> str:
     >>> describe_accuracy({"eval/sums/tasks": 8.0, "eval/sums/accuracy_sampled": 0.25})
     'held-out sums/accuracy_sampled 0.250'
     """
-    parts = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in evaluation.items() if "accuracy" in name]
+    parts = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in evaluation.items() if "/accuracy_" in name]
     return "held-out " + ", ".join(parts)
 
 

@@ -198,6 +198,8 @@ def test_evaluation_is_disabled_without_tasks():
 def test_describe_accuracy():
     evaluation = {"eval/a/accuracy_sampled": 0.25, "eval/a/pass@1": 0.25, "eval/a/accuracy_greedy": 0.5}
     assert describe_accuracy(evaluation) == "held-out a/accuracy_sampled 0.250, a/accuracy_greedy 0.500"
+    named = {"eval/accuracy/tasks": 8.0, "eval/accuracy/accuracy_sampled": 0.25}
+    assert describe_accuracy(named) == "held-out accuracy/accuracy_sampled 0.250"
 
 
 def scored_tokens(template: str, tasks: Sequence[Task]) -> tuple[dict[str, float], list[list[int]]]:
