@@ -40,7 +40,7 @@ def _run(arguments: Sequence[str]) -> int:
     from marin_rl.config.train_config import TrainConfig
     from marin_rl.environments.base import Split
     from marin_rl.errors import USER_ERRORS
-    from marin_rl.training.dry_run import describe_run
+    from marin_rl.training.dry_run import check_tasks, describe_run
     from marin_rl.training.session import run_session
     from marin_rl.training.starting_weights import check_weight_files, resolve_model
 
@@ -50,8 +50,9 @@ def _run(arguments: Sequence[str]) -> int:
             config = resolve_model(parsed.config)
             check_weight_files(config)
             print(to_yaml(config))
-            tasks = config.environment.build().tasks(Split.TRAIN)
-            print(describe_run(config, config.tokenizer.build(), len(tasks)))
+            environment = config.environment.build()
+            check_tasks(config, environment)
+            print(describe_run(config, config.tokenizer.build(), len(environment.tasks(Split.TRAIN))))
             return 0
         run_session(parsed.config, sys.stdout)
     except KeyboardInterrupt:

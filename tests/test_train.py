@@ -62,6 +62,31 @@ def test_dry_run_checks_the_weight_files(
     assert "are missing or damaged: model.safetensors" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"environment.held_out": 0.0}, "environment 'ones' has no held_out tasks to evaluate on"),
+        ({"environment.validation": 0.0}, "environment 'ones' has no validation tasks to measure the warm start on"),
+        ({"environment.path": "plain.jsonl"}, "environment 'ones' has no worked answers or demonstrations to train on"),
+    ],
+)
+def test_dry_run_checks_that_there_are_tasks(
+    new_run: Callable[..., TinyRun],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: Capture,
+    changes: dict[str, object],
+    message: str,
+):
+    monkeypatch.chdir(tmp_path)
+    problems = [{"prompt": f"{number}", "answer": "1"} for number in range(60)]
+    Path("plain.jsonl").write_text("".join(f"{json.dumps(problem)}\n" for problem in problems))
+    run = new_run(**changes)
+    assert run.train("--dry_run", "--evaluation.tasks", "0", "--warm_start.max_steps", "0") == 0
+    assert run.train("--dry_run") == 1
+    assert message in capfd.readouterr().err
+
+
 def test_written_config_starts_the_same_run(finished_run: TinyRun, capfd: Capture):
     assert main(["--config", str(finished_run.path / "config.yaml"), "--dry_run"]) == 0
     assert (finished_run.path / "config.yaml").read_text() in capfd.readouterr().out

@@ -10,12 +10,26 @@ import jax
 from haliax import Axis
 
 from marin_rl.config.train_config import LOGPROB_BLOCK_SIZE, TrainConfig
+from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.learner.devices import microbatch_rows
 from marin_rl.learner.policy_model import model_shape
 from marin_rl.models.hf_config import read_hf_config
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.training import evaluation, warm_start
 from marin_rl.training.starting_weights import has_checkpoint, hf_folder
+
+
+def check_tasks(config: TrainConfig, environment: AbstractEnvironment) -> None:
+    """Check that the environment has the tasks of the run's evaluations and warm start.
+
+    Raises:
+        ValueError: if it has not; the message names the setting.
+    """
+    if config.evaluation.tasks:
+        evaluation.require_tasks(environment, environment.tasks(Split.HELD_OUT), Split.HELD_OUT)
+    if config.warm_start.max_steps:
+        warm_start.require_tasks(environment)
 
 
 def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from marin_rl.batching.processed_rollout import ProcessedRollout, process_demonstration
 from marin_rl.config.sections import EvaluationConfig
-from marin_rl.environments.base import Split
+from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.learner.scoring import Scores
 from marin_rl.metrics import mean
 from marin_rl.objectives.pass_at_k import pass_at_k
@@ -49,11 +49,7 @@ def evaluate(
     if config.tasks == 0:
         raise ValueError("evaluation.tasks is 0; set the number of tasks to evaluate, e.g. --evaluation.tasks 512")
     tasks = first_of_each(runner.environment.tasks(split), config.tasks, runner)
-    if not tasks:
-        raise ValueError(
-            f"environment {runner.environment.name!r} has no {split.value} tasks to evaluate on; "
-            f"set environment.{split.value}"
-        )
+    require_tasks(runner.environment, tasks, split)
     name = f"evaluate-{split.value}"
     sampled = run_groups(
         runner, tasks, group_size=config.samples, temperature=temperature, seed_parts=(seed, name, "sampled")
@@ -120,6 +116,23 @@ def describe_accuracy(evaluation: Mapping[str, float]) -> str:
     """
     parts = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in evaluation.items() if "/accuracy_" in name]
     return "held-out " + ", ".join(parts)
+
+
+def require_tasks(environment: AbstractEnvironment, tasks: Sequence[Task], split: Split) -> None:
+    """Check that there are tasks to evaluate on.
+
+    Args:
+        environment: source of the tasks, for the error message.
+        tasks: tasks to evaluate on.
+        split: split of the tasks.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    if not tasks:
+        raise ValueError(
+            f"environment {environment.name!r} has no {split.value} tasks to evaluate on; set environment.{split.value}"
+        )
 
 
 def first_of_each(tasks: Sequence[Task], count: int, runner: RolloutRunner) -> list[Task]:

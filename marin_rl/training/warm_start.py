@@ -18,7 +18,7 @@ from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.processed_rollout import ProcessedRollout, process_conversation
 from marin_rl.batching.rl_example import pack_batch
 from marin_rl.config.sections import WarmStartConfig
-from marin_rl.environments.base import Split
+from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.host_status import raise_if
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.train_step import Learner
@@ -76,7 +76,7 @@ def warm_start(
         StopRequestedError: in all processes, if one was asked to stop.
         WarmStartError: if the environment lacks worked answers or validation tasks, or no answer of a batch fits.
     """
-    tasks, check_tasks = _worked_tasks(runner), _check_tasks(config, runner)
+    tasks, check_tasks = _worked_tasks(runner.environment), _check_tasks(config, runner)
     optimizer = AdamConfig(learning_rate=config.learning_rate, lr_schedule="constant", warmup=0, weight_decay=0.0)
     loss = RlLoss(ReinforceLossConfig(), NoKlConfig(), temperature=1.0, block_size=block_size)
 
@@ -106,11 +106,21 @@ def warm_start(
     return state.model
 
 
-def _worked_tasks(runner: RolloutRunner) -> Sequence[Task]:
-    tasks = [task for task in runner.environment.tasks(Split.TRAIN) if runner.environment.can_demonstrate(task)]
+def require_tasks(environment: AbstractEnvironment) -> None:
+    """Check that an environment has the tasks of a warm start.
+
+    Raises:
+        WarmStartError: if it has no worked answers and demonstrations, or no validation tasks.
+    """
+    _worked_tasks(environment)
+    _require_validation(environment, environment.tasks(Split.VALIDATION))
+
+
+def _worked_tasks(environment: AbstractEnvironment) -> Sequence[Task]:
+    tasks = [task for task in environment.tasks(Split.TRAIN) if environment.can_demonstrate(task)]
     if not tasks:
         raise WarmStartError(
-            f"environment {runner.environment.name!r} has no worked answers or demonstrations to train on; set "
+            f"environment {environment.name!r} has no worked answers or demonstrations to train on; set "
             "warm_start.max_steps: 0 and start from weights that solve some tasks (initialize_from)"
         )
     return tasks
@@ -118,12 +128,16 @@ def _worked_tasks(runner: RolloutRunner) -> Sequence[Task]:
 
 def _check_tasks(config: WarmStartConfig, runner: RolloutRunner) -> Sequence[Task]:
     tasks = first_of_each(runner.environment.tasks(Split.VALIDATION), config.check_tasks, runner)
+    _require_validation(runner.environment, tasks)
+    return tasks
+
+
+def _require_validation(environment: AbstractEnvironment, tasks: Sequence[Task]) -> None:
     if not tasks:
         raise WarmStartError(
-            f"environment {runner.environment.name!r} has no validation tasks to measure the warm start on; "
+            f"environment {environment.name!r} has no validation tasks to measure the warm start on; "
             "set environment.validation, or warm_start.max_steps: 0"
         )
-    return tasks
 
 
 def _worked_example(task: Task, runner: RolloutRunner) -> ProcessedRollout | None:
