@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 import os
+import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ from marin_rl.distributed.rollout_runner import make_runner, open_reward_functio
 from marin_rl.distributed.samplers import open_trainer_sampler
 from marin_rl.distributed.scheduler import RolloutScheduler
 from marin_rl.distributed.worker_devices import check_worker_devices
-from marin_rl.environments.base import AbstractEnvironment
+from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.errors import Closing, writing
 from marin_rl.event_loop import BackgroundLoop
 from marin_rl.host_status import raise_if
@@ -61,6 +62,9 @@ from marin_rl.types import RolloutGroup, WeightVersion
 
 Report = Callable[[str], None]
 """Receives progress messages of one line each."""
+
+NOTICE_SECONDS = 5.0
+"""Seconds after which the preparation of tasks is reported."""
 
 
 class _Parts(NamedTuple):
@@ -105,7 +109,7 @@ def open_run(
         CheckpointError: if the run has checkpoints and none is usable.
     """
     with contextlib.ExitStack() as resources:
-        parts = _open_parts(config, folder, resources)
+        parts = _open_parts(config, folder, report, resources)
         loaded = parts.checkpoints.restore_newest(functools.partial(_load, config, parts))
         trainer_state, runner, progress = (
             _start(config, parts, report, stop_requested) if loaded is None else _resume(config, parts, loaded, report)
@@ -206,12 +210,12 @@ def drop_groups_of_lost_weights(state: RunState, report: Report) -> None:
         )
 
 
-def _open_parts(config: TrainConfig, folder: StoragePath, resources: contextlib.ExitStack) -> _Parts:
+def _open_parts(config: TrainConfig, folder: StoragePath, report: Report, resources: contextlib.ExitStack) -> _Parts:
     trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
     layout = config.row_layout(trainer)
     check_config(config)
     check_worker_devices(config, platform_of(trainer), os.environ)
-    tokenizer, environment = config.tokenizer.build(), config.environment.build()
+    tokenizer, environment = config.tokenizer.build(), _build_environment(config.environment, report)
     if config.mode is Mode.SYNC or config.warm_start.max_steps > 0 or config.evaluation.tasks > 0:
         reward_functions, loop = open_reward_functions(config, environment, resources)
     else:
@@ -223,6 +227,17 @@ def _open_parts(config: TrainConfig, folder: StoragePath, resources: contextlib.
     resources.enter_context(Closing(checkpoints.close))
     learner = make_learner(config, trainer, layout)
     return _Parts(trainer, layout, tokenizer, environment, reward_functions, loop, store, checkpoints, learner)
+
+
+def _build_environment(config: EnvironmentConfig, report: Report) -> AbstractEnvironment:
+    """Build the environment, and report if that takes long, such as generating games or downloading a dataset."""
+    name = EnvironmentConfig.get_choice_name(type(config))
+    notice = threading.Timer(NOTICE_SECONDS, report, [f"preparing the tasks of the environment {name!r} ..."])
+    notice.start()
+    try:
+        return config.build()
+    finally:
+        notice.cancel()
 
 
 def _close(store: RolloutStore) -> None:

@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.distributed.rollout_source import LocalRollouts
 from marin_rl.distributed.scheduler import RequestNumber
 from marin_rl.environments.arithmetic import ArithmeticConfig
+from marin_rl.environments.base import AbstractEnvironment
+from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.learner import saved_checkpoint
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.learner.devices import start_devices
@@ -91,6 +94,23 @@ def test_damaged_checkpoints_are_reported(finished_run: TinyRun, tmp_path: Path)
     assert reopen(copied, messages.append).state.progress.step == 5
     assert messages[0] == "the checkpoint of step 6 is damaged and was skipped; see log.txt for the reason"
     assert messages[1].startswith("resuming after step 5")
+
+
+def test_preparation_of_tasks_is_reported_if_it_takes_long(finished_run: TinyRun, monkeypatch: pytest.MonkeyPatch):
+    messages, reported, build = [], threading.Event(), JsonlConfig.build
+
+    def report(message: str) -> None:
+        messages.append(message)
+        reported.set()
+
+    def build_slowly(config: JsonlConfig) -> AbstractEnvironment:
+        assert reported.wait(60)
+        return build(config)
+
+    monkeypatch.setattr(open_run, "NOTICE_SECONDS", 0.0)
+    monkeypatch.setattr(JsonlConfig, "build", build_slowly)
+    reopen(finished_run, report)
+    assert messages[0] == "preparing the tasks of the environment 'jsonl' ..."
 
 
 @pytest.mark.parametrize("kl", [LossKlConfig(beta=0.0), RewardKlConfig(beta=0.0)])
