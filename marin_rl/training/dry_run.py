@@ -17,7 +17,7 @@ from marin_rl.learner.policy_model import model_shape
 from marin_rl.models.hf_config import read_hf_config
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.training import evaluation, warm_start
-from marin_rl.training.starting_weights import has_checkpoint, hf_folder
+from marin_rl.training.starting_weights import hf_folder
 
 
 def check_tasks(config: TrainConfig, environment: AbstractEnvironment) -> None:
@@ -46,8 +46,10 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
     assert config.model is not None
     rollouts, limits = config.rollouts, config.sampling
     vocab_size = tokenizer.vocab_size
-    if config.initialize_from is not None and not has_checkpoint(config):
-        vocab_size = read_hf_config(hf_folder(config.initialize_from)).vocab_size
+    if config.initialize_from is not None:
+        # A run that has started does not need these weights any more, so they may be gone.
+        with contextlib.suppress(ValueError):
+            vocab_size = read_hf_config(hf_folder(config.initialize_from)).vocab_size
     shape = model_shape(config.model, Axis("vocab", vocab_size), config.trainer)
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shape))
     per_step, updates = rollouts.rollouts_per_step, config.updates

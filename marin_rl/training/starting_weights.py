@@ -60,16 +60,14 @@ def check_weight_files(config: TrainConfig) -> None:
     Raises:
         PolicyModelError: if a file is missing or damaged, or does not hold floating-point weights.
     """
-    if config.initialize_from is None or has_checkpoint(config):
+    if config.initialize_from is None:
         return
-    folder = Path(hf_folder(config.initialize_from))
-    if folder.is_dir():
-        read_tensor_shapes(str(folder.absolute()))
-
-
-def has_checkpoint(config: TrainConfig) -> bool:
-    """Return whether the run has a checkpoint, so that it does not read `initialize_from` again."""
-    return any((storage_path(config.run_dir) / "checkpoints").glob("step-*"))
+    source = storage_path(config.initialize_from)
+    # A hub name needs no access to the run directory, which a machine without credentials may not have in a dry run.
+    if isinstance(source, Path) and not source.is_dir():
+        return
+    if not any((storage_path(config.run_dir) / "checkpoints").glob("step-*")):
+        read_tensor_shapes(str(Path(hf_folder(config.initialize_from)).absolute()))
 
 
 def hf_folder(source: str) -> str:

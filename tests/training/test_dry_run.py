@@ -68,6 +68,8 @@ def test_vocabulary_is_that_of_the_starting_weights(tmp_path: Path):
     plain = int(lines(CONFIG)["parameters"].partition(", vocabulary")[0].replace(",", ""))
     assert found["parameters"] == f"{plain + 2 * (320 - 264) * 16:,}, vocabulary 320"
     assert found["logits at a time"].startswith("16 tokens x 320 floats")
+    # Those of a run that has started may be gone.
+    assert lines(dataclasses.replace(CONFIG, initialize_from=str(tmp_path / "absent")))["parameters"].endswith(" 264")
 
 
 def test_counts_with_several_updates_and_resampling():

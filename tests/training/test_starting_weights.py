@@ -33,8 +33,15 @@ from marin_rl.models.hf_config import PolicyModelError
 from marin_rl.models.hf_tensors import read_tensor_shapes
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
+from marin_rl.remote_path import RemotePath
 from marin_rl.training.open_run import make_loss
-from marin_rl.training.starting_weights import first_policy, hf_folder, resolve_model, restore_policy
+from marin_rl.training.starting_weights import (
+    check_weight_files,
+    first_policy,
+    hf_folder,
+    resolve_model,
+    restore_policy,
+)
 from tests.models.hf_checkpoint import record, write_checkpoint, write_config
 from tests.tiny_run import TinyRun
 from tests.training.reopened_run import config_of
@@ -48,6 +55,18 @@ def test_missing_model_section_is_read_from_weights(finished_run: TinyRun):
         model = resolve_model(left_out).model
         assert model is not None
         assert (model.Pos.size, model.Embed.size) == (16, 16)
+
+
+def test_weights_on_the_hub_are_checked_without_the_run_directory(monkeypatch: pytest.MonkeyPatch):
+    def refuse(path: RemotePath, pattern: str) -> Iterator[RemotePath]:
+        raise PermissionError(f"no credentials for {path}")
+
+    monkeypatch.setattr(RemotePath, "glob", refuse)
+    model = LlamaConfig(seq_len=512)
+    config = TrainConfig(ArithmeticConfig(), "memory://bucket/run", model, initialize_from="Qwen/Qwen3-0.6B")
+    check_weight_files(config)
+    with pytest.raises(PermissionError):
+        check_weight_files(dataclasses.replace(config, initialize_from="."))
 
 
 def test_hf_folder(finished_run: TinyRun, tmp_path: Path):
