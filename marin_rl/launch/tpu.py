@@ -3,6 +3,7 @@
 
 """Configs of launches on Cloud TPU, and their jobs: training on slices, alone or with rollout slices under Ray."""
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
@@ -136,10 +137,12 @@ def training_run(config: TpuConfig, arguments: Sequence[str]) -> str:
     own = [] if config.rollout_slices is None else ["--ray_address", f"HOST:{RAY_PORT}"]
     if own and any(name == "ray_address" for name, _ in _options(arguments)):
         raise ConfigError("rollout_slices is set, so this command sets ray_address; remove it from the arguments")
-    parsed = parse_config(TrainConfig, [*arguments, *own]).config
+    names = set(code_files(Path(config.code.folder)))
+    # The hosts run the command in a copy of this folder.
+    with contextlib.chdir(config.code.folder):
+        parsed = parse_config(TrainConfig, [*arguments, *own]).config
     # A missing secret must be found before slices are requested.
     environment_script(config.code)
-    names = set(code_files(Path(config.code.folder)))
     for name, value in _options(arguments):
         if name in CONFIG_OPTIONS and value not in names:
             raise UploadError(

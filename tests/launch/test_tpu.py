@@ -100,6 +100,15 @@ def test_returns_the_run_directory(folder: Path, run_dir: str) -> None:
 
 
 @pytest.mark.medium
+def test_config_files_are_those_of_the_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "tools").mkdir()
+    monkeypatch.chdir(folder / "tools")
+    config = decode(TpuConfig, VALID | {"code": {"folder": ".."}})
+    assert training_run(config, ["--config", "run.yaml", "--run_dir", "/mnt/a"]) == "/mnt/a"
+    assert Path.cwd() == folder / "tools"
+
+
+@pytest.mark.medium
 @pytest.mark.parametrize("hardware", [["--workers.tpu_slice", "v5e:2x4"], ["--workers.resources.TPU", "4"]])
 def test_workers_on_rollout_slices(folder: Path, hardware: list[str]) -> None:
     assert training_run(decode(TpuConfig, VALID | ROLLOUTS), [*ASYNC, *hardware]) == "/mnt/a"
