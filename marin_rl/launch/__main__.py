@@ -136,6 +136,8 @@ def _start(
     passed: Sequence[str],
     flags: frozenset[str],
 ) -> int:
+    if {"detach", "autodelete"} <= flags:
+        raise ConfigError("--autodelete waits for the end of the run, but --detach does not; remove one of them")
     run_dir = training_run(config, passed)
     rollouts = config.rollout_slices
     check_login(launch.gcloud)
@@ -158,7 +160,7 @@ def _start(
     except USER_ERRORS:
         _name_existing(launch, same)
         raise
-    if "autodelete" in flags and "detach" not in flags:
+    if "autodelete" in flags:
         launch.delete()
     else:
         _name_existing(launch, same)

@@ -25,6 +25,7 @@ def test_usage(argv: list[str], status: int, capsys: pytest.CaptureFixture[str])
         (["tpu", "starts"], "unknown action 'starts' of tpu; did you mean 'start'"),
         (["tpu", "status", "--detach", *POD], "--detach needs a value"),
         (["tpu", "start", *POD[:4]], "slices is missing"),
+        (["tpu", "start", *POD, "--detach", "--autodelete"], "--autodelete waits for the end of the run"),
         (["tpu", "stop", *POD, "--", "--seed", "1"], "stop takes no training arguments; remove -- and what follows"),
         (["supervise"], "no command; give it after --"),
         (["local", "--num_process", "2"], "unknown key num_process; did you mean 'num_processes'"),
