@@ -36,6 +36,7 @@ def outcomes() -> dict[str, str]:
         ("model axis", "12 rows, 3 a device"),
         ("replicas", "24 rows, 3 a device"),
         ("configured rows", "40 rows, 5 a device"),
+        ("a replica per slice", "24 rows, 3 a device"),
     ],
 )
 def test_rows_per_data_parallel_device(outcomes: dict[str, str], case: str, rows: str):
@@ -49,6 +50,13 @@ def test_rows_per_data_parallel_device(outcomes: dict[str, str], case: str, rows
             "model axis too large",
             "8 devices cannot be split into trainer.model_axis_size 3 x trainer.replica_ici_axis_size 1: their "
             "product must divide a slice's devices",
+        ),
+        ("no model axis", "trainer.model_axis_size is 0; it must be at least 1"),
+        ("negative replicas", "trainer.replica_ici_axis_size is -1; it must be at least 1"),
+        (
+            "replicas over slices",
+            "trainer.replica_dcn_axis_size is 2, but the number of slices is 1; set a number that divides it, "
+            "or -1 for one replica per slice",
         ),
         (
             "accelerator",
