@@ -154,7 +154,10 @@ def _start(
     try:
         launch.run(detach="detach" in flags)
     except KeyboardInterrupt:
-        _report(f"interrupted; the run continues without it. Logs: `{same.format('logs')}`")
+        if launch.groups[0].started:
+            _report(f"interrupted; the run continues without it. Logs: `{same.format('logs')}`")
+        else:
+            _report("interrupted before it has started the run; run the same command again to continue")
         _name_existing(launch, same)
         return 130
     except USER_ERRORS:

@@ -512,16 +512,21 @@ def test_commands_for_what_is_left_keep_a_name_like_a_flag(
     assert " --tpu_name detach`" in capsys.readouterr().out
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize("started", [False, True])
 def test_interrupt_names_what_is_left(
-    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, started: bool
 ) -> None:
     def interrupt(seconds: float) -> None:
-        raise KeyboardInterrupt
+        if not started or project.starts():
+            raise KeyboardInterrupt
 
     monkeypatch.setattr("marin_rl.launch.jobs.time", types.SimpleNamespace(sleep=interrupt))
     assert launch("start", project) == 130
     output = capsys.readouterr().out
-    assert "interrupted; the run continues without it. Logs: `python -m marin_rl.launch tpu logs --tpu_name" in output
+    running = "interrupted; the run continues without it. Logs: `python -m marin_rl.launch tpu logs --tpu_name"
+    assert (running in output) is started
+    assert ("interrupted before it has started the run; run the same command again" in output) is not started
     assert (
         "pod still exists, and its slices are billed; delete with `python -m marin_rl.launch tpu delete --tpu_name"
         in output
