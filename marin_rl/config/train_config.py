@@ -18,7 +18,7 @@ from levanter.distributed import DistributedConfig, RayConfig
 from levanter.models.gpt2 import Gpt2Config
 from levanter.models.lm_model import LmConfig
 from levanter.models.mixtral import MixtralConfig
-from levanter.optim import AdamConfig, OptimizerConfig
+from levanter.optim import AdamConfig, MarsConfig, OptimizerConfig
 from levanter.trainer import TrainerConfig
 
 import marin_rl.objectives.gae
@@ -73,6 +73,9 @@ from marin_rl.weights.config import ArrowFlightConfig, TransferDtype, WeightTran
 
 LOGPROB_BLOCK_SIZE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
 """Tokens on each device whose logits are in memory at once, by platform, if the config does not set their number."""
+UNUSABLE_OPTIMIZERS = ("adamH", "kron", "muonH", "rmsprop", "scion", "sophia-h")
+"""Levanter's optimizers whose update cannot be compiled: sophia-h needs the loss function, the others call functions
+that the installed jax has removed or does not support in a compiled program."""
 
 
 def compilation_cache() -> str:
@@ -211,6 +214,7 @@ class TrainConfig:
         check_paths(self)
         module_levels(self.logging)
         self._check_numbers()
+        self._check_optimizer()
         self._check_trainer()
         self._check_model()
         self._check_replay()
@@ -227,6 +231,20 @@ class TrainConfig:
             )
         if self.logprob_block_size is not None and self.logprob_block_size < 1:
             raise ValueError(f"logprob_block_size is {self.logprob_block_size}; it must be at least 1 token, or null")
+
+    def _check_optimizer(self) -> None:
+        refused = {OptimizerConfig.get_choice_class(name): name for name in UNUSABLE_OPTIMIZERS}
+        if name := refused.get(type(self.optimizer)):
+            usable = sorted(OptimizerConfig.get_known_choices().keys() - refused.values())
+            raise ValueError(
+                f"optimizer.type is {name!r}, whose update in levanter cannot be compiled; use one of "
+                f"{', '.join(usable)}"
+            )
+        if isinstance(self.optimizer, MarsConfig) and self.optimizer.max_grad_norm:
+            raise ValueError(
+                f"optimizer.max_grad_norm is {self.optimizer.max_grad_norm}, but levanter's clipping in mars cannot be "
+                "compiled; set optimizer.max_grad_norm: null, or use optimizer: {type: adam}"
+            )
 
     def _check_trainer(self) -> None:
         cache = self.trainer.jax_compilation_cache_dir

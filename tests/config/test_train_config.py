@@ -12,7 +12,7 @@ from levanter.models.gemma import Gemma3Config
 from levanter.models.gpt2 import Gpt2Config
 from levanter.models.llama import LlamaConfig
 from levanter.models.mixtral import MixtralConfig
-from levanter.optim import AdamConfig
+from levanter.optim import AdamConfig, MarsConfig, MuonHConfig
 
 from marin_rl.batching.packing import GroupRow
 from marin_rl.config.command_line import parse_config
@@ -109,6 +109,8 @@ def test_reinforce_accepts_groups_of_one():
         ({"logprob_block_size": 0}, "logprob_block_size is 0"),
         ({"optimizer": AdamConfig(learning_rate=-1e-3)}, r"optimizer\.learning_rate is -0\.001; it must be a finite"),
         ({"optimizer": AdamConfig(learning_rate=math.inf)}, r"optimizer\.learning_rate is inf; it must be a finite"),
+        ({"optimizer": MuonHConfig()}, r"optimizer\.type is 'muonH', .* use one of adam, adopt, .*, muon, soap"),
+        ({"optimizer": MarsConfig()}, r"optimizer\.max_grad_norm is 1\.0, .* set optimizer\.max_grad_norm: null"),
         ({"ray_address": "ray://head:10001"}, r"ray_address is 'ray://head:10001'; it must be `auto`, or `host:port`"),
         ({"ray_address": "head"}, "ray_address is 'head'; it must be `auto`, or `host:port`"),
         (

@@ -14,7 +14,9 @@ import numpy as np
 import optax
 import pytest
 from levanter.layers.attention import AttentionMask
+from levanter.optim import OptimizerConfig
 
+from marin_rl.config.train_config import UNUSABLE_OPTIMIZERS
 from marin_rl.learner.loss import loss_metrics
 from marin_rl.learner.train_step import (
     NonFiniteUpdateError,
@@ -148,6 +150,23 @@ def test_stacked_microbatches_are_those_of_the_batch_then_zeros(tiny) -> None:
 
 
 @pytest.mark.medium
+@pytest.mark.medium
+@pytest.mark.filterwarnings("ignore:`_get_mesh` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", sorted(OptimizerConfig.get_known_choices()))
+def test_the_config_refuses_the_optimizers_that_cannot_be_compiled(tiny, trainer, name: str) -> None:
+    changes = {"max_grad_norm": None} if name == "mars" else {}
+    learner = tiny.make_learner(trainer, optimizer=OptimizerConfig.get_choice_class(name)(**changes))
+
+    def lower() -> None:
+        learner.lower(tiny.fresh_state(learner), [tiny.make_example()])
+
+    if name not in UNUSABLE_OPTIMIZERS:
+        lower()
+        return
+    with pytest.raises((TypeError, ValueError, AttributeError)):
+        lower()
+
+
 def test_later_steps_with_any_microbatch_count_do_not_compile(tiny, learner) -> None:
     def step(state, seeds):
         state, measured = learner.step(state, [tiny.make_example(seed=seed) for seed in seeds])
