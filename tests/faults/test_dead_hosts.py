@@ -14,7 +14,7 @@ from tests.tiny_run import TinyRun, make_run
 from tests.training_hosts import hosts, started
 
 STEPS = 12
-EXPLAINED = "Run the same command on all hosts to resume from the last checkpoint."
+EXPLAINED = "Run the same command on all hosts to resume from the last checkpoint"
 JAX_ENDS = "This most likely indicates that another task died; see the other task logs for more details"
 
 
