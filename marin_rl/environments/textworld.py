@@ -111,7 +111,8 @@ class TextWorldConfig(EnvironmentConfig):
             ValueError: if TextWorld does not have the challenge or an option, or rejects their values.
         """
         require_package("textworld", "textworld")
-        server = GameServer("marin_rl.environments.textworld_game:TextWorldGame")
+        played = "marin_rl.environments.textworld_game:TextWorldGame"
+        server = GameServer(played)
         common = {
             "folder": self._folder(),
             "challenge": self.challenge,
@@ -124,11 +125,13 @@ class TextWorldConfig(EnvironmentConfig):
             made = call_each(server, "make", [{**common, "seed": seed} for seed in dict.fromkeys(seeds)])
         except GameError as error:
             raise ValueError(f"TextWorld {self.challenge!r} with the options {self.options}: {error}") from error
+        finally:
+            server.close()
         source = f"TextWorld {self.challenge!r}"
         problems = without_duplicates(self._problems(made), source)
         splits = split_problems(problems, self.held_out, self.validation, source)
         games = {problem_id(game["identity"]): game for game in reversed(made)}
-        return TextWorldEnvironment(self, self.name, splits, games, server)
+        return TextWorldEnvironment(self, self.name, splits, games, GameServer(played, made[0]["path"]))
 
     def _folder(self) -> str:
         """Return the folder of the games, which depends on everything but the seeds that determines them."""

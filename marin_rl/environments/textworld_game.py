@@ -3,6 +3,7 @@
 
 """A TextWorld game in its own process: generation, play, and demonstrations."""
 
+import contextlib
 import json
 import os
 import random
@@ -30,11 +31,21 @@ class TextWorldGame:
     """A game of TextWorld; each process plays one."""
 
     @staticmethod
-    def prepare() -> None:
-        """Import TextWorld, and generate a game to fill the caches of its parsers."""
+    def prepare(path: str = "") -> None:
+        """Import TextWorld, and fill the caches of its parsers.
+
+        Args:
+            path: file of a game whose rules later games have; if empty, a game is generated. To parse the rules takes
+                four times as long as a game of ten commands.
+        """
         import textworld.challenges
         import textworld.generator
 
+        if path:
+            # A file that cannot be read fails the rollouts of its game.
+            with contextlib.suppress(OSError, ValueError):
+                textworld.Game.load(str(Path(path).with_suffix(".json")))
+            return
         settings = textworld.GameOptions()
         settings.seeds = 0
         textworld.generator.make_game(settings)

@@ -162,6 +162,25 @@ def test_invalid_games_are_refused(compact: TextWorldEnvironment, changes: dict,
 
 @real
 @pytest.mark.medium
+def test_rules_are_parsed_once_for_all_games(compact: TextWorldEnvironment):
+    program = """
+import sys
+from textworld.logic import GameLogic
+from marin_rl.environments.textworld_game import TextWorldGame
+first, *others = sys.argv[1:]
+TextWorldGame.prepare(first)
+for path in others:
+    TextWorldGame().start(path, 0)
+print(GameLogic.parse.cache_info().misses)
+"""
+    paths = [str(game["path"]) for game in compact.games.values()]
+    assert len(paths) == 4
+    parsed = subprocess.run([sys.executable, "-c", program, *paths], capture_output=True, text=True, check=True).stdout
+    assert parsed == "1\n"
+
+
+@real
+@pytest.mark.medium
 def test_a_game_whose_file_is_damaged_fails_its_rollout(tmp_path: Path):
     environment = build(folder=str(tmp_path), view=View.COMPACT, num_tasks=1)
     [file] = tmp_path.rglob("*.json")
