@@ -123,7 +123,7 @@ SIZES = {
     "small": Size(hidden=512, intermediate=1376, layers=8, heads=8, vocabulary=32_000),
 }
 
-OPTIMIZER = {"learning_rate": 3e-4, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "max_grad_norm": 1.0}
+OPTIMIZER = {"learning_rate": 1e-5, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "max_grad_norm": 1.0}
 """Settings of AdamW in all compared programs; the learning rate is constant and there is no weight decay."""
 
 
