@@ -63,10 +63,9 @@ class Group:
     """Jobs in the order of their start, given the internal address of the first host of the first group."""
     hosts: Hosts
     """Access to the hosts."""
-    addresses: Sequence[str] = ()
-    """Internal address of each host; empty if the slices do not exist."""
-    all_addresses: bool = False
-    """Whether `addresses` has those of every slice; slices that are being created or repaired have none."""
+    slices: Sequence[Sequence[str]] = ()
+    """Internal addresses of the hosts of each slice, none of a slice that is being created or repaired; empty if the
+    slices do not exist."""
     started: bool = False
     """Whether this launch has started the jobs on the current slices."""
     requested: bool = False
@@ -80,6 +79,11 @@ class Group:
     def name(self) -> str:
         """Name of the queued resource."""
         return self.resource.name
+
+    @property
+    def addresses(self) -> list[str]:
+        """Internal address of each host."""
+        return [address for addresses in self.slices for address in addresses]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +235,7 @@ class Launch:
             )
         if found.stage is Stage.ABSENT:
             if group.addresses:
-                group.addresses = ()
+                group.slices = ()
                 raise JobError(f"{group.name} was deleted, but not by this command")
             self._request(group)
             return False
@@ -242,10 +246,9 @@ class Launch:
         if found.stage is not Stage.ACTIVE:
             return False
         group.requested = False
-        if not group.all_addresses:
+        if not (group.slices and all(group.slices)):
             nodes = [queued_resource.describe_node(self.gcloud, node) for node in group.resource.nodes]
-            group.addresses = [address for node in nodes for address in node.addresses]
-            group.all_addresses = all(node.addresses for node in nodes)
+            group.slices = [node.addresses for node in nodes]
         return bool(group.addresses)
 
     def _request(self, group: Group) -> None:
@@ -343,7 +346,7 @@ class Launch:
         if group.recreations > self.config.max_recreations:
             raise GcloudError(f"{group.name} was lost {group.recreations} times, more than max_recreations")
         self.gcloud.report(f"{group.name}: its slices are lost; deleting it, to request it again")
-        group.addresses, group.all_addresses, group.started = (), False, False
+        group.slices, group.started = (), False
         queued_resource.delete(self.gcloud, group.name)
 
     def _finish(self) -> None:
