@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 from typing import cast
 
+import jax.numpy as jnp
 from levanter.distributed import DistributedConfig, RayConfig
 from levanter.models.gpt2 import Gpt2Config
 from levanter.models.lm_model import LmConfig
@@ -204,6 +205,7 @@ class TrainConfig:
             checkpointer="set checkpoint",
             quantization="not supported; leave it out",
             model_averaging="not supported; leave it out",
+            batch_axis="the axis of rows is always named batch",
         ),
     )
     """Mesh, precision, microbatches and trackers (levanter's section). Batch size and number of steps follow from
@@ -259,6 +261,12 @@ class TrainConfig:
             given, default = getattr(self.trainer, name), default_of(TrainerConfig, name)
             if given != default:
                 raise ValueError(f"trainer.{name} is {given!r}, but this setting has no effect: {remedy}")
+        precision = self.trainer.mp
+        if jnp.float16 in (precision.param_dtype, precision.compute_dtype, precision.output_dtype):
+            raise ValueError(
+                f"trainer.mp is '{precision}', but gradients of many tokens underflow in float16, because the loss is "
+                "not scaled; use bfloat16, such as p=f32,c=bf16"
+            )
 
     def _check_model(self) -> None:
         if self.sampling.stop and isinstance(self.sampler, OpenAiSamplerConfig):

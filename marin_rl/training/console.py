@@ -271,13 +271,15 @@ def format_seconds(seconds: float) -> str:
 def format_count(value: float) -> str:
     """Format a count with two or three significant digits.
 
-    >>> format_count(950.0), format_count(8123.0), format_count(1.25e6)
-    ('950', '8.1k', '1.2M')
+    >>> format_count(950.0), format_count(8123.0), format_count(999_960.0), format_count(1.25e6)
+    ('950', '8.1k', '1.0M', '1.2M')
     """
-    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
+    if round(value) < 1000:
+        return f"{value:.0f}"
+    for size, suffix in ((1e3, "k"), (1e6, "M")):
+        if round(value / size, 1) < 1000:
             return f"{value / size:.1f}{suffix}"
-    return f"{value:.0f}"
+    return f"{value / 1e9:.1f}G"
 
 
 def format_rate(value: float) -> str:

@@ -83,8 +83,8 @@ class ArrowFlightConfig(WeightTransferConfig):
     chunk_mb: int = 4
     """Mebibytes per message, each with its checksum; 1 to 64."""
     keep: int = 2
-    """Newest versions kept in the memory of each training host; with 2, transfers of the previous version can
-    finish. At least 1."""
+    """Newest versions kept in the memory of each training host; at least 2, so that transfers of the previous version
+    can finish."""
     call_seconds: float = 600.0
     """Timeout of a stream in seconds; above 0."""
     retry: RetryConfig = RetryConfig()
@@ -97,7 +97,7 @@ class ArrowFlightConfig(WeightTransferConfig):
         _check_range("port", self.port, 0, 65535)
         _check_range("streams", self.streams, 1, 64)
         _check_range("chunk_mb", self.chunk_mb, 1, MAX_CHUNK_BYTES // 2**20)
-        _check_range("keep", self.keep, 1, None)
+        _check_range("keep", self.keep, 2, None)
         if not (self.call_seconds > 0 and math.isfinite(self.call_seconds)):
             raise ValueError(f"weights.call_seconds is {self.call_seconds}; it must be a finite number above 0")
 
@@ -128,7 +128,7 @@ class SharedFilesConfig(WeightTransferConfig):
     chunk_mb: int = 16
     """Mebibytes per read, each with its checksum; 1 to 64."""
     keep: int = 2
-    """Newest versions kept in the folder; at least 1."""
+    """Newest versions kept in the folder; at least 2, so that workers can finish reading the previous version."""
     retry: RetryConfig = RetryConfig()
     """Retries of a worker when weights do not arrive."""
 
@@ -139,7 +139,7 @@ class SharedFilesConfig(WeightTransferConfig):
         storage_path(self.folder, "weights.folder")
         _check_range("streams", self.streams, 1, 64)
         _check_range("chunk_mb", self.chunk_mb, 1, MAX_CHUNK_BYTES // 2**20)
-        _check_range("keep", self.keep, 1, None)
+        _check_range("keep", self.keep, 2, None)
 
     def open_sender(self, secret: str, training_host: TrainingHost) -> ShardedSender:
         """See [`WeightTransferConfig`][marin_rl.weights.config.WeightTransferConfig]."""

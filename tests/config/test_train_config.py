@@ -5,6 +5,7 @@ import dataclasses
 import math
 from pathlib import Path
 
+import jmp
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 from levanter.layers.attention import AttentionBackend
@@ -163,6 +164,17 @@ def test_reinforce_accepts_groups_of_one():
         (
             {"trainer": dataclasses.replace(default_trainer(), num_train_steps=8)},
             r"trainer\.num_train_steps is 8, .* set num_steps",
+        ),
+        (
+            {"trainer": dataclasses.replace(default_trainer(), batch_axis="rows")},
+            r"trainer\.batch_axis is 'rows', .* always named batch",
+        ),
+        *(
+            (
+                {"trainer": dataclasses.replace(default_trainer(), mp=jmp.get_policy(precision))},
+                rf"trainer\.mp is '{text},o=f16', .* use bfloat16, such as p=f32,c=bf16",
+            )
+            for precision, text in (("p=f32,c=f16", "p=full,c=f16"), ("p=f16,c=f32,o=f16", "p=f16,c=full"))
         ),
     ],
 )

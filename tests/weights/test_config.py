@@ -38,7 +38,7 @@ def test_servers_are_on_loopback_by_default():
         ("streams", 65),
         ("chunk_mb", 0),
         ("chunk_mb", 65),
-        ("keep", 0),
+        ("keep", 1),
         ("call_seconds", 0.0),
         ("call_seconds", float("nan")),
     ],
@@ -48,7 +48,7 @@ def test_invalid_arrow_flight_settings_are_rejected(field: str, value: float):
         ArrowFlightConfig(**{field: value})
 
 
-@pytest.mark.parametrize(("field", "value"), [("streams", 0), ("chunk_mb", 65), ("keep", 0)])
+@pytest.mark.parametrize(("field", "value"), [("streams", 0), ("chunk_mb", 65), ("keep", 1)])
 def test_invalid_shared_files_settings_are_rejected(field: str, value: int):
     with pytest.raises(ValueError, match=rf"weights\.{field} is {value}"):
         SharedFilesConfig(folder="w", **{field: value})
