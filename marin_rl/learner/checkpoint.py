@@ -51,7 +51,7 @@ from marin_rl.learner.saved_checkpoint import (
     checksum,
     dump_manifest,
     folder_name,
-    open_on_main,
+    open_checkpoint,
     require_complete,
     step_of,
     stored_path,
@@ -217,7 +217,7 @@ class Checkpoints:
             CheckpointError: if it is missing or damaged.
         """
         self._job.flush()
-        return open_on_main(self._path(step))
+        return open_checkpoint(self._path(step))
 
     def newest_good(self) -> Checkpoint | None:
         """Open the newest checkpoint that is complete; see `restore_newest`, which also reads its arrays."""

@@ -106,16 +106,6 @@ class Checkpoint:
 
 
 def open_checkpoint(path: StoragePath) -> Checkpoint:
-    """Read a checkpoint's manifest, and check that all files are present with their sizes; in this process alone.
-
-    Raises:
-        DamagedCheckpointError: if it is incomplete or altered.
-        CheckpointError: if it has another format.
-    """
-    return _parse(path, _read_manifest(path).encode())
-
-
-def open_on_main(path: StoragePath) -> Checkpoint:
     """Open a checkpoint as the main process sees it, in every process; collective.
 
     Raises:
