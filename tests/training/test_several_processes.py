@@ -66,19 +66,32 @@ def train(run: TinyRun, count: int, *, code: int = 0, folders: Sequence[Path] = 
     """Run the command in `count` processes, and return their outputs."""
     training = hosts(run, count, folders, devices)
     with started(training):
-        codes = [host.end() for host in training]
+        return outputs_at_end(training, code)
+
+
+def outputs_at_end(training: Sequence[LiveRun], code: int = 0) -> list[str]:
+    codes = [host.end() for host in training]
     outputs = [host.output.read_text() for host in training]
-    assert codes == [code] * count, "\n".join(text[-3000:] for text in outputs)
+    assert codes == [code] * len(training), "\n".join(text[-3000:] for text in outputs)
     assert not any("os.fork() was called" in text for text in outputs)
     return outputs
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    """A run in two processes, with their outputs."""
-    run = make(tmp_path_factory.mktemp("shared") / "run")
-    train(run, 2)
-    return run
+def async_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, TinyRun]:
+    """Runs in one and two processes, by their number, which train at the same time."""
+    folder = tmp_path_factory.mktemp("async")
+    runs = {count: make(folder / str(count)) for count in (1, 2)}
+    training = [hosts(run, count) for count, run in runs.items()]
+    with started(list(itertools.chain(*training))):
+        for processes in training:
+            outputs_at_end(processes)
+    return runs
+
+
+@pytest.fixture
+def shared(async_runs: dict[int, TinyRun]) -> TinyRun:
+    return async_runs[2]
 
 
 def comparable(run: TinyRun) -> list[dict[str, object]]:
@@ -87,9 +100,8 @@ def comparable(run: TinyRun) -> list[dict[str, object]]:
 
 
 @pytest.mark.medium
-def test_two_processes_train_like_one(shared: TinyRun, tmp_path: Path) -> None:
-    alone = make(tmp_path / "alone")
-    train(alone, 1)
+def test_two_processes_train_like_one(async_runs: dict[int, TinyRun]) -> None:
+    alone, shared = async_runs[1], async_runs[2]
     assert [record["step"] for record in shared.records()] == [0, 1, 2, 3]
     for found, expected in zip(comparable(shared), comparable(alone), strict=True):
         assert found.keys() == expected.keys()
@@ -213,11 +225,16 @@ def train_sync(run: TinyRun, count: int, **how: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def sync_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, TinyRun]:
-    """Runs on the same devices, by their number of processes; two processes continue a run of four after step 3."""
+    """Runs on the same devices, by their number of processes; two processes continue a run of four after step 3.
+
+    The first two train at the same time.
+    """
     folder = tmp_path_factory.mktemp("sync")
     runs = {count: make_sync(folder / str(count)) for count in (1, 4)}
-    for count, run in runs.items():
-        train_sync(run, count)
+    training = [hosts(run, count, devices=DEVICES // count) for count, run in runs.items()]
+    with started(list(itertools.chain(*training))):
+        for processes in training:
+            outputs_at_end(processes)
     runs[2] = interrupted_after(runs[4], 3, folder / "2")
     train_sync(runs[2], 2)
     return runs
