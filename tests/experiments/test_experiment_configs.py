@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.environments import RandomRewardConfig
-from tests import fork_server
 from tests.cpu_host import cpu_host
+from tests.fork_server import ForkedProcess, popen
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
@@ -75,28 +76,42 @@ ONE_WORKER = {"workers.num_workers": "1", "workers.resources": "{TPU: 0}", "weig
 """Further ones of asynchronous experiments: a worker on this machine's CPU."""
 
 
+ACCELERATORS: dict[str, tuple[int, dict[str, str]]] = {
+    "gsm8k_qwen3_0_6b": (1, {}),
+    "v5e_8_qwen3_1_7b": (8, {}),
+    "v5p_32_qwen3_8b": (16, {}),
+    # The same axes with 4 of 64 devices, and with all 4 of a worker.
+    "v5p_128_qwen3_8b_async": (4, ONE_WORKER),
+    # The same axes with 8 of 64 devices: data 2 x model 4.
+    "v6e_64_qwen3_32b": (8, {}),
+}
+"""Number of devices and further overrides of each experiment for accelerators."""
+
+
+@pytest.fixture(scope="module")
+def small_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, ForkedProcess]]]:
+    """Folders and processes of the experiments for accelerators, which run at the same time."""
+    runs = {}
+    for name, (devices, further) in ACCELERATORS.items():
+        folder = tmp_path_factory.mktemp(name)
+        overrides = [text for key, value in (SMALL | further).items() for text in (f"--{key}", value)]
+        command = ["--config", str(EXPERIMENTS / f"{name}.yaml"), "--run_dir", str(folder / "run"), *overrides]
+        cache = ["--trainer.jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"]]
+        with (folder / "output.txt").open("wb") as output:
+            arguments = [sys.executable, "-m", "marin_rl.train", *command, *cache]
+            runs[name] = folder, popen(arguments, stdout=output, env={**os.environ, **cpu_host(devices)})
+    yield runs
+    for _, process in runs.values():
+        process.kill()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "devices", "further"),
-    [
-        ("gsm8k_qwen3_0_6b", 1, {}),
-        ("v5e_8_qwen3_1_7b", 8, {}),
-        ("v5p_32_qwen3_8b", 16, {}),
-        # The same axes with 4 of 64 devices, and with all 4 of a worker.
-        ("v5p_128_qwen3_8b_async", 4, ONE_WORKER),
-        # The same axes with 8 of 64 devices: data 2 x model 4.
-        ("v6e_64_qwen3_32b", 8, {}),
-    ],
-)
+@pytest.mark.parametrize("name", ACCELERATORS)
 def test_experiment_for_accelerators_trains_a_small_model_on_the_same_axes(
-    name: str, devices: int, further: dict[str, str], tmp_path: Path
+    name: str, small_runs: dict[str, tuple[Path, ForkedProcess]]
 ):
-    overrides = [text for key, value in (SMALL | further).items() for text in (f"--{key}", value)]
-    command = ["--config", str(EXPERIMENTS / f"{name}.yaml"), "--run_dir", str(tmp_path / "run"), *overrides]
-    environment = {**os.environ, **cpu_host(devices)}
-    cache = ["--trainer.jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"]]
-    done = fork_server.run([sys.executable, "-m", "marin_rl.train", *command, *cache], environment)
-    assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    folder, process = small_runs[name]
+    assert process.wait() == 0, (folder / "output.txt").read_text()
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [0, 1, 2, 3]
-    assert (tmp_path / "run" / "hf" / "config.json").exists()
+    assert (folder / "run" / "hf" / "config.json").exists()
