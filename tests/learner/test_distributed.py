@@ -5,6 +5,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -64,38 +65,39 @@ def read_facts(process: subprocess.Popen[str]) -> str:
 
 
 @contextlib.contextmanager
-def training(folder: Path, count: int) -> Iterator[list[Process]]:
-    port = free_port()
+def training(folders: dict[int, Path]) -> Iterator[dict[int, list[Process]]]:
+    """Train in each of these numbers of processes, all at the same time, with a folder for each."""
     with contextlib.ExitStack() as opened:
-        running = [opened.enter_context(start(folder, index, count, port)) for index in range(count)]
-        for process in running:
+        running: dict[int, list[subprocess.Popen[str]]] = {}
+        for count, folder in folders.items():
+            port = free_port()
+            running[count] = [opened.enter_context(start(folder, index, count, port)) for index in range(count)]
+        for process in itertools.chain(*running.values()):
             opened.callback(process.kill)
             timer = threading.Timer(SECONDS, process.kill)
             opened.callback(timer.cancel)
             timer.start()
-        lines = [read_facts(process) for process in running]
-        for index, line in enumerate(lines):
-            assert line, f"process {index} of {count}: {said(folder, index)}"
-        yield [
-            Process(json.loads(line), dict(np.load(folder / f"process-{index}.npz")))
-            for index, line in enumerate(lines)
-        ]
-        # Close all of them: each waits for the others at its end.
-        for process in running:
-            assert process.stdin is not None
-            process.stdin.close()
-        for index, process in enumerate(running):
-            assert process.wait() == 0, said(folder, index)
+        found: dict[int, list[Process]] = {}
+        for count, processes in running.items():
+            lines = [read_facts(process) for process in processes]
+            for index, line in enumerate(lines):
+                assert line, f"process {index} of {count}: {said(folders[count], index)}"
+            found[count] = [
+                Process(json.loads(line), dict(np.load(folders[count] / f"process-{index}.npz")))
+                for index, line in enumerate(lines)
+            ]
+        yield found
+        for count, processes in running.items():
+            # Close all of them: each waits for the others at its end.
+            for process in processes:
+                assert process.stdin is not None
+                process.stdin.close()
+            for index, process in enumerate(processes):
+                assert process.wait() == 0, said(folders[count], index)
 
 
 def said(folder: Path, index: int) -> str:
     return (folder / f"said-{index}.txt").read_text()[-4000:]
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    with training(tmp_path_factory.mktemp("alone"), 1) as [process]:
-        yield process
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +106,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> Iterator[list[Process]]:
-    with training(folder, 2) as processes:
+def trained(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[dict[int, list[Process]]]:
+    with training({1: tmp_path_factory.mktemp("alone"), 2: folder}) as processes:
         yield processes
+
+
+@pytest.fixture
+def alone(trained: dict[int, list[Process]]) -> Process:
+    return trained[1][0]
+
+
+@pytest.fixture
+def two(trained: dict[int, list[Process]]) -> list[Process]:
+    return trained[2]
 
 
 @pytest.mark.medium
