@@ -32,10 +32,14 @@ INTERVAL = 1.0
 GRACE = 10.0
 """Seconds that a process has to end by itself after another one failed. It may be blocked in a collective operation."""
 SILENCE = 40.0
-"""Seconds without a sign of life of a process after which the main process reports its loss to the others. jax itself
-waits for 100."""
+"""Seconds without a sign of life of a process after which the main process reports its loss to the others, and without
+an answer of the main process after which the others end. jax itself waits for 100."""
 
 _ERROR, _ENDED, _ALIVE = "marin_rl/error", "marin_rl/ended/", "marin_rl/alive/"
+_LOST = (
+    "has not responded for {:g} s: it was killed or paused, or its host is unreachable. Run the same command on all "
+    "hosts to resume from the last checkpoint"
+)
 _FINISHED, _STOPPED = "finished", "stopped"
 _rounds = itertools.count()
 
@@ -132,16 +136,17 @@ def exit_on_error() -> Iterator[None]:
 
     The failing process does not wait for the others at exit, as jax would for five minutes. The others end within
     `INTERVAL + GRACE` seconds, also if they are blocked in a collective operation; the main process, without which they
-    cannot report the error, ends up to `2 * INTERVAL` seconds later. If a process other than the main one
-    is killed or paused, or its host is cut off, the others end within `SILENCE + INTERVAL + GRACE` seconds, also if
-    they do not communicate.
+    cannot report the error, ends up to `2 * INTERVAL` seconds later. If a process is killed or paused, or its host is
+    cut off, the others end within `SILENCE + 2 * INTERVAL + GRACE` seconds, also if they do not communicate.
     """
     if not multihost.is_multihost():
         yield
         return
-    ended = threading.Event()
-    watch = threading.Thread(target=_watch, args=(ended,), name="errors of other processes", daemon=True)
+    ended, signs = threading.Event(), _SignsOfLife()
+    watch = threading.Thread(target=_watch, args=(ended, signs), name="errors of other processes", daemon=True)
     watch.start()
+    if not multihost.is_main():
+        threading.Thread(target=_watch_main, args=(watch, signs), name="main process", daemon=True).start()
     try:
         yield
     except BaseException as error:
@@ -202,9 +207,8 @@ def _wait_for_others(seconds: float) -> None:
         time.sleep(0.1)
 
 
-def _watch(ended: threading.Event) -> None:
+def _watch(ended: threading.Event, signs: "_SignsOfLife") -> None:
     """Wait until another process fails, and then end this one unless its main thread does."""
-    signs = _SignsOfLife()
     while not ended.wait(INTERVAL):
         try:
             signs.exchange()
@@ -223,11 +227,28 @@ def _watch(ended: threading.Event) -> None:
             logger.info("the coordination service of the main process does not answer: %s", error)
 
 
+def _watch_main(watch: threading.Thread, signs: "_SignsOfLife") -> None:
+    """Wait for the end of `watch`; end this process if the main process does not answer, because `watch` may hang."""
+    while watch.is_alive():
+        watch.join(INTERVAL)
+        if not signs.is_unanswered():
+            continue
+        # After a pause of this process, give it time for an exchange.
+        watch.join(GRACE)
+        if watch.is_alive() and signs.is_unanswered():
+            error = f"training process 0 {_LOST.format(SILENCE)}"
+            logger.error("%s", error)
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+            return
+
+
 class _SignsOfLife:
     """Counts that every process increments, and that the main process watches."""
 
     def __init__(self) -> None:
         self._count = 0
+        self._answered = time.monotonic()
         self._seen: dict[str, tuple[str, float]] = {}
         """Last count of each process, and the time of its change."""
 
@@ -235,6 +256,7 @@ class _SignsOfLife:
         """Give a sign of life; in the main process, report a process that has given none for `SILENCE` seconds."""
         self._count += 1
         _client().key_value_set(f"{_ALIVE}{jax.process_index()}", str(self._count), allow_overwrite=True)
+        self._answered = time.monotonic()
         if not multihost.is_main():
             return
         now, seen = time.monotonic(), self._seen
@@ -246,11 +268,11 @@ class _SignsOfLife:
         }
         for key, (_, changed) in self._seen.items():
             if now - changed > SILENCE:
-                _write_error(
-                    int(key.rpartition("/")[2]),
-                    f"has not responded for {SILENCE:g} s: it was killed or paused, or its host is unreachable. Run "
-                    "the same command on all hosts to resume from the last checkpoint",
-                )
+                _write_error(int(key.rpartition("/")[2]), _LOST.format(SILENCE))
+
+    def is_unanswered(self) -> bool:
+        """Return whether the main process has answered no exchange for `SILENCE` seconds."""
+        return time.monotonic() - self._answered > SILENCE
 
 
 def _write_error(process: int, error: str) -> None:

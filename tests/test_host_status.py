@@ -393,6 +393,37 @@ def test_processes_that_respond_or_have_ended_are_not_lost(
     assert "marin_rl/error" not in service.values
 
 
+def test_a_main_process_that_stops_to_answer_ends_the_others(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(host_status, "SILENCE", 0.5)
+    monkeypatch.setattr(host_status, "GRACE", 0.05)
+    set_value, exchanges, exits = processes.service.key_value_set, [0], list[int]()
+    hangs, ended, released = threading.Event(), threading.Event(), threading.Event()
+
+    def answer(key: str, value: str, allow_overwrite: bool = False) -> None:
+        exchanges[0] += 1
+        # Longer than the silence that ends a process.
+        if exchanges[0] == 80:
+            hangs.set()
+            assert released.wait(600)
+        set_value(key, value, allow_overwrite)
+
+    def end(status: int) -> None:
+        assert hangs.is_set()
+        exits.append(status)
+        ended.set()
+
+    monkeypatch.setattr(processes.service, "key_value_set", answer)
+    monkeypatch.setattr("os._exit", end)
+    with exit_on_error():
+        assert ended.wait(600)
+        released.set()
+    assert exits == [1]
+    assert "error: training process 0 has not responded for 0.5 s: it was killed or paused" in capsys.readouterr().err
+
+
 def test_one_process_works_alone() -> None:
     assert not multihost.is_multihost()
     with separate_work(stopping) as check, pytest.raises(StopRequestedError):
