@@ -77,15 +77,19 @@ def outputs_at_end(training: Sequence[LiveRun], code: int = 0) -> list[str]:
     return outputs
 
 
+def train_together(*runs: Sequence[LiveRun]) -> None:
+    """Run the processes of several runs at the same time."""
+    with started(list(itertools.chain(*runs))):
+        for training in runs:
+            outputs_at_end(training)
+
+
 @pytest.fixture(scope="module")
 def async_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, TinyRun]:
     """Runs in one and two processes, by their number, which train at the same time."""
     folder = tmp_path_factory.mktemp("async")
     runs = {count: make(folder / str(count)) for count in (1, 2)}
-    training = [hosts(run, count) for count, run in runs.items()]
-    with started(list(itertools.chain(*training))):
-        for processes in training:
-            outputs_at_end(processes)
+    train_together(*(hosts(run, count) for count, run in runs.items()))
     return runs
 
 
@@ -231,10 +235,7 @@ def sync_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, TinyRun]:
     """
     folder = tmp_path_factory.mktemp("sync")
     runs = {count: make_sync(folder / str(count)) for count in (1, 4)}
-    training = [hosts(run, count, devices=DEVICES // count) for count, run in runs.items()]
-    with started(list(itertools.chain(*training))):
-        for processes in training:
-            outputs_at_end(processes)
+    train_together(*(hosts(run, count, devices=DEVICES // count) for count, run in runs.items()))
     runs[2] = interrupted_after(runs[4], 3, folder / "2")
     train_sync(runs[2], 2)
     return runs
