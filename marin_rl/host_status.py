@@ -223,7 +223,7 @@ def _watch(ended: threading.Event, signs: "_SignsOfLife") -> None:
                 _end()
             return
         except jax.errors.JaxRuntimeError as error:
-            # A call may fail once. If the service has ended, jax ends this process.
+            # A call may fail once. If the service has ended, jax or `_watch_main` ends this process.
             logger.info("the coordination service of the main process does not answer: %s", error)
 
 
@@ -249,6 +249,7 @@ class _SignsOfLife:
     def __init__(self) -> None:
         self._count = 0
         self._answered = time.monotonic()
+        """Time of the last answer of the main process."""
         self._seen: dict[str, tuple[str, float]] = {}
         """Last count of each process, and the time of its change."""
 
