@@ -12,7 +12,7 @@ from levanter.trainer import TrainerConfig
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_model import save_hf_policy
-from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig
+from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig, SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.openai_sampler import OpenAiSampler
 from marin_rl.sampling.sampler import Sampler, WeightPoll
@@ -82,14 +82,21 @@ def open_group_sampler(
     trainer: TrainerConfig,
     version: WeightVersion,
     weight_poll: WeightPoll | None = None,
+    *,
+    sampling: SamplingConfig | None = None,
+    max_context: int | None = None,
 ) -> GroupSampler:
-    """Open a sampler in this process, with the learner's weights on its mesh; see `open_worker_sampler`."""
-    texts = [tokenizer.tokenizer(text, add_special_tokens=False)["input_ids"] for text in config.sampling.stop]
+    """Open a sampler in this process, with the learner's weights on its mesh.
+
+    `sampling` (sizes) and `max_context` (maximum number of prompt and new tokens) replace those of the config if given.
+    The other arguments are those of `open_worker_sampler`.
+    """
+    texts = [tokenizer.stop_text_tokens(text) for text in config.sampling.stop]
     return GroupSampler(
         model,
-        config=config.sampling,
+        config=sampling or config.sampling,
         stop_sequences=[*([token] for token in tokenizer.stop_token_ids), *texts],
-        max_context=config.rollouts.max_length,
+        max_context=max_context or config.rollouts.max_length,
         version=version,
         weight_poll=weight_poll,
         trainer=trainer,

@@ -29,6 +29,9 @@ from marin_rl.types import Message
 # A piece that continues earlier text is tokenized after this token, which is then dropped, because some tokenizers add
 # a space at the start of their input.
 _BOUNDARY = "\ufdd0boundary\ufdd1"
+# Some normalizers (Llama 2, Mistral 7B) add the space after each added token, the boundary included. Then this
+# noncharacter follows the boundary, so that the space precedes it and not the piece.
+_ANCHOR = "\ufdd2"
 
 _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -170,6 +173,9 @@ class TemplateEncoder:
         # Templates contain their own special tokens; a post-processor would only trim spaces from the offsets.
         self._backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
         self._backend.add_tokens([AddedToken(_BOUNDARY, normalized=False, special=False)])
+        normalizer = self._backend.normalizer
+        prepends = normalizer is not None and normalizer.normalize_str(_ANCHOR).partition(_ANCHOR)[0] != ""
+        self._lead = _BOUNDARY + _ANCHOR if prepends else _BOUNDARY
         special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
         # A text of one character cannot be split.
         control = sorted(text for text in {*special, *stop_tokens} if len(text) > 1)
@@ -201,9 +207,11 @@ class TemplateEncoder:
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         for position, piece in _pieces(text, mark, cuts):
-            lead = _BOUNDARY if continues or position else ""
+            lead = self._lead if continues or position else ""
             encoding = self._backend.encode(lead + piece, add_special_tokens=False)
             skipped = 1 if lead else 0
+            while _ANCHOR in lead and skipped < len(encoding) and encoding.offsets[skipped][1] <= len(lead):
+                skipped += 1
             shift = position - len(lead)
             ids += encoding.ids[skipped:]
             offsets += [(start + shift, end + shift) for start, end in encoding.offsets[skipped:]]

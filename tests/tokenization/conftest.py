@@ -4,7 +4,7 @@
 """Small tokenizers similar to those of real models, trained on a few sentences."""
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -141,6 +141,29 @@ def instruct_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=INSTRUCT
     )
+
+
+def prepending_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer like those of Llama 2 and Mistral 7B in their first format, which puts a space after added tokens."""
+    vocab = {text: index for index, text in enumerate(["<unk>", "<s>", "</s>"])}
+    characters = ["\u2581", *map(chr, range(33, 127))]
+    pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *characters, "\u2581a", "an", "\u2581an"]
+    vocab |= {piece: len(vocab) + index for index, piece in enumerate(pieces)}
+    merges = [("a", "n"), ("\u2581", "an"), ("\u2581", "a"), ("\u2581a", "n")]
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(_special("<unk>", "<s>", "</s>"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=INSTRUCT
+    )
+
+
+@pytest.fixture(scope="session")
+def prepending() -> ChatTokenizer:
+    return ChatTokenizer(prepending_tokenizer())
 
 
 @pytest.fixture(scope="session")

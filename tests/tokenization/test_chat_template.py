@@ -77,6 +77,25 @@ def test_saved_truncation_and_padding_do_not_apply():
     assert backend.truncation is not None
 
 
+def test_text_that_continues_earlier_text_gets_no_space(prepending: ChatTokenizer):
+    tokenizer = prepending.tokenizer
+    encoder = TemplateEncoder(tokenizer.backend_tokenizer, ["</s>"])
+    for text, tokens in (
+        ("##", ["#", "#"]),
+        ("an a", ["an", "\u2581a"]),
+        (" an", ["\u2581an"]),
+        ("\u00e4", ["<0xC3>", "<0xA4>"]),
+        ("</s>", ["</s>"]),
+        ("", []),
+    ):
+        ids, offsets = encoder.encode(text, mark="\uffff", continues=True)
+        assert tokenizer.convert_ids_to_tokens(ids) == tokens
+        assert not offsets or (offsets[0][0], offsets[-1][1]) == (0, len(text))
+    # Each piece after a mark continues the one before.
+    ids, _ = encoder.encode("an\uffffan", mark="\uffff")
+    assert tokenizer.convert_ids_to_tokens(ids) == ["\u2581an", "an"]
+
+
 def test_concurrent_rendering_keeps_masks(byte_chat: ChatTokenizer):
     conversations = [[{"role": "assistant", "content": "x" * n}] * 3 for n in range(1, 9)]
     expected = [byte_chat.encode_conversation(messages) for messages in conversations]
