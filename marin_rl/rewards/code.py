@@ -11,19 +11,21 @@ everything, or inspecting the interpreter's frames therefore gains nothing.
 
 import ast
 import asyncio
+import bisect
 import builtins
 import dataclasses
 import enum
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pydantic
 
 from marin_rl.config_fields import convert_enum_fields
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component
 from marin_rl.rewards.functions import EvaluateResult, RewardFailure, RewardRequest
+from marin_rl.rewards.grading import graded_text
 from marin_rl.rewards.sandbox.pool import PythonResult, Sandbox
 
 
@@ -114,7 +116,8 @@ class CodeReward:
             tests = parse_tests(request.ground_truth)
         except CodeTestsError as error:
             return EvaluateResult(is_score_valid=False, error=f"task {request.task_id}: {error}")
-        passed = await run_tests(self._sandbox, extract_code(request.last_reply), tests)
+        code = extract_code(graded_text(request.last_reply) or "", is_program=bool(tests.cases))
+        passed = await run_tests(self._sandbox, code, tests)
         share = sum(passed) / len(passed)
         return EvaluateResult(
             score=share if self._score is CodeScore.SHARE else float(all(passed)),
@@ -123,24 +126,58 @@ class CodeReward:
         )
 
 
-# The first alternative matches fences within a line, which do not begin a block. Blocks of all languages are matched,
-# so that the end of one is not mistaken for the beginning of another.
-_FENCE = re.compile(r"```[^\n`]+```|```(?P<language>[^\n`]*)\n(?P<code>.*?)```", re.DOTALL)
-_LANGUAGES = ("", "python", "py", "python3")
+# The first alternative matches fences within a line, which do not begin a block.
+_OPENING = re.compile(r"```[^\n`]+```|(?P<indent>^[ \t]*)?```(?P<language>[^\n`]*)\n", re.MULTILINE)
+_LINE_FENCE = re.compile(r"^[ \t]*```(?P<language>\w)?", re.MULTILINE)
+_PYTHON = re.compile(r"py(thon)?[ ]?[\d.]*\b", re.IGNORECASE)
 
 
-def extract_code(reply: str) -> str:
-    r"""Return the last fenced block that is Python or has no language, or the whole reply if there is no such block.
+def extract_code(reply: str, *, is_program: bool = False) -> str:
+    r"""Return the code of a reply: its Python blocks, else its last block without a language, else the whole reply.
+
+    Several Python blocks are joined, because a later block can use functions of an earlier one. Of several programs the
+    last counts.
+
+    Args:
+        reply: the reply, without thoughts.
+        is_program: whether the code is run as a program, so that joined blocks would print twice.
 
     >>> extract_code("so:\n```python\nprint(1)\n```\ndone")
     'print(1)\n'
     """
-    blocks = [
-        match["code"]
-        for match in _FENCE.finditer(reply)
-        if match["code"] is not None and match["language"].strip().lower() in _LANGUAGES
-    ]
-    return blocks[-1] if blocks else reply
+    tagged, untagged = [], []
+    for language, code in _blocks(reply):
+        if not language:
+            untagged.append(code)
+        elif _PYTHON.match(language):
+            tagged.append(code)
+    if is_program:
+        tagged = tagged[-1:]
+    return "\n".join(tagged) if tagged else untagged[-1] if untagged else reply
+
+
+def _blocks(reply: str) -> Iterator[tuple[str, str]]:
+    """Yield language and code of the blocks of all languages.
+
+    A block ends with a fence that starts a line, because code can contain fences in strings. If there is none before
+    the next block, it ends with any fence, the next block or the reply. The time is linear in the length of the reply.
+    """
+    fences = list(_LINE_FENCE.finditer(reply))
+    starts = [fence.start() for fence in fences]
+    position = 0
+    while (opening := _OPENING.search(reply, position)) is not None:
+        begin = position = opening.end()
+        if opening["language"] is None:
+            continue
+        index = bisect.bisect_left(starts, begin)
+        if index < len(fences) and fences[index]["language"] is None:
+            end, position = fences[index].span()
+        else:
+            limit = starts[index] if index < len(fences) else len(reply)
+            end = reply.find("```", begin, limit)
+            end, position = (end, end + 3) if end >= 0 else (limit, limit)
+        lines = reply[begin:end].splitlines(keepends=True)
+        yield opening["language"].strip(), "".join(line.removeprefix(opening["indent"] or "") for line in lines)
 
 
 def parse_tests(ground_truth: str) -> CodeTests:
@@ -264,37 +301,64 @@ def _root(node: ast.AST) -> str:
 
 
 # Runs in the process of the model's code, which can inspect it, so it contains calls but no expected results. It
-# reports only plain Python values, so that no object of the model takes part in the comparison.
+# reports only plain Python values, so that no object of the model takes part in the comparison: a `Counter` is reported
+# as a dict, a named tuple as a tuple, a `Fraction` as an int or float, a dictionary's keys as a tuple.
 _EVALUATE = """
+import collections.abc, decimal, itertools, json, numbers, sys, types
+
 def _literal(value, depth=0):
-    kind = type(value)
     if depth > 50:
         raise ValueError("nested too deeply")
-    if kind in (bool, str, bytes, complex, type(None)):
+    if value is None or isinstance(value, bool):
         return repr(value)
-    if kind is int:
+    if isinstance(value, int):
         # The number of hexadecimal digits is not limited.
-        return hex(value)
-    if kind is float and value == value:
+        return hex(int.__add__(value, 0))
+    if isinstance(value, float):
+        if value != value:
+            raise ValueError("NaN has no literal")
         # Python has no literal for infinity, but evaluates larger numbers to it.
-        return repr(value).replace("inf", "1e999")
-    if kind is set and not value:
-        return "set()"
-    if kind is dict:
-        pairs = (_literal(key, depth + 1) + ": " + _literal(item, depth + 1) for key, item in value.items())
+        return float.__repr__(value).replace("inf", "1e999")
+    if isinstance(value, bytearray):
+        value = bytes(value)
+    for base in (complex, str, bytes):
+        if isinstance(value, base):
+            return base.__repr__(value)
+    if isinstance(value, dict):
+        pairs = (_literal(key, depth + 1) + ": " + _literal(item, depth + 1) for key, item in dict.items(value))
         return "{" + "".join(pair + ", " for pair in pairs) + "}"
-    opening, closing = {list: "[]", tuple: "()", set: "{}"}[kind]
-    return opening + "".join(_literal(item, depth + 1) + ", " for item in value) + closing
+    if isinstance(value, (numbers.Rational, numbers.Real, decimal.Decimal)):
+        whole = int(value)
+        return _literal(whole if whole == value else float(value))
+    if isinstance(value, (set, frozenset)) and not value:
+        return "set()"
+    for bases, opening, closing in (
+        ((list,), "[", "]"),
+        ((set, frozenset), "{", "}"),
+        ((tuple, range, collections.deque, collections.abc.MappingView), "(", ")"),
+    ):
+        if isinstance(value, bases):
+            return opening + "".join(_literal(item, depth + 1) + ", " for item in value) + closing
+    raise TypeError(f"{type(value)} has no literal")
+
+def _report(value):
+    if not isinstance(value, collections.abc.Iterator):
+        return _literal(value)
+    items = list(itertools.islice(value, 1_000_001))
+    if len(items) > 1_000_000:
+        raise ValueError("the iterator is too long")
+    return "iter " + _literal(items)
 
 def _evaluate(code, expressions, token):
-    import json
-    space = {"__name__": "solution"}
+    # Dataclasses look up the module of their class.
+    module = sys.modules["solution"] = types.ModuleType("solution")
+    space = module.__dict__
     exec(compile(code, "solution.py", "exec"), space)
     answers = []
     for expression in expressions:
         try:
-            answers.append(_literal(eval(expression, space)))
-        except Exception:
+            answers.append(_report(eval(expression, space)))
+        except (Exception, SystemExit):
             answers.append(None)
     print("\\n" + token + json.dumps(answers))
 """
@@ -303,9 +367,16 @@ def _evaluate(code, expressions, token):
 _CHECK = """
 import ast, json, math, sys
 
+def parse(answer):
+    # An iterator is not equal to a list, but the condition can convert it to one.
+    is_iterator = answer.startswith("iter ")
+    value = ast.literal_eval(answer.removeprefix("iter "))
+    return iter(value) if is_iterator else value
+
 def check(condition, answers):
     try:
-        space = {f"_{index}": ast.literal_eval(answer) for index, answer in enumerate(answers)}
+        # A call without a value fails the test only if the condition uses it: `f(1) == 1 or f(0) == 0`.
+        space = {f"_{index}": parse(answer) for index, answer in enumerate(answers) if answer is not None}
         return bool(eval(condition, {"math": math} | space))
     except Exception:
         return False
@@ -323,14 +394,11 @@ async def _run_asserts(sandbox: Sandbox, code: str, lines: Sequence[str]) -> lis
     evaluated = await _run(sandbox, f"{_EVALUATE}\n_evaluate({code!r}, {expressions!r}, {token!r})", "")
     answers = iter(_parse_answers(evaluated, token, len(expressions)))
     checks = [(test.condition, [next(answers) for _ in test.expressions]) for test in tests]
-    complete = [all(answer is not None for answer in values) for _, values in checks]
-    pending = [check for check, is_complete in zip(checks, complete, strict=True) if is_complete]
-    checked = await _run(sandbox, _CHECK, json.dumps(pending))
+    checked = await _run(sandbox, _CHECK, json.dumps(checks))
     if checked.failure is not None:
         # An answer that breaks the checking process, for example by its size, counts as no answer.
         return [False] * len(tests)
-    verdicts = iter(json.loads(checked.stdout))
-    return [is_complete and next(verdicts) for is_complete in complete]
+    return json.loads(checked.stdout)
 
 
 def _parse_answers(result: PythonResult, token: str, count: int) -> list[str | None]:

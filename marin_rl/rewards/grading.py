@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import re
 import subprocess
 import sys
@@ -52,6 +53,16 @@ def without_thoughts(reply: str) -> str:
     return reply.rpartition("</think>")[2]
 
 
+def graded_text(reply: str) -> str | None:
+    """Return the part of a reply after its thoughts, or None if a `<think>` is not closed, as in a truncated reply.
+
+    >>> graded_text("<think>Is it 41? No.</think> 42"), graded_text("<think>Is it 42?")
+    (' 42', None)
+    """
+    text = without_thoughts(reply)
+    return None if "<think>" in text else text
+
+
 def extract_last(pattern: str, text: str) -> str | None:
     r"""Return group 1 of the last match of `pattern` in `text`, or None if there is no match.
 
@@ -77,6 +88,8 @@ class FormatConfig:
 
     def __post_init__(self) -> None:
         check_pattern("format.regex", self.regex)
+        if not math.isfinite(self.weight):
+            raise ValueError(f"format.weight must be finite, got {self.weight}")
 
     def reward(self, reply: str) -> float:
         """Return the reward component `format` of a reply.
@@ -111,6 +124,8 @@ class Grader(Protocol):
     def grade(self, reply: str, answer: str) -> float:
         """Return 1 for a correct reply, 0 for any other text.
 
+        Only the text after the last `</think>` is graded. A reply with an unclosed `<think>` is wrong.
+
         Raises:
             GroundTruthError: if the answer is not a usable ground truth.
         """
@@ -138,7 +153,7 @@ def exact_match(reply: str, answer: str) -> bool:
 @GraderConfig.register_subclass("exact")
 @dataclasses.dataclass(frozen=True)
 class ExactConfig(GraderConfig):
-    """The reply must equal the answer, except for leading and trailing whitespace."""
+    """The reply after its thoughts must equal the answer, except for leading and trailing whitespace."""
 
     ignore_case: bool = False
     """Whether to ignore case, so that `Paris` equals `paris`."""
@@ -156,11 +171,14 @@ class ExactConfig(GraderConfig):
             raise GroundTruthError(f"the ground truth {answer!r} is empty; correct the answer column or drop the row")
 
     def grade(self, reply: str, answer: str) -> float:
-        """Return 1 if reply and answer are equal, else 0."""
+        """Return 1 if the reply after its thoughts equals the answer, else 0."""
         self.check(answer)
+        text = graded_text(reply)
+        if text is None:
+            return 0.0
         if self.ignore_case:
-            reply, answer = reply.casefold(), answer.casefold()
-        return float(exact_match(reply, answer))
+            text, answer = text.casefold(), answer.casefold()
+        return float(exact_match(text, answer))
 
 
 @GraderConfig.register_subclass("none")
@@ -175,14 +193,18 @@ class NoGraderConfig(GraderConfig):
 @GraderConfig.register_subclass("math_verify")
 @dataclasses.dataclass(frozen=True)
 class MathVerifyConfig(GraderConfig):
-    r"""The last expression of the reply must equal the answer mathematically (`0.5` is `\frac{1}{2}`)."""
+    r"""The reply's result must equal the answer mathematically (`0.5` is `\frac{1}{2}`).
+
+    The result is the last `\boxed{X}` or `final answer is X`; else the last X after the word `answer`, with a colon or
+    without; else the last LaTeX expression or number.
+    """
 
     timeout: float = 5.0
     """Seconds of CPU time for one reply; a reply that needs more counts as wrong."""
 
     def __post_init__(self) -> None:
-        if not self.timeout > 0:
-            raise ValueError(f"grader.timeout must be a number of seconds above 0, got {self.timeout}")
+        if not 0 < self.timeout < math.inf:
+            raise ValueError(f"grader.timeout must be a finite number of seconds above 0, got {self.timeout}")
 
     def build(self) -> "MathVerifyGrader":
         """Build the grader; its process starts with the first reply that needs it."""
@@ -211,13 +233,17 @@ class MathVerifyGrader:
             self._ask({"answer": answer})
 
     def grade(self, reply: str, answer: str) -> float:
-        """Return 1 if reply and answer are mathematically equal, else 0.
+        """Return 1 if the reply after its thoughts and the answer are mathematically equal, else 0.
 
         A reply that exceeds the time limit or the worker's memory scores 0 and is logged as a warning.
         """
-        if _PLAIN_NUMBER.fullmatch(answer) and reply == answer:
+        text = graded_text(reply)
+        if text is None:
+            self.check(answer)
+            return 0.0
+        if _PLAIN_NUMBER.fullmatch(answer) and text == answer:
             return 1.0
-        return float(self._ask({"reply": reply, "answer": answer}))
+        return float(self._ask({"reply": text, "answer": answer}))
 
     def _ask(self, request: dict[str, str]) -> bool:
         with self._lock:

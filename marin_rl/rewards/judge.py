@@ -12,7 +12,6 @@ import asyncio
 import collections
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import re
@@ -44,7 +43,11 @@ from marin_rl.types import MAX_REWARD
 T = TypeVar("T")
 
 _PLACEHOLDERS = re.compile(r"\{(conversation|conversations|ground_truth|rubric)\}")
-_SCORE_REGEX = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"
+# A line such as `**Final score:** 0.8/1`; not a part of a number, a percentage or a range such as `0-1`.
+_SCORE_REGEX = (
+    r"(?im)^[^\w\n]*(?:(?:final|overall)\s+)?score[^\w\n:=]*[:=][ \t*`\"'(\[<$]*"
+    r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?)(?![\w%]|[.,]\d|[ \t]*-[ \t]*\d)"
+)
 _WORTH_ANOTHER_TRY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 
 
@@ -75,7 +78,8 @@ class LlmJudgeConfig(RewardComponentConfig):
     separate_criteria: bool = False
     """One call per criterion instead of one call for the whole rubric."""
     score_regex: str = _SCORE_REGEX
-    """With `scope: pointwise` and no rubric, group 1 of its last match in the judge's answer is the score."""
+    """With `scope: pointwise` and no rubric, group 1 of its last match in the judge's answer is the score. By default
+    the last line that starts with `Score: <number>` or `Final score: <number>`, in Markdown or plain."""
     lowest: float = 0.0
     """Minimum valid score; an answer with a lower score is invalid."""
     highest: float = 1.0
@@ -91,7 +95,8 @@ class LlmJudgeConfig(RewardComponentConfig):
     retries: int = 4
     """Further attempts if the endpoint is busy, fails, or answers without a valid score; at least 0."""
     backoff_seconds: float = 1.0
-    """Seconds before the second attempt, doubled for each further attempt up to 60; at least 0."""
+    """Seconds before the second attempt, doubled for each further attempt up to 60; at least 0. There is no pause after
+    an answer without a valid score."""
     max_concurrency: int = 16
     """Maximum number of concurrent requests; at least 1."""
     max_tokens: int = 1024
@@ -122,10 +127,15 @@ class LlmJudgeConfig(RewardComponentConfig):
         if self.scope is RewardScope.BATCH:
             raise ValueError(f"rewards: scope of {self.name!r} must be pointwise or group, got batch")
         is_group = self.scope is RewardScope.GROUP
-        placeholder = "{conversations}" if is_group else "{conversation}"
+        placeholder, unused = ("{conversations}", "{conversation}")[:: 1 if is_group else -1]
         if placeholder not in self.prompt:
             raise ValueError(
                 f"rewards: the prompt of {self.name!r} must contain {placeholder} for scope: {self.scope.value}"
+            )
+        if unused in self.prompt:
+            raise ValueError(
+                f"rewards: the prompt of {self.name!r} contains {unused}, which is not replaced with scope: "
+                f"{self.scope.value}; use {placeholder}"
             )
         if is_group and self.score_regex != _SCORE_REGEX:
             form = "Winner" if self.comparison is JudgeComparison.PAIRWISE else self.comparison.value.capitalize()
@@ -323,19 +333,24 @@ class LlmJudge:
 
     async def _ask(self, values: dict[str, str], read: Callable[[str], T], usage: _Usage) -> tuple[T, str]:
         """Query the judge until `read` succeeds; returns its result and the judge's answer."""
-        attempts = 1 + self._config.retries
-        async with self._slots:
-            for attempt in itertools.count(1):
-                try:
-                    answer = await self._attempt(values, usage)
-                    return read(answer), answer
-                except RetryableError as error:
-                    if attempt == attempts:
-                        detail = f"no score after {attempts} attempts; last problem: {error.detail}"
-                        raise RewardCallError(error.cause, detail) from error
-                usage.retries += 1
-                await asyncio.sleep(min(60.0, self._config.backoff_seconds * 2 ** (attempt - 1)))
-        raise AssertionError("unreachable: the last attempt returns or raises")
+        attempt = 0
+        while True:
+            async with self._slots:
+                is_answered = True
+                while is_answered:
+                    attempt += 1
+                    try:
+                        answer = await self._attempt(values, usage)
+                        return read(answer), answer
+                    except RetryableError as error:
+                        if attempt > self._config.retries:
+                            detail = f"no score after {attempt} attempts; last problem: {error.detail}"
+                            raise RewardCallError(error.cause, detail) from error
+                        # An endpoint that answered needs no pause.
+                        is_answered = error.cause is RewardFailure.INVALID_ANSWER
+                    usage.retries += 1
+            # The pause holds no slot, so that other calls proceed.
+            await asyncio.sleep(min(60.0, self._config.backoff_seconds * 2 ** (attempt - 1)))
 
     async def _attempt(self, values: dict[str, str], usage: _Usage) -> str:
         """Send one request and return the judge's answer."""

@@ -126,6 +126,66 @@ def test_plain_values_are_reported(grading: Grading, value: str):
     assert grading.passed(f"def f(): return {value}", tests) == [True, False]
 
 
+CONVERTED = [
+    ("import collections\ndef f(): return collections.Counter('aab')", "f() == {'a': 2, 'b': 1}"),
+    (
+        "import collections\ndef f():\n    d = collections.defaultdict(list); d[1].append(2); return d",
+        "f() == {1: [2]}",
+    ),
+    ("import collections\ndef f(): return collections.OrderedDict(a=1)", "f() == {'a': 1}"),
+    ("import collections\nP = collections.namedtuple('P', 'a b')\ndef f(): return [P(1, 2)]", "f() == [(1, 2)]"),
+    ("def f(): return frozenset([1, 2])", "f() == {1, 2}"),
+    ("def f(): return frozenset()", "f() == set()"),
+    ("class L(list): pass\ndef f(): return L([1])", "f() == [1]"),
+    ("import enum\nclass E(enum.IntEnum):\n    A = 3\ndef f(): return E.A", "f() == 3"),
+    ("import enum\nclass E(enum.StrEnum):\n    A = 'a'\ndef f(): return E.A", "f() == 'a'"),
+    ("from fractions import Fraction\ndef f(): return Fraction(1, 2)", "f() == 0.5"),
+    ("from fractions import Fraction\ndef f(): return Fraction(2**70 + 1)", "f() == 2**70 + 1"),
+    ("from decimal import Decimal\ndef f(): return Decimal('2.5')", "f() == 2.5"),
+    ("def f(): yield from range(3)", "list(f()) == [0, 1, 2]"),
+    ("def f(): return map(str, [1, 2])", "list(f()) == ['1', '2']"),
+    ("import collections\ndef f(): return collections.deque([1])", "list(f()) == [1]"),
+    ("def f(): return range(3)", "list(f()) == [0, 1, 2]"),
+    ("def f(): return {'b': 1, 'a': 2}.keys()", "sorted(f()) == ['a', 'b']"),
+    ("def f(): return bytearray(b'x')", "f() == b'x'"),
+    (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
+        "def f(): return P(3).x",
+        "f() == 3",
+    ),
+]
+
+
+@pytest.mark.parametrize(("code", "condition"), CONVERTED)
+def test_values_of_derived_types_are_reported(grading: Grading, code: str, condition: str):
+    tests = CodeTests(asserts=(f"assert {condition}", f"assert not ({condition})"))
+    assert grading.passed(code, tests) == [True, False]
+
+
+@pytest.mark.parametrize("value", ["iter([1])", "(i for i in [1])", "range(1, 2)", "{1: 2}.keys()", "object()"])
+def test_iterables_are_not_lists(grading: Grading, value: str):
+    assert grading.passed(f"def f(): return {value}", CodeTests(asserts=("assert f() == [1]",))) == [False]
+
+
+def test_exit_in_one_call_costs_one_test(grading: Grading):
+    code = "import sys\ndef f(x):\n    if x < 0: sys.exit('bad')\n    return x + 1"
+    tests = CodeTests(asserts=("assert f(1) == 2", "assert f(-1) == 0", "assert f(2) == 3"))
+    assert grading.passed(code, tests) == [True, False, True]
+
+
+def test_calls_that_fail_count_only_if_the_condition_uses_them(grading: Grading):
+    code = "def f(x):\n    if x == 0: raise ValueError\n    return x"
+    tests = CodeTests(
+        asserts=(
+            "assert f(1) == 1 or f(0) == 0",
+            "assert f(1) == 2 or f(0) == 0",
+            "assert f(0) is None",
+            "assert not f(0)",
+        )
+    )
+    assert grading.passed(code, tests) == [True, False, False, False]
+
+
 INSPECTS_FRAMES = """
 import gc, sys
 
@@ -235,10 +295,46 @@ def test_expressions_contain_no_expected_results(value: object):
         ("Call ```f``` so:\n```python\na\n```", "a\n"),
         ("so: ```python\na```", "a"),
         ("```json\n{}\n```", "```json\n{}\n```"),
+        ("```python\na\n```\nIt prints:\n```\n2\n```\n", "a\n"),
+        ("```python\na\n```\nand\n```python\nb\n```", "a\n\nb\n"),
+        ("```\na\n```\nbetter\n```\nb\n```", "b\n"),
+        ("```python\ns = '```'\nt = 1\n```\ndone", "s = '```'\nt = 1\n"),
+        ('```python title="a.py"\na\n```', "a\n"),
+        ("```Python 3\na\n```", "a\n"),
+        ("```python3.11\na\n```", "a\n"),
+        ("```pytb\na\n```\n```py\nb\n```", "b\n"),
+        ("1. Code:\n   ```python\n   if a:\n       b\n   ```\n", "if a:\n    b\n"),
+        ("```python\r\na\r\nb\r\n```", "a\r\nb\r\n"),
+        ("```python\na\nb", "a\nb"),
+        ("```python\n```\n", ""),
+        ("so: ```python\na``` and", "a"),
+        ("so: ```python\na``` and\n```py\nb\n```", "a\nb\n"),
+        ("```python\na\n```python\nb\n``` end", "a\n\nb\n"),
     ],
 )
 def test_code_is_extracted_from_replies(reply: str, code: str):
     assert extract_code(reply) == code
+
+
+def test_the_last_of_several_programs_counts():
+    reply = "```python\nprint(1)\n```\nBetter:\n```python\nprint(2)\n```"
+    assert extract_code(reply, is_program=True) == "print(2)\n"
+    assert extract_code(reply) == "print(1)\n\nprint(2)\n"
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("<think>```python\ndef add(a, b): return 0\n```</think>def add(a, b): return a + b", 1.0),
+        ("<think>```python\ndef add(a, b): return 0\n```</think>```python\ndef add(a, b): return a + b\n```", 1.0),
+        ("<think>Maybe\n```python\ndef add(a, b): return a + b\n```\nor", 0.0),
+    ],
+)
+def test_thoughts_are_not_run(grading: Grading, request_of: Any, reply: str, score: float):
+    component = CodeReward(CodeRewardConfig(), grading.sandbox)
+    request = request_of(reply, ground_truth=json.dumps({"asserts": list(ADDS.asserts)}))
+    [result] = grading.wait(component.score([request]))
+    assert result.score == score
 
 
 @pytest.mark.parametrize(("score", "expected"), [(CodeScore.ALL, 0.0), (CodeScore.SHARE, 1 / 3)])

@@ -44,6 +44,12 @@ def test_broken_pattern_names_field_and_pattern():
         FormatConfig(regex="(")
 
 
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), -float("inf")])
+def test_format_weight_must_be_finite(weight: float):
+    with pytest.raises(ValueError, match=rf"format\.weight must be finite, got {weight}"):
+        FormatConfig(regex="x", weight=weight)
+
+
 def test_missing_group_names_field():
     with pytest.raises(ValueError, match=r"reply_regex: 'abc' has 0 groups but needs 1"):
         check_pattern("reply_regex", "abc", groups=1)
@@ -69,6 +75,41 @@ def test_exact_rejects_padding(reply: str):
 def test_exact_case():
     assert ExactConfig().build().grade("paris", "Paris") == 0.0
     assert ExactConfig(ignore_case=True).build().grade("paris", "Paris") == 1.0
+
+
+THOUGHTS = [
+    ("<think>\n\n</think>\n\n7", 1.0),
+    ("<think>9</think>7", 1.0),
+    ("9</think>\n7", 1.0),
+    ("<think>7</think>9", 0.0),
+    ("<think>\n7", 0.0),
+    ("<think>7", 0.0),
+    ("<think>9</think>7<think>", 0.0),
+]
+
+
+@pytest.mark.parametrize(("reply", "reward"), THOUGHTS)
+def test_exact_grades_the_text_after_the_thoughts(reply: str, reward: float):
+    assert ExactConfig().build().grade(reply, "7") == reward
+
+
+@pytest.mark.parametrize(
+    ("reply", "reward"),
+    [
+        *THOUGHTS,
+        ("<think>\nmaybe \\boxed{9}\n</think>\n\nThe answer is 7", 1.0),
+        ("<think>\nThe answer is 9? no\n</think>\n\nSo we get 7.", 1.0),
+        ("<think>\nThe answer is 7? no\n</think>\n\nI do not know.", 0.0),
+        ("<think>\nOkay, maybe the answer is 7. But wait, let me", 0.0),
+    ],
+)
+def test_math_verify_grades_the_text_after_the_thoughts(grader: MathVerifyGrader, reply: str, reward: float):
+    assert grader.grade(reply, "7") == reward
+
+
+def test_unclosed_thoughts_do_not_hide_a_broken_ground_truth(grader: MathVerifyGrader):
+    with pytest.raises(GroundTruthError, match="cannot parse the ground truth"):
+        grader.grade("<think>so", r"\frac{1")
 
 
 def test_exact_rejects_an_empty_ground_truth():
@@ -155,8 +196,8 @@ def test_worker_ends_with_its_grader():
     assert worker not in list_descendants(os.getpid())
 
 
-@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan")])
-def test_timeout_must_be_positive(timeout: float):
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf")])
+def test_timeout_must_be_positive_and_finite(timeout: float):
     with pytest.raises(ValueError, match=r"grader\.timeout must be"):
         MathVerifyConfig(timeout=timeout)
 

@@ -22,6 +22,16 @@ from marin_rl.rewards.math_worker import GroundTruthError, math_verify_match, pa
         ("#### -7", "-7"),
         (r"$\sqrt{8}$", r"2\sqrt{2}"),
         ("Tuesday", "Tuesday"),
+        (r"\boxed{6}. No wait, that is wrong. \boxed{7}", "7"),
+        (r"\boxed{6}" + "\n" + r"\boxed{7}", "7"),
+        (r"First $\boxed{\frac{1}{2}}$, then $\boxed{\{1, 2\}}$ or so, at last $\boxed{\frac{1}{3}}$.", r"\frac{1}{3}"),
+        (r"\boxed{6}. The final answer is $7$.", "7"),
+        (r"\boxed{6}. No, \boxed{7}. I was asked to put it in \boxed{}.", "7"),
+        (r"The answer is \$18", "18"),
+        (r"**\$18**", "18"),
+        (r"\boxed{\$18}", "18"),
+        (r"She makes \$18 every day.", "18"),
+        ("18", r"\$18"),
     ],
 )
 def test_equal(reply: str, answer: str):
@@ -42,10 +52,55 @@ def test_broken_ground_truth_is_named(answer: str):
     assert repr(answer) in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("extracted", "answer"),
+    [
+        (r"\sqrt{8}", r"2\sqrt{2}"),
+        (r" 2\sqrt{2}" + "\n", r"\sqrt{8}"),
+        ("x+1", "1+x"),
+        ("2x", "2*x"),
+        ("(2, 1)", "(2,1)"),
+        (r"\{1,2\}", r"\{2,1\}"),
+        ("1, 2", "1,2"),
+        (r"3\pi", r"\pi*3"),
+    ],
+)
+def test_bare_expressions_are_parsed_like_the_ground_truth(extracted: str, answer: str):
+    assert math_verify_match(extracted, answer)
+    assert not math_verify_match(extracted, r"5\sqrt{3}")
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [("7 or 8", "7"), ("6, 7", "7, 6, 5"), (r"\sqrt{8} = 3", r"\sqrt{8}"), ("(2, 1)", "(1, 2)"), ("12, 34", "34, 1")],
+)
+def test_bare_expressions_that_differ(reply: str, answer: str):
+    assert not math_verify_match(reply, answer)
+
+
 @given(st.text(alphabet=st.sampled_from("0123x+-=(){}[]\\$ .,frac^_\n\u0000é\ud800")))
 @settings(max_examples=60, deadline=None)
 def test_never_raises_on_any_reply(reply: str):
     assert math_verify_match(reply, "46") in (True, False)
+
+
+@pytest.mark.parametrize(
+    ("reply", "result"),
+    [
+        (r"\boxed{1} The final answer is 2. I hope it is correct. \boxed{3}", "2"),
+        (r"The final answer is $2$. Or \boxed{3}.", "3"),
+        (r"\boxed{3}. The final answer is $2$.", "2"),
+        (r"\boxed{3}. Answer: 2", "3"),
+        ("Answer: 2. The answer is 3.", "2"),
+        ("The answer is 2. The answer is 3.", "3"),
+        ("The answer is 2. So 3.", "2"),
+        ("$2$, then 3", "3"),
+        ("3, then $2$", "2"),
+    ],
+)
+def test_order_of_preference(reply: str, result: str):
+    found = {number: math_verify_match(reply, number) for number in ("1", "2", "3")}
+    assert found == {number: number == result for number in found}
 
 
 def test_works_outside_the_main_thread():
