@@ -393,14 +393,15 @@ class TrainConfig:
             )
 
     def _check_agents(self) -> None:
-        if not (self.advantage.needs_turns or self.advantage.needs_critic):
+        if not self.advantage.is_token_level:
             return
         for key, section in nested_sections(self.environment, "environment"):
             if getattr(section, "runs_agents", False):
                 name = AdvantageConfig.get_choice_name(type(self.advantage))
                 raise ValueError(
-                    f"advantage {name!r} compares the states of a rollout in the order of time, but {key} runs agents, "
-                    "whose conversations may overlap; use advantage: {type: rloo}, or another that compares rollouts"
+                    f"advantage {name!r} credits the turns of a rollout in the order of time, but {key} runs agents, "
+                    "whose conversations may overlap; use advantage: {type: rloo}, or another that compares rollouts "
+                    "(reinforce without gamma)"
                 )
 
     def batch_scoped_rewards(self) -> list[str]:

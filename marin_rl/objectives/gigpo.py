@@ -105,9 +105,6 @@ class GigpoConfig(AdvantageConfig):
     """Divisor of both components: none | std."""
     default_step_reward: float = 0.0
     """Reward of a turn in which the environment gave none."""
-    add_score_at_end: bool = False
-    """Whether to add the rollout's score to the reward of its last turn; set it if the turn rewards do not already
-    include the score."""
 
     def __post_init__(self) -> None:
         convert_enum_fields(self)
@@ -121,7 +118,8 @@ class GigpoConfig(AdvantageConfig):
         """See [`step_advantages`][marin_rl.objectives.gigpo.step_advantages].
 
         `A_E = (R_i - mean R)/F` over the rollouts of the group. The KL penalty is part of R but not of the turn
-        rewards. All advantages of a group of one rollout are 0, even if the rollout visits a state twice.
+        rewards. The part of the score that is not a turn reward is added to the reward of the last turn. All advantages
+        of a group of one rollout are 0, even if the rollout visits a state twice.
 
         Raises:
             ValueError: if a turn has no anchor state; the message names the rollout.
@@ -146,8 +144,8 @@ class GigpoConfig(AdvantageConfig):
     def _rewards(self, inputs: AdvantageInputs) -> Float64[np.ndarray, " turns"]:
         rewards = inputs.turn_rewards.copy()
         rewards[list(inputs.unrewarded_turns)] = self.default_step_reward
-        if self.add_score_at_end and inputs.score is not None:
-            rewards[-1:] += inputs.score
+        if inputs.score is not None:
+            rewards[-1:] += inputs.score - math.fsum(inputs.turn_rewards)
         return rewards
 
 

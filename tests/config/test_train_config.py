@@ -386,7 +386,7 @@ def test_reachable_weight_servers_are_accepted(ray_address: str | None, weights:
     assert config(mode=Mode.ASYNC, ray_address=ray_address, weights=weights).weights is weights
 
 
-@pytest.mark.parametrize("advantage", ["{type: gigpo}", "{type: gae}"])
+@pytest.mark.parametrize("advantage", ["{type: gigpo}", "{type: gae}", "{type: reinforce, gamma: 0.5}"])
 @pytest.mark.parametrize(
     ("part", "key"),
     [

@@ -71,7 +71,6 @@ def test_the_experiment_trains_with_this_function_and_estimator(config: TrainCon
     assert isinstance(reward, FunctionRewardConfig)
     assert (ROOT / reward.path, reward.function) == (ROOT / "experiments" / "lake_rewards.py", wasted_moves.name)
     assert isinstance(config.advantage, GigpoConfig)
-    assert not config.advantage.add_score_at_end
 
 
 def test_the_function_finds_the_wasted_moves_of_the_experiments_game(config: TrainConfig) -> None:

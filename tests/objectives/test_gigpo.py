@@ -29,15 +29,14 @@ def compared(value, values, std):
     return (value - mean) / (deviation + 1e-6 if std else 1.0)
 
 
-def oracle(group, omega, gamma, std, default, at_end):
+def oracle(group, omega, gamma, std, default):
     """Compute A(i,t) with loops over turns, from the definition in the paper."""
     alive = [inputs for inputs in group if inputs.score is not None]
     total = {id(s): s.score - sum(s.penalties.tolist()) for s in alive}
     turn_returns = {}
     for s in alive:
         rewards = [default if k in s.unrewarded_turns else r for k, r in enumerate(s.turn_rewards.tolist())]
-        if at_end:
-            rewards[-1] += s.score
+        rewards[-1] += s.score - sum(s.turn_rewards.tolist())
         for t in range(len(rewards)):
             turn_returns[id(s), t] = sum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards)))
     result = []
@@ -61,14 +60,13 @@ def oracle(group, omega, gamma, std, default, at_end):
     st.sampled_from([0.0, 0.5, 0.95, 1.0]),
     st.booleans(),
     st.sampled_from([0.0, -0.5]),
-    st.booleans(),
 )
-def test_matches_the_loops(groups, omega, gamma, std, default, at_end):
+def test_matches_the_loops(groups, omega, gamma, std, default):
     groups = to_inputs(groups)
     normalize = GigpoNormalization.STD if std else GigpoNormalization.NONE
-    config = GigpoConfig(omega, gamma, normalize, default, at_end)
+    config = GigpoConfig(omega, gamma, normalize, default)
     for group, results in zip(groups, config.compute(groups), strict=True):
-        for expected, result in zip(oracle(group, omega, gamma, std, default, at_end), results, strict=True):
+        for expected, result in zip(oracle(group, omega, gamma, std, default), results, strict=True):
             np.testing.assert_allclose(result.advantages, expected, rtol=1e-6, atol=1e-6)
             assert result.value_targets.tolist() == [0.0] * result.advantages.size
 
@@ -166,12 +164,17 @@ def test_one_turn_per_rollout_doubles_dr_grpo():
     np.testing.assert_allclose(actual, 2 * dr_grpo_advantages(scores), rtol=1e-15)
 
 
-def test_add_score_at_end_adds_the_score_to_the_last_turn():
-    group = [make_inputs(2.0, [0.5, 0.0], anchors=["s", "t"]), make_inputs(0.0, [0.0, 0.0], anchors=["s", "t"])]
-    without = advantages(GigpoConfig(gamma=0.5).compute([group]))[0]
-    added = advantages(GigpoConfig(gamma=0.5, add_score_at_end=True).compute([group]))[0]
-    assert without == [[1.25, 1.0], [-1.25, -1.0]]  # 1 + (.5 - 0)/2, 1 + 0
-    assert added == [[1.75, 2.0], [-1.75, -2.0]]  # 1 + (.5 + .5·2)/2, 1 + 2/2
+def test_the_part_of_the_score_that_is_no_turn_reward_is_added_to_the_last_turn():
+    rewards = [0.5, 0.25]
+    group = [make_inputs(2.0, rewards, anchors=["s", "t"]), make_inputs(0.0, [0.0, 0.0], anchors=["s", "t"])]
+    # The returns are 1.25 from the last turn and .5 + .5·(.25 + 1.25) from the first.
+    assert advantages(GigpoConfig(gamma=0.5).compute([group]))[0] == [[1.625, 1.75], [-1.625, -1.75]]
+
+
+def test_turn_rewards_that_are_the_whole_score_count_once():
+    group = [make_inputs(0.75, [0.5, 0.25], anchors=["s", "t"]), make_inputs(0.0, [0.0, 0.0], anchors=["s", "t"])]
+    # .375 + (.5 + .5·.25)/2, .375 + .25/2
+    assert advantages(GigpoConfig(gamma=0.5).compute([group]))[0] == [[0.6875, 0.5], [-0.6875, -0.5]]
 
 
 def test_turns_without_a_reward_get_the_default():
@@ -202,7 +205,7 @@ def test_a_missing_anchor_raises_an_error_that_names_the_rollout():
 
 def test_compute_does_not_modify_its_inputs():
     group = [make_inputs(2.0, [0.5, 0.0], unrewarded=[1]), make_inputs(0.0, [0.0, 0.0])]
-    GigpoConfig(default_step_reward=3.0, add_score_at_end=True).compute([group])
+    GigpoConfig(default_step_reward=3.0).compute([group])
     assert group[0].turn_rewards.tolist() == [0.5, 0.0]
 
 
@@ -230,8 +233,8 @@ class TestAnchors:
 
 def test_config():
     fields = {"type": "gigpo", "omega": 0.5, "gamma": 0.9, "normalize": "std", "default_step_reward": -0.1}
-    config = draccus.decode(AdvantageConfig, {**fields, "add_score_at_end": True})
-    assert config == GigpoConfig(0.5, 0.9, GigpoNormalization.STD, -0.1, True)
+    config = draccus.decode(AdvantageConfig, fields)
+    assert config == GigpoConfig(0.5, 0.9, GigpoNormalization.STD, -0.1)
     assert draccus.decode(AdvantageConfig, {"type": "gigpo"}) == GigpoConfig(1.0, 0.95)
     assert config.needs_turns
     assert not config.needs_critic

@@ -116,9 +116,10 @@ def test_debug_logs_every_turn_of_an_episode(tmp_path: Path, question: str):
         # The anchor states that GiGPO groups by.
         f"{first}anchor state {messages}, hash {anchors[0]}",
         f"rollout train-1-0-0 turn 1: anchor state [{{'role': 'tool', 'content': '42'}}], hash {anchors[1]}",
-        # Both rollouts are equal, so advantages are 0. Each step reward is 0.5; the discount per turn is 0.95.
-        f"{first}anchor hash {anchors[0]}, return 0.975, A_E 0, A_S 0, advantage [0]",
-        f"rollout train-1-0-1 turn 1: anchor hash {anchors[1]}, return 0.5, A_E 0, A_S 0, advantage [0]",
+        # Both rollouts are equal, so advantages are 0. Each step reward is 0.5. The last turn also has the rest of the
+        # score, 1. The discount per turn is 0.95.
+        f"{first}anchor hash {anchors[0]}, return 1.925, A_E 0, A_S 0, advantage [0]",
+        f"rollout train-1-0-1 turn 1: anchor hash {anchors[1]}, return 1.5, A_E 0, A_S 0, advantage [0]",
         # The alignment of step rewards.
         "rollout train-1-0-0: reward 'calls', rewards by message [(1, 0.25), (3, 0.25)], "
         "rewards by turn [(0, 0.25), (1, 0.25)]",

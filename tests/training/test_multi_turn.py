@@ -307,9 +307,6 @@ def test_outcome_score_is_added_to_last_turn():
     paths.append([Visit("s0"), Visit("s2", 1.0)])
     _, group, batch = run_paths(paths, advantage=GigpoConfig())
     assert_close(by_turn(batch, group), expected(EPISODE, STEPS))
-    # The turn rewards already contain the score, so it counts twice and every return doubles.
-    _, group, batch = run_paths(paths, advantage=GigpoConfig(add_score_at_end=True))
-    assert_close(by_turn(batch, group), expected(EPISODE, [[2 * step for step in own] for own in STEPS]))
 
 
 def test_reinforce_discounts_following_rewards():
