@@ -6,10 +6,12 @@
 import dataclasses
 import enum
 import hashlib
+import json
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from marin_rl.types import Task
+from marin_rl.types import Message, Task
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,29 @@ def problem_id(text: str) -> str:
     'c6668a5137bbbd2d'
     """
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def is_problem_id(id: str) -> bool:
+    """Return whether an id has the form of a `problem_id`, so that it identifies a problem in every environment."""
+    return re.fullmatch("[0-9a-f]{16}", id) is not None
+
+
+def question_text(messages: Sequence[Message]) -> str:
+    """Return the text that identifies a question: the content of a single user message, JSON of other messages.
+
+    System messages and differences in white space are ignored, because copies of a question often differ in them only
+    and must be in the same split.
+
+    >>> question_text([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "12 +  34 ="}])
+    '12 + 34 ='
+    """
+    # System messages alone are the question.
+    asked = [message for message in messages if message["role"] != "system"] or messages
+    texts = [" ".join(message["content"].split()) for message in asked]
+    if len(asked) == 1 and asked[0]["role"] == "user":
+        return texts[0]
+    roles = [message["role"] for message in asked]
+    return json.dumps([{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)])
 
 
 def split_of(problem: str, held_out: float, validation: float) -> Split:

@@ -5,6 +5,7 @@
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import importlib.util
 import inspect
@@ -117,7 +118,9 @@ class AgentConfig(EnvironmentConfig):
         passed = (*PASSED_ON, *self.pass_env)
 
         def start(task: Task, seed: int) -> AgentEpisode:
-            values = {"id": task.id, "messages": list(task.messages), "answer": task.answer, "seed": seed}
+            # A copy, because functions may edit the messages in place.
+            messages = copy.deepcopy(list(task.messages))
+            values = {"id": task.id, "messages": messages, "answer": task.answer, "seed": seed}
             if function is None:
                 return CommandEpisode(self.command, passed, values)
             return FunctionEpisode(function, f"{self.function} of {self.path}", self.options, values)

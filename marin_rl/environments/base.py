@@ -10,6 +10,7 @@ import abc
 import asyncio
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, runtime_checkable
 
@@ -17,7 +18,7 @@ import draccus
 
 from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.rewards.component import RewardComponentConfig
-from marin_rl.rewards.grading import FormatConfig, extract_last
+from marin_rl.rewards.grading import FormatConfig, extract_last, graded_text
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.seeds import derive_seed
 from marin_rl.splits import Split, TaskSplits
@@ -283,6 +284,21 @@ FORMAT = "format"
 """Reward component: 1 if the reply has the required format; absent if no format is required."""
 
 
+def check_finite(config: object, *keys: str) -> None:
+    """Check that fields of a config are finite numbers.
+
+    Args:
+        config: the config.
+        *keys: names of the fields.
+
+    Raises:
+        ValueError: if one is NaN or infinite; the message names key and value.
+    """
+    for key in keys:
+        if not math.isfinite(getattr(config, key)):
+            raise ValueError(f"{key} must be finite, got {getattr(config, key)}; set a finite number")
+
+
 def check_invalid_reward(value: float) -> None:
     """Validate the field `invalid_reward`, the reward of a reply without a valid action.
 
@@ -300,11 +316,12 @@ class SingleTurnEnvironment(AbstractEnvironment):
     name: str
     splits: TaskSplits
     score: Callable[[Task, str], float] | None
-    """Returns the reward `correct` of a reply to a task; None if only reward functions score replies."""
+    """Returns the reward `correct` of a reply to a task, given the text after its thoughts; None if only reward
+    functions score replies."""
     format: FormatConfig | None = None
     """Optional reward `format`, for the complete reply."""
     reply_regex: str | None = None
-    """Group 1 of its last match in the reply is scored; a reply without a match is wrong."""
+    """Group 1 of its last match after the thoughts is scored; a reply without a match is wrong."""
     blocks: bool = False
     """Whether `score` may block, so that it must run in a thread."""
 
@@ -322,7 +339,9 @@ class SingleTurnEnvironment(AbstractEnvironment):
         """Return the rewards of a reply by component."""
         rewards = {}
         if self.score is not None:
-            scored = reply if self.reply_regex is None else extract_last(self.reply_regex, reply)
+            scored = graded_text(reply)
+            if self.reply_regex is not None and scored is not None:
+                scored = extract_last(self.reply_regex, scored)
             rewards[CORRECT] = 0.0 if scored is None else self.score(task, scored)
         if self.format is not None:
             rewards[FORMAT] = self.format.reward(reply)

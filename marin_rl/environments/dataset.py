@@ -7,7 +7,7 @@ import abc
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
@@ -16,13 +16,22 @@ from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, S
 from marin_rl.rewards.grading import (
     ExactConfig,
     FormatConfig,
+    Grader,
     GraderConfig,
     NoGraderConfig,
     check_pattern,
     extract_last,
 )
 from marin_rl.rewards.math_worker import GroundTruthError
-from marin_rl.splits import Problem, TaskSplits, check_shares, problem_id, split_problems, without_duplicates
+from marin_rl.splits import (
+    Problem,
+    TaskSplits,
+    check_shares,
+    problem_id,
+    question_text,
+    split_problems,
+    without_duplicates,
+)
 from marin_rl.types import Message, Task
 
 if TYPE_CHECKING:
@@ -106,11 +115,10 @@ class RowFormat:
                 raise ValueError(
                     f"{row.where}: rows.prompt_template needs a {self.prompt_column!r} column; this row has messages"
                 )
-            return json.dumps(messages, sort_keys=True), messages
+            return question_text(messages), messages
         prompt = _text(row, self.prompt_column)
         content = prompt if self.prompt_template is None else self.prompt_template.replace(_PLACEHOLDER, prompt)
-        # Copies of a question often differ in white space only and must be in the same split.
-        return " ".join(prompt.split()), (Message(role="user", content=content),)
+        return question_text([Message(role="user", content=prompt)]), (Message(role="user", content=content),)
 
     def _answer(self, row: Row) -> str:
         text = _text(row, self.answer_column)
@@ -174,8 +182,9 @@ def _messages(row: Row, column: str) -> tuple[Message, ...]:
 
 
 CHECKED_ANSWERS = 100
-"""Number of ground truths that are checked at startup. Parsing all answers of a large dataset would take minutes; an
-answer column that does not fit its grader fails in the first rows, and a single bad row fails when it is used."""
+"""Number of ground truths of each source that are checked at startup. Parsing all answers of a large dataset would
+take minutes; an answer column that does not fit its grader fails in the first rows, and a single bad row fails when it
+is used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,6 +228,8 @@ class DatasetConfig(EnvironmentConfig):
 
     @property
     def _held_out_share(self) -> float:
+        if getattr(self, self.source_keys[1]) is not None:
+            return 0.0
         return 0.1 if self.held_out is None else self.held_out
 
     def build(self) -> AbstractEnvironment:
@@ -233,17 +244,14 @@ class DatasetConfig(EnvironmentConfig):
         training, held_out = (getattr(self, key) for key in self.source_keys)
         source = self._describe(training)
         problems = self._problems(training, name)
+        separate = [] if held_out is None else self._problems(held_out, name)
         if held_out is None:
             splits = split_problems(problems, self._held_out_share, self.validation, source)
         else:
-            splits = _with_held_out(problems, self._problems(held_out, name), self.validation, source)
+            splits = _with_held_out(problems, separate, self.validation, source)
         grader = self.grader.build()
         if grader is not None:
-            for problem in problems[:CHECKED_ANSWERS]:
-                try:
-                    grader.check(problem.task.answer)
-                except GroundTruthError as error:
-                    raise GroundTruthError(f"{problem.where}: {error}") from error
+            _check_answers(grader, (*problems[:CHECKED_ANSWERS], *separate[:CHECKED_ANSWERS]))
         return SingleTurnEnvironment(
             name=name,
             splits=splits,
@@ -345,6 +353,14 @@ class HuggingFaceConfig(DatasetConfig):
                 f"cannot load dataset {self.path!r} (subset {self.subset!r}, split {split!r}, revision "
                 f"{self.revision!r}): {error}"
             ) from error
+
+
+def _check_answers(grader: Grader, problems: Iterable[Problem]) -> None:
+    for problem in problems:
+        try:
+            grader.check(problem.task.answer)
+        except GroundTruthError as error:
+            raise GroundTruthError(f"{problem.where}: {error}") from error
 
 
 def _with_held_out(

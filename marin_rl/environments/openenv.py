@@ -17,6 +17,7 @@ from marin_rl.environments.base import (
     Episode,
     Split,
     Step,
+    check_finite,
     check_invalid_reward,
 )
 from marin_rl.environments.external import bounded_text, require_package, run_in_thread
@@ -99,6 +100,7 @@ class OpenEnvConfig(EnvironmentConfig):
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
         if "seed" in self.reset:
             raise ValueError("reset has 'seed'; each task has its own seed: use the environment's `seed` instead")
+        check_finite(self, "success_at", "invalid_reward")
         check_invalid_reward(self.invalid_reward)
         check_shares(self.held_out, self.validation)
 

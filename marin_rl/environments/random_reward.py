@@ -5,7 +5,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from marin_rl.environments.base import (
@@ -19,6 +19,8 @@ from marin_rl.environments.base import (
     Step,
     TaskStream,
 )
+from marin_rl.rewards.component import RewardComponent, RewardComponentConfig
+from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardRequest
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.types import Message, Task
 
@@ -37,7 +39,7 @@ class RandomRewardConfig(EnvironmentConfig):
     level: ClassVar[int] = 3
 
     environment: EnvironmentConfig
-    """The environment of the tasks."""
+    """The environment of the tasks. Its reward functions score validation and held-out tasks only."""
     probability: float = 0.5
     """Probability of reward 1 instead of 0; set it to the mean reward of the true grader."""
 
@@ -45,6 +47,20 @@ class RandomRewardConfig(EnvironmentConfig):
         self.check_nested(self.environment, "environment")
         if not 0.0 <= self.probability <= 1.0:
             raise ValueError(f"probability must be in [0, 1], got {self.probability}")
+        if self.rewards:
+            raise ValueError(
+                f"random_control has {len(self.rewards)} reward functions in rewards, which would add true rewards to "
+                "the random ones; move them to environment.rewards, which score validation and held-out tasks only"
+            )
+
+    def reward_components(self, environment: AbstractEnvironment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
+        """Return the inner environment's reward functions, without effect on training tasks."""
+        assert isinstance(environment, RandomRewardEnvironment)
+        components = self.environment.reward_components(environment.inner)
+        return {
+            name: tuple(UntrainedRewardConfig(config, environment.trained) for config in configs)
+            for name, configs in components.items()
+        }
 
     def build(self) -> AbstractEnvironment:
         """Build the inner environment and replace its training rewards."""
@@ -134,3 +150,51 @@ class RandomRewardEpisode:
     async def close(self) -> None:
         """Close the inner episode."""
         await self.inner.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class UntrainedRewardConfig(RewardComponentConfig):
+    """Another reward component whose score is 0 for training tasks. Created by `random_control`, not by name."""
+
+    inner: RewardComponentConfig
+    """The component for validation and held-out tasks."""
+    trained: frozenset[tuple[str, str]] = dataclasses.field(repr=False)
+    """Environment names and ids of the training tasks."""
+
+    def build(self, sandbox: Sandbox) -> "UntrainedReward":
+        """Build the inner component."""
+        return UntrainedReward(self.inner.build(sandbox), self.trained)
+
+
+class UntrainedReward:
+    """Another reward component that is not called for training tasks; their score is 0."""
+
+    def __init__(self, inner: RewardComponent, trained: frozenset[tuple[str, str]]):
+        self.name = inner.name
+        self.weight = inner.weight
+        self.scope = inner.scope
+        self._inner = inner
+        self._trained = trained
+
+    @property
+    def waits_for_group(self) -> bool:
+        """Whether the inner component scores a rollout when its group is complete."""
+        return self._inner.waits_for_group
+
+    async def check(self) -> None:
+        """Check the inner component, which may determine its scope."""
+        await self._inner.check()
+        self.scope = self._inner.scope
+
+    async def score(self, requests: Sequence[RewardRequest]) -> Sequence[EvaluateResult | RewardCallError]:
+        """Score the rollouts of other tasks with the inner component, and those of training tasks with 0."""
+        others = [request for request in requests if not self._is_trained(request)]
+        scores = iter(await self._inner.score(others) if others else ())
+        return [EvaluateResult(score=0.0) if self._is_trained(request) else next(scores) for request in requests]
+
+    def _is_trained(self, request: RewardRequest) -> bool:
+        return (request.environment, request.task_id) in self._trained
+
+    async def close(self) -> None:
+        """Release the resources of the inner component."""
+        await self._inner.close()

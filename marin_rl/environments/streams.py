@@ -15,19 +15,23 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from marin_rl.environments.agent import AgentEnvironment
 from marin_rl.environments.base import (
     CORRECT,
     AbstractEnvironment,
     AgentEpisode,
     EnvironmentConfig,
     Episode,
+    SingleTurnEnvironment,
     Split,
     StreamState,
     TaskStream,
 )
+from marin_rl.environments.tool_use import ToolUseEnvironment
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.seeds import derive_seed
+from marin_rl.splits import is_problem_id, problem_id, question_text
 from marin_rl.types import Message, RolloutGroup, Task
 
 
@@ -117,7 +121,8 @@ class CompositeConfig(EnvironmentConfig):
         """Build the parts.
 
         Raises:
-            ValueError: if two share a name, or one has no training tasks.
+            ValueError: if two share a name, one has no training tasks, or one trains on a problem that another holds
+                out or validates on.
         """
         environments: dict[str, AbstractEnvironment] = {}
         configs: dict[str, Any] = {}
@@ -131,6 +136,7 @@ class CompositeConfig(EnvironmentConfig):
             if not environment.tasks(Split.TRAIN):
                 raise ValueError(f"{self._whole}: environment {name!r} has no tasks to train on")
             environments[name], configs[name] = environment, part
+        _check_disjoint(environments, self._whole)
         return CompositeEnvironment(self.name, environments, functools.partial(self._stream, environments, configs))
 
     @abc.abstractmethod
@@ -138,6 +144,40 @@ class CompositeConfig(EnvironmentConfig):
         self, environments: Mapping[str, AbstractEnvironment], configs: Mapping[str, Any], seed: int
     ) -> TaskStream:
         """Return the stream of training tasks, given environments and configs of the parts by environment name."""
+
+
+def _check_disjoint(environments: Mapping[str, AbstractEnvironment], whole: str) -> None:
+    """Check that no part trains on a problem that another part holds out or validates on."""
+    if len(environments) == 1:
+        return
+    trained = {
+        name: frozenset(id for task in environment.tasks(Split.TRAIN) for id in _problem_ids(environment, task))
+        for name, environment in environments.items()
+    }
+    for name, environment in environments.items():
+        for split in (Split.HELD_OUT, Split.VALIDATION):
+            tasks = [(task, _problem_ids(environment, task)) for task in environment.tasks(split)]
+            for other, known in trained.items():
+                shared = [task for task, ids in tasks if not known.isdisjoint(ids)]
+                if other != name and shared:
+                    raise ValueError(
+                        f"{whole}: environment {other!r} trains on {len(shared)} {split.value} problems of {name!r}, "
+                        f"the first is {shared[0].messages[-1]['content'][:200]!r}; give both environments equal "
+                        "held_out and equal validation, or data without common problems"
+                    )
+
+
+def _problem_ids(environment: AbstractEnvironment, task: Task) -> set[str]:
+    """Return the ids of a task that are comparable between environments; empty if there are none.
+
+    A game is not identified by its first messages, because its rules may differ.
+    """
+    while isinstance(environment, ToolUseEnvironment | AgentEnvironment):
+        environment = environment.questions if isinstance(environment, ToolUseEnvironment) else environment.source
+    ids = {task.id} if is_problem_id(task.id) else set()
+    if isinstance(environment, SingleTurnEnvironment):
+        ids.add(problem_id(question_text(task.messages)))
+    return ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,6 +269,13 @@ class LessonConfig:
     def __post_init__(self) -> None:
         if not 0 < self.weight < math.inf:
             raise ValueError(f"lesson {self.name!r}: weight must be finite and above 0, got {self.weight}")
+        for key in ("unlock_at", "graduate_at"):
+            score = getattr(self, key)
+            if score is not None and not math.isfinite(score):
+                remedy = (
+                    "set a finite number, or null to keep drawing it" if key == "graduate_at" else "set a finite number"
+                )
+                raise ValueError(f"lesson {self.name!r}: {key} must be finite, got {score}; {remedy}")
         if self.window < 1:
             raise ValueError(f"lesson {self.name!r}: window must be at least 1 rollout, got {self.window}")
         if self.graduate_at is not None and self.graduate_at < self.unlock_at:

@@ -4,7 +4,6 @@
 """Text versions of gymnasium games: FrozenLake, Taxi, CliffWalking, and other games with discrete actions."""
 
 import dataclasses
-import math
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from marin_rl.environments.base import (
     Episode,
     Split,
     Step,
+    check_finite,
     check_invalid_reward,
 )
 from marin_rl.environments.games import Board, Prototype, Start, View, draw_start
@@ -86,9 +86,7 @@ class TextGameConfig(EnvironmentConfig):
             raise ValueError(f"num_tasks must be at least 1, got {self.num_tasks}")
         if self.max_steps is not None and self.max_steps < 1:
             raise ValueError(f"max_steps must be at least 1, or null for the game's limit; got {self.max_steps}")
-        for field in ("game_weight", "step_reward", "invalid_reward"):
-            if not math.isfinite(getattr(self, field)):
-                raise ValueError(f"{field} must be finite, got {getattr(self, field)}")
+        check_finite(self, "game_weight", "step_reward", "invalid_reward")
         check_invalid_reward(self.invalid_reward)
         if not 0.0 <= self.detours < 1.0:
             raise ValueError(f"detours is a probability and must be in [0, 1), got {self.detours}")

@@ -6,7 +6,6 @@
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from marin_rl.environments.base import (
     Episode,
     Split,
     Step,
+    check_finite,
     check_invalid_reward,
 )
 from marin_rl.environments.external import action_of, bounded_text, require_package
@@ -93,9 +93,7 @@ class TextWorldConfig(EnvironmentConfig):
         for field in ("num_tasks", "max_characters"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
-        for field in ("game_weight", "invalid_reward"):
-            if not math.isfinite(getattr(self, field)):
-                raise ValueError(f"{field} must be finite, got {getattr(self, field)}")
+        check_finite(self, "game_weight", "invalid_reward")
         check_invalid_reward(self.invalid_reward)
         if not 0.0 <= self.detours < 1.0:
             raise ValueError(f"detours is a probability and must be in [0, 1), got {self.detours}")

@@ -21,6 +21,7 @@ from marin_rl.environments.base import (
     NoSandboxError,
     Split,
     Step,
+    check_finite,
 )
 from marin_rl.environments.external import bounded_text
 from marin_rl.environments.tools import (
@@ -110,6 +111,7 @@ class ToolUseConfig(EnvironmentConfig):
         self.check_nested(self.questions, "questions")
         if not self.tools:
             raise ValueError("tools is empty; add at least one, as tools: [{type: calculator}]")
+        check_finite(self, "error_reward")
         if self.error_reward > 0:
             raise ValueError(f"error_reward must be at most 0, or failed calls pay; got {self.error_reward}")
 
@@ -291,9 +293,10 @@ class ToolUseEpisode:
         tool = self.environment.tools.get(call.name)
         if tool is None:
             raise ToolError(f"there is no tool {call.name!r}; there is: {', '.join(self.environment.tools)}")
-        check_arguments(tool.parameters, call.arguments)
         limit = asyncio.timeout(self.environment.limits.max_seconds)
         try:
+            # An invalid schema of the tool raises here too.
+            check_arguments(tool.parameters, call.arguments)
             async with limit:
                 return await tool.call(call.arguments)
         except (ToolError, RewardCallError, IsolationError):

@@ -168,7 +168,15 @@ def describe_schemas(schemas: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-_TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
+_TYPES = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+    "null": type(None),
+}
 """Python types by type of a JSON schema."""
 
 
@@ -176,7 +184,8 @@ def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> 
     """Check that a call has all required arguments, no unknown ones, and the right types.
 
     Args:
-        schema: schema of type `object`; `properties`, `required` and the `type` of each property are used.
+        schema: schema of type `object`; `properties`, `required` and the `type` of each property, which may be a list
+            of types, are used.
         arguments: arguments from the policy.
 
     Raises:
@@ -191,10 +200,19 @@ def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> 
     for name, value in arguments.items():
         if name not in properties:
             raise ToolError(f"there is no argument {name!r}; there is: {', '.join(properties) or 'none'}")
-        kind = properties[name].get("type")
-        # bool is a subclass of int in Python, but not a number in JSON.
-        if kind in _TYPES and (not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean")):
-            raise ToolError(f"argument {name!r} is {value!r}; it must be of type {kind}")
+        # The schemas true and {} accept every value.
+        kinds = properties[name].get("type", ()) if isinstance(properties[name], Mapping) else ()
+        kinds = (kinds,) if isinstance(kinds, str) else kinds
+        if kinds and not any(_is_of_type(value, kind) for kind in kinds):
+            raise ToolError(f"argument {name!r} is {value!r}; it must be of type {' or '.join(kinds)}")
+
+
+def _is_of_type(value: object, kind: str) -> bool:
+    """Return whether a value has a type of a JSON schema; unknown types accept every value."""
+    if kind not in _TYPES:
+        return True
+    # bool is a subclass of int in Python, but not a number in JSON.
+    return isinstance(value, _TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool))
 
 
 @ToolConfig.register_subclass("file")

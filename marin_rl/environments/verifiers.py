@@ -30,6 +30,7 @@ from marin_rl.environments.base import (
     AgentResult,
     EnvironmentConfig,
     Split,
+    check_finite,
 )
 from marin_rl.environments.external import require_package, run_in_thread
 from marin_rl.environments.game_process import GameError, GameServer
@@ -86,6 +87,7 @@ class VerifiersConfig(EnvironmentConfig):
             raise ValueError(f"client has {', '.join(reserved)}, which differ between episodes; remove them")
         if self.client.get("type") == "train" and not self.client.get("renderer_model_name"):
             raise ValueError("client.type is 'train', which needs the tokenizer: set client.renderer_model_name")
+        check_finite(self, "success_at")
         check_shares(self.held_out, self.validation)
 
     def build(self) -> AbstractEnvironment:

@@ -214,13 +214,13 @@ def _compile_for_one_host(
     """
     names = [name for name in ("prefill", "decode") if name in programs_of(config, topology.num_hosts)]
     with absent_devices(topology.local()):
-        host = _open(_of_one_host(config, topology), vocab_size)
+        host = _open(of_one_host(config, topology), vocab_size)
         results = {name: compiler.compile(name, host, (1.0,)) for name in names}
     return compiler._replace(known={**compiler.known, **results})
 
 
-def _of_one_host(config: TrainConfig, topology: Topology) -> TrainConfig:
-    """Return the config with the sampler of one host."""
+def of_one_host(config: TrainConfig, topology: Topology) -> TrainConfig:
+    """Return the config of a run with the sampler that each host of a topology has."""
     trainer = dataclasses.replace(
         config.trainer,
         model_axis_size=math.gcd(config.trainer.model_axis_size, topology.chips_per_host),

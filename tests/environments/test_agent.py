@@ -41,6 +41,19 @@ def test_function_gets_task_address_and_options(tmp_path: Path):
         asyncio.run(environment.start(TASKS.build().tasks(Split.TRAIN)[0], 5))
 
 
+def test_agent_may_edit_its_messages(tmp_path: Path):
+    path = write(tmp_path, "def play(task, base_url, api_key): task['messages'][0]['content'] += '!'; return 1\n")
+    environment = AgentConfig(tasks=TASKS, path=path, function="play").build()
+    task = environment.tasks(Split.TRAIN)[0]
+    before = [dict(message) for message in task.messages]
+    for _ in range(2):
+        episode = asyncio.run(environment.start(task, 5))
+        assert isinstance(episode, FunctionEpisode)
+        assert episode.task["messages"] == before
+        asyncio.run(episode.play(CONNECTION))
+    assert list(environment.tasks(Split.TRAIN)[0].messages) == before
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

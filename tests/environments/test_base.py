@@ -147,6 +147,18 @@ def test_format_is_a_separate_component():
     assert answer(made, TASK, "two").rewards == {"correct": 0.0, "format": 0.0}
 
 
+@pytest.mark.parametrize("regex", [None, "<a>(.*?)</a>"])
+def test_only_the_text_after_the_thoughts_is_scored(regex: str | None):
+    made = environment(reply_regex=regex)
+    right = "3" if regex is None else "<a>3</a>"
+    task = made.tasks(Split.TRAIN)[0]
+    scored = [
+        made.rewards(dataclasses.replace(task, answer="3"), reply)["correct"]
+        for reply in (right, f"<think><a>2</a></think>{right}", f"<think>{right}", f"{right}<think>")
+    ]
+    assert scored == [1.0, 1.0, 0.0, 0.0]
+
+
 def test_reply_regex_extracts_the_scored_text():
     made = environment(reply_regex=r"<a>(.*?)</a>", format=FormatConfig(regex=r"<a>.*</a>"))
     assert answer(made, TASK, "<a>2</a>").rewards == {"correct": 1.0, "format": 1.0}

@@ -78,12 +78,55 @@ def test_explicit_held_out_file(tmp_path: Path):
     assert_sound(environment, 110)
 
 
+def test_a_held_out_file_leaves_all_other_shares_to_validation(tmp_path: Path):
+    train, held_out = write(tmp_path / "a.jsonl", sums(300)), write(tmp_path / "b.jsonl", sums(10, start=300))
+    environment = JsonlConfig(path=train, held_out_path=held_out, validation=0.9).build()
+    assert len(environment.tasks(Split.VALIDATION)) > 240
+    assert len(environment.tasks(Split.TRAIN)) < 60
+    with pytest.raises(ValueError, match=r"held_out 0\.1 and validation 0\.9 add up to 1\.0"):
+        JsonlConfig(path=train, validation=0.9)
+
+
 def test_overlap_with_the_held_out_file_is_an_error(tmp_path: Path):
     train, held_out = write(tmp_path / "a.jsonl", sums(50)), write(tmp_path / "b.jsonl", sums(10, start=47))
     with pytest.raises(
         ValueError, match=r"3 held-out problems are also training problems.*'47\+1='.*b\.jsonl:1 .*a\.jsonl:48"
     ):
         JsonlConfig(path=train, held_out_path=held_out).build()
+
+
+def as_messages(row: dict[str, Any], system: str | None = None, space: str = "") -> dict[str, Any]:
+    messages = [{"role": "user", "content": space + row["prompt"] + space}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    return {"messages": messages, "answer": row["answer"]}
+
+
+@pytest.mark.parametrize("form", [{}, {"space": " \n"}, {"system": "Be brief."}])
+def test_a_prompt_and_equal_messages_are_one_problem(tmp_path: Path, form):
+    rows = sums(300)
+    copies = [as_messages(row, **form) for row in rows]
+    plain = JsonlConfig(path=write(tmp_path / "plain.jsonl", rows), name="a").build()
+    mixed = JsonlConfig(path=write(tmp_path / "mixed.jsonl", [*rows, *copies]), name="a").build()
+    reverse = JsonlConfig(path=write(tmp_path / "reverse.jsonl", copies), name="a").build()
+    for split in Split:
+        assert mixed.tasks(split) == plain.tasks(split)
+        assert [task.id for task in reverse.tasks(split)] == [task.id for task in plain.tasks(split)]
+    config = JsonlConfig(path=str(tmp_path / "plain.jsonl"), held_out_path=str(tmp_path / "reverse.jsonl"))
+    with pytest.raises(ValueError, match="300 held-out problems are also training problems"):
+        config.build()
+
+
+def test_conversations_that_differ_in_white_space_or_system_message_are_equal():
+    example = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    first = problem({"messages": [*example, {"role": "user", "content": "a b"}], "answer": "2"})
+    system = {"role": "system", "content": "s"}
+    second = problem({"messages": [system, *example, {"role": "user", "content": " a  b "}], "answer": "2"})
+    other = problem({"messages": [*example[:1], *example[:1], {"role": "user", "content": "a b"}], "answer": "2"})
+    assert (first.text, first.task.id) == (second.text, second.task.id)
+    assert first.text != other.text
+    systems = [problem({"messages": [{"role": "system", "content": text}], "answer": "2"}) for text in ("a", "b")]
+    assert len({one.text for one in systems}) == 2
 
 
 def test_shared_ids_over_two_files_are_an_error(tmp_path: Path):
@@ -154,6 +197,14 @@ def test_build_rejects_a_ground_truth_that_the_grader_cannot_parse(tmp_path: Pat
     assert JsonlConfig(path=path).build()
     with pytest.raises(GroundTruthError, match=r"a\.jsonl:31: math_verify cannot parse the ground truth"):
         JsonlConfig(path=path, grader=MathVerifyConfig()).build()
+
+
+def test_build_rejects_a_held_out_ground_truth_that_the_grader_cannot_parse(tmp_path: Path):
+    held_out = [*sums(5, start=100), {"prompt": "is it?", "answer": r"\frac{1"}]
+    paths = {"path": write(tmp_path / "a.jsonl", sums(100)), "held_out_path": write(tmp_path / "b.jsonl", held_out)}
+    assert JsonlConfig(**paths).build()
+    with pytest.raises(GroundTruthError, match=r"b\.jsonl:6: math_verify cannot parse the ground truth"):
+        JsonlConfig(**paths, grader=MathVerifyConfig()).build()
 
 
 def test_an_invalid_ground_truth_after_the_first_rows_raises_in_step(tmp_path: Path):

@@ -200,6 +200,9 @@ def test_a_server_that_does_not_answer_is_named(url: str, monkeypatch: pytest.Mo
         ({"num_tasks": 0}, "num_tasks must be at least 1"),
         ({"max_characters": 0}, "max_characters must be at least 1"),
         ({"reset": {"seed": 1}}, "reset has 'seed'"),
+        ({"invalid_reward": float("nan")}, "invalid_reward must be finite, got nan; set a finite number"),
+        ({"invalid_reward": -float("inf")}, "invalid_reward must be finite, got -inf"),
+        ({"success_at": float("nan")}, "success_at must be finite, got nan"),
         ({"invalid_reward": 0.5}, "invalid_reward must be at most 0"),
     ],
 )

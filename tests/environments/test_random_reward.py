@@ -3,14 +3,31 @@
 
 import asyncio
 import dataclasses
+from pathlib import Path
 
 import draccus
 import pytest
 
-from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, RandomRewardConfig, Split
+from marin_rl.environments import (
+    ArithmeticConfig,
+    CurriculumConfig,
+    EnvironmentConfig,
+    MixtureConfig,
+    RandomRewardConfig,
+    Split,
+)
 from marin_rl.environments.base import Step
 from marin_rl.environments.random_reward import RandomRewardEpisode
+from marin_rl.environments.streams import LessonConfig, MixturePartConfig
+from marin_rl.event_loop import BackgroundLoop
+from marin_rl.rewards.component import FunctionRewardConfig
+from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.isolation import Isolation
+from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.rollouts.attempt import Limits
+from marin_rl.rollouts.reward_functions import RewardFunctions
 from tests.one_reply import answer
+from tests.rollouts.test_run_rollouts import run, runner, says
 
 INNER = ArithmeticConfig(size=2000)
 
@@ -77,6 +94,65 @@ def test_only_the_last_step_of_an_episode_has_a_reward():
     first, second = asyncio.run(episode.step("a")), asyncio.run(episode.step("b"))
     assert (first.rewards["random"], first.done, second.rewards["random"], second.done) == (0.0, False, 1.0, True)
     assert first.messages[0]["content"] == "more"
+
+
+TRUE_REWARDS = """
+from marin_rl.rewards import reward_function
+
+@reward_function
+def each(messages, ground_truth, **kwargs):
+    return 7.0
+
+@reward_function(mode="batch")
+def group(messages, ground_truth, **kwargs):
+    return [5.0] * len(messages)
+"""
+
+
+def test_reward_functions_score_validation_and_held_out_tasks_only(tmp_path: Path):
+    path = tmp_path / "true_rewards.py"
+    path.write_text(TRUE_REWARDS)
+    each, group = (FunctionRewardConfig(path=str(path), function=name) for name in ("each", "group"))
+    one = ArithmeticConfig(size=200, name="one", rewards=(each,))
+    two = ArithmeticConfig(size=200, digits=1, terms=3, name="two", rewards=(group,))
+    plain = ArithmeticConfig(size=200, digits=3, name="plain")
+    three = (one, two, plain)
+    inners = (
+        one,
+        MixtureConfig(tuple(map(MixturePartConfig, three))),
+        CurriculumConfig(tuple(LessonConfig(lesson.name, lesson) for lesson in three)),
+    )
+    expected = {"one": {"each": 7.0}, "two": {"group": 5.0}, "plain": {}}
+    loop = BackgroundLoop()
+    try:
+        for inner in inners:
+            config = RandomRewardConfig(environment=inner)
+            environment = config.build()
+            sandbox = Sandbox(SandboxConfig(require=Isolation.NONE, workers=1))
+            reward_functions = RewardFunctions(config.reward_components(environment), sandbox, loop)
+            try:
+                for split in Split:
+                    tasks = {task.environment: task for task in environment.tasks(split)}
+                    rollout_runner = runner(says("wrong"), environment, Limits(4000, 200, max_turns=1))
+                    rollout_runner = dataclasses.replace(rollout_runner, reward_functions=reward_functions, loop=loop)
+                    for result in run(rollout_runner, list(tasks.values())):
+                        [rollout] = result.rollouts
+                        true = expected[rollout.task.environment]
+                        if split is Split.TRAIN:
+                            assert rollout.total_reward == rollout.rewards["random"]
+                            assert rollout.rewards.keys() == {"random", *true}
+                        else:
+                            assert rollout.rewards == {"correct": 0.0, **true}
+            finally:
+                reward_functions.close()
+    finally:
+        loop.close()
+
+
+def test_reward_functions_of_the_control_itself_are_refused():
+    rewards = (FunctionRewardConfig(path="rewards.py", function="score"),)
+    with pytest.raises(ValueError, match=r"1 reward functions in rewards, .*; move them to environment\.rewards"):
+        RandomRewardConfig(environment=INNER, rewards=rewards)
 
 
 @pytest.mark.parametrize("probability", [-0.1, 1.1, float("nan")])

@@ -4,16 +4,20 @@
 import asyncio
 import collections
 import dataclasses
+import json
 import math
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marin_rl.config.decode import ConfigError, decode
-from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, TextGameConfig
+from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, JsonlConfig, TextGameConfig, ToolUseConfig
 from marin_rl.environments.base import Split, StreamState, TaskStream
+from marin_rl.environments.games import View
 from marin_rl.environments.streams import (
     CurriculumConfig,
     LessonConfig,
@@ -133,6 +137,69 @@ def test_a_mixture_needs_environments_with_different_names():
     for weight in (0.0, math.inf):
         with pytest.raises(ValueError, match=rf"weight must be finite and above 0, got {weight}"):
             MixturePartConfig(CardsConfig(), weight)
+
+
+def sums(name: str, **changes: Any) -> ArithmeticConfig:
+    return ArithmeticConfig(size=2000, name=name, **changes)
+
+
+def composites(*environments: EnvironmentConfig) -> list[EnvironmentConfig]:
+    lessons = tuple(LessonConfig(str(index), environment) for index, environment in enumerate(environments))
+    return [MixtureConfig(tuple(map(MixturePartConfig, environments))), CurriculumConfig(lessons)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (sums("a"), sums("b", held_out=0.3)),
+        (sums("a"), sums("b", held_out=0.1, validation=0.0)),
+        (sums("a"), ToolUseConfig(sums("b", held_out=0.3))),
+        (
+            TextGameConfig(id="Taxi-v4", name="a"),
+            TextGameConfig(id="Taxi-v4", name="b", held_out=0.3, view=View.COMPACT),
+        ),
+    ],
+)
+def test_parts_must_not_train_on_evaluation_problems_of_others(first: EnvironmentConfig, second: EnvironmentConfig):
+    shown = r"environment '[ab]' trains on [0-9]+ (held_out|validation) problems of '[ab]', the first is '.*give both"
+    for whole in (*composites(first, second), *composites(second, first)):
+        with pytest.raises(ValueError, match=f"(?s){shown} environments equal held_out and equal validation, or data"):
+            whole.build()
+
+
+def test_files_of_parts_must_not_overlap(tmp_path: Path):
+    def write(name: str, *rows: dict[str, Any]) -> str:
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return str(tmp_path / name)
+
+    rows = [{"prompt": f"question {index}", "answer": "1", "id": index} for index in range(200)]
+    messages = [{"messages": [{"role": "user", "content": row["prompt"] + " "}], "answer": "1"} for row in rows[100:]]
+    a, b, c = write("a.jsonl", *rows[:100]), write("b.jsonl", *rows[100:]), write("c.jsonl", *messages)
+    for other in (b, c):
+        for whole in composites(JsonlConfig(path=a, held_out_path=b), JsonlConfig(path=other, name="other")):
+            with pytest.raises(ValueError, match=r"'other' trains on \d+ held_out problems of 'a', .* 'question \d+'"):
+                whole.build()
+    # Ids of unrelated files may be equal.
+    renamed = [{**row, "prompt": "other " + row["prompt"]} for row in rows]
+    for whole in composites(JsonlConfig(path=a), JsonlConfig(path=write("d.jsonl", *renamed), held_out=0.4)):
+        whole.build()
+
+
+def test_parts_with_equal_shares_may_have_common_problems():
+    lake = {"id": "FrozenLake-v1", "num_tasks": 300}
+    pairs = (
+        (sums("a"), sums("b", reverse_answer=True)),
+        (sums("a"), ToolUseConfig(sums("b"))),
+        (TextGameConfig(id="Taxi-v4", name="a"), TextGameConfig(id="Taxi-v4", name="b", view=View.COMPACT)),
+        # Other rules make it another game, even on the same map.
+        (
+            TextGameConfig(name="dry", options={"is_slippery": False, "size": 3}, **lake),
+            TextGameConfig(name="wet", options={"is_slippery": True, "size": 3}, **lake),
+        ),
+    )
+    for pair in pairs:
+        for whole in composites(*pair):
+            assert whole.build().tasks(Split.TRAIN)
 
 
 def test_mixture_from_yaml():
@@ -298,6 +365,8 @@ def test_invalid_dependencies_are_rejected(lessons: tuple[LessonConfig, ...], me
         ({"weight": 0.0}, "lesson 'a': weight must be finite and above 0, got 0.0"),
         ({"weight": float("inf")}, "lesson 'a': weight must be finite and above 0, got inf"),
         ({"window": 0}, "lesson 'a': window must be at least 1 rollout, got 0"),
+        ({"unlock_at": float("nan")}, "lesson 'a': unlock_at must be finite, got nan; set a finite number"),
+        ({"graduate_at": float("nan")}, "lesson 'a': graduate_at must be finite, got nan; .* or null"),
         ({"graduate_at": 0.25}, "lesson 'a': graduate_at 0.25 is below unlock_at 0.5"),
     ],
 )

@@ -104,6 +104,21 @@ def test_calls_are_answered_and_the_final_reply_is_scored():
     assert wrong.metrics["success"] == 0.0
 
 
+@pytest.mark.parametrize(
+    ("parameters", "answered"),
+    [
+        ({"type": "object", "properties": {"how": {"type": ["string", "null"]}}}, "fine"),
+        ({"type": "object", "properties": {"how": {"type": 3}}}, "Error: odd failed: TypeError: "),
+        ({"type": "object", "properties": None}, "Error: odd failed: TypeError: "),
+    ],
+)
+def test_a_schema_of_a_tool_never_fails_the_rollout(parameters: dict[str, Any], answered: str):
+    environment, task = build()
+    environment = dataclasses.replace(environment, tools={"odd": Odd(parameters=parameters)})
+    [step] = play(environment, task, odd("well"))
+    assert answers(step)[0].startswith(answered)
+
+
 def test_several_calls_are_answered_in_order_up_to_the_limit():
     environment, task = build(limits=ToolLimits(max_calls=2), error_reward=-0.25)
     [step] = play(environment, task, "".join(call("calculator", expression=str(number)) for number in range(5)))
@@ -293,6 +308,8 @@ def test_tasks_of_other_environments_are_rejected():
     [
         (lambda: ToolUseConfig(questions=QUESTIONS, tools=()), "tools is empty; add at least one"),
         (lambda: ToolUseConfig(questions=QUESTIONS, error_reward=0.5), "error_reward must be at most 0, .* got 0.5"),
+        (lambda: ToolUseConfig(QUESTIONS, error_reward=float("nan")), "error_reward must be finite, got nan; set"),
+        (lambda: ToolUseConfig(QUESTIONS, error_reward=-float("inf")), "error_reward must be finite, got -inf; set"),
         (lambda: build(tools=(OddConfig(), OddConfig())), "two tools are named 'odd'"),
         (lambda: ToolLimits(max_calls=0), "limits.max_calls must be at least 1, got 0"),
         (lambda: ToolLimits(max_output=0), "limits.max_output must be at least 1, got 0"),

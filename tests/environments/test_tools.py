@@ -42,13 +42,34 @@ SCHEMA = {
         "flag": {"type": "boolean"},
         "list": {"type": "array"},
         "anything": {},
+        "always": True,
+        "optional": {"type": ["string", "null"]},
+        "either": {"type": ["integer", "boolean"]},
+        "nothing": {"type": "null"},
+        "unknown": {"type": ["date"]},
     },
     "required": ["text"],
 }
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"count": 3}, {"share": 0.5}, {"share": 1}, {"flag": True}, {"list": []}, {"anything": None}]
+    "more",
+    [
+        {},
+        {"count": 3},
+        {"share": 0.5},
+        {"share": 1},
+        {"flag": True},
+        {"list": []},
+        {"anything": None},
+        {"always": 1},
+        {"optional": "a"},
+        {"optional": None},
+        {"either": True},
+        {"either": 2},
+        {"nothing": None},
+        {"unknown": 1},
+    ],
 )
 def test_valid_arguments_pass(more: dict):
     check_arguments(SCHEMA, {"text": "", **more})
@@ -65,6 +86,10 @@ def test_valid_arguments_pass(more: dict):
         ({"text": "", "flag": 1}, "'flag' is 1; it must be of type boolean"),
         ({"text": "", "share": "1"}, "'share' is '1'; it must be of type number"),
         ({"text": "", "list": {}}, "'list' is {}; it must be of type array"),
+        ({"text": None}, "'text' is None; it must be of type string"),
+        ({"text": "", "optional": 1}, "'optional' is 1; it must be of type string or null"),
+        ({"text": "", "either": 1.5}, "'either' is 1.5; it must be of type integer or boolean"),
+        ({"text": "", "nothing": False}, "'nothing' is False; it must be of type null"),
     ],
 )
 def test_errors_name_the_invalid_argument(arguments: dict, message: str):
