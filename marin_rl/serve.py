@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from levanter.models.lm_model import LmHeadModel
+
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig, default_trainer
 from marin_rl.config.yaml_text import from_yaml
@@ -57,8 +59,8 @@ class ServeConfig:
     max_seqs: int | None = None
     """Number of sequences that are decoded together; null: `sampling.max_seqs` of the run, or 64."""
     max_context: int | None = None
-    """Maximum number of prompt and new tokens of a sequence; null: `rollouts.max_length` of the run, or the model's
-    context up to 4,096."""
+    """Maximum number of prompt and new tokens of a sequence, at most the model's positions; null:
+    `rollouts.max_length` of the run, or the model's positions up to 4,096."""
     max_new_tokens: int | None = None
     """Maximum number of new tokens of a sequence; null: `sampling.max_new_tokens` of the run, or all that fit."""
     max_choices: int = 128
@@ -68,7 +70,8 @@ class ServeConfig:
     max_body_bytes: int = 4 * 2**20
     """Maximum size of a request's body."""
     client_seconds: float = 60.0
-    """Seconds after which a client that neither sends its request nor reads its response is disconnected."""
+    """Seconds after which a client is disconnected that does not send the head of its request, does not send the body
+    (it gets status 408), or does not read its response (on Linux)."""
     drain_seconds: float = 60.0
     """Seconds that requests in progress have after SIGTERM or Ctrl-C."""
 
@@ -119,6 +122,7 @@ def load_policy(config: ServeConfig) -> Policy:
         RunDirectoryError: if the run does not exist.
         CheckpointError: if the run has no checkpoint of this step, or no valid checkpoint.
         PolicyModelError: if the model cannot be loaded.
+        UserError: if `max_context` exceeds the number of the model's positions.
     """
     return _load_run(config, config.run) if config.run is not None else _load_folder(config, str(config.model))
 
@@ -126,7 +130,6 @@ def load_policy(config: ServeConfig) -> Policy:
 def _load_run(config: ServeConfig, run: str) -> Policy:
     directory = open_existing(storage_path(run, "run"))
     train_config = from_yaml(TrainConfig, directory.config.read_text(encoding="utf-8"), str(directory.config))
-    max_context = config.max_context or train_config.rollouts.max_length
     sampling = _limited(config, train_config.sampling)
     checkpoints = Checkpoints(directory.checkpoints, train_config.checkpoint)
     require_checkpoint(run, checkpoints, config.step)
@@ -134,13 +137,12 @@ def _load_run(config: ServeConfig, run: str) -> Policy:
         train_config.trainer_config(), rows_per_device=train_config.rollouts.rows_per_device, alone=True
     )
     step, model = restore_checkpoint(checkpoints, config.step, train_config, trainer)
+    max_context = _max_context(config, model, train_config.rollouts.max_length)
     tokenizer = train_config.tokenizer.build()
-    served = dataclasses.replace(
-        train_config,
-        sampling=sampling,
-        rollouts=dataclasses.replace(train_config.rollouts, max_length=max_context),
+    # The run's config is not changed: checks of training would refuse limits that are valid here.
+    sampler = open_group_sampler(
+        train_config, model, tokenizer, trainer, step, sampling=sampling, max_context=max_context
     )
-    sampler = open_group_sampler(served, model, tokenizer, trainer, step)
     return Policy(sampler, tokenizer, model.vocab_size, max_context, sampling)
 
 
@@ -148,7 +150,7 @@ def _load_folder(config: ServeConfig, folder: str) -> Policy:
     tokenizer = TokenizerConfig(path=folder).build()
     trainer = start_devices(default_trainer(), rows_per_device=1, alone=True)
     model = load_hf_policy(folder, tokenizer, trainer, None)
-    max_context = config.max_context or min(model.Pos.size, _DEFAULT_CONTEXT)
+    max_context = _max_context(config, model, min(model.Pos.size, _DEFAULT_CONTEXT))
     sampling = _limited(config, SamplingConfig(max_new_tokens=max_context - 1))
     sampler = GroupSampler(
         model,
@@ -158,6 +160,15 @@ def _load_folder(config: ServeConfig, folder: str) -> Policy:
         trainer=trainer,
     )
     return Policy(sampler, tokenizer, model.vocab_size, max_context, sampling)
+
+
+def _max_context(config: ServeConfig, model: LmHeadModel, default: int) -> int:
+    max_context = config.max_context or default
+    if max_context > model.Pos.size:
+        raise UserError(
+            f"--max_context is {max_context}, but the model has {model.Pos.size} positions; use at most that many"
+        )
+    return max_context
 
 
 def _limited(config: ServeConfig, sampling: SamplingConfig) -> SamplingConfig:
@@ -208,7 +219,8 @@ def serve(config: ServeConfig) -> None:
         prompt = (0,) * min(2, policy.max_context - 1)
         policy.sampler.sample([SampleRequest(prompt, seed, 1) for seed in range(2)])
         engine = Engine(policy.sampler, policy.tokenizer.decode_reply)
-        server = HttpServer(Server(engine, policy.tokenizer, options).app(), engine, config.drain_seconds)
+        app = Server(engine, policy.tokenizer, options).app()
+        server = HttpServer(app, engine, config.drain_seconds, config.client_seconds)
         print(
             f"serving {name} at {url_of(listener)}/v1 ({policy.max_context} tokens of context, "
             f"{policy.sampler.batch_size} sequences together, {'with' if key else 'no'} API key)",

@@ -14,6 +14,7 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
 from marin_rl import serve
+from marin_rl.errors import UserError
 from marin_rl.serve import ServeConfig, load_policy, main
 from tests.tiny_run import TinyRun
 
@@ -68,6 +69,19 @@ def test_a_run_and_its_export_are_the_same_policy(finished_run: TinyRun):
     assert first.token_ids == second.token_ids
     assert first.logprobs == pytest.approx(second.logprobs, abs=1e-5)
     assert (first.first_version, run.sampler.version) == (6, 6)
+
+
+@pytest.mark.medium
+def test_the_context_is_limited_by_the_model_only(finished_run: TinyRun):
+    """Limits of training, such as rollouts.max_prompt_length, do not restrict the server's context."""
+    for length in (3, 9, 16):
+        policy = load_policy(ServeConfig(run=str(finished_run.path), max_context=length))
+        assert policy.max_context == length
+        [generation] = policy.sampler.sample([serve.SampleRequest((50,) * (length - 1), 7, 1)])
+        assert len(generation.token_ids) == 1
+    for source in ({"run": str(finished_run.path)}, {"model": str(finished_run.path / "hf")}):
+        with pytest.raises(UserError, match="max_context is 17, but the model has 16 positions"):
+            load_policy(ServeConfig(**source, max_context=17))
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ from experiments.benchmarks.measurement import (
 from marin_rl.distributed.samplers import open_group_sampler
 from marin_rl.learner.devices import exempt_from_collection, start_devices
 from marin_rl.learner.policy_model import initialize_policy
+from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.serving.app import Server, ServerOptions
 from marin_rl.serving.engine import Engine
@@ -145,20 +146,30 @@ class Rounds:
     """CPU seconds of the clients' process."""
     latencies: list[float] = dataclasses.field(default_factory=list)
     """Seconds of each request."""
+    slots_in_use: list[float] = dataclasses.field(default_factory=list)
+    """Share of the sampler's slots that sampled tokens."""
 
 
 Measurement = tuple[float, float, list[float]]
 """Seconds, CPU seconds of the clients, and seconds of each request."""
 
 
-def measure(kinds: Mapping[str, Callable[[], Measurement]], rounds: int) -> dict[str, Rounds]:
-    """Measure every kind in each round, after one that compiles; the order rotates from round to round."""
+def measure(kinds: Mapping[str, tuple[Callable[[], Measurement], GroupSampler]], rounds: int) -> dict[str, Rounds]:
+    """Measure every kind in each round, after one that compiles; the order rotates from round to round.
+
+    Args:
+        kinds: a function that samples a round, and the sampler that it uses, by name.
+        rounds: number of measured rounds.
+    """
     measured, order = {kind: Rounds() for kind in kinds}, list(kinds)
     for index in range(rounds + 1):
         for kind in order:
-            cpu = time.process_time()
-            seconds, client_cpu, latencies = kinds[kind]()
+            run, sampler = kinds[kind]
+            cpu, work = time.process_time(), dataclasses.replace(sampler.work)
+            seconds, client_cpu, latencies = run()
             if index:
+                sampled = sampler.work.sampled_tokens - work.sampled_tokens
+                measured[kind].slots_in_use.append(sampled / (sampler.work.slot_steps - work.slot_steps))
                 measured[kind].seconds.append(seconds)
                 measured[kind].cpu_seconds.append(time.process_time() - cpu)
                 measured[kind].client_cpu_seconds.append(client_cpu)
@@ -173,6 +184,7 @@ def figures_of(rounds: Rounds, bare: Rounds, count: int, tokens: int) -> dict[st
         "tokens_per_second": spread([tokens / one for one in rounds.seconds]),
         "requests_per_second": spread([count / one for one in rounds.seconds]),
         "cpu_ms_per_request": spread([1000 * one / count for one in rounds.cpu_seconds]),
+        "slots_in_use": spread(rounds.slots_in_use),
     }
     if rounds is bare:
         return figures
@@ -191,18 +203,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = benchmark_parser("Throughput of the server; other flags are those of marin_rl.train")
     parser.add_argument("--requests", type=int, default=512, help="requests of a round")
-    parser.add_argument("--concurrent", type=int, default=64, help="requests at the same time, and slots")
+    parser.add_argument("--concurrent", type=int, default=64, help="requests at the same time")
+    parser.add_argument("--slots", type=int, help="slots of the sampler (default: those of --concurrent)")
     parser.add_argument("--new_tokens", type=int, default=128, help="maximum number of new tokens of a request")
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds")
     arguments, rest = parser.parse_known_args(argv)
     count, concurrent, new_tokens = arguments.requests, arguments.concurrent, arguments.new_tokens
-    context = PROMPT_TOKENS + new_tokens
+    context, slots = PROMPT_TOKENS + new_tokens, arguments.slots or concurrent
     sizes = [
         f"--model.seq_len={context}",
         f"--rollouts.max_length={context}",
         f"--sampling.max_new_tokens={new_tokens}",
     ]
-    config = load_config([*rest, *sizes, f"--sampling.max_seqs={concurrent}"])
+    config = load_config([*rest, *sizes, f"--sampling.max_seqs={slots}"])
     assert config.model is not None
     trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
     tokenizer = config.tokenizer.build()
@@ -228,7 +241,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(port, count, concurrent, new_tokens, tokenizer.vocab_size, int(stream), file=send, flush=True)
             return tuple(json.loads(answers.readline()))
 
-        kinds = {"bare": sample_bare, "whole": lambda: ask_server(False), "streamed": lambda: ask_server(True)}
+        kinds = {
+            "bare": (sample_bare, bare),
+            "whole": (lambda: ask_server(False), served),
+            "streamed": (lambda: ask_server(True), served),
+        }
         measured = measure(kinds, arguments.rounds)
         send.close()
     figures = {kind: figures_of(rounds, measured["bare"], count, tokens) for kind, rounds in measured.items()}

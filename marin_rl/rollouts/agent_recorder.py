@@ -5,9 +5,10 @@
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +37,8 @@ class Served(NamedTuple):
 
     num_tokens: int
     """Number of tokens, up to the end of the reply."""
+    has_stopped: bool
+    """Whether a stop token or stop text ended the reply, also one of the request, as opposed to its length."""
     contents: tuple[str, ...]
     """The content with which the agent may repeat the reply in its next request, in each possible form."""
 
@@ -66,6 +69,8 @@ class _Reply(NamedTuple):
     """Messages of the request with the replies as they were sampled, and the reply."""
     tokens: tuple[int, ...]
     """Tokens of the prompt and the reply."""
+    response: str
+    """Id of the response."""
 
 
 class AgentRecorder:
@@ -110,8 +115,8 @@ class AgentRecorder:
         self._rewards: dict[str, float] = {}
         self._in_progress: set[asyncio.Future[Generation]] = set()
         self._num_requests = self._num_conversations = self._num_tokens = 0
-        self._num_reserved = 0
-        """Maximum number of tokens of the requests in progress."""
+        self._reserved: dict[asyncio.Future[Generation], int] = {}
+        """Maximum number of tokens of each trained request in progress."""
         self._is_cut_off = self._is_closed = False
 
     def chat_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
@@ -122,7 +127,8 @@ class AgentRecorder:
         """
         repeated = [reply for reply in tuple(self._replies) if _repeats(messages, reply)]
         if repeated:
-            last = max(repeated, key=lambda reply: len(reply.request))
+            # The newest of equal ones.
+            last = max(reversed(repeated), key=lambda reply: len(reply.request))
             further = messages[len(last.messages) :]
             shown = (*last.messages, *further)
             tokens, is_rewritten = self._tokenizer.observation_tokens(last.messages, last.tokens, further)
@@ -135,6 +141,8 @@ class AgentRecorder:
 
     def admit(self, sequences: int) -> None:
         """Check that the limits of the rollout allow further replies, and count them.
+
+        Replies that are not recorded, for example because the client disconnected, are subtracted later.
 
         Raises:
             AgentLimitError: if they do not; the rollout then counts as truncated.
@@ -164,7 +172,7 @@ class AgentRecorder:
     ) -> None:
         """Sample a reply and record it as a turn. A reply that the agent does not wait for is not recorded.
 
-        While requests in progress may need the rest of `rollouts.max_tokens`, the reply waits for them to end.
+        While trained requests in progress may need the rest of `rollouts.max_tokens`, the reply waits for them to end.
 
         Args:
             prompt: tokens of the prompt, which fit into the limits.
@@ -178,10 +186,21 @@ class AgentRecorder:
             AgentLimitError: if `rollouts.max_tokens` leaves no token.
             EpisodeEndedError: if the episode has ended.
         """
+        with self._counted(is_trained):
+            await self._sample(prompt, max_new_tokens, serve, response, ends, is_trained)
+
+    async def _sample(
+        self,
+        prompt: tuple[int, ...],
+        max_new_tokens: int,
+        serve: Callable[[Generation], Served],
+        response: str,
+        ends: Callable[[SampledTokens], bool] | None,
+        is_trained: bool,
+    ) -> None:
         self._check_open()
-        reserved = 0
         if is_trained:
-            max_new_tokens = reserved = await self._allowed_tokens(max_new_tokens)
+            max_new_tokens = await self._allowed_tokens(max_new_tokens)
         sequence = self._take_sequence(prompt, is_trained)
         request = self._request(sequence, prompt, max_new_tokens)
         parts: list[SampledTokens] = []
@@ -198,7 +217,8 @@ class AgentRecorder:
         if not self._in_progress:
             self.on_wait(True)
         self._in_progress.add(sampling)
-        self._num_reserved += reserved
+        if is_trained:
+            self._reserved[sampling] = max_new_tokens
         try:
             generation = await sampling
             self._record(sequence, prompt, generation, serve(generation), response)
@@ -208,7 +228,7 @@ class AgentRecorder:
             raise
         finally:
             self._in_progress.discard(sampling)
-            self._num_reserved -= reserved
+            self._reserved.pop(sampling, None)
             sequence.is_busy = False
             # A conversation keeps its slot only while the episode waits for no other slot.
             if self._in_progress or has_ended or not sampling.done() or sampling.cancelled():
@@ -226,8 +246,11 @@ class AgentRecorder:
         for sequence, index in self._turns.pop(response, []):
             if not sequence.is_busy and index == len(sequence.turns) - 1:
                 turn = sequence.turns.pop()
+                dropped = (response, sequence.tokens)
+                self._replies = [reply for reply in self._replies if (reply.response, reply.tokens) != dropped]
                 num_sampled = len(turn.generation.token_ids)
                 self._num_tokens -= num_sampled
+                self._num_requests -= 1
                 sequence.tokens = sequence.tokens[: -len(turn.observation_tokens) - num_sampled]
                 self._end_conversation(sequence)
 
@@ -301,15 +324,27 @@ class AgentRecorder:
                 f"the replies of the episode have its maximum of {self._limits.max_tokens} tokens (rollouts.max_tokens)"
             )
 
+    @contextlib.contextmanager
+    def _counted(self, is_trained: bool) -> Iterator[None]:
+        """Subtract an admitted reply from the count if it is not recorded."""
+        try:
+            yield
+        except BaseException:
+            self._num_requests -= is_trained
+            raise
+
     async def _allowed_tokens(self, wanted: int) -> int:
-        """Wait until the requests in progress leave `wanted` tokens or have ended; return what is left, at least 1."""
+        """Wait until trained requests leave `wanted` tokens or have ended; return what is left, at least 1."""
         if self._limits.max_tokens is None:
             return wanted
-        while self._in_progress and self._limits.max_tokens - self._num_tokens - self._num_reserved < wanted:
-            await asyncio.wait(self._in_progress, return_when=asyncio.FIRST_COMPLETED)
+        while self._reserved and self._unreserved_tokens(self._limits.max_tokens) < wanted:
+            await asyncio.wait(self._reserved, return_when=asyncio.FIRST_COMPLETED)
             self._check_open()
         self._check_tokens()
-        return min(wanted, self._limits.max_tokens - self._num_tokens - self._num_reserved)
+        return min(wanted, self._unreserved_tokens(self._limits.max_tokens))
+
+    def _unreserved_tokens(self, max_tokens: int) -> int:
+        return max_tokens - self._num_tokens - sum(self._reserved.values())
 
     def _take_sequence(self, prompt: tuple[int, ...], is_trained: bool) -> _Sequence:
         """Return the longest sequence that the prompt continues, or a new one."""
@@ -350,7 +385,7 @@ class AgentRecorder:
     def _record(
         self, sequence: _Sequence, prompt: tuple[int, ...], generation: Generation, served: Served, response: str
     ) -> None:
-        if served.num_tokens < len(generation.token_ids):
+        if served.has_stopped:
             generation = dataclasses.replace(
                 generation,
                 token_ids=generation.token_ids[: served.num_tokens],
@@ -362,7 +397,7 @@ class AgentRecorder:
         tokens = prompt + generation.token_ids
         if prompt in self._prompts:
             request, shown = self._prompts[prompt]
-            self._replies.append(_Reply(request, served.contents, (*shown, reply), tokens))
+            self._replies.append(_Reply(request, served.contents, (*shown, reply), tokens, response))
         else:
             text = self._tokenizer.decode_reply(observation, skip_special_tokens=False)
             shown = (Message(role="user", content=text),)

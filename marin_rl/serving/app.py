@@ -65,6 +65,7 @@ class Server:
         self._engine = engine
         self._options = options
         self._created = int(time.time())
+        self._admitted = 0
         self.metrics = ServerMetrics(engine)
         self._endpoints = Endpoints(
             reply=engine.reply,
@@ -77,6 +78,7 @@ class Server:
             body_seconds=options.body_seconds,
             check_model=self._check_model,
             admit=self._admit,
+            release=self._release,
             count_tokens=self._count_tokens,
         )
 
@@ -125,8 +127,13 @@ class Server:
             )
 
     def _admit(self, sequences: int) -> None:
-        if self._engine.in_progress + sequences > self._options.max_sequences:
-            raise _too_many("sequences", self._engine.in_progress)
+        # The engine counts a sequence only when its coroutine has started, too late for simultaneous requests.
+        if self._admitted + sequences > self._options.max_sequences:
+            raise _too_many("sequences", self._admitted)
+        self._admitted += sequences
+
+    def _release(self, sequences: int) -> None:
+        self._admitted -= sequences
 
     def _count_tokens(self, prompt: int, sampled: int) -> None:
         self.metrics.prompt_tokens.inc(prompt)

@@ -59,7 +59,9 @@ class Endpoints:
     check_model: Callable[[str | None], None] = lambda name: None
     """Raises `ApiError` if there is no model of this name."""
     admit: Callable[[int], None] = lambda sequences: None
-    """Raises `ApiError` if a request with this number of sequences is not accepted."""
+    """Accepts a request with this number of sequences, or raises `ApiError`."""
+    release: Callable[[int], None] = lambda sequences: None
+    """Called once for each accepted request, with its number of sequences, when its sampling has ended or failed."""
     count_tokens: Callable[[int, int], None] = lambda prompt, sampled: None
     """Called with numbers of prompt tokens and of sampled tokens, when they are accepted or sampled."""
     discard: Callable[[str], None] = lambda completion: None
@@ -88,22 +90,27 @@ class Endpoints:
         body = parse_body(GenerateRequest, values)
         self.check_model(body.model)
         id = f"generate-{uuid.uuid4().hex}"
-        requests = self._admit([tuple(body.token_ids)], body.sampling_params, id)
+        requests = self._requests([tuple(body.token_ids)], body.sampling_params, id)
+        self._admit(requests, len(body.token_ids))
         parts = await _while_connected(request.receive, self._sample(requests))
         return JSONResponse(generate_body(id, requests, parts, body.sampling_params.logprobs is not None))
 
-    def _admit(self, prompts: Sequence[tuple[int, ...]], params: Any, completion: str) -> list[EngineRequest]:
+    def _requests(self, prompts: Sequence[tuple[int, ...]], params: Any, completion: str) -> list[EngineRequest]:
         requests = engine_requests(prompts, params, self.limits)
-        self.admit(len(requests))
-        self.count_tokens(sum(map(len, prompts)), 0)
         return [dataclasses.replace(request, completion=completion) for request in requests]
+
+    def _admit(self, requests: Sequence[EngineRequest], num_prompt: int) -> None:
+        """Accept a request; the caller must then start `_sample` or an `EventStream`, which release it."""
+        self.admit(len(requests))
+        self.count_tokens(num_prompt, 0)
 
     async def _respond(
         self, request: Request, body: TextParams, prompts: Sequence[tuple[int, ...]]
     ) -> "Response | EventStream":
         head, num_prompt = response_head(body), sum(map(len, prompts))
-        requests = self._admit(prompts, body, head["id"])
+        requests = self._requests(prompts, body, head["id"])
         choices = [make_choice(index, one.sample.prompt_tokens, body, self.piece) for index, one in enumerate(requests)]
+        self._admit(requests, num_prompt)
         if not body.stream:
             parts = await _while_connected(request.receive, self._sample(requests))
             usage = Usage(num_prompt, sum(len(part.token_ids) for part in parts))
@@ -132,7 +139,7 @@ class Endpoints:
             if has_usage:
                 await emit({**head, "choices": [], "usage": Usage(num_prompt, sum(counts)).body()})
 
-        return EventStream(produce)
+        return EventStream(produce, on_end=lambda: self.release(len(requests)))
 
     async def _sample(self, requests: Sequence[EngineRequest]) -> list[TextPart]:
         """Return the whole replies of one response."""
@@ -141,6 +148,8 @@ class Endpoints:
         except BaseException:
             self.discard(requests[0].completion)
             raise
+        finally:
+            self.release(len(requests))
         self.count_tokens(0, sum(len(part.token_ids) for part in parts))
         return parts
 
@@ -175,17 +184,27 @@ class EventStream:
     """A response of server-sent events, which ends when the client disconnects."""
 
     def __init__(
-        self, produce: Callable[[Callable[[dict[str, Any]], Awaitable[None]]], Coroutine[Any, Any, None]]
+        self,
+        produce: Callable[[Callable[[dict[str, Any]], Awaitable[None]]], Coroutine[Any, Any, None]],
+        on_end: Callable[[], None],
     ) -> None:
         """Create the response.
 
         Args:
             produce: sends all events with the function that it receives.
+            on_end: called when the response has been sent, or has failed.
         """
         self._produce = produce
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response."""
+        try:
+            await self._send(receive, send)
+        finally:
+            self._on_end()
+
+    async def _send(self, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 

@@ -5,6 +5,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import secrets
 import urllib.parse
@@ -108,7 +109,7 @@ class Gateway:
 
     def _start(self) -> None:
         loop = asyncio.get_running_loop()
-        if self._serving is not None and self._serving.get_loop() is loop:
+        if self._serving is not None and not self._serving.done() and self._serving.get_loop() is loop:
             return
         listener = listen("127.0.0.1", 0, _BODY_SECONDS)
         self._url = url_of(listener)
@@ -134,7 +135,8 @@ class Gateway:
 
         def sampling(prefix: str, is_trained: bool) -> list[Route]:
             def of(episode: _Episode) -> Endpoints:
-                return episode.endpoints if is_trained else episode.untrained
+                endpoints = episode.endpoints if is_trained else episode.untrained
+                return dataclasses.replace(endpoints, limits=self._limits)
 
             handlers: dict[str, Handler] = {
                 "/v1/chat/completions": lambda episode, request: of(episode).chat(request),
@@ -181,6 +183,11 @@ class Gateway:
             discard=recorder.discard,
         )
 
+    def _extend_vocabulary(self, sampled: Sequence[int]) -> None:
+        """Accept tokens in prompts up to the sampled ones: the model may have more tokens than the tokenizer."""
+        size = max(self._limits.vocab_size, 1 + max(sampled, default=0))
+        self._limits = self._limits._replace(vocab_size=size)
+
     def _reader(self, request: EngineRequest) -> ReplyReader:
         def decode(tokens: Sequence[int]) -> str:
             return self._tokenizer.decode_reply(tokens, request.skip_special_tokens)
@@ -192,9 +199,10 @@ class Gateway:
         parts: list[TextPart] = []
 
         def serve(generation: Generation) -> Served:
+            self._extend_vocabulary(generation.token_ids)
             part = self._reader(request).push(generation.token_ids, generation.logprobs, generation.stop_reason)
             parts.append(part._replace(weight_versions=(generation.first_version, generation.last_version)))
-            return Served(len(part.token_ids), (part.text, _with_calls(part.text)))
+            return Served(len(part.token_ids), part.finish_reason == "stop", (part.text, _with_calls(part.text)))
 
         following = self._reader(request) if request.stop or request.stop_token_ids else None
         ends = None if following is None else lambda new: following.push(new[0], new[1]).finish_reason is not None

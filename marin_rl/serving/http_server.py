@@ -3,13 +3,16 @@
 
 """Runs the HTTP application until a signal arrives."""
 
+import asyncio
 import logging
 import signal
 import socket
 import threading
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from marin_rl.serving.engine import Engine
 
@@ -42,24 +45,58 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def _protocol_with_limit(seconds: float) -> type[H11Protocol]:
+    """Return uvicorn's protocol, which closes connections that do not complete the head of a request in time."""
+
+    class _Protocol(H11Protocol):
+        _late: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            H11Protocol.connection_made(self, transport)
+            self._limit_time()
+
+        def data_received(self, data: bytes) -> None:
+            # A part of a head cancels uvicorn's time limit for idle connections.
+            H11Protocol.data_received(self, data)
+            self._limit_time()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            H11Protocol.connection_lost(self, exc)
+            self._cancel()
+
+        def _limit_time(self) -> None:
+            if self.conn.their_state is not h11.IDLE:
+                self._cancel()
+            elif self._late is None:
+                self._late = self.loop.call_later(seconds, self.transport.close)
+
+        def _cancel(self) -> None:
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+
+    return _Protocol
+
+
 class HttpServer:
     """An HTTP server with an engine.
 
     On SIGTERM or SIGINT it accepts no further connections, completes the requests in progress, and returns.
     """
 
-    def __init__(self, app: ASGIApp, engine: Engine, drain_seconds: float) -> None:
+    def __init__(self, app: ASGIApp, engine: Engine, drain_seconds: float, client_seconds: float = 60.0) -> None:
         """Configure the server.
 
         Args:
             app: application.
             engine: started and closed by `run`. Its failure ends the server.
             drain_seconds: seconds after which requests in progress are cancelled at the end.
+            client_seconds: seconds after which a connection without a complete request head is closed.
         """
         config = uvicorn.Config(
             app,
             loop="asyncio",
-            http="h11",
+            http=_protocol_with_limit(client_seconds),
             ws="none",
             lifespan="off",
             log_config=None,

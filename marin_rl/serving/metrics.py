@@ -38,7 +38,10 @@ class ServerMetrics:
         return generate_latest(self._registry)
 
     def count(self, app: ASGIApp) -> ASGIApp:
-        """Return an application that counts its requests; those that a client abandons have status 499."""
+        """Return an application that counts its requests; those without a whole response have status 499 or 500.
+
+        A client that disconnects before the end of its response, also of a stream, is counted with status 499.
+        """
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
@@ -46,18 +49,22 @@ class ServerMetrics:
                 return
             # Few labels, whatever paths clients invent.
             path = scope["path"] if scope["path"] in _PATHS else "other"
-            status, start = 499, time.monotonic()
+            status, is_whole, start = 499, False, time.monotonic()
 
             async def watched(message: Message) -> None:
-                nonlocal status
+                nonlocal status, is_whole
                 if message["type"] == "http.response.start":
                     status = message["status"]
                 await send(message)
+                is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
 
             try:
                 await app(scope, receive, watched)
+            except Exception:
+                status, is_whole = 500, True
+                raise
             finally:
-                self._requests.labels(path, str(status)).inc()
+                self._requests.labels(path, str(status if is_whole else 499)).inc()
                 self._seconds.labels(path).observe(time.monotonic() - start)
 
         return counted

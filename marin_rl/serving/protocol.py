@@ -78,11 +78,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Parameters that the server does not implement, with the values that have no effect."""
 WITHOUT_EFFECT = frozenset(
     {
-        *("cache_salt", "metadata", "priority", "prompt_cache_key", "request_id", "safety_identifier"),
-        *("service_tier", "store", "user"),
+        *("cache_salt", "metadata", "priority", "prompt_cache_key", "request_id", "return_token_ids"),
+        *("safety_identifier", "service_tier", "store", "user"),
     }
 )
-"""Parameters that never affect the reply."""
+"""Parameters that never affect the reply, except where an endpoint has them."""
 
 
 class StreamOptions(pydantic.BaseModel):
@@ -103,7 +103,7 @@ class SamplingParams(pydantic.BaseModel):
     temperature: float = pydantic.Field(1.0, ge=0, allow_inf_nan=False)
     seed: int | None = pydantic.Field(None, ge=0, lt=2**63)
     n: int = pydantic.Field(1, ge=1)
-    stop: str | list[str] = pydantic.Field(default_factory=list)
+    stop: list[str] = pydantic.Field(default_factory=list)
     stop_token_ids: list[int] = pydantic.Field(default_factory=list)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -115,13 +115,17 @@ class SamplingParams(pydantic.BaseModel):
             raise ValueError(f"must be 0 (greedy) or at least {MIN_TEMPERATURE}")
         return value
 
+    @pydantic.field_validator("stop", mode="before")
+    @classmethod
+    def _list_stop(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
     @pydantic.field_validator("stop")
     @classmethod
-    def _check_stop(cls, value: str | list[str]) -> list[str]:
-        stops = [value] if isinstance(value, str) else value
-        if len(stops) > MAX_STOPS or "" in stops:
+    def _check_stop(cls, value: list[str]) -> list[str]:
+        if len(value) > MAX_STOPS or "" in value:
             raise ValueError(f"must be at most {MAX_STOPS} texts, none of them empty")
-        return stops
+        return value
 
     @property
     def new_tokens(self) -> int | None:
@@ -131,7 +135,7 @@ class SamplingParams(pydantic.BaseModel):
     @property
     def stop_texts(self) -> tuple[str, ...]:
         """The stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return tuple(self.stop)
 
 
 class TextParams(SamplingParams):
@@ -192,6 +196,7 @@ class ChatRequest(TextParams):
             ApiError: if a message is invalid.
         """
         messages = [read_message(index, message) for index, message in enumerate(self.messages)]
+        messages = [messages[index] for index in _in_order_of_calls(self.messages)]
         if not self.calls_tools:
             return messages
         for index, tool in enumerate(self.tools):
@@ -218,7 +223,6 @@ class GenerateRequest(pydantic.BaseModel):
     sampling_params: GenerateParams
     model: str | None = None
     stream: Literal[False] = False
-    return_token_ids: bool = False
 
 
 BodyT = TypeVar("BodyT", bound=pydantic.BaseModel)
@@ -296,12 +300,55 @@ def read_message(index: int, message: Mapping[str, Any]) -> Message:
             raise ApiError(f"{where}.content has a part that is not text; the server reads text only", param="messages")
         content = "".join(part["text"] for part in parts)
     calls = message.get("tool_calls") or []
-    if content is None and calls:
+    if message.get("function_call") is not None:
+        raise ApiError(f"{where}.function_call is not read by the server; use tool_calls", param="messages")
+    if content is None and (calls or role == "assistant"):
         content = ""
     if not isinstance(content, str) or not isinstance(calls, list):
         raise ApiError(f"{where}.content must be a text or a list of text parts", param="messages")
     lines = [content, *(_call_text(where, call) for call in calls)]
     return Message(role=_ROLES[role], content="\n".join(line for line in lines if line))
+
+
+def _in_order_of_calls(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the order of valid messages in which consecutive results have the order of their tool calls.
+
+    Chat templates show results without ids. Results keep their order if one of them has no id.
+    """
+    order: list[int] = []
+    results: list[tuple[int, int | None]] = []
+    caller, calls = None, dict[str, int]()
+
+    def add_results() -> None:
+        if all(place is not None for _, place in results):
+            results.sort(key=lambda result: result[1] or 0)
+        order.extend(index for index, _ in results)
+        results.clear()
+
+    for index, message in enumerate(messages):
+        if message["role"] == "tool":
+            results.append((index, _place_of_call(index, message.get("tool_call_id"), caller, calls)))
+            continue
+        add_results()
+        order.append(index)
+        if message["role"] == "assistant":
+            ids = [call.get("id") for call in message.get("tool_calls") or []]
+            caller, calls = index, {id: place for place, id in enumerate(ids) if isinstance(id, str)}
+    add_results()
+    return order
+
+
+def _place_of_call(index: int, id: object, caller: int | None, calls: Mapping[str, int]) -> int | None:
+    if id is None:
+        return None
+    if isinstance(id, str) and id in calls:
+        return calls[id]
+    where = "there is no earlier assistant message" if caller is None else f"messages[{caller}] has {list(calls)}"
+    raise ApiError(
+        f"messages[{index}].tool_call_id is {id!r}, which is not the id of a tool call: {where}; use the id of a call "
+        "of the assistant message before it, or omit it",
+        param="messages",
+    )
 
 
 def _call_text(where: str, call: object) -> str:

@@ -5,9 +5,9 @@
 
 import bisect
 import json
-import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from marin_rl.environments.tools import ToolCall, ToolError, find_calls, parse_call
 from marin_rl.rewards.grading import without_thoughts
@@ -17,6 +17,8 @@ _REPLACEMENT = "\ufffd"
 """Decoders return it for bytes that are not valid UTF-8, such as the first bytes of a character."""
 _CONTEXT = 8
 """Tokens before new ones that are decoded with them, because decoders treat the start of a text differently."""
+_MAX_CHARACTER = 4
+"""Maximum number of bytes of a character, and of tokens that are single bytes."""
 
 
 class TextPart(NamedTuple):
@@ -91,11 +93,7 @@ class ReplyReader:
         decoded = self._decode([*self._window, *shown])
         text = self._held + self._unread(decoded, whole=end is not None)
         if any(stop in text for stop in self._stop):
-            # The fewest tokens whose text has a stop string; each call decodes, so not one by one.
-            count = bisect.bisect_left(
-                range(len(shown)), True, key=lambda n: bool(self._first_stop(self._text_after(shown[:n])))
-            )
-            text = self._text_after(shown[:count])
+            count, text = self._end_at_stop(shown, text)
             position, _, stop_reason = self._first_stop(text)[0]
             tokens, text, end = tokens[:count], text[:position], StopReason.STOP
         if end is None:
@@ -109,6 +107,18 @@ class ReplyReader:
     def _unread(self, decoded: str, whole: bool) -> str:
         """Return the new text, without a last character that may be incomplete unless `whole`."""
         return (decoded if whole else decoded.rstrip(_REPLACEMENT))[len(self._read) :]
+
+    def _end_at_stop(self, shown: Sequence[int], text: str) -> tuple[int, str]:
+        """Return the number of the fewest tokens whose text has a stop string, and that text."""
+
+        def has_stop(count: int) -> bool:
+            return bool(self._first_stop(self._text_after(shown[:count])))
+
+        # Each call decodes, so not one by one, unless the bytes of an incomplete character hide the stop string.
+        count = bisect.bisect_left(range(len(shown)), True, key=has_stop)
+        if not has_stop(count):
+            count = next((fewer for fewer in range(len(shown)) if has_stop(fewer)), len(shown))
+        return count, self._text_after(shown[:count]) if has_stop(count) else text
 
     def _text_after(self, tokens: Sequence[int]) -> str:
         return self._held + self._unread(self._decode([*self._window, *tokens]), whole=True)
@@ -126,10 +136,18 @@ class ReplyReader:
 
     def _advance(self, tokens: Sequence[int], decoded: str) -> None:
         self._window += tokens
-        self._read = decoded.rstrip(_REPLACEMENT)
-        if self._read == decoded and len(self._window) > _CONTEXT:
-            del self._window[:-_CONTEXT]
-            self._read = self._decode(self._window)
+        whole = decoded.rstrip(_REPLACEMENT)
+        # Some decoders return U+FFFD for all bytes before an incomplete character, also for those that have been read.
+        self._read = max(self._read, whole, key=len)
+        if whole != decoded or len(self._window) <= _CONTEXT:
+            return
+        for kept in range(_CONTEXT, min(_CONTEXT + _MAX_CHARACTER, len(self._window))):
+            text = self._decode(self._window[-kept:])
+            # Otherwise the first token kept is within a character.
+            if decoded.endswith(text):
+                del self._window[:-kept]
+                self._read = text
+                return
 
 
 class ToolReader:
@@ -142,12 +160,9 @@ class ToolReader:
     def push(self, text: str) -> str:
         """Add text, and return the next text that is not part of a call."""
         self._text += text
-        end = len(self._text)
         answer = without_thoughts(self._text)
-        if answer.lstrip()[:1] in ("", "{"):
-            end = len(self._text) - len(answer)
-        elif (match := _BEGINS_CALL.search(self._text)) is not None:
-            end = match.start()
+        is_call = answer.lstrip()[:1] in ("", "{")
+        end = len(self._text) - len(answer) if is_call else _end_before_call(self._text)
         passed, self._passed = self._text[self._passed : end], max(end, self._passed)
         return passed
 
@@ -161,14 +176,26 @@ class ToolReader:
             return self._text[self._passed :], []
         answer = without_thoughts(self._text)
         end = len(self._text) - len(answer) + max(answer.find(_OPEN), 0)
-        return self._text[self._passed : end].rstrip(), [tool_call(index, call) for index, call in enumerate(calls)]
+        return self._text[self._passed : end].rstrip(), [tool_call(call) for call in calls]
 
 
 _OPEN = "<tool_call>"
-_BEGINS_CALL = re.compile(rf"\s*(?:{_OPEN}|{'|'.join(re.escape(_OPEN[:n]) + '$' for n in range(1, len(_OPEN)))})|\s+$")
 
 
-def tool_call(index: int, call: ToolCall) -> dict[str, Any]:
-    """Return a tool call in OpenAI's format."""
+def _end_before_call(text: str) -> int:
+    """Return the length of the text before the first call, or before what may begin one, without white space.
+
+    >>> [_end_before_call(text) for text in ("a <tool_call>{", "a <tool", "a <b", "a ")]
+    [1, 1, 4, 1]
+    """
+    start = text.find(_OPEN)
+    if start < 0:
+        begun = (count for count in range(len(_OPEN) - 1, 0, -1) if text.endswith(_OPEN[:count]))
+        start = len(text) - next(begun, 0)
+    return len(text[:start].rstrip())
+
+
+def tool_call(call: ToolCall) -> dict[str, Any]:
+    """Return a tool call in OpenAI's format, with a unique id."""
     arguments = json.dumps(call.arguments, ensure_ascii=False)
-    return {"id": f"call_{index}", "type": "function", "function": {"name": call.name, "arguments": arguments}}
+    return {"id": f"call_{uuid4().hex}", "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -91,7 +91,7 @@ def serving(
         sampler: samples the replies.
         key: API key.
         drain_seconds: as in `HttpServer`.
-        client_seconds: as in `listen`.
+        client_seconds: as in `listen` and `HttpServer`.
         send_buffer: bytes that the kernel holds of each response; its default if None.
         options: other fields of `ServerOptions`.
     """
@@ -102,7 +102,7 @@ def serving(
     listener = listen("127.0.0.1", 0, client_seconds)
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    server = HttpServer(app, engine, drain_seconds)
+    server = HttpServer(app, engine, drain_seconds, client_seconds)
     thread = threading.Thread(target=server.run, args=[listener])
     thread.start()
     try:

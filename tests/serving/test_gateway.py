@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from marin_rl.sampling.sampler import Sampler, SampleRequest
 from marin_rl.splits import Split
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
-from marin_rl.types import Rollout, RolloutGroup, RolloutStatus, Task
+from marin_rl.types import Rollout, RolloutGroup, RolloutStatus, StopReason, Task
 from tests.scripted_sampler import ScriptedSampler, TokenSampler
 from tests.serving import serving_cases
 
@@ -201,6 +202,35 @@ def test_repeated_reply_keeps_its_sampled_tokens():
     assert requests[1].prompt_tokens[: len(requests[0].prompt_tokens) + 4][-4:] == (120, 259, 121, END)
 
 
+def test_reply_with_a_token_of_the_padded_vocabulary_can_be_continued():
+    padded = TOKENIZER.vocab_size + 5
+
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        async with Client(base_url, api_key) as client:
+            text = await client.say("a")
+            await client.say("a", text, "b")
+            with pytest.raises(openai.BadRequestError, match="is not in the vocabulary"):
+                await client.sdk.completions.create(model="any", prompt=[padded + 1])
+        return 1.0
+
+    rollout = only(play, sampler=scripted(lambda request: (*b"x", padded, END)))
+    assert [turn.starts_sequence for turn in rollout.turns] == [True, False]
+
+
+def test_newest_of_equal_replies_is_continued():
+    scripts = iter([(*b"a", 259, *b"b", END), (*b"ab", END), (*b"x", END)])
+
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        async with Client(base_url, api_key) as client:
+            assert [await client.say("q") for _ in range(2)] == ["ab", "ab"]
+            await client.say("q", "ab", "r")
+        return 1.0
+
+    _, requests = run(play, sampler=scripted(lambda request: next(scripts)))
+    start = (*requests[0].prompt_tokens, *b"ab", END)
+    assert requests[2].prompt_tokens[: len(start)] == start
+
+
 def test_temperature_and_seed_are_those_of_the_run_and_others_are_refused():
     async def play(task: Any, base_url: str, api_key: str) -> float:
         async with Client(base_url, api_key) as client:
@@ -251,6 +281,40 @@ def test_stop_string_ends_sampling():
     for turn in rollout.turns:
         assert turn.generation.token_ids == tuple(b"ABCD")
         assert (turn.generation.first_version, turn.generation.last_version) == (0, 1)
+
+
+def test_stop_string_in_the_last_allowed_token_ends_the_reply():
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        async with Client(base_url, api_key) as client:
+            choice = (await client.chat("abcdefghij", stop=["C"], max_tokens=4)).choices[0]
+            assert (choice.message.content, choice.finish_reason) == ("RAB", "stop")
+        return 1.0
+
+    rollout = only(play)
+    assert rollout.status is RolloutStatus.COMPLETED
+    [turn] = rollout.turns
+    assert (turn.generation.token_ids, turn.generation.stop_reason) == (tuple(b"RABC"), StopReason.STOP)
+
+
+def test_server_restarts_if_its_task_has_ended():
+    connect = make_gateway(TOKENIZER, LIMITS)
+    recorder: Any = types.SimpleNamespace(
+        rollout_id="r", chat_prompt=None, admit=None, discard=None, cut_off=lambda: None
+    )
+
+    async def models() -> int:
+        async with connect(recorder) as connection, httpx.AsyncClient() as http:
+            headers = {"Authorization": f"Bearer {connection.api_key}"}
+            return (await http.get(f"{connection.base_url}/models", headers=headers)).status_code
+
+    async def restart() -> list[int]:
+        first = await models()
+        [server] = [task for task in asyncio.all_tasks() if task.get_name() == "agent gateway"]
+        server.cancel()
+        await asyncio.wait([server])
+        return [first, await models()]
+
+    assert asyncio.run(restart()) == [200, 200]
 
 
 def test_posted_rewards():
@@ -437,6 +501,26 @@ def test_choices_of_a_failed_response_are_not_recorded(stream: bool):
     assert requests[1].conversation != requests[-1].conversation
 
 
+def test_replies_of_disconnected_clients_do_not_count():
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        async with Client(base_url, api_key) as client:
+            complete = client.sdk.completions.create
+            for _ in range(3):
+                asked = asyncio.ensure_future(complete(model="any", prompt=[65]))
+                await asyncio.to_thread(serving_cases.until, lambda: not sampler.is_idle)
+                asked.cancel()
+                await asyncio.to_thread(serving_cases.until, lambda: sampler.is_idle)
+            for _ in range(2):
+                assert (await complete(model="any", prompt=[65], stop=["D"])).choices[0].text == "ABC"
+            with pytest.raises(openai.BadRequestError, match=r"maximum of 2 replies"):
+                await complete(model="any", prompt=[65], stop=["D"])
+        return 1.0
+
+    limits = Limits(max_length=120, max_new_tokens=8, max_turns=2, max_seconds=serving_cases.TIMEOUT)
+    sampler = TokenSampler(length=10**9)  # It would sample without an end.
+    assert replies(only(play, sampler=sampler, limits=limits)) == ["ABCD", "ABCD"]
+
+
 def test_untrained_replies_are_no_part_of_the_rollout():
     async def play(task: Any, base_url: str, api_key: str) -> float:
         other = base_url.removesuffix("/v1") + "/untrained/v1"
@@ -461,6 +545,24 @@ def test_untrained_replies_are_no_part_of_the_rollout():
     assert replies(rollout) == ["RA", "RD"]
     _, second = rollout.turns
     assert b"RC" in bytes(token for token in second.observation_tokens if token < 256)
+
+
+def test_trained_reply_does_not_wait_for_an_untrained_one():
+    sampler = TokenSampler(length=10**9)  # It would sample without an end.
+
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        other = base_url.removesuffix("/v1") + "/untrained/v1"
+        async with Client(base_url, api_key) as client, Client(other, api_key) as opponent:
+            endless = asyncio.ensure_future(opponent.sdk.completions.create(model="any", prompt=[90]))
+            await asyncio.to_thread(serving_cases.until, lambda: not sampler.is_idle)
+            # Fewer tokens are left than it may take.
+            reply = await client.sdk.completions.create(model="any", prompt=[65], stop=["D"], max_tokens=8)
+            assert (reply.choices[0].text, endless.done()) == ("ABC", False)
+            endless.cancel()
+        return 1.0
+
+    limits = Limits(max_length=120, max_new_tokens=8, max_turns=2, max_tokens=6, max_seconds=20.0)
+    assert replies(only(play, sampler=sampler, limits=limits)) == ["ABCD"]
 
 
 def test_an_untrained_request_beyond_the_context_does_not_truncate_the_rollout():

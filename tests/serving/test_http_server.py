@@ -127,6 +127,23 @@ def test_a_client_that_leaves_a_stream_frees_its_slot(server: Serving, held: Hel
 
 
 @pytest.mark.medium
+@pytest.mark.parametrize("stream", [False, True])
+def test_abandoned_requests_are_counted_as_such(server: Serving, held: Held, stream: bool):
+    assert httpx.post(f"{server.url}/v1/completions", json=body(stream=stream), timeout=TIMEOUT).status_code == 200
+    held.open.clear()
+    with raw_request(server, body(stream=stream)):
+        until(lambda: server.engine.in_progress == 1)
+
+    def count(status: int) -> bool:
+        line = f'marin_rl_requests_total{{path="/v1/completions",status="{status}"}} 1.0'
+        return line in httpx.get(f"{server.url}/metrics", timeout=TIMEOUT).text
+
+    until(lambda: server.engine.in_progress == 0)
+    until(lambda: count(200) and count(499))
+    held.open.set()
+
+
+@pytest.mark.medium
 def test_a_thousand_queued_requests(server: Serving, held: Held):
     assert len(ask_server(server, 1000, concurrent=1000)) == 1000
     assert server.engine.in_progress == 0
@@ -201,6 +218,46 @@ def test_requests_above_the_limit_are_refused(held: Held):
 
 
 @pytest.mark.medium
+@pytest.mark.parametrize("stream", [False, True])
+def test_simultaneous_requests_do_not_exceed_the_limit(held: Held, stream: bool):
+    """The limit counts sequences that have not started; all of them are released at the end of the responses."""
+    counts: list[int] = []
+
+    async def ask_all(url: str) -> list[int]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=limits) as client:
+
+            async def ask(**changes: object) -> int:
+                return (await client.post("/v1/completions", json=body(stream=stream, **changes))).status_code
+
+            statuses = await asyncio.gather(*(ask(n=16, max_tokens=64) for _ in range(40)))
+            return [*statuses, await ask(n=32, max_tokens=1)]
+
+    held.open.set()
+    with serving(held.sampler, max_sequences=32) as server:
+        held.before = lambda: counts.append(server.engine.in_progress)
+        statuses = asyncio.run(ask_all(server.url))
+        held.before = lambda: None
+    assert max(counts) <= 32
+    assert set(statuses) <= {200, 429}
+    assert statuses[-1] == 200
+
+
+@pytest.mark.medium
+def test_disconnected_clients_release_the_limit(held: Held):
+    for stream in (False, True):
+        held.open.clear()
+        with serving(held.sampler, max_sequences=3) as server:
+            client = raw_request(server, body(n=3, stream=stream))
+            until(lambda: server.engine.in_progress == 3)
+            client.close()
+            until(lambda: server.engine.in_progress == 0)
+            held.open.set()
+            response = httpx.post(f"{server.url}/v1/completions", json=body(n=3, max_tokens=1), timeout=TIMEOUT)
+            assert response.status_code == 200
+
+
+@pytest.mark.medium
 def test_a_weight_update_in_mid_stream(server: Serving, held: Held):
     """The tokens before the update are those of the old weights, and no stream breaks."""
     [before] = held_generation(held, MAX_NEW)
@@ -250,6 +307,28 @@ def test_an_incomplete_body_times_out(held: Held):
                 b"Content-Length: 100\r\n\r\n{"
             )
             assert client.recv(100).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.medium
+def test_a_client_without_a_whole_request_head_is_disconnected(held: Held):
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    with serving(held.sampler, client_seconds=0.5) as server:
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        for sent in (b"", head):
+            with socket.create_connection(address, timeout=60.0) as client:
+                client.sendall(sent)
+                assert client.recv(100) == b""
+        # The next request of a connection has the same limit.
+        with socket.create_connection(address, timeout=60.0) as client:
+            client.sendall(head + b"\r\n")
+            assert client.recv(1000).startswith(b"HTTP/1.1 200")
+            client.sendall(head)
+            assert b"".join(iter(lambda: client.recv(1000), b"")).count(b"HTTP/1.1") == 0
+        # A request whose reply takes longer than the limit is answered.
+        held.open.clear()
+        threading.Timer(1.0, held.open.set).start()
+        response = httpx.post(f"{server.url}/v1/completions", json=body(max_tokens=4), timeout=TIMEOUT)
+        assert response.status_code == 200
 
 
 def test_requests_in_progress_complete_before_the_end(held: Held):

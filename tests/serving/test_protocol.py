@@ -1,6 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import json
 from typing import Any
 
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
@@ -11,6 +12,7 @@ from marin_rl.serving.protocol import (
     ApiError,
     ChatRequest,
     CompletionRequest,
+    GenerateRequest,
     Limits,
     SamplingParams,
     engine_requests,
@@ -72,10 +74,76 @@ def test_tool_calls_of_earlier_replies_are_written_as_the_policy_writes_them():
     assert chat(messages, tools=[TOOL], tool_choice="none") == found[1:]
 
 
+def call_of(id: str, city: str) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": "weather", "arguments": json.dumps({"city": city})}}
+
+
+def result(id: str | None, content: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": id, "content": content}
+
+
+def test_results_have_the_order_of_their_calls():
+    """Whatever the order in which a client answers parallel calls; each reply's results are sorted by its calls."""
+    calls = {"role": "assistant", "content": None, "tool_calls": [call_of("a", "Rome"), call_of("b", "Oslo")]}
+    swapped = {**calls, "tool_calls": calls["tool_calls"][::-1]}
+    user = {"role": "user", "content": "and now?"}
+    messages = [user, calls, result("b", "-5"), result("a", "20"), swapped, result("b", "-6"), result("a", "21"), user]
+    found = [message["content"] for message in chat(messages)]
+    assert found[2:4] == ["20", "-5"]
+    assert found[5:7] == ["-6", "21"]
+    assert [chat(messages)[place]["role"] for place in (0, 1, 4, 7)] == ["user", "assistant", "assistant", "user"]
+    without_id = [user, calls, result("b", "-5"), result(None, "20")]
+    assert [message["content"] for message in chat(without_id)[2:]] == ["-5", "20"]
+
+
+@pytest.mark.parametrize(
+    ("id", "before", "message"),
+    [
+        ("c", [call_of("a", "Rome")], r"messages\[1\].tool_call_id is 'c', .*: messages\[0\] has \['a'\]"),
+        (7, [call_of("a", "Rome")], r"messages\[1\].tool_call_id is 7, "),
+        ("a", None, r"messages\[1\].tool_call_id is 'a', .*: messages\[0\] has \[\]"),
+    ],
+)
+def test_a_result_of_an_unknown_call_is_refused(id: Any, before: Any, message: str):
+    with pytest.raises(ApiError, match=message):
+        chat([{"role": "assistant", "content": "x", "tool_calls": before}, result(id, "20")])
+
+
 def test_tools_join_the_system_message():
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}]
     [system, user] = chat(messages, tools=[TOOL])
     assert (system["content"], system["tools"], user["content"]) == ("Be brief.", [TOOL], "a")
+
+
+def test_an_assistant_message_may_have_no_content():
+    [message] = chat([{"role": "assistant", "content": None}])
+    assert message == {"role": "assistant", "content": ""}
+
+
+def test_a_function_call_is_refused():
+    call = {"name": "add", "arguments": "{}"}
+    with pytest.raises(ApiError, match=r"messages\[0\].function_call is not read by the server; use tool_calls"):
+        chat([{"role": "assistant", "content": None, "function_call": call}])
+    assert chat([{"role": "assistant", "content": "a", "function_call": None}])[0]["content"] == "a"
+
+
+def test_return_token_ids_has_no_effect_on_generate():
+    """The endpoint always returns token ids."""
+    given = {"token_ids": [1], "sampling_params": {}}
+    for value in (True, False, "yes"):
+        assert parse_body(GenerateRequest, {**given, "return_token_ids": value}) == parse_body(GenerateRequest, given)
+
+
+@pytest.mark.parametrize(("stop", "texts"), [("a", ("a",)), (["a", "b"], ("a", "b")), ([], ())])
+def test_stop_is_a_text_or_a_list(stop: Any, texts: tuple[str, ...]):
+    body = parse_body(CompletionRequest, {"model": "m", "prompt": "a", "stop": stop})
+    assert body.stop_texts == texts
+
+
+def test_an_invalid_stop_is_named():
+    for stop in (3, [3], "", ["a", ""], ["a"] * 17):
+        with pytest.raises(ApiError, match="stop"):
+            parse_body(CompletionRequest, {"model": "m", "prompt": "a", "stop": stop})
 
 
 @pytest.mark.parametrize("role", [None, "judge", ["user"], {"name": "user"}])

@@ -1,13 +1,16 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import functools
 import itertools
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from marin_rl.serving.text import ReplyReader, TextPart, ToolReader
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -17,9 +20,14 @@ from marin_rl.types import StopReason
 DECODE = ChatTokenizer(byte_tokenizer()).decode_reply
 
 
-def read(chunks: Sequence[Sequence[int]], stop: Sequence[str] = (), stop_token_ids: Sequence[int] = ()) -> TextPart:
+def read(
+    chunks: Sequence[Sequence[int]],
+    stop: Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    decode: Callable[[Sequence[int]], str] = DECODE,
+) -> TextPart:
     """The joined parts of a reply of chunks, the last of which ends the generation."""
-    reader = ReplyReader(DECODE, stop, stop_token_ids)
+    reader = ReplyReader(decode, stop, stop_token_ids)
     tokens: list[int] = []
     text, part = "", TextPart((), (), "")
     for index, chunk in enumerate(chunks):
@@ -46,6 +54,37 @@ def test_parts_join_to_the_whole_reply(tokens: list[int], cuts: set[int], stop: 
     assert read([[token] for token in tokens], stop) == whole
     if not stop:
         assert whole.text == DECODE(tokens)
+
+
+@functools.cache
+def byte_fallback() -> Tokenizer:
+    """A tokenizer with the decoder of Llama 2, Mistral and Gemma: a letter, a space, and a token for each byte."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581": 256, "a": 257, "<unk>": 258}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    replace = decoders.Replace("\u2581", " ")
+    tokenizer.decoder = decoders.Sequence(
+        [replace, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    text=st.text("a äé€好😀", min_size=1, max_size=40),
+    size=st.integers(1, 20),
+    stop=st.lists(st.sampled_from(["a", "好", "€a", "😀😀"]), max_size=2),
+)
+def test_parts_of_tokens_that_are_single_bytes(text: str, size: int, stop: list[str]):
+    words = {"a": [257], " ": [256]}
+    tokens = list(itertools.chain.from_iterable(words.get(letter) or letter.encode() for letter in text))
+
+    def decode(ids: Sequence[int]) -> str:
+        return byte_fallback().decode(list(ids))
+
+    reply = read([tokens[at : at + size] for at in range(0, len(tokens), size)], stop, decode=decode)
+    found = [text.removeprefix(" ").index(one) for one in stop if one in text.removeprefix(" ")]
+    assert reply.text == text.removeprefix(" ")[: min(found, default=len(text))]
+    assert (reply.finish_reason == "stop") == bool(found)
 
 
 def test_text_is_held_back_while_it_may_change():
@@ -109,4 +148,24 @@ def read_tools(text: str, size: int) -> tuple[str, list]:
 def test_tool_calls_are_separated_from_text(text: str, content: str, names: list[str], size: int):
     shown, calls = read_tools(text, size)
     assert (shown, [name for _, name, _ in calls]) == (content, names)
-    assert calls == [(f"call_{index}", name, '{"a": 1}') for index, name in enumerate(names)]
+    assert [arguments for _, _, arguments in calls] == ['{"a": 1}'] * len(names)
+    # Ids are different in all replies.
+    ids = [id for id, _, _ in [*calls, *read_tools(text, size)[1]]]
+    assert len(set(ids)) == 2 * len(names)
+    assert all(re.fullmatch("call_[0-9a-f]{32}", id) for id in ids)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(["x", " ", "\n", "<", "<tool", "_call", ">", "<tool_call>"]), max_size=8).map("".join))
+def test_text_before_a_call_is_passed_on_without_white_space(text: str):
+    if not text.strip():
+        return
+    begun = next((n for n in range(10, 0, -1) if text.endswith("<tool_call>"[:n])), 0)
+    full = re.search(r"\s*<tool_call>", text)
+    end = full.start() if full else len(text[: len(text) - begun].rstrip())
+    assert ToolReader().push(text) == text[:end]
+
+
+def test_a_long_run_of_spaces_is_read_in_one_pass():
+    # With a search that starts again at every space, this takes minutes.
+    assert ToolReader().push("x" + " " * 400_000 + "y") == "x" + " " * 400_000 + "y"
