@@ -26,6 +26,7 @@ from marin_rl.planning.chips import parse_topology
 from marin_rl.planning.compiling import chip_bytes
 from marin_rl.planning.hlo import count_collectives, loop_bytes
 from marin_rl.planning.programs import LOWER, RunShapes, open_shapes
+from marin_rl.planning.run_plan import of_one_host
 from marin_rl.sampling.config import SamplingConfig
 
 MODELS: dict[str, tuple[LlamaConfig, int, int]] = {
@@ -134,11 +135,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--keep", type=Path, help="folder for the optimized programs, in XLA's text form")
     chosen = parser.parse_args(arguments)
     jax.config.update("jax_enable_compilation_cache", False)
-    with absent_devices(parse_topology(TOPOLOGIES[chosen.chip])):
-        run = open_shapes(make_config(chosen.model, chosen.length), MODELS[chosen.model][1])
-        for program in chosen.programs:
-            layers: dict[str, Any] = {}
-            error = None
+    topology, config = parse_topology(TOPOLOGIES[chosen.chip]), make_config(chosen.model, chosen.length)
+    host = topology.local(), of_one_host(config, topology)
+    for program in chosen.programs:
+        devices, compiled = host if program in ("prefill", "decode") else (topology, config)
+        layers: dict[str, Any] = {}
+        error = None
+        with absent_devices(devices):
+            run = open_shapes(compiled, MODELS[chosen.model][1])
             for count in LAYERS:
                 name = f"{program}-{chosen.model}-{chosen.length}-{count}.hlo.gz"
                 file = None if chosen.keep is None else chosen.keep / name
@@ -147,8 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 except (ValueError, RuntimeError, NotImplementedError) as raised:
                     error = f"{type(raised).__name__}: {str(raised)[:2000]}"
                     break
-            cell = {"chip": chosen.chip, "model": chosen.model, "length": chosen.length, "program": program}
-            print(json.dumps({**cell, "layers": layers, "error": error}), flush=True)
+        cell = {"chip": chosen.chip, "model": chosen.model, "length": chosen.length, "program": program}
+        print(json.dumps({**cell, "layers": layers, "error": error}), flush=True)
 
 
 if __name__ == "__main__":

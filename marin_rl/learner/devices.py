@@ -7,15 +7,17 @@ import contextlib
 import dataclasses
 import gc
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, cast
 
 import jax
 import numpy as np
+from haliax.partitioning import ResourceAxis
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int64
 from levanter.trainer import TrainerConfig
 
 from marin_rl import multihost
+from marin_rl.kernel_sharding import POSITION
 
 
 class DeviceError(ValueError):
@@ -80,13 +82,14 @@ def start_devices(
         alone: whether this process is separate from the trainer and must not join its distributed runtime.
 
     Returns:
-        A copy of the config with `train_batch_size` set to the microbatch rows over all devices.
+        A copy of the config with `train_batch_size` set to the microbatch rows over all devices. If the model axis
+        splits positions, its parameters are sharded over that axis too.
 
     Raises:
         DeviceError: if the mesh does not fit the devices, or a required accelerator is missing.
     """
     # Levanter completes the config in place, and warns if the batch size differs from its own.
-    config = dataclasses.replace(config)
+    config = _with_sharded_parameters(config)
     if alone:
         config.distributed = dataclasses.replace(config.distributed, initialize_jax_distributed=False)
     join_processes(config)
@@ -105,6 +108,20 @@ def start_devices(
     config.train_batch_size = config.per_device_parallelism * config.data_axis_size
     config._validate_and_set_defaults()
     return config
+
+
+def _with_sharded_parameters(config: TrainerConfig) -> TrainerConfig:
+    """Return a copy that shards parameters over all devices of a replica.
+
+    Levanter shards the axes of `fsdp_axis` over the data axis only. A model axis that splits positions splits no axis
+    of the parameters, so that each of its devices would hold the same ones.
+    """
+    if POSITION not in (config.tensor_parallel_axes or ()) or config.fsdp_axis is None:
+        return dataclasses.replace(config)
+    axes = [config.fsdp_axis] if isinstance(config.fsdp_axis, str) else config.fsdp_axis
+    sharded = cast(Any, dict.fromkeys(axes, (ResourceAxis.DATA, ResourceAxis.MODEL)))
+    resources = {**config.parameter_axis_resources, **sharded}
+    return dataclasses.replace(config, fsdp_axis=None, parameter_axis_resources=resources)
 
 
 def microbatch_rows(config: TrainerConfig, default: int) -> int:

@@ -91,12 +91,14 @@ def main() -> None:
 
     facts["samples"] = sample(split(2)) == sample(whole)
 
-    def step(trainer: TrainerConfig) -> dict[str, float]:
+    def step(trainer: TrainerConfig) -> tuple[dict[str, float], int]:
         learner = tiny.make_learner(trainer)
-        _, metrics = learner.step(tiny.fresh_state(learner), [tiny.make_example(ROWS, 12)])
-        return {name: float(metric) for name, metric in metrics.items()}
+        state, metrics = learner.step(tiny.fresh_state(learner), [tiny.make_example(ROWS, 12)])
+        weights = state.model.transformer.layers.stacked.mlp.gate_proj.weight.array
+        held = weights.size // weights.addressable_shards[0].data.size
+        return {name: float(metric) for name, metric in metrics.items()}, held
 
-    expected, found = step(whole), step(split(2))
+    (expected, _), (found, facts["shards"]) = step(whole), step(split(2))
     facts["step"] = max(abs(found[name] - value) / max(abs(value), 1e-3) for name, value in expected.items())
     print(json.dumps(facts), flush=True)
 

@@ -30,4 +30,6 @@ def test_split_positions_change_results_only_by_rounding() -> None:
     # The kernel of TPUs, interpreted, against the products of XLA.
     assert facts["splash"] < 1e-5
     assert facts["step"] < 1e-5
+    # Parameters are sharded over both axes of the mesh.
+    assert facts["shards"] == 4
     assert facts["samples"]
