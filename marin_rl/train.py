@@ -3,6 +3,7 @@
 
 """Train a policy: `python -m marin_rl.train --config experiments/rloo.yaml`."""
 
+import gc
 import sys
 from collections.abc import Sequence
 
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    # Almost all objects that imports create stay. Collections that visit them take a fifth of the imports' time.
+    gc.disable()
     # Imported here because jax and levanter take seconds to import, and most mistakes can be reported without them.
     from marin_rl.config.train_config import TrainConfig
     from marin_rl.environments.base import Split
@@ -44,6 +47,7 @@ def _run(arguments: Sequence[str]) -> int:
     from marin_rl.training.session import run_session
     from marin_rl.training.starting_weights import check_weight_files, resolve_model
 
+    gc.enable()
     try:
         parsed = parse_config(TrainConfig, arguments, FLAGS)
         if "dry_run" in parsed.flags:

@@ -25,13 +25,18 @@ from marin_rl.rollouts.group_codec import decode_group, encode_group
 from marin_rl.rollouts.rollout_files import as_parquet
 from marin_rl.rollouts.store import RolloutStore, RolloutStoreConfig
 from marin_rl.rollouts.stored_rollout import as_table
+from marin_rl.sampling.group_sampler import DECODE_STEPS
+from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.sampling.slots import AcceptedRequest, SlotTable
 from marin_rl.timing import PhaseTimer
 from marin_rl.training.batch_builder import BatchBuilder
-from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
+from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 
 PAD = 0
 VOCABULARY = 32_000
 CHARACTERS_PER_TOKEN = 4
+SLOTS = 256
+"""Sequences that the sampler decodes together."""
 
 
 class SampledStep:
@@ -68,14 +73,26 @@ class SampledStep:
         return self._pieces[token]
 
     def records(self) -> list[RolloutGroup]:
-        """Convert the arrays to validated records."""
+        """Convert the output of the sampler's programs to validated records."""
         replies = self._generations()
         return [self._group(number, tuple(prompt), replies) for number, prompt in enumerate(self.prompts.tolist())]
 
     def _generations(self) -> Iterator[Generation]:
-        """Yield the results of a sampler, which has each reply as rows of arrays."""
-        for tokens, logprobs in zip(self.tokens, self.logprobs, strict=True):
-            yield Generation(tuple(tokens.tolist()), tuple(logprobs.tolist()), StopReason.STOP, 3, 3)
+        """Yield what the sampler makes of the output of `decode`, in calls of `DECODE_STEPS` tokens for each slot."""
+        prompts = [tuple(prompt) for prompt in self.prompts.tolist() for _ in range(self.members)]
+        count, length = self.tokens.shape
+        for first in range(0, count, SLOTS):
+            rows = range(first, min(first + SLOTS, count))
+            table = SlotTable(len(rows), length)
+            for slot, row in enumerate(rows):
+                table.assign(slot, AcceptedRequest(row, SampleRequest(prompts[row], row, length), length))
+            for step in range(0, length, DECODE_STEPS):
+                steps = slice(step, step + DECODE_STEPS)
+                table.decode_inputs(0)
+                table.add(
+                    self.tokens[rows.start : rows.stop, steps].T, self.logprobs[rows.start : rows.stop, steps].T, 3
+                )
+            yield from (generation for _, _, generation in table.end(np.ones(len(rows), bool)))
 
     def _group(self, number: int, prompt: tuple[int, ...], replies: Iterator[Generation]) -> RolloutGroup:
         question, answer = (

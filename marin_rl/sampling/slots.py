@@ -88,12 +88,24 @@ class SlotTable:
 
         Returns:
             The number of sampled tokens of each slot.
+
+        Raises:
+            SamplerError: if a log-probability is invalid.
         """
         sampled = tokens >= 0
         steps, slots = np.nonzero(sampled)
+        values = logprobs[steps, slots]
+        valid = (values <= LOGPROB_ROUNDING) & np.isfinite(values)
+        if not valid.all():
+            first = np.argmin(valid)
+            number = self._request(int(slots[first])).number
+            raise SamplerError(
+                f"request {number}: a sampled token has log-probability {values[first]}; it must be finite and at most "
+                "0. Check the weights for NaN"
+            )
         columns = self._counts[slots] + steps
         self._tokens[slots, columns] = tokens[steps, slots]
-        self._logprobs[slots, columns] = logprobs[steps, slots]
+        self._logprobs[slots, columns] = np.minimum(values, 0.0)
         counts = sampled.sum(axis=0)
         self._first_versions[(counts > 0) & (self._counts == 0)] = version
         self._last_versions[counts > 0] = version
@@ -112,9 +124,6 @@ class SlotTable:
 
         Returns:
             Slot, request and generation of each.
-
-        Raises:
-            SamplerError: if a log-probability is invalid.
         """
         ended = np.flatnonzero(self.active & (stopped | (self._remaining == 0)))
         self.active[ended] = False
@@ -147,18 +156,11 @@ class SlotTable:
         return accepted
 
     def _sampled(self, slot: int, start: int) -> SampledTokens:
-        """Return the sampled tokens of a slot's request from index `start`, with valid log-probabilities."""
-        count = self._counts[slot]
-        logprobs = self._logprobs[slot, start:count]
-        valid = (logprobs <= LOGPROB_ROUNDING) & np.isfinite(logprobs)
-        if not valid.all():
-            raise SamplerError(
-                f"request {self._request(slot).number}: a sampled token has log-probability {logprobs[~valid][0]}; it "
-                "must be finite and at most 0. Check the weights for NaN"
-            )
+        """Return the sampled tokens of a slot's request from index `start`."""
+        new = slice(start, self._counts[slot])
         return SampledTokens(
-            tuple(self._tokens[slot, start:count].tolist()),
-            tuple(np.minimum(logprobs, 0.0).tolist()),
+            tuple(self._tokens[slot, new].tolist()),
+            tuple(self._logprobs[slot, new].tolist()),
             int(self._first_versions[slot]),
             int(self._last_versions[slot]),
         )

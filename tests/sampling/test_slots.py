@@ -83,10 +83,8 @@ def test_progress_is_that_of_the_requests_asked_for():
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, 0.1])
 def test_invalid_log_probability_is_an_error(value: float):
-    slots = table()
-    slots.add(np.array([[-1, 11, -1]]), np.array([[0.0, value, 0.0]]), 0)
     with pytest.raises(SamplerError, match=f"request 8: a sampled token has log-probability {value}"):
-        slots.end(np.array([False, True, False]))
+        table().add(np.array([[-1, 11, -1]]), np.array([[0.0, value, 0.0]]), 0)
 
 
 def test_rounding_above_zero_is_clamped():
