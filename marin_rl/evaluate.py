@@ -121,7 +121,7 @@ def _evaluate(
     evaluation = config.evaluation or train_config.evaluation
     with contextlib.ExitStack() as opened:
         reward_functions, loop = open_reward_functions(train_config, environment, opened)
-        runner = make_runner(train_config, environment, tokenizer, sampler, loop, reward_functions)
+        runner = make_runner(train_config, environment, tokenizer, sampler, loop, reward_functions, model.vocab_size)
         metrics, _ = evaluate(
             runner,
             evaluation,

@@ -46,7 +46,7 @@ def greedy_replies(run: Path, tasks: int) -> list[dict[str, Any]]:
     settings = EvaluationConfig(tasks=tasks)
     with contextlib.ExitStack() as opened:
         rewards, loop = open_reward_functions(config, environment, opened)
-        runner = make_runner(config, environment, policy.tokenizer, policy.sampler, loop, rewards)
+        runner = make_runner(config, environment, policy.tokenizer, policy.sampler, loop, rewards, policy.vocab_size)
         _, groups = evaluate(runner, settings, temperature=config.sampling.temperature, seed=config.seed)
     replies = []
     # The sampled groups come before the greedy ones.

@@ -27,6 +27,7 @@ def make_runner(
     sampler: Sampler,
     loop: BackgroundLoop,
     reward_functions: RewardFunctions,
+    vocab_size: int,
 ) -> RolloutRunner:
     """Make a rollout runner with the configured limits.
 
@@ -37,6 +38,7 @@ def make_runner(
         sampler: Sampler of the policy.
         loop: Event loop of environments and reward functions.
         reward_functions: Scores finished rollouts.
+        vocab_size: Vocabulary size of the policy, which may be larger than the tokenizer's.
 
     Returns:
         The runner.
@@ -52,16 +54,19 @@ def make_runner(
         state_hash,
         reward_functions,
         loop,
-        connect=make_gateway(tokenizer, limits, has_stop_texts=bool(config.sampling.stop)),
+        connect=make_gateway(tokenizer, limits, vocab_size, has_stop_texts=bool(config.sampling.stop)),
     )
 
 
-def make_gateway(tokenizer: ChatTokenizer, limits: Limits, *, has_stop_texts: bool = False) -> ConnectAgent:
+def make_gateway(
+    tokenizer: ChatTokenizer, limits: Limits, vocab_size: int, *, has_stop_texts: bool = False
+) -> ConnectAgent:
     """Return the function that serves the policy to agents; its server starts with the first agent.
 
     Args:
         tokenizer: Chat tokenizer of the policy.
         limits: Limits of every rollout.
+        vocab_size: Vocabulary size of the policy.
         has_stop_texts: Whether `sampling.stop` ends replies.
     """
 
@@ -70,7 +75,7 @@ def make_gateway(tokenizer: ChatTokenizer, limits: Limits, *, has_stop_texts: bo
         # Imported here because the extra `serve` is optional.
         from marin_rl.serving.gateway import Gateway
 
-        return Gateway(tokenizer, limits, has_stop_texts=has_stop_texts)
+        return Gateway(tokenizer, limits, vocab_size, has_stop_texts=has_stop_texts)
 
     return lambda recorder: gateway().connect(recorder)
 

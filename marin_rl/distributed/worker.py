@@ -189,6 +189,7 @@ class WorkerPolicy:
         self.is_in_flight = config.workers.refresh is Refresh.IN_FLIGHT
         """Whether weights are updated while groups run."""
         self._config = config
+        self._vocab_size = vocab_size
         self._secret = secret
         self._announced = announced
         self._trainer = start_devices(
@@ -237,6 +238,15 @@ class WorkerPolicy:
         """
         config = self._config
         assert self._sampler is not None, "call fetch first"
+        runner = make_runner(
+            config,
+            self._environment,
+            self._tokenizer,
+            self._sampler,
+            self._loop,
+            self._reward_functions,
+            self._vocab_size,
+        )
 
         def inputs(requests: Sequence[GroupRequest]) -> list[GroupInput]:
             return [
@@ -245,7 +255,7 @@ class WorkerPolicy:
             ]
 
         stream_requests(
-            make_runner(config, self._environment, self._tokenizer, self._sampler, self._loop, self._reward_functions),
+            runner,
             inputs(requests),
             group_size=config.rollouts.group_size,
             temperature=config.sampling.temperature,

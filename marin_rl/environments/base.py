@@ -10,7 +10,6 @@ import abc
 import asyncio
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, runtime_checkable
 
@@ -282,21 +281,6 @@ CORRECT = "correct"
 """Reward component: 1 if the reply is right."""
 FORMAT = "format"
 """Reward component: 1 if the reply has the required format; absent if no format is required."""
-
-
-def check_finite(config: object, *keys: str) -> None:
-    """Check that fields of a config are finite numbers.
-
-    Args:
-        config: the config.
-        *keys: names of the fields.
-
-    Raises:
-        ValueError: if one is NaN or infinite; the message names key and value.
-    """
-    for key in keys:
-        if not math.isfinite(getattr(config, key)):
-            raise ValueError(f"{key} must be finite, got {getattr(config, key)}; set a finite number")
 
 
 def check_invalid_reward(value: float) -> None:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from marin_rl.config_fields import check_finite
 from marin_rl.environments.base import (
     FORMAT,
     AbstractEnvironment,
@@ -17,7 +18,6 @@ from marin_rl.environments.base import (
     Episode,
     Split,
     Step,
-    check_finite,
     check_invalid_reward,
 )
 from marin_rl.environments.external import bounded_text, require_package, run_in_thread

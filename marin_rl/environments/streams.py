@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from marin_rl.config_fields import check_finite
 from marin_rl.environments.agent import AgentEnvironment
 from marin_rl.environments.base import (
     CORRECT,
@@ -269,13 +270,7 @@ class LessonConfig:
     def __post_init__(self) -> None:
         if not 0 < self.weight < math.inf:
             raise ValueError(f"lesson {self.name!r}: weight must be finite and above 0, got {self.weight}")
-        for key in ("unlock_at", "graduate_at"):
-            score = getattr(self, key)
-            if score is not None and not math.isfinite(score):
-                remedy = (
-                    "set a finite number, or null to keep drawing it" if key == "graduate_at" else "set a finite number"
-                )
-                raise ValueError(f"lesson {self.name!r}: {key} must be finite, got {score}; {remedy}")
+        check_finite(self, "unlock_at", "graduate_at", name=f"lesson {self.name!r}")
         if self.window < 1:
             raise ValueError(f"lesson {self.name!r}: window must be at least 1 rollout, got {self.window}")
         if self.graduate_at is not None and self.graduate_at < self.unlock_at:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from marin_rl.config_fields import convert_enum_fields
+from marin_rl.config_fields import check_finite, convert_enum_fields
 from marin_rl.environments.base import (
     CORRECT,
     FORMAT,
@@ -18,7 +18,6 @@ from marin_rl.environments.base import (
     Episode,
     Split,
     Step,
-    check_finite,
     check_invalid_reward,
 )
 from marin_rl.environments.games import Board, Prototype, Start, View, draw_start

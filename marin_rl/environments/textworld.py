@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from marin_rl.config_fields import LOCAL_PATH, convert_enum_fields
+from marin_rl.config_fields import LOCAL_PATH, check_finite, convert_enum_fields
 from marin_rl.environments.base import (
     CORRECT,
     FORMAT,
@@ -19,7 +19,6 @@ from marin_rl.environments.base import (
     Episode,
     Split,
     Step,
-    check_finite,
     check_invalid_reward,
 )
 from marin_rl.environments.external import action_of, bounded_text, require_package

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from marin_rl.config_fields import convert_enum_fields
+from marin_rl.config_fields import check_finite, convert_enum_fields
 from marin_rl.environments.base import (
     CORRECT,
     AbstractEnvironment,
@@ -21,7 +21,6 @@ from marin_rl.environments.base import (
     NoSandboxError,
     Split,
     Step,
-    check_finite,
 )
 from marin_rl.environments.external import bounded_text
 from marin_rl.environments.tools import (

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from marin_rl.config_fields import LOCAL_PATH
+from marin_rl.config_fields import LOCAL_PATH, check_finite
 from marin_rl.environments.agent import require_server
 from marin_rl.environments.base import (
     AbstractEnvironment,
@@ -30,7 +30,6 @@ from marin_rl.environments.base import (
     AgentResult,
     EnvironmentConfig,
     Split,
-    check_finite,
 )
 from marin_rl.environments.external import require_package, run_in_thread
 from marin_rl.environments.game_process import GameError, GameServer

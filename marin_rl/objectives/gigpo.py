@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Float64
 
-from marin_rl.config_fields import convert_enum_fields
+from marin_rl.config_fields import check_finite, convert_enum_fields
 from marin_rl.objectives.advantage_inputs import (
     AdvantageConfig,
     AdvantageInputs,
@@ -111,8 +111,7 @@ class GigpoConfig(AdvantageConfig):
         if not (math.isfinite(self.omega) and self.omega >= 0):
             raise ValueError(f"advantage.omega is {self.omega}; it must be finite and >= 0")
         check_discount("advantage.gamma", self.gamma)
-        if not math.isfinite(self.default_step_reward):
-            raise ValueError(f"advantage.default_step_reward is {self.default_step_reward}; it must be finite")
+        check_finite(self, "default_step_reward", name="advantage")
 
     def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
         """See [`step_advantages`][marin_rl.objectives.gigpo.step_advantages].

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import draccus
 
+from marin_rl.config_fields import check_finite
 from marin_rl.types import Rollout, RolloutGroup, RolloutStatus
 
 OVERLONG = "overlong"
@@ -90,8 +91,7 @@ class RewardTruncatedConfig(TruncationConfig):
     """Reward of truncated rollouts, finite."""
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.reward):
-            raise ValueError(f"truncation.reward is {self.reward}; it must be finite")
+        check_finite(self, "reward", name="truncation")
 
 
 def shape_rewards(

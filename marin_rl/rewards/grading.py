@@ -19,6 +19,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 import draccus
 
+from marin_rl.config_fields import check_finite
 from marin_rl.rewards.math_worker import GroundTruthError
 
 
@@ -88,8 +89,7 @@ class FormatConfig:
 
     def __post_init__(self) -> None:
         check_pattern("format.regex", self.regex)
-        if not math.isfinite(self.weight):
-            raise ValueError(f"format.weight must be finite, got {self.weight}")
+        check_finite(self, "weight", name="format")
 
     def reward(self, reply: str) -> float:
         """Return the reward component `format` of a reply.
@@ -124,7 +124,9 @@ class Grader(Protocol):
     def grade(self, reply: str, answer: str) -> float:
         """Return 1 for a correct reply, 0 for any other text.
 
-        Only the text after the last `</think>` is graded. A reply with an unclosed `<think>` is wrong.
+        Args:
+            reply: the reply without its thoughts.
+            answer: the ground truth.
 
         Raises:
             GroundTruthError: if the answer is not a usable ground truth.
@@ -153,7 +155,7 @@ def exact_match(reply: str, answer: str) -> bool:
 @GraderConfig.register_subclass("exact")
 @dataclasses.dataclass(frozen=True)
 class ExactConfig(GraderConfig):
-    """The reply after its thoughts must equal the answer, except for leading and trailing whitespace."""
+    """The reply must equal the answer, except for leading and trailing whitespace."""
 
     ignore_case: bool = False
     """Whether to ignore case, so that `Paris` equals `paris`."""
@@ -171,14 +173,11 @@ class ExactConfig(GraderConfig):
             raise GroundTruthError(f"the ground truth {answer!r} is empty; correct the answer column or drop the row")
 
     def grade(self, reply: str, answer: str) -> float:
-        """Return 1 if the reply after its thoughts equals the answer, else 0."""
+        """Return 1 if the reply equals the answer, else 0."""
         self.check(answer)
-        text = graded_text(reply)
-        if text is None:
-            return 0.0
         if self.ignore_case:
-            text, answer = text.casefold(), answer.casefold()
-        return float(exact_match(text, answer))
+            reply, answer = reply.casefold(), answer.casefold()
+        return float(exact_match(reply, answer))
 
 
 @GraderConfig.register_subclass("none")
@@ -233,17 +232,13 @@ class MathVerifyGrader:
             self._ask({"answer": answer})
 
     def grade(self, reply: str, answer: str) -> float:
-        """Return 1 if the reply after its thoughts and the answer are mathematically equal, else 0.
+        """Return 1 if reply and answer are mathematically equal, else 0.
 
         A reply that exceeds the time limit or the worker's memory scores 0 and is logged as a warning.
         """
-        text = graded_text(reply)
-        if text is None:
-            self.check(answer)
-            return 0.0
-        if _PLAIN_NUMBER.fullmatch(answer) and text == answer:
+        if _PLAIN_NUMBER.fullmatch(answer) and reply == answer:
             return 1.0
-        return float(self._ask({"reply": text, "answer": answer}))
+        return float(self._ask({"reply": reply, "answer": answer}))
 
     def _ask(self, request: dict[str, str]) -> bool:
         with self._lock:

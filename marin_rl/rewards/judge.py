@@ -346,7 +346,8 @@ class LlmJudge:
                         if attempt > self._config.retries:
                             detail = f"no score after {attempt} attempts; last problem: {error.detail}"
                             raise RewardCallError(error.cause, detail) from error
-                        # An endpoint that answered needs no pause.
+                        # An endpoint that answered is asked again at once and in the same slot, so that a judge without
+                        # valid scores fails the group before its other calls are made.
                         is_answered = error.cause is RewardFailure.INVALID_ANSWER
                     usage.retries += 1
             # The pause holds no slot, so that other calls proceed.

@@ -187,22 +187,16 @@ class AgentRecorder:
             EpisodeEndedError: if the episode has ended.
         """
         with self._counted(is_trained):
-            await self._sample(prompt, max_new_tokens, serve, response, ends, is_trained)
+            self._check_open()
+            if is_trained:
+                max_new_tokens = await self._allowed_tokens(max_new_tokens)
+            sequence = self._take_sequence(prompt, is_trained)
+            generation = await self._generate(sequence, self._request(sequence, prompt, max_new_tokens), ends)
+            self._record(sequence, prompt, generation, serve(generation), response)
 
-    async def _sample(
-        self,
-        prompt: tuple[int, ...],
-        max_new_tokens: int,
-        serve: Callable[[Generation], Served],
-        response: str,
-        ends: Callable[[SampledTokens], bool] | None,
-        is_trained: bool,
-    ) -> None:
-        self._check_open()
-        if is_trained:
-            max_new_tokens = await self._allowed_tokens(max_new_tokens)
-        sequence = self._take_sequence(prompt, is_trained)
-        request = self._request(sequence, prompt, max_new_tokens)
+    async def _generate(
+        self, sequence: _Sequence, request: SampleRequest, ends: Callable[[SampledTokens], bool] | None
+    ) -> Generation:
         parts: list[SampledTokens] = []
         has_ended = False
 
@@ -217,11 +211,10 @@ class AgentRecorder:
         if not self._in_progress:
             self.on_wait(True)
         self._in_progress.add(sampling)
-        if is_trained:
-            self._reserved[sampling] = max_new_tokens
+        if sequence.is_trained:
+            self._reserved[sampling] = request.max_new_tokens
         try:
-            generation = await sampling
-            self._record(sequence, prompt, generation, serve(generation), response)
+            return await sampling
         except asyncio.CancelledError:
             if self._is_closed and not is_cancelled():
                 raise EpisodeEndedError("the episode has ended") from None

@@ -5,7 +5,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import secrets
 import urllib.parse
@@ -63,12 +62,15 @@ Handler = Callable[[_Episode, Request], Awaitable["Response | EventStream"]]
 class Gateway:
     """Server of one process for all agents of a run; starts with the first one, and ends with its event loop."""
 
-    def __init__(self, tokenizer: ChatTokenizer, limits: RolloutLimits, *, has_stop_texts: bool = False) -> None:
+    def __init__(
+        self, tokenizer: ChatTokenizer, limits: RolloutLimits, vocab_size: int, *, has_stop_texts: bool = False
+    ) -> None:
         """Create a server, which does not listen yet.
 
         Args:
             tokenizer: tokenizer of messages and replies.
             limits: limits of every rollout.
+            vocab_size: vocabulary size of the policy, which may be larger than the tokenizer's.
             has_stop_texts: whether `sampling.stop` ends replies.
         """
         self._tokenizer = tokenizer
@@ -77,7 +79,7 @@ class Gateway:
             max_context=limits.max_length,
             max_new_tokens=limits.max_new_tokens,
             max_choices=limits.max_turns,
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=vocab_size,
             stop_token_ids=frozenset(tokenizer.stop_token_ids),
             has_stop_texts=has_stop_texts,
             reduces_max_tokens=True,
@@ -135,8 +137,7 @@ class Gateway:
 
         def sampling(prefix: str, is_trained: bool) -> list[Route]:
             def of(episode: _Episode) -> Endpoints:
-                endpoints = episode.endpoints if is_trained else episode.untrained
-                return dataclasses.replace(endpoints, limits=self._limits)
+                return episode.endpoints if is_trained else episode.untrained
 
             handlers: dict[str, Handler] = {
                 "/v1/chat/completions": lambda episode, request: of(episode).chat(request),
@@ -183,11 +184,6 @@ class Gateway:
             discard=recorder.discard,
         )
 
-    def _extend_vocabulary(self, sampled: Sequence[int]) -> None:
-        """Accept tokens in prompts up to the sampled ones: the model may have more tokens than the tokenizer."""
-        size = max(self._limits.vocab_size, 1 + max(sampled, default=0))
-        self._limits = self._limits._replace(vocab_size=size)
-
     def _reader(self, request: EngineRequest) -> ReplyReader:
         def decode(tokens: Sequence[int]) -> str:
             return self._tokenizer.decode_reply(tokens, request.skip_special_tokens)
@@ -199,7 +195,6 @@ class Gateway:
         parts: list[TextPart] = []
 
         def serve(generation: Generation) -> Served:
-            self._extend_vocabulary(generation.token_ids)
             part = self._reader(request).push(generation.token_ids, generation.logprobs, generation.stop_reason)
             parts.append(part._replace(weight_versions=(generation.first_version, generation.last_version)))
             return Served(len(part.token_ids), part.finish_reason == "stop", (part.text, _with_calls(part.text)))

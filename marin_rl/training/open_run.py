@@ -309,7 +309,9 @@ def _start(
 
 def _open_runner(config: TrainConfig, parts: _Parts, policy: LmHeadModel, version: WeightVersion) -> RolloutRunner:
     sampler = open_trainer_sampler(config, policy, parts.tokenizer, parts.trainer, version)
-    return make_runner(config, parts.environment, parts.tokenizer, sampler, parts.loop, parts.reward_functions)
+    return make_runner(
+        config, parts.environment, parts.tokenizer, sampler, parts.loop, parts.reward_functions, policy.vocab_size
+    )
 
 
 def _make_batch_builder(config: TrainConfig, parts: _Parts, history: WeightHistory[LmHeadModel] | None) -> BatchBuilder:

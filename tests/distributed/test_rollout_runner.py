@@ -31,7 +31,9 @@ def player_of(**rollouts: object) -> RolloutRunner:
     )
     environment = ArithmeticConfig(digits=1, size=50).build()
     sampler = ScriptedSampler({}, stop_token_ids=[0])
-    return make_runner(config, environment, TOKENIZER, sampler, BackgroundLoop(), RewardFunctions())
+    return make_runner(
+        config, environment, TOKENIZER, sampler, BackgroundLoop(), RewardFunctions(), TOKENIZER.vocab_size
+    )
 
 
 def test_limits_are_the_configured_ones():

@@ -194,7 +194,8 @@ def test_self_play_trains_on_one_seat():
 
     limits = Limits(max_length=100_000, max_new_tokens=16, max_turns=3, max_tokens=12, max_seconds=600.0)
     sampler = ScriptedSampler(reply, stop_token_ids=TOKENIZER.stop_token_ids)
-    runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=make_gateway(TOKENIZER, limits))
+    connect = make_gateway(TOKENIZER, limits, TOKENIZER.vocab_size)
+    runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=connect)
     tasks = environment.tasks(Split.TRAIN)
     seats = [environment.starts[task.id].seat for task in tasks]
     groups = run_groups(runner, tasks, group_size=1, temperature=1.0, seed_parts=(0,))
@@ -228,7 +229,8 @@ def test_a_self_opponent_beyond_the_context_truncates_the_rollout():
         lambda request: [*b"[4]", TOKENIZER.stop_token_ids[0]], stop_token_ids=TOKENIZER.stop_token_ids
     )
     limits = Limits(max_length=length, max_new_tokens=4, max_turns=9, max_seconds=600.0)
-    runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=make_gateway(TOKENIZER, limits))
+    connect = make_gateway(TOKENIZER, limits, TOKENIZER.vocab_size)
+    runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=connect)
     [[rollout]] = [
         group.rollouts for group in run_groups(runner, tasks, group_size=1, temperature=1.0, seed_parts=(0,))
     ]

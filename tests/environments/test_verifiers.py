@@ -107,7 +107,8 @@ def run(environment: VerifiersEnvironment, replies: Mapping[str, str], max_turns
 
     limits = Limits(max_length=40, max_new_tokens=4, max_turns=max_turns, max_seconds=600.0)
     sampler = ScriptedSampler(reply, stop_token_ids=[END])
-    runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=make_gateway(TOKENIZER, limits))
+    connect = make_gateway(TOKENIZER, limits, TOKENIZER.vocab_size)
+    runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=connect)
     tasks = [task for task in environment.tasks(Split.TRAIN) if task.messages[0]["content"] in replies]
     try:
         groups = run_groups(runner, tasks, group_size=1, temperature=1.0, seed_parts=(0, "training"))

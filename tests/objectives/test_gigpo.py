@@ -245,7 +245,7 @@ def test_config():
     ({"omega": -1.0}, "omega is -1.0"),
     ({"omega": math.nan}, "omega is nan"),
     ({"gamma": 1.5}, "gamma is 1.5"),
-    ({"default_step_reward": math.inf}, "default_step_reward is inf"),
+    ({"default_step_reward": math.inf}, "default_step_reward must be finite, got inf"),
 ])  # fmt: skip
 def test_invalid_settings_raise_an_error_that_names_the_setting(fields, message):
     with pytest.raises(ValueError, match=rf"advantage\.{message}"):

@@ -77,41 +77,6 @@ def test_exact_case():
     assert ExactConfig(ignore_case=True).build().grade("paris", "Paris") == 1.0
 
 
-THOUGHTS = [
-    ("<think>\n\n</think>\n\n7", 1.0),
-    ("<think>9</think>7", 1.0),
-    ("9</think>\n7", 1.0),
-    ("<think>7</think>9", 0.0),
-    ("<think>\n7", 0.0),
-    ("<think>7", 0.0),
-    ("<think>9</think>7<think>", 0.0),
-]
-
-
-@pytest.mark.parametrize(("reply", "reward"), THOUGHTS)
-def test_exact_grades_the_text_after_the_thoughts(reply: str, reward: float):
-    assert ExactConfig().build().grade(reply, "7") == reward
-
-
-@pytest.mark.parametrize(
-    ("reply", "reward"),
-    [
-        *THOUGHTS,
-        ("<think>\nmaybe \\boxed{9}\n</think>\n\nThe answer is 7", 1.0),
-        ("<think>\nThe answer is 9? no\n</think>\n\nSo we get 7.", 1.0),
-        ("<think>\nThe answer is 7? no\n</think>\n\nI do not know.", 0.0),
-        ("<think>\nOkay, maybe the answer is 7. But wait, let me", 0.0),
-    ],
-)
-def test_math_verify_grades_the_text_after_the_thoughts(grader: MathVerifyGrader, reply: str, reward: float):
-    assert grader.grade(reply, "7") == reward
-
-
-def test_unclosed_thoughts_do_not_hide_a_broken_ground_truth(grader: MathVerifyGrader):
-    with pytest.raises(GroundTruthError, match="cannot parse the ground truth"):
-        grader.grade("<think>so", r"\frac{1")
-
-
 def test_exact_rejects_an_empty_ground_truth():
     with pytest.raises(GroundTruthError, match="' ' is empty"):
         ExactConfig().build().grade("", " ")

@@ -37,6 +37,8 @@ openai = pytest.importorskip("openai")
 TOKENIZER = ChatTokenizer(byte_tokenizer())
 [END] = TOKENIZER.stop_token_ids
 TASK = Task("t", "agents", ({"role": "user", "content": "hi"},), "4")
+VOCAB_SIZE = TOKENIZER.vocab_size + 6
+"""The vocabulary of a model may be padded."""
 LIMITS = Limits(max_length=120, max_new_tokens=8, max_turns=6, max_seconds=serving_cases.TIMEOUT)
 
 Play = Callable[..., Any]
@@ -97,7 +99,8 @@ def run(
     splits = {split: [TASK] if split is Split.TRAIN else [] for split in Split}
     source = SingleTurnEnvironment("agents", splits, score=None)
     environment = wrap(AgentEnvironment("agents", source, splits, make))
-    runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=make_gateway(TOKENIZER, limits))
+    connect = make_gateway(TOKENIZER, limits, VOCAB_SIZE)
+    runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=connect)
     try:
         [group] = run_groups(runner, [TASK], group_size=size, temperature=temperature, seed_parts=(3, "training"))
     finally:
@@ -203,13 +206,13 @@ def test_repeated_reply_keeps_its_sampled_tokens():
 
 
 def test_reply_with_a_token_of_the_padded_vocabulary_can_be_continued():
-    padded = TOKENIZER.vocab_size + 5
+    padded = VOCAB_SIZE - 1
 
     async def play(task: Any, base_url: str, api_key: str) -> float:
         async with Client(base_url, api_key) as client:
             text = await client.say("a")
             await client.say("a", text, "b")
-            with pytest.raises(openai.BadRequestError, match="is not in the vocabulary"):
+            with pytest.raises(openai.BadRequestError, match=f"is not in the vocabulary of {VOCAB_SIZE}"):
                 await client.sdk.completions.create(model="any", prompt=[padded + 1])
         return 1.0
 
@@ -297,7 +300,7 @@ def test_stop_string_in_the_last_allowed_token_ends_the_reply():
 
 
 def test_server_restarts_if_its_task_has_ended():
-    connect = make_gateway(TOKENIZER, LIMITS)
+    connect = make_gateway(TOKENIZER, LIMITS, VOCAB_SIZE)
     recorder: Any = types.SimpleNamespace(
         rollout_id="r", chat_prompt=None, admit=None, discard=None, cut_off=lambda: None
     )
