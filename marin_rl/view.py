@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     which = parser.add_argument_group("filters")
     which.add_argument("--step", type=int, help="one step (default: the newest; in a single file, all steps)")
-    which.add_argument("--steps", type=parse_steps, metavar="A-B", help="range of steps: 10-20, 10- or -20")
+    which.add_argument("--steps", metavar="A-B", help="range of steps: 10-20, 10- or -20")
     which.add_argument("--evaluation", action="store_true", help="rollouts of evaluations instead of training")
     which.add_argument("--environment", help="name of the environment")
     which.add_argument("--status", type=RolloutStatus, choices=list(RolloutStatus), help="final status")
@@ -122,7 +122,7 @@ def _show(arguments: argparse.Namespace, source: StoredRollouts) -> None:
 
 def _steps(arguments: argparse.Namespace) -> range | None:
     if arguments.step is None:
-        return arguments.steps
+        return None if arguments.steps is None else parse_steps(arguments.steps)
     if arguments.steps is not None:
         raise ValueError("both --step and --steps were given; give one of them")
     return range(arguments.step, arguments.step + 1)

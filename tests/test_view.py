@@ -128,6 +128,8 @@ def test_empty_run_explains_missing_rollouts(tmp_path, capsys):
         (["gss://bucket/run"], "RUN is 'gss://bucket/run', but the protocol gss:// is unknown"),
         (["{run}/config.yaml"], "is neither a run directory nor a file of rollouts"),
         (["{run}", "--id", "x"], "no stored rollout has the id 'x'"),
+        (["{run}", "--steps", "abc"], "'abc' is not a range of steps; write 12, 10-20"),
+        (["{run}", "--step", "99"], "the selected steps have no stored rollouts of training; steps "),
         (["{run}", "--step", "1", "--steps", "1-2"], "both --step and --steps were given"),
     ],
 )
@@ -140,7 +142,7 @@ def test_errors_are_one_line(run, tmp_path, capsys, argv, message):
 
 
 def test_invalid_arguments_are_refused(run, capsys):
-    for argv in (["--limit", "0"], ["--steps", "x"], ["--status", "odd"], ["--sort", "odd"]):
+    for argv in (["--limit", "0"], ["--status", "odd"], ["--sort", "odd"]):
         with pytest.raises(SystemExit) as caught:
             main([run, *argv])
         assert caught.value.code == 2

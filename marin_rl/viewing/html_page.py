@@ -115,6 +115,7 @@ def page_data(source: StoredRollouts, selection: Selection, max_rollouts: int) -
 
     Raises:
         RunDirectoryError: if metrics.jsonl is damaged.
+        RolloutNotFoundError: if none of the selected steps is stored.
         RolloutStoreError: if a file of rollouts is damaged.
     """
     records = [] if source.metrics is None else read_records(source.metrics)

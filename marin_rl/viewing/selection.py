@@ -110,13 +110,23 @@ class Selection:
     """Maximum total reward; if set, rollouts without a reward are excluded."""
 
     def files(self, source: StoredRollouts) -> list[StoredFile]:
-        """Files that may contain selected rollouts, oldest first."""
+        """Files that may contain selected rollouts, oldest first.
+
+        Raises:
+            RolloutNotFoundError: if none of the selected steps is stored.
+        """
         files = list_files(source.rollouts)
         if source.is_file:
             return files
         purpose = EVALUATION if self.evaluation else TRAINING
         files = [file for file in files if file.purpose == purpose]
-        return [file for file in files if self.steps is None or file.step in self.steps]
+        if self.steps is None:
+            return files
+        selected = [file for file in files if file.step in self.steps]
+        if not selected:
+            kind = "an evaluation" if self.evaluation else "training"
+            raise RolloutNotFoundError(f"the selected steps have no stored rollouts of {kind}; {_stored_steps(files)}")
+        return selected
 
     def accepts(self, row: Row) -> bool:
         """Return whether a rollout in one of `files` passes the filters."""
@@ -129,6 +139,10 @@ class Selection:
             and (self.min_reward is None or (reward is not None and reward >= self.min_reward))
             and (self.max_reward is None or (reward is not None and reward <= self.max_reward))
         )
+
+
+def _stored_steps(files: Sequence[StoredFile]) -> str:
+    return f"steps {files[0].step} to {files[-1].step} are stored" if files else "no rollouts are stored"
 
 
 class Listing(NamedTuple):
@@ -144,7 +158,7 @@ def parse_steps(text: str) -> range:
     """Parse a range of steps: `12`, `10-20`, `10-` or `-20`; both ends are included.
 
     Raises:
-        ValueError: if the text has another form.
+        ValueError: if the text has another form, or the first step is after the last.
 
     >>> parse_steps("10-12")
     range(10, 13)
@@ -153,7 +167,10 @@ def parse_steps(text: str) -> range:
     ends = [end.strip() for end in (first, last if dash else first)]
     if not any(ends) or not all(end == "" or end.isdecimal() for end in ends):
         raise ValueError(f"{text!r} is not a range of steps; write 12, 10-20, 10- (and later) or -20 (and earlier)")
-    return range(int(ends[0] or 0), int(ends[1]) + 1 if ends[1] else 10**12)
+    steps = range(int(ends[0] or 0), int(ends[1]) + 1 if ends[1] else 10**12)
+    if not steps:
+        raise ValueError(f"the range of steps {text!r} is empty; write the lower step first: {ends[1]}-{ends[0]}")
+    return steps
 
 
 def list_rollouts(
@@ -172,6 +189,7 @@ def list_rollouts(
         The first `limit` rows with the columns `SUMMARY_COLUMNS`, and the number of all selected rollouts.
 
     Raises:
+        RolloutNotFoundError: if none of the selected steps is stored.
         RolloutStoreError: if a file is damaged; the message names it.
     """
     tables = [read_file(file.path, SUMMARY_COLUMNS) for file in selection.files(source)]
@@ -207,13 +225,16 @@ def find_rollout(source: StoredRollouts, id: str, steps: range | None = None) ->
         RolloutNotFoundError: if the rollout is not stored.
         RolloutStoreError: if a file is damaged; the message names it.
     """
-    files = [file for file in list_files(source.rollouts) if source.is_file or steps is None or file.step in steps]
+    files = list_files(source.rollouts)
     for file in reversed(files):
+        if not source.is_file and steps is not None and file.step not in steps:
+            continue
         table = read_file(file.path, ["id", "step"])
         rows = [] if table is None else table.to_pylist()
         indices = [at for at, row in enumerate(rows) if row["id"] == id and (steps is None or row["step"] in steps)]
         full_table = read_file(file.path) if indices else None
         if full_table is not None:
             return full_table.slice(indices[-1], 1).to_pylist()[0]
-    stored = f"steps {files[0].step} to {files[-1].step} are stored" if files else "no rollouts are stored"
-    raise RolloutNotFoundError(f"no stored rollout has the id {id!r}; {stored}. List ids with --steps, without --id")
+    raise RolloutNotFoundError(
+        f"no stored rollout has the id {id!r}; {_stored_steps(files)}. List ids with --steps, without --id"
+    )

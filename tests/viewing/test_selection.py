@@ -110,6 +110,25 @@ def test_invalid_range_of_steps_is_refused(text):
         parse_steps(text)
 
 
+def test_empty_range_of_steps_is_refused():
+    with pytest.raises(ValueError, match="the range of steps '5-3' is empty; write the lower step first: 3-5"):
+        parse_steps("5-3")
+
+
+@pytest.mark.parametrize(
+    ("selection", "message"),
+    [
+        (Selection(steps=range(4, 9)), "no stored rollouts of training; steps 1 to 3 are stored"),
+        (Selection(steps=range(2, 3), evaluation=True), "no stored rollouts of an evaluation; steps 3 to 3 are stored"),
+    ],
+)
+def test_steps_that_are_not_stored_are_named(folder, selection, message):
+    with pytest.raises(RolloutNotFoundError, match=message):
+        list_rollouts(folder, selection, limit=99)
+    with pytest.raises(RolloutNotFoundError, match=message):
+        page_data(folder, selection, 99)
+
+
 def test_rollout_is_loaded_with_all_columns(folder):
     row = find_rollout(folder, "g-0")
     assert (row["step"], len(row["turns"]), row["turns"][0]["token_ids"]) == (3, 2, [0xC3, 0xA9, 257])
@@ -129,7 +148,7 @@ def test_rollout_of_the_newest_or_the_given_evaluation(folder):
 
 def test_missing_rollout_names_the_stored_steps(folder, tmp_path):
     with pytest.raises(RolloutNotFoundError, match="no stored rollout has the id 'nobody'; steps 1 to 3 are stored"):
-        find_rollout(folder, "nobody")
+        find_rollout(folder, "nobody", range(2, 3))
     with pytest.raises(RolloutNotFoundError, match="no rollouts are stored"):
         find_rollout(open_rollouts(empty_run(tmp_path / "empty")), "nobody")
 
