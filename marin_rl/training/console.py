@@ -206,11 +206,11 @@ def _accuracy_table(evaluations: Mapping[str, Mapping[str, int | float]], consol
         for name in metrics
         if name.startswith("eval/") and ("/accuracy_" in name or "/pass@" in name)
     )
-    environments = {name.split("/")[1] for name in names}
+    parts = [name.removeprefix("eval/").rpartition("/") for name in names]
+    environments = {environment for environment, _, _ in parts}
     labels = []
-    for name in names:
-        _, environment, *kind = name.split("/")
-        label = "/".join(kind).removeprefix("accuracy_")
+    for environment, _, kind in parts:
+        label = kind.removeprefix("accuracy_")
         labels.append(escape_line(f"{environment} {label}" if len(environments) > 1 else label))
     rows = {
         time_name: [format_fraction(metrics[name]) if name in metrics else "" for name in names]

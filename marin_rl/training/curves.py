@@ -37,7 +37,7 @@ def plot_curves(metrics_path: StoragePath, out_png: StoragePath, title: str = ""
     records = read_records(metrics_path)
     panels = [
         panel
-        for panel in (_accuracy_panel(records) if "eval/*" in panel.names else panel for panel in PANELS)
+        for panel in (accuracy_panel(records) if "eval/*" in panel.names else panel for panel in PANELS)
         if any(_has(records, name) for name in panel.names)
     ]
     if not panels:
@@ -62,14 +62,15 @@ def plot_curves(metrics_path: StoragePath, out_png: StoragePath, title: str = ""
     return True
 
 
-def _accuracy_panel(records: Sequence[Mapping[str, int | float]]) -> Panel:
+def accuracy_panel(records: Sequence[Mapping[str, int | float]]) -> Panel:
+    """Return the panel of the held-out accuracies in the records, labelled by environment if there are several."""
     names = dict.fromkeys(
         name for record in records for name in record if name.startswith("eval/") and "/accuracy_" in name
     )
-    several = len({name.split("/")[1] for name in names}) > 1
+    parts = {name: name.removeprefix("eval/").rpartition("/") for name in names}
+    several = len({environment for environment, _, _ in parts.values()}) > 1
     labels = {}
-    for name in names:
-        _, environment, kind = name.split("/", 2)
+    for name, (environment, _, kind) in parts.items():
         kind = kind.removeprefix("accuracy_")
         labels[name] = f"{environment}, {kind}" if several else kind
     return Panel("Held-out accuracy", labels)

@@ -183,13 +183,13 @@ def test_closing_table_names_environments_if_there_are_several():
     # The name of an environment may be that of a metric.
     evaluations = {
         "after RL": {
-            "eval/a/accuracy_sampled": 0.1,
+            "eval/a/b/accuracy_sampled": 0.1,
             "eval/accuracy/accuracy_sampled": 0.2,
             "eval/accuracy/tasks": 512.0,
         }
     }
     print_closing_table(Console(file=stream, width=80), Path("x"), evaluations, {}, {})
-    assert "\n            a sampled   accuracy sampled \n" in stream.getvalue()
+    assert "\n            a/b sampled   accuracy sampled \n" in stream.getvalue()
 
 
 @pytest.mark.parametrize("width", [60, 80])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from marin_rl.errors import RunDirectoryError
-from marin_rl.training.curves import plot_curves
+from marin_rl.training.curves import accuracy_panel, plot_curves
 from marin_rl.training.metrics_file import append_record
 
 
@@ -69,6 +69,12 @@ def test_no_image_without_values(tmp_path, records):
     write(tmp_path / "metrics.jsonl", records)
     assert plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png") is False
     assert not (tmp_path / "curves.png").exists()
+
+
+def test_environments_are_named_if_there_are_several():
+    records = [{"eval/a/b/accuracy_greedy": 0.5}, {"eval/a/c/accuracy_greedy": 0.5}]
+    assert list(accuracy_panel(records).names.values()) == ["a/b, greedy", "a/c, greedy"]
+    assert list(accuracy_panel(records[:1]).names.values()) == ["greedy"]
 
 
 def test_unwritable_image_is_named(tmp_path):
