@@ -189,8 +189,8 @@ class LiveRun:
         """Wait for an event while the run is running.
 
         Raises:
-            RunEndedError: If the run ends first.
-            SoakError: If the wait times out.
+            RunEndedError: if the run ends first.
+            SoakError: if the wait times out.
         """
         deadline = time.monotonic() + self.patience
         while not happened():
@@ -204,7 +204,7 @@ class LiveRun:
         """Wait for the trainer and return its exit status.
 
         Raises:
-            SoakError: If the wait times out.
+            SoakError: if the wait times out.
         """
         assert self.process is not None
         try:
@@ -224,16 +224,16 @@ def whole_and_once(run: LiveRun, *, groups: int, members: int, staleness: int) -
     """Check that every step trained on complete, fresh groups, and each group was used in one step.
 
     Args:
-        run: A run that has ended.
-        groups: Groups per step.
-        members: Rollouts per group.
-        staleness: Maximum allowed staleness.
+        run: a run that has ended.
+        groups: groups per step.
+        members: rollouts per group.
+        staleness: maximum allowed staleness.
 
     Returns:
         Number of steps.
 
     Raises:
-        SoakError: If a check fails.
+        SoakError: if a check fails.
     """
     trained: dict[str, set[int]] = {}
     sizes: collections.Counter[str] = collections.Counter()
@@ -262,8 +262,8 @@ def arguments_of(run_dir: Path, settings: Mapping[str, Any]) -> list[str]:
     """Return the arguments for `marin_rl.train`.
 
     Args:
-        run_dir: Run directory.
-        settings: Changes to experiments/rloo_async.yaml.
+        run_dir: run directory.
+        settings: changes to experiments/rloo_async.yaml.
     """
     flags = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     return ["--config", str(CONFIG), "--run_dir", str(run_dir), *flags]
@@ -311,7 +311,7 @@ def kill_in_transfer(run: LiveRun) -> None:
     """Kill a trainer while its weight server is between two chunks of a transfer to a worker.
 
     Args:
-        run: A run with `hold`. If that file exists, transfers are already paused from the version in it.
+        run: a run with `hold`. If that file exists, transfers are already paused from the version in it.
     """
     assert run.hold is not None
     if not run.hold.exists():
@@ -337,7 +337,7 @@ def check_end(run: LiveRun) -> None:
     """Check that a trainer ended because it or Ray's node was killed.
 
     Raises:
-        SoakError: If it ended for another reason.
+        SoakError: if it ended for another reason.
     """
     assert run.process is not None
     if run.process.returncode != -signal.SIGKILL and "\nerror: Ray's node " not in run.said:
@@ -352,16 +352,16 @@ def soak(run: LiveRun, faults: int, chance: random.Random, report: Callable[[str
     """Train through faults.
 
     Args:
-        run: A run that is not started.
-        faults: Number of faults.
-        chance: Chooses the faults and their times.
-        report: Receives one line per fault.
+        run: a run that is not started.
+        faults: number of faults.
+        chance: chooses the faults and their times.
+        report: receives one line per fault.
 
     Returns:
         Counts and recovery times.
 
     Raises:
-        SoakError: If the run does not continue, or a check at the end fails.
+        SoakError: if the run does not continue, or a check at the end fails.
     """
     recovery: dict[str, list[float]] = {name: [] for name in FAULTS}
     starts, left = 1, set[Child]()

@@ -45,7 +45,7 @@ class Machines:
         """Create the namespaces and the cable.
 
         Args:
-            folder: Folder for Ray's files; a short path, because it holds sockets.
+            folder: folder for Ray's files; a short path, because it holds sockets.
         """
         self.names = tuple(f"soak{os.getpid()}-{end}" for end in "ab")
         self._ends = tuple(f"s{os.getpid()}{end}" for end in "ab")
@@ -116,15 +116,15 @@ def soak(run: LiveRun, machines: Machines, report: Callable[[str], None]) -> int
     """Train through the faults.
 
     Args:
-        run: A run that is not started, on the cluster of the machines.
-        machines: Machines with Ray.
-        report: Receives one line per fault.
+        run: a run that is not started, on the cluster of the machines.
+        machines: machines with Ray.
+        report: receives one line per fault.
 
     Returns:
         Number of trained steps.
 
     Raises:
-        SoakError: If the run does not continue, or a check at the end fails.
+        SoakError: if the run does not continue, or a check at the end fails.
     """
 
     def alive() -> float:

@@ -7,15 +7,25 @@ import asyncio
 import concurrent.futures
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
 
+async def gather_all(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Run coroutines concurrently and return their results in order; the first error cancels the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in work]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
 def call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:
-    """Call a function in an event loop, from any thread; not if the loop is closed: nobody waits for it any more."""
+    """Call a function in an event loop, from any thread. Nothing is called if the loop is closed."""
     try:
         loop.call_soon_threadsafe(function, *arguments)
     except RuntimeError:
@@ -72,7 +82,11 @@ def _responds(loop: asyncio.AbstractEventLoop, seconds: float) -> bool:
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     if not _responds(loop, STOP_TIMEOUT):
         return
-    asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(STOP_TIMEOUT)
+    try:
+        asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(STOP_TIMEOUT)
+    except TimeoutError:
+        # A coroutine that was cancelled blocks the thread.
+        return
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()

@@ -9,6 +9,7 @@ import errno
 import fnmatch
 import functools
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -195,7 +196,8 @@ class RemotePath:
         try:
             yield _client(self.address)
         except (FileNotFoundError, FileExistsError) as error:
-            raise type(error)(error.errno or errno.ENOENT, str(error), self.address) from error
+            number = errno.EEXIST if isinstance(error, FileExistsError) else errno.ENOENT
+            raise type(error)(error.errno or number, str(error), self.address) from error
         except StorageError:
             raise
         except Exception as error:
@@ -203,7 +205,7 @@ class RemotePath:
             raise _storage_error(error, self.address) from error
 
 
-_DENIED = ("forbidden", "access denied", "accessdenied", "permission", "unauthorized", "401", "403")
+_DENIED = re.compile(r"forbidden|access ?denied|permission|unauthorized|\b40[13]\b")
 _NO_CREDENTIALS = ("credential", "anonymous caller")
 
 
@@ -218,7 +220,7 @@ def _storage_error(error: Exception, address: str) -> StorageError:
             address,
             "log in (gcloud auth application-default login, aws configure) or attach a service account",
         )
-    if isinstance(error, PermissionError) or any(mark in text for mark in _DENIED):
+    if isinstance(error, PermissionError) or _DENIED.search(text):
         return StorageError(
             f"permission denied ({detail})", address, "give the account of this machine read and write access"
         )

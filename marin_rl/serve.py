@@ -112,7 +112,7 @@ class Policy(NamedTuple):
     max_context: int
     """Maximum number of prompt and new tokens of a sequence."""
     sampling: SamplingConfig
-    """Limits and stop texts."""
+    """RequestLimits and stop texts."""
 
 
 def load_policy(config: ServeConfig) -> Policy:
@@ -193,7 +193,7 @@ def serve(config: ServeConfig) -> None:
     from marin_rl.serving.app import Server, ServerOptions, is_loopback
     from marin_rl.serving.engine import Engine
     from marin_rl.serving.http_server import HttpServer, listen, url_of
-    from marin_rl.serving.protocol import Limits
+    from marin_rl.serving.protocol import RequestLimits
 
     key = os.environ.get(config.api_key_env) or None
     if key is None and not is_loopback(config.host):
@@ -206,7 +206,7 @@ def serve(config: ServeConfig) -> None:
     with listener:
         policy = load_policy(config)
         name = config.name or Path(str(config.run or config.model)).resolve().name
-        limits = Limits(
+        limits = RequestLimits(
             max_context=policy.max_context,
             max_new_tokens=policy.sampling.max_new_tokens,
             max_choices=config.max_choices,

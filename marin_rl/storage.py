@@ -59,7 +59,7 @@ def storage_path(text: str, key: str = "path") -> StoragePath:
     """
     protocol, separator, rest = text.partition("://")
     if not separator:
-        return Path(text)
+        return Path(text).expanduser()
     if protocol in ("file", "local"):
         return Path(rest)
     if protocol not in fsspec.available_protocols():
@@ -264,9 +264,12 @@ def local_copy(folder: RemotePath, cache: Path) -> Path:
         for name in names:
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).download(partial / name)
-        # Another process of this machine may have been faster.
-        with contextlib.suppress(FileExistsError):
+        try:
             os.rename(partial, copy)
+        except OSError:
+            # Another process of this machine may have been faster.
+            if not copy.exists():
+                raise
     finally:
         remove(partial)
     return copy

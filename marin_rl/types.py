@@ -67,7 +67,9 @@ def check_info(info: Info) -> None:
 
 
 WeightVersion = int
-"""The number of training steps that produced a set of weights: 0 before the first step. The only clock in use."""
+"""The number of training steps that produced a set of weights: 0 before the first step.
+
+Staleness is a difference of two versions."""
 
 
 class Message(TypedDict):
@@ -200,7 +202,7 @@ class RewardResult:
     reason: str | None = None
     """Explanation in text."""
     error: str | None = None
-    """The error message if the call failed."""
+    """The error message of a failed call, or what the component reported as an error beside a valid score."""
     failure: str | None = None
     """The failure reason by which failed calls are counted (`timeout`, `memory`, …); None if there is a score."""
 

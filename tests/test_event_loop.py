@@ -42,6 +42,24 @@ def test_an_unreferenced_loop_ends_its_thread():
     assert not worker.is_alive()
 
 
+def test_close_does_not_wait_for_a_coroutine_that_blocks_when_it_is_cancelled(monkeypatch: pytest.MonkeyPatch):
+    loop = BackgroundLoop()
+    started, ends = threading.Event(), threading.Event()
+
+    async def block() -> None:
+        try:
+            started.set()
+            await asyncio.Event().wait()
+        finally:
+            ends.wait(600)
+
+    loop.submit(block())
+    assert started.wait(600)
+    monkeypatch.setattr("marin_rl.event_loop.STOP_TIMEOUT", 1.0)
+    loop.close()
+    ends.set()
+
+
 def test_close_cancels_running_coroutines():
     loop = BackgroundLoop()
     started, cancelled = threading.Event(), threading.Event()

@@ -1,6 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import os
 import re
 import shutil
 import threading
@@ -241,6 +242,36 @@ def test_local_copy_is_downloaded_again_only_if_the_folder_changed(gcs: Gcs, roo
     assert sorted(tmp_path.iterdir()) == sorted([first, second])
     with pytest.raises(FileNotFoundError, match="there is no such folder"):
         local_copy(root / "nowhere", tmp_path)
+
+
+def test_local_copy_of_another_process_is_used(
+    gcs: Gcs, root: RemotePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "a.txt").write_text("1")
+    rename = os.rename
+
+    def be_slower(partial: Path, copy: Path) -> None:
+        shutil.copytree(partial, copy)
+        rename(partial, copy)
+
+    monkeypatch.setattr(os, "rename", be_slower)
+    copy = local_copy(root, tmp_path)
+    assert file_sizes(copy) == {"a.txt": 1}
+    assert list(tmp_path.iterdir()) == [copy]
+
+
+def test_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert storage_path("~/runs/a") == tmp_path / "runs" / "a"
+
+
+def test_numbers_in_file_names_are_no_status(gcs: Gcs, root: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(address: str) -> None:
+        raise OSError("no connection to run/step-00000403.parquet")
+
+    monkeypatch.setattr("marin_rl.remote_path._client", fail)
+    with pytest.raises(StorageError, match="the store failed"):
+        (root / "step-00000403.parquet").read_bytes()
 
 
 def test_appended_file_is_uploaded_in_time_and_at_the_end(gcs: Gcs, root: RemotePath) -> None:

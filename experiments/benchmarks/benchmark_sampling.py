@@ -133,7 +133,7 @@ def measure_turns(config: TrainConfig, *, episodes: int, turns: int, longest: in
         for turn in range(turns):
             prompt += tuple(rng.integers(tokenizer.vocab_size, size=10).tolist())
             reply = int(rng.integers(max(longest // 5, 1), longest + 1))
-            prompt += (await batcher.sample(SampleRequest(prompt, turn, reply, conversation=name))).token_ids
+            prompt += (await batcher.submit(SampleRequest(prompt, turn, reply, conversation=name))).token_ids
             await asyncio.sleep(seconds)
         batcher.leave(name)
         if next(ended) == episodes - sampler.batch_size:

@@ -40,7 +40,7 @@ from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.serving.app import Server, ServerOptions
 from marin_rl.serving.engine import Engine
 from marin_rl.serving.http_server import HttpServer, listen
-from marin_rl.serving.protocol import Limits
+from marin_rl.serving.protocol import RequestLimits
 from marin_rl.tokenization.chat import ChatTokenizer
 
 PROMPT_TOKENS = 32
@@ -119,7 +119,7 @@ def run_client() -> None:
 
 
 @contextlib.contextmanager
-def running_server(engine: Engine, tokenizer: ChatTokenizer, limits: Limits) -> Iterator[int]:
+def running_server(engine: Engine, tokenizer: ChatTokenizer, limits: RequestLimits) -> Iterator[int]:
     """Serve on a free port of this machine, in a thread, until the end of the block."""
     options = ServerOptions("policy", None, limits, max_sequences=4096, max_body_bytes=2**20, body_seconds=60.0)
     listener = listen("127.0.0.1", 0, 60.0)
@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     bare, served = (open_group_sampler(config, model, tokenizer, trainer, version=0) for _ in range(2))
     requests = make_requests(count, new_tokens, tokenizer.vocab_size)
     tokens = sum(len(generation.token_ids) for generation in bare.sample(requests))
-    limits = Limits(context, new_tokens, concurrent, tokenizer.vocab_size, frozenset(tokenizer.stop_token_ids))
+    limits = RequestLimits(context, new_tokens, concurrent, tokenizer.vocab_size, frozenset(tokenizer.stop_token_ids))
     command = [sys.executable, "-c", "from experiments.benchmarks.benchmark_serving import run_client; run_client()"]
     with (
         exempt_from_collection(),

@@ -38,7 +38,7 @@ class Places:
     segment: Int64[np.ndarray, " sequences"]
     """1 for the first of a row, then 2, …"""
     prompt_segment: Int64[np.ndarray, " sequences"]
-    """Segment of the shared prompt, or the own segment."""
+    """Segment of the shared prompt, or of the sequence itself."""
     size: int
     """Number of positions in the microbatches."""
 

@@ -102,7 +102,7 @@ class RolloutConfig:
         """
         if self.row_length is None:
             return kernel.fit(self._shortest_row)
-        if not kernel.takes(self.row_length):
+        if not kernel.supports_length(self.row_length):
             raise ValueError(
                 f"rollouts.row_length is {self.row_length}, but {kernel.backend.value} attention (model.attn_backend) "
                 f"does not support rows of that length; set rollouts.row_length: {kernel.fit(self.row_length)}, or null"

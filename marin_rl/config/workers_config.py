@@ -163,12 +163,12 @@ class WorkersConfig:
         """Check that a run can provide these workers with hardware and weights.
 
         Args:
-            ray_address: The run's setting.
-            param_dtype: Type of the trainer's parameters.
-            casts: Whether workers may receive weights in another type.
+            ray_address: the run's setting.
+            param_dtype: type of the trainer's parameters.
+            casts: whether workers may receive weights in another type.
 
         Raises:
-            ValueError: If it cannot; the message names the keys.
+            ValueError: if it cannot; the message names the keys.
         """
         if ray_address is None and (others := sorted(self.reserved.keys() - {CPU, GPU, TPU})):
             raise ValueError(

@@ -94,8 +94,8 @@ class Coordinator:
         """Start without requests and workers.
 
         Args:
-            heartbeat_timeout: Seconds without a call after which a worker is dropped and its requests are reassigned.
-            clock: Monotonic time in seconds.
+            heartbeat_timeout: seconds without a call after which a worker is dropped and its requests are reassigned.
+            clock: monotonic time in seconds.
         """
         self.incarnation = uuid.uuid4().hex
         self._clock = clock
@@ -138,8 +138,8 @@ class Coordinator:
         """Return the finished groups.
 
         Args:
-            acknowledged: Groups that the trainer has received; they are removed.
-            seconds: Time to wait for a change if no group is finished.
+            acknowledged: groups that the trainer has received; they are removed.
+            seconds: time to wait for a change if no group is finished.
         """
         for number in acknowledged:
             self._finished.pop(number, None)
@@ -187,12 +187,12 @@ class Coordinator:
         """Assign the oldest waiting requests that accept weights of this version.
 
         Args:
-            worker: Name of the worker.
-            incarnation: Random id of this start of the worker.
-            version: Version of its weights; None for no weights.
-            room: Maximum number of requests to assign.
-            running: Requests that the worker runs. Its other assignments were lost in transit and are reassigned.
-            seconds: Time to wait for a change if there are no such requests, no newer weights and no stop.
+            worker: name of the worker.
+            incarnation: random id of this start of the worker.
+            version: version of its weights; None for no weights.
+            room: maximum number of requests to assign.
+            running: requests that the worker runs. Its other assignments were lost in transit and are reassigned.
+            seconds: time to wait for a change if there are no such requests, no newer weights and no stop.
 
         Returns:
             The assignment; None if this incarnation is not registered and must join again without its requests.
@@ -337,8 +337,8 @@ class CoordinatorClient:
         """Make a client.
 
         Args:
-            coordinator: The actor.
-            no_progress_timeout: Seconds of retries while the coordinator is down.
+            coordinator: the actor.
+            no_progress_timeout: seconds of retries while the coordinator is down.
             workers: Ray reference to the result of each worker, by name; only for the trainer.
         """
         self._coordinator = coordinator
@@ -365,13 +365,13 @@ class CoordinatorClient:
         """Call a method of the coordinator and return its result.
 
         Args:
-            method: The method, such as `Coordinator.heartbeat`.
-            *arguments: Its arguments.
-            **named: Its named arguments.
+            method: the method, such as `Coordinator.heartbeat`.
+            *arguments: its arguments.
+            **named: its named arguments.
 
         Raises:
-            RayActorError: If the coordinator is down and not restarted within the timeout.
-            RayLostError: If it is down and Ray has ended on this machine.
+            RayActorError: if the coordinator is down and not restarted within the timeout.
+            RayLostError: if it is down and Ray has ended on this machine.
         """
         deadline = time.monotonic() + self._no_progress_timeout
         while True:
@@ -388,7 +388,7 @@ class CoordinatorClient:
         """Return the error of a worker that ended with one. A worker that fails to start cannot report it itself.
 
         Raises:
-            RayLostError: If Ray has ended on this machine.
+            RayLostError: if Ray has ended on this machine.
         """
         check_node()
         # A copy, because workers may be added meanwhile.
@@ -405,7 +405,7 @@ def check_node() -> None:
     """Check that Ray's node of this process is alive.
 
     Raises:
-        RayLostError: If it is not. Ray needs some seconds to notice.
+        RayLostError: if it is not. Ray needs some seconds to notice.
     """
     own = ray.get_runtime_context().get_node_id()
     if not any(node["NodeID"] == own and node["Alive"] for node in ray.nodes()):

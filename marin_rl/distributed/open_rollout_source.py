@@ -33,11 +33,11 @@ def open_rollout_source(
     """Open the trainer's sampler as rollout source, or start workers and a weight server.
 
     Args:
-        config: Mode, number of workers and weight transfer.
-        runner: Runs the trainer's rollouts.
-        vocab_size: Vocabulary size of the model.
-        worker_counts: Worker counts of the run so far.
-        opened: Closes everything that is started here.
+        config: mode, number of workers and weight transfer.
+        runner: runs the trainer's rollouts.
+        vocab_size: vocabulary size of the model.
+        worker_counts: worker counts of the run so far.
+        opened: closes everything that is started here.
 
     Returns:
         The rollout source.

@@ -43,10 +43,10 @@ def connected_to_local_node(num_cpus: int) -> Iterator[None]:
     """Run a Ray node on this machine during the block, and connect to it.
 
     Args:
-        num_cpus: Number of CPUs that Ray may assign.
+        num_cpus: number of CPUs that Ray may assign.
 
     Raises:
-        RayStartError: If the node does not start.
+        RayStartError: if the node does not start.
     """
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder, _start(folder, num_cpus):
         # Ray reads the node's address from the folder, unless RAY_ADDRESS names another cluster.
@@ -94,8 +94,8 @@ def serve(folder: Path, num_cpus: int) -> None:
     """Run a node until standard input ends.
 
     Args:
-        folder: Folder for Ray's sockets and logs, and for the address of the node.
-        num_cpus: Number of CPUs that Ray may assign.
+        folder: folder for Ray's sockets and logs, and for the address of the node.
+        num_cpus: number of CPUs that Ray may assign.
     """
     ray.init(address="local", _temp_dir=str(folder), num_cpus=num_cpus, include_dashboard=False, **SETTINGS)
     # Ray reads the address of a running node from this file.

@@ -52,7 +52,7 @@ def join_cluster(address: str) -> None:
         address: `auto` for a cluster on this machine, or `host:port`.
 
     Raises:
-        NoClusterError: If no cluster responds.
+        NoClusterError: if no cluster responds.
     """
     find_cluster(address)
     with _no_cluster(address):
@@ -66,7 +66,7 @@ def find_cluster(address: str) -> None:
         address: `host:port`, or `auto`, which only Ray can resolve.
 
     Raises:
-        NoClusterError: If the connection fails.
+        NoClusterError: if the connection fails.
     """
     if address != "auto":
         host, _, port = address.rpartition(":")
@@ -116,9 +116,9 @@ def ray_workers(config: TrainConfig, vocab_size: int, secret: str) -> Iterator[C
     """Start coordinator and workers, and stop them at the end of the block.
 
     Args:
-        config: Number of workers, and the cluster to join.
-        vocab_size: Vocabulary size of the model.
-        secret: The run's secret.
+        config: number of workers, and the cluster to join.
+        vocab_size: vocabulary size of the model.
+        secret: the run's secret.
 
     Yields:
         Client of the coordinator.

@@ -85,7 +85,7 @@ class ReplayBuffer:
         """Add a group.
 
         Raises:
-            ValueError: If it is already in the buffer.
+            ValueError: if it is already in the buffer.
         """
         if number in self._waiting:
             raise ValueError(f"group {group.id} is already in the replay buffer; each request is added once")
@@ -95,8 +95,8 @@ class ReplayBuffer:
         """Remove the groups that are too old to update weights of this version.
 
         Args:
-            version: Version of the weights.
-            max_staleness: Limit on the staleness; None for the limit of the buffer.
+            version: version of the weights.
+            max_staleness: limit on the staleness; None for the limit of the buffer.
 
         Returns:
             The removed groups, in order.
@@ -115,8 +115,8 @@ class ReplayBuffer:
         group that is overtaken by others of its environment is part of the share of a later batch.
 
         Args:
-            count: Number of groups in the batch.
-            pending: Requests without a finished group.
+            count: number of groups in the batch.
+            pending: requests without a finished group.
 
         Returns:
             Number of groups by environment.
@@ -137,14 +137,14 @@ class ReplayBuffer:
         environment, by the largest `log u / w` (Efraimidis and Spirakis 2006).
 
         Args:
-            mix: Number of groups of each environment; fewer are drawn if there are not enough.
-            version: Version of the weights to update; call `expire` first.
+            mix: number of groups of each environment; fewer are drawn if there are not enough.
+            version: version of the weights to update; call `expire` first.
 
         Returns:
             The groups.
 
         Raises:
-            ValueError: If a group is too old.
+            ValueError: if a group is too old.
         """
         candidates = self._in_order()
         for item in candidates:
@@ -204,7 +204,7 @@ class ReplayBuffer:
             file: path of the content, for error messages.
 
         Raises:
-            ReplayFileError: If the content is not a saved buffer.
+            ReplayFileError: if the content is not a saved buffer.
         """
         try:
             table = pq.read_table(pa.BufferReader(content), schema=_SCHEMA, use_threads=False)

@@ -32,13 +32,13 @@ def make_runner(
     """Make a rollout runner with the configured limits.
 
     Args:
-        config: Limits and state hashing.
-        environment: Environment of the rollouts.
-        tokenizer: Chat tokenizer of the policy.
-        sampler: Sampler of the policy.
-        loop: Event loop of environments and reward functions.
-        reward_functions: Scores finished rollouts.
-        vocab_size: Vocabulary size of the policy, which may be larger than the tokenizer's.
+        config: limits and state hashing.
+        environment: environment of the rollouts.
+        tokenizer: chat tokenizer of the policy.
+        sampler: sampler of the policy.
+        loop: event loop of environments and reward functions.
+        reward_functions: scores finished rollouts.
+        vocab_size: vocabulary size of the policy, which may be larger than the tokenizer's.
 
     Returns:
         The runner.
@@ -64,10 +64,10 @@ def make_gateway(
     """Return the function that serves the policy to agents; its server starts with the first agent.
 
     Args:
-        tokenizer: Chat tokenizer of the policy.
-        limits: Limits of every rollout.
-        vocab_size: Vocabulary size of the policy.
-        has_stop_texts: Whether `sampling.stop` ends replies.
+        tokenizer: chat tokenizer of the policy.
+        limits: limits of every rollout.
+        vocab_size: vocabulary size of the policy.
+        has_stop_texts: whether `sampling.stop` ends replies.
     """
 
     @functools.cache
@@ -101,21 +101,21 @@ def open_reward_functions(
     Tools of the environment share the sandbox of the reward functions.
 
     Args:
-        config: Reward functions and sandbox.
-        environment: The environment that the config built.
-        opened: Closes both.
+        config: reward functions and sandbox.
+        environment: the environment that the config built.
+        opened: closes both.
 
     Returns:
         Reward functions and event loop.
 
     Raises:
-        RewardConfigError: If a function is invalid.
-        IsolationError: If the machine provides less isolation than the sandbox requires.
+        RewardConfigError: if a function is invalid.
+        IsolationError: if the machine provides less isolation than the sandbox requires.
     """
     loop = BackgroundLoop()
     opened.enter_context(Closing(loop.close))
     sandbox = Sandbox(config.sandbox)
-    runs_programs = environment.connect_code_runner(sandbox)
+    runs_programs = environment.connect_sandbox(sandbox)
     components = config.environment.reward_components(environment)
     reward_functions = RewardFunctions(components, sandbox, loop, runs_programs=runs_programs)
     opened.enter_context(Closing(reward_functions.close))

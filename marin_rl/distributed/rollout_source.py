@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.host_status import raise_if
-from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner, run_requests
+from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner, run_groups
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import RolloutGroup, WeightVersion
 
@@ -39,14 +39,14 @@ class RolloutSource(Protocol):
         """Wait until at least one group is finished.
 
         Args:
-            timer: Records the time by phase.
-            stop_requested: Returns whether this process was asked to stop. Called about once a second.
+            timer: records the time by phase.
+            stop_requested: returns whether this process was asked to stop. Called about once a second.
 
         Returns:
             The finished groups, equal in all training processes.
 
         Raises:
-            StopRequestedError: In all training processes, if one of them was asked to stop.
+            StopRequestedError: in all training processes, if one of them was asked to stop.
         """
         ...
 
@@ -54,8 +54,8 @@ class RolloutSource(Protocol):
         """Use these weights for later groups, as soon as they have reached the samplers.
 
         Args:
-            model: The policy, a tree of arrays that may be donated after this call.
-            version: Number of training steps.
+            model: the policy, a tree of arrays that may be donated after this call.
+            version: number of training steps.
         """
         ...
 
@@ -75,8 +75,8 @@ class LocalRollouts:
         """Start without requests.
 
         Args:
-            config: Group size, temperature and seed.
-            runner: Runs the rollouts; its sampler has the newest weights.
+            config: group size, temperature and seed.
+            runner: runs the rollouts; its sampler has the newest weights.
         """
         self._config = config
         self._runner = runner
@@ -92,7 +92,7 @@ class LocalRollouts:
         """Run all submitted requests; see `RolloutSource`. A stop takes effect after a round of sampling."""
         requests, self._requests = self._requests, []
         runner = dataclasses.replace(self._runner, timer=timer, interrupt=lambda: raise_if(stop_requested))
-        groups = run_requests(
+        groups = run_groups(
             runner,
             [
                 GroupInput(request.number.group_id, request.task, request.seed_parts(self._config.seed))

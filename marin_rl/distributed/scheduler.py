@@ -45,7 +45,7 @@ class GroupRequest:
         """Return the parts of the group's seed, which do not depend on its worker or on the other groups.
 
         Args:
-            seed: Seed of the run.
+            seed: seed of the run.
         """
         return (seed, "train", *self.number)
 
@@ -103,8 +103,8 @@ class RolloutScheduler:
         """Make a scheduler.
 
         Args:
-            limits: How far sampling may run ahead.
-            state: Saved `state`; None for a new run.
+            limits: how far sampling may run ahead.
+            state: saved `state`; None for a new run.
         """
         self.limits = limits
         self._next_index: dict[int, int] = {}
@@ -157,10 +157,10 @@ class RolloutScheduler:
         """Request as many groups as the limits allow: first tasks to retry, then new tasks.
 
         Args:
-            version: Version of the newest weights.
-            waiting_uses: Remaining uses of all finished groups.
-            waiting_groups: Number of finished groups.
-            draw: Draws the given number of tasks.
+            version: version of the newest weights.
+            waiting_uses: remaining uses of all finished groups.
+            waiting_groups: number of finished groups.
+            draw: draws the given number of tasks.
 
         Returns:
             The new requests.
@@ -198,9 +198,9 @@ class RolloutScheduler:
         """Request a replacement for each dropped group, up to the limit per step.
 
         Args:
-            dropped: Numbers of completed requests; those of past steps count for the next step.
-            version: Version of the newest weights.
-            draw: Draws the given number of tasks.
+            dropped: numbers of completed requests; those of past steps count for the next step.
+            version: version of the newest weights.
+            draw: draws the given number of tasks.
 
         Returns:
             The new requests.

@@ -32,8 +32,8 @@ class SliceReservations:
         """Start to reserve, in a thread.
 
         Args:
-            config: Number of workers and kind of the slices.
-            start: Starts the worker with this index at a place; called from the thread.
+            config: number of workers and kind of the slices.
+            start: starts the worker with this index at a place; called from the thread.
         """
         assert config.tpu_slice is not None
         self._kind = TpuSlice.parse(config.tpu_slice)

@@ -29,7 +29,7 @@ from marin_rl.errors import Closing
 from marin_rl.learner.devices import exempt_from_collection, start_devices
 from marin_rl.learner.policy_model import model_shape
 from marin_rl.rollouts.group_codec import encode_group
-from marin_rl.rollouts.run_rollouts import GroupInput, stream_requests
+from marin_rl.rollouts.run_rollouts import GroupInput, stream_groups
 from marin_rl.sampling.sampler import Sampler, WeightPoll
 from marin_rl.types import RolloutGroup, WeightVersion
 from marin_rl.weights.fetch import WeightReceiver
@@ -52,11 +52,11 @@ def run_worker(config: TrainConfig, vocab_size: int, secret: str, client: Coordi
     """Run a worker until the run ends. An error that ends it is logged and reported to the trainer.
 
     Args:
-        config: Config of the run.
-        vocab_size: Vocabulary size of the model.
-        secret: The run's secret.
-        client: Client of the coordinator.
-        name: Name of the worker, unique in the run.
+        config: config of the run.
+        vocab_size: vocabulary size of the model.
+        secret: the run's secret.
+        client: client of the coordinator.
+        name: name of the worker, unique in the run.
     """
     try:
         policy = WorkerPolicy(config, vocab_size, secret, lambda: client.call(Coordinator.announced))
@@ -76,10 +76,10 @@ class RolloutWorker:
         """Start without groups.
 
         Args:
-            client: Client of the coordinator.
-            name: Name of the worker.
-            policy: Runs the groups.
-            poll: Seconds that one call to the coordinator may wait.
+            client: client of the coordinator.
+            name: name of the worker.
+            policy: runs the groups.
+            poll: seconds that one call to the coordinator may wait.
         """
         self._client = client
         self._name = name
@@ -94,7 +94,7 @@ class RolloutWorker:
         """Run groups until the run ends.
 
         Args:
-            heartbeat_timeout: Seconds without a call after which the coordinator drops a worker. Heartbeats are sent
+            heartbeat_timeout: seconds without a call after which the coordinator drops a worker. Heartbeats are sent
                 four times as often.
         """
         self._client.call(Coordinator.join, self._name, self._incarnation)
@@ -176,10 +176,10 @@ class WorkerPolicy:
         """Start devices, environment and reward functions; the first `fetch` loads the weights.
 
         Args:
-            config: Config of the run.
-            vocab_size: Vocabulary size of the model, which may be larger than the tokenizer's.
-            secret: The run's secret.
-            announced: Returns the newest weights; called while groups run with `workers.refresh: in_flight`.
+            config: config of the run.
+            vocab_size: vocabulary size of the model, which may be larger than the tokenizer's.
+            secret: the run's secret.
+            announced: returns the newest weights; called while groups run with `workers.refresh: in_flight`.
         """
         assert config.model is not None
         self.version: WeightVersion | None = None
@@ -216,7 +216,7 @@ class WorkerPolicy:
             Whether the weights arrived. If not, they may be available to other workers, and the caller retries.
 
         Raises:
-            ServerLostError: If the first fetch fails, which indicates a configuration error; likewise the other errors
+            ServerLostError: if the first fetch fails, which indicates a configuration error; likewise the other errors
                 of a weight transfer.
         """
         try:
@@ -233,8 +233,8 @@ class WorkerPolicy:
         """Run groups concurrently, return each when it is finished, and start the next ones in its place.
 
         Args:
-            requests: The first requests.
-            on_group_done: Called in a separate thread with each finished group; returns the requests to start next.
+            requests: the first requests.
+            on_group_done: called in a separate thread with each finished group; returns the requests to start next.
         """
         config = self._config
         assert self._sampler is not None, "call fetch first"
@@ -254,7 +254,7 @@ class WorkerPolicy:
                 for request in requests
             ]
 
-        stream_requests(
+        stream_groups(
             runner,
             inputs(requests),
             group_size=config.rollouts.group_size,
@@ -316,7 +316,7 @@ class WeightPrefetcher:
         """Start without a fetch.
 
         Args:
-            fetch: Returns newer weights than the given version, or None.
+            fetch: returns newer weights than the given version, or None.
         """
         self._fetch = fetch
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="newer-weights")
@@ -326,13 +326,13 @@ class WeightPrefetcher:
         """Return the result of the last fetch if it is done, and start the next one. Does not block.
 
         Args:
-            version: Version of the weights in use.
+            version: version of the weights in use.
 
         Returns:
             Newer weights; None if none arrived and the next poll retries.
 
         Raises:
-            Exception: An error that a retry cannot resolve.
+            Exception: an error that a retry cannot resolve.
         """
         if self._pending is not None and not self._pending.done():
             return None
@@ -360,8 +360,8 @@ def placed_shape(shape: LmHeadModel, trainer: TrainerConfig) -> LmHeadModel:
     """Return shapes and dtypes with the shardings of the trainer's mesh and parameter mapping.
 
     Args:
-        shape: Shapes of a model.
-        trainer: Trainer config, completed by `start_devices`.
+        shape: shapes of a model.
+        trainer: trainer config, completed by `start_devices`.
     """
     mesh, mapping = trainer.device_mesh, trainer.parameter_axis_mapping
 

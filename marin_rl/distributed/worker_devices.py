@@ -27,12 +27,12 @@ def check_worker_devices(config: TrainConfig, platform: str, environ: Mapping[st
     """Check that rollout workers have accelerators, if the trainer has some, and not those of the trainer.
 
     Args:
-        config: Mode, workers and cluster.
-        platform: Platform of the trainer's devices: `cpu`, `gpu` or `tpu`.
-        environ: Environment variables of the trainer, which workers inherit if the trainer starts Ray.
+        config: mode, workers and cluster.
+        platform: platform of the trainer's devices: `cpu`, `gpu` or `tpu`.
+        environ: environment variables of the trainer, which workers inherit if the trainer starts Ray.
 
     Raises:
-        WorkerDevicesError: If they would; the message names the settings to change.
+        WorkerDevicesError: if they would; the message names the settings to change.
     """
     if config.mode is Mode.SYNC or platform == "cpu":
         return
@@ -68,13 +68,13 @@ def check_own_node(reserved: Mapping[str, float], platform: str, nodes: list[dic
     """Check that Ray does not offer the TPU chips of the trainer's own host.
 
     Args:
-        reserved: Resources that Ray reserves for each worker.
-        platform: Platform of the trainer's devices.
-        nodes: Nodes of the cluster, from `ray.nodes()`.
-        own: Id of the node of this process.
+        reserved: resources that Ray reserves for each worker.
+        platform: platform of the trainer's devices.
+        nodes: nodes of the cluster, from `ray.nodes()`.
+        own: id of the node of this process.
 
     Raises:
-        WorkerDevicesError: If it does.
+        WorkerDevicesError: if it does.
     """
     offered = next((node.get("Resources", {}).get(TPU, 0) for node in nodes if node["NodeID"] == own), 0)
     if platform == "tpu" and TPU in reserved and offered:
@@ -101,8 +101,8 @@ def open_only_reserved(reserved: Mapping[str, float], environ: MutableMapping[st
     libtpu would wait for the other hosts of a slice, which have workers of their own.
 
     Args:
-        reserved: The reserved resources.
-        environ: Environment of this process.
+        reserved: the reserved resources.
+        environ: environment of this process.
     """
     if not {GPU, TPU} & reserved.keys():
         jax.config.update("jax_platforms", "cpu")

@@ -50,12 +50,12 @@ class WorkerPool:
         """Start without pending requests.
 
         Args:
-            client: Client of the coordinator; None if this is not the main training process.
-            sender: Publishes the weights; after `flush` they are available at all addresses.
-            addresses: Sender addresses of all training hosts.
-            counts: Worker counts of the run before it was resumed.
-            no_progress_timeout: Seconds without any finished group after which `wait` fails.
-            poll: Seconds that one call to the coordinator may wait.
+            client: client of the coordinator; None if this is not the main training process.
+            sender: publishes the weights; after `flush` they are available at all addresses.
+            addresses: sender addresses of all training hosts.
+            counts: worker counts of the run before it was resumed.
+            no_progress_timeout: seconds without any finished group after which `wait` fails.
+            poll: seconds that one call to the coordinator may wait.
         """
         self._client = client
         self._sender = sender
@@ -93,8 +93,8 @@ class WorkerPool:
         process may close its server earlier.
 
         Raises:
-            WeightTransferError: If they cannot be published.
-            MainProcessError: In the other training processes, if the main process failed.
+            WeightTransferError: if they cannot be published.
+            MainProcessError: in the other training processes, if the main process failed.
         """
         multihost.on_main(self._announcing.flush)
 
@@ -108,10 +108,10 @@ class WorkerPool:
         """See [`RolloutSource`][marin_rl.distributed.rollout_source.RolloutSource].
 
         Raises:
-            StopRequestedError: If a stop is requested.
-            WorkerFailedError: If an error ended a worker.
-            NoWorkersError: If no group is finished within the timeout.
-            MainProcessError: In the other training processes, if the wait failed in the main process.
+            StopRequestedError: if a stop is requested.
+            WorkerFailedError: if an error ended a worker.
+            NoWorkersError: if no group is finished within the timeout.
+            MainProcessError: in the other training processes, if the wait failed in the main process.
         """
         deadline = time.monotonic() + self._no_progress_timeout
 

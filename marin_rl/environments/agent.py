@@ -12,7 +12,6 @@ import inspect
 import json
 import numbers
 import os
-import re
 import signal
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -27,7 +26,7 @@ from marin_rl.environments.base import (
     EnvironmentConfig,
 )
 from marin_rl.errors import UserError
-from marin_rl.rewards.component import RewardComponentConfig
+from marin_rl.rewards.component import COMPONENT_NAME, RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.splits import Split, TaskSplits
 from marin_rl.types import MAX_REWARD, Task
@@ -178,9 +177,9 @@ class AgentEnvironment(AbstractEnvironment):
             raise ValueError(f"environment {self.name!r} has no task {task.id!r} of {task.environment!r}")
         return self.make_episode(task, seed)
 
-    def connect_code_runner(self, runner: Sandbox | None) -> bool:
+    def connect_sandbox(self, sandbox: Sandbox | None) -> bool:
         """Connect the tasks' environment to the sandbox; return whether it runs programs."""
-        return self.source.connect_code_runner(runner)
+        return self.source.connect_sandbox(sandbox)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,13 +353,10 @@ def check_reward(name: object, value: object) -> float:
     Raises:
         ValueError: if the name cannot be part of a metric's name, or the reward is not a finite number.
     """
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not COMPONENT_NAME.fullmatch(name):
         raise ValueError(f"invalid reward name {name!r}; use letters, digits, '_', '-' and '.'")
     if not isinstance(value, numbers.Real) or not abs(float(value)) <= MAX_REWARD:
         raise ValueError(
             f"reward {name!r} is {value!r}; it must be a finite number, at most {MAX_REWARD:g} in magnitude"
         )
     return float(value)
-
-
-_NAME = re.compile(r"[A-Za-z0-9_.-]+")

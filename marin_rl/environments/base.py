@@ -79,7 +79,7 @@ class AgentConnection:
     """URL that takes rewards."""
     rollout_id: str
     """Id of the rollout."""
-    cut_off: Callable[[], None]
+    mark_truncated: Callable[[], None]
     """Notes that a limit of the run ends the episode, which makes the status of the rollout `truncated`."""
 
 
@@ -191,17 +191,17 @@ class AbstractEnvironment(abc.ABC):
             raise ValueError(f"task {task.id!r} of environment {task.environment!r} has no worked answer to imitate")
         return (*task.messages, Message(role="assistant", content=task.worked_answer))
 
-    def connect_code_runner(self, runner: Sandbox | None) -> bool:
+    def connect_sandbox(self, sandbox: Sandbox | None) -> bool:
         """Connect the environment to the sandbox, which is created after it; called once before any rollout.
 
         Args:
-            runner: runs programs in isolation; None if there is no sandbox.
+            sandbox: runs programs in isolation; None if there is none.
 
         Returns:
             Whether the environment runs programs of the policy, so that the sandbox must be started; False by default.
 
         Raises:
-            NoSandboxError: if it runs programs and `runner` is None.
+            NoSandboxError: if it runs programs and `sandbox` is None.
         """
         return False
 

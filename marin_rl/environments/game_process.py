@@ -31,6 +31,7 @@ from typing import Any
 
 from marin_rl.environments.external import run_in_thread
 from marin_rl.errors import UserError
+from marin_rl.event_loop import gather_all
 
 _COMMAND = struct.Struct("!cQ")
 """A command to the game server: what to do, and the number of the game. `START` also carries the game's socket."""
@@ -212,15 +213,7 @@ def call_each(server: GameServer, method: str, arguments: list[dict[str, Any]]) 
             finally:
                 await game.close()
 
-    async def call_all() -> list[Any]:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call(own)) for own in arguments]
-        return [task.result() for task in tasks]
-
-    try:
-        return run_in_thread(call_all())
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+    return run_in_thread(gather_all(map(call, arguments)))
 
 
 def _end(control: socket.socket, process: "subprocess.Popen[bytes]") -> None:

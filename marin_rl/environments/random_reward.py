@@ -88,9 +88,9 @@ class RandomRewardEnvironment(AbstractEnvironment):
         """Return the inner environment's stream of training tasks."""
         return self.inner.stream(seed)
 
-    def connect_code_runner(self, runner: Sandbox | None) -> bool:
+    def connect_sandbox(self, sandbox: Sandbox | None) -> bool:
         """Connect the inner environment to the sandbox; return whether it runs programs."""
-        return self.inner.connect_code_runner(runner)
+        return self.inner.connect_sandbox(sandbox)
 
     def can_demonstrate(self, task: Task) -> bool:
         """Return whether the inner environment can demonstrate the task."""

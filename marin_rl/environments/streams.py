@@ -59,9 +59,9 @@ class CompositeEnvironment(AbstractEnvironment):
         """Return the stream of training tasks."""
         return self.make_stream(seed)
 
-    def connect_code_runner(self, runner: Sandbox | None) -> bool:
+    def connect_sandbox(self, sandbox: Sandbox | None) -> bool:
         """Connect all parts that run programs to the sandbox; return whether any part does."""
-        needed = [part.connect_code_runner(runner) for part in self.parts.values()]
+        needed = [part.connect_sandbox(sandbox) for part in self.parts.values()]
         return any(needed)
 
     def can_demonstrate(self, task: Task) -> bool:

@@ -20,7 +20,7 @@ from marin_rl.environments.base import (
     Step,
     check_invalid_reward,
 )
-from marin_rl.environments.games import Board, Prototype, Start, View, draw_start
+from marin_rl.environments.games import Board, Start, View, draw_start
 from marin_rl.rewards.grading import check_pattern, extract_last
 from marin_rl.seeds import derive_seed
 from marin_rl.splits import Problem, TaskSplits, check_shares, problem_id, split_problems, without_duplicates
@@ -142,7 +142,6 @@ class TextGameEpisode:
 
     config: TextGameConfig
     start: Start
-    prototype: Prototype
     game: Any
     """The gymnasium environment, unwrapped."""
     observation: Any
@@ -169,7 +168,7 @@ class TextGameEpisode:
         """Synchronous version of `step`."""
         if self.over:
             raise RuntimeError(f"the game {self.start.id!r} has ended; start another")
-        board, config = self.prototype.board, self.config
+        board, config = self.start.prototype.board, self.config
         action = parse_action(reply, board, config.view, config.action_regex)
         self.steps += 1
         native_reward, won, notice = 0.0, False, ""
@@ -182,7 +181,7 @@ class TextGameEpisode:
             self.observation, reward, ended, cut, _ = self.game.step(action)
             native_reward, self.over = float(reward), bool(ended or cut)
             won = bool(ended and board.wins(self.game, self.observation, native_reward))
-        max_steps = self.prototype.max_steps if config.max_steps is None else config.max_steps
+        max_steps = self.start.prototype.max_steps if config.max_steps is None else config.max_steps
         self.over |= max_steps is not None and self.steps >= max_steps
         messages: tuple[Message, ...] = ()
         if not self.over:
@@ -261,7 +260,8 @@ class TextGameEnvironment(AbstractEnvironment):
         if not self.can_demonstrate(task):
             raise ValueError(f"text game {self.config.id!r} has no transition table, so it has no demonstrations")
         episode = self._begin(task, derive_seed(self.config.seed, "demonstrated game", task.id))
-        plan, names = episode.prototype.plan, episode.prototype.board.names(self.config.view)
+        prototype = episode.start.prototype
+        plan, names = prototype.plan, prototype.board.names(self.config.view)
         generator = random.Random(derive_seed(self.config.seed, "demonstration", task.id))
         messages = list(task.messages)
         while not episode.over:
@@ -278,4 +278,4 @@ class TextGameEnvironment(AbstractEnvironment):
 
     def _begin(self, task: Task, seed: int) -> TextGameEpisode:
         start = self._start(task)
-        return TextGameEpisode(self.config, start, start.prototype, *start.begin(derive_seed("game", task.id, seed)))
+        return TextGameEpisode(self.config, start, *start.begin(derive_seed("game", task.id, seed)))

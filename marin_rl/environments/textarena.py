@@ -315,7 +315,7 @@ class SelfPlayEpisode(AgentEpisode):
                     body = {"model": "policy", "messages": messages}
                     response = await http.post(f"{url}/chat/completions", json=body)
                     if player != self.seat and _is_too_long(response):
-                        connection.cut_off()
+                        connection.mark_truncated()
                     reply = response.raise_for_status().json()["choices"][0]["message"]["content"]
                     messages.append(Message(role="assistant", content=reply))
                     moves += player == self.seat

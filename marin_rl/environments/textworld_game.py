@@ -35,8 +35,8 @@ class TextWorldGame:
         """Import TextWorld, and fill the caches of its parsers.
 
         Args:
-            path: file of a game whose rules later games have; if empty, a game is generated. To parse the rules takes
-                four times as long as a game of ten commands.
+            path: file of a game with the same rules as the later games; if empty, a game is generated. Parsing the
+                rules takes four times as long as a game of ten commands.
         """
         import textworld.challenges
         import textworld.generator

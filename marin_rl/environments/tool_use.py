@@ -32,7 +32,7 @@ from marin_rl.environments.tools import (
     ToolError,
     ToolTimeoutError,
     check_arguments,
-    describe_tools,
+    describe_schemas,
     find_calls,
     parse_call,
     tool_schema,
@@ -152,9 +152,9 @@ class ToolUseConfig(EnvironmentConfig):
 
     def _system_message(self, tools: Sequence[Tool], text: str) -> Message:
         """Describe the tools after `text`, the system message of the questions."""
-        words = describe_tools(tools)
+        schemas = [tool_schema(tool) for tool in tools]
+        words = describe_schemas(schemas)
         if self.describe is ToolDescription.TEMPLATE:
-            schemas = [tool_schema(tool) for tool in tools]
             return Message(role="system", content=text, tools=schemas, tools_in_words=words)
         return Message(role="system", content=f"{text}\n\n{words}" if text else words)
 
@@ -188,30 +188,30 @@ class ToolUseEnvironment(AbstractEnvironment):
         if task.environment != self.name or task.id not in self.originals:
             raise ValueError(f"environment {self.name!r} has no question {task.id!r} of {task.environment!r}")
         for tool in self._python_tools():
-            self._require_sandbox(tool, tool.runner)
+            self._require_sandbox(tool, tool.sandbox)
         question = await self.questions.start(self.originals[task.id], seed)
         assert isinstance(question, Episode), "environments of lower levels run no agents"
         return ToolUseEpisode(self, question)
 
-    def connect_code_runner(self, runner: Sandbox | None) -> bool:
+    def connect_sandbox(self, sandbox: Sandbox | None) -> bool:
         """Connect the tools that run programs to the sandbox; return whether there are any.
 
         Raises:
-            NoSandboxError: if there are, and `runner` is None.
+            NoSandboxError: if there are, and `sandbox` is None.
         """
         for tool in self._python_tools():
-            self._require_sandbox(tool, runner)
-            tool.runner = runner
+            self._require_sandbox(tool, sandbox)
+            tool.sandbox = sandbox
         return bool(self._python_tools())
 
     def _python_tools(self) -> list[PythonTool]:
         return [tool for tool in self.tools.values() if isinstance(tool, PythonTool)]
 
-    def _require_sandbox(self, tool: PythonTool, runner: Sandbox | None) -> None:
-        if runner is None:
+    def _require_sandbox(self, tool: PythonTool, sandbox: Sandbox | None) -> None:
+        if sandbox is None:
             raise NoSandboxError(
                 f"environment {self.name!r}: the tool {tool.name!r} runs programs that the policy writes, but there is "
-                "no sandbox; call environment.connect_code_runner(sandbox) before the first rollout, or remove "
+                "no sandbox; call environment.connect_sandbox(sandbox) before the first rollout, or remove "
                 f"{tool.name!r} from the environment's tools"
             )
 
@@ -245,7 +245,9 @@ class ToolUseEpisode:
         if len(texts) > limit:
             self.calls += len(texts) - limit
             self.errors += len(texts) - limit
-            answers.append(f"Error: of {len(texts)} calls the first {limit} were made; no reply may hold more.")
+            answers.append(
+                f"Error: the reply has {len(texts)} calls, but only the first {limit} were run; {limit} is the maximum."
+            )
         return Step(
             rewards={TOOLS: self.environment.error_reward * (self.errors - errors)},
             messages=tuple(Message(role="tool", content=answer) for answer in answers),

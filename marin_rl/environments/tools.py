@@ -80,7 +80,7 @@ def tool_schema(tool: Tool) -> dict[str, Any]:
     }
 
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _is_call(text: str) -> bool:
     return isinstance(value, dict) and value.keys() - {"type"} in ({"name", "parameters"}, {"name", "arguments"})
 
 
-_CALL = re.compile(rf"{_OPEN}(.*?)(?:{_CLOSE}|\Z)", re.DOTALL)
+_CALL = re.compile(rf"{CALL_START}(.*?)(?:{CALL_END}|\Z)", re.DOTALL)
 
 
 def parse_call(text: str) -> ToolCall:
@@ -146,11 +146,6 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def describe_tools(tools: Sequence[Tool]) -> str:
-    """Return the system message that describes tools, at least one; see `describe_schemas`."""
-    return describe_schemas([tool_schema(tool) for tool in tools])
-
-
 def describe_schemas(schemas: Sequence[Mapping[str, Any]]) -> str:
     """Return the system message that describes tools, with the exact text of the templates of Qwen and Hermes.
 
@@ -163,8 +158,8 @@ def describe_schemas(schemas: Sequence[Mapping[str, Any]]) -> str:
         "You are provided with function signatures within <tools></tools> XML tags:\n"
         f"<tools>\n{lines}\n</tools>\n\n"
         "For each function call, return a json object with function name and arguments within "
-        f"{_OPEN}{_CLOSE} XML tags:\n"
-        f'{_OPEN}\n{{"name": <function-name>, "arguments": <args-json-object>}}\n{_CLOSE}'
+        f"{CALL_START}{CALL_END} XML tags:\n"
+        f'{CALL_START}\n{{"name": <function-name>, "arguments": <args-json-object>}}\n{CALL_END}'
     )
 
 
@@ -259,7 +254,7 @@ class PythonTool:
     description: str = "Runs a Python program and returns what it printed."
     parameters: Mapping[str, Any] = _one_text("code", "The program. Print what is wanted.")
 
-    runner: Sandbox | None = None
+    sandbox: Sandbox | None = None
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         """Return the output of the program.
@@ -268,14 +263,14 @@ class PythonTool:
             ToolError: if the program fails or exceeds a limit; the message includes its output.
             RewardCallError: if the sandbox itself fails.
         """
-        assert self.runner is not None
-        result = await self.runner.run_python(arguments["code"])
+        assert self.sandbox is not None
+        result = await self.sandbox.run_python(arguments["code"])
         if result.failure is None:
             return result.stdout
         if result.failure.cause is RewardFailure.WORKER:
             raise result.failure
         kind = ToolTimeoutError if result.failure.cause is RewardFailure.TIMEOUT else ToolError
-        raise kind(f"the program did not end well: {result.failure}. It printed:\n{result.stdout}")
+        raise kind(f"the program failed: {result.failure}. It printed:\n{result.stdout}")
 
 
 @ToolConfig.register_subclass("python")
@@ -347,7 +342,7 @@ def calculate(expression: str) -> str:
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise ToolError(f"this is no expression: {error}") from error
+        raise ToolError(f"not a valid expression: {error}") from error
     try:
         value = _value(tree.body, 0)
     except ZeroDivisionError as error:
@@ -375,7 +370,7 @@ def _value(node: ast.expr, depth: int) -> Number:
             return _call(name, [_value(argument, depth + 1) for argument in arguments])
         case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
             raise ToolError(f"{name!r} is not known; functions are {', '.join(_FUNCTIONS)}")
-    raise ToolError("only numbers, + - * / // % ** and functions of them can be worked out")
+    raise ToolError("only numbers, + - * / // % ** and the listed functions are supported")
 
 
 def _bounded(value: object) -> Number:
@@ -384,7 +379,7 @@ def _bounded(value: object) -> Number:
             raise ToolError("the result is too large")
         return value
     if not isinstance(value, float) or not math.isfinite(value):
-        raise ToolError("the result is no real number")
+        raise ToolError("the result is not a real number")
     return value
 
 
@@ -398,7 +393,7 @@ def _call(name: str, arguments: list[Number]) -> Number:
     try:
         return _bounded(_FUNCTIONS[name](*arguments))
     except (TypeError, ValueError) as error:
-        raise ToolError(f"{name} cannot be worked out: {error}") from error
+        raise ToolError(f"cannot compute {name}: {error}") from error
 
 
 def _round(number: Number, digits: Number | None = None) -> Number:

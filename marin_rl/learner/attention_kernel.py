@@ -60,21 +60,20 @@ class AttentionKernel:
         """
         return self.context_shards == 1 and self.backend in (AttentionBackend.VANILLA, AttentionBackend.JAX_FLASH)
 
-    def takes(self, row_length: int) -> bool:
+    def supports_length(self, row_length: int) -> bool:
         """Return whether the kernel supports rows of this many positions.
 
         >>> flash, splash = AttentionKernel(AttentionBackend.JAX_FLASH), AttentionKernel(AttentionBackend.SPLASH)
-        >>> [flash.takes(length) for length in (1000, 1100, 1152)]
+        >>> [flash.supports_length(length) for length in (1000, 1100, 1152)]
         [True, False, True]
-        >>> [splash.takes(length) for length in (100, 384, 640, 1536)]
+        >>> [splash.supports_length(length) for length in (100, 384, 640, 1536)]
         [False, True, False, True]
         """
         if self.context_shards > 1:
             is_splash = self.backend is AttentionBackend.SPLASH
             own, rest = divmod(row_length, self.context_shards)
-            return rest == 0 and (
-                not is_splash or all(map(dataclasses.replace(self, context_shards=1).takes, (own, row_length)))
-            )
+            one_device = dataclasses.replace(self, context_shards=1)
+            return rest == 0 and (not is_splash or all(map(one_device.supports_length, (own, row_length))))
         match self.backend:
             case AttentionBackend.VANILLA:
                 return True
@@ -111,7 +110,7 @@ class AttentionKernel:
         >>> [AttentionKernel(AttentionBackend.SPLASH).fit(length) for length in (200, 1100, 1536, 2560)]
         [256, 1536, 1536, 2560]
         """
-        return next(row for row in itertools.count(length) if self.takes(row) and self._is_efficient(row))
+        return next(row for row in itertools.count(length) if self.supports_length(row) and self._is_efficient(row))
 
     def configure(self, model: LmConfig, row_length: int) -> LmConfig:
         """Return the model configuration with the settings that select this kernel for rows of this many positions."""

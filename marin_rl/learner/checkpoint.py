@@ -112,7 +112,7 @@ class Checkpoints:
 
         Args:
             state: the training state; may be donated when this returns.
-            step: updates done so far; names the checkpoint.
+            step: number of finished steps; names the checkpoint.
             progress: the host's part of the state, serializable as JSON.
             files: further files by name.
 

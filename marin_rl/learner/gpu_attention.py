@@ -135,7 +135,7 @@ def segment_attention(
     scale: float,
     interpret: bool = False,
 ) -> Float[Array, "batch position kv_head group head_size"]:
-    """Attend to the positions of the own segment up to the own one, with jax's Pallas kernel (FlashAttention 2).
+    """Causal attention within segments, with jax's Pallas kernel (FlashAttention 2).
 
     `out_i = Σ_j softmax_j(scale · q_i · k_j) · v_j` over `j <= i` with `segment_j = segment_i`. Differentiable once, in
     reverse mode. Scores exist for one tile at a time, forward and backward.

@@ -95,9 +95,9 @@ class DeviceWeights:
         """Convert nothing yet.
 
         Args:
-            model: The policy.
-            trainer: Mesh and axis mapping of the policy.
-            dtype: Type of the tensors; None for that of the parameters.
+            model: the policy.
+            trainer: mesh and axis mapping of the policy.
+            dtype: type of the tensors; None for that of the parameters.
         """
         model = eqx.filter(model, eqx.is_array)
         self.shape = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), model)
@@ -137,13 +137,13 @@ class SavedWeights:
         """Compare the checksums of the files.
 
         Args:
-            shape: Shapes of the saved policy.
-            saved: Its arrays, by path in the policy.
-            folder: Folder of the files.
-            dtype: Type of the tensors; None for that of the parameters.
+            shape: shapes of the saved policy.
+            saved: its arrays, by path in the policy.
+            folder: folder of the files.
+            dtype: type of the tensors; None for that of the parameters.
 
         Raises:
-            DamagedArraysError: If a file is missing or altered.
+            DamagedArraysError: if a file is missing or altered.
         """
         self.shape, self.dtype = shape, dtype
         self._folder = folder
@@ -255,12 +255,12 @@ def write_weights(parts: WeightParts, folder: Path, shard_bytes: int = SHARD_BYT
     """Write weights to safetensors files, with an index if there are several; collective over all processes.
 
     Args:
-        parts: The weights.
-        folder: An existing folder; only the main process writes.
-        shard_bytes: Size above which another file is begun.
+        parts: the weights.
+        folder: an existing folder; only the main process writes.
+        shard_bytes: size above which another file is begun.
 
     Raises:
-        OSError: In the main process, if a file cannot be written.
+        OSError: in the main process, if a file cannot be written.
     """
     shapes = eqx.filter_eval_shape(lambda: _tensors(_zeros(parts.shape), parts.dtype))
     files, index = _shard_hf_checkpoint(shapes, shard_bytes)
@@ -323,9 +323,9 @@ def _write_file(path: Path, shapes: Mapping[str, Any], tensors: Iterable[tuple[s
     """Write a safetensors file, with the bytes that `safetensors` writes for tensors of one type.
 
     Args:
-        path: The file.
-        shapes: Shape and dtype of each tensor, by name in order.
-        tensors: The tensors in the same order.
+        path: the file.
+        shapes: shape and dtype of each tensor, by name in order.
+        tensors: the tensors in the same order.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

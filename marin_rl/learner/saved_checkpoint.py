@@ -42,7 +42,7 @@ class Checkpoint:
     path: StoragePath
     """Folder of the checkpoint."""
     step: int
-    """Updates done when it was saved."""
+    """Number of finished steps when it was saved."""
     progress: Mapping[str, Any]
     """The host's part of the state."""
     arrays: Mapping[str, SavedArray]

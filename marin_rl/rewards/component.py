@@ -95,7 +95,7 @@ class RewardComponentConfig(draccus.ChoiceRegistry, abc.ABC):
         """
 
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+COMPONENT_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def check_component(name: str, weight: float) -> None:
@@ -108,7 +108,7 @@ def check_component(name: str, weight: float) -> None:
     Raises:
         ValueError: if the name cannot be part of a metric name, or the weight is not finite.
     """
-    if not _NAME.fullmatch(name):
+    if not COMPONENT_NAME.fullmatch(name):
         raise ValueError(f"rewards: invalid name {name!r}; use letters, digits, '_', '-' and '.'")
     if not math.isfinite(weight):
         raise ValueError(f"rewards: weight of {name!r} must be finite, got {weight}")

@@ -48,7 +48,7 @@ _SCORE_REGEX = (
     r"(?im)^[^\w\n]*(?:(?:final|overall)\s+)?score[^\w\n:=]*[:=][ \t*`\"'(\[<$]*"
     r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?)(?![\w%]|[.,]\d|[ \t]*-[ \t]*\d)"
 )
-_WORTH_ANOTHER_TRY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+_RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 
 
 @RewardComponentConfig.register_subclass("llm_judge")
@@ -367,7 +367,7 @@ class LlmJudge:
         except (httpx.TransportError, httpx.DecodingError) as error:
             raise RetryableError(RewardFailure.REQUEST, f"{type(error).__name__}: {error}") from error
         text = response.text if self._key is None else response.text.replace(self._key, "***")
-        if response.status_code in _WORTH_ANOTHER_TRY:
+        if response.status_code in _RETRIED_STATUSES:
             raise RetryableError(RewardFailure.REQUEST, f"status {response.status_code}: {text[:200]}")
         if response.status_code != 200:
             raise RewardCallError(RewardFailure.REQUEST, f"status {response.status_code}: {text[:500]}")

@@ -29,7 +29,7 @@ class AgentLimitError(ValueError):
 
 
 class EpisodeEndedError(RuntimeError):
-    """The episode ended while a request was in progress."""
+    """The episode has ended; it accepts no further requests or rewards."""
 
 
 class Served(NamedTuple):
@@ -117,7 +117,7 @@ class AgentRecorder:
         self._num_requests = self._num_conversations = self._num_tokens = 0
         self._reserved: dict[asyncio.Future[Generation], int] = {}
         """Maximum number of tokens of each trained request in progress."""
-        self._is_cut_off = self._is_closed = False
+        self._hit_limit = self._is_closed = False
 
     def chat_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Tokenize a conversation; repeated replies keep the tokens that were sampled. Thread-safe.
@@ -150,16 +150,16 @@ class AgentRecorder:
         """
         self._check_open()
         if self._num_requests + sequences > self._limits.max_turns:
-            self.cut_off()
+            self.mark_truncated()
             raise AgentLimitError(
                 f"the episode has its maximum of {self._limits.max_turns} replies (rollouts.max_turns)"
             )
         self._check_tokens()
         self._num_requests += sequences
 
-    def cut_off(self) -> None:
+    def mark_truncated(self) -> None:
         """Note that a limit of the rollout refused a request, which makes its status `truncated`."""
-        self._is_cut_off = True
+        self._hit_limit = True
 
     async def sample(
         self,
@@ -295,13 +295,13 @@ class AgentRecorder:
             total[name] = total.get(name, 0.0) + value
         metrics = {"sequences": float(len(trained)), **result.metrics}
         self._builder.add_agent_turns(
-            turns, dataclasses.replace(result, rewards=total, metrics=metrics), is_cut_off=self._is_cut_off
+            turns, dataclasses.replace(result, rewards=total, metrics=metrics), hit_limit=self._hit_limit
         )
 
     @property
     def is_truncated(self) -> bool:
         """Whether a limit of the rollout refused a request after the first reply."""
-        return self._is_cut_off and self._has_turns()
+        return self._hit_limit and self._has_turns()
 
     def _has_turns(self) -> bool:
         return any(sequence.turns for sequence in self._sequences if sequence.is_trained)
@@ -312,7 +312,7 @@ class AgentRecorder:
 
     def _check_tokens(self) -> None:
         if self._limits.max_tokens is not None and self._num_tokens >= self._limits.max_tokens:
-            self.cut_off()
+            self.mark_truncated()
             raise AgentLimitError(
                 f"the replies of the episode have its maximum of {self._limits.max_tokens} tokens (rollouts.max_tokens)"
             )

@@ -81,10 +81,6 @@ class RequestBatcher:
             self._ended.append(conversation)
             self._notify()
 
-    async def sample(self, request: SampleRequest) -> Generation:
-        """Add a request and wait for its generation; see `submit`."""
-        return await self.submit(request)
-
     def submit(
         self, request: SampleRequest, on_tokens: OnTokens | None = None, is_last_turn: bool = False
     ) -> "asyncio.Future[Generation]":

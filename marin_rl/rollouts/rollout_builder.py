@@ -78,7 +78,7 @@ class RolloutBuilder:
         self._metrics: dict[str, float] = {}
         self._info: dict[str, Any] = {}
         self._evaluations: list[RewardResult] = []
-        self._is_cut_off = False
+        self._hit_limit = False
         self._is_agent = False
         self._failure: RolloutStatus | None = None
         self._error: str | None = None
@@ -174,7 +174,7 @@ class RolloutBuilder:
         context = () if starts_sequence else sequence
         no_room = len(context) + len(tokens) >= self._limits.max_length
         if no_room or len(self._turns) >= self._limits.max_turns or self._tokens_left < 1:
-            self.over = self._is_cut_off = True
+            self.over = self._hit_limit = True
             self._last_observation = Observation(step.messages, tokens, starts_sequence)
             return
         with _environment_errors():
@@ -182,18 +182,18 @@ class RolloutBuilder:
         self._messages, self._anchor_state = step.messages, step.anchor_state
         self._observation, self._context = tokens, context
 
-    def add_agent_turns(self, turns: Sequence[Turn], result: AgentResult, *, is_cut_off: bool) -> None:
+    def add_agent_turns(self, turns: Sequence[Turn], result: AgentResult, *, hit_limit: bool) -> None:
         """Add the turns and the result of an agent's episode, and end the rollout.
 
         Args:
             turns: all turns, with their rewards; the turns of a sequence follow each other.
             result: rewards of the episode without those of the turns, metrics and metadata.
-            is_cut_off: whether a limit of the rollout refused a request of the agent.
+            hit_limit: whether a limit of the rollout refused a request of the agent.
 
         Raises:
             EnvironmentFault: if a value of the result is invalid.
         """
-        self.over, self._is_agent, self._is_cut_off = True, True, is_cut_off
+        self.over, self._is_agent, self._hit_limit = True, True, hit_limit
         self._turns += turns
         for turn in turns:
             for name, value in turn.rewards.items():
@@ -257,7 +257,7 @@ class RolloutBuilder:
         Raises:
             ValueError: if a reward is NaN or infinite, or if there is no reward; the message names the rollout.
         """
-        unrewarded = {TRUNCATED: 0.0} if self._is_cut_off else {}
+        unrewarded = {TRUNCATED: 0.0} if self._hit_limit else {}
         if self._is_agent and not (self.has_failed or self._rewards or unrewarded):
             self.fail(
                 RolloutStatus.FAILED,
@@ -298,7 +298,7 @@ class RolloutBuilder:
     def _status(self) -> RolloutStatus:
         if self._failure is not None:
             return self._failure
-        is_truncated = self._is_cut_off or any(turn.generation.stop_reason is StopReason.LENGTH for turn in self._turns)
+        is_truncated = self._hit_limit or any(turn.generation.stop_reason is StopReason.LENGTH for turn in self._turns)
         return RolloutStatus.TRUNCATED if is_truncated else RolloutStatus.COMPLETED
 
     @property

@@ -12,20 +12,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from marin_rl.remote_path import RemotePath
-from marin_rl.rollouts.stored_rollout import SCHEMA, SCHEMA_VERSION, SCORES, VERSION_KEY
+from marin_rl.rollouts.stored_rollout import SCHEMA, SCHEMA_VERSION, TOKEN_COLUMNS, VERSION_KEY
 from marin_rl.storage import StoragePath
 
 _NULLABLE = frozenset(
     [
         *("answer", "error", "not_trained", "reward", "advantage", "info", "last_observation"),
         *("score", "reason", "failure", "base_reward", "content", "more", "action"),
-        *(*SCORES, "episode_advantage", "step_return", "step_advantage"),
+        *(*TOKEN_COLUMNS, "episode_advantage", "step_return", "step_advantage"),
     ]
 )
 """Columns and fields that may be null."""
 
 _PER_TOKEN = {
-    "token_ids": ("pieces", "loss_mask", "logprobs", *SCORES),
+    "token_ids": ("pieces", "loss_mask", "logprobs", *TOKEN_COLUMNS),
     "observation_tokens": ("observation_pieces",),
 }
 """Lists with one item per token, by the name of the token list."""

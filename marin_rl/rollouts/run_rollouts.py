@@ -11,13 +11,13 @@ of others.
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from marin_rl import multihost
 from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.errors import UserError
-from marin_rl.event_loop import BackgroundLoop
+from marin_rl.event_loop import BackgroundLoop, gather_all
 from marin_rl.host_status import separate_work
 from marin_rl.rollouts.attempt import Attempt, Limits, StateHash, default_state_hash
 from marin_rl.rollouts.episode import ConnectAgent, run_episode
@@ -32,7 +32,6 @@ from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import RolloutGroup, Task
 
 Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 class AllRolloutsFailedError(UserError):
@@ -86,7 +85,7 @@ OnGroupDone = Callable[[RolloutGroup], Sequence[GroupInput]]
 """Receives a complete group, and returns the groups to run next."""
 
 
-def run_groups(
+def run_tasks(
     runner: RolloutRunner,
     tasks: Sequence[Task],
     *,
@@ -107,13 +106,13 @@ def run_groups(
         One group per task, in order.
 
     Raises:
-        AllRolloutsFailedError: if all rollouts failed. See `stream_requests` for further errors.
+        AllRolloutsFailedError: if all rollouts failed. See `stream_groups` for further errors.
     """
     name = "-".join(str(part) for part in seed_parts[1:])
-    requests = [GroupInput(f"{name}-{number}", task, (*seed_parts, number)) for number, task in enumerate(tasks)]
-    groups = run_requests(
+    inputs = [GroupInput(f"{name}-{number}", task, (*seed_parts, number)) for number, task in enumerate(tasks)]
+    groups = run_groups(
         runner,
-        requests,
+        inputs,
         group_size=group_size,
         temperature=temperature,
         # No group is needed before all have ended.
@@ -123,24 +122,24 @@ def run_groups(
     return groups
 
 
-def run_requests(
+def run_groups(
     runner: RolloutRunner,
-    requests: Sequence[GroupInput],
+    inputs: Sequence[GroupInput],
     *,
     group_size: int,
     temperature: float,
     groups_per_block: int = 1,
 ) -> list[RolloutGroup]:
-    """Run all attempts of the groups concurrently, as `stream_requests` does.
+    """Run all attempts of the groups concurrently, as `stream_groups` does.
 
     With several training processes, each runs every n-th group on its own devices, and all of them return all groups.
 
     Args:
         runner: environment, tokenizer, sampler and limits.
-        requests: the groups to run.
+        inputs: the groups to run.
         group_size: attempts per task.
         temperature: sampling temperature; 0 is greedy.
-        groups_per_block: see `stream_requests`.
+        groups_per_block: see `stream_groups`.
 
     Returns:
         One group per request, in order.
@@ -149,7 +148,7 @@ def run_requests(
         StopRequestedError: in all processes, if `runner.interrupt` raises it in one of them.
         OtherProcessError: if another process ended with an error.
     """
-    if not requests:
+    if not inputs:
         return []
     index, count = multihost.index_and_count()
     finished: dict[str, RolloutGroup] = {}
@@ -161,9 +160,9 @@ def run_requests(
     try:
         runner.sampler.prepare()
         with separate_work(runner.interrupt) as check:
-            stream_requests(
+            stream_groups(
                 dataclasses.replace(runner, interrupt=check),
-                requests[index::count],
+                inputs[index::count],
                 group_size=group_size,
                 temperature=temperature,
                 on_group_done=keep,
@@ -173,7 +172,7 @@ def run_requests(
         # A process without a request has prepared the weights too.
         runner.sampler.reset()
     groups = _exchange(finished)
-    return [groups[request.group_id] for request in requests]
+    return [groups[own.group_id] for own in inputs]
 
 
 def _exchange(groups: Mapping[str, RolloutGroup]) -> Mapping[str, RolloutGroup]:
@@ -186,9 +185,9 @@ def _exchange(groups: Mapping[str, RolloutGroup]) -> Mapping[str, RolloutGroup]:
     return {group.id: group for group in decoded}
 
 
-def stream_requests(
+def stream_groups(
     runner: RolloutRunner,
-    requests: Sequence[GroupInput],
+    inputs: Sequence[GroupInput],
     *,
     group_size: int,
     temperature: float,
@@ -206,7 +205,7 @@ def stream_requests(
 
     Args:
         runner: environment, tokenizer, sampler and limits.
-        requests: the groups to run first.
+        inputs: the groups to run first.
         group_size: attempts per task.
         temperature: sampling temperature; 0 is greedy.
         on_group_done: called with each group in a separate thread while other groups still run. An error that it raises
@@ -223,7 +222,7 @@ def stream_requests(
     def attempts_of(request: GroupInput) -> list[Attempt]:
         return _attempts(runner, request, group_size, temperature)
 
-    groups = [attempts_of(request) for request in requests]
+    groups = [attempts_of(own) for own in inputs]
     if not groups:
         return
     batcher = RequestBatcher(runner.sampler.batch_size, sum(map(len, groups)))
@@ -273,8 +272,8 @@ async def _run_batches(
         async with asyncio.TaskGroup() as tasks:
 
             async def run(batch: Sequence[Sequence[Attempt]]) -> None:
-                requests = await _run_batch(runner, batcher, batch, on_group_done, groups_per_block)
-                further = [attempts_of(request) for request in requests]
+                inputs = await _run_batch(runner, batcher, batch, on_group_done, groups_per_block)
+                further = [attempts_of(own) for own in inputs]
                 batcher.join(sum(map(len, further)))
                 start(further)
 
@@ -306,19 +305,19 @@ async def _run_batch(
         return builder
 
     async def run_block(block: Sequence[Sequence[Attempt]]) -> list[list[RolloutBuilder]]:
-        groups = await _together(_together(map(run_attempt, attempts)) for attempts in block)
+        groups = await gather_all(gather_all(map(run_attempt, attempts)) for attempts in block)
         await runner.reward_functions.score_rollouts([builder for builders in groups for builder in builders])
-        await _together(map(runner.reward_functions.score_group, groups))
+        await gather_all(map(runner.reward_functions.score_group, groups))
         return groups
 
     async def finish(builders: Sequence[RolloutBuilder]) -> Sequence[GroupInput]:
         rollouts = [builder.finish() for builder in builders]
         return await asyncio.to_thread(on_group_done, RolloutGroup(rollouts[0].group_id, rollouts))
 
-    blocks = await _together(map(run_block, _split(batch, groups_per_block)))
+    blocks = await gather_all(map(run_block, _split(batch, groups_per_block)))
     groups = [builders for block in blocks for builders in block]
     await runner.reward_functions.score_batch([builder for builders in groups for builder in builders])
-    return [request for requests in await _together(map(finish, groups)) for request in requests]
+    return [own for inputs in await gather_all(map(finish, groups)) for own in inputs]
 
 
 def _split(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
@@ -333,16 +332,6 @@ def _check_event_loop(runner: RolloutRunner) -> None:
             f"{runner.limits.max_seconds:g} s (rollouts.max_seconds); run blocking code with "
             "`await asyncio.to_thread(...)`"
         )
-
-
-async def _together(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Run coroutines concurrently and return their results in order; the first error cancels the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in work]
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def require_one_success(groups: Sequence[RolloutGroup]) -> None:

@@ -5,8 +5,8 @@
 
 ```
 rollouts/
-  step-00000012.parquet    the rollouts of update 12
-  eval-00000050.parquet    the rollouts of the evaluation after update 50
+  step-00000012.parquet    the rollouts of step 12
+  eval-00000050.parquet    the rollouts of the evaluation after step 50
 ```
 
 Files are written atomically. Their columns are defined by `marin_rl.rollouts.stored_rollout.SCHEMA`.
@@ -116,7 +116,7 @@ class StoredFile:
     """One rollout file."""
 
     step: int
-    """The update that was trained on the rollouts, or the update before an evaluation."""
+    """The step that trained on the rollouts, or the step before an evaluation."""
     purpose: str
     """`training` or `evaluation`."""
     path: StoragePath
@@ -245,7 +245,7 @@ class RolloutStore:
         """Store the configured rollouts of a step in the background; a later call or `flush` raises its errors.
 
         Args:
-            step: the update trained on the rollouts, or the update before an evaluation.
+            step: the step that trained on the rollouts, or the step before an evaluation.
             groups: all groups of the step, including filtered ones.
             advantages: advantages by rollout id, for the rollouts that were trained on.
             purpose: `training` or `evaluation`.

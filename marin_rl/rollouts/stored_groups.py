@@ -18,7 +18,7 @@ from jaxtyping import Float32
 
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 
-SCORES = ("learner_logprobs", "reference_logprobs", "values")
+RESTORED_SCORES = ("learner_logprobs", "reference_logprobs", "values")
 """Columns with one number per sampled token that scoring has computed before the update."""
 
 COLUMNS = ("id", "group_id", "task_id", "environment", "answer", "status", "error", "not_trained", "rewards", "turns")
@@ -56,7 +56,7 @@ def groups_of_table(table: pa.Table) -> StoredGroups:
         rollout = _rollout(row, [turn for turn, _ in own])
         members.setdefault(rollout.group_id, []).append(rollout)
         parts = [found for _, found in own]
-        stored = [name for name in SCORES if parts and all(name in found for found in parts)]
+        stored = [name for name in RESTORED_SCORES if parts and all(name in found for found in parts)]
         scores[rollout.id] = {name: np.concatenate([found[name] for found in parts]) for name in stored}
     return StoredGroups([RolloutGroup(name, rollouts) for name, rollouts in members.items()], scores)
 
@@ -93,7 +93,8 @@ class _Lists:
 def _turns_of_rows(column: pa.ListArray) -> list[list[tuple[Turn, TokenScores]]]:
     """Return the turns of each row with their scores."""
     structs = column.values
-    lists = {name: _Lists.of(structs.field(name)) for name in ("observation_tokens", "token_ids", "logprobs", *SCORES)}
+    token_columns = ("observation_tokens", "token_ids", "logprobs", *RESTORED_SCORES)
+    lists = {name: _Lists.of(structs.field(name)) for name in token_columns}
     names = ("rewards", "anchor_state", "starts_sequence", "stop_reason", "first_version", "last_version")
     plain = {name: structs.field(name).to_pylist(maps_as_pydicts="strict") for name in names}
 
@@ -113,7 +114,7 @@ def _turns_of_rows(column: pa.ListArray) -> list[list[tuple[Turn, TokenScores]]]
             anchor_state=plain["anchor_state"][index],
             starts_sequence=plain["starts_sequence"][index],
         )
-        return turn, {name: lists[name][index] for name in SCORES if lists[name].present[index]}
+        return turn, {name: lists[name][index] for name in RESTORED_SCORES if lists[name].present[index]}
 
     offsets = column.offsets.to_numpy()
     return [[turn_at(index) for index in range(start, end)] for start, end in itertools.pairwise(offsets)]

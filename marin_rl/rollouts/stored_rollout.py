@@ -54,7 +54,7 @@ _EVALUATION = pa.struct(
     ]
 )
 
-SCORES = ("learner_logprobs", "reference_logprobs", "advantages", "values", "value_targets")
+TOKEN_COLUMNS = ("learner_logprobs", "reference_logprobs", "advantages", "values", "value_targets")
 """The arrays of `StoredAdvantages`, which are columns over the sampled tokens."""
 
 _TURN_FIELDS = ("action", "reward", "rewards", "anchor_state", "starts_sequence")
@@ -79,7 +79,7 @@ _TURN = pa.struct(
         ("pieces", pa.list_(pa.binary())),
         ("loss_mask", pa.list_(pa.bool_())),
         ("logprobs", pa.list_(pa.float32())),
-        *[(name, pa.list_(pa.float32())) for name in SCORES],
+        *[(name, pa.list_(pa.float32())) for name in TOKEN_COLUMNS],
         ("episode_advantage", pa.float64()),
         ("step_return", pa.float64()),
         ("step_advantage", pa.float64()),
@@ -156,7 +156,7 @@ def as_table(
 
     Args:
         rollouts: the rollouts.
-        step: the update trained on the rollouts, or the update before an evaluation.
+        step: the step that trained on the rollouts, or the step before an evaluation.
         purpose: `training` or `evaluation`.
         stored: advantages by rollout id, for the rollouts that were trained on.
         piece: maps a token id to its bytes; called once per column for each distinct id.
@@ -221,7 +221,7 @@ def _turns_column(
         "pieces": _lists(sampled, _pieces(token_ids, piece)),
         "loss_mask": _lists(sampled, pa.array(np.repeat(np.array(has_loss, np.bool_), num_sampled))),
         "logprobs": _lists(sampled, pa.array(np.fromiter(logprobs, np.float32))),
-        **{name: _scores_column(name, rollouts, own, sampled, num_sampled) for name in SCORES},
+        **{name: _scores_column(name, rollouts, own, sampled, num_sampled) for name in TOKEN_COLUMNS},
         **_turn_advantages(rollouts, own),
     }
     return _lists(rows, _struct(columns, _TURN)), num_observed, num_sampled

@@ -32,7 +32,7 @@ from marin_rl.sampling.attention import AttentionForm, attention_form
 from marin_rl.sampling.cached_model import Cache, CachedModel, cache_axes
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.decoding import compile_programs, conversion_program, head_shards
-from marin_rl.sampling.host_mesh import copy_to_host, count_hosts, host_mesh
+from marin_rl.sampling.host_mesh import copy_to_each_process, count_hosts, host_mesh
 from marin_rl.sampling.prefill import Piece, PrefillShape, copy_arguments, prefill_calls, prefill_shape
 from marin_rl.sampling.sampler import (
     SampledTokens,
@@ -280,7 +280,7 @@ class GroupSampler(Sampler):
             return
         with self._trainer.use_device_mesh():
             converted = conversion_program(self._trainer, self._form, self._max_context)(model)
-        self._model = copy_to_host(converted, self._trainer.device_mesh, self._trainer.compute_axis_mapping)
+        self._model = copy_to_each_process(converted, self._trainer.device_mesh, self._trainer.compute_axis_mapping)
 
     def reset(self) -> None:
         """Drop all requests and conversations, and release the device memory until the next request."""

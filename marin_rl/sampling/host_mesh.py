@@ -44,7 +44,7 @@ def host_mesh(mesh: Mesh) -> Mesh:
     return Mesh(_by_host(mesh)[_host_index(mesh)], AXES)
 
 
-def copy_to_host(tree: T, mesh: Mesh, mapping: ResourceMapping) -> T:
+def copy_to_each_process(tree: T, mesh: Mesh, mapping: ResourceMapping) -> T:
     """Copy the arrays of a tree to the devices of each process; a collective of all processes of the mesh.
 
     Args:

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from marin_rl.serving.endpoints import Endpoints
 from marin_rl.serving.engine import Engine, EngineError
 from marin_rl.serving.metrics import ServerMetrics
-from marin_rl.serving.protocol import ApiError, Limits
+from marin_rl.serving.protocol import ApiError, RequestLimits
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenPieces
 
@@ -41,8 +41,8 @@ class ServerOptions:
     """Name of the model in requests."""
     key: str | None
     """API key; None serves requests without a key."""
-    limits: Limits
-    """Limits of a request's tokens and sequences."""
+    limits: RequestLimits
+    """RequestLimits of a request's tokens and sequences."""
     max_sequences: int
     """Maximum number of sequences in progress and waiting."""
     max_body_bytes: int

@@ -16,13 +16,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from marin_rl.event_loop import gather_all
 from marin_rl.serving.engine import EngineError, EngineRequest
 from marin_rl.serving.protocol import (
     ApiError,
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
-    Limits,
+    RequestLimits,
     TextParams,
     engine_requests,
     parse_body,
@@ -50,8 +51,8 @@ class Endpoints:
     """Tokenizes conversations; may be called in another thread."""
     piece: TokenPiece
     """Returns the bytes of a token."""
-    limits: Limits
-    """Limits of a request's tokens and sequences."""
+    limits: RequestLimits
+    """RequestLimits of a request's tokens and sequences."""
     max_body_bytes: int
     """Maximum size of a request's body."""
     body_seconds: float
@@ -95,9 +96,9 @@ class Endpoints:
         parts = await _while_connected(request.receive, self._sample(requests))
         return JSONResponse(generate_body(id, requests, parts, body.sampling_params.logprobs is not None))
 
-    def _requests(self, prompts: Sequence[tuple[int, ...]], params: Any, completion: str) -> list[EngineRequest]:
+    def _requests(self, prompts: Sequence[tuple[int, ...]], params: Any, response_id: str) -> list[EngineRequest]:
         requests = engine_requests(prompts, params, self.limits)
-        return [dataclasses.replace(request, completion=completion) for request in requests]
+        return [dataclasses.replace(request, response_id=response_id) for request in requests]
 
     def _admit(self, requests: Sequence[EngineRequest], num_prompt: int) -> None:
         """Accept a request; the caller must then start `_sample` or an `EventStream`, which release it."""
@@ -146,7 +147,7 @@ class Endpoints:
         try:
             parts = await _all([self.reply(request) for request in requests])
         except BaseException:
-            self.discard(requests[0].completion)
+            self.discard(requests[0].response_id)
             raise
         finally:
             self.release(len(requests))
@@ -254,15 +255,8 @@ async def _while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) 
 
 
 async def _all(works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Run coroutines concurrently; the first error cancels the others and propagates."""
-    if len(works) == 1:
-        return [await works[0]]
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
-    except* (ApiError, EngineError, ClientDisconnect) as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
+    """Run coroutines concurrently, a single one in this task."""
+    return [await works[0]] if len(works) == 1 else await gather_all(works)
 
 
 async def _tokenize(function: Callable[[], Result], param: str, size: int) -> Result:

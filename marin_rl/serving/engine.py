@@ -44,8 +44,16 @@ class EngineRequest:
     """Tokens that end the reply, in addition to the sampler's."""
     skip_special_tokens: bool = True
     """Whether the text leaves out special tokens."""
-    completion: str = ""
+    response_id: str = ""
     """Id of the response."""
+
+    def reader(self, decode: Callable[[Sequence[int], bool], str]) -> ReplyReader:
+        """Return a reader of the reply.
+
+        Args:
+            decode: decodes the tokens of a reply; the second argument is `skip_special_tokens`.
+        """
+        return ReplyReader(lambda tokens: decode(tokens, self.skip_special_tokens), self.stop, self.stop_token_ids)
 
 
 class Engine:
@@ -107,7 +115,7 @@ class Engine:
             # A generator that is left early is closed at once only with `aclosing`.
             async with contextlib.aclosing(self.stream(request)) as parts:
                 return _join_text([part async for part in parts])
-        reader = self._reader(request)
+        reader = request.reader(self._decode)
         with self._sampling(request.sample, None) as answer:
             return _push(reader, *_rest(await answer, 0))
 
@@ -122,7 +130,7 @@ class Engine:
         Raises:
             EngineError: if the sampler failed.
         """
-        reader = self._reader(request)
+        reader = request.reader(self._decode)
         waiting: deque[SampledTokens] = deque()
         arrived = asyncio.Event()
 
@@ -140,12 +148,6 @@ class Engine:
                 new, end = (_take(waiting), None) if waiting else _rest(answer.result(), count)
                 count += len(new.token_ids)
                 yield _push(reader, new, end)
-
-    def _reader(self, request: EngineRequest) -> ReplyReader:
-        def decode(tokens: Sequence[int]) -> str:
-            return self._decode(tokens, request.skip_special_tokens)
-
-        return ReplyReader(decode, request.stop, request.stop_token_ids)
 
     @contextlib.contextmanager
     def _sampling(self, request: SampleRequest, on_tokens: OnTokens | None) -> Iterator["asyncio.Future[Generation]"]:

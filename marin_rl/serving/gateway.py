@@ -8,7 +8,7 @@ import contextlib
 import logging
 import secrets
 import urllib.parse
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -22,13 +22,13 @@ from starlette.types import ASGIApp
 
 from marin_rl.environments.base import AgentConnection
 from marin_rl.rollouts.agent_recorder import AgentLimitError, AgentRecorder, EpisodeEndedError, Served
-from marin_rl.rollouts.attempt import Limits as RolloutLimits
+from marin_rl.rollouts.attempt import Limits
 from marin_rl.serving.app import EXCEPTION_HANDLERS, has_key, wrong_key
 from marin_rl.serving.endpoints import Endpoints, EventStream
 from marin_rl.serving.engine import EngineError, EngineRequest
 from marin_rl.serving.http_server import listen, url_of
-from marin_rl.serving.protocol import ApiError, Limits, parse_body, read_message
-from marin_rl.serving.text import ReplyReader, TextPart, ToolReader
+from marin_rl.serving.protocol import ApiError, RequestLimits, parse_body, read_message
+from marin_rl.serving.text import TextPart, ToolReader
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenPieces
 from marin_rl.types import Generation
@@ -63,7 +63,7 @@ class Gateway:
     """Server of one process for all agents of a run; starts with the first one, and ends with its event loop."""
 
     def __init__(
-        self, tokenizer: ChatTokenizer, limits: RolloutLimits, vocab_size: int, *, has_stop_texts: bool = False
+        self, tokenizer: ChatTokenizer, limits: Limits, vocab_size: int, *, has_stop_texts: bool = False
     ) -> None:
         """Create a server, which does not listen yet.
 
@@ -75,7 +75,7 @@ class Gateway:
         """
         self._tokenizer = tokenizer
         self._piece = TokenPieces(tokenizer.tokenizer)
-        self._limits = Limits(
+        self._limits = RequestLimits(
             max_context=limits.max_length,
             max_new_tokens=limits.max_new_tokens,
             max_choices=limits.max_turns,
@@ -104,7 +104,7 @@ class Gateway:
         url = f"{self._url}/episodes/{name}"
         try:
             yield AgentConnection(
-                f"{url}/v1", key, f"{url}/untrained/v1", f"{url}/reward", recorder.rollout_id, recorder.cut_off
+                f"{url}/v1", key, f"{url}/untrained/v1", f"{url}/reward", recorder.rollout_id, recorder.mark_truncated
             )
         finally:
             del self._episodes[recorder.rollout_id]
@@ -184,32 +184,24 @@ class Gateway:
             discard=recorder.discard,
         )
 
-    def _reader(self, request: EngineRequest) -> ReplyReader:
-        def decode(tokens: Sequence[int]) -> str:
-            return self._tokenizer.decode_reply(tokens, request.skip_special_tokens)
-
-        return ReplyReader(decode, request.stop, request.stop_token_ids)
-
     async def _reply(self, recorder: AgentRecorder, request: EngineRequest, is_trained: bool) -> TextPart:
         """Sample and record a whole reply. Temperature and seed are those of the rollout."""
         parts: list[TextPart] = []
 
         def serve(generation: Generation) -> Served:
-            part = self._reader(request).push(generation.token_ids, generation.logprobs, generation.stop_reason)
+            reader = request.reader(self._tokenizer.decode_reply)
+            part = reader.push(generation.token_ids, generation.logprobs, generation.stop_reason)
             parts.append(part._replace(weight_versions=(generation.first_version, generation.last_version)))
             return Served(len(part.token_ids), part.finish_reason == "stop", (part.text, _with_calls(part.text)))
 
-        following = self._reader(request) if request.stop or request.stop_token_ids else None
+        has_stop = request.stop or request.stop_token_ids
+        following = request.reader(self._tokenizer.decode_reply) if has_stop else None
         ends = None if following is None else lambda new: following.push(new[0], new[1]).finish_reason is not None
         sample = request.sample
-        try:
+        with _api_errors():
             await recorder.sample(
-                sample.prompt_tokens, sample.max_new_tokens, serve, request.completion, ends, is_trained
+                sample.prompt_tokens, sample.max_new_tokens, serve, request.response_id, ends, is_trained
             )
-        except AgentLimitError as error:
-            raise _limit_exceeded(error) from error
-        except EpisodeEndedError as error:
-            raise EngineError(str(error)) from error
         return parts[0]
 
 
@@ -227,19 +219,23 @@ async def _serve(server: uvicorn.Server, listener: Any) -> None:
 
 async def _answer(handler: Handler, episode: _Episode, request: Request, is_trained: bool) -> Response | EventStream:
     try:
-        return await handler(episode, request)
-    except AgentLimitError as error:
-        raise _limit_exceeded(error) from error
-    except EpisodeEndedError as error:
-        raise EngineError(str(error)) from error
+        with _api_errors():
+            return await handler(episode, request)
     except ApiError as error:
         if is_trained and error.code == "context_length_exceeded":
-            episode.recorder.cut_off()
+            episode.recorder.mark_truncated()
         raise
 
 
-def _limit_exceeded(error: AgentLimitError) -> ApiError:
-    return ApiError(str(error), code="rollout_limit_exceeded")
+@contextlib.contextmanager
+def _api_errors() -> Iterator[None]:
+    """Convert errors of the recorder to those of the API."""
+    try:
+        yield
+    except AgentLimitError as error:
+        raise ApiError(str(error), code="rollout_limit_exceeded") from error
+    except EpisodeEndedError as error:
+        raise EngineError(str(error)) from error
 
 
 async def _models(episode: _Episode, request: Request) -> Response:

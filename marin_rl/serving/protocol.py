@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import pydantic
 
-from marin_rl.environments.tools import describe_schemas
+from marin_rl.environments.tools import CALL_END, CALL_START, describe_schemas
 from marin_rl.sampling.config import MIN_TEMPERATURE
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.seeds import derive_seed
@@ -131,11 +131,6 @@ class SamplingParams(pydantic.BaseModel):
     def new_tokens(self) -> int | None:
         """Maximum number of new tokens; None for the default."""
         return self.max_tokens
-
-    @property
-    def stop_texts(self) -> tuple[str, ...]:
-        """The stop strings."""
-        return tuple(self.stop)
 
 
 class TextParams(SamplingParams):
@@ -361,11 +356,11 @@ def _call_text(where: str, call: object) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise ApiError(f"{where}.tool_calls has arguments that are not JSON: {error}", param="messages") from error
     text = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>\n{text}\n</tool_call>"
+    return f"{CALL_START}\n{text}\n{CALL_END}"
 
 
-class Limits(NamedTuple):
-    """Limits of requests."""
+class RequestLimits(NamedTuple):
+    """RequestLimits of requests."""
 
     max_context: int
     """Maximum number of prompt and new tokens of a sequence."""
@@ -383,7 +378,9 @@ class Limits(NamedTuple):
     """Whether larger values of `max_tokens` are reduced to the limits instead of refused."""
 
 
-def engine_requests(prompts: Sequence[tuple[int, ...]], params: SamplingParams, limits: Limits) -> list[EngineRequest]:
+def engine_requests(
+    prompts: Sequence[tuple[int, ...]], params: SamplingParams, limits: RequestLimits
+) -> list[EngineRequest]:
     """Return the requests of all choices, prompt by prompt, each `n` times with different seeds.
 
     Choice 0 of each prompt has the seed itself, choice i the seed `derive_seed(seed, i)`.
@@ -417,12 +414,12 @@ def engine_requests(prompts: Sequence[tuple[int, ...]], params: SamplingParams, 
         for index in range(params.n):
             sample = SampleRequest(prompt, derive_seed(seed, index) if index else seed, allowed, params.temperature)
             requests.append(
-                EngineRequest(sample, params.stop_texts, own - limits.stop_token_ids, params.skip_special_tokens)
+                EngineRequest(sample, tuple(params.stop), own - limits.stop_token_ids, params.skip_special_tokens)
             )
     return requests
 
 
-def _allowed(prompt: tuple[int, ...], params: SamplingParams, limits: Limits) -> int:
+def _allowed(prompt: tuple[int, ...], params: SamplingParams, limits: RequestLimits) -> int:
     max_tokens = params.new_tokens
     if not prompt:
         raise ApiError("the prompt is empty; it needs at least one token", param="prompt")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from marin_rl.environments.tools import ToolCall, ToolError, find_calls, parse_call
+from marin_rl.environments.tools import CALL_START, ToolCall, ToolError, find_calls, parse_call
 from marin_rl.rewards.grading import without_thoughts
 from marin_rl.types import StopReason, WeightVersion
 
@@ -175,11 +175,8 @@ class ToolReader:
         if not calls:
             return self._text[self._passed :], []
         answer = without_thoughts(self._text)
-        end = len(self._text) - len(answer) + max(answer.find(_OPEN), 0)
+        end = len(self._text) - len(answer) + max(answer.find(CALL_START), 0)
         return self._text[self._passed : end].rstrip(), [tool_call(call) for call in calls]
-
-
-_OPEN = "<tool_call>"
 
 
 def _end_before_call(text: str) -> int:
@@ -188,9 +185,9 @@ def _end_before_call(text: str) -> int:
     >>> [_end_before_call(text) for text in ("a <tool_call>{", "a <tool", "a <b", "a ")]
     [1, 1, 4, 1]
     """
-    start = text.find(_OPEN)
+    start = text.find(CALL_START)
     if start < 0:
-        begun = (count for count in range(len(_OPEN) - 1, 0, -1) if text.endswith(_OPEN[:count]))
+        begun = (count for count in range(len(CALL_START) - 1, 0, -1) if text.endswith(CALL_START[:count]))
         start = len(text) - next(begun, 0)
     return len(text[:start].rstrip())
 

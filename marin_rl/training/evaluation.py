@@ -15,7 +15,7 @@ from marin_rl.learner.scoring import Scores
 from marin_rl.metrics import mean
 from marin_rl.objectives.pass_at_k import pass_at_k
 from marin_rl.rollouts.metrics import is_correct
-from marin_rl.rollouts.run_rollouts import RolloutRunner, run_groups
+from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
 from marin_rl.types import RolloutGroup, Task
 
 
@@ -51,7 +51,7 @@ def evaluate(
     tasks = first_of_each(runner.environment.tasks(split), config.tasks, runner)
     require_tasks(runner.environment, tasks, split)
     name = f"evaluate-{split.value}"
-    sampled = run_groups(
+    sampled = run_tasks(
         runner, tasks, group_size=config.samples, temperature=temperature, seed_parts=(seed, name, "sampled")
     )
     greedy: list[RolloutGroup] = []
@@ -66,7 +66,7 @@ def evaluate(
                 pass_at_k(config.samples, correct, k) for correct in correct_counts
             ).value
     if config.greedy:
-        greedy = run_groups(runner, tasks, group_size=1, temperature=0.0, seed_parts=(seed, name, "greedy"))
+        greedy = run_tasks(runner, tasks, group_size=1, temperature=0.0, seed_parts=(seed, name, "greedy"))
         for environment, groups in _by_environment(greedy).items():
             metrics[f"eval/{environment}/accuracy_greedy"] = _accuracy(groups)
     return metrics, [*sampled, *greedy]

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from levanter.models.lm_model import LmConfig, LmHeadModel
@@ -290,7 +290,8 @@ def model_flops_utilization(
 ) -> dict[str, float]:
     """Compute the model FLOPs utilization of a step's forward and backward passes.
 
-    `mfu = 3 · flops_per_token · tokens / (seconds · peak FLOPS of all devices)`, without padding tokens.
+    `mfu = 3 · flops_per_token · tokens / (seconds · peak FLOPS of all devices)`, without padding tokens. The FLOPs of
+    attention are those of whole rows.
 
     Args:
         model: architecture.
@@ -302,8 +303,12 @@ def model_flops_utilization(
         `mfu`, or nothing if the peak FLOPS of the device is unknown (for example on a CPU) or there was no update.
     """
     peak = device_hardware_flops(jax.devices()[0])
-    per_token = model.flops_per_token(vocab_size)
-    if peak is None or per_token is None or not updates:
+    if peak is None or not updates:
+        return {}
+    # The model's own length is the longest that it supports. Every config of a model has the field.
+    fields: Any = {"seq_len": updates[0].layout.row_length}
+    per_token = dataclasses.replace(model, **fields).flops_per_token(vocab_size)
+    if per_token is None:
         return {}
     tokens = sum(packed.num_tokens for packed in updates)
     return {"mfu": 3 * per_token * tokens / (step_seconds * peak * jax.device_count())}

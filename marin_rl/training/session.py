@@ -68,7 +68,7 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
     join_processes(config.trainer)
     with contextlib.ExitStack() as resources, exit_on_error():
         check_lock = _lock_on_main(directory, config, resources)
-        require_same_config(config, changeable_keys(TrainConfig))
+        require_same_config(config)
         require_shared_folder(directory.path)
         multihost.on_main(
             lambda: str(create_or_open(directory.path, to_yaml(config), changeable_keys(TrainConfig)).path)

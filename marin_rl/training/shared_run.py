@@ -40,10 +40,10 @@ def require_shared_folder(folder: StoragePath) -> None:
     The main process writes a random text, and every process reads it back.
 
     Args:
-        folder: The run directory, which exists on the host of the main process.
+        folder: the run directory, which exists on the host of the main process.
 
     Raises:
-        RunDirectoryError: In every process; names the processes that do not see the folder.
+        RunDirectoryError: in every process; names the processes that do not see the folder.
     """
     if not multihost.is_multihost():
         return
@@ -77,21 +77,28 @@ def _write_nonce(folder: StoragePath) -> str:
     return nonce
 
 
-def require_same_config(config: TrainConfig, may_differ: Sequence[str]) -> None:
-    """Check that all training processes have the same config.
+_OF_EACH_PROCESS = (
+    *("run_dir", "ray_address", "log_level", "logging", "weights.host", "weights.port", "sampler.base_url"),
+    *("trainer.distributed", "trainer.tracker", "trainer.jax_compilation_cache_dir"),
+)
+"""Keys that do not determine what the processes do together. Other keys that may change when a run is resumed, such as
+`checkpoint.every`, must still be equal: a process that saves would wait for the others."""
+
+
+def require_same_config(config: TrainConfig) -> None:
+    """Check that all training processes have the same config, except for addresses, folders and logs.
 
     Args:
-        config: Config of this process.
-        may_differ: Dotted keys or sections that do not change the results of the run.
+        config: config of this process.
 
     Raises:
-        RunDirectoryError: In every process; names the processes and keys that differ from the main process.
+        RunDirectoryError: in every process; names the processes and keys that differ from the main process.
     """
     if not multihost.is_multihost():
         return
     own = to_yaml(config)
     of_main = multihost.on_main(lambda: own)
-    differences = multihost.gather_texts("\n".join(config_differences(of_main, own, [*may_differ, "run_dir"])))
+    differences = multihost.gather_texts("\n".join(config_differences(of_main, own, _OF_EACH_PROCESS)))
     if differing := [f"process {index}:\n{text}" for index, text in enumerate(differences) if text]:
         raise RunDirectoryError(
             "the training processes have different configs; compared with the main process (there), in "
@@ -107,12 +114,12 @@ def require_same_batch(step: int, batch: TrainingBatch, updates: Sequence[Packed
     would make the gradient wrong.
 
     Args:
-        step: Training step.
-        batch: Rollouts and advantages of the step.
-        updates: Its updates, of which this process may have a part of the rows.
+        step: training step.
+        batch: rollouts and advantages of the step.
+        updates: its updates, of which this process may have a part of the rows.
 
     Raises:
-        ProcessesDifferError: In every process; names the processes and arrays that differ.
+        ProcessesDifferError: in every process; names the processes and arrays that differ.
     """
     if not multihost.is_multihost():
         return
@@ -135,7 +142,7 @@ def check_config(config: TrainConfig) -> None:
     """Check that a config supports several training processes.
 
     Raises:
-        ValueError: If it does not; the message names the setting and the remedy.
+        ValueError: if it does not; the message names the setting and the remedy.
     """
     count = jax.process_count()
     if count == 1:

@@ -27,7 +27,7 @@ from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.objectives.kl import NoKlConfig
 from marin_rl.objectives.policy_loss import ReinforceLossConfig
 from marin_rl.rollouts.metrics import is_correct
-from marin_rl.rollouts.run_rollouts import RolloutRunner, run_groups
+from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
 from marin_rl.seeds import derive_seed
 from marin_rl.training.evaluation import first_of_each
 from marin_rl.types import Task
@@ -161,5 +161,5 @@ def _require_fitting(examples: Sequence[ProcessedRollout | None], runner: Rollou
 
 
 def _accuracy(runner: RolloutRunner, tasks: Sequence[Task], temperature: float, seed: int) -> float:
-    groups = run_groups(runner, tasks, group_size=1, temperature=temperature, seed_parts=(seed, "warm-start-check"))
+    groups = run_tasks(runner, tasks, group_size=1, temperature=temperature, seed_parts=(seed, "warm-start-check"))
     return sum(is_correct(group.rollouts[0]) for group in groups) / len(groups)

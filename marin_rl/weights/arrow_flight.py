@@ -44,8 +44,8 @@ class VersionCache:
         """Make an empty cache.
 
         Args:
-            keep: Maximum number of versions.
-            name: Name in error messages.
+            keep: maximum number of versions.
+            name: name in error messages.
         """
         self._keep = keep
         self._name = name
@@ -63,7 +63,7 @@ class VersionCache:
         """Return a version.
 
         Raises:
-            VersionGoneError: If the version is not in the cache.
+            VersionGoneError: if the version is not in the cache.
         """
         with self._lock:
             if version not in self._held:
@@ -176,8 +176,8 @@ class WeightServer(flight.FlightServerBase):
         """Start serving in background threads.
 
         Args:
-            cache: The snapshots to serve.
-            secret: The run's secret. Callers without it are rejected in the TLS handshake.
+            cache: the snapshots to serve.
+            secret: the run's secret. Callers without it are rejected in the TLS handshake.
             location: `grpc+tls://host:port`; port 0 selects a free port.
         """
         identity = tls_identity(secret)
@@ -256,14 +256,14 @@ class FlightBackend:
         """Bind the port and start the server.
 
         Args:
-            host: Name or address to bind.
-            port: Port to bind; 0 selects a free port.
-            secret: The run's secret.
-            training_host: The training host of this process.
-            keep: Number of newest versions to keep.
+            host: name or address to bind.
+            port: port to bind; 0 selects a free port.
+            secret: the run's secret.
+            training_host: the training host of this process.
+            keep: number of newest versions to keep.
 
         Raises:
-            OSError: If the address cannot be bound.
+            OSError: if the address cannot be bound.
         """
         check_secret(secret)
         self._cache = VersionCache(keep, f"training host {training_host.index}")
@@ -307,10 +307,10 @@ class FlightSource:
         """Set up the client without connecting.
 
         Args:
-            address: The server, `grpc+tls://host:port`.
-            secret: The run's secret.
-            streams: Number of concurrent streams, each on a separate connection.
-            call_seconds: Timeout of a call, in seconds.
+            address: the server, `grpc+tls://host:port`.
+            secret: the run's secret.
+            streams: number of concurrent streams, each on a separate connection.
+            call_seconds: timeout of a call, in seconds.
         """
         check_secret(secret)
         self._address = address

@@ -45,8 +45,8 @@ class WeightTransferConfig(draccus.ChoiceRegistry, abc.ABC):
         """Open the sender of a training host.
 
         Args:
-            secret: The run's secret, from `make_secret()`; equal on all training hosts.
-            training_host: The training host of this process.
+            secret: the run's secret, from `make_secret()`; equal on all training hosts.
+            training_host: the training host of this process.
         """
 
     @abc.abstractmethod
@@ -54,8 +54,8 @@ class WeightTransferConfig(draccus.ChoiceRegistry, abc.ABC):
         """Open the receiver of a worker.
 
         Args:
-            addresses: Sender addresses of all training hosts, in any order.
-            secret: The run's secret.
+            addresses: sender addresses of all training hosts, in any order.
+            secret: the run's secret.
         """
 
     @property

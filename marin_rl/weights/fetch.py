@@ -59,7 +59,7 @@ class WeightSource(Protocol):
         """Return the complete versions, oldest first.
 
         Raises:
-            WeightTransferError: If the source does not respond or rejects the call.
+            WeightTransferError: if the source does not respond or rejects the call.
         """
         ...
 
@@ -67,8 +67,8 @@ class WeightSource(Protocol):
         """Return the manifests of one version.
 
         Raises:
-            VersionGoneError: If the version is not available.
-            WeightTransferError: If the source does not respond or rejects the call.
+            VersionGoneError: if the version is not available.
+            WeightTransferError: if the source does not respond or rejects the call.
         """
         ...
 
@@ -76,8 +76,8 @@ class WeightSource(Protocol):
         """Yield the bytes (uint8) of the chunks in order, unchecked; fewer chunks if the stream was cut.
 
         Raises:
-            VersionGoneError: If the version is dropped during the transfer.
-            WeightTransferError: If the stream fails.
+            VersionGoneError: if the version is dropped during the transfer.
+            WeightTransferError: if the stream fails.
         """
         ...
 
@@ -91,10 +91,10 @@ class WeightReceiver:
         """Set up the receiver without connecting.
 
         Args:
-            sources: Sources that together have every piece.
-            retry: Limits of retries after an error.
-            cast: Whether floating-point arrays may be sent in another floating-point dtype than the receiver's.
-            clock: Clock for tests; None for the real one.
+            sources: sources that together have every piece.
+            retry: limits of retries after an error.
+            cast: whether floating-point arrays may be sent in another floating-point dtype than the receiver's.
+            clock: clock for tests; None for the real one.
         """
         if not sources:
             raise ValueError("a receiver of weights needs at least one address, got 0")
@@ -107,7 +107,7 @@ class WeightReceiver:
         """Return the newest version that every sender has, or None before the first.
 
         Raises:
-            WeightTransferError: If a sender does not respond.
+            WeightTransferError: if a sender does not respond.
         """
         return retrying(self._retry, (ServerLostError, CorruptTransferError), self._find_newest, self._clock)
 
@@ -115,18 +115,18 @@ class WeightReceiver:
         """Fetch one version.
 
         Args:
-            like: Tree with arrays or `jax.ShapeDtypeStruct`s as leaves. Their shardings determine the shards to fetch
+            like: tree with arrays or `jax.ShapeDtypeStruct`s as leaves. Their shardings determine the shards to fetch
                 and their devices; leaves without a sharding are placed on the default device.
-            version: The version to fetch; None for the newest.
+            version: the version to fetch; None for the newest.
 
         Returns:
             `like` with the published arrays, and their version.
 
         Raises:
-            VersionGoneError: If `version` is given and a sender does not have it.
-            MismatchedWeightsError: If the published weights do not fit `like`.
-            WrongSecretError: If a sender has a different secret.
-            WeightTransferError: If the weights do not arrive within the retry limits.
+            VersionGoneError: if `version` is given and a sender does not have it.
+            MismatchedWeightsError: if the published weights do not fit `like`.
+            WrongSecretError: if a sender has a different secret.
+            WeightTransferError: if the weights do not arrive within the retry limits.
         """
         transient = (ServerLostError, CorruptTransferError, NoWeightsError)
         errors = transient if version is not None else (*transient, VersionGoneError)
@@ -174,8 +174,8 @@ class ArrayBuffers:
         """Allocate the memory.
 
         Args:
-            target: The receiver's array.
-            pieces: The pieces to fetch; they cover the boxes of `target`.
+            target: the receiver's array.
+            pieces: the pieces to fetch; they cover the boxes of `target`.
         """
         self._target = target
         self._pieces = pieces
@@ -209,9 +209,9 @@ class ArrayBuffers:
         """Write bytes of a piece.
 
         Args:
-            key: The piece.
-            start: Offset of the first byte within the piece.
-            data: The bytes, uint8.
+            key: the piece.
+            start: offset of the first byte within the piece.
+            data: the bytes, uint8.
         """
         rows = self._rows[key]
         length = rows.shape[1]
@@ -230,7 +230,7 @@ class ArrayBuffers:
         """Place the array on the receiver's devices. No further writes are allowed.
 
         Raises:
-            MismatchedWeightsError: If two pieces hold different values for the same elements.
+            MismatchedWeightsError: if two pieces hold different values for the same elements.
         """
         parts = []
         for key, data in self.separate.items():

@@ -171,12 +171,12 @@ class Manifest:
         """Check received bytes against length and checksum.
 
         Args:
-            chunk: The expected chunk.
-            data: The received bytes.
-            source: Name of the sender, for error messages.
+            chunk: the expected chunk.
+            data: the received bytes.
+            source: name of the sender, for error messages.
 
         Raises:
-            CorruptTransferError: If length or checksum differ.
+            CorruptTransferError: if length or checksum differ.
         """
         piece = self.pieces[chunk.piece]
         start, stop = self.span(chunk)
@@ -196,13 +196,13 @@ class Manifest:
         """Decode a manifest from `sign`.
 
         Args:
-            signed: The return value of `sign`.
-            secret: The run's secret.
-            source: Name of the sender, for error messages.
+            signed: the return value of `sign`.
+            secret: the run's secret.
+            source: name of the sender, for error messages.
 
         Raises:
-            CorruptTransferError: If the signature does not match.
-            ValueError: If the signed text is not a manifest.
+            CorruptTransferError: if the signature does not match.
+            ValueError: if the signed text is not a manifest.
         """
         signature, body = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, hmac.digest(secret.encode(), body, "sha256")):
@@ -225,7 +225,7 @@ def check_secret(secret: str) -> None:
     """Validate a secret.
 
     Raises:
-        ValueError: If it has fewer than 32 characters, or characters that are not printable ASCII.
+        ValueError: if it has fewer than 32 characters, or characters that are not printable ASCII.
     """
     if len(secret) < 32 or not (secret.isascii() and secret.isprintable()):
         raise ValueError(

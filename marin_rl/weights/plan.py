@@ -63,15 +63,15 @@ def make_plan(
     """Choose the pieces that the receiver's devices need.
 
     Args:
-        targets: Arrays of the receiver, by name.
-        manifests: One manifest per training host, all of one version.
-        cast: Whether floating-point arrays may be sent in another floating-point dtype than the receiver's.
+        targets: arrays of the receiver, by name.
+        manifests: one manifest per training host, all of one version.
+        cast: whether floating-point arrays may be sent in another floating-point dtype than the receiver's.
 
     Returns:
         The pieces to fetch, by array name. The bytes are balanced over the hosts.
 
     Raises:
-        MismatchedWeightsError: If names, shapes or dtypes differ, or pieces are missing or inconsistent; the message
+        MismatchedWeightsError: if names, shapes or dtypes differ, or pieces are missing or inconsistent; the message
             names array and piece.
     """
     held: dict[str, dict[PieceKey, Piece]] = {}

@@ -64,12 +64,12 @@ class WeightSender(Protocol):
         `publish` in the same order.
 
         Args:
-            weights: Tree of arrays, such as a model.
-            version: Number of training steps; greater than every earlier version.
+            weights: tree of arrays, such as a model.
+            version: number of training steps; greater than every earlier version.
 
         Raises:
-            ValueError: If the version does not increase, or a leaf has a dtype that cannot be transferred.
-            Exception: An error in the background since the last call.
+            ValueError: if the version does not increase, or a leaf has a dtype that cannot be transferred.
+            Exception: an error in the background since the last call.
         """
         ...
 
@@ -77,7 +77,7 @@ class WeightSender(Protocol):
         """Wait until the last published version is available.
 
         Raises:
-            Exception: An error in the background.
+            Exception: an error in the background.
         """
         ...
 

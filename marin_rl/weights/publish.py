@@ -29,8 +29,8 @@ def copy_arrays(arrays: Mapping[str, Array], dtype: str | None) -> dict[str, Arr
     before later programs, so the originals may be donated immediately.
 
     Args:
-        arrays: The originals by name.
-        dtype: Dtype that floating-point arrays are cast to; None for no cast.
+        arrays: the originals by name.
+        dtype: dtype that floating-point arrays are cast to; None for no cast.
     """
     copies: dict[str, Array] = {}
     groups: dict[Hashable, dict[str, jax.Array]] = {}
@@ -110,10 +110,10 @@ def take_snapshot(arrays: dict[str, Array], version: WeightVersion, host: Traini
     Only the first replica of a shard is read, so each shard is sent once over all hosts. Every host sends numpy arrays.
 
     Args:
-        arrays: Arrays that are not modified elsewhere. The dictionary is emptied, which frees device memory early.
-        version: Version of the weights.
-        host: The training host of this process.
-        chunk_bytes: Bytes per chunk.
+        arrays: arrays that are not modified elsewhere. The dictionary is emptied, which frees device memory early.
+        version: version of the weights.
+        host: the training host of this process.
+        chunk_bytes: bytes per chunk.
     """
     pieces, data = [], []
     while arrays:
@@ -162,10 +162,10 @@ class ShardedSender:
         """Set up the sender without starting a thread.
 
         Args:
-            backend: Destination of the snapshots; the sender closes it.
-            host: The training host of this process.
-            dtype: Dtype that floating-point arrays are cast to; None for no cast.
-            chunk_bytes: Bytes per chunk.
+            backend: destination of the snapshots; the sender closes it.
+            host: the training host of this process.
+            dtype: dtype that floating-point arrays are cast to; None for no cast.
+            chunk_bytes: bytes per chunk.
         """
         self.address = backend.address
         """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
@@ -221,10 +221,10 @@ class MultiHostSender:
         """Set up the sender without publishing.
 
         Args:
-            own: Sender of this host.
-            newest_of_all: Returns the newest version that every host has, as `WeightReceiver.newest` does.
-            timeout: Seconds that `flush` waits for the other hosts.
-            clock: Clock for tests; None for the real one.
+            own: sender of this host.
+            newest_of_all: returns the newest version that every host has, as `WeightReceiver.newest` does.
+            timeout: seconds that `flush` waits for the other hosts.
+            clock: clock for tests; None for the real one.
         """
         self.address = own.address
         """See [`WeightSender`][marin_rl.weights.protocol.WeightSender]."""
@@ -243,7 +243,7 @@ class MultiHostSender:
         """Wait until all hosts have published the last version of this host.
 
         Raises:
-            WeightTransferError: If another host does not publish it within the timeout.
+            WeightTransferError: if another host does not publish it within the timeout.
         """
         self._own.flush()
         began = self._clock.now()

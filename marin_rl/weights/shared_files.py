@@ -75,10 +75,10 @@ class FolderBackend:
         """Create the folder and delete the files of earlier launches.
 
         Args:
-            folder: Path or fsspec address.
-            secret: The run's secret.
-            training_host: The training host of this process.
-            keep: Number of newest versions to keep.
+            folder: path or fsspec address.
+            secret: the run's secret.
+            training_host: the training host of this process.
+            keep: number of newest versions to keep.
         """
         check_secret(secret)
         self._folder = _Folder(folder)
@@ -131,9 +131,9 @@ class FolderSource:
         """Set up the source without reading.
 
         Args:
-            folder: Path or fsspec address.
-            secret: The run's secret.
-            streams: Concurrent reads for each training host.
+            folder: path or fsspec address.
+            secret: the run's secret.
+            streams: concurrent reads for each training host.
         """
         check_secret(secret)
         self.streams = streams
@@ -148,7 +148,7 @@ class FolderSource:
         """See [`WeightSource`][marin_rl.weights.fetch.WeightSource].
 
         Raises:
-            WrongSecretError: If all files were written with another secret.
+            WrongSecretError: if all files were written with another secret.
         """
         return sorted(self._complete())
 

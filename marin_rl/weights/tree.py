@@ -20,7 +20,7 @@ def named_leaves(tree: object) -> dict[str, Any]:
     {"['bias']": array([0., 0.])}
 
     Raises:
-        ValueError: If an array does not hold plain numbers (typed random keys, text, a foreign byte order), or two
+        ValueError: if an array does not hold plain numbers (typed random keys, text, a foreign byte order), or two
             arrays have the same key path.
     """
     leaves = {}
@@ -42,8 +42,8 @@ def replace_leaves(tree: T, arrays: Mapping[str, jax.Array | np.ndarray]) -> T:
     """Return a tree with its arrays replaced.
 
     Args:
-        tree: The tree; its other leaves are kept.
-        arrays: One array for each name of `named_leaves(tree)`.
+        tree: the tree; its other leaves are kept.
+        arrays: one array for each name of `named_leaves(tree)`.
     """
 
     def replace(path: Any, leaf: Any) -> Any:

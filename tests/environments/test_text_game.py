@@ -351,7 +351,7 @@ CONFIG = TextGameConfig(id="FrozenLake-v1", view=View.COMPACT)
 
 def episode(max_steps: int | None = None, **rewards: float) -> TextGameEpisode:
     config = dataclasses.replace(CONFIG, max_steps=max_steps, **rewards)
-    return TextGameEpisode(config, LINE_START, LINE_START.prototype, *LINE_START.begin(0))
+    return TextGameEpisode(config, LINE_START, *LINE_START.begin(0))
 
 
 @pytest.mark.parametrize(

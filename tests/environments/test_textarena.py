@@ -20,7 +20,7 @@ from marin_rl.environments.textarena import (
 )
 from marin_rl.errors import UserError
 from marin_rl.rollouts.attempt import Limits
-from marin_rl.rollouts.run_rollouts import RolloutRunner, run_groups
+from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
@@ -170,7 +170,7 @@ def test_an_opponent_that_raises_or_hangs_costs_its_own_rollout(opponents: str):
     limits = Limits(max_length=100_000, max_new_tokens=16, max_turns=1, max_seconds=4.0)
     sampler = ScriptedSampler(reply, stop_token_ids=TOKENIZER.stop_token_ids)
     runner = RolloutRunner(environment, TOKENIZER, sampler, limits)
-    [group] = run_groups(runner, environment.tasks(Split.TRAIN), group_size=4, temperature=1.0, seed_parts=(0,))
+    [group] = run_tasks(runner, environment.tasks(Split.TRAIN), group_size=4, temperature=1.0, seed_parts=(0,))
     errors = {rollout.messages[-2 if rollout.error is None else -1]["content"]: rollout for rollout in group.rollouts}
     assert errors["[5]"].status is RolloutStatus.TIMED_OUT
     assert errors["[6]"].status is RolloutStatus.FAILED
@@ -198,7 +198,7 @@ def test_self_play_trains_on_one_seat():
     runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=connect)
     tasks = environment.tasks(Split.TRAIN)
     seats = [environment.starts[task.id].seat for task in tasks]
-    groups = run_groups(runner, tasks, group_size=1, temperature=1.0, seed_parts=(0,))
+    groups = run_tasks(runner, tasks, group_size=1, temperature=1.0, seed_parts=(0,))
     runner.loop.close()
     environment.server.close()
     assert set(seats) == {0, 1}
@@ -231,9 +231,7 @@ def test_a_self_opponent_beyond_the_context_truncates_the_rollout():
     limits = Limits(max_length=length, max_new_tokens=4, max_turns=9, max_seconds=600.0)
     connect = make_gateway(TOKENIZER, limits, TOKENIZER.vocab_size)
     runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=connect)
-    [[rollout]] = [
-        group.rollouts for group in run_groups(runner, tasks, group_size=1, temperature=1.0, seed_parts=(0,))
-    ]
+    [[rollout]] = [group.rollouts for group in run_tasks(runner, tasks, group_size=1, temperature=1.0, seed_parts=(0,))]
     runner.loop.close()
     environment.server.close()
     assert (rollout.status, dict(rollout.rewards)) == (RolloutStatus.TRUNCATED, {"truncated": 0.0})

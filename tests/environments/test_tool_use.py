@@ -122,7 +122,7 @@ def test_a_schema_of_a_tool_never_fails_the_rollout(parameters: dict[str, Any], 
 def test_several_calls_are_answered_in_order_up_to_the_limit():
     environment, task = build(limits=ToolLimits(max_calls=2), error_reward=-0.25)
     [step] = play(environment, task, "".join(call("calculator", expression=str(number)) for number in range(5)))
-    assert answers(step) == ["0", "1", "Error: of 5 calls the first 2 were made; no reply may hold more."]
+    assert answers(step) == ["0", "1", "Error: the reply has 5 calls, but only the first 2 were run; 2 is the maximum."]
     assert step.metrics["tool_calls"] == 5.0
     assert step.metrics["tool_errors"] == 3.0
     assert step.info == {"calls": [{"tool": "calculator", "failed": False}] * 2}
@@ -237,19 +237,19 @@ def test_python_needs_its_sandbox_and_gets_it_through_mixtures():
     # A run without a sandbox fails before the first rollout.
     for environment in (config.build(), mixture, RandomRewardConfig(config).build()):
         with pytest.raises(NoSandboxError, match=missing):
-            environment.connect_code_runner(None)
-    assert not QUESTIONS.build().connect_code_runner(None)
-    mixture.connect_code_runner(Runner())
+            environment.connect_sandbox(None)
+    assert not QUESTIONS.build().connect_sandbox(None)
+    mixture.connect_sandbox(Runner())
     [step] = play(mixture, task, call("python", code="print(1)"))
     assert answers(step) == ["ran print(1)"]
 
 
-def test_connect_code_runner_returns_whether_a_sandbox_is_needed():
+def test_connect_sandbox_returns_whether_a_sandbox_is_needed():
     with_python = ToolUseConfig(questions=QUESTIONS, tools=(CalculatorConfig(), PythonConfig()), name="python").build()
     without, _ = build()
-    assert with_python.connect_code_runner(Runner())
-    assert not without.connect_code_runner(Runner())
-    assert not QUESTIONS.build().connect_code_runner(Runner())
+    assert with_python.connect_sandbox(Runner())
+    assert not without.connect_sandbox(Runner())
+    assert not QUESTIONS.build().connect_sandbox(Runner())
     both = MixtureConfig(
         (
             MixturePartConfig(ToolUseConfig(questions=QUESTIONS, tools=(PythonConfig(),), name="python")),
@@ -257,7 +257,7 @@ def test_connect_code_runner_returns_whether_a_sandbox_is_needed():
             MixturePartConfig(ToolUseConfig(questions=QUESTIONS, tools=(PythonConfig(),), name="more python")),
         )
     ).build()
-    assert both.connect_code_runner(Runner())
+    assert both.connect_sandbox(Runner())
     for name in ("python", "more python"):
         task = next(task for task in both.tasks(Split.TRAIN) if task.environment == name)
         assert answers(play(both, task, call("python", code="1"))[0]) == ["ran 1"]
@@ -267,7 +267,7 @@ def test_programs_run_in_a_sandbox_without_reward_functions():
     environment, task = build(tools=(PythonConfig(),))
     loop = BackgroundLoop()
     sandbox = Sandbox(SandboxConfig(require=Isolation.NONE, workers=1, wall_seconds=600.0))
-    needed = environment.connect_code_runner(sandbox)
+    needed = environment.connect_sandbox(sandbox)
     # There are no reward functions; only the tools need the sandbox.
     reward_functions = RewardFunctions({}, sandbox, loop, runs_programs=needed)
     try:
@@ -283,7 +283,7 @@ def test_programs_run_in_a_sandbox_without_reward_functions():
         loop.close()
     assert answers(good) == ["42\n"]
     [answer] = answers(bad)
-    assert answer.startswith("Error: the program did not end well")
+    assert answer.startswith("Error: the program failed")
     assert "ZeroDivisionError" in answer
     assert answer.endswith("It printed:\nso far\n")
     assert not sandbox.worker_pids
@@ -291,7 +291,7 @@ def test_programs_run_in_a_sandbox_without_reward_functions():
 
 def test_a_sandbox_that_is_not_started_fails_the_rollout():
     environment, task = build(tools=(PythonConfig(),))
-    environment.connect_code_runner(Sandbox(SandboxConfig()))
+    environment.connect_sandbox(Sandbox(SandboxConfig()))
     with pytest.raises(IsolationError, match="the sandbox is not started"):
         play(environment, task, call("python", code="print(1)"))
 

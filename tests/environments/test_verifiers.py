@@ -20,7 +20,7 @@ from marin_rl.environments.game_process import GameError, GameServerError, call_
 from marin_rl.environments.verifiers import VerifiersConfig, VerifiersEnvironment
 from marin_rl.errors import UserError
 from marin_rl.rollouts.attempt import Limits
-from marin_rl.rollouts.run_rollouts import RolloutRunner, run_groups
+from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.splits import Split
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -111,7 +111,7 @@ def run(environment: VerifiersEnvironment, replies: Mapping[str, str], max_turns
     runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=connect)
     tasks = [task for task in environment.tasks(Split.TRAIN) if task.messages[0]["content"] in replies]
     try:
-        groups = run_groups(runner, tasks, group_size=1, temperature=1.0, seed_parts=(0, "training"))
+        groups = run_tasks(runner, tasks, group_size=1, temperature=1.0, seed_parts=(0, "training"))
     finally:
         runner.loop.close()
     return {group.rollouts[0].task.messages[0]["content"]: group.rollouts[0] for group in groups}

@@ -65,7 +65,7 @@ def levanter_takes(kernel: AttentionKernel, length: int) -> bool:
 def test_row_lengths_match_levanter(backend: AttentionBackend, block: int | None) -> None:
     kernel = AttentionKernel(backend, block)
     lengths = (100, 384, 512, 640, 768, 1000, 1024, 1100, 1152, 1536, 2560)
-    taken = [length for length in lengths if kernel.takes(length)]
+    taken = [length for length in lengths if kernel.supports_length(length)]
     assert 0 < len(taken) < len(lengths)
     assert taken == [length for length in lengths if levanter_takes(kernel, length)]
 
@@ -104,7 +104,7 @@ def test_every_length_fits_a_supported_row(backend: AttentionBackend | GpuBacken
     for length in range(1, 5000, 37):
         row = kernel.fit(length)
         assert length <= row <= length + 511
-        assert kernel.takes(row)
+        assert kernel.supports_length(row)
         block = kernel.block(row)
         assert block is None or (row % block == 0 and 512 <= block <= 1024)
 
@@ -152,8 +152,8 @@ GEMMA2 = Gemma2Config(attn_logit_softcapping=2.0)
 )
 def test_split_positions_need_rows_that_every_device_can_take(backend: str, length: int, takes: bool) -> None:
     kernel = AttentionKernel(AttentionBackend(backend), context_shards=4)
-    assert kernel.takes(length) == takes
-    assert kernel.takes(kernel.fit(length))
+    assert kernel.supports_length(length) == takes
+    assert kernel.supports_length(kernel.fit(length))
     assert not kernel.supports_shared_prompts
 
 

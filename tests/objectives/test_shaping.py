@@ -74,7 +74,7 @@ def test_truncation_is_selected_by_type():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_invalid_reward_raises_an_error_that_names_the_setting(value):
-    with pytest.raises(ValueError, match=rf"truncation\.reward is {value}"):
+    with pytest.raises(ValueError, match=rf"truncation\.reward must be finite, got {value}"):
         RewardTruncatedConfig(value)
 
 

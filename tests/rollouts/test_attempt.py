@@ -8,7 +8,7 @@ import pytest
 from marin_rl.environments import Split, TextGameConfig
 from marin_rl.environments.games import View
 from marin_rl.rollouts.attempt import Limits, StateHash, StateHashingConfig, default_state_hash
-from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner, run_requests
+from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner, run_groups
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Message, Rollout, RolloutStatus
@@ -49,7 +49,7 @@ def walk(state_hash: StateHash) -> Rollout:
         game.build(), ChatTokenizer(byte_tokenizer()), sampler, Limits(200, 4, 5), state_hash=state_hash
     )
     [task] = runner.environment.tasks(Split.TRAIN)
-    [group] = run_requests(runner, [GroupInput("t", task, (0, "t"))], group_size=1, temperature=1.0)
+    [group] = run_groups(runner, [GroupInput("t", task, (0, "t"))], group_size=1, temperature=1.0)
     return group.rollouts[0]
 
 

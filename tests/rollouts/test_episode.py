@@ -38,7 +38,7 @@ class FakeBatcher(RequestBatcher):
         self.requests: list[SampleRequest] = []
         self._do = sample
 
-    async def sample(self, request: SampleRequest) -> Generation:
+    async def submit(self, request: SampleRequest) -> Generation:
         self.requests.append(request)
         self._do()
         return Generation((53, 257), (-0.5, -0.5), StopReason.STOP, 0, 0)

@@ -70,7 +70,7 @@ def serve(
 
 def requests(*names: int):
     async def episode(batcher: RequestBatcher) -> list[int]:
-        return [(await batcher.sample(request(name))).token_ids[0] for name in names]
+        return [(await batcher.submit(request(name))).token_ids[0] for name in names]
 
     return episode
 
@@ -95,7 +95,7 @@ def test_a_busy_episode_does_not_delay_the_others():
 
     async def busy(batcher: RequestBatcher) -> list[int]:
         await asyncio.to_thread(answered.wait)
-        return [(await batcher.sample(request(9))).token_ids[0]]
+        return [(await batcher.submit(request(9))).token_ids[0]]
 
     sampler = RecordingSampler(batch_size=100, before=lambda names: answered.set() if 2 in names else None)
     assert serve(sampler, requests(1, 2), busy, max_wait=0.01) == [[1, 2], [9]]
@@ -107,7 +107,7 @@ def test_tools_run_while_the_sampler_samples():
     worked = threading.Event()
 
     async def tool(batcher: RequestBatcher) -> list[int]:
-        answer = (await batcher.sample(request(1))).token_ids[0]
+        answer = (await batcher.submit(request(1))).token_ids[0]
         worked.set()
         return [answer]
 
@@ -122,7 +122,7 @@ def test_tools_run_while_the_sampler_samples():
 
 def test_a_batch_waits_for_episodes_that_join_later():
     async def brings_another(batcher: RequestBatcher) -> list[int]:
-        first = (await batcher.sample(request(1))).token_ids[0]
+        first = (await batcher.submit(request(1))).token_ids[0]
         batcher.join(1)
         try:
             return [first, *await asyncio.gather(requests(2)(batcher), requests(3)(batcher))]
@@ -237,7 +237,7 @@ def conversation(name: int, before_end: Callable[[], object] = lambda: None):
     """An episode that waits for `before_end` between its request and its end."""
 
     async def episode(batcher: RequestBatcher) -> int:
-        answer = await batcher.sample(dataclasses.replace(request(name), conversation=str(name)))
+        answer = await batcher.submit(dataclasses.replace(request(name), conversation=str(name)))
         await asyncio.to_thread(before_end)
         return answer.token_ids[0]
 
@@ -327,7 +327,7 @@ def test_new_requests_join_those_in_progress():
 
     async def late(batcher: RequestBatcher) -> list[int]:
         await asyncio.to_thread(in_progress.wait)
-        return [(await batcher.sample(request(2))).token_ids[0]]
+        return [(await batcher.submit(request(2))).token_ids[0]]
 
     sampler = Continuous(batch_size=4)
     assert serve(sampler, requests(1), late, max_wait=0.01) == [[1], [2]]
@@ -345,10 +345,10 @@ def test_batcher_ends_conversations_and_resets_the_sampler():
             calls.append("reset")
 
     async def second(batcher: RequestBatcher) -> None:
-        await batcher.sample(request(1))
+        await batcher.submit(request(1))
         batcher.join(1)
         batcher.leave("first")
-        await batcher.sample(request(2))
+        await batcher.submit(request(2))
 
     serve(Watched(batch_size=4), second)
     # The batcher may close before it passes on the end of the episode itself.

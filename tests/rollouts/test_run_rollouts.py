@@ -24,8 +24,8 @@ from marin_rl.rollouts.run_rollouts import (
     GroupInput,
     RolloutRunner,
     run_groups,
-    run_requests,
-    stream_requests,
+    run_tasks,
+    stream_groups,
 )
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
 from marin_rl.seeds import derive_seed
@@ -116,8 +116,8 @@ def run(
     seeds = (11, "train", step)
     if all_may_fail:
         requests = [GroupInput(f"train-{step}-{index}", item, (*seeds, index)) for index, item in enumerate(tasks)]
-        return run_requests(rollout_runner, requests, group_size=group_size, temperature=0.7)
-    return run_groups(rollout_runner, tasks, group_size=group_size, temperature=0.7, seed_parts=seeds)
+        return run_groups(rollout_runner, requests, group_size=group_size, temperature=0.7)
+    return run_tasks(rollout_runner, tasks, group_size=group_size, temperature=0.7, seed_parts=seeds)
 
 
 def only(groups: Sequence[RolloutGroup]) -> Rollout:
@@ -547,7 +547,7 @@ def test_a_group_is_passed_on_while_others_still_run():
             release.set()
         return ()
 
-    stream_requests(without_timeout(game), REQUESTS, group_size=2, temperature=1.0, on_group_done=on_group_done)
+    stream_groups(without_timeout(game), REQUESTS, group_size=2, temperature=1.0, on_group_done=on_group_done)
     assert list(finished)[2] == "g-first"
     assert [rollout.status for group in finished.values() for rollout in group.rollouts] == [
         RolloutStatus.COMPLETED
@@ -567,12 +567,12 @@ def test_new_groups_replace_complete_groups_while_a_long_one_runs():
         # One, two or no further groups.
         return {"g-second": further[:1], "g-third": further[1:3], "g-more2": further[3:]}.get(group.id, [])
 
-    stream_requests(without_timeout(game), REQUESTS, group_size=2, temperature=1.0, on_group_done=on_group_done)
+    stream_groups(without_timeout(game), REQUESTS, group_size=2, temperature=1.0, on_group_done=on_group_done)
     assert sorted(finished) == sorted(request.group_id for request in (*REQUESTS, *further))
     # The results do not depend on the start time or the other groups.
     game, release = game_with_blocked_first_task()
     release.set()
-    together = run_requests(without_timeout(game), [*REQUESTS, *further], group_size=2, temperature=1.0)
+    together = run_groups(without_timeout(game), [*REQUESTS, *further], group_size=2, temperature=1.0)
     assert [untimed(finished[group.id]) for group in together] == [untimed(group) for group in together]
 
 
@@ -607,7 +607,7 @@ def test_no_group_is_passed_on_before_its_batch_is_scored():
         log.append(group.id)
         return [GroupInput("g-more", task(prompt="more"), (1, "more"))] if group.id == "g-second" else []
 
-    stream_requests(rollout_runner, REQUESTS, group_size=2, temperature=1.0, on_group_done=on_group_done)
+    stream_groups(rollout_runner, REQUESTS, group_size=2, temperature=1.0, on_group_done=on_group_done)
     assert log[0] == "scored 6"
     assert sorted(log[1:4]) == ["g-first", "g-second", "g-third"]
     # The next group is a separate batch.
@@ -622,6 +622,6 @@ def test_an_error_of_the_callback_cancels_the_other_groups():
 
     try:
         with pytest.raises(ConnectionError, match="no connection"):
-            stream_requests(runner(says("a"), game), REQUESTS, group_size=1, temperature=1.0, on_group_done=refuse)
+            stream_groups(runner(says("a"), game), REQUESTS, group_size=1, temperature=1.0, on_group_done=refuse)
     finally:
         release.set()

@@ -15,7 +15,7 @@ from marin_rl.batching.processed_rollout import process_rollout
 from marin_rl.environments import ArithmeticConfig, Split, ToolUseConfig
 from marin_rl.environments.tool_use import ToolDescription
 from marin_rl.rollouts.attempt import Limits
-from marin_rl.rollouts.run_rollouts import RolloutRunner, run_groups
+from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
@@ -110,7 +110,7 @@ def run(
     limits = Limits(LENGTH, 200, len(policy_replies))
     sampler = ScriptedSampler(script, stop_token_ids=list(tokenizer.stop_token_ids))
     runner = RolloutRunner(environment, tokenizer, sampler, limits)
-    [group] = run_groups(
+    [group] = run_tasks(
         runner, environment.tasks(Split.TRAIN)[:1], group_size=1, temperature=1.0, seed_parts=(0, "train", 1)
     )
     return group.rollouts[0], requests

@@ -82,11 +82,11 @@ def _convert(trainer, model):
     from marin_rl.sampling.attention import DenseAttention
     from marin_rl.sampling.cached_model import with_cache
     from marin_rl.sampling.decoding import conversion_program
-    from marin_rl.sampling.host_mesh import copy_to_host
+    from marin_rl.sampling.host_mesh import copy_to_each_process
 
     arrays, form = eqx.filter(model, eqx.is_array), DenseAttention()
     converted = conversion_program(trainer, form, 32)(arrays)
-    copied = copy_to_host(converted, trainer.device_mesh, trainer.compute_axis_mapping)
+    copied = copy_to_each_process(converted, trainer.device_mesh, trainer.compute_axis_mapping)
     return converted, copied, jax.jit(lambda model: with_cache(model, form, 32))(arrays)
 
 

@@ -20,7 +20,7 @@ from marin_rl.sampling.sampler import Sampler, WeightPoll
 from marin_rl.serving.app import Server, ServerOptions
 from marin_rl.serving.engine import Engine
 from marin_rl.serving.http_server import HttpServer, listen, url_of
-from marin_rl.serving.protocol import Limits
+from marin_rl.serving.protocol import RequestLimits
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from tests.sampling.families import FAMILIES, random_model
@@ -95,7 +95,7 @@ def serving(
         send_buffer: bytes that the kernel holds of each response; its default if None.
         options: other fields of `ServerOptions`.
     """
-    limits = Limits(CONTEXT, MAX_NEW, 64, TOKENIZER.vocab_size, frozenset(TOKENIZER.stop_token_ids))
+    limits = RequestLimits(CONTEXT, MAX_NEW, 64, TOKENIZER.vocab_size, frozenset(TOKENIZER.stop_token_ids))
     values = {"max_sequences": 4096, "max_body_bytes": 100_000, "body_seconds": TIMEOUT, **options}
     engine = Engine(sampler, TOKENIZER.decode_reply)
     app = Server(engine, TOKENIZER, ServerOptions(model="policy", key=key, limits=limits, **values)).app()

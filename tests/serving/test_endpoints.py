@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from marin_rl.serving.endpoints import Endpoints
 from marin_rl.serving.engine import EngineRequest
-from marin_rl.serving.protocol import Limits
+from marin_rl.serving.protocol import RequestLimits
 from marin_rl.serving.text import TextPart
 from tests.serving import serving_cases
 
@@ -37,7 +37,7 @@ def test_a_response_whose_client_leaves_before_its_last_choice_is_discarded(endp
             return {"type": "http.disconnect"}
 
         async def reply(request: EngineRequest) -> TextPart:
-            asked.append(request.completion)
+            asked.append(request.response_id)
             if len(asked) > 1:
                 await asyncio.Event().wait()
             is_first_done.set()
@@ -52,7 +52,7 @@ def test_a_response_whose_client_leaves_before_its_last_choice_is_discarded(endp
             tokenizer=serving_cases.TOKENIZER,
             chat_prompt=serving_cases.TOKENIZER.prompt_tokens,
             piece=lambda token: b"",
-            limits=Limits(max_context=100, max_new_tokens=8, max_choices=2, vocab_size=300, stop_token_ids=frozenset()),
+            limits=RequestLimits(100, max_new_tokens=8, max_choices=2, vocab_size=300, stop_token_ids=frozenset()),
             max_body_bytes=1000,
             body_seconds=serving_cases.TIMEOUT,
             discard=discarded.append,

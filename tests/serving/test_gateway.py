@@ -23,7 +23,7 @@ from marin_rl.environments.base import AbstractEnvironment, AgentEpisode, Single
 from marin_rl.environments.random_reward import RANDOM, RandomRewardEnvironment
 from marin_rl.event_loop import BackgroundLoop
 from marin_rl.rollouts.attempt import Limits
-from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, RolloutRunner, run_groups
+from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, RolloutRunner, run_tasks
 from marin_rl.sampling.sampler import Sampler, SampleRequest
 from marin_rl.splits import Split
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -102,7 +102,7 @@ def run(
     connect = make_gateway(TOKENIZER, limits, VOCAB_SIZE)
     runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=connect)
     try:
-        [group] = run_groups(runner, [TASK], group_size=size, temperature=temperature, seed_parts=(3, "training"))
+        [group] = run_tasks(runner, [TASK], group_size=size, temperature=temperature, seed_parts=(3, "training"))
     finally:
         runner.loop.close()
     return group, sampler.requests if isinstance(sampler, ScriptedSampler) else []
@@ -302,7 +302,7 @@ def test_stop_string_in_the_last_allowed_token_ends_the_reply():
 def test_server_restarts_if_its_task_has_ended():
     connect = make_gateway(TOKENIZER, LIMITS, VOCAB_SIZE)
     recorder: Any = types.SimpleNamespace(
-        rollout_id="r", chat_prompt=None, admit=None, discard=None, cut_off=lambda: None
+        rollout_id="r", chat_prompt=None, admit=None, discard=None, mark_truncated=lambda: None
     )
 
     async def models() -> int:

@@ -13,13 +13,13 @@ from marin_rl.serving.protocol import (
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
-    Limits,
+    RequestLimits,
     SamplingParams,
     engine_requests,
     parse_body,
 )
 
-LIMITS = Limits(max_context=32, max_new_tokens=20, max_choices=4, vocab_size=100, stop_token_ids=frozenset([7]))
+LIMITS = RequestLimits(max_context=32, max_new_tokens=20, max_choices=4, vocab_size=100, stop_token_ids=frozenset([7]))
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
@@ -134,10 +134,10 @@ def test_return_token_ids_has_no_effect_on_generate():
         assert parse_body(GenerateRequest, {**given, "return_token_ids": value}) == parse_body(GenerateRequest, given)
 
 
-@pytest.mark.parametrize(("stop", "texts"), [("a", ("a",)), (["a", "b"], ("a", "b")), ([], ())])
-def test_stop_is_a_text_or_a_list(stop: Any, texts: tuple[str, ...]):
+@pytest.mark.parametrize(("stop", "texts"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([], [])])
+def test_stop_is_a_text_or_a_list(stop: Any, texts: list[str]):
     body = parse_body(CompletionRequest, {"model": "m", "prompt": "a", "stop": stop})
-    assert body.stop_texts == texts
+    assert body.stop == texts
 
 
 def test_an_invalid_stop_is_named():

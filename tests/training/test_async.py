@@ -78,14 +78,14 @@ def test_sigterm_while_workers_are_busy_saves_last_finished_step(
 ) -> None:
     run = new_run(mode="async", replay__max_staleness=0, checkpoint__keep_every=1, checkpoint__every=1, num_steps=3)
     over = threading.Event()
-    stream_requests, stop = worker.stream_requests, Coordinator.stop
+    stream_groups, stop = worker.stream_groups, Coordinator.stop
 
     def hold_step_3(runner: RolloutRunner, requests: Sequence[GroupInput], **settings: Any) -> None:
         if any(request.group_id.startswith("train-3-") for request in requests):
             os.kill(os.getpid(), signal.SIGTERM)
             over.wait()
         else:
-            stream_requests(runner, requests, **settings)
+            stream_groups(runner, requests, **settings)
 
     @functools.wraps(stop)
     def stop_holding(coordinator: Coordinator) -> None:
@@ -93,7 +93,7 @@ def test_sigterm_while_workers_are_busy_saves_last_finished_step(
         over.set()
 
     with monkeypatch.context() as patched:
-        patched.setattr(worker, "stream_requests", hold_step_3)
+        patched.setattr(worker, "stream_groups", hold_step_3)
         patched.setattr(Coordinator, "stop", stop_holding)
         assert run.train("--checkpoint.every", "0") == 0
     assert run.steps() == [0, 2]
@@ -245,7 +245,7 @@ def test_worker_error_ends_run(
         evaluation={"tasks": 2, "greedy": False, "every": 0},
     )
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(worker, "stream_requests", lambda *arguments, **settings: 1 / 0)
+        patched.setattr(worker, "stream_groups", lambda *arguments, **settings: 1 / 0)
         assert run.train() == 1
     output = capfd.readouterr().err
     assert "error: a rollout worker ended with an error: worker-0: ZeroDivisionError: division by zero" in output

@@ -495,8 +495,10 @@ def test_mfu_is_share_of_peak(monkeypatch: pytest.MonkeyPatch):
     peak = 1e6
     monkeypatch.setattr("marin_rl.training.loop.device_hardware_flops", lambda device: peak)
     found = model_flops_utilization(MODEL, 264, [batch(7), batch(8)], step_seconds=2.0)
-    per_token = MODEL.flops_per_token(264)
+    per_token = dataclasses.replace(MODEL, seq_len=LAYOUT.row_length).flops_per_token(264)
     assert per_token is not None
+    longer = dataclasses.replace(MODEL, seq_len=131_072)
+    assert model_flops_utilization(longer, 264, [batch(7), batch(8)], step_seconds=2.0) == found
     assert found == {"mfu": pytest.approx(3 * per_token * 15 / (2.0 * peak * jax.device_count()))}
 
 

@@ -9,9 +9,10 @@ import jax
 import pytest
 
 from marin_rl import multihost
-from marin_rl.config.sections import Mode
+from marin_rl.config.sections import LogLevel, Mode
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.errors import RunDirectoryError
+from marin_rl.learner.checkpoint import CheckpointConfig
 from marin_rl.rewards.component import FunctionRewardConfig, RewardScope
 from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig
 from marin_rl.training.run_directory import config_differences
@@ -78,14 +79,26 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_error_names_processes_with_another_config(answers: list[str]):
     config = dataclasses.replace(FITTING, seed=1)
     answers += [""]
-    require_same_config(config, ())
+    require_same_config(config)
     of_main = to_yaml(FITTING)
     other = dataclasses.replace(config, run_dir="elsewhere", ray_address="auto", weights=ArrowFlightConfig(host="::"))
     lines = config_differences(of_main, to_yaml(other), ["ray_address", "weights", "run_dir"])
     assert lines == ["  seed: 0 there, 1 now"]
     answers += ["\n".join(lines)]
     with pytest.raises(RunDirectoryError, match=r"different configs; .*process 1:\n  seed: 0 there, 1 now\nstart all"):
-        require_same_config(FITTING, ())
+        require_same_config(FITTING)
+
+
+def test_processes_may_differ_only_in_what_they_do_alone(monkeypatch: pytest.MonkeyPatch):
+    """A process that saves more often than the others would wait for them."""
+    sent: list[str] = []
+    monkeypatch.setattr(multihost, "is_multihost", lambda: True)
+    monkeypatch.setattr(multihost, "on_main", lambda work: to_yaml(FITTING))
+    monkeypatch.setattr(multihost, "gather_texts", lambda own: sent.append(own) or ("", own))
+    require_same_config(dataclasses.replace(FITTING, run_dir="b", log_level=LogLevel.DEBUG))
+    assert sent == [""]
+    with pytest.raises(RunDirectoryError, match=r"process 1:\n  checkpoint.every: \d+ there, 7 now\nstart all"):
+        require_same_config(dataclasses.replace(FITTING, checkpoint=CheckpointConfig(every=7)))
 
 
 def test_error_names_processes_that_do_not_see_the_run_directory(answers: list[str], tmp_path: Path):

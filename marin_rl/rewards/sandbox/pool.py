@@ -207,7 +207,7 @@ class Sandbox:
     def shares_processes(self, function: UserFunction) -> bool:
         """Whether several calls of a pointwise function run in one process.
 
-        It does not any more after a call did something that could affect other calls, or if its calls are slow.
+        False after a call did something that could affect other calls, or if its calls are slow.
         """
         return self.config.calls_per_process > 1 and function not in self._own_process
 
