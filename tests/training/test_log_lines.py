@@ -24,7 +24,7 @@ from marin_rl.rewards.functions import EvaluateResult, RewardRequest, StepOutput
 from marin_rl.rewards.pipeline import score_rollouts
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
-from marin_rl.rollouts.run_rollouts import run_groups
+from marin_rl.rollouts.run_rollouts import run_tasks
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.timing import PhaseTimer
@@ -87,7 +87,7 @@ def log_step(file: Path, advantage: AdvantageConfig, **logged: Any) -> tuple[lis
     builder = bare_builder(config, values=lambda batch: np.full(batch.input_ids.shape, 0.5))
     runner = dataclasses.replace(make_runner(config, sampled_tokens, environment), reward_functions=ConstantScorer())
     with log_to(file, config.log_level.number, module_levels(config.logging)):
-        [group] = run_groups(
+        [group] = run_tasks(
             runner, environment.tasks(Split.TRAIN)[:1], group_size=2, temperature=1.0, seed_parts=(0, "train", 1)
         )
         builder.build([group], NEWEST, 1, PhaseTimer())

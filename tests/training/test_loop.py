@@ -25,7 +25,7 @@ from marin_rl.learner.train_step import Learner, PendingUpdate
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.rollouts.filters import ResampleGroupsConfig
-from marin_rl.rollouts.run_rollouts import run_groups
+from marin_rl.rollouts.run_rollouts import run_tasks
 from marin_rl.rollouts.store import RolloutStore, read_rollouts
 from marin_rl.rollouts.stored_rollout import as_table
 from marin_rl.tokenization.load import TokenPieces
@@ -127,7 +127,7 @@ def test_rollouts_of_record_n_are_sampled_with_weights_before_step_n(
     finished_run: TinyRun, after_two: TrainingRun
 ) -> None:
     config = after_two.config
-    groups = run_groups(
+    groups = run_tasks(
         after_two.runner,
         # Two steps of four tasks precede this one.
         after_two.runner.environment.stream(config.seed).draw({"drawn": 8}, 4)[0],

@@ -23,7 +23,7 @@ from marin_rl.objectives.policy_loss import (
     RlooSequenceLossConfig,
     TokenBatch,
 )
-from marin_rl.rollouts.run_rollouts import run_groups
+from marin_rl.rollouts.run_rollouts import run_tasks
 from marin_rl.rollouts.stored_rollout import as_table
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.timing import PhaseTimer
@@ -92,7 +92,7 @@ def run_paths(
     config, environment = make_config(rollouts=ROLLOUTS, **changes), Maze(paths)
     builder = bare_builder(config, tokenizer=tokenizer, rows=rows)
     runner = make_runner(config, answer, environment, tokenizer=tokenizer)
-    [group] = run_groups(
+    [group] = run_tasks(
         runner, environment.tasks(Split.TRAIN), group_size=len(paths), temperature=1.0, seed_parts=(0, "train", 1)
     )
     return builder, group, builder.build([group], NEWEST, 1, PhaseTimer())
@@ -353,7 +353,7 @@ def test_gae_rewards_at_turn_ends_across_observations():
     row = np.sin(np.arange(64.0)).astype(np.float32)
     environment = Maze(paths)
     builder = bare_builder(config, values=lambda made: row[: made.input_ids.size], rows=4)
-    [group] = run_groups(
+    [group] = run_tasks(
         make_runner(config, answer, environment),
         environment.tasks(Split.TRAIN),
         group_size=len(paths),
