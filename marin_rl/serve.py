@@ -112,7 +112,7 @@ class Policy(NamedTuple):
     max_context: int
     """Maximum number of prompt and new tokens of a sequence."""
     sampling: SamplingConfig
-    """RequestLimits and stop texts."""
+    """Limits and stop texts."""
 
 
 def load_policy(config: ServeConfig) -> Policy:

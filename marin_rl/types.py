@@ -202,7 +202,7 @@ class RewardResult:
     reason: str | None = None
     """Explanation in text."""
     error: str | None = None
-    """The error message of a failed call, or what the component reported as an error beside a valid score."""
+    """The error message of a failed call, or the error that the component returned with a valid score."""
     failure: str | None = None
     """The failure reason by which failed calls are counted (`timeout`, `memory`, …); None if there is a score."""
 

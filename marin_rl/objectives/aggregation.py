@@ -38,7 +38,7 @@ class AggregationConfig(draccus.ChoiceRegistry, abc.ABC):
         """Compute the weight of each token of the global batch, so that the loss is `Σ weights · terms`.
 
         Args:
-            loss_mask: true for loss tokens.
+            loss_mask: True for loss tokens.
             rollout_ids: rollout of each token; -1 for padding.
 
         Returns:
@@ -50,7 +50,7 @@ def token_mean_weights(loss_mask: LossMask, rollout_ids: RolloutIds) -> LossWeig
     """Compute weights for the mean over all loss tokens, `w_t = 1/Σ_i T_i`. Long rollouts weigh more.
 
     Args:
-        loss_mask: true for loss tokens.
+        loss_mask: True for loss tokens.
         rollout_ids: rollout of each token; -1 for padding.
 
     Returns:
@@ -80,7 +80,7 @@ def sequence_mean_weights(loss_mask: LossMask, rollout_ids: RolloutIds) -> LossW
     """Compute weights for the mean over rollouts of the token mean, `w_t = 1/(N·T_i)`. All rollouts weigh the same.
 
     Args:
-        loss_mask: true for loss tokens.
+        loss_mask: True for loss tokens.
         rollout_ids: rollout of each token; -1 for padding.
 
     Returns:
@@ -110,7 +110,7 @@ def sequence_sum_weights(loss_mask: LossMask, rollout_ids: RolloutIds) -> LossWe
     """Compute weights for the mean over rollouts of the token sum, `w_t = 1/N`: the unbiased policy gradient.
 
     Args:
-        loss_mask: true for loss tokens.
+        loss_mask: True for loss tokens.
         rollout_ids: rollout of each token; -1 for padding.
 
     Returns:
@@ -140,7 +140,7 @@ def constant_weights(loss_mask: LossMask, rollout_ids: RolloutIds, length: int) 
     """Compute weights for the token sum divided by a constant length, `w_t = 1/(N·L)`.
 
     Args:
-        loss_mask: true for loss tokens.
+        loss_mask: True for loss tokens.
         rollout_ids: rollout of each token; -1 for padding.
         length: L, in tokens; at least 1.
 

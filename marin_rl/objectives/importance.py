@@ -109,7 +109,7 @@ def log_ratio_statistics(
     Args:
         log_ratios: Δ = log π - log π_old (nats) of each sampled token; may have any value outside the mask. jax arrays,
             passed through `stop_gradient`, are summed on the device in their own dtype, numpy arrays on the host.
-        loss_mask: true for loss tokens.
+        loss_mask: True for loss tokens.
 
     Returns:
         Sums over the loss tokens; mean, variance and effective sample size are properties of the result.

@@ -42,7 +42,7 @@ class ServerOptions:
     key: str | None
     """API key; None serves requests without a key."""
     limits: RequestLimits
-    """RequestLimits of a request's tokens and sequences."""
+    """Limits of a request's tokens and sequences."""
     max_sequences: int
     """Maximum number of sequences in progress and waiting."""
     max_body_bytes: int

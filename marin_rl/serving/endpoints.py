@@ -52,7 +52,7 @@ class Endpoints:
     piece: TokenPiece
     """Returns the bytes of a token."""
     limits: RequestLimits
-    """RequestLimits of a request's tokens and sequences."""
+    """Limits of a request's tokens and sequences."""
     max_body_bytes: int
     """Maximum size of a request's body."""
     body_seconds: float

@@ -360,7 +360,7 @@ def _call_text(where: str, call: object) -> str:
 
 
 class RequestLimits(NamedTuple):
-    """RequestLimits of requests."""
+    """Limits of requests."""
 
     max_context: int
     """Maximum number of prompt and new tokens of a sequence."""
