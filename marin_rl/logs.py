@@ -6,7 +6,7 @@
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from marin_rl.errors import writing
@@ -32,7 +32,12 @@ def warnings_to_stderr() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def log_to(file: StoragePath, level: int = logging.INFO, modules: Mapping[str, int] | None = None) -> Iterator[None]:
+def log_to(
+    file: StoragePath,
+    level: int = logging.INFO,
+    modules: Mapping[str, int] | None = None,
+    check_lock: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
     """Append the log messages of this package to a file. Creates its folder.
 
     A file in an object store is uploaded every 30 seconds and at the end of the block.
@@ -41,11 +46,13 @@ def log_to(file: StoragePath, level: int = logging.INFO, modules: Mapping[str, i
         file: the log file.
         level: minimum level of messages.
         modules: levels of single modules or packages, by name.
+        check_lock: called before every upload to an object store; raises RuntimeError if another process writes the
+            file now.
     """
     logger, modules = logging.getLogger("marin_rl"), modules or {}
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        handler = _RemoteLogFile(file) if isinstance(file, RemotePath) else _LogFile(file)
+        handler = _RemoteLogFile(file, check_lock) if isinstance(file, RemotePath) else _LogFile(file)
     handler.setFormatter(LogFormatter(FORMAT))
     handler.setLevel(min(level, *modules.values(), level))
     former = {name: logging.getLogger(name).level for name in ("marin_rl", *modules)}
@@ -99,9 +106,9 @@ class _LogFile(logging.FileHandler):
 class _RemoteLogFile(logging.Handler):
     """Log file in an object store; reports a failed upload at the end on stderr and does not stop the run."""
 
-    def __init__(self, file: RemotePath) -> None:
+    def __init__(self, file: RemotePath, check_lock: Callable[[], None]) -> None:
         super().__init__()
-        self._file = AppendedFile(file)
+        self._file = AppendedFile(file, check_lock)
 
     def emit(self, record: logging.LogRecord) -> None:
         self._file.append(f"{self.format(record)}\n".encode())
@@ -109,6 +116,6 @@ class _RemoteLogFile(logging.Handler):
     def close(self) -> None:
         try:
             self._file.close()
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             print(f"warning: {self._file.path} cannot be written ({error}); lines are missing", file=sys.stderr)
         super().close()

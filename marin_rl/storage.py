@@ -19,7 +19,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -187,11 +187,14 @@ class AppendedFile:
     last upload.
     """
 
-    def __init__(self, path: RemotePath, seconds: float = UPLOAD_SECONDS) -> None:
+    def __init__(
+        self, path: RemotePath, check_lock: Callable[[], None] = lambda: None, seconds: float = UPLOAD_SECONDS
+    ) -> None:
         """Continue the object, if it exists.
 
         Args:
             path: the object.
+            check_lock: called before every upload; raises RuntimeError if another process writes the object now.
             seconds: longest time between an append and its upload.
 
         Raises:
@@ -201,6 +204,7 @@ class AppendedFile:
         """The object."""
         self._content = bytearray(path.read_bytes() if path.is_file() else b"")
         self._uploaded = len(self._content)
+        self._check_lock = check_lock
         self._seconds = seconds
         self._upload_lock = threading.Lock()
         self._closing = threading.Event()
@@ -216,15 +220,17 @@ class AppendedFile:
 
         Raises:
             OSError: if it cannot be written.
+            RuntimeError: if another process writes it now.
         """
         with self._upload_lock:
             content = bytes(self._content)
             if len(content) > self._uploaded:
+                self._check_lock()
                 self.path.write_bytes(content)
                 self._uploaded = len(content)
 
     def close(self) -> None:
-        """Upload the object a last time, and end the thread; raises OSError like `flush`."""
+        """Upload the object a last time, and end the thread; raises the errors of `flush`."""
         self._closing.set()
         self._thread.join()
         self.flush()
@@ -235,6 +241,9 @@ class AppendedFile:
                 self.flush()
             except OSError as error:
                 logger.warning("%s is uploaded again later: %s", self.path.name, error)
+            except RuntimeError as error:
+                logger.error("%s is no longer uploaded: %s", self.path.name, error)
+                return
 
 
 def local_copy(folder: RemotePath, cache: Path) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from marin_rl import remote_path
+from marin_rl.errors import RunDirectoryError
 from marin_rl.remote_path import RemotePath, StorageError
 from marin_rl.storage import (
     AppendedFile,
@@ -294,6 +295,22 @@ def test_appended_file_is_not_uploaded_unless_it_grows(gcs: Gcs, root: RemotePat
     file.close()
     assert gcs.requests.count("POST run/log") == 1
     assert AppendedFile(root / "log", seconds=1e6).path == root / "log"
+
+
+def test_appended_file_is_not_uploaded_after_its_lock_is_lost(gcs: Gcs, root: RemotePath, caplog) -> None:
+    checked = threading.Event()
+
+    def check_lock() -> None:
+        checked.set()
+        raise RunDirectoryError("taken over")
+
+    file = AppendedFile(root / "log", check_lock, seconds=0.01)
+    file.append(b"1")
+    assert checked.wait(600)
+    with pytest.raises(RunDirectoryError, match="taken over"):
+        file.close()
+    assert gcs.requests.count("POST run/log") == 0
+    assert caplog.text.count("log is no longer uploaded: taken over") == 1
 
 
 def test_failed_upload_is_repeated_and_the_last_one_is_an_error(gcs: Gcs, root: RemotePath, caplog) -> None:

@@ -17,7 +17,7 @@ import enum
 import hashlib
 import logging
 import re
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 
 import pyarrow as pa
 
@@ -219,17 +219,24 @@ class RolloutStore:
     thread.
     """
 
-    def __init__(self, folder: StoragePath, config: RolloutStoreConfig, piece: PieceOf):
+    def __init__(
+        self,
+        folder: StoragePath,
+        config: RolloutStoreConfig,
+        piece: PieceOf,
+        check_lock: Callable[[], None] = lambda: None,
+    ):
         """Open a folder, which may contain files.
 
         Args:
             folder: an existing folder.
             config: selection, format and retention of rollouts.
             piece: maps a token id to its bytes.
+            check_lock: called before every write, in the thread that writes; its errors are those of the write.
         """
         self.folder = folder
         """The folder of the files."""
-        self._config, self._piece = config, piece
+        self._config, self._piece, self._check_lock = config, piece, check_lock
         self._job = BackgroundJob("rollout-store")
         self._sizes: dict[StoredFile, int] = {}
         self._count_files()
@@ -302,6 +309,7 @@ class RolloutStore:
         table = as_table(rollouts, step, purpose, advantages, self._piece, stale_ids)
         data = as_jsonl(table) if self._config.format is StoredFormat.JSONL else as_parquet(table)
         target = self.folder / f"{_PREFIX[purpose]}-{step:08d}.{self._config.format.value}"
+        self._check_lock()
         write_bytes(target, bytes(data))
         self._sizes[StoredFile(step, purpose, target)] = len(data)
         self._make_room(target)

@@ -91,7 +91,11 @@ class _Loaded(NamedTuple):
 
 
 def open_run(
-    config: TrainConfig, folder: StoragePath, report: Report, stop_requested: Callable[[], bool] = lambda: False
+    config: TrainConfig,
+    folder: StoragePath,
+    report: Report,
+    stop_requested: Callable[[], bool] = lambda: False,
+    check_lock: Callable[[], None] = lambda: None,
 ) -> TrainingRun:
     """Start a run, or resume it from its newest valid checkpoint.
 
@@ -102,6 +106,7 @@ def open_run(
         folder: run directory.
         report: called with each progress message.
         stop_requested: returns whether this process was asked to stop; called during a warm start and evaluations.
+        check_lock: called before rollouts are stored; raises RunDirectoryError if another process has taken the lock.
 
     Raises:
         StopRequestedError: in all processes, if one was asked to stop before a new run had its first checkpoint.
@@ -109,7 +114,7 @@ def open_run(
         CheckpointError: if the run has checkpoints and none is usable.
     """
     with contextlib.ExitStack() as resources:
-        parts = _open_parts(config, folder, report, resources)
+        parts = _open_parts(config, folder, report, check_lock, resources)
         loaded = parts.checkpoints.restore_newest(functools.partial(_load, config, parts))
         trainer_state, runner, progress = (
             _start(config, parts, report, stop_requested) if loaded is None else _resume(config, parts, loaded, report)
@@ -210,7 +215,13 @@ def drop_groups_of_lost_weights(state: RunState, report: Report) -> None:
         )
 
 
-def _open_parts(config: TrainConfig, folder: StoragePath, report: Report, resources: contextlib.ExitStack) -> _Parts:
+def _open_parts(
+    config: TrainConfig,
+    folder: StoragePath,
+    report: Report,
+    check_lock: Callable[[], None],
+    resources: contextlib.ExitStack,
+) -> _Parts:
     trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
     layout = config.row_layout(trainer)
     check_config(config)
@@ -221,7 +232,7 @@ def _open_parts(config: TrainConfig, folder: StoragePath, report: Report, resour
     else:
         # This process runs no episodes, so it needs no reward functions and no sandbox.
         reward_functions, loop = RewardFunctions(), BackgroundLoop()
-    store = RolloutStore(folder / "rollouts", config.rollout_store, TokenPieces(tokenizer.tokenizer))
+    store = RolloutStore(folder / "rollouts", config.rollout_store, TokenPieces(tokenizer.tokenizer), check_lock)
     resources.enter_context(Closing(functools.partial(_close, store)))
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
     resources.enter_context(Closing(checkpoints.close))

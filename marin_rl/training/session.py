@@ -75,7 +75,7 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
         )
         main = multihost.is_main()
         file = directory.log if main else directory.path / "processes" / f"{jax.process_index()}.txt"
-        log = log_to(file, config.log_level.number, module_levels(config.logging))
+        log = log_to(file, config.log_level.number, module_levels(config.logging), check_lock)
         console = stream if main else resources.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
         with log, logged_errors(), explain_errors(), ProgressDisplay(config.num_steps, console) as display:
             finished = _train(config, directory, display, check_lock)
@@ -104,15 +104,15 @@ def _train(
     with contextlib.ExitStack() as closing:
         stop = closing.enter_context(stop_on_signals(report))
         try:
-            run = open_run(config, directory.path, report, stop.is_set)
+            run = open_run(config, directory.path, report, stop.is_set, check_lock)
         except StopRequestedError:
             report("stopped before the first step, of which nothing is saved. Run the same command again to begin anew")
             return None
         closing.enter_context(Closing(run.close))
         # Only the main process writes records.
-        records = _open_records(run, directory) if multihost.is_main() else None
+        records = _open_records(run, directory, check_lock) if multihost.is_main() else None
         if records is not None:
-            closing.enter_context(Closing(functools.partial(_close_records, records, check_lock)))
+            closing.enter_context(Closing(records.close))
         run.before_save = functools.partial(_before_save, records, check_lock)
 
         def record(step: int, metrics: dict[str, float]) -> None:
@@ -141,11 +141,6 @@ def _record(records: "StepRecords", check_lock: Callable[[], None], step: int, m
     # A process that was suspended must not write into the directory of the process that continues its run.
     check_lock()
     records.record(step, metrics)
-
-
-def _close_records(records: "StepRecords", check_lock: Callable[[], None]) -> None:
-    check_lock()
-    records.close()
 
 
 def _before_save(records: "StepRecords | None", check_lock: Callable[[], None]) -> None:
@@ -217,11 +212,18 @@ class StepRecords:
     Errors of trackers are not caught: they stop the run.
     """
 
-    def __init__(self, path: StoragePath, tracker: Tracker):
-        """Open `metrics.jsonl`, which holds no records of steps that will be repeated, and continue after its end."""
+    def __init__(self, path: StoragePath, tracker: Tracker, check_lock: Callable[[], None] = lambda: None):
+        """Open `metrics.jsonl`, which holds no records of steps that will be repeated, and continue after its end.
+
+        Args:
+            path: the file.
+            tracker: receives the same metrics.
+            check_lock: called before every upload to an object store; raises RunDirectoryError if another process
+                writes the file now.
+        """
         self._path = path
         self._tracker = tracker
-        self._uploaded = AppendedFile(path) if isinstance(path, RemotePath) else None
+        self._uploaded = AppendedFile(path, check_lock) if isinstance(path, RemotePath) else None
         self._last_step = max((int(record["step"]) for record in read_records(path)), default=-1)
 
     def record(self, step: int, metrics: Mapping[str, int | float]) -> None:
@@ -246,7 +248,7 @@ class StepRecords:
         """Upload the records to the object store, if the run is in one; a local file is complete after every record.
 
         Raises:
-            RunDirectoryError: if the file cannot be written.
+            RunDirectoryError: if the file cannot be written, or another process has taken the lock.
         """
         if self._uploaded is not None:
             with writing(self._path):
@@ -306,7 +308,7 @@ def make_tracker(
     return tracker
 
 
-def _open_records(run: TrainingRun, directory: RunDirectory) -> StepRecords:
+def _open_records(run: TrainingRun, directory: RunDirectory, check_lock: Callable[[], None]) -> StepRecords:
     """Open the metric records, truncated to the steps of the run's state; a new run gets a record of step 0."""
     progress, evaluations = run.state.progress, run.state.progress.evaluations
     step = progress.step - bool(progress.unrecorded)
@@ -314,7 +316,7 @@ def _open_records(run: TrainingRun, directory: RunDirectory) -> StepRecords:
     with writing(run.store.folder):
         run.store.truncate(progress.step)
     tracker = make_tracker(run.config.trainer.tracker, run.learner.trainer.run_id, encode(run.config), last_step=step)
-    records = StepRecords(directory.metrics, tracker)
+    records = StepRecords(directory.metrics, tracker, check_lock)
     if progress.step == 0:
         before = evaluations.get("before warm start", {})
         start = {f"before_warm_start/{name}": value for name, value in before.items()}

@@ -297,15 +297,18 @@ def test_process_that_lost_its_lock_ends_without_writing(
         if name.startswith(("hf/", "checkpoints/step-00000006/", "checkpoints/step-00000005/")):
             del stored.objects[PREFIX + name]
     build = BatchBuilder.build
+    others = ("metrics.jsonl", "log.txt", "rollouts/step-00000005.parquet")
 
     def suspended(*arguments: object) -> object:
         """Another process takes over during the step."""
         stored.put(f"{PREFIX}.lock/00000002", b"{}")
-        stored.put(f"{PREFIX}metrics.jsonl", b"of the other process\n")
+        for name in others:
+            stored.put(PREFIX + name, b"of the other process\n")
         return build(*arguments)
 
     monkeypatch.setattr(BatchBuilder, "build", suspended)
     assert run.train() == 1
     assert f"error: run directory '{ADDRESS}' was taken over by another process" in capfd.readouterr().err
-    assert stored.read(f"{PREFIX}metrics.jsonl") == b"of the other process\n"
+    for name in others:
+        assert stored.read(PREFIX + name) == b"of the other process\n", name
     assert not stored.names(f"{PREFIX}checkpoints/step-00000005/")
