@@ -175,7 +175,7 @@ def lower_update(run: RunShapes) -> jax.stages.Lowered:
 def lower_score(run: RunShapes) -> jax.stages.Lowered:
     """Lower the forward pass over a batch, for the reference or the learner's own log-probabilities."""
     scorer = make_scorer(run.config, run.trainer, run.layout, pad_token_id=0)
-    model = run.trained if _scores_own(run.config) else run.parameters
+    model = run.trained if own_scorings(run.config) else run.parameters
     return scorer.lower(cast(LmHeadModel, model), [_batch(run.layout)])
 
 
@@ -255,7 +255,7 @@ def programs_of(config: TrainConfig, hosts: int) -> list[str]:
     needed = {
         "initial state": True,
         "update": True,
-        "score": config.kl.needs_reference or _scores_own(config),
+        "score": config.kl.needs_reference or own_scorings(config) > 0,
         "sampler weights": builtin,
         "resharding": builtin and hosts > 1 and config.mode is Mode.SYNC,
         "prefill": builtin,
@@ -265,8 +265,15 @@ def programs_of(config: TrainConfig, hosts: int) -> list[str]:
     return [name for name in LOWER if needed[name]]
 
 
-def _scores_own(config: TrainConfig) -> bool:
-    return config.critic is not None or config.off_policy_correction.needs_sampling_logprobs
+def own_scorings(config: TrainConfig) -> float:
+    """Return how often a step scores its rollouts with the learner, on average: see `BatchBuilder`."""
+    store, has_critic = config.rollout_store, config.critic is not None
+    if has_critic and config.mode is Mode.ASYNC and config.replay.keep_sampling_weights:
+        # Log-probabilities of the weights that sampled, and values of the newest.
+        return 2.0
+    if has_critic or config.off_policy_correction.needs_sampling_logprobs:
+        return 1.0
+    return 1 / store.every if store.learner_logprobs and store.every else 0.0
 
 
 def _batch(layout: RowLayout) -> RlExample:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from marin_rl.planning.chips import Chip, Number
 from marin_rl.planning.compiling import Measured
-from marin_rl.planning.programs import RunShapes
+from marin_rl.planning.programs import RunShapes, own_scorings
 from marin_rl.sampling.group_sampler import SamplerSizes
 
 
@@ -93,7 +93,7 @@ class StepSize(NamedTuple):
 class ModelWork(NamedTuple):
     """Matrix products of a model."""
 
-    linear: int
+    linear: float
     """Parameters of the linear layers that a token uses."""
     head: int
     """Parameters of the output head."""
@@ -111,18 +111,24 @@ class ModelWork(NamedTuple):
         return 2 * self.linear * tokens + 4 * self.attention * tokens * positions + 2 * self.head * head_tokens
 
 
-def model_work(run: RunShapes) -> ModelWork:
-    """Count the matrix products of a run's policy."""
+def model_work(run: RunShapes, all_experts: bool = False) -> ModelWork:
+    """Count the matrix products of a run's policy.
+
+    Args:
+        run: the run.
+        all_experts: whether a token uses all experts of a mixture, as in the sampler.
+    """
     policy, config = cast(Any, run.policy), cast(Any, run.config.model)
 
     def is_product(node: Any) -> bool:
         return isinstance(node, hnn.Linear | hnn.MoELinear)
 
     layers = [node for node in jax.tree.leaves(policy.transformer, is_leaf=is_product) if is_product(node)]
-    linear = 0
+    linear = 0.0
     for node in layers:
-        share = config.num_experts_per_tok / config.n_routed_experts if isinstance(node, hnn.MoELinear) else 1
-        linear += int(share * math.prod(node.weight.array.shape))
+        is_chosen = isinstance(node, hnn.MoELinear) and not all_experts
+        share = config.num_experts_per_tok / config.n_routed_experts if is_chosen else 1
+        linear += share * math.prod(node.weight.array.shape)
     head_size = getattr(config, "head_dim", None) or config.Embed.size // config.num_heads
     return ModelWork(linear, math.prod(policy.get_lm_head().array.shape), run.num_layers * config.num_heads * head_size)
 
@@ -131,7 +137,7 @@ def update_work(run: RunShapes, step: StepSize, measured: Measured | None) -> Wo
     """Return the work of all updates of a step.
 
     A backward pass costs two forward passes, and recomputed activations a third. Padding counts. The head is computed
-    for tokens of answers, and again in the backward pass.
+    for tokens of answers, and again in the backward pass. A critic's separate trunk costs as much as the policy's.
 
     Args:
         run: the run.
@@ -143,17 +149,19 @@ def update_work(run: RunShapes, step: StepSize, measured: Measured | None) -> Wo
     tokens = step.microbatches * layout.rows_per_microbatch * layout.row_length
     recomputed = getattr(run.config.model, "gradient_checkpointing", True) is not False
     answers = step.rollouts * step.answer_tokens * run.config.updates.epochs
-    layers = (4 if recomputed else 3) * model.forward(tokens, layout.attended / 2, 0)
+    layers = (4 if recomputed else 3) * _trunks(run) * model.forward(tokens, layout.attended / 2, 0)
     flops = (layers + 4 * model.forward(0, 0, answers)) / chips
     return _with_traffic(flops, measured, step.updates)
 
 
 def score_work(run: RunShapes, step: StepSize, measured: Measured | None) -> Work:
-    """Return the work of a forward pass over all rollouts of a step; see `update_work`."""
-    model, layout = model_work(run), run.layout
+    """Return the work of all forward passes over the rollouts of a step, by the reference and the learner."""
+    model, layout, own = model_work(run), run.layout, own_scorings(run.config)
     tokens = step.microbatches / run.config.updates.epochs * layout.rows_per_microbatch * layout.row_length
-    flops = model.forward(tokens, layout.attended / 2, step.rollouts * step.answer_tokens)
-    return _with_traffic(flops / run.trainer.device_mesh.size, measured, 1)
+    count = own + run.config.kl.needs_reference
+    layers = (count + own * (_trunks(run) - 1)) * model.forward(tokens, layout.attended / 2, 0)
+    flops = layers + count * model.forward(0, 0, step.rollouts * step.answer_tokens)
+    return _with_traffic(flops / run.trainer.device_mesh.size, measured, count)
 
 
 def model_flops(run: RunShapes, step: StepSize) -> Number:
@@ -165,7 +173,13 @@ def model_flops(run: RunShapes, step: StepSize) -> Number:
     prompts = step.rollouts if run.layout.group is None else step.rollouts / run.layout.group.answers
     answers = step.rollouts * step.answer_tokens * epochs
     tokens = prompts * step.prompt_tokens * epochs + answers
-    return 3 * model_work(run).forward(tokens, length / 2, answers)
+    model = model_work(run)
+    return 3 * (_trunks(run) * model.forward(tokens, length / 2, 0) + model.forward(0, 0, answers))
+
+
+def _trunks(run: RunShapes) -> int:
+    critic = run.config.critic
+    return 1 if critic is None or critic.shared_trunk else 2
 
 
 def prefill_work(run: RunShapes, step: StepSize, measured: Measured | None) -> Work:
@@ -175,7 +189,7 @@ def prefill_work(run: RunShapes, step: StepSize, measured: Measured | None) -> W
     groups = math.ceil(step.groups / (sizes.shards * sizes.hosts))
     calls = math.ceil(groups * math.ceil(step.prompt_tokens / chunk) / rows)
     model_axis = _model_axis(sizes)
-    flops = model_work(run).forward(rows * chunk, step.prompt_tokens / 2, 0) / model_axis
+    flops = model_work(run, all_experts=True).forward(rows * chunk, step.prompt_tokens / 2, 0) / model_axis
     return _with_traffic(flops, measured, 1).times(calls)
 
 
@@ -187,7 +201,7 @@ def decode_work(run: RunShapes, step: StepSize, measured: Measured | None) -> Wo
     """
     sizes, positions = run.sizes, step.prompt_tokens + step.answer_tokens / 2
     model_axis = _model_axis(sizes)
-    flops = model_work(run).forward(sizes.shard_slots, positions, sizes.shard_slots) / model_axis
+    flops = model_work(run, all_experts=True).forward(sizes.shard_slots, positions, sizes.shard_slots) / model_axis
     work = _with_traffic(flops, measured, 1)
     device = run.trainer.device_mesh.devices.flat[0]
     if measured is not None and device.platform != "cpu":

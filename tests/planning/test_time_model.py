@@ -10,7 +10,7 @@ from marin_rl.batching.packing import GroupRow, RowLayout
 from marin_rl.planning.chips import CHIPS
 from marin_rl.planning.compiling import Measured
 from marin_rl.planning.hlo import CollectiveBytes
-from marin_rl.planning.programs import RunShapes, lower_score, open_shapes
+from marin_rl.planning.programs import RunShapes, lower_score, open_shapes, programs_of
 from marin_rl.planning.time_model import (
     ModelWork,
     StepSize,
@@ -89,6 +89,50 @@ def test_update_costs_three_forward_passes_and_recomputed_activations(run: RunSh
     recomputing = dataclasses.replace(run, config=dataclasses.replace(config, model=model))
     assert update_work(recomputing, STEP, None).flops == 4 * (2 * LINEAR * tokens + attention) + 4 * head
     assert update_work(run, STEP._replace(updates=2), measured()) == Work(work.flops, 6.0, 10.0, 14.0)
+
+
+def test_separate_trunk_of_a_critic_costs_as_much_as_the_policy(run: RunShapes):
+    def with_critic(shared: str) -> RunShapes:
+        options = ["--advantage.type", "gae", "--critic.shared_trunk", shared]
+        return open_shapes(tiny_config(*options), vocab_size=128)
+
+    shared, separate = with_critic("true"), with_critic("false")
+    head = HEAD * 16 * 8
+    assert update_work(shared, STEP, None) == update_work(run, STEP, None)
+    policy = update_work(run, STEP, None).flops - 8 * head
+    assert update_work(separate, STEP, None).flops == 2 * policy + 8 * head
+    assert score_work(separate, STEP, None).flops == 2 * score_work(shared, STEP, None).flops - 2 * head
+    assert model_flops(separate, STEP) == 2 * model_flops(run, STEP) - 6 * head
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        (["--kl", "{type: in_loss, beta: 0.1}"], 1.0),
+        (["--off_policy_correction.type", "tis"], 1.0),
+        (["--kl", "{type: in_loss, beta: 0.1}", "--off_policy_correction.type", "tis"], 2.0),
+        (["--rollout_store.learner_logprobs", "true", "--rollout_store.every", "4"], 0.25),
+        (["--off_policy_correction.type", "tis", "--rollout_store.learner_logprobs", "true"], 1.0),
+        (["--rollout_store.learner_logprobs", "true", "--rollout_store.every", "0"], 0.0),
+    ],
+)
+def test_each_scoring_of_the_rollouts_counts(run: RunShapes, options: list[str], count: float):
+    config = tiny_config(*options)
+    counted = score_work(dataclasses.replace(run, config=config), STEP, measured())
+    tokens = 4 * run.layout.rows_per_microbatch * run.layout.row_length
+    one = 2 * LINEAR * tokens + 4 * 64 * tokens * run.layout.row_length / 2 + 2 * HEAD * 16 * 8
+    assert counted == Work(one, 3.0, 5.0, 7.0).times(count)
+    assert ("score" in programs_of(config, hosts=1)) == (count > 0)
+
+
+def test_sampler_computes_all_experts():
+    model = """{type: mixtral, seq_len: 32, hidden_dim: 32, intermediate_dim: 64, num_layers: 1, num_heads: 4,
+        num_kv_heads: 2, n_routed_experts: 4, num_experts_per_tok: 2, gradient_checkpointing: false}"""
+    mixture = open_shapes(tiny_config("--model", model), vocab_size=128)
+    chosen, sampled = model_work(mixture), model_work(mixture, all_experts=True)
+    assert sampled.linear - chosen.linear == 2 * 3 * 32 * 64
+    flops = decode_work(mixture, STEP, None).flops
+    assert flops == sampled.forward(8, 28, 8) * 16
 
 
 def test_model_flops_have_no_padding(run: RunShapes):
