@@ -5,6 +5,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -156,7 +157,8 @@ def ray_workers(config: TrainConfig, vocab_size: int, secret: str) -> Iterator[C
                 start(index)
             opened.callback(_shut_down, client, actors, running)
         else:
-            slices = SliceReservations(workers, start)
+            fail = functools.partial(client.call, Coordinator.fail, f"reserving slices {workers.tpu_slice}")
+            slices = SliceReservations(workers, start, fail)
             opened.callback(slices.release)
             opened.callback(_shut_down, client, actors, running)
             opened.callback(slices.stop)

@@ -28,17 +28,23 @@ class SliceReservations:
     Ray places the workers of a lost slice again when a slice of the same name joins.
     """
 
-    def __init__(self, config: WorkersConfig, start: Callable[[int, PlacementGroupSchedulingStrategy], None]) -> None:
+    def __init__(
+        self,
+        config: WorkersConfig,
+        start: Callable[[int, PlacementGroupSchedulingStrategy], None],
+        fail: Callable[[str], None],
+    ) -> None:
         """Start to reserve, in a thread.
 
         Args:
             config: number of workers and kind of the slices.
             start: starts the worker with this index at a place; called from the thread.
+            fail: called from the thread with the error that ended it.
         """
         assert config.tpu_slice is not None
         self._kind = TpuSlice.parse(config.tpu_slice)
         self._config = config
-        self._start = start
+        self._start, self._fail = start, fail
         self._slices: list[SlicePlacementGroup] = []
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="TPU slices", daemon=True)
@@ -55,6 +61,13 @@ class SliceReservations:
             reserved.shutdown()
 
     def _run(self) -> None:
+        try:
+            self._start_workers()
+        except Exception as error:
+            logger.exception("no further slices are reserved")
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _start_workers(self) -> None:
         hosts = self._kind.num_hosts
         for first in range(0, self._config.num_workers, hosts):
             group = self._reserve()

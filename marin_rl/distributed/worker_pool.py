@@ -68,6 +68,7 @@ class WorkerPool:
         self._announcing = BackgroundJob("announce")
         self._incarnation: str | None = None
         self._workers: dict[str, int] = {}
+        self._failure: str | None = None
         self.counts = dict(counts) if client is not None else {}
         """Event counts over all coordinators of the run, at the last poll; empty without a client."""
         self._counts_before = self.counts
@@ -109,7 +110,7 @@ class WorkerPool:
 
         Raises:
             StopRequestedError: if a stop is requested.
-            WorkerFailedError: if an error ended a worker.
+            WorkerFailedError: if an error ended a worker, after the groups that were finished until then.
             NoWorkersError: if no group is finished within the timeout.
             MainProcessError: in the other training processes, if the wait failed in the main process.
         """
@@ -153,17 +154,16 @@ class WorkerPool:
                 "from the last checkpoint"
             )
         self._announcing.raise_if_failed()
+        if self._failure is not None:
+            raise _worker_failed(self._failure)
         update = self._client.call(Coordinator.take, self._received, self._poll)
         self._received = [number for number, _ in update.groups]
         self._update_state(self._client, update)
         finished = [(number, data) for number, data in update.groups if self._pending.pop(number, None)]
-        if not finished:
-            unreported = self._client.find_failure()
-            if failure := update.failure or unreported:
-                raise WorkerFailedError(
-                    f"a rollout worker ended with an error: {failure}. The workers' logs in the run directory have "
-                    "the traceback"
-                )
+        unreported = self._client.find_failure()
+        self._failure = update.failure or unreported
+        if self._failure is not None and not finished:
+            raise _worker_failed(self._failure)
         return finished
 
     def _update_state(self, client: CoordinatorClient, update: TrainerUpdate) -> None:
@@ -183,6 +183,12 @@ class WorkerPool:
         self._seconds = update.seconds
         before = self._counts_before
         self.counts = {name: count + before.get(name, 0) for name, count in update.counts.items()}
+
+
+def _worker_failed(failure: str) -> WorkerFailedError:
+    return WorkerFailedError(
+        f"a rollout worker ended with an error: {failure}. The logs in the run directory have the traceback"
+    )
 
 
 def _join(groups: Sequence[tuple[RequestNumber, bytes]]) -> bytes:

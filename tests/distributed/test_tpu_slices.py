@@ -4,10 +4,14 @@
 """Slices are reserved in a local cluster whose node has the resources and labels of a slice, but no TPU."""
 
 import json
+import queue
 import subprocess
 import sys
 
 import pytest
+
+from marin_rl.config.workers_config import WorkersConfig
+from marin_rl.distributed import tpu_slices
 
 PROGRAM = """
 import json, os, threading
@@ -37,7 +41,7 @@ def start(index, place):
     if len(started) == 4:
         four.set()
 
-slices = tpu_slices.SliceReservations(config, start)
+slices = tpu_slices.SliceReservations(config, start, print)
 assert four.wait(600)
 amounts = [ray.get(started[index].reserved.remote()) for index in sorted(started)]
 # The second slice has not joined.
@@ -46,6 +50,18 @@ during = ray.available_resources().get("TPU", 0)
 slices.release()
 print(json.dumps([len(started), amounts, before, during]))
 """
+
+
+def test_error_that_ends_the_thread_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **named: object) -> None:
+        raise ValueError("no such topology")
+
+    monkeypatch.setattr(tpu_slices, "SlicePlacementGroup", refuse)
+    reported: queue.Queue[str] = queue.Queue()
+    config = WorkersConfig(num_workers=4, tpu_slice="v6e:4x4")
+    slices = tpu_slices.SliceReservations(config, lambda index, place: None, reported.put)
+    assert reported.get(timeout=600) == "ValueError: no such topology"
+    slices.stop()
 
 
 @pytest.mark.slow

@@ -229,14 +229,13 @@ def test_counts_continue_in_a_resumed_run(client: Client, sender: Sender) -> Non
         assert rollout_source.counts == {"joined": joined, "lost": 1}
 
 
-def test_worker_error_is_raised_after_all_groups_are_received(rollout_source: WorkerPool, client: Client) -> None:
+def test_worker_error_is_raised_after_finished_groups_although_others_finish(
+    rollout_source: WorkerPool, client: Client
+) -> None:
     rollout_source.submit([request(1, 0), request(1, 1)])
-    client.responses = [
-        with_groups((1, 0), failure="worker-0: KeyError: 'x'"),
-        NOTHING._replace(failure="worker-0: no"),
-    ]
+    client.responses = [with_groups((1, 0), failure="worker-0: KeyError: no"), with_groups((1, 1))]
     assert wait(rollout_source) == [((1, 0), "train-1-0")]
-    with pytest.raises(WorkerFailedError, match=r"a rollout worker ended with an error: worker-0: no\. .*traceback"):
+    with pytest.raises(WorkerFailedError, match=r"worker ended with an error: worker-0: KeyError: no\. .*traceback"):
         wait(rollout_source)
 
 
@@ -247,7 +246,10 @@ def test_error_of_a_worker_that_failed_to_start_is_raised(rollout_source: Worker
     assert wait(rollout_source) == [((1, 0), "train-1-0")]
     with pytest.raises(WorkerFailedError, match=r"worker-0: ImportError: no such thing\."):
         wait(rollout_source)
-    # An error that the worker itself reported takes precedence.
+
+
+def test_error_that_the_worker_itself_reported_takes_precedence(rollout_source: WorkerPool, client: Client) -> None:
+    client.failure = "worker-0: ImportError: no such thing"
     client.responses = [NOTHING._replace(failure="worker-0: OSError: no disk")]
     with pytest.raises(WorkerFailedError, match=r"worker-0: OSError: no disk\."):
         wait(rollout_source)
