@@ -311,7 +311,7 @@ def _decode_scalar(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
     plain = plain_type(annotation)
     if plain is Any:
         return raw
-    if plain is str and type(raw) in (int, float):
+    if plain is str and type(raw) is int:
         return str(raw)
     if plain is float and type(raw) is int:
         return float(raw)
@@ -321,6 +321,8 @@ def _decode_scalar(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
         hint = "NaN is not allowed" if raw != raw else ""
         if plain is str and isinstance(raw, bool):
             hint = "YAML reads yes, no, on, off, true and false as booleans; quote the word"
+        if plain is str and isinstance(raw, float):
+            hint = f"write it in quotes, as '\"{raw}\"' on a command line, because YAML reads 1.10 as 1.1"
         raise _wrong(plain, raw, path, hint)
     if plain is typing.Literal:
         matching = [value for value in typing.get_args(annotation) if value == raw and type(value) is type(raw)]

@@ -91,7 +91,10 @@ def _nearest_file(path: Path) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML loader that rejects repeated keys, does not convert dates, and reads `1e-4` as a number."""
+    """Safe YAML loader that rejects repeated keys, does not convert dates, and reads `1e-4` as a number.
+
+    Forms of integers that YAML 1.2 dropped remain text: `0012` is not 10, `1:30` not 90, and `2026_01_07` no number.
+    """
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Construct the value of a node; raise a `ConstructorError` with its position if its tag does not accept it."""
@@ -180,14 +183,16 @@ def _construct_mapping(loader: yaml.SafeLoader, node: yaml.Node) -> dict[Any, An
     return loader.construct_mapping(node, deep=True)
 
 
+_INTEGER = re.compile(r"^[-+]?(?:0|[1-9][0-9]*|[1-9][0-9]{0,2}(?:_[0-9]{3})+|0x[0-9a-fA-F]+)$")
 _NUMBER = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("timestamp", "int")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_undefined)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INTEGER, list("-+0123456789"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))

@@ -187,6 +187,7 @@ def test_another_type_uses_the_defaults_of_its_class():
             {"number": 1, "pair": [1]},
             r"^pair is \[1\] \(list\), but it takes a list of 2 \(an integer, text\): 2 items",
         ),
+        ({"number": 1, "name": 1.1}, r"^name is 1\.1 \(float\), but it takes text: write it in quotes"),
         ({"number": 1, "pair": [1, None]}, r"^pair.1 is None \(null\), but it takes text"),
         ({"number": 1, "table": {"a": [1, "b"]}}, r"^table.a.1 is 'b' \(str\), but it takes an integer"),
         ({"number": 1, "table": [1]}, r"^table is \[1\] \(list\), but it takes a mapping"),
@@ -231,7 +232,7 @@ def test_nested_keys_of_levanter_are_checked():
         decode(TrainerConfig, {"distributed": {"num_proceses": 2}})
 
 
-def test_numbers_are_accepted_as_text_and_integers_as_floats():
+def test_integers_are_accepted_as_text_and_as_floats():
     config = decode(Everything, {"number": 1, "name": 5, "share": 1})
     assert (config.name, config.share) == ("5", 1.0)
     assert isinstance(config.share, float)

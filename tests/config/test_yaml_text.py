@@ -15,7 +15,7 @@ from levanter.tracker.tracker import NoopConfig
 from levanter.trainer import TrainerConfig
 
 from marin_rl.config.decode import ConfigError
-from marin_rl.config.yaml_text import from_yaml, load_yaml, parse_yaml, to_yaml
+from marin_rl.config.yaml_text import from_yaml, load_yaml, parse_value, parse_yaml, to_yaml
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,17 @@ def test_numbers_dates_and_anchors():
     assert parse_yaml("", "x") == {}
 
 
-@pytest.mark.parametrize("name", ["1e-4", "no", "2024-01-01", "null", "12", "a: b", "ä\n b", ""])
+@pytest.mark.parametrize("text", ["0012", "2026_01_07", "1:30", "1_00", "0b11", "+", "08", "0x", "_1", "1__000"])
+def test_forms_that_yaml_dropped_are_no_integers(text):
+    assert parse_value(text) == text
+
+
+@pytest.mark.parametrize(("text", "number"), [("0", 0), ("-12", -12), ("+7", 7), ("1_234_567", 1234567), ("0x1F", 31)])
+def test_integers(text, number):
+    assert parse_value(text) == number
+
+
+@pytest.mark.parametrize("name", ["1e-4", "no", "2024-01-01", "null", "12", "0012", "1_0", "a: b", "ä\n b", ""])
 def test_text_remains_text_in_the_resolved_config(name):
     text = to_yaml(RunConfig(name))
     assert from_yaml(RunConfig, text, "x").name == name
