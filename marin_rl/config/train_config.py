@@ -192,7 +192,10 @@ class TrainConfig:
     """Optimizer and learning-rate schedule of RL (levanter's section)."""
     trainer: TrainerConfig = dataclasses.field(
         default_factory=default_trainer,
-        metadata=may_change("tracker", "jax_compilation_cache_dir", "distributed")
+        metadata=may_change(
+            *("tracker", "jax_compilation_cache_dir", "distributed"),
+            *("profiler", "profiler_start_step", "profiler_num_steps"),
+        )
         | without_effect(
             seed="set seed",
             train_batch_size="set rollouts.prompts_per_step and rollouts.group_size, whose product is the batch",
@@ -206,6 +209,18 @@ class TrainConfig:
             quantization="not supported; leave it out",
             model_averaging="not supported; leave it out",
             batch_axis="the axis of rows is always named batch",
+            profiler_perfetto_link="open profile/ in the run directory with TensorBoard or Perfetto",
+            watch="not supported; leave it out",
+            crash_on_nan="a run always ends at an update that is not finite",
+            crash_on_inf="a run always ends at an update that is not finite",
+            log_dir="the log is in the run directory",
+            log_jaxprs="the environment variable XLA_FLAGS=--xla_dump_to=FOLDER writes compiled programs",
+            log_xla_hlo="the environment variable XLA_FLAGS=--xla_dump_to=FOLDER writes compiled programs",
+            shutdown_at_exit="python -m marin_rl.launch tpu has the option --autodelete",
+            per_device_eval_parallelism="set sampling.max_seqs",
+            allow_partial_checkpoint="a checkpoint must be complete",
+            allow_nondivisible_batch_size="rows that fill up a batch need no setting",
+            ray="set ray_address at the top level",
         ),
     )
     """Mesh, precision, microbatches and trackers (levanter's section). Batch size and number of steps follow from
@@ -257,10 +272,14 @@ class TrainConfig:
                     f"trainer.jax_compilation_cache_dir is {cache!r}, but jax supports only gs:// and s3:// addresses "
                     "besides paths on a mounted file system"
                 )
+        defaults = default_trainer()
         for name, remedy in self.__dataclass_fields__["trainer"].metadata["without_effect"].items():
-            given, default = getattr(self.trainer, name), default_of(TrainerConfig, name)
-            if given != default:
+            given = getattr(self.trainer, name)
+            if given not in (default_of(TrainerConfig, name), getattr(defaults, name)):
                 raise ValueError(f"trainer.{name} is {given!r}, but this setting has no effect: {remedy}")
+        for name in ("profiler_start_step", "profiler_num_steps"):
+            if getattr(self.trainer, name) < 1:
+                raise ValueError(f"trainer.{name} is {getattr(self.trainer, name)}; it must be at least 1")
         precision = self.trainer.mp
         if jnp.float16 in (precision.param_dtype, precision.compute_dtype, precision.output_dtype):
             raise ValueError(

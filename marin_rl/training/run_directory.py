@@ -11,6 +11,7 @@ checkpoints/    training state for resuming
 hf/             trained model in Hugging Face format
 log.txt         log messages
 curves.png      plots of reward, accuracy and other metrics
+profile/        traces of the devices and the host, with `trainer.profiler`
 ```
 """
 
@@ -71,6 +72,11 @@ class RunDirectory:
     def curves(self) -> StoragePath:
         """Plots of the metrics."""
         return self.path / "curves.png"
+
+    @property
+    def profile(self) -> StoragePath:
+        """Folder of traces of the devices and the host."""
+        return self.path / "profile"
 
 
 def create_or_open(path: StoragePath, config_yaml: str, may_differ: Sequence[str] = ()) -> RunDirectory:

@@ -40,6 +40,7 @@ from marin_rl.training.export import export_folder
 from marin_rl.training.loop import TrainingRun, train
 from marin_rl.training.metrics_file import append_record, format_record, read_records, truncate_records
 from marin_rl.training.open_run import open_run
+from marin_rl.training.profiler import open_profiler
 from marin_rl.training.run_directory import RunDirectory, create_or_open, flatten, lock
 from marin_rl.training.shared_run import require_same_config, require_shared_folder
 from marin_rl.training.starting_weights import check_weight_files, resolve_model
@@ -114,10 +115,14 @@ def _train(
         if records is not None:
             closing.enter_context(Closing(records.close))
         run.before_save = functools.partial(_before_save, records, check_lock)
+        traces = directory.profile / f"process-{jax.process_index()}"
+        before_step = closing.enter_context(open_profiler(config.trainer, traces))
+        before_step(run.state.progress.step + 1)
 
         def record(step: int, metrics: dict[str, float]) -> None:
             multihost.on_main(lambda: _record(cast(StepRecords, records), check_lock, step, metrics))
             display.update(step, metrics)
+            before_step(step + 1)
 
         with exempt_from_collection():
             complete = train(run, record, stop.is_set)

@@ -3,11 +3,13 @@
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import jmp
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
+from levanter.distributed import RayConfig
 from levanter.layers.attention import AttentionBackend
 from levanter.models.gemma import Gemma3Config
 from levanter.models.gpt2 import Gpt2Config
@@ -168,6 +170,23 @@ def test_reinforce_accepts_groups_of_one():
         (
             {"trainer": dataclasses.replace(default_trainer(), batch_axis="rows")},
             r"trainer\.batch_axis is 'rows', .* always named batch",
+        ),
+        *(
+            (
+                {"trainer": dataclasses.replace(default_trainer(), **{key: value})},
+                rf"trainer\.{key} is {re.escape(repr(value))}, but this setting has no effect: {remedy}",
+            )
+            for key, value, remedy in (
+                ("profiler_perfetto_link", True, "open profile/"),
+                ("crash_on_nan", False, "a run always ends"),
+                ("log_dir", Path("other"), "the log is"),
+                ("shutdown_at_exit", True, ".* --autodelete"),
+                ("ray", RayConfig(address="auto"), "set ray_address"),
+            )
+        ),
+        (
+            {"trainer": dataclasses.replace(default_trainer(), profiler_num_steps=0)},
+            r"trainer\.profiler_num_steps is 0; it must be at least 1",
         ),
         *(
             (
