@@ -12,6 +12,7 @@ tokenized in one piece.
 """
 
 import dataclasses
+import datetime
 import functools
 import itertools
 import json
@@ -39,6 +40,10 @@ _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # concurrent renderings of one template would corrupt each other's masks.
 _RENDER_LOCK = threading.Lock()
 
+
+TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
+"""The date in templates that show the current one, so that prompts do not depend on the clock. Llama 3's templates use
+this one where they cannot read the clock."""
 
 ToolSchema = Mapping[str, Any]
 """A tool in the format of chat templates: `{"type": "function", "function": {"name": …, "parameters": …}}`."""
@@ -146,6 +151,7 @@ class ChatTemplate:
                     chat_template=self.source,
                     return_assistant_tokens_mask=track,
                     add_generation_prompt=add_generation_prompt,
+                    strftime_now=TEMPLATE_DATE.strftime,
                     **self.variables,
                 )
         except jinja2.TemplateError as error:

@@ -31,6 +31,12 @@ def test_a_broken_template_is_an_error_that_names_the_tokenizer():
         broken.render([{"role": "user", "content": "u"}], add_generation_prompt=True)
 
 
+def test_templates_with_the_date_do_not_depend_on_the_clock():
+    dated = ChatTemplate("{{ strftime_now('%d %b %Y %H:%M') }}{% generation %}{% endgeneration %}", {}, "t")
+    assert dated.render([], add_generation_prompt=True) == "26 Jul 2024 00:00"
+    assert dated.render_with_spans([])[0] == "26 Jul 2024 00:00"
+
+
 @pytest.mark.parametrize("tag", ["{% generation %}", "{%- generation -%}", "{%generation%}", "{%+ generation %}"])
 def test_generation_blocks_are_found_in_every_spelling(tag: str):
     assert ChatTemplate(f"{tag}x{{% endgeneration %}}", {}, "t").marks_generations
