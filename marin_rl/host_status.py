@@ -250,25 +250,30 @@ class _SignsOfLife:
         self._count = 0
         self._answered = time.monotonic()
         """Time of the last answer of the main process."""
+        self._watched = 0.0
+        """Seconds for which this process has watched the others, without its own pauses."""
         self._seen: dict[str, tuple[str, float]] = {}
-        """Last count of each process, and the time of its change."""
+        """Last count of each process, and the value of `_watched` when it changed."""
 
     def exchange(self) -> None:
         """Give a sign of life; in the main process, report a process that has given none for `SILENCE` seconds."""
         self._count += 1
+        before = self._answered
         _client().key_value_set(f"{_ALIVE}{jax.process_index()}", str(self._count), allow_overwrite=True)
         self._answered = time.monotonic()
         if not multihost.is_main():
             return
-        now, seen = time.monotonic(), self._seen
+        # If this process was paused, the others could not give signs of life.
+        self._watched += min(self._answered - before, GRACE)
+        seen = self._seen
         counts = dict(_client().key_value_dir_get(_ALIVE))
         # A process that has ended gives no further signs, and has removed its count.
         self._seen = {
-            key: (count, seen[key][1] if key in seen and seen[key][0] == count else now)
+            key: (count, seen[key][1] if key in seen and seen[key][0] == count else self._watched)
             for key, count in counts.items()
         }
         for key, (_, changed) in self._seen.items():
-            if now - changed > SILENCE:
+            if self._watched - changed > SILENCE:
                 _write_error(int(key.rpartition("/")[2]), _LOST.format(SILENCE))
 
     def is_unanswered(self) -> bool:

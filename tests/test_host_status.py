@@ -5,10 +5,12 @@
 
 import atexit
 import contextlib
+import json
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -391,6 +393,22 @@ def test_processes_that_respond_or_have_ended_are_not_lost(
     # A process that ends removes its own sign, so that it is not missed.
     assert "marin_rl/alive/0" not in service.values
     assert "marin_rl/error" not in service.values
+
+
+def test_a_pause_of_the_main_process_is_no_silence_of_the_others(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(host_status, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    processes.service.key_value_set(SIGN_OF_2, "7")
+    signs = host_status._SignsOfLife()
+    for passed in (0.0, 20.0, 1e6, 10.0, 10.0):
+        now[0] += passed
+        signs.exchange()
+        assert "marin_rl/error" not in processes.service.values
+    now[0] += 1.0
+    signs.exchange()
+    assert json.loads(processes.service.values["marin_rl/error"])["process"] == 2
 
 
 def test_a_main_process_that_stops_to_answer_ends_the_others(
