@@ -113,7 +113,9 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
 def _evaluate(
     config: EvaluateConfig, train_config: TrainConfig, checkpoints: Checkpoints
 ) -> tuple[int, dict[str, float]]:
-    trainer = start_devices(train_config.trainer_config(), rows_per_device=train_config.rollouts.rows_per_device)
+    trainer = start_devices(
+        train_config.trainer_config(), rows_per_device=train_config.rollouts.rows_per_device, of_other_machine=True
+    )
     step, model = restore_checkpoint(checkpoints, config.step, train_config, trainer)
     tokenizer = train_config.tokenizer.build()
     sampler = open_group_sampler(train_config, model, tokenizer, trainer, step)

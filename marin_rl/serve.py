@@ -134,7 +134,10 @@ def _load_run(config: ServeConfig, run: str) -> Policy:
     checkpoints = Checkpoints(directory.checkpoints, train_config.checkpoint)
     require_checkpoint(run, checkpoints, config.step)
     trainer = start_devices(
-        train_config.trainer_config(), rows_per_device=train_config.rollouts.rows_per_device, alone=True
+        train_config.trainer_config(),
+        rows_per_device=train_config.rollouts.rows_per_device,
+        alone=True,
+        of_other_machine=True,
     )
     step, model = restore_checkpoint(checkpoints, config.step, train_config, trainer)
     max_context = _max_context(config, model, train_config.rollouts.max_length)

@@ -41,6 +41,22 @@ def test_newest_checkpoint_is_evaluated_without_side_effects(finished_run: TinyR
     assert contents(finished_run.path) == before
 
 
+def test_run_of_other_devices_is_evaluated_on_these(finished_run: TinyRun, tmp_path: Path, capfd: Capture):
+    run = copy_of(finished_run, tmp_path / "copy").path
+    config = run / "config.yaml"
+    text = config.read_text()
+    for old, new in (("model_axis_size: 1", "model_axis_size: 16"), ("_accelerator: false", "_accelerator: true")):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    config.write_text(text)
+    assert main(["--run", str(run), "--json"]) == 0
+    found, warning = capfd.readouterr()
+    expected = evaluations(finished_run.records()[-1])
+    own = {"split": "held_out", "environment": None}
+    assert without_losses(json.loads(found)) == {"run": str(run), "step": 6, **own, **expected}
+    assert "The run had other devices" in warning
+
+
 def test_text_output(finished_run: TinyRun, capfd: Capture):
     assert main(["--run", str(finished_run.path), "--step", "3"]) == 0
     title, *lines = capfd.readouterr().out.splitlines()

@@ -6,6 +6,8 @@
 import contextlib
 import dataclasses
 import gc
+import logging
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -18,6 +20,8 @@ from levanter.trainer import TrainerConfig
 
 from marin_rl import multihost
 from marin_rl.kernel_sharding import POSITION
+
+logger = logging.getLogger(__name__)
 
 
 class DeviceError(ValueError):
@@ -68,7 +72,11 @@ def device_peak_bytes() -> int | None:
 
 
 def start_devices(
-    config: TrainerConfig, *, rows_per_device: int | Callable[[str, int], int], alone: bool = False
+    config: TrainerConfig,
+    *,
+    rows_per_device: int | Callable[[str, int], int],
+    alone: bool = False,
+    of_other_machine: bool = False,
 ) -> TrainerConfig:
     """Apply the trainer's JAX settings, initialize `jax.distributed`, and fill in the batch size.
 
@@ -80,6 +88,8 @@ def start_devices(
         rows_per_device: microbatch rows on each data-parallel device if `per_device_parallelism` is not set; a number,
             or a function of the platform (`cpu`, `gpu` or `tpu`) and the number of data-parallel devices.
         alone: whether this process is separate from the trainer and must not join its distributed runtime.
+        of_other_machine: whether the config is that of a run which may have had other devices. Its mesh is then changed
+            if it does not fit these, and a CPU suffices.
 
     Returns:
         A copy of the config with `train_batch_size` set to the microbatch rows over all devices. If the model axis
@@ -99,6 +109,8 @@ def start_devices(
             f"jax found {jax.process_count()} processes, but trainer.distributed.initialize_jax_distributed is false; "
             "set it to true"
         )
+    if of_other_machine:
+        config = _fitted(config)
     if config.require_accelerator and jax.devices()[0].platform == "cpu":
         raise DeviceError("trainer.require_accelerator is true, but jax found only a CPU; set it to false to use that")
     _check_mesh(config)
@@ -122,6 +134,19 @@ def _with_sharded_parameters(config: TrainerConfig) -> TrainerConfig:
     sharded = cast(Any, dict.fromkeys(axes, (ResourceAxis.DATA, ResourceAxis.MODEL)))
     resources = {**config.parameter_axis_resources, **sharded}
     return dataclasses.replace(config, fsdp_axis=None, parameter_axis_resources=resources)
+
+
+def _fitted(config: TrainerConfig) -> TrainerConfig:
+    """Return the config with a mesh that fits the devices: with the same model axis if possible, or a part of it."""
+    config = dataclasses.replace(config, require_accelerator=False)
+    try:
+        _check_mesh(config)
+    except DeviceError as error:
+        model_axis = math.gcd(config.model_axis_size, config.num_devices_per_slice)
+        logger.warning("%s. The run had other devices: its model axis has the size %d here", error, model_axis)
+        changes = {"replica_ici_axis_size": 1, "replica_dcn_axis_size": 1, "model_axis_size": model_axis}
+        return dataclasses.replace(config, **changes)
+    return config
 
 
 def microbatch_rows(config: TrainerConfig, default: int) -> int:

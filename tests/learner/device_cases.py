@@ -22,17 +22,23 @@ CASES = {
     "a replica per slice": {"replica_dcn_axis_size": -1},
     "accelerator": {"require_accelerator": True},
 }
+OF_OTHER_MACHINE = {
+    "pod": {"require_accelerator": True, "model_axis_size": 12, "replica_ici_axis_size": 2, "replica_dcn_axis_size": 2},
+    "fitting": {"require_accelerator": True, "model_axis_size": 2, "replica_ici_axis_size": 4},
+}
 
 
-def outcome(changes: dict) -> str:
+def outcome(changes: dict, of_other_machine: bool = False) -> str:
     """Return the rows per microbatch and per device, or the error message."""
     section = dataclasses.replace(default_trainer(), jax_compilation_cache_dir=None, **changes)
     try:
-        started = start_devices(section, rows_per_device=3)
+        started = start_devices(section, rows_per_device=3, of_other_machine=of_other_machine)
     except DeviceError as error:
         return str(error)
     return f"{started.train_batch_size} rows, {started.per_device_parallelism} a device"
 
 
 if __name__ == "__main__":
-    json.dump({name: outcome(changes) for name, changes in CASES.items()}, sys.stdout)
+    outcomes = {name: outcome(changes) for name, changes in CASES.items()}
+    outcomes |= {name: outcome(changes, of_other_machine=True) for name, changes in OF_OTHER_MACHINE.items()}
+    json.dump(outcomes, sys.stdout)

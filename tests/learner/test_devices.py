@@ -37,6 +37,9 @@ def outcomes() -> dict[str, str]:
         ("replicas", "24 rows, 3 a device"),
         ("configured rows", "40 rows, 5 a device"),
         ("a replica per slice", "24 rows, 3 a device"),
+        # The model axis has the largest size that divides both numbers.
+        ("pod", "6 rows, 3 a device"),
+        ("fitting", "12 rows, 3 a device"),
     ],
 )
 def test_rows_per_data_parallel_device(outcomes: dict[str, str], case: str, rows: str):
