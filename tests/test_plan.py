@@ -95,6 +95,19 @@ def test_mesh_that_does_not_divide_the_heads_is_one_sentence(config: Path):
     [
         (["--topology", "v5:2x2"], "there is no data of chip 'v5'; nearest: "),
         (["--topology", "cpu:1", "--worker_topology", "x"], "'x' is not a topology"),
+        (
+            ["--topology", "cpu:1", "--initialize_from", "gs://bucket/weights"],
+            "give a local folder with their config.json; or give the number of tokens with --vocab_size",
+        ),
+        (
+            ["--topology", "cpu:1", "--initialize_from", "no/such_weights"],
+            "no model in Hugging Face format at 'no/such_weights'",
+        ),
+        (["--topology", "cpu:1", "--worker_topology", "cpu:1"], "mode: sync has no workers; leave it out"),
+        (
+            ["--topology", "v5e:2x2", "--worker_topology", "cpu:1", "--mode", "async"],
+            "--topology is v5e:2x2 and --worker_topology cpu:1, but times of a CPU are those of this machine",
+        ),
         (["--topology", "cpu:1", "--num_step", "3"], "num_step"),
         (
             ["--topology", "cpu:1", "--prompt_tokens", "30"],

@@ -6,7 +6,6 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -152,16 +151,18 @@ def make_plan(
         config: training config; `model` is set.
         topology: chips of the trainer.
         vocab_size: number of tokens of the model.
-        worker_topology: chips of a rollout worker, for `mode: async`; None for one host of the trainer's kind.
+        worker_topology: chips of a rollout worker, in `mode: async` only; None for one host of the trainer's kind.
         lengths: tokens of every rollout in the time model; None for the maximum.
         known: results of programs that need not be compiled again, by name; None for none.
         report: called with the name of each program before it is compiled.
 
     Raises:
         TopologyError: if the devices are not available.
-        ValueError: if the mesh or the rows do not fit the devices or the model.
+        ValueError: if the mesh or the rows do not fit the devices or the model, or the workers' chips not the run.
     """
     is_async = config.mode is Mode.ASYNC
+    if worker_topology is not None:
+        _check_workers(is_async, topology, worker_topology)
     worker_topology = (worker_topology or topology.local()) if is_async else None
     lengths = lengths or default_lengths(config)
     names = programs_of(config, topology.num_hosts)
@@ -197,11 +198,18 @@ def make_plan(
     if worker_topology is None:
         return plan
     with absent_devices(worker_topology):
-        worker = _open(_of_worker(config), vocab_size)
+        try:
+            worker = _open(_of_worker(config), vocab_size)
+        except ValueError as error:
+            raise ValueError(f"rollout workers: {_for_workers(str(error))}") from error
         held: dict[str, Number] = {"weights": chip_bytes(worker.parameters)}
         sampling = [name for name in names if name in UNROLLED]
         chip = chip if chip.platform == "cpu" else worker_topology.chip
-        phases += [_phase(name, "worker", worker, step, chip, held, compiler) for name in sampling]
+        found = [_phase(name, "worker", worker, step, chip, held, compiler) for name in sampling]
+        phases += [
+            dataclasses.replace(phase, result=_with_worker_keys(phase.result), remedy=_for_workers(phase.remedy))
+            for phase in found
+        ]
     return dataclasses.replace(plan, phases=tuple(phases))
 
 
@@ -231,6 +239,32 @@ def of_one_host(config: TrainConfig, topology: Topology) -> TrainConfig:
     return dataclasses.replace(config, trainer=trainer, sampling=sampling)
 
 
+def _check_workers(is_async: bool, topology: Topology, worker_topology: Topology) -> None:
+    """Raise ValueError if the run has no workers, or their chips cannot be compared with the trainer's."""
+    if not is_async:
+        raise ValueError(
+            f"--worker_topology is {worker_topology.name}, but a run with mode: sync has no workers; leave it out, or "
+            "plan with --mode async"
+        )
+    platforms = {topology.chip.platform, worker_topology.chip.platform}
+    if "cpu" in platforms and len(platforms) > 1:
+        raise ValueError(
+            f"--topology is {topology.name} and --worker_topology {worker_topology.name}, but times of a CPU are those "
+            "of this machine; give accelerators or CPUs for both"
+        )
+
+
+def _for_workers(text: str) -> str:
+    """Return a remedy with the key of the workers' mesh instead of the trainer's."""
+    return text.replace("trainer.model_axis_size", "workers.mesh.model_axis_size")
+
+
+def _with_worker_keys(result: Measured | Failure) -> Measured | Failure:
+    if isinstance(result, Failure):
+        return dataclasses.replace(result, remedy=_for_workers(result.remedy))
+    return result
+
+
 def _of_worker(config: TrainConfig) -> TrainConfig:
     """Return the config with the mesh and the precision of a rollout worker."""
     return dataclasses.replace(config, trainer=config.workers.trainer_config(config.trainer))
@@ -253,16 +287,21 @@ def with_model(config: TrainConfig) -> TrainConfig:
 
 
 def vocab_size_of(config: TrainConfig) -> int:
-    """Return the vocabulary of the checkpoint in a local `initialize_from`, or of the tokenizer.
+    """Return the vocabulary of the checkpoint in `initialize_from`, which may be padded, or else of the tokenizer.
 
     Raises:
-        ValueError: if neither can be read.
+        ValueError: if it cannot be read. Weights in an object store are not copied for a plan.
     """
-    if config.initialize_from is not None and Path(config.initialize_from).is_dir():
-        return read_hf_config(hf_folder(config.initialize_from)).vocab_size
     try:
-        return config.tokenizer.build().vocab_size
-    except TokenizerLoadError as error:
+        if config.initialize_from is None:
+            return config.tokenizer.build().vocab_size
+        if "://" in config.initialize_from:
+            raise ValueError(
+                f"initialize_from is {config.initialize_from!r}, but a plan copies no weights from an object store; "
+                "give a local folder with their config.json"
+            )
+        return read_hf_config(hf_folder(config.initialize_from)).vocab_size
+    except (TokenizerLoadError, ValueError) as error:
         raise ValueError(f"{error}; or give the number of tokens with --vocab_size") from error
 
 

@@ -5,7 +5,7 @@ import jax
 import pytest
 
 from marin_rl.planning.chips import Number, parse_topology
-from marin_rl.planning.compiling import Measured
+from marin_rl.planning.compiling import Failure, Measured
 from marin_rl.planning.hlo import CollectiveBytes
 from marin_rl.planning.programs import LOWER
 from marin_rl.planning.run_plan import Lengths, default_lengths, make_plan
@@ -26,12 +26,27 @@ def test_longest_rollouts_fill_the_context(overrides: list[str], lengths: Length
     assert default_lengths(tiny_config(*overrides)) == lengths
 
 
-def test_worker_has_its_own_precision():
-    program = Measured(0, 0, 0, 0, 0, CollectiveBytes(0, 0, 0))
+PROGRAM = Measured(0, 0, 0, 0, 0, CollectiveBytes(0, 0, 0))
 
+
+def test_problems_of_workers_name_their_own_keys():
+    topology = parse_topology(f"cpu:{len(jax.devices())}")
+    mesh = ["--workers.mesh.model_axis_size", "3"]
+    with pytest.raises(
+        ValueError, match=r"^rollout workers: .* cannot be split into workers\.mesh\.model_axis_size 3 x"
+    ):
+        make_plan(tiny_config("--mode", "async", *mesh), topology, vocab_size=128, known=dict.fromkeys(LOWER, PROGRAM))
+    config = tiny_config("--mode", "async", "--sampling.max_cache_gib", "0.000001")
+    failure = Failure("too large", "raise trainer.model_axis_size")
+    plan = make_plan(config, topology, vocab_size=128, known={**dict.fromkeys(LOWER, PROGRAM), "decode": failure})
+    [decode] = [phase for phase in plan.phases if phase.name == "decode"]
+    assert decode.problem == Failure("too large", "raise workers.mesh.model_axis_size")
+
+
+def test_worker_has_its_own_precision():
     def weights_of_worker(*overrides: str) -> Number:
         config, topology = tiny_config("--mode", "async", *overrides), parse_topology(f"cpu:{len(jax.devices())}")
-        plan = make_plan(config, topology, vocab_size=128, known=dict.fromkeys(LOWER, program))
+        plan = make_plan(config, topology, vocab_size=128, known=dict.fromkeys(LOWER, PROGRAM))
         assert plan.worker_topology == topology
         return next(phase.others for phase in plan.phases if phase.name == "decode")
 
