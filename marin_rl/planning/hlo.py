@@ -63,7 +63,8 @@ def _called(body: str) -> list[str]:
     return [name.strip().lstrip("%") for group in groups for name in group.split(",")]
 
 
-_INSTRUCTION = re.compile(r"^  (?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(?:, |$)", re.MULTILINE)
+_INSTRUCTION = re.compile(r"^  (?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(?:, (.*)|$)", re.MULTILINE)
+_UPDATE = re.compile(r" (?:dynamic-update-slice|scatter)\(")
 _SHAPE = re.compile(r"(pred|[a-z]+(?=\d))(\d*)[a-z0-9]*\[([\d,]*)\](\{[^}]*\})?")
 _WITHOUT_TRAFFIC = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while")
 
@@ -72,8 +73,8 @@ def loop_bytes(text: str) -> int:
     """Return the bytes that one iteration of a program's largest loop moves from and to the main memory of a TPU.
 
     Every instruction reads its operands and writes its result, unless the layout places them in on-chip memory, such as
-    `S(1)`. An update in place (a scatter, or an update of a slice) reads and writes its other operands only. A gather
-    counts its whole table.
+    `S(1)`. An update in place (a scatter, an update of a slice, a fusion with either) reads and writes its other
+    operands only. A gather counts its whole table.
 
     Args:
         text: the optimized program in XLA's text form.
@@ -82,16 +83,21 @@ def loop_bytes(text: str) -> int:
     loops = [name for body in computations.values() for loop in _LOOP.findall(body) for name in loop]
     if not loops:
         return 0
-    return _body_traffic(max((computations[name] for name in loops), key=len))
+    return _body_traffic(max((computations[name] for name in loops), key=len), computations)
 
 
-def _body_traffic(body: str) -> int:
+def _body_traffic(body: str, computations: dict[str, str]) -> int:
     instructions = _INSTRUCTION.findall(body)
-    shapes = {name: shape for name, shape, _, _ in instructions}
-    return sum(_traffic(shape, operation, names, shapes) for _, shape, operation, names in instructions)
+    shapes = {name: shape for name, shape, *_ in instructions}
+    traffic = 0
+    for _, shape, operation, names, attributes in instructions:
+        fused = "".join(computations.get(name, "") for name in _called(attributes)) if operation == "fusion" else ""
+        updates = operation in ("dynamic-update-slice", "scatter") or _UPDATE.search(fused) is not None
+        traffic += _traffic(shape, operation, names, shapes, updates)
+    return traffic
 
 
-def _traffic(shape: str, operation: str, arguments: str, shapes: dict[str, str]) -> int:
+def _traffic(shape: str, operation: str, arguments: str, shapes: dict[str, str], updates: bool) -> int:
     if operation in _WITHOUT_TRAFFIC or operation.endswith("-done"):
         return 0
     if operation.endswith("-start"):
@@ -101,7 +107,7 @@ def _traffic(shape: str, operation: str, arguments: str, shapes: dict[str, str])
     if operation in ("send", "recv"):
         return _size(_SHAPE.findall(shape)[0])  # Then a context and a token.
     operands = [shapes.get(name.strip().split("%")[-1], "") for name in arguments.split(", ")]
-    if operation not in ("custom-call", *KINDS) and len(operands) > 1 and shape in operands and _bytes(shape):
+    if updates and shape in operands and _bytes(shape):
         operands.remove(shape)
         return 2 * sum(map(_bytes, operands))
     return _bytes(shape) + sum(map(_bytes, operands))
@@ -187,7 +193,7 @@ def memory_traffic(text: str, unknown_trips: Sequence[Number]) -> Number:
     for body in computations.values():
         for pattern in (_LOOP, _CALL):
             scheduled.update(name for names in pattern.findall(body) for name in names if name)
-    return sum(counts[name] * _body_traffic(computations[name]) for name in scheduled if name in counts)
+    return sum(counts[name] * _body_traffic(computations[name], computations) for name in scheduled if name in counts)
 
 
 def executions(text: str, unknown_trips: Sequence[Number]) -> dict[str, Number]:

@@ -23,6 +23,13 @@ HloModule jit_run, is_scheduled=true
   ROOT %gathered = f32[8,128]{1,0:T(8,128)} all-gather(%x), replica_groups={{0,1}}, dimensions={0}
 }
 
+%updated (old: bf16[4,128], at: s32[], new: bf16[1,128]) -> bf16[4,128] {
+  %old = bf16[4,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %at = s32[]{:T(128)} parameter(1)
+  %new = bf16[1,128]{1,0:T(8,128)(2,1)} parameter(2)
+  ROOT %written = bf16[4,128]{1,0:T(8,128)(2,1)} dynamic-update-slice(%old, %new, %at, %at)
+}
+
 %body (state: (s32[], bf16[4,128])) -> (s32[], bf16[4,128]) {
   %state = (s32[]{:T(128)}, bf16[4,128]{1,0:T(8,128)(2,1)}) parameter(0)
   %step = s32[]{:T(128)S(1)} get-tuple-element(%state), index=0
@@ -32,7 +39,7 @@ HloModule jit_run, is_scheduled=true
   %slice-done = f32[2,128]{1,0:T(8,128)S(1)} slice-done(%slice-start)
   %update = bf16[1,128]{1,0:T(8,128)(2,1)} fusion(%slice-done), kind=kLoop, calls=%add
   %query = f32[2,128]{1,0:T(8,128)} copy(%slice-done)
-  %scatter = bf16[4,128]{1,0:T(8,128)(2,1)} fusion(%cache, %step, %update), kind=kCustom, calls=%add
+  %scatter = bf16[4,128]{1,0:T(8,128)(2,1)} fusion(%cache, %step, %update), kind=kCustom, calls=%updated
   %read = f32[2,128]{1,0:T(8,128)} custom-call(%scatter, %query), custom_call_target="tpu_custom_call"
   %reduced = f32[1,128]{1,0:T(8,128)S(1)} all-reduce-start(%step), to_apply=%add
   ROOT %next = (s32[]{:T(128)}, bf16[4,128]{1,0:T(8,128)(2,1)}) tuple(%step, %scatter)
@@ -70,6 +77,13 @@ def test_bytes_of_a_loop_are_those_of_the_main_memory():
     a_slice = 2 * 128 * 4
     written_query, kernel = a_slice, a_slice + cache + a_slice
     assert loop_bytes(PROGRAM) == weight + a_slice + written_query + update + 2 * update + kernel
+
+
+def test_only_updates_are_in_place():
+    product = "%product = f32[8,128]{1,0} fusion(%weight, %other), kind=kOutput, calls=%called"
+    text = PROGRAM.replace("  ROOT %next", f"  %other = f32[128,128]{{1,0}} copy(%step)\n  {product}\n  ROOT %next")
+    # Writing the copy; reading both operands, and writing the result.
+    assert loop_bytes(text) == loop_bytes(PROGRAM) + 128 * 128 * 4 + (8 * 128 + 128 * 128 + 8 * 128) * 4
 
 
 LOOPS = """\
@@ -205,8 +219,8 @@ def test_parts_of_one_asynchronous_collective_count_once():
 
 
 def test_memory_traffic_counts_loops_and_not_fused_computations():
-    # The body gathers, slices and adds a constant in place; the condition compares two numbers as often.
-    in_body, in_condition, in_entry = 5 * ROWS + 5 * ROWS + 2 * 4, 1 + 4 + 4, 2 * ROWS
+    # The body gathers, slices and adds a constant; the condition compares two numbers as often.
+    in_body, in_condition, in_entry = 5 * ROWS + 5 * ROWS + 3 * 4, 1 + 4 + 4, 2 * ROWS
     assert memory_traffic(loops(), [1]) == 3 * (in_body + in_condition) + in_entry
 
 
