@@ -8,6 +8,7 @@ import collections
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -50,6 +51,9 @@ class _Sequence:
     tokens: tuple[int, ...] = ()
     """All tokens, observations and replies."""
     turns: list[Turn] = dataclasses.field(default_factory=list)
+    """The messages of a turn are those of its whole prompt, and the reply."""
+    numbers: list[int] = dataclasses.field(default_factory=list)
+    """Number of each turn, in the order in which the episode's replies were recorded."""
     is_trained: bool = True
     """Whether its replies are part of the rollout."""
     is_busy: bool = False
@@ -106,6 +110,7 @@ class AgentRecorder:
         self._attempt, self._builder, self._tokenizer = attempt, builder, tokenizer
         self._batcher, self._limits = batcher, limits
         self._sequences: list[_Sequence] = []
+        self._numbers = itertools.count()
         self._replies: list[_Reply] = []
         self._prompts: dict[tuple[int, ...], tuple[Sequence[Message], Sequence[Message]]] = {}
         """Messages of tokenized chats, as sent and with the replies as sampled."""
@@ -239,6 +244,7 @@ class AgentRecorder:
         for sequence, index in self._turns.pop(response, []):
             if not sequence.is_busy and index == len(sequence.turns) - 1:
                 turn = sequence.turns.pop()
+                sequence.numbers.pop()
                 dropped = (response, sequence.tokens)
                 self._replies = [reply for reply in self._replies if (reply.response, reply.tokens) != dropped]
                 num_sampled = len(turn.generation.token_ids)
@@ -280,14 +286,18 @@ class AgentRecorder:
             self._end_conversation(sequence)
 
     def finish(self, result: AgentResult) -> None:
-        """Add turns and rewards to the builder.
+        """Add turns and rewards to the builder; the sequence with the agent's last reply comes last.
+
+        Reward functions look for an agent's answer in the last message.
 
         Raises:
             EnvironmentFault: if the agent got no reply, or a value of the result is invalid.
         """
         posted = self._rewards if result.takes_posted else {}
         trained = [sequence for sequence in self._sequences if sequence.is_trained and sequence.turns]
+        trained.sort(key=lambda sequence: sequence.numbers[-1])
         turns = [turn for sequence in trained for turn in sequence.turns]
+        turns = [*turns[:1], *map(_without_repetition, turns[1:])]
         if not result.takes_posted:
             turns = [dataclasses.replace(turn, rewards={}) for turn in turns]
         total = dict(result.rewards)
@@ -394,17 +404,17 @@ class AgentRecorder:
         else:
             text = self._tokenizer.decode_reply(observation, skip_special_tokens=False)
             shown = (Message(role="user", content=text),)
-        messages = _after_last_reply(shown) if self._has_turns() else shown
         turn = Turn(
             observation_tokens=observation,
             generation=generation,
-            messages=(*messages, reply),
+            messages=(*shown, reply),
             starts_sequence=not sequence.tokens,
         )
         if sequence.is_trained:
             self._turns.setdefault(response, []).append((sequence, len(sequence.turns)))
             self._num_tokens += len(generation.token_ids)
         sequence.turns.append(turn)
+        sequence.numbers.append(next(self._numbers))
         sequence.tokens = tokens
         if generation.stop_reason is StopReason.ABORT:
             self._builder.fail(RolloutStatus.ABORTED, "the engine aborted a generation of the agent")
@@ -423,10 +433,10 @@ def _repeats(messages: Sequence[Message], reply: _Reply) -> bool:
     return messages[count]["content"] in reply.contents and list(messages[:count]) == list(reply.request)
 
 
-def _after_last_reply(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the messages after the last one of the assistant, so that each reply of the policy is recorded once."""
-    replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    return messages[replies[-1] + 1 :] if replies else messages
+def _without_repetition(turn: Turn) -> Turn:
+    """Return the turn without the messages up to the previous reply, so that each reply is in the transcript once."""
+    replies = [index for index, message in enumerate(turn.messages[:-1]) if message["role"] == "assistant"]
+    return dataclasses.replace(turn, messages=turn.messages[replies[-1] + 1 :]) if replies else turn
 
 
 def _join(parts: Sequence[SampledTokens]) -> Generation:

@@ -175,16 +175,33 @@ def test_branches_sub_agents_and_rewritten_history_are_sequences():
         return 1.0
 
     rollout = only(play)
-    assert replies(rollout) == ["RA", "RB", "RD", "RC", "RZ", "RE"]
-    assert [turn.starts_sequence for turn in rollout.turns] == [True, False, False, True, True, True]
+    # Sequences in the order of their last replies.
+    assert replies(rollout) == ["RC", "RZ", "RA", "RB", "RD", "RE"]
+    assert [turn.starts_sequence for turn in rollout.turns] == [True, True, True, False, False, True]
     assert rollout.metrics["sequences"] == 4
     # The branch repeats the exact tokens of its beginning, without loss.
-    first, second, _, branch = rollout.turns[:4]
+    branch, _, first, second = rollout.turns[:4]
     begin = first.observation_tokens + first.generation.token_ids
     assert branch.observation_tokens[: len(begin)] == begin
     assert len(branch.observation_tokens) == len(begin) + len(second.observation_tokens)
     # Each reply of the policy is one message of the transcript.
-    assert sum(message["role"] == "assistant" for message in rollout.messages) == 6
+    shown = [message["content"] for message in rollout.messages if message["role"] == "assistant"]
+    assert sorted(shown) == ["RA", "RA", "RB", "RC", "RD", "RE", "RZ"]
+
+
+def test_last_message_is_the_last_reply_and_only_the_first_turn_has_its_whole_prompt():
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        async with Client(base_url, api_key) as client:
+            await client.say("u", "example", "a")
+            await client.say("v", "other", "b")  # a sub-agent
+            await client.say("u", "example", "a", "RA", "c")
+        return 1.0
+
+    rollout = only(play)
+    contents = [[message["content"] for message in turn.messages] for turn in rollout.turns]
+    assert contents == [["v", "other", "b", "RB"], ["a", "RA"], ["c", "RC"]]
+    assert [turn.starts_sequence for turn in rollout.turns] == [True, True, False]
+    assert rollout.messages[-1]["content"] == "RC"
 
 
 def test_repeated_reply_keeps_its_sampled_tokens():
