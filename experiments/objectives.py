@@ -1,7 +1,9 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Six objectives on the task of experiments/rloo.yaml, with the same start, tasks, sample count and optimizer.
+"""RLOO, GRPO, Dr. GRPO, GSPO, CISPO, PPO and two KL settings on the task of experiments/rloo.yaml.
+
+All have the same start, tasks, sample count and optimizer.
 
     python -m experiments.objectives start --seed 1
     python -m experiments.objectives gspo --seed 1
@@ -89,7 +91,10 @@ def rloo_kl(config: TrainConfig) -> TrainConfig:
 
 
 def rloo_watched(config: TrainConfig) -> TrainConfig:
-    """RLOO with a negligible KL penalty, which logs the KL divergence as a baseline for rloo_kl."""
+    """RLOO with a negligible KL penalty, which logs the KL divergence as a baseline for rloo_kl.
+
+    New runs can use `kl: {type: none, watch: true}`.
+    """
     return dataclasses.replace(config, kl=RewardKlConfig(beta=1e-7))
 
 
@@ -124,7 +129,9 @@ def objective(name: str, seed: int, folder: Path) -> TrainConfig:
 
 def main() -> None:
     """Run the warm start or one objective."""
-    parser = argparse.ArgumentParser(description="Six objectives on the task of experiments/rloo.yaml.")
+    parser = argparse.ArgumentParser(
+        description="RLOO, GRPO, Dr. GRPO, GSPO, CISPO, PPO and two KL settings on the task of experiments/rloo.yaml."
+    )
     parser.add_argument("objective", choices=["start", *OBJECTIVES])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
