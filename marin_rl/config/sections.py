@@ -197,7 +197,7 @@ class ReplayConfig:
     """Maximum groups requested or waiting at a time, at least `rollouts.prompts_per_step`; null: as many as can be
     trained on within `max_staleness`."""
     keep_sampling_weights: bool = False
-    """Keep the last `max_staleness` versions of the weights in host memory, so that `off_policy_correction` scores
+    """Keep the last `max_staleness + 1` versions of the weights in host memory, so that `off_policy_correction` scores
     each rollout with the weights that sampled it. If false, the newest weights score all rollouts, and the correction
     also covers staleness."""
 

@@ -240,10 +240,11 @@ class Learner:
         def add(index: jax.Array, sums: MicrobatchSums) -> MicrobatchSums:
             return _add(sums, differentiate(leaves, take_microbatch(batch, index)))
 
-        zeros = self._make_zeros(jax.eval_shape(differentiate, leaves, take_microbatch(batch, 0)))
-        sums = jax.lax.fori_loop(0, count, add, zeros)
+        shapes = jax.eval_shape(differentiate, leaves, take_microbatch(batch, 0))
+        sums = jax.lax.fori_loop(0, count, add, self._make_zeros(shapes))
+        gradient = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), sums.gradient, shapes.gradient)
         # The forward pass is deterministic, so the key does not change.
-        new_state, _ = state.take_step(sums.gradient, loss=cast(float, sums.loss), key=state.training_key)
+        new_state, _ = state.take_step(gradient, loss=cast(float, sums.loss), key=state.training_key)
         optimizer_state = cast(SkipState, new_state.opt_state)
         rate = jnp.asarray(self._learning_rate(state.step), jnp.float32)
         metrics = {
@@ -261,7 +262,8 @@ class Learner:
             name: Metric(jnp.full((), bounds.get(reduction, 0), jnp.float32), jnp.zeros(()), reduction=reduction)
             for name, reduction in reductions.items()
         }
-        gradient = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like.gradient)
+        # Also those of bfloat16 parameters are summed in float32.
+        gradient = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), like.gradient)
         gradient = hax.shard(gradient, self.trainer.parameter_axis_mapping)
         return MicrobatchSums(gradient, jnp.zeros(()), metrics)
 

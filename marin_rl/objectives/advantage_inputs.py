@@ -156,12 +156,12 @@ def discounted_returns(rewards: Float[np.ndarray, " steps"], gamma: float) -> Fl
     Source: Sutton & Barto 2018, equation 3.9.
     """
     check_discount("gamma", gamma)
-    returns = np.zeros(rewards.size)
+    returns = []
     following = 0.0
-    for step in range(rewards.size - 1, -1, -1):
-        following = float(rewards[step]) + gamma * following
-        returns[step] = following
-    return returns
+    for reward in reversed(rewards.tolist()):
+        following = reward + gamma * following
+        returns.append(following)
+    return np.array(returns[::-1], np.float64)
 
 
 def check_discount(name: str, value: float) -> None:
@@ -183,7 +183,7 @@ def centered(values: Float64[np.ndarray, " count"]) -> Float64[np.ndarray, " cou
     # Relative to the smallest, equal values and their mean are exactly 0; fsum makes the result
     # independent of the order.
     above_smallest = values - values.min()
-    return above_smallest - math.fsum(above_smallest) / values.size
+    return above_smallest - math.fsum(above_smallest.tolist()) / values.size
 
 
 def sample_variance(values: Float64[np.ndarray, " count"]) -> float:
@@ -192,7 +192,7 @@ def sample_variance(values: Float64[np.ndarray, " count"]) -> float:
     >>> sample_variance(np.array([1.0, 3.0]))
     2.0
     """
-    return math.fsum(centered(values) ** 2) / max(values.size - 1, 1)
+    return math.fsum((centered(values) ** 2).tolist()) / max(values.size - 1, 1)
 
 
 def standardized(values: Float64[np.ndarray, " count"]) -> Float64[np.ndarray, " count"]:

@@ -71,7 +71,7 @@ async def run_episode(
         episode = started
         while not builder.over:
             with builder.count_seconds("sample"):
-                generation = await batcher.submit(builder.request())
+                generation = await batcher.submit(builder.request(), is_last_turn=builder.is_last_turn)
             reply = builder.add_generation(generation)
             if not builder.over:
                 builder.add_observation(await _await_environment(episode.step(reply), builder, limits.max_seconds))

@@ -3,9 +3,10 @@
 
 """Filters for groups of rollouts with equal rewards.
 
-If all rewards of a group are equal, every group-relative advantage is 0. The group then costs time and, if the loss is
-averaged over rollouts, reduces the weight of the other groups. Estimators that compare turns (GiGPO), use a critic, or
-compare nothing (`reinforce`) also learn from such groups; a filter prevents that.
+If all rewards of a group are equal, every group-relative advantage is 0, except for a KL penalty in the reward. The
+group then costs time and, if the loss is averaged over rollouts, reduces the weight of the other groups. Estimators
+that compare turns (GiGPO), use a critic, or compare nothing (`reinforce`) also learn from such groups; a filter
+prevents that. A dropped group has no KL penalty either.
 """
 
 import dataclasses
@@ -59,7 +60,10 @@ class FilterConfig(draccus.ChoiceRegistry):
 @FilterConfig.register_subclass("keep")
 @dataclasses.dataclass(frozen=True)
 class KeepGroupsConfig(FilterConfig):
-    """Train on every group; groups with equal rewards contribute only to the denominators of the loss."""
+    """Train on every group.
+
+    With group-relative advantages, groups with equal rewards contribute only to denominators and KL penalties.
+    """
 
     drops: ClassVar[bool] = False
 

@@ -185,7 +185,12 @@ class RequestBatcher:
             if (left := deadline - time.monotonic()) <= 0:
                 return False
             if not self._changed.wait(min(left, INTERRUPT_INTERVAL)):
-                interrupt()
+                # It may ask other hosts; episodes must not wait for that.
+                self._changed.release()
+                try:
+                    interrupt()
+                finally:
+                    self._changed.acquire()
         return True
 
     def _can_start(self, queued: int) -> bool:

@@ -102,6 +102,11 @@ class RolloutBuilder:
         finally:
             self.seconds[phase] += time.perf_counter() - start
 
+    @property
+    def is_last_turn(self) -> bool:
+        """Whether the rollout ends with the next reply at the latest, because of its number of turns."""
+        return len(self._turns) + 1 >= self._limits.max_turns
+
     def request(self) -> SampleRequest:
         """Build the sample request of the next turn."""
         prompt = self._context + self._observation

@@ -181,7 +181,8 @@ _GPU_SPLITS = 16
 class BlockAttention:
     """Flash decoding over the cached positions of each slot, and prefill in blocks of the context.
 
-    Decode reads only blocks that hold tokens. With a soft cap, which the kernel lacks, decode uses the form of prefill.
+    Decode reads only blocks that hold tokens. With a soft cap, which the kernel lacks, or a head size that is no power
+    of two, which Triton does not load, decode uses the form of prefill.
     """
 
     interpret: bool = False
@@ -204,7 +205,9 @@ class BlockAttention:
     ) -> tuple[Array, LayerCache]:
         """See `AttentionForm.attend`."""
         cache = _write(cache, (key, value), tokens)
-        if not all_slots or query.shape[1] > 1 or config.logits_soft_cap is not None:
+        head_size = config.HeadSize.size
+        has_kernel = config.logits_soft_cap is None and head_size & (head_size - 1) == 0
+        if not all_slots or query.shape[1] > 1 or not has_kernel:
             keys, values = _rows(cache, tokens, all_slots)
             return _attend_in_blocks(query, keys, values, tokens.positions, config), cache
         lengths = jnp.where(tokens.positions[:, 0] == PADDING, 0, tokens.positions[:, 0] + 1)

@@ -90,7 +90,7 @@ class ReloadConfig:
     """Name of the function. Its arguments are the folder of the weights (a `pathlib.Path`), their version and
     `base_url`. It makes the server load the weights and returns when they are loaded. An error ends the run."""
     keep: int = 2
-    """Number of newest versions to keep in the folder; at least 1."""
+    """Newest versions of this process to keep in the folder, at least 1; those of an earlier process remain."""
 
     def __post_init__(self) -> None:
         if not self.folder:

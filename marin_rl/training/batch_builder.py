@@ -162,7 +162,7 @@ class BatchBuilder:
             return scored, None
         own = self._own_scores(scored, model, step, versions)
         if config.critic is not None:
-            valued = own if self.sampling_weights is None else self.score(model, scored)
+            valued = self._newest_scores(scored, own, model, step, versions)
             scored = [
                 dataclasses.replace(rollout, values=scores.values)
                 for rollout, scores in zip(scored, valued, strict=True)
@@ -181,6 +181,22 @@ class BatchBuilder:
             weights = model if version == step - 1 else self.sampling_weights(version)
             own |= zip(indices, self.score(weights, [rollouts[index] for index in indices]), strict=True)
         return [own[index] for index in range(len(rollouts))]
+
+    def _newest_scores(
+        self,
+        rollouts: Sequence[ProcessedRollout],
+        own: Sequence[Scores],
+        model: Any,
+        step: int,
+        versions: Sequence[WeightVersion],
+    ) -> list[Scores]:
+        """Score with the newest weights the rollouts that `own` has scored with former ones."""
+        former = [index for index, version in enumerate(versions) if version != step - 1]
+        if self.sampling_weights is None or not former:
+            return list(own)
+        newest = dict(enumerate(own))
+        newest |= zip(former, self.score(model, [rollouts[index] for index in former]), strict=True)
+        return list(newest.values())
 
     def _penalties(self, rollouts: Sequence[ProcessedRollout]) -> list[Tokens]:
         if self.score_reference is None:

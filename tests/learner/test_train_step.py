@@ -19,6 +19,7 @@ from levanter.optim import OptimizerConfig
 from marin_rl.config.train_config import UNUSABLE_OPTIMIZERS
 from marin_rl.learner.loss import loss_metrics
 from marin_rl.learner.train_step import (
+    Learner,
     NonFiniteUpdateError,
     SkipState,
     compiler_options,
@@ -87,6 +88,24 @@ def test_the_gradient_is_that_of_the_textbook_formula(tiny, one_device) -> None:
         np.testing.assert_allclose(found[name], array, atol=1e-5, err_msg=name)
     norm = np.sqrt(sum(np.sum(np.square(array, dtype=np.float64)) for array in expected.values()))
     np.testing.assert_allclose(measured["grad_norm"], norm, rtol=1e-4)
+
+
+class OneWeight(eqx.Module):
+    weight: jax.Array
+
+
+def test_gradients_of_bfloat16_parameters_are_summed_in_float32(tiny) -> None:
+    """In bfloat16, 256 + 1 is 256."""
+    trainer = tiny.make_trainer(jax.device_count(), policy="p=bf16,c=bf16")
+
+    def loss(model: OneWeight, batch: object, key: None = None) -> tuple[jax.Array, dict]:
+        return model.weight.astype(jnp.float32), {}
+
+    learner = Learner(trainer, tiny.SgdConfig(), loss, num_updates=1)
+    state = learner.initial_state(OneWeight(jnp.zeros((), jnp.bfloat16)), jax.random.PRNGKey(0))
+    microbatches = tiny.split_rows(tiny.make_example(300 * jax.device_count(), 4), 300)
+    state, _ = learner.step(state, microbatches)
+    assert (state.model.weight.dtype, float(state.model.weight)) == (jnp.bfloat16, -300.0)
 
 
 @pytest.mark.slow

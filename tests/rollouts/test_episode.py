@@ -36,10 +36,12 @@ class FakeBatcher(RequestBatcher):
         super().__init__(batch_size=1, episodes=1)
         self.left = 0
         self.requests: list[SampleRequest] = []
+        self.last_turns: list[bool] = []
         self._do = sample
 
-    async def submit(self, request: SampleRequest) -> Generation:
+    async def submit(self, request: SampleRequest, *, is_last_turn: bool) -> Generation:
         self.requests.append(request)
+        self.last_turns.append(is_last_turn)
         self._do()
         return Generation((53, 257), (-0.5, -0.5), StopReason.STOP, 0, 0)
 
@@ -104,6 +106,12 @@ def test_an_episode_runs_to_its_end_and_is_closed_once():
     assert environment.replies == ["5", "5", "5"]
     assert environment.seeds == [ATTEMPT.start_seed]
     assert (environment.closed, batcher.left, len(batcher.requests)) == (1, 1, 3)
+
+
+def test_sampler_knows_the_last_turn_that_the_limits_allow():
+    batcher = FakeBatcher()
+    rollout = run(Scripted([CONTINUES] * 5), batcher).finish()
+    assert (rollout.status, batcher.last_turns) == (RolloutStatus.TRUNCATED, [False] * 4 + [True])
 
 
 FAULTS: dict[str, tuple[Scripted, RolloutStatus, str, int]] = {

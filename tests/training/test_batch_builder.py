@@ -346,11 +346,16 @@ class KeptWeights:
 def test_kept_weights_score_their_own_rollouts(critic: CriticConfig | None):
     objective = {} if critic is None else {"critic": critic, "advantage": GaeConfig()}
     config = make_config(off_policy_correction=TisConfig(cap=2.0), policy_loss=PpoClipLossConfig(), **objective)
-    kept_weights = KeptWeights()
+    kept_weights, valued = KeptWeights(), list[object]()
+
+    def values(processed: Any) -> np.ndarray:
+        valued.append(processed)
+        return np.full(processed.input_ids.shape, 7.0)
+
     builder = bare_builder(
         config,
         learner=lambda processed: processed.policy_logprobs - 1.0,
-        values=lambda processed: np.full(processed.input_ids.shape, 7.0),
+        values=values,
         sampling_weights=kept_weights.get,
     )
     made = []
@@ -363,6 +368,8 @@ def test_kept_weights_score_their_own_rollouts(critic: CriticConfig | None):
     np.testing.assert_allclose(np.log(batch.importance_weights), [[-1.0] * 2, [-10.0] * 2, [-20.0] * 2, [-10.0] * 2])
     # The critic's values are computed with the newest weights.
     assert actions(batch, "values") == [[7.0 if critic else 0.0] * 2] * 4
+    # Each rollout is scored once with them, and without a critic only those that they sampled.
+    assert len(valued) == (4 if critic else 1)
 
 
 # Truncated rollouts.
