@@ -52,8 +52,10 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--topology", required=True, metavar="NAME", help="v5p:2x2x4, 2xv5p:2x2x4 (slices), h100:8 or cpu:8"
     )
-    parser.add_argument("--worker_topology", metavar="NAME", help="of a rollout worker (default: one host)")
-    parser.add_argument("--vocab_size", type=_positive, help="tokens of the model (default: those of the tokenizer)")
+    parser.add_argument("--worker_topology", metavar="NAME", help="of a rollout worker, which is one host")
+    parser.add_argument(
+        "--vocab_size", type=_positive, help="tokens of the model (default: of initialize_from or the tokenizer)"
+    )
     parser.add_argument("--prompt_tokens", type=_positive, help="tokens of every prompt (default: the longest)")
     parser.add_argument(
         "--answer_tokens", type=_positive, help="sampled tokens of every rollout (default: the longest)"

@@ -103,6 +103,18 @@ def test_mesh_that_does_not_divide_the_heads_is_one_sentence(config: Path):
             ["--topology", "cpu:1", "--initialize_from", "no/such_weights"],
             "no model in Hugging Face format at 'no/such_weights'",
         ),
+        (
+            ["--topology", "cpu:1", "--initialize_from", "gs://bucket/weights", "--model", "null", "--vocab_size", "9"],
+            "a plan copies no weights from an object store",
+        ),
+        (
+            ["--topology", "cpu:8", "--worker_topology", "cpu:2", "--mode", "async"],
+            "a process can have only one number of CPU devices; give the same one, or leave --worker_topology out",
+        ),
+        (
+            ["--topology", "v5e:4x4", "--worker_topology", "v5e:4x4", "--mode", "async"],
+            "--worker_topology is v5e:4x4, which has 4 hosts, but a rollout worker has one; give v5e:2x2",
+        ),
         (["--topology", "cpu:1", "--worker_topology", "cpu:1"], "mode: sync has no workers; leave it out"),
         (
             ["--topology", "v5e:2x2", "--worker_topology", "cpu:1", "--mode", "async"],

@@ -201,9 +201,10 @@ def explain(name: str, error: Exception, run: RunShapes) -> Failure:
     )
 
 
+_MODEL_AXIS = "trainer.model_axis_size with trainer.tensor_parallel_axes: [mlp, heads, kv_head]"
 _VMEM_REMEDIES = {
     "learner": "set model.flash_attention_block_size to 256 or 128, for a smaller block of attention in vector memory",
-    "sampler": "raise trainer.model_axis_size, so that each chip has fewer KV heads, or lower rollouts.max_length",
+    "sampler": f"raise {_MODEL_AXIS}, so that each chip has fewer KV heads, or lower rollouts.max_length",
 }
 
 
@@ -211,17 +212,17 @@ def memory_remedy(name: str, run: RunShapes) -> str:
     """Return what reduces the main memory of a program."""
     config, rows = run.config, run.trainer.per_device_parallelism
     if name in ("resharding", "sampler weights"):
-        return "raise trainer.model_axis_size up to the chips of a host, or use a chip with more memory"
+        return f"raise {_MODEL_AXIS} up to the chips of a host, or use a chip with more memory"
     if name in UNROLLED:
         halved = max(config.sampling.max_seqs // 2, 1)
         dtype = "" if config.sampling.kv_cache_dtype != "float32" else ", or sampling.kv_cache_dtype to bfloat16"
-        return f"set sampling.max_seqs to {halved}{dtype}, or raise trainer.model_axis_size"
+        return f"set sampling.max_seqs to {halved}{dtype}, or raise {_MODEL_AXIS}"
     if name == "update" and getattr(config.model, "gradient_checkpointing", True) is False:
         return "set model.gradient_checkpointing to true"
     if name in ("update", "score") and rows > 1:
         return f"set trainer.per_device_parallelism to {rows // 2} (now {rows} rows on each device)"
     if name in ("update", "score"):
-        return "use more chips, raise trainer.model_axis_size, or lower rollouts.max_length and logprob_block_size"
+        return f"use more chips, raise {_MODEL_AXIS}, or lower rollouts.max_length and logprob_block_size"
     return "use more chips, so that each holds a smaller part of weights and optimizer state"
 
 

@@ -252,11 +252,23 @@ def _check_workers(is_async: bool, topology: Topology, worker_topology: Topology
             f"--topology is {topology.name} and --worker_topology {worker_topology.name}, but times of a CPU are those "
             "of this machine; give accelerators or CPUs for both"
         )
+    if "cpu" in platforms and topology.num_chips != worker_topology.num_chips:
+        raise ValueError(
+            f"--topology is {topology.name} and --worker_topology {worker_topology.name}, but a process can have only "
+            "one number of CPU devices; give the same one, or leave --worker_topology out"
+        )
+    if worker_topology.num_hosts > 1:
+        raise ValueError(
+            f"--worker_topology is {worker_topology.name}, which has {worker_topology.num_hosts} hosts, but a rollout "
+            f"worker has one; give {worker_topology.local().name}"
+        )
 
 
 def _for_workers(text: str) -> str:
-    """Return a remedy with the key of the workers' mesh instead of the trainer's."""
-    return text.replace("trainer.model_axis_size", "workers.mesh.model_axis_size")
+    """Return a remedy with the keys of the workers' mesh instead of the trainer's."""
+    for key in ("model_axis_size", "tensor_parallel_axes"):
+        text = text.replace(f"trainer.{key}", f"workers.mesh.{key}")
+    return text
 
 
 def _with_worker_keys(result: Measured | Failure) -> Measured | Failure:
@@ -281,9 +293,20 @@ def with_model(config: TrainConfig) -> TrainConfig:
     """Return a config with `model` set, from a local `initialize_from` if it is not; the weights are not read.
 
     Raises:
-        PolicyModelError: if `initialize_from` is needed and cannot be read.
+        ValueError: if `initialize_from` is needed and cannot be read.
     """
-    return config if config.model is not None else resolve_model(config)
+    if config.model is not None:
+        return config
+    _refuse_remote_weights(config)
+    return resolve_model(config)
+
+
+def _refuse_remote_weights(config: TrainConfig) -> None:
+    if config.initialize_from is not None and "://" in config.initialize_from:
+        raise ValueError(
+            f"initialize_from is {config.initialize_from!r}, but a plan copies no weights from an object store; give a "
+            "local folder with their config.json"
+        )
 
 
 def vocab_size_of(config: TrainConfig) -> int:
@@ -295,11 +318,7 @@ def vocab_size_of(config: TrainConfig) -> int:
     try:
         if config.initialize_from is None:
             return config.tokenizer.build().vocab_size
-        if "://" in config.initialize_from:
-            raise ValueError(
-                f"initialize_from is {config.initialize_from!r}, but a plan copies no weights from an object store; "
-                "give a local folder with their config.json"
-            )
+        _refuse_remote_weights(config)
         return read_hf_config(hf_folder(config.initialize_from)).vocab_size
     except (TokenizerLoadError, ValueError) as error:
         raise ValueError(f"{error}; or give the number of tokens with --vocab_size") from error

@@ -96,7 +96,11 @@ VMEM = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 16.20M 
         ("decode", [], "set sampling.max_seqs to 4, or raise trainer.model_axis_size"),
         ("decode", ["--sampling.kv_cache_dtype", "float32"], "sampling.kv_cache_dtype to bfloat16"),
         ("initial state", [], "use more chips"),
-        ("sampler weights", [], "raise trainer.model_axis_size up to the chips of a host"),
+        (
+            "sampler weights",
+            [],
+            "raise trainer.model_axis_size with trainer.tensor_parallel_axes: [mlp, heads, kv_head] up to the chips",
+        ),
     ],
 )
 def test_remedy_of_too_little_main_memory(run: RunShapes, program: str, overrides: list[str], remedy: str):

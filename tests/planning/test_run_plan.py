@@ -37,10 +37,12 @@ def test_problems_of_workers_name_their_own_keys():
     ):
         make_plan(tiny_config("--mode", "async", *mesh), topology, vocab_size=128, known=dict.fromkeys(LOWER, PROGRAM))
     config = tiny_config("--mode", "async", "--sampling.max_cache_gib", "0.000001")
-    failure = Failure("too large", "raise trainer.model_axis_size")
+    failure = Failure("too large", "raise trainer.model_axis_size with trainer.tensor_parallel_axes: [mlp]")
     plan = make_plan(config, topology, vocab_size=128, known={**dict.fromkeys(LOWER, PROGRAM), "decode": failure})
     [decode] = [phase for phase in plan.phases if phase.name == "decode"]
-    assert decode.problem == Failure("too large", "raise workers.mesh.model_axis_size")
+    assert decode.problem == Failure(
+        "too large", "raise workers.mesh.model_axis_size with workers.mesh.tensor_parallel_axes: [mlp]"
+    )
 
 
 def test_worker_has_its_own_precision():
