@@ -339,6 +339,12 @@ class HuggingFaceConfig(DatasetConfig):
 
         folder = Path(self.path)
         if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+            for name in ("subset", "revision"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name} is {getattr(self, name)!r}, but the folder {self.path!r} was saved with save_to_disk "
+                        "and has none; leave it out"
+                    )
             saved = datasets.load_from_disk(self.path)
             # A Dataset that was saved alone has no splits.
             splits = {"train": saved} if isinstance(saved, datasets.Dataset) else dict(saved)

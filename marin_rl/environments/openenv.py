@@ -188,6 +188,7 @@ class OpenEnvConfig(EnvironmentConfig):
 
         Raises:
             ValueError: if the reply contains no JSON object.
+            RecursionError: if it is nested too deeply.
         """
         answer = without_thoughts(reply)
         if self.action_field is not None:
@@ -285,7 +286,7 @@ class OpenEnvEpisode:
         self.steps += 1
         try:
             action = self.config.action(reply)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return self._invalid(str(error))
         try:
             response = await self.session.request("step", action)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from marin_rl.config_fields import check_finite, convert_enum_fields
+from marin_rl.config_fields import check_finite, convert_enum_fields, nested_sections
 from marin_rl.environments.base import (
     CORRECT,
     AbstractEnvironment,
@@ -108,6 +108,9 @@ class ToolUseConfig(EnvironmentConfig):
     def __post_init__(self) -> None:
         convert_enum_fields(self)
         self.check_nested(self.questions, "questions")
+        for key, section in nested_sections(self.questions, "questions"):
+            if getattr(section, "runs_agents", False):
+                raise ValueError(f"{key} runs agents, which call tools themselves; choose other questions")
         if not self.tools:
             raise ValueError("tools is empty; add at least one, as tools: [{type: calculator}]")
         check_finite(self, "error_reward")

@@ -248,7 +248,7 @@ def _one_text(name: str, description: str) -> dict[str, Any]:
 
 
 class PythonTool:
-    """Runs Python programs in the sandbox, which `runner` must be set to before the first call."""
+    """Runs Python programs in the sandbox, which `sandbox` must be set to before the first call."""
 
     name: str = "python"
     description: str = "Runs a Python program and returns what it printed."

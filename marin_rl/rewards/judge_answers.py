@@ -7,15 +7,17 @@ import dataclasses
 import enum
 import random
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from marin_rl.rewards.component import check_component
 from marin_rl.rewards.functions import RewardCallError, RewardFailure
-from marin_rl.rewards.grading import extract_last
 from marin_rl.seeds import derive_seed
 
 _LINE = re.compile(r"^\W*(scores|ranking|winner)\W*[:=]\s*(.*?)\W*$", re.IGNORECASE | re.MULTILINE)
+_OF = re.compile(r"[\s*_`\"')\]]*(?:/|out of)[\s*_`]*(\d+(?:\.\d+)?)", re.IGNORECASE)
+"""The highest score, as in `0.8/1` and `8 out of 10`."""
 _SEPARATORS = re.compile(r"[\s,>]+")
 _QUOTES = " \t\"'`*{}[]()"
 _POINTS = {"a": 1.0, "b": 0.0, "tie": 0.5}
@@ -83,12 +85,18 @@ def read_score(answer: str, pattern: str, valid: ScoreRange) -> float:
     """Read the score of one rollout: group 1 of the last match of a pattern.
 
     Raises:
-        RetryableError: if there is no match, or it is not a number in the range.
+        RetryableError: if there is no match, it is not a number in the range, or `/` follows with another number than
+            the highest score.
+
+    >>> read_score("Score: 0.8/1", r"Score: ([0-9.]+)", ScoreRange(0.0, 1.0))
+    0.8
     """
-    match = extract_last(pattern, answer)
-    score = None if match is None else _number(match)
+    match = deque(re.finditer(pattern, answer), 1)
+    score = _number(match[0][1]) if match else None
     if score is None:
         raise _unreadable(f"no score in {answer[-200:]!r}")
+    if (of := _OF.match(answer, match[0].end(1))) and float(of[1]) != valid.highest:
+        raise _unreadable(f"score {score} is one of {of[1]}, but the highest score is {valid.highest}")
     valid.check(score)
     return score
 

@@ -142,6 +142,12 @@ class TextParams(SamplingParams):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 
+    @pydantic.model_validator(mode="after")
+    def _check_stream_options(self) -> "TextParams":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        return self
+
 
 class CompletionRequest(TextParams):
     """Body of `/v1/completions`."""

@@ -154,7 +154,8 @@ class ChatTemplate:
                     strftime_now=TEMPLATE_DATE.strftime,
                     **self.variables,
                 )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError) as error:
+            # Templates raise TypeError for tools that are not as they expect.
             roles = [message["role"] for message in messages]
             raise ChatTemplateError(
                 f"the chat template of {self.owner} rejects a conversation with roles {roles}: {error}"

@@ -297,6 +297,9 @@ def test_hf_saved_dataset_dict(tmp_path: Path, offline):
 
 def test_hf_saved_dataset(tmp_path: Path, offline):
     offline.Dataset.from_list(sums(100)).save_to_disk(str(tmp_path / "sums"))
+    for name in ("subset", "revision"):
+        with pytest.raises(ValueError, match=f"{name} is 'main', but the folder .* was saved with save_to_disk"):
+            HuggingFaceConfig(path=str(tmp_path / "sums"), **{name: "main"}).build()
     assert_sound(HuggingFaceConfig(path=str(tmp_path / "sums"), grader=MathVerifyConfig()).build(), 100)
     with pytest.raises(ValueError, match="has no split 'test'; it has 'train'"):
         HuggingFaceConfig(path=str(tmp_path / "sums"), held_out_split="test").build()

@@ -9,6 +9,7 @@ The package cannot be installed next to transformers 4. `MARIN_RL_OPENENV_URL` i
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
@@ -171,6 +172,8 @@ def test_a_server_that_ignores_seeds_is_refused(url: str, monkeypatch: pytest.Mo
 def test_observations_and_actions_in_one_field(url: str):
     config = OpenEnvConfig(url, action_field="message", observation_field="text")
     assert config.action("<think>a</think> b \ud800 ") == {"message": "b ?"}
+    with pytest.raises(RecursionError):
+        dataclasses.replace(config, action_field=None).action("[" * 100_000)
     assert config.show({"observation": {"text": [1, "ä"]}}) == '[1, "ä"]'
     everything = OpenEnvConfig(url)
     assert everything.show({"observation": {"text": "a", "n": 1, "done": False, "reward": 0, "metadata": {}}}) == (

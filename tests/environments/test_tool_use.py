@@ -15,6 +15,7 @@ from marin_rl.environments.base import AbstractEnvironment, NoSandboxError, Spli
 from marin_rl.environments.streams import MixturePartConfig
 from marin_rl.environments.tool_use import ToolDescription, ToolLimits, ToolUseEnvironment
 from marin_rl.environments.tools import CalculatorConfig, PythonConfig, ToolConfig, ToolError, find_calls
+from marin_rl.environments.verifiers import VerifiersConfig
 from marin_rl.event_loop import BackgroundLoop
 from marin_rl.rewards.functions import RewardCallError, RewardFailure
 from marin_rl.rewards.sandbox.config import Isolation, SandboxConfig
@@ -306,6 +307,7 @@ def test_tasks_of_other_environments_are_rejected():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: ToolUseConfig(questions=VerifiersConfig("a")), "questions runs agents, .* choose other questions"),
         (lambda: ToolUseConfig(questions=QUESTIONS, tools=()), "tools is empty; add at least one"),
         (lambda: ToolUseConfig(questions=QUESTIONS, error_reward=0.5), "error_reward must be at most 0, .* got 0.5"),
         (lambda: ToolUseConfig(QUESTIONS, error_reward=float("nan")), "error_reward must be finite, got nan; set"),

@@ -278,6 +278,7 @@ CHAT = {"model": "policy", "messages": [{"role": "user", "content": "a"}]}
         ("completions", {"stop": [""]}, 400, "stop: "),
         ("completions", {"ignore_eos": True}, 400, "ignore_eos: the server's stop tokens [257] end every reply"),
         ("completions", {"stream": "yes"}, 400, "stream: Input should be a valid boolean"),
+        ("completions", {"stream_options": {"include_usage": True}}, 400, "stream_options needs stream: true"),
         ("chat/completions", {"messages": []}, 400, "messages: "),
         ("chat/completions", {"messages": [{"role": "robot", "content": "a"}]}, 400, "messages[0].role is 'robot'"),
         ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages[0].content must be a text"),

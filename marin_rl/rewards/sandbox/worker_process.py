@@ -62,7 +62,7 @@ _START = (
 def worker_spec(file: str | None, config: SandboxConfig, level: Isolation, landlock: int) -> WorkerSpec:
     """Return the settings of a worker, except its scratch folder.
 
-    Its calls may read system programs, Python and the user's code; programs read neither this package nor `read_paths`.
+    Its calls may read system programs, Python and the user's code; programs do not read `read_paths`.
 
     Args:
         file: the user's file, absolute; None for a worker that runs programs.
@@ -194,16 +194,21 @@ class WorkerProcess:
         """
         scratch = _SCRATCH if spec.has_namespaces else tempfile.mkdtemp(prefix="marin_rl_calls_")
         spec = dataclasses.replace(spec, scratch=scratch)
-        process = await asyncio.create_subprocess_exec(
-            *worker_command(spec, bubblewrap if spec.has_namespaces else None),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=worker_environment(scratch),
-            cwd="/" if spec.has_namespaces else scratch,
-            # Ctrl-C in the terminal must not reach the worker: the trainer needs rewards to finish its step.
-            start_new_session=True,
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *worker_command(spec, bubblewrap if spec.has_namespaces else None),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=worker_environment(scratch),
+                cwd="/" if spec.has_namespaces else scratch,
+                # Ctrl-C in the terminal must not reach the worker: the trainer needs rewards to finish its step.
+                start_new_session=True,
+            )
+        except BaseException:
+            if not spec.has_namespaces:
+                remove(scratch)
+            raise
         return cls(process, spec, source)
 
     @property
