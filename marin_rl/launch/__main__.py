@@ -43,7 +43,7 @@ ACTIONS = {
     "start": {
         **DRY_RUN,
         "detach": "Return when the run has started. Nothing then requests slices again that are lost.",
-        "autodelete": "Delete the slices when the run is complete.",
+        "autodelete": "Delete the slices when the run is complete or was stopped.",
     },
     "status": DRY_RUN,
     "logs": {**DRY_RUN, "follow": "Continue with new lines until this command is interrupted."},
@@ -150,12 +150,15 @@ def _start(
         launch.dry_run()
         return 0
     own = [option for option in options if option not in {f"--{flag}" for flag in ACTIONS["start"]}]
-    same = f"python -m marin_rl.launch {command} {{}} {shlex.join(own)}"
+
+    def same(action: str) -> str:
+        return shlex.join(["python", "-m", "marin_rl.launch", command, action, *own])
+
     try:
         launch.run(detach="detach" in flags)
     except KeyboardInterrupt:
         if launch.groups[0].started:
-            _report(f"interrupted; the run continues without it. Logs: `{same.format('logs')}`")
+            _report(f"interrupted; the run continues without it. Logs: `{same('logs')}`")
         else:
             _report("interrupted before it has started the run; run the same command again to continue")
         _name_existing(launch, same)
@@ -170,9 +173,9 @@ def _start(
     return 0
 
 
-def _name_existing(launch: Launch, same: str) -> None:
+def _name_existing(launch: Launch, same: Callable[[str], str]) -> None:
     if existing := launch.existing():
-        _report(f"{', '.join(existing)} still exists, and its slices are billed; delete with `{same.format('delete')}`")
+        _report(f"{', '.join(existing)} still exists, and its slices are billed; delete with `{same('delete')}`")
 
 
 def _report(text: str) -> None:

@@ -112,6 +112,8 @@ class Launch:
     config: JobsConfig
     stop_timeout: float
     """Seconds that jobs have to end."""
+    command: str
+    """Command of `marin_rl.launch` with these jobs, for messages."""
 
     def run(self, *, detach: bool) -> None:
         """Run the jobs.
@@ -273,13 +275,19 @@ class Launch:
                 self.gcloud.report(f"{group.name}: {', '.join(job.name for job in jobs)} is running already")
             group.started = True
             return False
-        self.gcloud.report(f"{group.name}: installing the code on {len(group.addresses)} hosts")
+        # Not the statuses above: jobs with another command were stopped since.
+        running = {status.job for status in group.hosts.statuses() if status.running}
+        if running:
+            kept = ", ".join(sorted(running))
+            self.gcloud.report(f"{group.name}: the code on its hosts is not replaced, because {kept} runs there")
+        else:
+            self.gcloud.report(f"{group.name}: installing the code on {len(group.addresses)} hosts")
         with tempfile.TemporaryDirectory(prefix="marin_rl-") as folder:
             upload = Path(folder) / "upload"
             upload.mkdir(mode=0o700)
             write_upload(upload, self.code, names, {job.name: job.command for job in jobs})
             group.hosts.upload(upload)
-        if not any(status.running for status in statuses):
+        if not running:
             group.hosts.setup()
         for job in missing:
             self.gcloud.report(f"{group.name}: starting {job.name}")
@@ -291,7 +299,7 @@ class Launch:
         """Whether a job does not run on all of its hosts; stops it if it runs with another command."""
         own = [status for status in statuses if status.job == job.name]
         if group.started:
-            self._raise_failure(group, [status for status in own if not status.running and status.exit_status])
+            self._raise_failure(group, job, statuses)
         running = [status for status in own if status.running]
         if any(status.command not in ((), job.supervised) for status in running):
             if job.main:
@@ -306,17 +314,24 @@ class Launch:
         count = len(running) + (len(ended) if job.main and (group.started or running) else 0)
         return count < (len(group.addresses) if job.worker == "all" else 1)
 
-    def _raise_failure(self, group: Group, failed: Sequence[JobStatus]) -> None:
-        """Raise an error for the first job that the supervisor gave up, after printing the logs."""
-        for status in failed:
-            if status.state != "exited":
+    def _raise_failure(self, group: Group, job: Job, statuses: Sequence[JobStatus]) -> None:
+        """Raise an error for the first host whose supervisor gave the job up, after printing the logs."""
+        for status in statuses:
+            if status.job != job.name or status.running or not status.exit_status or status.state != "exited":
                 continue
             # Names of the hosts of a slice end with their index.
             index = re.search(r"-w-(\d+)$", status.host)
             group.hosts.logs(index[1] if index else "all", LOG_LINES, follow=False)
+            # The code is not replaced on hosts where a job runs.
+            jobs_run = any(other.running for other in statuses) or any(
+                other.started for other in self.groups if other is not group
+            )
+            command = f"python -m marin_rl.launch {self.command} stop"
+            stop = f", run `{command}` with the same options, because jobs still run," if jobs_run else ""
             raise JobError(
                 f"{status.job} failed on host {status.host} of {group.name} with exit status {status.exit_status} "
-                f"after {status.restarts} restarts; the log is above. Correct the cause and rerun the same command"
+                f"after {status.restarts} restarts; the log is above. Correct the cause{stop} and "
+                "rerun the same command"
             )
 
     def _after_failure(self, group: Group, error: GcloudError) -> UnreachableError | None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 RAY_PORT = 6379
 """Port of Ray on the first host of the trainer."""
+_MAX_NODE_NAME = 63
+"""Maximum number of characters of the name of a slice in Cloud TPU."""
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,52}[a-z0-9])?")
 _OWN_FLAGS = re.compile(
     r"--(accelerator-type|runtime-version|node-id|node-count|node-prefix|spot|reserved|zone|project|async)\b.*"
@@ -103,6 +105,13 @@ class TpuConfig:
                 f"tpu_name is {self.tpu_name!r}; it must have at most 54 lower-case letters, digits and dashes, and "
                 "begin with a letter"
             )
+        if self.rollout_slices is not None:
+            suffix = _rollouts_suffix(self.rollout_slices.num_slices - 1)
+            if len(self.tpu_name) + len(suffix) > _MAX_NODE_NAME:
+                raise ValueError(
+                    f"tpu_name is {self.tpu_name!r}; it must have at most {_MAX_NODE_NAME - len(suffix)} characters, "
+                    f"because the last of the rollout_slices is named TPU_NAME{suffix}; shorten it"
+                )
         if not re.fullmatch(r"[a-z]+-[a-z]+\d+-[a-z]", self.zone):
             raise ValueError(f"zone is {self.zone!r}; it must be a zone, such as us-east5-a")
         if not re.fullmatch(r"all|\d+", self.worker):
@@ -208,9 +217,14 @@ def open_launch(
     rollouts = config.rollout_slices
     for index in range(0 if rollouts is None else rollouts.num_slices):
         assert rollouts is not None
-        alone = dataclasses.replace(rollouts, num_slices=1).resource(f"{config.tpu_name}-rollouts-{index}")
+        alone = dataclasses.replace(rollouts, num_slices=1).resource(config.tpu_name + _rollouts_suffix(index))
         groups.append(Group(alone, lambda head: [_ray_worker(config, head)], _hosts(config, gcloud, alone)))
-    return Launch(gcloud, groups, config.code, config.jobs, config.supervisor.stop_timeout)
+    command = "tpu" if rollouts is None else "ray"
+    return Launch(gcloud, groups, config.code, config.jobs, config.supervisor.stop_timeout, command)
+
+
+def _rollouts_suffix(index: int) -> str:
+    return f"-rollouts-{index}"
 
 
 def _hosts(config: TpuConfig, gcloud: Gcloud, resource: QueuedResource) -> Hosts:

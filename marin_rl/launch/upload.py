@@ -41,7 +41,8 @@ class CodeConfig:
     """Git work tree to copy to the hosts; commands run in the copy. Tracked and untracked files are copied, ignored
     ones are not."""
     install: str = INSTALL
-    """Shell commands that install the copied code into `../venv`; run in the copy on every host, before each start."""
+    """Shell commands that install the copied code into `../venv`; run in the copy on every host before a start, unless
+    a job still runs there."""
     env: dict[str, str] = dataclasses.field(default_factory=dict)
     """Environment variables of the hosts."""
     secrets: tuple[str, ...] = ()

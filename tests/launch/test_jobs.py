@@ -95,6 +95,15 @@ def test_rerun_follows_a_running_launch_and_resumes_an_ended_one(
 
 
 @pytest.mark.medium
+def test_autodelete_also_after_a_stop(cloud: Cloud, project: Project) -> None:
+    running = in_background(command_line.main, start_arguments(project, "--autodelete"))
+    wait_until(lambda: len(project.starts()) == 2)
+    assert launch("stop", project) == 0
+    assert running.join() == 0
+    assert cloud.resources == {}
+
+
+@pytest.mark.medium
 def test_preempted_slices_are_requested_again(cloud: Cloud, project: Project) -> None:
     running = in_background(command_line.main, start_arguments(project, "--slices.capacity_type", "spot"))
     wait_until(lambda: len(project.starts()) == 2)
@@ -168,6 +177,7 @@ def test_failed_run_shows_its_log(cloud: Cloud, project: Project, capfd: pytest.
     captured = capfd.readouterr()
     assert "training with --config run.yaml" in captured.out
     assert re.search(r"error: train failed on host \S+ of pod with exit status 3 after 1 restarts", captured.err)
+    assert captured.err.endswith(" and rerun the same command\n")
     assert len(project.starts()) == 4
 
     (project.control / "fail").unlink()
@@ -320,12 +330,45 @@ def test_rollout_slices_join_the_trainer(cloud: Cloud, project: Project) -> None
     address = project.starts()[-1].split()[-1].removesuffix(":6379")
     assert address != "10.0.0.0"
     assert ray_starts(project).count(worker(address)) == 4
+    # On 2 hosts of each group, on the second rollout slice, and on all hosts again.
+    assert len((project.control / "installed").read_text().splitlines()) == 6 + 2 + 6
 
     finish(project)
     assert running.join() == 0
     assert launch("status", project, *ROLLOUTS, command="ray") == 0
     assert launch("delete", project, *ROLLOUTS, command="ray") == 0
     assert cloud.resources == {}
+
+
+@pytest.mark.medium
+def test_code_is_replaced_after_a_failure_and_a_stop(
+    cloud: Cloud, project: Project, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one = ["--rollout_slices.tpu_type", "v5litepod-8"]
+    copies = [cloud.host(node, 0) / "marin_rl_launch" / node / "code" for node in ("pod", "pod-rollouts-0")]
+    (project.control / "fail").write_text("")
+    assert launch("start", project, *one, command="ray") == 1
+    captured = capfd.readouterr()
+    assert "pod: installing the code on 2 hosts\n" in captured.out
+    assert (
+        "Correct the cause, run `python -m marin_rl.launch ray stop` with the same options, because jobs still run, "
+        "and rerun the same command\n"
+    ) in captured.err
+
+    # Ray still runs.
+    (project.folder / "new.py").write_text("")
+    assert launch("start", project, *one, command="ray") == 1
+    output = capfd.readouterr().out
+    assert "pod: the code on its hosts is not replaced, because ray_head runs there\n" in output
+    assert "installing the code" not in output
+    assert not any((copy / "new.py").exists() for copy in copies)
+
+    assert launch("stop", project, *one, command="ray") == 0
+    (project.control / "fail").unlink()
+    running = in_background(command_line.main, start_arguments(project, *one, command="ray"))
+    wait_until(lambda: all((copy / "new.py").exists() for copy in copies))
+    finish(project)
+    assert running.join() == 0
 
 
 def test_requests_are_deleted_if_one_of_them_is_rejected(
@@ -510,6 +553,17 @@ def test_commands_for_what_is_left_keep_a_name_like_a_flag(
     cloud.fail("ssh", "ERROR: no such host")
     assert launch("start", project, "--tpu_name", "detach", "--detach") == 1
     assert " --tpu_name detach`" in capsys.readouterr().out
+
+
+def test_commands_for_what_is_left_keep_mappings(
+    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cloud.fail("ssh", "ERROR: no such host")
+    assert launch("start", project, "--slices", "{tpu_type: v5p-16}") == 1
+    captured = capsys.readouterr()
+    assert "python -m marin_rl.launch tpu delete --tpu_name pod " in captured.out
+    assert " --slices '{tpu_type: v5p-16}'`" in captured.out
+    assert "no such host" in captured.err
 
 
 @pytest.mark.medium

@@ -44,6 +44,7 @@ def test_mistakes(argv: list[str], message: str, capsys: pytest.CaptureFixture[s
         (["local", "--help"], "num_processes (an integer; default: 2)"),
         (["supervise", "--help"], "restart_window"),
         (["tpu", "--help"], "--autodelete"),
+        (["tpu", "--help"], "Delete the slices when the run is complete or was stopped."),
         (["ray", "logs", "--help"], "--follow"),
         (["tpu", "start", "--help", "code"], "code.secrets"),
     ],

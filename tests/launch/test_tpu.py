@@ -24,6 +24,11 @@ RUN = "environment: {type: arithmetic}\nmodel: {type: llama}\n"
     [
         ({"tpu_name": "Pod"}, "tpu_name is 'Pod'; it must have at most 54 lower-case letters"),
         ({"tpu_name": "a" * 55}, "it must have at most 54"),
+        (
+            {"tpu_name": "a" * 52, "rollout_slices": {"tpu_type": "v5p-8", "num_slices": 18}},
+            "; it must have at most 51 characters, because the last of the rollout_slices is named "
+            "TPU_NAME-rollouts-17; shorten it",
+        ),
         ({"zone": "us-east5"}, "zone is 'us-east5'; it must be a zone, such as us-east5-a"),
         ({"slices": {"tpu_type": "v5p"}}, "slices: tpu_type is 'v5p'; it must be GENERATION-SIZE, such as v5p-32"),
         ({"slices": {"tpu_type": "v5lite-8"}}, "did you mean 'v5litepod'"),
@@ -43,6 +48,13 @@ def test_bad_configs(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         decode(TpuConfig, VALID | changes)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(("length", "num_slices"), [(52, 10), (51, 100)])
+def test_names_of_rollout_slices_have_at_most_63_characters(length: int, num_slices: int) -> None:
+    rollouts = {"tpu_type": "v5p-8", "num_slices": num_slices}
+    launch = open_launch(decode(TpuConfig, VALID | {"tpu_name": "a" * length, "rollout_slices": rollouts}), [], print)
+    assert len(launch.groups[-1].name) == 63
 
 
 def test_requests_of_rollout_slices() -> None:
