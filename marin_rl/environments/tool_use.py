@@ -69,7 +69,8 @@ class ToolLimits:
     max_calls: int = 4
     """Maximum number of calls in one reply; further calls return an error."""
     max_seconds: float = 20.0
-    """Maximum duration of one call in seconds. It also counts towards `rollouts.max_seconds`."""
+    """Maximum duration of one call in seconds, without the wait for a worker of the sandbox. Both count towards
+    `rollouts.max_seconds`."""
     max_output: int = 2000
     """Maximum number of characters of a tool's output; the rest is replaced by a notice."""
 
@@ -204,7 +205,7 @@ class ToolUseEnvironment(AbstractEnvironment):
         """
         for tool in self._python_tools():
             self._require_sandbox(tool, sandbox)
-            tool.sandbox = sandbox
+            tool.sandbox, tool.max_seconds = sandbox, self.limits.max_seconds
         return bool(self._python_tools())
 
     def _python_tools(self) -> list[PythonTool]:
@@ -297,7 +298,8 @@ class ToolUseEpisode:
         tool = self.environment.tools.get(call.name)
         if tool is None:
             raise ToolError(f"there is no tool {call.name!r}; there is: {', '.join(self.environment.tools)}")
-        limit = asyncio.timeout(self.environment.limits.max_seconds)
+        # Programs wait for a worker of the sandbox, which limits their time.
+        limit = asyncio.timeout(None if isinstance(tool, PythonTool) else self.environment.limits.max_seconds)
         try:
             # An invalid schema of the tool raises here too.
             check_arguments(tool.parameters, call.arguments)

@@ -248,13 +248,19 @@ def _one_text(name: str, description: str) -> dict[str, Any]:
 
 
 class PythonTool:
-    """Runs Python programs in the sandbox, which `sandbox` must be set to before the first call."""
+    """Runs Python programs in a sandbox.
+
+    Attributes:
+        sandbox: must be set before the first call.
+        max_seconds: maximum duration of a program; the wait for a worker of the sandbox does not count.
+    """
 
     name: str = "python"
     description: str = "Runs a Python program and returns what it printed."
     parameters: Mapping[str, Any] = _one_text("code", "The program. Print what is wanted.")
 
     sandbox: Sandbox | None = None
+    max_seconds: float = math.inf
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         """Return the output of the program.
@@ -264,7 +270,7 @@ class PythonTool:
             RewardCallError: if the sandbox itself fails.
         """
         assert self.sandbox is not None
-        result = await self.sandbox.run_python(arguments["code"])
+        result = await self.sandbox.run_python(arguments["code"], seconds=self.max_seconds)
         if result.failure is None:
             return result.stdout
         if result.failure.cause is RewardFailure.WORKER:

@@ -4,6 +4,7 @@
 import asyncio
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -224,12 +225,14 @@ class Runner(Sandbox):
     def __init__(self) -> None:
         pass
 
-    async def run_python(self, code: str, stdin: str = "") -> PythonResult:
-        return PythonResult(stdout=f"ran {code}", stderr="", failure=None, seconds=0.1)
+    async def run_python(self, code: str, stdin: str = "", seconds: float = math.inf) -> PythonResult:
+        # As if all workers were busy.
+        await asyncio.sleep(0.05)
+        return PythonResult(stdout=f"ran {code} for {seconds:g} s", stderr="", failure=None, seconds=0.1)
 
 
 def test_python_needs_its_sandbox_and_gets_it_through_mixtures():
-    config = ToolUseConfig(questions=QUESTIONS, tools=(PythonConfig(),))
+    config = ToolUseConfig(questions=QUESTIONS, tools=(PythonConfig(),), limits=ToolLimits(max_seconds=0.01))
     mixture = MixtureConfig((MixturePartConfig(config),)).build()
     task = mixture.tasks(Split.TRAIN)[0]
     missing = r"environment 'arithmetic': the tool 'python' runs programs .* no sandbox; .* or remove 'python'"
@@ -242,7 +245,8 @@ def test_python_needs_its_sandbox_and_gets_it_through_mixtures():
     assert not QUESTIONS.build().connect_sandbox(None)
     mixture.connect_sandbox(Runner())
     [step] = play(mixture, task, call("python", code="print(1)"))
-    assert answers(step) == ["ran print(1)"]
+    # The wait for a worker does not count.
+    assert answers(step) == ["ran print(1) for 0.01 s"]
 
 
 def test_connect_sandbox_returns_whether_a_sandbox_is_needed():
@@ -261,7 +265,7 @@ def test_connect_sandbox_returns_whether_a_sandbox_is_needed():
     assert both.connect_sandbox(Runner())
     for name in ("python", "more python"):
         task = next(task for task in both.tasks(Split.TRAIN) if task.environment == name)
-        assert answers(play(both, task, call("python", code="1"))[0]) == ["ran 1"]
+        assert answers(play(both, task, call("python", code="1"))[0]) == ["ran 1 for 20 s"]
 
 
 def test_programs_run_in_a_sandbox_without_reward_functions():

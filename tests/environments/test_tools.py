@@ -111,7 +111,7 @@ class Runner(Sandbox):
         self.cause = cause
         self.ran: list[str] = []
 
-    async def run_python(self, code: str, stdin: str = "") -> PythonResult:
+    async def run_python(self, code: str, stdin: str = "", seconds: float = math.inf) -> PythonResult:
         self.ran.append(code)
         failure = None if self.cause is None else RewardCallError(self.cause, "so it was")
         return PythonResult(stdout="out", stderr="", failure=failure, seconds=0.1)

@@ -8,6 +8,7 @@ separate process, which forks the forkserver. The worker then kills the loading 
 that the file started.
 """
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -214,7 +215,7 @@ def _be_child(
     except BaseException:
         traceback.print_exc()
     finally:
-        for stream in (sys.stdout, sys.stderr):
+        for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
             # The call may have closed or replaced the streams; its output is then lost.
             with contextlib.suppress(BaseException):
                 stream.flush()
@@ -279,7 +280,15 @@ def _run_function(request: dict[str, Any], functions: Mapping[str, Any]) -> str:
 
 
 def _run_program(code: str, spec: WorkerSpec) -> int:
-    """Run a program like `python main.py` and return its exit status. `atexit` functions are not run."""
+    """Run a program like `python main.py` and return its exit status."""
+    # Functions of this process are not the program's.
+    atexit._clear()
+    status = _run_main(code, spec)
+    atexit._run_exitfuncs()
+    return status
+
+
+def _run_main(code: str, spec: WorkerSpec) -> int:
     for name in [name for name in sys.modules if name.split(".")[0] == "marin_rl"]:
         del sys.modules[name]
     sys.path[:] = [path for path in sys.path if path not in spec.hidden_path]

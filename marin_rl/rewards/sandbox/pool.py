@@ -319,12 +319,13 @@ class Sandbox:
             raise failure
         return report["answer"]
 
-    async def run_python(self, code: str, stdin: str = "") -> PythonResult:
+    async def run_python(self, code: str, stdin: str = "", seconds: float = math.inf) -> PythonResult:
         """Run a program that a model wrote, as `python main.py` would.
 
         Args:
             code: the program.
             stdin: its standard input.
+            seconds: maximum duration, at most `wall_seconds` of the config; the wait for a worker does not count.
 
         Returns:
             Its output and exit state. The output is untrusted.
@@ -333,7 +334,8 @@ class Sandbox:
             RewardCallError: if the sandbox itself failed; the failure is counted in `failures`.
         """
         with self._counting_failures():
-            report = await self._ask(None, {"kind": "python", "code": code, "stdin": stdin})
+            limit = min(seconds, self.config.wall_seconds)
+            report = await self._ask(None, {"kind": "python", "code": code, "stdin": stdin, "seconds": limit})
         failure = failure_of(report, self.config.cpu_seconds)
         return PythonResult(report["stdout"], report["stderr"], failure, report["seconds"])
 

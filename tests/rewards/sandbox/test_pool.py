@@ -629,6 +629,22 @@ class TestPrograms:
         )
         assert (result.stdout, result.stderr, result.failure) == ("cba\n5\n", "", None)
 
+    def test_output_at_exit(self, attacks: Attacks, level: Isolation):
+        code = (
+            "import atexit, io, sys\nprint('first')\nsys.stdout = io.StringIO()\nprint('last')\n"
+            "atexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))\nsys.exit(3)"
+        )
+        result = self.run(attacks, level, code)
+        assert (result.stdout, result.stderr) == ("first\nlast\n", "")
+        assert result.failure is not None
+        assert "status 3" in result.failure.detail
+
+    def test_own_time_limit(self, attacks: Attacks, level: Isolation):
+        sandbox = attacks.at(level, "patient", wall_seconds=600.0, cpu_seconds=600.0)
+        result = sandbox.wait(sandbox.sandbox.run_python("while True: pass", seconds=0.1))
+        assert result.failure is not None
+        assert result.failure.cause is RewardFailure.TIMEOUT
+
     def test_program_runs_as_main(self, attacks: Attacks, level: Isolation):
         code = (
             "import sys, dataclasses\n@dataclasses.dataclass\nclass A:\n    x: 'int'\nassert __name__ == '__main__'\n"
