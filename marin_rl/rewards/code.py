@@ -245,7 +245,11 @@ class SplitAssert:
     """Condition to check, with `_0`, `_1`, … for the values of the expressions."""
 
 
-_TRUSTED = frozenset(dir(builtins)) | {"math"}
+_MODULES = ("cmath", "collections", "itertools", "math", "re")
+_TRUSTED = frozenset({*dir(builtins), *_MODULES, "Counter"})
+"""Names that the process without code of the model evaluates."""
+_LIBRARIES = frozenset({"np", "numpy", "pd", "pytest", "scipy", "torch"})
+"""Names that only the tested code could evaluate, and replace by functions that accept every value."""
 _BINDS_NAMES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda, ast.NamedExpr)
 
 
@@ -253,7 +257,8 @@ def split_assert(line: str) -> SplitAssert:
     """Split an assert statement into calls of the tested code and a condition on their values.
 
     Raises:
-        CodeTestsError: if it is not an assert statement, does not use the tested code, or binds names around its calls.
+        CodeTestsError: if it is not an assert statement, does not use the tested code, binds names around its calls, or
+            calls a library that the tested code could replace.
 
     >>> split_assert("assert abs(area(2) - 12.566) < 0.01")
     SplitAssert(expressions=('area(2)',), condition='abs(_0 - 12.566) < 0.01')
@@ -284,6 +289,11 @@ class _Splitter(ast.NodeTransformer):
 
     def visit(self, node: ast.AST) -> ast.AST:
         if isinstance(node, ast.Name | ast.Call | ast.Attribute | ast.Subscript) and _root(node) not in _TRUSTED:
+            if _root(node) in _LIBRARIES:
+                raise CodeTestsError(
+                    f"the test {ast.unparse(node)[:200]!r} calls {_root(node)!r}, which the tested code could replace; "
+                    f"write it with builtins and the modules {', '.join(_MODULES)}"
+                )
             self.expressions.append(ast.unparse(node))
             return ast.Name(f"_{len(self.expressions) - 1}", ast.Load())
         return self.generic_visit(node)
@@ -309,6 +319,9 @@ import collections.abc, decimal, itertools, json, numbers, sys, types
 def _literal(value, depth=0):
     if depth > 50:
         raise ValueError("nested too deeply")
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.generic, numpy.ndarray)):
+        value = value.tolist()
     if value is None or isinstance(value, bool):
         return repr(value)
     if isinstance(value, int):
@@ -316,6 +329,8 @@ def _literal(value, depth=0):
         return hex(int.__add__(value, 0))
     if isinstance(value, float):
         if value != value:
+            if depth == 0:
+                return "nan"
             raise ValueError("NaN has no literal")
         # Python has no literal for infinity, but evaluates larger numbers to it.
         return float.__repr__(value).replace("inf", "1e999")
@@ -365,9 +380,13 @@ def _evaluate(code, expressions, token):
 
 # Runs in a separate process without code of the model, with the answers as text.
 _CHECK = """
-import ast, json, math, sys
+import ast, cmath, collections, itertools, json, math, re, sys
+
+MODULES = {module.__name__: module for module in (cmath, collections, itertools, math, re)}
 
 def parse(answer):
+    if answer == "nan":
+        return math.nan
     # An iterator is not equal to a list, but the condition can convert it to one.
     is_iterator = answer.startswith("iter ")
     value = ast.literal_eval(answer.removeprefix("iter "))
@@ -377,7 +396,7 @@ def check(condition, answers):
     try:
         # A call without a value fails the test only if the condition uses it: `f(1) == 1 or f(0) == 0`.
         space = {f"_{index}": parse(answer) for index, answer in enumerate(answers) if answer is not None}
-        return bool(eval(condition, {"math": math} | space))
+        return bool(eval(condition, MODULES | {"Counter": collections.Counter} | space))
     except Exception:
         return False
 

@@ -148,6 +148,11 @@ CONVERTED = [
     ("def f(): return range(3)", "list(f()) == [0, 1, 2]"),
     ("def f(): return {'b': 1, 'a': 2}.keys()", "sorted(f()) == ['a', 'b']"),
     ("def f(): return bytearray(b'x')", "f() == b'x'"),
+    ("def f(): return float('nan')", "math.isnan(f())"),
+    ("def f(): return 'baa'", "Counter(f()) == Counter('aab')"),
+    ("def f(): return 'a1b'", "re.sub('[0-9]', '', f()) == 'ab'"),
+    ("import numpy as np\ndef f(): return np.all(np.arange(3) < 3)", "f() == True"),
+    ("import numpy as np\ndef f(): return [np.int64(2), np.float64(0.5), np.arange(2)]", "f() == [2, 0.5, [0, 1]]"),
     (
         "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
         "def f(): return P(3).x",
@@ -236,6 +241,8 @@ def test_other_white_space_counts(grading: Grading, printed: str):
         ("assert LIMIT > 3", ("LIMIT",), "_0 > 3"),
         ("assert f(1)[0] == 2", ("f(1)[0]",), "_0 == 2"),
         ("assert 'a'.join(f(1)) == ''", ("f(1)",), "'a'.join(_0) == ''"),
+        ("assert Counter(f(1)) == Counter('ab')", ("f(1)",), "Counter(_0) == Counter('ab')"),
+        ("assert f(np.array([1])) == 1", ("f(np.array([1]))",), "_0 == 1"),
     ],
 )
 def test_asserts_are_split(line: str, expressions: tuple[str, ...], condition: str):
@@ -251,6 +258,8 @@ def test_asserts_are_split(line: str, expressions: tuple[str, ...], condition: s
         ("assert 1 == 1", "does not use the tested code"),
         ("assert all(f(i) == i for i in range(3))", "binds names"),
         ("assert (y := f(1)) == 2", "binds names"),
+        ("assert np.allclose(f(1), [1.0])", "calls 'np', which the tested code could replace; write it with builtins"),
+        ("assert f(1) == pytest.approx(0.5)", "calls 'pytest', which the tested code could replace"),
         ("assert f(1", "is not valid Python"),
         ("assert f(1) == '\x00'", "is not valid Python"),
     ],
