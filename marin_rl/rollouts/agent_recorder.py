@@ -124,6 +124,11 @@ class AgentRecorder:
         """Maximum number of tokens of each trained request in progress."""
         self._hit_limit = self._is_closed = False
 
+    @property
+    def temperature(self) -> float:
+        """Sampling temperature of all replies; 0 is greedy."""
+        return self._attempt.temperature
+
     def chat_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Tokenize a conversation; repeated replies keep the tokens that were sampled. Thread-safe.
 
@@ -381,7 +386,7 @@ class AgentRecorder:
             prompt_tokens=prompt,
             seed=derive_seed(self._attempt.seed, digest, self._seen[prompt]),
             max_new_tokens=max_new_tokens,
-            temperature=self._attempt.temperature,
+            temperature=self.temperature,
             conversation=sequence.conversation,
         )
 

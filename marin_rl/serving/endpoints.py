@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import json
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -65,13 +65,15 @@ class Endpoints:
     """Called once for each accepted request, with its number of sequences, when its sampling has ended or failed."""
     count_tokens: Callable[[int, int], None] = lambda prompt, sampled: None
     """Called with numbers of prompt tokens and of sampled tokens, when they are accepted or sampled."""
+    temperature: float | None = None
+    """Temperature of all requests, which replaces their own; None: each has its own."""
     discard: Callable[[str], None] = lambda completion: None
     """Called with the id of a response that failed, or that was not sent because the client disconnected."""
 
     async def completions(self, request: Request) -> "Response | EventStream":
         """Answer `/v1/completions`."""
         values, size = await self.read(request)
-        body = parse_body(CompletionRequest, values)
+        body = parse_body(CompletionRequest, self._with_temperature(values))
         self.check_model(body.model)
         prompts = await _tokenize(lambda: body.prompts(self.tokenizer), "prompt", size)
         return await self._respond(request, body, prompts)
@@ -79,7 +81,7 @@ class Endpoints:
     async def chat(self, request: Request) -> "Response | EventStream":
         """Answer `/v1/chat/completions`."""
         values, size = await self.read(request)
-        body = parse_body(ChatRequest, values)
+        body = parse_body(ChatRequest, self._with_temperature(values))
         self.check_model(body.model)
         messages = body.conversation()
         prompt = await _tokenize(lambda: self.chat_prompt(messages), "messages", size)
@@ -95,6 +97,9 @@ class Endpoints:
         self._admit(requests, len(body.token_ids))
         parts = await _while_connected(request.receive, self._sample(requests))
         return JSONResponse(generate_body(id, requests, parts, body.sampling_params.logprobs is not None))
+
+    def _with_temperature(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        return values if self.temperature is None else {**values, "temperature": self.temperature}
 
     def _requests(self, prompts: Sequence[tuple[int, ...]], params: Any, response_id: str) -> list[EngineRequest]:
         requests = engine_requests(prompts, params, self.limits)

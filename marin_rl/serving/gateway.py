@@ -181,6 +181,7 @@ class Gateway:
             max_body_bytes=_MAX_BODY_BYTES,
             body_seconds=_BODY_SECONDS,
             admit=recorder.admit if is_trained else lambda sequences: None,
+            temperature=recorder.temperature,
             discard=recorder.discard,
         )
 

@@ -269,6 +269,24 @@ def test_temperature_and_seed_are_those_of_the_run_and_others_are_refused():
         assert request.seed != 5
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_most_likely_tokens_are_reported_only_if_the_run_is_greedy(temperature: float):
+    options = {"logprobs": True, "top_logprobs": 1, "temperature": 1.0 - temperature}
+
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        async with Client(base_url, api_key) as client:
+            if temperature:
+                with pytest.raises(openai.BadRequestError, match=r"top_logprobs: 1 needs .* temperature: 0"):
+                    await client.chat("a", **options)
+                await client.say("a")
+            else:
+                [choice] = (await client.chat("a", **options)).choices
+                assert all(len(entry.top_logprobs) == 1 for entry in choice.logprobs.content)
+        return 1.0
+
+    assert run(play, temperature=temperature)[0].rollouts[0].status is RolloutStatus.COMPLETED
+
+
 def test_streams_choices_stop_strings_and_tokens():
     async def play(task: Any, base_url: str, api_key: str) -> float:
         async with Client(base_url, api_key) as client:
@@ -319,7 +337,7 @@ def test_stop_string_in_the_last_allowed_token_ends_the_reply():
 def test_server_restarts_if_its_task_has_ended():
     connect = make_gateway(TOKENIZER, LIMITS, VOCAB_SIZE)
     recorder: Any = types.SimpleNamespace(
-        rollout_id="r", chat_prompt=None, admit=None, discard=None, mark_truncated=lambda: None
+        temperature=1.0, rollout_id="r", chat_prompt=None, admit=None, discard=None, mark_truncated=lambda: None
     )
 
     async def models() -> int:
