@@ -71,8 +71,10 @@ class _Reply(NamedTuple):
     """See `Served`."""
     messages: Sequence[Message]
     """Messages of the request with the replies as they were sampled, and the reply."""
-    tokens: tuple[int, ...]
-    """Tokens of the prompt and the reply."""
+    sequence: _Sequence
+    """The sequence that begins with the tokens of the prompt and the reply."""
+    num_tokens: int
+    """Number of these tokens."""
     response: str
     """Id of the response."""
 
@@ -112,9 +114,10 @@ class AgentRecorder:
         self._sequences: list[_Sequence] = []
         self._numbers = itertools.count()
         self._replies: list[_Reply] = []
-        self._prompts: dict[tuple[int, ...], tuple[Sequence[Message], Sequence[Message]]] = {}
-        """Messages of tokenized chats, as sent and with the replies as sampled."""
-        self._seen: collections.Counter[tuple[int, ...]] = collections.Counter()
+        self._prompts: dict[str, tuple[Sequence[Message], Sequence[Message]]] = {}
+        """Messages of tokenized chats, as sent and with the replies as sampled, by the digest of their tokens."""
+        self._seen: collections.Counter[str] = collections.Counter()
+        """Requests by the digest of their prompt."""
         self._turns: dict[str, list[tuple[_Sequence, int]]] = {}
         """Turns of each response, by its id."""
         self._rewards: dict[str, float] = {}
@@ -141,12 +144,13 @@ class AgentRecorder:
             last = max(reversed(repeated), key=lambda reply: len(reply.request))
             further = messages[len(last.messages) :]
             shown = (*last.messages, *further)
-            tokens, is_rewritten = self._tokenizer.observation_tokens(last.messages, last.tokens, further)
-            tokens = tokens if is_rewritten else last.tokens + tokens
+            before = last.sequence.tokens[: last.num_tokens]
+            tokens, is_rewritten = self._tokenizer.observation_tokens(last.messages, before, further)
+            tokens = tokens if is_rewritten else before + tokens
         else:
             shown = tuple(messages)
             tokens = self._tokenizer.prompt_tokens(messages)
-        self._prompts[tokens] = messages, shown
+        self._prompts[_digest(tokens)] = messages, shown
         return tokens
 
     def admit(self, sequences: int) -> None:
@@ -250,8 +254,10 @@ class AgentRecorder:
             if not sequence.is_busy and index == len(sequence.turns) - 1:
                 turn = sequence.turns.pop()
                 sequence.numbers.pop()
-                dropped = (response, sequence.tokens)
-                self._replies = [reply for reply in self._replies if (reply.response, reply.tokens) != dropped]
+                dropped = (response, sequence, len(sequence.tokens))
+                self._replies = [
+                    reply for reply in self._replies if (reply.response, reply.sequence, reply.num_tokens) != dropped
+                ]
                 num_sampled = len(turn.generation.token_ids)
                 self._num_tokens -= num_sampled
                 self._num_requests -= 1
@@ -380,11 +386,11 @@ class AgentRecorder:
             self._num_conversations += 1
             sequence.conversation = f"{self.rollout_id}/{self._num_conversations}"
         # The seed does not depend on the order of concurrent requests.
-        digest = hashlib.sha256(np.array(prompt, np.int32).tobytes()).hexdigest()
-        self._seen[prompt] += 1
+        digest = _digest(prompt)
+        self._seen[digest] += 1
         return SampleRequest(
             prompt_tokens=prompt,
-            seed=derive_seed(self._attempt.seed, digest, self._seen[prompt]),
+            seed=derive_seed(self._attempt.seed, digest, self._seen[digest]),
             max_new_tokens=max_new_tokens,
             temperature=self.temperature,
             conversation=sequence.conversation,
@@ -403,9 +409,9 @@ class AgentRecorder:
         observation = prompt[len(sequence.tokens) :]
         reply = Message(role="assistant", content=self._tokenizer.decode_reply(generation.token_ids))
         tokens = prompt + generation.token_ids
-        if prompt in self._prompts:
-            request, shown = self._prompts[prompt]
-            self._replies.append(_Reply(request, served.contents, (*shown, reply), tokens, response))
+        if (chat := self._prompts.get(_digest(prompt))) is not None:
+            request, shown = chat
+            self._replies.append(_Reply(request, served.contents, (*shown, reply), sequence, len(tokens), response))
         else:
             text = self._tokenizer.decode_reply(observation, skip_special_tokens=False)
             shown = (Message(role="user", content=text),)
@@ -428,6 +434,11 @@ class AgentRecorder:
         if sequence.conversation is not None:
             self._batcher.end(sequence.conversation)
             sequence.conversation = None
+
+
+def _digest(tokens: Sequence[int]) -> str:
+    """Return a short name of a prompt, which is kept instead of its tokens."""
+    return hashlib.sha256(np.array(tokens, np.int32).tobytes()).hexdigest()
 
 
 def _repeats(messages: Sequence[Message], reply: _Reply) -> bool:

@@ -24,7 +24,7 @@ import threading
 import traceback
 import types
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from marin_rl.rewards.sandbox import protocol, shared_calls
 from marin_rl.rewards.sandbox.isolation import IS_LINUX, confine_call, confine_import, exit_with_parent, prepare_call
@@ -218,7 +218,7 @@ def _be_child(
         for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
             # The call may have closed or replaced the streams; its output is then lost.
             with contextlib.suppress(BaseException):
-                stream.flush()
+                cast(Any, stream).flush()
         os._exit(status)
 
 
