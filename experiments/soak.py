@@ -33,7 +33,7 @@ from marin_rl.rollouts.store import read_rollouts
 
 CONFIG = Path(__file__).parent / "rloo_async.yaml"
 GROUPS, MEMBERS, STALENESS = 4, 4, 2
-SILENCE = 3.0
+HEARTBEAT_TIMEOUT = 3.0
 """Heartbeat timeout of workers, in seconds."""
 TINY = {
     "model.hidden_dim": 32,
@@ -52,7 +52,7 @@ SETTINGS = {
     "checkpoint.every": 5,
     "replay.max_staleness": STALENESS,
     "workers.num_workers": 2,
-    "workers.heartbeat_timeout": SILENCE,
+    "workers.heartbeat_timeout": HEARTBEAT_TIMEOUT,
 }
 """Changes to the config: everything is small, so that many faults fit into an hour."""
 
@@ -324,8 +324,8 @@ def kill_in_transfer(run: LiveRun) -> None:
 FAULTS: dict[str, Callable[[LiveRun], None]] = {
     "a worker is killed": lambda run: _send(_workers(run)[:1], signal.SIGKILL),
     "all workers are killed": lambda run: _send(_workers(run), signal.SIGKILL),
-    "a worker is paused": lambda run: pause(_workers(run)[:1], 2 * SILENCE),
-    "all workers are paused": lambda run: pause(_workers(run), 2 * SILENCE),
+    "a worker is paused": lambda run: pause(_workers(run)[:1], 2 * HEARTBEAT_TIMEOUT),
+    "all workers are paused": lambda run: pause(_workers(run), 2 * HEARTBEAT_TIMEOUT),
     "the coordinator is killed": lambda run: _send(run.named("ray::Coordinator"), signal.SIGKILL),
     "Ray's node is killed": lambda run: _send(run.named("raylet"), signal.SIGKILL),
     "the trainer is killed": lambda run: run.kill(),

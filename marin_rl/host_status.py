@@ -31,11 +31,11 @@ INTERVAL = 1.0
 """Seconds between two reads of the status of the other processes."""
 GRACE = 10.0
 """Seconds that a process has to end by itself after another one failed. It may be blocked in a collective operation."""
-SILENCE = 40.0
-"""Seconds without a sign of life of a process after which the main process reports its loss to the others, and without
+HEARTBEAT_TIMEOUT = 40.0
+"""Seconds without a heartbeat of a process after which the main process reports its loss to the others, and without
 an answer of the main process after which the others end. jax itself waits for 100."""
 
-_ERROR, _ENDED, _ALIVE = "marin_rl/error", "marin_rl/ended/", "marin_rl/alive/"
+_ERROR, _ENDED, _HEARTBEAT = "marin_rl/error", "marin_rl/ended/", "marin_rl/heartbeat/"
 _LOST = (
     "has not responded for {:g} s: it was killed or paused, or its host is unreachable. Run the same command on all "
     "hosts to resume from the last checkpoint"
@@ -137,16 +137,16 @@ def exit_on_error() -> Iterator[None]:
     The failing process does not wait for the others at exit, as jax would for five minutes. The others end within
     `INTERVAL + GRACE` seconds, also if they are blocked in a collective operation; the main process, without which they
     cannot report the error, ends up to `2 * INTERVAL` seconds later. If a process is killed or paused, or its host is
-    cut off, the others end within `SILENCE + 2 * INTERVAL + GRACE` seconds, also if they do not communicate.
+    cut off, the others end within `HEARTBEAT_TIMEOUT + 2 * INTERVAL + GRACE` seconds, also if they do not communicate.
     """
     if not multihost.is_multihost():
         yield
         return
-    ended, signs = threading.Event(), _SignsOfLife()
-    watch = threading.Thread(target=_watch, args=(ended, signs), name="errors of other processes", daemon=True)
+    ended, heartbeats = threading.Event(), _Heartbeats()
+    watch = threading.Thread(target=_watch, args=(ended, heartbeats), name="errors of other processes", daemon=True)
     watch.start()
     if not multihost.is_main():
-        threading.Thread(target=_watch_main, args=(watch, signs), name="main process", daemon=True).start()
+        threading.Thread(target=_watch_main, args=(watch, heartbeats), name="main process", daemon=True).start()
     try:
         yield
     except BaseException as error:
@@ -160,7 +160,7 @@ def exit_on_error() -> Iterator[None]:
         ended.set()
         watch.join()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            _client().key_value_delete(f"{_ALIVE}{jax.process_index()}")
+            _client().key_value_delete(f"{_HEARTBEAT}{jax.process_index()}")
 
 
 @contextlib.contextmanager
@@ -207,11 +207,11 @@ def _wait_for_others(seconds: float) -> None:
         time.sleep(0.1)
 
 
-def _watch(ended: threading.Event, signs: "_SignsOfLife") -> None:
+def _watch(ended: threading.Event, heartbeats: "_Heartbeats") -> None:
     """Wait until another process fails, and then end this one unless its main thread does."""
     while not ended.wait(INTERVAL):
         try:
-            signs.exchange()
+            heartbeats.exchange()
             raise_error_of_others()
         except OtherProcessError as error:
             if not ended.wait(GRACE):
@@ -227,23 +227,23 @@ def _watch(ended: threading.Event, signs: "_SignsOfLife") -> None:
             logger.info("the coordination service of the main process does not answer: %s", error)
 
 
-def _watch_main(watch: threading.Thread, signs: "_SignsOfLife") -> None:
+def _watch_main(watch: threading.Thread, heartbeats: "_Heartbeats") -> None:
     """Wait for the end of `watch`; end this process if the main process does not answer, because `watch` may hang."""
     while watch.is_alive():
         watch.join(INTERVAL)
-        if not signs.is_unanswered():
+        if not heartbeats.is_unanswered():
             continue
         # After a pause of this process, give it time for an exchange.
         watch.join(GRACE)
-        if watch.is_alive() and signs.is_unanswered():
-            error = f"training process 0 {_LOST.format(SILENCE)}"
+        if watch.is_alive() and heartbeats.is_unanswered():
+            error = f"training process 0 {_LOST.format(HEARTBEAT_TIMEOUT)}"
             logger.error("%s", error)
             print(f"error: {error}", file=sys.stderr, flush=True)
             os._exit(1)
             return
 
 
-class _SignsOfLife:
+class _Heartbeats:
     """Counts that every process increments, and that the main process watches."""
 
     def __init__(self) -> None:
@@ -256,29 +256,29 @@ class _SignsOfLife:
         """Last count of each process, and the value of `_watched` when it changed."""
 
     def exchange(self) -> None:
-        """Give a sign of life; in the main process, report a process that has given none for `SILENCE` seconds."""
+        """Send a heartbeat; in the main process, report a process that has sent none for `HEARTBEAT_TIMEOUT` seconds."""
         self._count += 1
         before = self._answered
-        _client().key_value_set(f"{_ALIVE}{jax.process_index()}", str(self._count), allow_overwrite=True)
+        _client().key_value_set(f"{_HEARTBEAT}{jax.process_index()}", str(self._count), allow_overwrite=True)
         self._answered = time.monotonic()
         if not multihost.is_main():
             return
-        # If this process was paused, the others could not give signs of life.
+        # If this process was paused, the others could not send heartbeats.
         self._watched += min(self._answered - before, GRACE)
         seen = self._seen
-        counts = dict(_client().key_value_dir_get(_ALIVE))
-        # A process that has ended gives no further signs, and has removed its count.
+        counts = dict(_client().key_value_dir_get(_HEARTBEAT))
+        # A process that has ended sends no further heartbeats, and has removed its count.
         self._seen = {
             key: (count, seen[key][1] if key in seen and seen[key][0] == count else self._watched)
             for key, count in counts.items()
         }
         for key, (_, changed) in self._seen.items():
-            if self._watched - changed > SILENCE:
-                _write_error(int(key.rpartition("/")[2]), _LOST.format(SILENCE))
+            if self._watched - changed > HEARTBEAT_TIMEOUT:
+                _write_error(int(key.rpartition("/")[2]), _LOST.format(HEARTBEAT_TIMEOUT))
 
     def is_unanswered(self) -> bool:
-        """Return whether the main process has answered no exchange for `SILENCE` seconds."""
-        return time.monotonic() - self._answered > SILENCE
+        """Return whether the main process has answered no exchange for `HEARTBEAT_TIMEOUT` seconds."""
+        return time.monotonic() - self._answered > HEARTBEAT_TIMEOUT
 
 
 def _write_error(process: int, error: str) -> None:

@@ -148,7 +148,7 @@ def _take(folder: RemotePath, clock: Clock) -> Lease:
 def holder(folder: RemotePath, clock: Clock | None = None) -> str | None:
     """Return the process that holds the lock, such as `process 7 on host`, without changing anything.
 
-    Waits up to a minute for a sign of life of a process on another machine.
+    Waits up to a minute for a process on another machine to renew the lock.
 
     Args:
         folder: folder of the lock's objects.
@@ -169,7 +169,7 @@ def _living_holder(lock: RemotePath, clock: Clock) -> str | None:
         return None
     holder = f"process {first.get('pid')} on {first.get('host')}"
     if not _is_here(first):
-        logger.warning("%s is locked by %s; waiting up to %g s for a sign of life", lock, holder, LEASE_SECONDS)
+        logger.warning("%s is locked by %s; waiting up to %g s for its renewal", lock, holder, LEASE_SECONDS)
         while _read(lock) == first:
             if clock.now() - started > LEASE_SECONDS:
                 logger.warning("%s has not renewed its lock for %g s and counts as dead", holder, LEASE_SECONDS)

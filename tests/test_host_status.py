@@ -270,7 +270,7 @@ def test_errors_are_noticed_after_the_service_failed_for_a_moment(
     monkeypatch.setattr("os._exit", lambda status: ended.set())
     with exit_on_error():
         assert ended.wait(60)
-    assert failures == ["marin_rl/alive/0"]
+    assert failures == ["marin_rl/heartbeat/0"]
 
 
 def test_the_main_process_does_not_wait_forever_for_dead_ones(
@@ -349,15 +349,15 @@ def test_after_an_error_one_of_several_processes_exits_without_waiting(
     assert ended == [1] * (count - 1)
 
 
-SIGN_OF_2 = "marin_rl/alive/2"
+HEARTBEAT_OF_2 = "marin_rl/heartbeat/2"
 
 
-def test_a_process_without_signs_of_life_ends_those_that_work(
+def test_a_process_without_heartbeats_ends_those_that_work(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_status, "SILENCE", 0.05)
+    monkeypatch.setattr(host_status, "HEARTBEAT_TIMEOUT", 0.05)
     monkeypatch.setattr(host_status, "GRACE", 0.05)
-    processes.service.key_value_set(SIGN_OF_2, "7")
+    processes.service.key_value_set(HEARTBEAT_OF_2, "7")
 
     def work() -> None:
         with exit_on_error(), a_round(processes) as check:
@@ -372,42 +372,42 @@ def test_a_process_without_signs_of_life_ends_those_that_work(
 def test_processes_that_respond_or_have_ended_are_not_lost(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_status, "SILENCE", 0.5)
+    monkeypatch.setattr(host_status, "HEARTBEAT_TIMEOUT", 0.5)
     service, set_value = processes.service, processes.service.key_value_set
     exchanges, enough = [0], threading.Event()
 
     def count(key: str, value: str, allow_overwrite: bool = False) -> None:
         set_value(key, value, allow_overwrite)
-        if key.endswith("alive/0"):
+        if key.endswith("heartbeat/0"):
             exchanges[0] += 1
             if exchanges[0] == 20:
-                service.key_value_delete(SIGN_OF_2)
+                service.key_value_delete(HEARTBEAT_OF_2)
             elif exchanges[0] < 20:
-                set_value(SIGN_OF_2, value, True)
+                set_value(HEARTBEAT_OF_2, value, True)
             elif exchanges[0] == 80:
                 enough.set()
 
     monkeypatch.setattr(service, "key_value_set", count)
     with exit_on_error():
         assert enough.wait(600)
-    # A process that ends removes its own sign, so that it is not missed.
-    assert "marin_rl/alive/0" not in service.values
+    # A process that ends removes its own heartbeat, so that it is not missed.
+    assert "marin_rl/heartbeat/0" not in service.values
     assert "marin_rl/error" not in service.values
 
 
-def test_a_pause_of_the_main_process_is_no_silence_of_the_others(
+def test_a_pause_of_the_main_process_is_not_blamed_on_the_others(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr(host_status, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    processes.service.key_value_set(SIGN_OF_2, "7")
-    signs = host_status._SignsOfLife()
+    processes.service.key_value_set(HEARTBEAT_OF_2, "7")
+    heartbeats = host_status._Heartbeats()
     for passed in (0.0, 20.0, 1e6, 10.0, 10.0):
         now[0] += passed
-        signs.exchange()
+        heartbeats.exchange()
         assert "marin_rl/error" not in processes.service.values
     now[0] += 1.0
-    signs.exchange()
+    heartbeats.exchange()
     assert json.loads(processes.service.values["marin_rl/error"])["process"] == 2
 
 
@@ -415,14 +415,14 @@ def test_a_main_process_that_stops_to_answer_ends_the_others(
     processes: Processes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(host_status, "SILENCE", 0.5)
+    monkeypatch.setattr(host_status, "HEARTBEAT_TIMEOUT", 0.5)
     monkeypatch.setattr(host_status, "GRACE", 0.05)
     set_value, exchanges, exits = processes.service.key_value_set, [0], list[int]()
     hangs, ended, released = threading.Event(), threading.Event(), threading.Event()
 
     def answer(key: str, value: str, allow_overwrite: bool = False) -> None:
         exchanges[0] += 1
-        # Longer than the silence that ends a process.
+        # Longer than the timeout that ends a process.
         if exchanges[0] == 80:
             hangs.set()
             assert released.wait(600)

@@ -14,9 +14,9 @@ from marin_rl.rollouts.store import read_rollouts
 from tests.fork_server import popen
 from tests.tiny_run import TinyRun
 
-SILENCE = 3.0
+HEARTBEAT_TIMEOUT = 3.0
 """Heartbeat timeout of workers, in seconds."""
-PATIENCE = 600.0
+NO_PROGRESS_TIMEOUT = 600.0
 """Timeout of every wait, in seconds."""
 
 
@@ -24,7 +24,11 @@ def async_settings(**changes: Any) -> dict[str, Any]:
     """Return settings that make a tiny run asynchronous, without a warm start."""
     return {
         "mode": "async",
-        "workers": {"num_workers": 2, "heartbeat_timeout": SILENCE, "no_progress_timeout": PATIENCE},
+        "workers": {
+            "num_workers": 2,
+            "heartbeat_timeout": HEARTBEAT_TIMEOUT,
+            "no_progress_timeout": NO_PROGRESS_TIMEOUT,
+        },
         "warm_start__max_steps": 0,
         **changes,
     }
@@ -65,7 +69,7 @@ def each_of_one_version(run: LiveRun) -> None:
 
 def live(run: TinyRun) -> LiveRun:
     """Make the run's command in a separate process."""
-    return LiveRun(run.argv, run.path, run.path.parent / "output.txt", PATIENCE, popen=popen)
+    return LiveRun(run.argv, run.path, run.path.parent / "output.txt", NO_PROGRESS_TIMEOUT, popen=popen)
 
 
 @contextlib.contextmanager
@@ -80,7 +84,7 @@ def started(run: LiveRun) -> Iterator[None]:
 
 def until(happened: Callable[[], bool], what: Callable[[], str]) -> None:
     """Wait for an event, also after the trainer has ended."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + NO_PROGRESS_TIMEOUT
     while not happened():
         assert time.monotonic() < deadline, what()
         time.sleep(0.05)

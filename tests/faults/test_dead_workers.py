@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from experiments.soak import LiveRun, pause, whole_and_once
-from tests.faults.live_run import SILENCE, async_settings, live, started
+from tests.faults.live_run import HEARTBEAT_TIMEOUT, async_settings, live, started
 from tests.tiny_run import TinyRun
 
 
@@ -47,7 +47,7 @@ def test_run_survives_killed_and_paused_workers_and_coordinator(
         # A coordinator that was itself delayed may hear of them first.
         given_up = run.records()[-1]["workers/lost"]
         while run.records()[-1]["workers/lost"] == given_up:
-            pause(run.named("ray::Worker"), 2 * SILENCE)
+            pause(run.named("ray::Worker"), 2 * HEARTBEAT_TIMEOUT)
             trains_on(run)
         (coordinator,) = run.named("ray::Coordinator")
         os.kill(coordinator, signal.SIGKILL)

@@ -17,7 +17,7 @@ import pytest
 from experiments.soak import LiveRun
 from marin_rl.evaluate import main as evaluate
 from marin_rl.view import main as view
-from tests.faults.live_run import PATIENCE
+from tests.faults.live_run import NO_PROGRESS_TIMEOUT
 from tests.fork_server import popen
 from tests.gcs_emulator import Fault, Gcs
 from tests.tiny_run import TinyRun, contents, make_run, outcome
@@ -90,7 +90,7 @@ def process(run: TinyRun, folder: Path, gcs: Gcs) -> LiveRun:
         run.argv,
         run.path,
         folder / "output.txt",
-        PATIENCE,
+        NO_PROGRESS_TIMEOUT,
         environment={**gcs.environment, "PYTHONPATH": str(Path(__file__).parents[2])},
         folder=folder,
         popen=popen,

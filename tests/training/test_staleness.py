@@ -34,7 +34,7 @@ from tests.distributed.local_client import result_of
 from tests.training.bare_run import BareRun, bare_run, make_config
 
 GROUPS = 3
-SILENCE = 5.0
+HEARTBEAT_TIMEOUT = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class World(CoordinatorClient):
         self.workers = [self.born(f"w{index}") for index in range(workers)]
 
     def new_coordinator(self) -> Coordinator:
-        return Coordinator(SILENCE, lambda: self.now)
+        return Coordinator(HEARTBEAT_TIMEOUT, lambda: self.now)
 
     def born(self, name: str) -> RolloutRunner:
         self.lives += 1
