@@ -256,7 +256,7 @@ class _Heartbeats:
         """Last count of each process, and the value of `_watched` when it changed."""
 
     def exchange(self) -> None:
-        """Send a heartbeat; in the main process, report a process that has sent none for `HEARTBEAT_TIMEOUT` seconds."""
+        """Send a heartbeat; in the main process, report a process that sent none for `HEARTBEAT_TIMEOUT` seconds."""
         self._count += 1
         before = self._answered
         _client().key_value_set(f"{_HEARTBEAT}{jax.process_index()}", str(self._count), allow_overwrite=True)
