@@ -117,25 +117,28 @@ class Endpoints:
         requests = self._requests(prompts, body, head["id"])
         choices = [make_choice(index, one.sample.prompt_tokens, body, self.piece) for index, one in enumerate(requests)]
         self._admit(requests, num_prompt)
+        # As in vLLM, the prompt of a chat is not in the choice.
+        has_prompt = isinstance(body, ChatRequest) and body.return_token_ids
+        first = {**head, "prompt_token_ids": list(prompts[0])} if has_prompt else head
         if not body.stream:
             parts = await _while_connected(request.receive, self._sample(requests))
             usage = Usage(num_prompt, sum(len(part.token_ids) for part in parts))
             whole = [choice.whole(part) for choice, part in zip(choices, parts, strict=True)]
-            if isinstance(body, ChatRequest) and body.return_token_ids:
-                head["prompt_token_ids"] = list(prompts[0])
-            return JSONResponse({**head, "choices": whole, "usage": usage.body()})
+            return JSONResponse({**first, "choices": whole, "usage": usage.body()})
         has_usage = body.stream_options is not None and body.stream_options.include_usage
 
         async def produce(emit: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
             counts = [0] * len(requests)
 
             async def stream(index: int) -> None:
+                shared = first
                 async with contextlib.aclosing(self.stream(requests[index])) as parts:
                     async for part in parts:
                         counts[index] += len(part.token_ids)
                         self.count_tokens(0, len(part.token_ids))
-                        chunk = {**head, "choices": [choices[index].chunk(part)]}
+                        chunk = {**shared, "choices": [choices[index].chunk(part)]}
                         await emit(chunk | ({"usage": None} if has_usage else {}))
+                        shared = head
 
             try:
                 await _all([stream(index) for index in range(len(requests))])

@@ -41,7 +41,7 @@ class Choice(abc.ABC):
 
         Args:
             index: index of the choice.
-            prompt: tokens of its prompt.
+            prompt: tokens of its prompt, which completions return in the choice.
             request: selects the fields.
             piece: returns the bytes of a token.
         """
@@ -64,8 +64,6 @@ class Choice(abc.ABC):
         fields: dict[str, Any] = {"stop_reason": part.stop_reason}
         if self._request.return_token_ids:
             fields["token_ids"] = list(part.token_ids)
-            if self._is_first:
-                fields["prompt_token_ids"] = list(self._prompt)
         if part.finish_reason is not None:
             fields["weight_versions"] = list(part.weight_versions)
         self._is_first = False
@@ -86,12 +84,14 @@ class CompletionChoice(Choice):
         """Return the choice of the next chunk of a stream."""
         assert isinstance(self._request, CompletionRequest)
         logprobs = None if self._request.logprobs is None else self._logprobs(part)
+        has_prompt = self._request.return_token_ids and self._is_first
         return {
             "index": self.index,
             "text": part.text,
             "logprobs": logprobs,
             "finish_reason": part.finish_reason,
             **self._fields(part),
+            **({"prompt_token_ids": list(self._prompt)} if has_prompt else {}),
         }
 
     def whole(self, part: TextPart) -> dict[str, Any]:

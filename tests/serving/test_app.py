@@ -102,6 +102,7 @@ def test_completions_equal_the_sampler(client: Any, bare: GroupSampler, temperat
     assert chunks[-1].usage.completion_tokens == len(wanted.token_ids)
     parts = [chunk.choices[0] for chunk in chunks[:-1]]
     assert len(parts) > 2
+    assert [getattr(part, "prompt_token_ids", None) for part in parts] == [list(PROMPT)] + [None] * (len(parts) - 1)
     assert tuple(token for part in parts for token in part.token_ids) == wanted.token_ids
     assert tuple(value for part in parts for value in part.logprobs.token_logprobs) == wanted.logprobs
     assert "".join(part.text for part in parts) == TOKENIZER.decode_reply(wanted.token_ids)
@@ -125,7 +126,9 @@ def test_chat_equals_the_sampler_streamed_or_not(client: Any, bare: GroupSampler
         "logprobs": True,
     }
     response = client.chat.completions.create(**options, extra_body={"return_token_ids": True})
+    assert response.prompt_token_ids == list(prompt)
     for choice, generation in zip(response.choices, wanted, strict=True):
+        assert not hasattr(choice, "prompt_token_ids")
         assert tuple(choice.token_ids) == generation.token_ids
         assert tuple(entry.logprob for entry in choice.logprobs.content) == generation.logprobs
         assert bytes(byte for entry in choice.logprobs.content for byte in entry.bytes).startswith(
@@ -135,6 +138,8 @@ def test_chat_equals_the_sampler_streamed_or_not(client: Any, bare: GroupSampler
     texts, tokens = ["", ""], [[], []]
     for chunk in client.chat.completions.create(**options, stream=True, extra_body={"return_token_ids": True}):
         [choice] = chunk.choices
+        assert getattr(chunk, "prompt_token_ids", None) == (None if tokens[choice.index] else list(prompt))
+        assert not hasattr(choice, "prompt_token_ids")
         texts[choice.index] += choice.delta.content or ""
         tokens[choice.index] += choice.token_ids
     assert texts == [choice.message.content for choice in response.choices]
