@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from marin_rl.errors import UserError
 from marin_rl.event_loop import BackgroundLoop
-from marin_rl.rewards.grading import extract_last, without_thoughts
+from marin_rl.rewards.grading import extract_last, graded_text
 
 Result = TypeVar("Result")
 
@@ -66,15 +66,18 @@ def action_of(reply: str, regex: str | None) -> str:
     r"""Return the action in a reply; empty if there is none.
 
     Args:
-        reply: the reply.
-        regex: regular expression; group 1 of its last match is the action. None: the reply after `</think>`.
+        reply: the reply; its thoughts are ignored.
+        regex: regular expression; group 1 of its last match is the action. None: the whole text.
 
     >>> action_of("<think>north?</think> go east", None), action_of("go [east] or [west]", r"\[(\w+)\]")
     ('go east', 'west')
+    >>> action_of("<think>[north], or", r"\[(\w+)\]")
+    ''
     """
+    text = graded_text(reply) or ""
     if regex is not None:
-        return extract_last(regex, reply) or ""
-    return without_thoughts(reply).strip()
+        return extract_last(regex, text) or ""
+    return text.strip()
 
 
 def run_in_thread(work: Coroutine[Any, Any, Result]) -> Result:

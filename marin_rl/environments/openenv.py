@@ -22,7 +22,7 @@ from marin_rl.environments.base import (
 )
 from marin_rl.environments.external import bounded_text, require_package, run_in_thread
 from marin_rl.errors import UserError
-from marin_rl.rewards.grading import without_thoughts
+from marin_rl.rewards.grading import graded_text
 from marin_rl.seeds import derive_seed
 from marin_rl.splits import Problem, TaskSplits, check_shares, split_problems, without_duplicates
 from marin_rl.types import Message, Task
@@ -190,7 +190,7 @@ class OpenEnvConfig(EnvironmentConfig):
             ValueError: if the reply contains no JSON object.
             RecursionError: if it is nested too deeply.
         """
-        answer = without_thoughts(reply)
+        answer = graded_text(reply) or ""
         if self.action_field is not None:
             return {self.action_field: bounded_text(answer.strip(), len(answer))}
         start, end = answer.find("{"), answer.rfind("}")

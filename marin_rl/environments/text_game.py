@@ -20,8 +20,9 @@ from marin_rl.environments.base import (
     Step,
     check_invalid_reward,
 )
+from marin_rl.environments.external import action_of
 from marin_rl.environments.games import Board, Start, View, draw_start
-from marin_rl.rewards.grading import check_pattern, extract_last
+from marin_rl.rewards.grading import check_pattern
 from marin_rl.seeds import derive_seed
 from marin_rl.splits import Problem, TaskSplits, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.types import Message, Task
@@ -61,8 +62,8 @@ class TextGameConfig(EnvironmentConfig):
     """System message; an empty text omits it. Default: the game's rules if `view` is `readable`, no message if
     `compact`."""
     action_regex: str | None = None
-    """Regular expression; group 1 of its last match in the reply is the action's name or first letter, in any case.
-    Default: the last action name (with `compact`, letter) in the reply that is a separate word."""
+    """Regular expression; group 1 of its last match in the reply after its thoughts is the action's name or first
+    letter, in any case. Default: the last action name (with `compact`, letter) that is a separate word."""
     game_weight: float = 1.0
     """Factor of the game's native reward; 0 omits the component `game`."""
     step_reward: float = 0.0
@@ -212,17 +213,14 @@ def parse_action(reply: str, board: Board, view: View, action_regex: str | None)
     """Return the number of the action in a reply, or None.
 
     Args:
-        reply: text from the policy.
+        reply: text from the policy; its thoughts are ignored.
         board: has the names of the actions.
         view: format of the action names to search for if `action_regex` is None.
         action_regex: group 1 of its last match is the name or first letter, case-insensitive; None takes the last
             action name that is a separate word.
     """
     regex = action_regex or rf"(?i)\b({'|'.join(map(re.escape, board.names(view)))})\b"
-    match = extract_last(regex, reply)
-    if match is None:
-        return None
-    name = match.strip().lower()
+    name = action_of(reply, regex).strip().lower()
     for names in (board.actions, board.names(View.COMPACT)):
         if name in names:
             return names.index(name)

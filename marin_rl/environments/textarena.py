@@ -135,8 +135,8 @@ class TextArenaConfig(EnvironmentConfig):
     system_prompt: str | None = None
     """Optional system message before the game's instructions."""
     action_regex: str | None = None
-    """Regular expression; group 1 of its last match in the reply is the move. Default: the reply after `</think>`. Most
-    games use the first text in square brackets in the move, and show the move to the opponent."""
+    """Regular expression; group 1 of its last match in the reply after its thoughts is the move. Default: all of that
+    text. Most games use the first text in square brackets in the move, and show the move to the opponent."""
     max_characters: int = 8000
     """Maximum number of characters of an observation; the rest is replaced by a notice."""
     held_out: float = 0.1

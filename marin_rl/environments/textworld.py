@@ -70,8 +70,8 @@ class TextWorldConfig(EnvironmentConfig):
     """System message; an empty text omits it. Default: one sentence if `view` is `readable`, no message if
     `compact`."""
     command_regex: str | None = None
-    """Regular expression; group 1 of its last match in the reply is the command. Default: the reply after
-    `</think>`."""
+    """Regular expression; group 1 of its last match in the reply after its thoughts is the command. Default: all of
+    that text."""
     game_weight: float = 1.0
     """Factor of the points of the game; 0 omits the component `game`."""
     invalid_reward: float = 0.0

@@ -4,7 +4,7 @@
 """Tools for the policy: the interface, tool calls in text, argument validation, and the built-in tools.
 
 A call is `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Hermes, Qwen); a reply may contain several. A reply
-that consists of `{"name": …, "parameters": {…}}` (Llama) is one call. Text before the last `</think>` is ignored.
+that consists of `{"name": …, "parameters": {…}}` (Llama) is one call. Thoughts (`<think>…</think>`) are ignored.
 """
 
 import abc
@@ -21,7 +21,7 @@ import draccus
 
 from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.rewards.functions import RewardFailure
-from marin_rl.rewards.grading import without_thoughts
+from marin_rl.rewards.grading import graded_text
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.user_code import UserFileError, load_from_file
 
@@ -99,7 +99,7 @@ def find_calls(reply: str) -> list[str]:
     >>> find_calls("Let me see. <tool_call>{}</tool_call>")
     ['{}']
     """
-    answer = without_thoughts(reply)
+    answer = graded_text(reply) or ""
     calls = [match[1].strip() for match in _CALL.finditer(answer)]
     return calls or ([answer.strip()] if _is_call(answer) else [])
 

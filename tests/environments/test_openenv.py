@@ -172,6 +172,7 @@ def test_a_server_that_ignores_seeds_is_refused(url: str, monkeypatch: pytest.Mo
 def test_observations_and_actions_in_one_field(url: str):
     config = OpenEnvConfig(url, action_field="message", observation_field="text")
     assert config.action("<think>a</think> b \ud800 ") == {"message": "b ?"}
+    assert config.action("<think>b, or") == {"message": ""}
     with pytest.raises(RecursionError):
         dataclasses.replace(config, action_field=None).action("[" * 100_000)
     assert config.show({"observation": {"text": [1, "ä"]}}) == '[1, "ä"]'

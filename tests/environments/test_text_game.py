@@ -368,6 +368,9 @@ def episode(max_steps: int | None = None, **rewards: float) -> TextGameEpisode:
         (View.READABLE, r"<go>(.*?)</go>", "<go>r</go>", "right"),
         (View.READABLE, r"<go>(.*?)</go>", "<go>away</go>", None),
         (View.READABLE, r"<go>(.*?)</go>", "right", None),
+        (View.READABLE, None, "<think>right or left?</think> right, as I thought", "right"),
+        (View.READABLE, None, "<think>right, but first", None),
+        (View.READABLE, r"<go>(.*?)</go>", "<think><go>right</go></think> so", None),
     ],
 )
 def test_the_last_action_name_counts(view: View, regex: str | None, reply: str, action: str | None):
