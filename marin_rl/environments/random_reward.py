@@ -132,20 +132,26 @@ class RandomRewardAgent(AgentEpisode):
         return dataclasses.replace(result, rewards=rewards, takes_posted=False)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class RandomRewardEpisode:
     """Another episode with random rewards."""
 
     inner: Episode
     probability: float
     key: str
-    """Identifies the attempt; hashed with the reply to draw the reward."""
+    """Identifies the attempt; hashed with the last reply to draw the reward."""
+    drawn: float = 0.0
+    """The reward of the episode, if it ends with the last reply."""
 
     async def step(self, reply: str) -> Step:
-        """Step the inner episode, and draw the reward at its end."""
+        """Step the inner episode, and draw its reward again.
+
+        A limit of the run can end the episode after any reply, so the sum of all rewards is that of the last draw.
+        Otherwise the control would reward the policy for the end of an episode.
+        """
         step = await self.inner.step(reply)
-        drawn = _draw(self.probability, self.key, reply)
-        return dataclasses.replace(step, rewards={RANDOM: drawn if step.done else 0.0})
+        earlier, self.drawn = self.drawn, _draw(self.probability, self.key, reply)
+        return dataclasses.replace(step, rewards={RANDOM: self.drawn - earlier})
 
     async def close(self) -> None:
         """Close the inner episode."""

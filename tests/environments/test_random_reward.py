@@ -78,22 +78,24 @@ def test_tasks_and_name_are_those_of_the_inner_environment():
     assert [control.tasks(split) for split in Split] == [inner.tasks(split) for split in Split]
 
 
-def test_only_the_last_step_of_an_episode_has_a_reward():
-    @dataclasses.dataclass
+def test_the_return_does_not_depend_on_the_number_of_replies_before_a_limit():
     class Dialogue:
-        steps: int = 0
-
         async def step(self, reply: str) -> Step:
-            self.steps += 1
-            return Step({"correct": 0.0}, messages=({"role": "user", "content": "more"},), done=self.steps == 2)
+            return Step({"correct": 0.0}, messages=({"role": "user", "content": reply},), done=False)
 
         async def close(self) -> None:
             pass
 
-    episode = RandomRewardEpisode(Dialogue(), probability=1.0, key="k")
-    first, second = asyncio.run(episode.step("a")), asyncio.run(episode.step("b"))
-    assert (first.rewards["random"], first.done, second.rewards["random"], second.done) == (0.0, False, 1.0, True)
-    assert first.messages[0]["content"] == "more"
+    async def rewards(replies: str) -> list[float]:
+        episode = RandomRewardEpisode(Dialogue(), probability=0.5, key="k")
+        steps = [await episode.step(reply) for reply in replies]
+        assert [step.messages[0]["content"] for step in steps] == list(replies)
+        return [step.rewards["random"] for step in steps]
+
+    replies = "abcdefgh"
+    returns = [sum(asyncio.run(rewards(replies[:end]))) for end in range(1, 9)]
+    assert returns == [asyncio.run(rewards(reply))[0] for reply in replies]
+    assert set(returns) == {0.0, 1.0}
 
 
 TRUE_REWARDS = """
