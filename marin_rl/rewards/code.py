@@ -9,10 +9,8 @@ runs no code of the model. Printing "all passed", exiting with status 0, returni
 everything, or inspecting the interpreter's frames therefore gains nothing.
 """
 
-import ast
 import asyncio
 import bisect
-import builtins
 import dataclasses
 import enum
 import json
@@ -23,14 +21,11 @@ from collections.abc import Iterator, Sequence
 import pydantic
 
 from marin_rl.config_fields import convert_enum_fields
+from marin_rl.rewards.code_asserts import CHECK, CodeTestsError, evaluation, split_assert
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component
 from marin_rl.rewards.functions import EvaluateResult, RewardFailure, RewardRequest
 from marin_rl.rewards.grading import graded_text
 from marin_rl.rewards.sandbox.pool import PythonResult, Sandbox
-
-
-class CodeTestsError(ValueError):
-    """The tests of a task are invalid; the message names them and the remedy."""
 
 
 class StdinCase(pydantic.BaseModel):
@@ -235,185 +230,16 @@ async def _run(sandbox: Sandbox, code: str, stdin: str) -> PythonResult:
     return result
 
 
-@dataclasses.dataclass(frozen=True)
-class SplitAssert:
-    """An assert statement split into two parts, for two processes."""
-
-    expressions: tuple[str, ...]
-    """Calls of the tested functions, with their arguments but without expected results."""
-    condition: str
-    """Condition to check, with `_0`, `_1`, … for the values of the expressions."""
-
-
-_MODULES = ("cmath", "collections", "itertools", "math", "re")
-_TRUSTED = frozenset({*dir(builtins), *_MODULES, "Counter"})
-"""Names that the process without code of the model evaluates."""
-_LIBRARIES = frozenset({"np", "numpy", "pd", "pytest", "scipy", "torch"})
-"""Names that only the tested code could evaluate, and replace by functions that accept every value."""
-_BINDS_NAMES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda, ast.NamedExpr)
-
-
-def split_assert(line: str) -> SplitAssert:
-    """Split an assert statement into calls of the tested code and a condition on their values.
-
-    Raises:
-        CodeTestsError: if it is not an assert statement, does not use the tested code, binds names around its calls, or
-            calls a library that the tested code could replace.
-
-    >>> split_assert("assert abs(area(2) - 12.566) < 0.01")
-    SplitAssert(expressions=('area(2)',), condition='abs(_0 - 12.566) < 0.01')
-    """
-    try:
-        body = ast.parse(line).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise CodeTestsError(f"the test {line[:200]!r} is not valid Python: {error}") from error
-    if len(body) != 1 or not isinstance(body[0], ast.Assert):
-        raise CodeTestsError(f"the test {line[:200]!r} is not one assert statement; write `assert f(1) == 2`")
-    splitter = _Splitter()
-    condition = splitter.visit(body[0].test)
-    if any(isinstance(node, _BINDS_NAMES) for node in ast.walk(condition)):
-        raise CodeTestsError(
-            f"the test {line[:200]!r} binds names, so it cannot be checked outside the tested code's process; write "
-            "each call as a separate assert"
-        )
-    if not splitter.expressions:
-        raise CodeTestsError(f"the test {line[:200]!r} does not use the tested code; call one of its functions")
-    return SplitAssert(tuple(splitter.expressions), ast.unparse(condition))
-
-
-class _Splitter(ast.NodeTransformer):
-    """Replaces the outermost calls and names that are not builtins, which the tested code has to evaluate."""
-
-    def __init__(self) -> None:
-        self.expressions: list[str] = []
-
-    def visit(self, node: ast.AST) -> ast.AST:
-        if isinstance(node, ast.Name | ast.Call | ast.Attribute | ast.Subscript) and _root(node) not in _TRUSTED:
-            if _root(node) in _LIBRARIES:
-                raise CodeTestsError(
-                    f"the test {ast.unparse(node)[:200]!r} calls {_root(node)!r}, which the tested code could replace; "
-                    f"write it with builtins and the modules {', '.join(_MODULES)}"
-                )
-            self.expressions.append(ast.unparse(node))
-            return ast.Name(f"_{len(self.expressions) - 1}", ast.Load())
-        return self.generic_visit(node)
-
-
-def _root(node: ast.AST) -> str:
-    """Return the name that an expression starts with, or a trusted name if it starts with none."""
-    while not isinstance(node, ast.Name):
-        match node:
-            case ast.Call(func=inner) | ast.Attribute(value=inner) | ast.Subscript(value=inner):
-                node = inner
-            case _:
-                return "None"
-    return node.id
-
-
-# Runs in the process of the model's code, which can inspect it, so it contains calls but no expected results. It
-# reports only plain Python values, so that no object of the model takes part in the comparison: a `Counter` is reported
-# as a dict, a named tuple as a tuple, a `Fraction` as an int or float, a dictionary's keys as a tuple.
-_EVALUATE = """
-import collections.abc, decimal, itertools, json, numbers, sys, types
-
-def _literal(value, depth=0):
-    if depth > 50:
-        raise ValueError("nested too deeply")
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, (numpy.generic, numpy.ndarray)):
-        value = value.tolist()
-    if value is None or isinstance(value, bool):
-        return repr(value)
-    if isinstance(value, int):
-        # The number of hexadecimal digits is not limited.
-        return hex(int.__add__(value, 0))
-    if isinstance(value, float):
-        if value != value:
-            if depth == 0:
-                return "nan"
-            raise ValueError("NaN has no literal")
-        # Python has no literal for infinity, but evaluates larger numbers to it.
-        return float.__repr__(value).replace("inf", "1e999")
-    if isinstance(value, bytearray):
-        value = bytes(value)
-    for base in (complex, str, bytes):
-        if isinstance(value, base):
-            return base.__repr__(value)
-    if isinstance(value, dict):
-        pairs = (_literal(key, depth + 1) + ": " + _literal(item, depth + 1) for key, item in dict.items(value))
-        return "{" + "".join(pair + ", " for pair in pairs) + "}"
-    if isinstance(value, (numbers.Rational, numbers.Real, decimal.Decimal)):
-        whole = int(value)
-        return _literal(whole if whole == value else float(value))
-    if isinstance(value, (set, frozenset)) and not value:
-        return "set()"
-    for bases, opening, closing in (
-        ((list,), "[", "]"),
-        ((set, frozenset), "{", "}"),
-        ((tuple, range, collections.deque, collections.abc.MappingView), "(", ")"),
-    ):
-        if isinstance(value, bases):
-            return opening + "".join(_literal(item, depth + 1) + ", " for item in value) + closing
-    raise TypeError(f"{type(value)} has no literal")
-
-def _report(value):
-    if not isinstance(value, collections.abc.Iterator):
-        return _literal(value)
-    items = list(itertools.islice(value, 1_000_001))
-    if len(items) > 1_000_000:
-        raise ValueError("the iterator is too long")
-    return "iter " + _literal(items)
-
-def _evaluate(code, expressions, token):
-    # Dataclasses look up the module of their class.
-    module = sys.modules["solution"] = types.ModuleType("solution")
-    space = module.__dict__
-    exec(compile(code, "solution.py", "exec"), space)
-    answers = []
-    for expression in expressions:
-        try:
-            answers.append(_report(eval(expression, space)))
-        except (Exception, SystemExit):
-            answers.append(None)
-    print("\\n" + token + json.dumps(answers))
-"""
-
-# Runs in a separate process without code of the model, with the answers as text.
-_CHECK = """
-import ast, cmath, collections, itertools, json, math, re, sys
-
-MODULES = {module.__name__: module for module in (cmath, collections, itertools, math, re)}
-
-def parse(answer):
-    if answer == "nan":
-        return math.nan
-    # An iterator is not equal to a list, but the condition can convert it to one.
-    is_iterator = answer.startswith("iter ")
-    value = ast.literal_eval(answer.removeprefix("iter "))
-    return iter(value) if is_iterator else value
-
-def check(condition, answers):
-    try:
-        # A call without a value fails the test only if the condition uses it: `f(1) == 1 or f(0) == 0`.
-        space = {f"_{index}": parse(answer) for index, answer in enumerate(answers) if answer is not None}
-        return bool(eval(condition, MODULES | {"Counter": collections.Counter} | space))
-    except Exception:
-        return False
-
-print(json.dumps([check(condition, answers) for condition, answers in json.loads(sys.stdin.read())]))
-"""
-
-
 async def _run_asserts(sandbox: Sandbox, code: str, lines: Sequence[str]) -> list[bool]:
     if not lines:
         return []
     tests = [split_assert(line) for line in lines]
     expressions = [expression for test in tests for expression in test.expressions]
     token = secrets.token_hex(16)
-    evaluated = await _run(sandbox, f"{_EVALUATE}\n_evaluate({code!r}, {expressions!r}, {token!r})", "")
+    evaluated = await _run(sandbox, evaluation(code, expressions, token), "")
     answers = iter(_parse_answers(evaluated, token, len(expressions)))
     checks = [(test.condition, [next(answers) for _ in test.expressions]) for test in tests]
-    checked = await _run(sandbox, _CHECK, json.dumps(checks))
+    checked = await _run(sandbox, CHECK, json.dumps(checks))
     if checked.failure is not None:
         # An answer that breaks the checking process, for example by its size, counts as no answer.
         return [False] * len(tests)

@@ -8,21 +8,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from marin_rl.rewards.code import (
     CodeReward,
     CodeRewardConfig,
     CodeScore,
     CodeTests,
-    CodeTestsError,
     StdinCase,
     extract_code,
     parse_tests,
     run_tests,
-    split_assert,
 )
+from marin_rl.rewards.code_asserts import CodeTestsError
 from marin_rl.rewards.functions import EvaluateResult
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
@@ -172,6 +169,12 @@ def test_iterables_are_not_lists(grading: Grading, value: str):
     assert grading.passed(f"def f(): return {value}", CodeTests(asserts=("assert f() == [1]",))) == [False]
 
 
+def test_functions_can_have_names_of_builtins(grading: Grading):
+    tests = CodeTests(asserts=("assert solution.sum(10, 15) == 6", "assert solution.sum(2, 3) == 5"))
+    assert grading.passed("def sum(a, b): return 6", tests) == [True, False]
+    assert grading.passed("", tests) == [False, False]
+
+
 def test_exit_in_one_call_costs_one_test(grading: Grading):
     code = "import sys\ndef f(x):\n    if x < 0: sys.exit('bad')\n    return x + 1"
     tests = CodeTests(asserts=("assert f(1) == 2", "assert f(-1) == 0", "assert f(2) == 3"))
@@ -230,65 +233,12 @@ def test_other_white_space_counts(grading: Grading, printed: str):
 
 
 @pytest.mark.parametrize(
-    ("line", "expressions", "condition"),
-    [
-        ("assert f(1) == 2", ("f(1)",), "_0 == 2"),
-        ("assert f(g(1), [2]) == 2, 'message'", ("f(g(1), [2])",), "_0 == 2"),
-        ("assert Solution().two_sum([2, 7], 9) == [0, 1]", ("Solution().two_sum([2, 7], 9)",), "_0 == [0, 1]"),
-        ("assert math.isclose(f(1), 0.5)", ("f(1)",), "math.isclose(_0, 0.5)"),
-        ("assert sorted(f(1)) == [1] and not f(2)", ("f(1)", "f(2)"), "sorted(_0) == [1] and (not _1)"),
-        ("assert set(f([x for x in range(3)])) == {1}", ("f([x for x in range(3)])",), "set(_0) == {1}"),
-        ("assert LIMIT > 3", ("LIMIT",), "_0 > 3"),
-        ("assert f(1)[0] == 2", ("f(1)[0]",), "_0 == 2"),
-        ("assert 'a'.join(f(1)) == ''", ("f(1)",), "'a'.join(_0) == ''"),
-        ("assert Counter(f(1)) == Counter('ab')", ("f(1)",), "Counter(_0) == Counter('ab')"),
-        ("assert f(np.array([1])) == 1", ("f(np.array([1]))",), "_0 == 1"),
-    ],
-)
-def test_asserts_are_split(line: str, expressions: tuple[str, ...], condition: str):
-    found = split_assert(line)
-    assert (found.expressions, found.condition) == (expressions, condition)
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("f(1) == 2", "is not one assert statement"),
-        ("assert f(1) == 2; import os", "is not one assert statement"),
-        ("assert 1 == 1", "does not use the tested code"),
-        ("assert all(f(i) == i for i in range(3))", "binds names"),
-        ("assert (y := f(1)) == 2", "binds names"),
-        ("assert np.allclose(f(1), [1.0])", "calls 'np', which the tested code could replace; write it with builtins"),
-        ("assert f(1) == pytest.approx(0.5)", "calls 'pytest', which the tested code could replace"),
-        ("assert f(1", "is not valid Python"),
-        ("assert f(1) == '\x00'", "is not valid Python"),
-    ],
-)
-def test_asserts_that_cannot_be_split(line: str, problem: str):
-    with pytest.raises(CodeTestsError, match=problem):
-        split_assert(line)
-
-
-@pytest.mark.parametrize(
     "ground_truth",
     ["", "46", "[]", "{}", '{"asserts": []}', '{"asserts": [1]}', '{"tests": []}', '{"cases": [{"stdin": ""}]}'],
 )
 def test_ground_truths_without_tests(ground_truth: str):
     with pytest.raises(CodeTestsError, match="ground truth"):
         parse_tests(ground_truth)
-
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@given(value=VALUES)
-def test_expressions_contain_no_expected_results(value: object):
-    test = split_assert(f"assert f(1) == {value!r}")
-    assert test.expressions == ("f(1)",)
 
 
 @pytest.mark.parametrize(
