@@ -16,7 +16,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, overload
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.errors import UserError
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5
 """Seconds between calls to a coordinator that is down."""
+ANSWER_SECONDS = 10.0
+"""Seconds added to the time limit of a call, because calls of idle workers wait for a change."""
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -321,7 +323,7 @@ class Coordinator:
 
 
 class RayLostError(UserError):
-    """Raised when Ray has ended on this machine and cannot restart anything; the message names the remedy."""
+    """Raised when the coordinator does not answer, or Ray has ended on this machine; the message names the remedy."""
 
 
 class CoordinatorClient:
@@ -338,7 +340,7 @@ class CoordinatorClient:
 
         Args:
             coordinator: the actor.
-            no_progress_timeout: seconds of retries while the coordinator is down.
+            no_progress_timeout: seconds in which the coordinator may be down or paused.
             workers: Ray reference to the result of each worker, by name; only for the trainer.
         """
         self._coordinator = coordinator
@@ -370,16 +372,21 @@ class CoordinatorClient:
             **named: its named arguments.
 
         Raises:
-            RayActorError: if the coordinator is down and not restarted within the timeout.
-            RayLostError: if it is down and Ray has ended on this machine.
+            RayLostError: if the coordinator does not answer within the timeout, or Ray has ended on this machine.
         """
         deadline = time.monotonic() + self._no_progress_timeout
         while True:
             try:
-                return ray.get(getattr(self._coordinator, method.__name__).remote(*arguments, **named))
-            except RayActorError:
+                answer = getattr(self._coordinator, method.__name__).remote(*arguments, **named)
+                return ray.get(answer, timeout=max(deadline - time.monotonic(), 0.0) + ANSWER_SECONDS)
+            except (RayActorError, GetTimeoutError) as error:
                 if time.monotonic() > deadline:
-                    raise
+                    raise RayLostError(
+                        f"the coordinator of the rollout workers has not answered for {self._no_progress_timeout:g} s "
+                        "(workers.no_progress_timeout): it was not restarted, or its process is paused; check the "
+                        "memory and the load of its machine, and run the same command again to resume from the last "
+                        "checkpoint"
+                    ) from error
                 check_node()
                 logger.warning("the coordinator is down; retrying")
                 time.sleep(RETRY_SECONDS)

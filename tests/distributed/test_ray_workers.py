@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from marin_rl.config.sections import Mode
 from marin_rl.config.workers_config import WorkersConfig
@@ -50,9 +50,11 @@ class Cluster:
         self.answers = list(answers)
         self.nodes = [{"NodeID": "here" * 8, "Alive": True}, {"NodeID": "there" * 8, "Alive": True}]
         self.questions: list[Any] = []
+        self.timeouts: list[float | None] = []
 
-    def get(self, question: Any) -> Any:
+    def get(self, question: Any, timeout: float | None = None) -> Any:
         self.questions.append(question)
+        self.timeouts.append(timeout)
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -76,10 +78,19 @@ def test_call_is_retried_until_coordinator_returns(cluster: Cluster) -> None:
     assert cluster.questions == [("heartbeat", "worker-0", "first")] * 3
 
 
-def test_call_fails_after_no_progress_timeout(cluster: Cluster) -> None:
-    cluster.answers = [RayActorError()]
-    with pytest.raises(RayActorError):
+@pytest.mark.parametrize("error", [RayActorError(), GetTimeoutError()])
+def test_call_fails_after_no_progress_timeout(cluster: Cluster, error: Exception) -> None:
+    cluster.answers = [error]
+    message = r"coordinator of the rollout workers has not answered for 0\.01 s .* run the same command again"
+    with pytest.raises(RayLostError, match=message):
         CoordinatorClient(Actor(), 0.01).call(Coordinator.stop)
+
+
+def test_call_to_paused_coordinator_has_time_limit(cluster: Cluster) -> None:
+    CoordinatorClient(Actor(), 60.0).call(Coordinator.heartbeat, "worker-0", "first")
+    (limit,) = cluster.timeouts
+    assert limit is not None
+    assert 60.0 < limit <= 60.0 + coordinator.ANSWER_SECONDS
 
 
 DEAD = {"NodeID": "here" * 8, "Alive": False}
