@@ -10,14 +10,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
-import jax
-from haliax import Axis, NamedArray
-from haliax.partitioning import pspec_for_axis
-from jax.sharding import NamedSharding
+from haliax import Axis
 from levanter.models.lm_model import LmHeadModel
-from levanter.trainer import TrainerConfig
 
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.workers_config import Refresh
@@ -28,6 +24,7 @@ from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.errors import Closing
 from marin_rl.learner.devices import exempt_from_collection, start_devices
 from marin_rl.learner.policy_model import model_shape
+from marin_rl.learner.train_step import placed_shape
 from marin_rl.rollouts.group_codec import encode_group
 from marin_rl.rollouts.run_rollouts import GroupInput, stream_groups
 from marin_rl.sampling.sampler import Sampler, WeightPoll
@@ -40,9 +37,7 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0
 """Seconds between attempts of a worker that cannot fetch weights."""
 TRANSIENT_ERRORS = (ServerLostError, CorruptTransferError, NoWeightsError, VersionGoneError)
-"""Errors that a retry may resolve. Until then a worker continues with its weights; the replay buffer drops groups that
-become too old.
-"""
+"""Errors that a retry may resolve."""
 
 OnGroupDone = Callable[[RolloutGroup], Sequence[GroupRequest]]
 """Called from any thread with each finished group; returns the requests to start in its place."""
@@ -197,7 +192,8 @@ class WorkerPolicy:
             rows_per_device=config.rollouts.rows_per_device,
             alone=True,
         )
-        self._like = placed_shape(model_shape(config.model, Axis("vocab", vocab_size), self._trainer), self._trainer)
+        shape = model_shape(config.model, Axis("vocab", vocab_size), self._trainer)
+        self._like = placed_shape(shape, self._trainer.device_mesh, self._trainer.parameter_axis_mapping)
         self._tokenizer = config.tokenizer.build()
         self._environment = config.environment.build()
         self._receiver: WeightReceiver | None = None
@@ -354,24 +350,3 @@ class WeightPrefetcher:
     def close(self) -> None:
         """Wait for the pending fetch, ignore its result, and end the thread."""
         self._thread.shutdown()
-
-
-def placed_shape(shape: LmHeadModel, trainer: TrainerConfig) -> LmHeadModel:
-    """Return shapes and dtypes with the shardings of the trainer's mesh and parameter mapping.
-
-    Args:
-        shape: shapes of a model.
-        trainer: trainer config, completed by `start_devices`.
-    """
-    mesh, mapping = trainer.device_mesh, trainer.parameter_axis_mapping
-
-    def place(leaf: object) -> object:
-        if isinstance(leaf, NamedArray):
-            sharding = NamedSharding(mesh, pspec_for_axis(leaf.axes, mapping))
-            array = jax.ShapeDtypeStruct(leaf.array.shape, leaf.array.dtype, sharding=sharding)
-            return NamedArray(cast(jax.Array, array), leaf.axes)
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, jax.P()))
-        return leaf
-
-    return jax.tree.map(place, shape, is_leaf=lambda node: isinstance(node, NamedArray))
