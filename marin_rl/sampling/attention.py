@@ -175,6 +175,7 @@ def einsum_in_float32(equation: str, first: Array, second: Array) -> Array:
 
 _GPU_BLOCK = 128
 _GPU_SPLITS = 16
+"""Most parts of a sequence that the kernel for decode attends to at the same time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +191,10 @@ class BlockAttention:
 
     def cache_axes(self, config: AttentionConfig, slots: int, context: int, head_shards: int = 1) -> CacheAxes:
         """Keys (after rotary embedding) and values, in whole blocks; see `AttentionForm.cache_axes`."""
-        return DenseAttention().cache_axes(config, slots, -(-context // _GPU_BLOCK) * _GPU_BLOCK)
+        needed = -(-context // _GPU_BLOCK)
+        # A prime number of blocks has no equal parts, so the cache has some more.
+        blocks = next(count for count in itertools.count(needed) if _gpu_splits(count) >= min(count, _GPU_SPLITS // 2))
+        return DenseAttention().cache_axes(config, slots, blocks * _GPU_BLOCK)
 
     def attend(
         self,
@@ -208,13 +212,17 @@ class BlockAttention:
         head_size = config.HeadSize.size
         has_kernel = config.logits_soft_cap is None and head_size & (head_size - 1) == 0
         if not all_slots or query.shape[1] > 1 or not has_kernel:
-            keys, values = _rows(cache, tokens, all_slots)
-            return _attend_in_blocks(query, keys, values, tokens.positions, config), cache
+            return _attend_in_blocks(query, cache, tokens, config), cache
         lengths = jnp.where(tokens.positions[:, 0] == PADDING, 0, tokens.positions[:, 0] + 1)
         decode = functools.partial(_flash_decode, scale=_scale(config), interpret=self.interpret)
         by_head = sharding_of(None, config.KVHeads)
         sharded = on_each_shard(decode, (by_head, by_head, by_head, PartitionSpec()), by_head)
         return sharded(query[:, 0].astype(cache[0].dtype), *cache, lengths)[:, None], cache
+
+
+def _gpu_splits(blocks: int) -> int:
+    """Return the number of equal parts of a sequence, which is the largest one that divides its blocks."""
+    return max(count for count in range(1, _GPU_SPLITS + 1) if blocks % count == 0)
 
 
 def _flash_decode(
@@ -228,7 +236,6 @@ def _flash_decode(
 ) -> Float[Array, "slots kv_heads group head_size"]:
     # The kernel's own order of axes; it swaps them back.
     by_position = (jnp.swapaxes(array, 1, 2) for array in (keys, values))
-    splits = math.gcd(keys.shape[2] // _GPU_BLOCK, _GPU_SPLITS)
     flat = query.reshape(query.shape[0], -1, query.shape[-1])
     attended = gqa(
         flat,
@@ -236,7 +243,7 @@ def _flash_decode(
         kv_seq_len=lengths,
         sm_scale=scale,
         block_k=_GPU_BLOCK,
-        k_splits=splits,
+        k_splits=_gpu_splits(keys.shape[2] // _GPU_BLOCK),
         interpret=interpret,
     )
     return attended.reshape(query.shape)
@@ -252,24 +259,22 @@ class _Softmax(NamedTuple):
 
 def _attend_in_blocks(
     query: Float[Array, "rows queries kv_heads group head_size"],
-    keys: Float[Array, "rows kv_heads context head_size"],
-    values: Float[Array, "rows kv_heads context head_size"],
-    positions: Int[Array, "rows queries"],
+    cache: LayerCache,
+    tokens: Tokens,
     config: AttentionConfig,
 ) -> Float[Array, "rows queries kv_heads group head_size"]:
-    """Attend to blocks of the context up to the last block with a visible position."""
+    """Attend to blocks of the context up to the last block with a visible position; no others are read."""
+    positions = tokens.positions
 
     def add(index: Int[Array, ""], before: _Softmax) -> _Softmax:
         start = index * _GPU_BLOCK
-        block_keys, block_values = (
-            jax.lax.dynamic_slice_in_dim(array, start, _GPU_BLOCK, axis=2) for array in (keys, values)
-        )
+        block_keys, block_values = (_block(array, tokens.slots, start) for array in cache)
         visible = start + jnp.arange(_GPU_BLOCK) <= positions[..., None]
         scores = jnp.where(visible[:, None, :, None], _scores(query, block_keys, config), -jnp.inf)
         largest = jnp.maximum(before.largest, scores.max(axis=-1))
         weights = jnp.exp(scores - largest[..., None])
         decay = jnp.exp(before.largest - largest)
-        added = einsum_in_float32("rhqgc,rhcd->rhqgd", weights.astype(values.dtype), block_values)
+        added = einsum_in_float32("rhqgc,rhcd->rhqgd", weights.astype(block_values.dtype), block_values)
         return _Softmax(largest, decay * before.total + weights.sum(axis=-1), decay[..., None] * before.summed + added)
 
     shape = jnp.moveaxis(query, 1, 2).shape
@@ -278,6 +283,18 @@ def _attend_in_blocks(
     last = jnp.max(jnp.where(positions == PADDING, -1, positions))
     end = jax.lax.fori_loop(0, last // _GPU_BLOCK + 1, add, start)
     return jnp.moveaxis(end.summed / end.total[..., None], 2, 1)
+
+
+def _block(
+    array: Float[Array, "slots kv_heads context head_size"], slots: Int[Array, " rows"], start: Int[Array, ""]
+) -> Float[Array, "rows kv_heads block head_size"]:
+    """Return a block of each row's slot; that of the last slot for padding."""
+    _, heads, _, size = array.shape
+
+    def read(slot: Int[Array, ""]) -> Array:
+        return jax.lax.dynamic_slice(array, (slot, 0, start, 0), (1, heads, _GPU_BLOCK, size))[0]
+
+    return jax.vmap(read)(slots)
 
 
 PAGE_SIZE = 128

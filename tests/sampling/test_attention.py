@@ -156,18 +156,34 @@ def test_sampler_uses_the_form_of_the_platform():
         assert attention_form(platform, kind) == form
 
 
-@pytest.mark.parametrize(("head_size", "has_kernel"), [(HEAD_SIZE, True), (80, False)])
-def test_gpu_decode_is_lowered_for_a_gpu_that_is_absent(head_size: int, has_kernel: bool):
-    """Only lowered: no GPU compiles or runs the kernel here. Triton loads powers of two only."""
-    form, config = BlockAttention(), attention_config(head_size=head_size)
-    keys, values = (
-        jax.ShapeDtypeStruct([axis.size for axis in axes], jnp.bfloat16)
-        for axes in form.cache_axes(config, SLOTS, CONTEXT)
-    )
+def gpu_cache(config: AttentionConfig, context: int) -> LayerCache:
+    """Return the shapes of a layer's cache on a GPU."""
+    shapes = BlockAttention().cache_axes(config, SLOTS, context)
+    return tuple(jax.ShapeDtypeStruct([axis.size for axis in axes], jnp.bfloat16) for axes in shapes)
+
+
+def lower_gpu_decode(config: AttentionConfig, context: int) -> str:
+    """Return a decode step of attention, lowered for a GPU that is absent: none compiles or runs it here."""
+    form, head_size = BlockAttention(), config.HeadSize.size
     query = jax.ShapeDtypeStruct((SLOTS, 1, KV_HEADS, 2, head_size), jnp.bfloat16)
     new = jax.ShapeDtypeStruct((SLOTS, 1, KV_HEADS, head_size), jnp.bfloat16)
     integers = jax.ShapeDtypeStruct((SLOTS, 1), jnp.int32)
     tokens = Tokens(integers, jax.ShapeDtypeStruct((SLOTS,), jnp.int32), integers)
     attend = jax.jit(lambda *arguments: form.attend(*arguments, config, all_slots=True))
-    traced = attend.trace(query, new, new, (keys, values), tokens)
-    assert ("triton" in traced.lower(lowering_platforms=("cuda",)).as_text()) == has_kernel
+    traced = attend.trace(query, new, new, gpu_cache(config, context), tokens)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(("head_size", "has_kernel"), [(HEAD_SIZE, True), (80, False)])
+def test_gpu_decode_has_a_kernel_for_head_sizes_that_triton_loads(head_size: int, has_kernel: bool):
+    """Powers of two."""
+    assert ("triton" in lower_gpu_decode(attention_config(head_size=head_size), CONTEXT)) == has_kernel
+
+
+@pytest.mark.parametrize(("context", "splits", "blocks"), [(300, 3, 3), (2100, 9, 18), (4096, 16, 32), (4224, 11, 33)])
+def test_gpu_decode_splits_contexts_that_are_no_powers_of_two(context: int, splits: int, blocks: int):
+    config = attention_config()
+    for array in gpu_cache(config, context):
+        assert array.shape == (SLOTS, KV_HEADS, 128 * blocks, HEAD_SIZE)
+    # The outputs of all splits, which are then combined.
+    assert f"tensor<{SLOTS}x{KV_HEADS}x{splits}x2x{HEAD_SIZE}x" in lower_gpu_decode(config, context)
