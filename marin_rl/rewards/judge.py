@@ -100,7 +100,7 @@ class LlmJudgeConfig(RewardComponentConfig):
     max_concurrency: int = 16
     """Maximum number of concurrent requests; at least 1."""
     max_tokens: int = 1024
-    """Maximum number of tokens in the judge's answer; at least 1."""
+    """Maximum number of tokens in the judge's answer, reasoning included; at least 1. A longer answer is invalid."""
     temperature: float = 0.0
     """Sampling temperature of the judge; at least 0."""
     prompt_price: float = 0.0
@@ -373,10 +373,17 @@ class LlmJudge:
             raise RewardCallError(RewardFailure.REQUEST, f"status {response.status_code}: {text[:500]}")
         try:
             completion = response.json()
-            answer = completion["choices"][0]["message"]["content"]
             usage.add(completion)
-        except (ValueError, LookupError, TypeError, RecursionError):
-            answer = None
+            choice = completion["choices"][0]
+            answer, is_cut = choice["message"]["content"], choice.get("finish_reason") == "length"
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            answer, is_cut = None, False
+        if is_cut:
+            # The last line can be a part of a number, or be followed by a correction.
+            raise RetryableError(
+                RewardFailure.INVALID_ANSWER,
+                f"the answer was cut off at max_tokens {self._config.max_tokens}; raise it: {str(answer)[-200:]!r}",
+            )
         if not isinstance(answer, str):
             raise RetryableError(RewardFailure.REQUEST, f"no chat completion: {text[:200]!r}")
         return answer

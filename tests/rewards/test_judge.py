@@ -27,8 +27,8 @@ from marin_rl.types import RewardResult
 Reply = tuple[int, Any]
 
 
-def reply_with(content: Any, **more: Any) -> Reply:
-    choices = [{"index": 0, "message": {"content": content}}]
+def reply_with(content: Any, finish_reason: str = "stop", **more: Any) -> Reply:
+    choices = [{"index": 0, "message": {"content": content}, "finish_reason": finish_reason}]
     return 200, {"id": "1", "object": "chat.completion", "choices": choices, **more}
 
 
@@ -205,6 +205,8 @@ def test_judged_text_is_data(endpoint: Endpoint, request_of):
         ((503, b""), "status 503"),
         (reply_with("I would rather not say."), "no score in"),
         (reply_with("Score: 7"), "score 7.0 is not between 0.0 and 1.0"),
+        (reply_with("Score: 0.", "length"), "the answer was cut off at max_tokens 1024; raise it: 'Score: 0.'"),
+        (reply_with(None, "length"), "the answer was cut off at max_tokens 1024; raise it: 'None'"),
         (reply_with(None), "no chat completion"),
         ((200, {"choices": []}), "no chat completion"),
         ((200, b"<html>"), "no chat completion"),
@@ -220,7 +222,7 @@ def test_retried_failures(endpoint: Endpoint, request_of, first: Reply, problem:
     endpoint.replies = lambda count: first
     with pytest.raises(RewardCallError, match="no score after 3 attempts") as raised:
         judge(config(endpoint), request_of())
-    was_answered = problem.startswith(("no score", "score 7"))
+    was_answered = problem.startswith(("no score", "score 7", "the answer was cut off"))
     assert raised.value.cause is (RewardFailure.INVALID_ANSWER if was_answered else RewardFailure.REQUEST)
     assert problem in raised.value.detail
     assert len(endpoint.received) == 3
