@@ -36,9 +36,9 @@ def test_plan_of_a_cpu_mesh(config: Path, tmp_path: Path):
     assert done.stdout.endswith("every program compiles and fits\n")
     assert max(map(len, done.stdout.splitlines())) <= 120
     values = json.loads(file.read_text())
-    names = ["initial state", "update", "score", "weight copy", "sampler weights", "prefill", "decode"]
+    names = ["initial state", "update", "score", "weight copy", "sampler weights", "prefill", "short prefill", "decode"]
     assert [phase["name"] for phase in values["phases"]] == names
-    assert [phase["place"] for phase in values["phases"]] == ["trainer"] * 4 + ["worker"] * 3
+    assert [phase["place"] for phase in values["phases"]] == ["trainer"] * 4 + ["worker"] * 4
     update = values["phases"][1]
     # Arrays are sharded over data (4), most of them also over model (2).
     assert values["held"]["optimizer"] == pytest.approx(2 * values["held"]["weights"], rel=0.01)

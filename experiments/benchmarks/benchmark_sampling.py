@@ -100,6 +100,7 @@ def measure_sampling(config: TrainConfig, calls: int) -> dict[str, Any]:
         "tokens_per_second": spread([tokens / spent for tokens, spent in zip(sampled[1:], seconds, strict=True)]),
         "tokens_per_call": spread(sampled[1:]),
         "prompt_tokens_per_call": sampler.work.prefilled_tokens / (calls + 1),
+        "positions_per_prompt_token": sampler.work.prefill_positions / sampler.work.prefilled_tokens,
         "slots_in_use": sampler.work.sampled_tokens / sampler.work.slot_steps,
         "compiles_after_first_call": compiles.programs,
     }
@@ -153,6 +154,7 @@ def measure_turns(config: TrainConfig, *, episodes: int, turns: int, longest: in
         "seconds_with_compilation": spent,
         "sampled_tokens": sampler.work.sampled_tokens,
         "prompt_tokens": sampler.work.prefilled_tokens,
+        "positions_per_prompt_token": sampler.work.prefill_positions / sampler.work.prefilled_tokens,
         "slots_in_use_while_queued": while_queued["sampled_tokens"] / while_queued["slot_steps"],
         "slots_in_use": sampler.work.sampled_tokens / sampler.work.slot_steps,
     }

@@ -37,9 +37,9 @@ class Measured:
     collectives: CollectiveBytes
     """Bytes sent to other chips in one execution; for `decode`, in one step."""
     weights: Number = 0
-    """Weights among the arguments, for `decode`."""
+    """Weights among the arguments, for `prefill`, `short prefill` and `decode`."""
     cache: Number = 0
-    """KV cache among the arguments, for `decode`."""
+    """KV cache among the arguments, for the same programs; `traffic` has all of it once."""
     extrapolated: bool = False
     """Whether the sizes follow from programs with one and two layers."""
     seconds: float = 0.0
@@ -110,8 +110,10 @@ def _measure(name: str, run: RunShapes, unknown_trips: Sequence[Number]) -> Meas
     compiled = LOWER[name](run).compile()
     memory, text = cast(Any, compiled.memory_analysis()), compiled.as_text() or ""
     traffic, weights, cache = memory_traffic(text, unknown_trips), 0, 0
+    if name in ("prefill", "short prefill", "decode"):
+        weights, cache = chip_bytes(run.sampler_weights), chip_bytes(run.cache)
     if name == "decode":
-        traffic, weights, cache = loop_bytes(text), chip_bytes(run.sampler_weights), chip_bytes(run.cache)
+        traffic = loop_bytes(text)
     return Measured(
         arguments=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes,

@@ -34,6 +34,7 @@ from marin_rl.sampling.cached_model import CachedModel, with_cache
 from marin_rl.sampling.config import LevanterSamplerConfig
 from marin_rl.sampling.decoding import Programs, Slots, compile_programs, conversion_program
 from marin_rl.sampling.group_sampler import DECODE_STEPS, SamplerSizes, check_cache_size, sampler_sizes
+from marin_rl.sampling.prefill import PrefillShape
 from marin_rl.training.open_run import make_learner, make_scorer
 from marin_rl.weights.publish import copy_program
 from marin_rl.weights.tree import named_leaves
@@ -204,9 +205,17 @@ def lower_resharding(run: RunShapes) -> jax.stages.Lowered:
 
 
 def lower_prefill(run: RunShapes) -> jax.stages.Lowered:
-    """Lower a call of `prefill`."""
-    rows, chunk = run.sizes.prefill
-    rows *= run.sizes.shards
+    """Lower a long call of `prefill`."""
+    return _lower_prefill(run, run.sizes.prefill.long)
+
+
+def lower_short_prefill(run: RunShapes) -> jax.stages.Lowered:
+    """Lower a short call of `prefill`."""
+    return _lower_prefill(run, run.sizes.prefill.short)
+
+
+def _lower_prefill(run: RunShapes, shape: PrefillShape) -> jax.stages.Lowered:
+    rows, chunk = run.sizes.shards * shape.rows, shape.chunk
     tokens = Tokens(_integers(rows, chunk), _integers(rows), _integers(rows, chunk))
     with run.use_sampler_mesh():
         return cast(Any, run.sampler_programs.prefill).lower(run.sampler_weights, run.cache, tokens)
@@ -231,11 +240,12 @@ LOWER: dict[str, Callable[[RunShapes], jax.stages.Lowered]] = {
     "sampler weights": lower_sampler_weights,
     "resharding": lower_resharding,
     "prefill": lower_prefill,
+    "short prefill": lower_short_prefill,
     "decode": lower_decode,
     "weight copy": lower_weight_copy,
 }
 """Function that lowers each program."""
-UNROLLED = ("sampler weights", "resharding", "prefill", "decode")
+UNROLLED = ("sampler weights", "resharding", "prefill", "short prefill", "decode")
 """Programs with one copy of the code per layer."""
 
 
@@ -249,7 +259,7 @@ def programs_of(config: TrainConfig, hosts: int) -> list[str]:
     >>> from marin_rl.environments import ArithmeticConfig
     >>> from levanter.models.llama import LlamaConfig
     >>> programs_of(TrainConfig(environment=ArithmeticConfig(), run_dir="runs/a", model=LlamaConfig()), hosts=1)
-    ['initial state', 'update', 'sampler weights', 'prefill', 'decode']
+    ['initial state', 'update', 'sampler weights', 'prefill', 'short prefill', 'decode']
     """
     builtin = isinstance(config.sampler, LevanterSamplerConfig)
     needed = {
@@ -259,6 +269,7 @@ def programs_of(config: TrainConfig, hosts: int) -> list[str]:
         "sampler weights": builtin,
         "resharding": builtin and hosts > 1 and config.mode is Mode.SYNC,
         "prefill": builtin,
+        "short prefill": builtin,
         "decode": builtin,
         "weight copy": config.mode is Mode.ASYNC,
     }

@@ -220,7 +220,8 @@ def _compile_for_one_host(
 
     XLA compiles a program with collectives only for all devices of a topology.
     """
-    names = [name for name in ("prefill", "decode") if name in programs_of(config, topology.num_hosts)]
+    one_host = ("prefill", "short prefill", "decode")
+    names = [name for name in programs_of(config, topology.num_hosts) if name in one_host]
     with absent_devices(topology.local()):
         host = _open(of_one_host(config, topology), vocab_size)
         results = {name: compiler.compile(name, host, (1.0,)) for name in names}
@@ -409,7 +410,7 @@ def _held_arguments(name: str, run: RunShapes, held: dict[str, Number]) -> tuple
             return "weights", "optimizer"
         case "score":
             return ("reference",) if "reference" in held else ("weights",)
-        case "resharding" | "prefill" | "decode":
+        case "resharding" | "prefill" | "short prefill" | "decode":
             return ()
         case _:
             return ("weights",)
@@ -430,6 +431,8 @@ def _work(name: str, run: RunShapes, step: StepSize, measured: Measured | None) 
             return time_model.score_work(run, step, measured)
         case "prefill":
             return time_model.prefill_work(run, step, measured)
+        case "short prefill":
+            return time_model.short_prefill_work(run, step, measured)
         case "decode":
             return time_model.decode_work(run, step, measured)
         case "weight copy":

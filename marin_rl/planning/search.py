@@ -45,7 +45,8 @@ class Knob(NamedTuple):
     """Programs that depend on it."""
 
 
-_LEARNER, _SAMPLER = frozenset({"update", "score"}), frozenset({"sampler weights", "prefill", "decode"})
+_LEARNER = frozenset({"update", "score"})
+_SAMPLER = frozenset({"sampler weights", "prefill", "short prefill", "decode"})
 _ALL = frozenset(LOWER)
 
 

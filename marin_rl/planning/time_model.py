@@ -24,6 +24,7 @@ from marin_rl.planning.chips import Chip, Number
 from marin_rl.planning.compiling import Measured
 from marin_rl.planning.programs import RunShapes, own_scorings
 from marin_rl.sampling.group_sampler import SamplerSizes
+from marin_rl.sampling.prefill import PrefillShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,31 +184,48 @@ def _trunks(run: RunShapes) -> int:
 
 
 def prefill_work(run: RunShapes, step: StepSize, measured: Measured | None) -> Work:
-    """Return the work of reading all prompts of a step, each once."""
+    """Return the work of the long calls for all prompts of a step, each processed once."""
+    return _prefill_work(run, step, measured, run.sizes.prefill.long, _long_tokens(run, step))
+
+
+def short_prefill_work(run: RunShapes, step: StepSize, measured: Measured | None) -> Work:
+    """Return the work of the short calls for all prompts of a step."""
+    return _prefill_work(run, step, measured, run.sizes.prefill.short, step.prompt_tokens - _long_tokens(run, step))
+
+
+def _long_tokens(run: RunShapes, step: StepSize) -> int:
+    return run.sizes.prefill.long_tokens(step.prompt_tokens)
+
+
+def _prefill_work(
+    run: RunShapes, step: StepSize, measured: Measured | None, shape: PrefillShape, tokens: Number
+) -> Work:
+    """Return the work of processing `tokens` of each prompt in calls of a shape."""
     sizes = run.sizes
-    rows, chunk = sizes.prefill
     groups = math.ceil(step.groups / (sizes.shards * sizes.hosts))
-    calls = math.ceil(groups * math.ceil(step.prompt_tokens / chunk) / rows)
-    model_axis = _model_axis(sizes)
-    flops = model_work(run, all_experts=True).forward(rows * chunk, step.prompt_tokens / 2, 0) / model_axis
-    return _with_traffic(flops, measured, 1).times(calls)
+    calls = math.ceil(groups * math.ceil(tokens / shape.chunk) / shape.rows)
+    flops = model_work(run, all_experts=True).forward(shape.positions, step.prompt_tokens / 2, 0) / _model_axis(sizes)
+    return _of_a_call(run, flops, measured, shape.rows * step.prompt_tokens / 2).times(calls)
 
 
 def decode_work(run: RunShapes, step: StepSize, measured: Measured | None) -> Work:
-    """Return the work of sampling all answers of a step.
-
-    The kernels of accelerators read the tokens in the cache only, on average the prompt and half of the answer; a CPU
-    reads the whole cache.
-    """
+    """Return the work of sampling all answers of a step, with on average half of an answer in the cache."""
     sizes, positions = run.sizes, step.prompt_tokens + step.answer_tokens / 2
     model_axis = _model_axis(sizes)
     flops = model_work(run, all_experts=True).forward(sizes.shard_slots, positions, sizes.shard_slots) / model_axis
+    return _of_a_call(run, flops, measured, sizes.shard_slots * positions).times(decode_steps(step, sizes))
+
+
+def _of_a_call(run: RunShapes, flops: Number, measured: Measured | None, cached: Number) -> Work:
+    """Return the work of a program of the sampler that attends to `cached` tokens in the cache of a data shard.
+
+    Accelerators read no other tokens of the cache; a CPU reads all of it.
+    """
     work = _with_traffic(flops, measured, 1)
-    device = run.trainer.device_mesh.devices.flat[0]
-    if measured is not None and device.platform != "cpu":
-        unread = measured.cache * (1 - min(positions / run.config.rollouts.max_length, 1))
-        work = dataclasses.replace(work, traffic=max(work.traffic - unread, measured.weights))
-    return work.times(decode_steps(step, sizes))
+    if measured is None or run.trainer.device_mesh.devices.flat[0].platform == "cpu":
+        return work
+    unread = measured.cache * (1 - min(cached / (run.sizes.shard_slots * run.config.rollouts.max_length), 1))
+    return dataclasses.replace(work, traffic=max(work.traffic - unread, measured.weights))
 
 
 def decode_steps(step: StepSize, sizes: SamplerSizes) -> int:

@@ -33,7 +33,7 @@ from marin_rl.sampling.cached_model import Cache, CachedModel, cache_axes
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.decoding import compile_programs, conversion_program, head_shards
 from marin_rl.sampling.host_mesh import copy_to_each_process, count_hosts, host_mesh
-from marin_rl.sampling.prefill import Piece, PrefillShape, copy_arguments, prefill_calls, prefill_shape
+from marin_rl.sampling.prefill import Piece, PrefillShapes, copy_arguments, prefill_calls, prefill_shapes
 from marin_rl.sampling.sampler import (
     SampledTokens,
     Sampler,
@@ -67,8 +67,8 @@ class SamplerSizes(NamedTuple):
     """Attention over the cache."""
     dtype: jnp.dtype
     """Type of the cache."""
-    prefill: PrefillShape
-    """Shape of a call of `prefill` on each data shard."""
+    prefill: PrefillShapes
+    """Shapes of calls of `prefill` on each data shard."""
 
     @property
     def slots(self) -> int:
@@ -91,7 +91,7 @@ def sampler_sizes(config: SamplingConfig, max_context: int, trainer: TrainerConf
         head_shards(trainer, mesh),
         attention_form(device.platform, device.device_kind),
         jnp.dtype(config.cache_dtype(device.platform)),
-        prefill_shape(device.platform, shard_slots, max_context, config.max_new_tokens),
+        prefill_shapes(device.platform, shard_slots, max_context, config.max_new_tokens),
     )
 
 
@@ -101,8 +101,8 @@ class SamplerWork:
 
     prefilled_tokens: int = 0
     """Tokens that were added to the cache without being sampled."""
-    prefill_calls: int = 0
-    """Calls of `prefill`, of `prefill_shape` tokens for each data shard."""
+    prefill_positions: int = 0
+    """Positions of all calls of `prefill`, padding included."""
     sampled_tokens: int = 0
     """Sampled tokens."""
     slot_steps: int = 0
@@ -327,7 +327,7 @@ class GroupSampler(Sampler):
         model, cache = self._loaded()
         self.work.prefilled_tokens += sum(len(piece.tokens) for piece in pieces)
         for tokens in prefill_calls(pieces, self._prefill, self._shards, self._shard_slots):
-            self.work.prefill_calls += 1
+            self.work.prefill_positions += tokens.ids.size
             cache = self._programs.prefill(model, cache, tokens)
         if copies:
             cache = self._programs.copy_slots(cache, *copy_arguments(copies, self._shards, self._shard_slots))

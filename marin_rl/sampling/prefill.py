@@ -21,12 +21,35 @@ class PrefillShape(NamedTuple):
     chunk: int
     """Number of tokens of a chunk."""
 
+    @property
+    def positions(self) -> int:
+        """Tokens for which there is room."""
+        return self.rows * self.chunk
 
-def prefill_shape(platform: str, slots: int, max_context: int, max_new_tokens: int) -> PrefillShape:
-    """Return the sizes of a call of `prefill`.
 
-    The sizes are fixed, because a program of other shapes may round differently, and then the time at which a prompt
-    arrives would affect its tokens. On a CPU small calls waste least; accelerators need many tokens per call.
+class PrefillShapes(NamedTuple):
+    """The two sizes of calls of `prefill`, each a program of its own."""
+
+    long: PrefillShape
+    """For long prompts, with many tokens for each read of the weights and of the cache."""
+    short: PrefillShape
+    """For shorter prompts, further turns, and the ends of long prompts."""
+
+    def long_tokens(self, count: int) -> int:
+        """Return how many of `count` consecutive tokens are processed by long calls; they are the first ones.
+
+        Those are the whole chunks of tokens that fill at least half of a long call. The answer depends on nothing else:
+        programs of other shapes may round differently, so a choice by the other waiting tokens would make a generation
+        depend on other requests.
+        """
+        return count - count % self.long.chunk if 2 * count >= self.long.positions else 0
+
+
+def prefill_shapes(platform: str, slots: int, max_context: int, max_new_tokens: int) -> PrefillShapes:
+    """Return the sizes of calls of `prefill`.
+
+    A short call has about as many tokens as an accelerator needs for its matrix products to take longer than reading
+    the weights. On a CPU smaller calls waste least.
 
     Args:
         platform: `cpu`, `gpu` or `tpu`.
@@ -34,10 +57,14 @@ def prefill_shape(platform: str, slots: int, max_context: int, max_new_tokens: i
         max_context: maximum number of tokens of a sequence.
         max_new_tokens: maximum number of new tokens of a request.
     """
-    tokens, shortest, longest = (256, 8, 32) if platform == "cpu" else (4096, 128, 512)
+    long_tokens, shortest, longest = (256, 8, 32) if platform == "cpu" else (4096, 128, 512)
+    short_tokens, short_chunk = (64, 16) if platform == "cpu" else (512, 64)
     prompt_room = max(max_context - max_new_tokens, 1)
     chunk = min(max(1 << (prompt_room - 1).bit_length(), shortest), longest, max_context)
-    return PrefillShape(min(tokens // chunk, slots), chunk)
+    short_chunk = min(short_chunk, chunk)
+    return PrefillShapes(
+        PrefillShape(min(long_tokens // chunk, slots), chunk), PrefillShape(short_tokens // short_chunk, short_chunk)
+    )
 
 
 class Piece(NamedTuple):
@@ -51,16 +78,26 @@ class Piece(NamedTuple):
     """int32 `[length]`, token ids."""
 
 
-def prefill_calls(pieces: Sequence[Piece], shape: PrefillShape, shards: int, shard_slots: int) -> Iterator[Tokens]:
-    """Yield the arguments of `prefill`: chunks of the pieces, in order.
-
-    A call may have several chunks of a slot, because each layer writes all keys and values before it reads any.
+def prefill_calls(pieces: Sequence[Piece], shapes: PrefillShapes, shards: int, shard_slots: int) -> Iterator[Tokens]:
+    """Yield the arguments of `prefill`: chunks of the pieces, in order; see `PrefillShapes.long_tokens`.
 
     Args:
         pieces: tokens to add to the cache.
-        shape: sizes of a call.
+        shapes: sizes of calls.
         shards: number of data shards.
         shard_slots: number of slots of each; slots are numbered within their shard.
+    """
+    cuts = [shapes.long_tokens(len(tokens)) for _, _, tokens in pieces]
+    firsts = [piece._replace(tokens=piece.tokens[:cut]) for piece, cut in zip(pieces, cuts, strict=True)]
+    rests = [Piece(slot, start + cut, tokens[cut:]) for (slot, start, tokens), cut in zip(pieces, cuts, strict=True)]
+    yield from _calls(firsts, shapes.long, shards, shard_slots)
+    yield from _calls(rests, shapes.short, shards, shard_slots)
+
+
+def _calls(pieces: Sequence[Piece], shape: PrefillShape, shards: int, shard_slots: int) -> Iterator[Tokens]:
+    """Yield the arguments of calls of one shape.
+
+    A call may have several chunks of a slot, because each layer writes all keys and values before it reads any.
     """
     rows, chunk = shape
     waiting: list[deque[Piece]] = [deque() for _ in range(shards)]

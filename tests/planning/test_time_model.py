@@ -23,6 +23,7 @@ from marin_rl.planning.time_model import (
     model_work,
     prefill_work,
     score_work,
+    short_prefill_work,
     update_work,
 )
 from tests.planning.plan_cases import tiny_config
@@ -147,10 +148,18 @@ def test_model_flops_have_no_padding(run: RunShapes):
 
 
 def test_prefill_reads_each_prompt_once(run: RunShapes):
-    rows, chunk = run.sizes.prefill
+    rows, chunk = run.sizes.prefill.short
     calls = math.ceil(4 * math.ceil(24 / chunk) / rows)
     flops = 2 * LINEAR * rows * chunk + 4 * 64 * rows * chunk * 12
-    assert prefill_work(run, STEP, measured()) == Work(flops, 3.0, 5.0, 7.0).times(calls)
+    assert short_prefill_work(run, STEP, measured()) == Work(flops, 3.0, 5.0, 7.0).times(calls)
+    assert prefill_work(run, STEP, measured()) == Work()
+
+
+def test_long_prompts_take_long_calls_of_prefill(run: RunShapes):
+    long, short = run.sizes.prefill
+    step = STEP._replace(prompt_tokens=long.positions + 1)
+    assert prefill_work(run, step, measured()).traffic == 4 * 3.0
+    assert short_prefill_work(run, step, measured()).traffic == math.ceil(4 / short.rows) * 3.0
 
 
 def test_decode_takes_a_step_of_all_slots_for_each_token(run: RunShapes):

@@ -25,7 +25,7 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import DECODE_STEPS, GroupSampler
-from marin_rl.sampling.prefill import prefill_shape
+from marin_rl.sampling.prefill import prefill_shapes
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest, SamplerError, WeightPoll
 from marin_rl.types import Generation, StopReason
 from tests.cpu_host import cpu_host
@@ -200,18 +200,19 @@ def test_prompts_are_processed_once_per_group(sampler: GroupSampler):
     assert sampler.work.prefilled_tokens - before == sum(len - 1 for len in (9, 20, 33))
 
 
-def test_a_call_of_prefill_takes_several_chunks_of_a_prompt(model: LmHeadModel):
+def test_prompts_of_all_lengths_take_the_same_calls_in_any_company(model: LmHeadModel):
     context = 200
     config = SamplingConfig(max_new_tokens=2, max_seqs=SLOTS)
     sampler = GroupSampler(model, config=config, stop_sequences=[], max_context=context)
-    rows, chunk = prefill_shape("cpu", SLOTS, context, config.max_new_tokens)
-    requests = make_requests([190, 77], max_new_tokens=2)
-    chunks = [-(-(len(request.prompt_tokens) - 1) // chunk) for request in requests]
-    assert 3 < chunks[0] <= rows < sum(chunks)
-    alone = sampler.sample(requests[:1])
-    assert sampler.work.prefill_calls == 1
-    assert sampler.sample(requests[::-1])[1:] == alone
-    assert sampler.work.prefill_calls == 3
+    long, short = prefill_shapes("cpu", SLOTS, context, config.max_new_tokens)
+    requests = make_requests([190, 77, 129, 2, 20], max_new_tokens=2)
+    together = sampler.sample(requests)
+    # Five whole chunks of the first prompt and four of the third; the rest of all.
+    rows = [5 + 4, *(-(-tokens // short.chunk) for tokens in (189 - 160, 76, 0, 1, 19))]
+    calls = -(-rows[0] // long.rows), -(-sum(rows[1:]) // short.rows)
+    assert sampler.work.prefill_positions == calls[0] * long.positions + calls[1] * short.positions
+    assert sampler.sample(requests[::-1])[::-1] == together
+    assert [sampler.sample([request])[0] for request in requests] == together
 
 
 def run_conversation(sampler: GroupSampler, name: str, observations: list[tuple[int, ...]]) -> tuple[list, list]:
