@@ -268,7 +268,7 @@ class GroupSampler(Sampler):
             )
         self._source, self._model = model, None
         self._version = version
-        self._slot_of_prompt.clear()
+        self._slot_of_prefix.clear()
 
     def prepare(self) -> None:
         """Copy the weights to the devices of this process, in the layout for decoding; see `Sampler.prepare`."""
@@ -294,10 +294,10 @@ class GroupSampler(Sampler):
         """Conversations with a request that has not ended."""
         self._slot_of: dict[str, int] = {}
         """Slot of each open conversation."""
-        self._slot_of_prompt: dict[tuple[int, tuple[int, ...]], int] = {}
-        """A slot whose cache begins with a prompt under the current weights, by shard and prompt."""
-        self._prompts: list[tuple[int, ...]] = [()] * slots
-        """The prompt with which each slot's sequence began."""
+        self._slot_of_prefix: dict[tuple[int, bytes], int] = {}
+        """A slot whose cache begins with a prefix under the current weights, by shard and prefix."""
+        self._prefixes = [b""] * slots
+        """The prefix with which each slot's sequence began."""
         self._cached: list[tuple[int, ...]] = [()] * slots
         """The tokens in each slot's cache after its last generation."""
         self._slots = SlotTable(slots, self._config.max_new_tokens)
@@ -320,8 +320,8 @@ class GroupSampler(Sampler):
         free = self._free_slots() if self._queue else []
         while self._queue and any(free):
             queued = self._queue.popleft()
-            slot = self._take_slot(free, queued.request.prompt_tokens)
-            pieces += self._begin(slot, queued, copies)
+            prefix = _prefix(queued.request.prompt_tokens)
+            pieces += self._begin(self._take_slot(free, prefix), queued, prefix, copies)
         if not pieces and not copies:
             return
         model, cache = self._loaded()
@@ -352,35 +352,34 @@ class GroupSampler(Sampler):
             for shard, row in enumerate(taken.reshape(self._shards, -1))
         ]
 
-    def _take_slot(self, free: Sequence[dict[int, None]], prompt: tuple[int, ...]) -> int:
-        """Choose a slot in a shard that has the prompt in its cache, otherwise in the shard with most free slots."""
+    def _take_slot(self, free: Sequence[dict[int, None]], prefix: bytes) -> int:
+        """Choose a slot in a shard that has the prefix in its cache, otherwise in the shard with most free slots."""
         shards = [shard for shard, slots in enumerate(free) if slots]
-        sharing = [shard for shard in shards if (shard, prompt) in self._slot_of_prompt]
+        sharing = [shard for shard in shards if (shard, prefix) in self._slot_of_prefix]
         shard = max(sharing or shards, key=lambda shard: len(free[shard]))
-        slot = self._slot_of_prompt.get((shard, prompt))
+        slot = self._slot_of_prefix.get((shard, prefix))
         # So the source of a copy is never a free slot, which a later request could overwrite before the copy.
         if slot is None or slot not in free[shard]:
             return free[shard].popitem()[0]
         del free[shard][slot]
         return slot
 
-    def _begin(self, slot: int, queued: AcceptedRequest, copies: list[tuple[int, int]]) -> list[Piece]:
+    def _begin(self, slot: int, queued: AcceptedRequest, prefix: bytes, copies: list[tuple[int, int]]) -> list[Piece]:
         """Assign a free slot; return the prompt tokens to process, or append to `copies` if a slot has them."""
-        prompt = queued.request.prompt_tokens
-        if prompt != self._prompts[slot]:
-            self._forget_prompt(slot)
-            self._prompts[slot] = prompt
+        if prefix != self._prefixes[slot]:
+            self._forget_prefix(slot)
+            self._prefixes[slot] = prefix
         if queued.request.conversation is not None:
             self._slot_of[queued.request.conversation] = slot
         self._slots.assign(slot, queued)
-        source = self._slot_of_prompt.get((slot // self._shard_slots, prompt))
-        if len(prompt) == 1 or source == slot:
+        source = self._slot_of_prefix.get((slot // self._shard_slots, prefix))
+        if not prefix or source == slot:
             return []
         if source is not None:
             copies.append((source, slot))
             return []
-        self._slot_of_prompt[slot // self._shard_slots, prompt] = slot
-        return [Piece(slot, 0, np.array(prompt[:-1], np.int32))]
+        self._slot_of_prefix[slot // self._shard_slots, prefix] = slot
+        return [Piece(slot, 0, np.frombuffer(prefix, np.int32))]
 
     def _continue(self, queued: AcceptedRequest) -> list[Piece]:
         """Start a further turn in its conversation's slot; return the tokens that are not in the cache."""
@@ -388,16 +387,16 @@ class GroupSampler(Sampler):
         assert conversation is not None
         slot = self._slot_of[conversation]
         start = min(_common_prefix(self._cached[slot], prompt), len(prompt) - 1)
-        if start < len(self._prompts[slot]) - 1:
-            self._forget_prompt(slot)
+        if start * np.int32().itemsize < len(self._prefixes[slot]):
+            self._forget_prefix(slot)
         self._slots.assign(slot, queued)
         return [Piece(slot, start, np.array(prompt[start:-1], np.int32))] if start < len(prompt) - 1 else []
 
-    def _forget_prompt(self, slot: int) -> None:
-        """Stop sharing the cache of a slot's first prompt."""
-        key = slot // self._shard_slots, self._prompts[slot]
-        if self._slot_of_prompt.get(key) == slot:
-            del self._slot_of_prompt[key]
+    def _forget_prefix(self, slot: int) -> None:
+        """Stop sharing the cache of the prefix with which a slot's sequence began."""
+        key = slot // self._shard_slots, self._prefixes[slot]
+        if self._slot_of_prefix.get(key) == slot:
+            del self._slot_of_prefix[key]
 
     def _decode(self) -> list[tuple[int, Generation]]:
         """Sample some tokens in all active slots, and return the generations that have ended."""
@@ -417,6 +416,14 @@ class GroupSampler(Sampler):
                 self._in_progress.discard(request.conversation)
             self._cached[slot] = (*request.prompt_tokens, *generation.token_ids[:-1])
         return [(accepted.number, generation) for _, accepted, generation in ended]
+
+
+def _prefix(prompt: tuple[int, ...]) -> bytes:
+    """Return the tokens that `prefill` processes, all but the last, as int32.
+
+    Bytes keep their hash and compare as fast as memory, and the samples of a group have long equal prompts.
+    """
+    return np.fromiter(prompt[:-1], np.int32).tobytes()
 
 
 def _stop_table(sequences: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:

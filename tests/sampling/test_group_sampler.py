@@ -200,6 +200,20 @@ def test_prompts_are_processed_once_per_group(sampler: GroupSampler):
     assert sampler.work.prefilled_tokens - before == sum(len - 1 for len in (9, 20, 33))
 
 
+class HashCounter(tuple):
+    count = 0
+
+    def __hash__(self) -> int:
+        HashCounter.count += 1
+        return super().__hash__()
+
+
+def test_long_prompts_are_hashed_at_most_once_per_request(sampler: GroupSampler):
+    groups = [HashCounter(request.prompt_tokens) for request in make_requests([19, 30])]
+    sampler.sample([SampleRequest(prompt, seed, 2) for seed in range(SLOTS) for prompt in groups])
+    assert HashCounter.count <= 2 * SLOTS
+
+
 def test_prompts_of_all_lengths_take_the_same_calls_in_any_company(model: LmHeadModel):
     context = 200
     config = SamplingConfig(max_new_tokens=2, max_seqs=SLOTS)
