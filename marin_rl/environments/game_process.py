@@ -95,10 +95,14 @@ class GameServer:
 
     def _stop_unused(self, sending: "asyncio.Future[int]") -> None:
         if not sending.cancelled() and sending.exception() is None:
-            threading.Thread(target=self.stop, args=(sending.result(),), daemon=True).start()
+            self.stop(sending.result())
 
     def stop(self, number: int) -> None:
         """End the process of a game, if it still runs: SIGTERM, and SIGKILL after `GRACE_SECONDS`. Does not wait."""
+        # A thread, because another one may hold the lock until the server has started.
+        threading.Thread(target=self._send_stop, args=(number,), daemon=True).start()
+
+    def _send_stop(self, number: int) -> None:
         with self._lock:
             if self._control is not None:
                 try:

@@ -197,6 +197,18 @@ def test_a_cancelled_start_leaves_other_games_alone(server: GameServer):
     assert asyncio.run(play()) == 5
 
 
+def test_closing_a_game_does_not_wait_for_a_start_of_the_server(server: GameServer):
+    async def play() -> int:
+        game = await server.start()
+        pid, _ = await game.call("processes")
+        # Another thread holds this lock while it starts a server; a wait for it in this thread would not end.
+        with server._lock:
+            await game.close()
+        return pid
+
+    assert has_ended(asyncio.run(play()))
+
+
 def test_calls_are_answered_in_order_also_within_an_event_loop(server: GameServer):
     arguments = [{"number": number} for number in range(5)]
     assert call_each(server, "add", arguments) == list(range(5))
