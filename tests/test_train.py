@@ -218,7 +218,9 @@ def test_module_is_a_command(tmp_path: Path):
         (["--config", "absent.yaml"], "config file 'absent.yaml' does not exist; "),
         (["--config", "broken.yaml"], "broken.yaml:2:1: not valid YAML"),
         (["--config", "present.yaml"], "unknown key enviroment; did you mean 'environment'?"),
-        (["--num_step", "3"], "unknown key num_step; did you mean 'num_steps'?"),
+        (["--num_step", "3"], "unknown key num_step; did you mean 'num_steps'?\n"),
+        (["--confg", "present.yaml"], "unknown key confg; did you mean 'config'?"),
+        ([], "no config; give its file with --config FILE"),
         (["--config"], "--config needs a value"),
     ],
 )

@@ -88,7 +88,10 @@ def parse_config(
         return ParsedConfig(decode(config_class, raw), arguments.flags)
     except ConfigError as error:
         known = all_keys(config_class, raw)
-        raise ConfigError(*(_suggest_section(problem, known) for problem in error.problems)) from error
+        problems = [_suggest_section(problem, known) for problem in error.problems]
+        if not arguments.config_paths:
+            problems = [_suggest_option(problem) for problem in problems]
+        raise ConfigError(*problems) from error
 
 
 def check_command_line(argv: Sequence[str], flags: Mapping[str, str], module: str, class_name: str) -> None:
@@ -115,9 +118,11 @@ def check_command_line(argv: Sequence[str], flags: Mapping[str, str], module: st
     if arguments.help_section == "":
         sys.stdout.write(overview_text(flags, [name for name, annotation in valid.items() if "Config" in annotation]))
         raise SystemExit(0)
+    if not arguments.config_paths and not arguments.overrides:
+        raise ConfigError("no config; give its file with --config FILE. --help lists the most important keys")
     layers = (*arguments.load_files(), arguments.overrides)
     unknown = dict.fromkeys(str(key) for layer in layers for key in layer if key not in valid)
-    messages = [(key, nearest(key, valid)) for key in unknown]
+    messages = [(key, nearest(key, [*valid, *CONFIG_OPTIONS[:1]])) for key in unknown]
     problems = [f"unknown key {key}; {text}" for key, text in messages if text.startswith("did you mean")]
     if problems:
         raise ConfigError(*problems)
@@ -189,7 +194,8 @@ def _read_arguments(argv: Sequence[str], known_flags: Iterable[str]) -> _Argumen
         if argument in ("-h", "--help"):
             return _Arguments(help_section=rest[0] if rest and not rest[0].startswith("-") else "")
         if not argument.startswith("--") or argument == "--":
-            raise ConfigError(f"unexpected argument {argument!r}; write overrides as --key value, see --help")
+            remedy = f"--config {argument}" if argument.endswith((".yaml", ".yml")) else "overrides as --key value"
+            raise ConfigError(f"unexpected argument {argument!r}; write {remedy}, see --help")
         name, equals, value = argument[2:].partition("=")
         option = name.replace("-", "_")
         if option in known_flags:
@@ -250,4 +256,10 @@ def _suggest_section(problem: str, known: Sequence[str]) -> str:
     # An equal name is the closest match.
     close = difflib.get_close_matches(leaf, set(leaves.values()), n=1, cutoff=0.75)
     elsewhere = [key for key in known if leaves[key] in close]
-    return problem.replace("; ", f"; did you mean {' or '.join(elsewhere[:3])}? ", 1) if elsewhere else problem
+    return f"unknown key {match[1]}; did you mean {' or '.join(elsewhere[:3])}?" if elsewhere else problem
+
+
+def _suggest_option(problem: str) -> str:
+    """Name the option of a missing key, for a command line without a config file."""
+    match = re.match(r"(\w+) is missing;", problem)
+    return problem if match is None else f"{problem}; give it with --{match[1]}"

@@ -29,6 +29,8 @@ from draccus.utils import is_choice_type
 
 SHOWN_CHARACTERS = 200
 """Maximum characters of an invalid value in an error message."""
+LISTED_NAMES = 12
+"""Maximum valid names that an error message lists next to the nearest ones."""
 
 
 class ConfigError(ValueError):
@@ -40,7 +42,7 @@ class ConfigError(ValueError):
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Suggestion for an error message: the nearest valid names, and the list of all valid names.
+    """Suggestion for an error message: the nearest valid names, and all of them if they are few or none is near.
 
     >>> nearest("sede", ["seed", "steps"])
     "did you mean 'seed'? Valid here: seed, steps"
@@ -49,7 +51,10 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     listing = f"Valid here: {', '.join(names)}" if names else "Nothing is valid here"
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     close += [full for full in names if full not in close and name == "".join(word[:1] for word in full.split("_"))]
-    return f"did you mean {' or '.join(map(repr, close))}? {listing}" if close else listing
+    if not close:
+        return listing
+    suggestion = f"did you mean {' or '.join(map(repr, close))}?"
+    return f"{suggestion} {listing}" if len(names) <= LISTED_NAMES else suggestion
 
 
 # Types of fields.
@@ -231,7 +236,8 @@ def _wrong(annotation: Any, raw: Any, path: Sequence[str], reason: str = "") -> 
 
 def _decode_section(section: Any, raw: Any, path: Sequence[str], base: Any) -> Any:
     if not isinstance(raw, Mapping):
-        raise _wrong(section, raw, path)
+        is_type = is_choice_type(plain_type(section)) and raw in list(plain_type(section).get_known_choices())
+        raise _wrong(section, raw, path, f"write {{{CHOICE_TYPE_KEY}: {raw}}}" if is_type else "")
     concrete = resolve_section(section, raw, path, base)
     base = base if type(base) is plain_type(concrete) else None
     known = field_types(concrete)
@@ -257,7 +263,8 @@ def _decode_section(section: Any, raw: Any, path: Sequence[str], base: Any) -> A
         return concrete(**values)
     except (ValueError, TypeError, AssertionError, ArithmeticError) as error:
         reason = str(error) or type(error).__name__
-        raise ConfigError(f"{_dotted(path)}: {reason}" if path else reason) from error
+        is_named = not path or reason.startswith(f"{_dotted(path)}.")
+        raise ConfigError(reason if is_named else f"{_dotted(path)}: {reason}") from error
 
 
 def _decode_union(annotation: Any, raw: Any, path: Sequence[str], base: Any) -> Any:

@@ -45,7 +45,8 @@ class SamplingConfig:
         check_at_least(self, "sampling", max_new_tokens=1, max_seqs=1)
         if not MIN_TEMPERATURE <= self.temperature < math.inf:
             raise ValueError(
-                f"sampling.temperature is {self.temperature}; training samples need one of at least {MIN_TEMPERATURE}"
+                f"sampling.temperature is {self.temperature}; it must be at least {MIN_TEMPERATURE}, because training "
+                "data is sampled (evaluation.greedy adds attempts at temperature 0)"
             )
         for name, neutral, written in (("top_p", 1.0, "1.0"), ("top_k", None, "null")):
             if getattr(self, name) != neutral:

@@ -170,7 +170,7 @@ def test_type_is_an_ordinary_key_outside_of_choices():
             ["--name", "x", "--num_train_steps", "1"],
             r"unknown key num_train_steps; did you mean trainer\.num_train_steps",
         ),
-        (["--name", "x", "--learning_rte", "1"], r"unknown key learning_rte; did you mean optimizer\.learning_rate\?"),
+        (["--name", "x", "--learning_rte", "1"], r"unknown key learning_rte; did you mean optimizer\.learning_rate\?$"),
         (
             ["--name", "x", "--advantage.epsilon", "1"],
             r"unknown key advantage\.epsilon; it belongs to another advantage\.type\. Valid here: type, normalize",
@@ -186,7 +186,8 @@ def test_type_is_an_ordinary_key_outside_of_choices():
         (["--name", "x", "--dry_run=1"], r"--dry_run is a flag and takes no value, but '1' was given"),
         (["--name", "x", "--a..b", "1"], r"--a\.\.b is not a key"),
         (["name=x"], r"unexpected argument 'name=x'; write overrides as --key value"),
-        ([], r"name is missing"),
+        (["runs/a.yaml"], r"unexpected argument 'runs/a\.yaml'; write --config runs/a\.yaml"),
+        ([], r"name is missing.*; give it with --name$"),
         # A value that JSON does not have.
         (["--name", "!!binary aGk=", "--sede", "1"], r"name is b'hi' \(bytes\), but it takes text"),
     ],

@@ -37,10 +37,13 @@ class Shape(draccus.ChoiceRegistry):
 class Circle(Shape):
     radius: float = 1.0
     color: Color = Color.RED
+    size: int = 0
 
     def __post_init__(self) -> None:
         if self.radius < 0:
             raise ValueError(f"radius is {self.radius}; it cannot be negative")
+        if self.size < 0:
+            raise ValueError(f"shape.size is {self.size}; it cannot be negative")
 
 
 @Shape.register_subclass("square")
@@ -167,7 +170,7 @@ def test_another_type_uses_the_defaults_of_its_class():
         ({"number": 1, "maybe": "x"}, r"^maybe is 'x' \(str\), but it takes an integer"),
         (
             {"number": 1, "nmae": "x"},
-            r"^unknown key nmae; did you mean 'name' or 'names' or 'maybe'\? Valid here: number, share",
+            r"^unknown key nmae; did you mean 'name' or 'names' or 'maybe'\?$",
         ),
         ({"number": 1, "shape": 3}, r"^shape is 3 \(int\), but it takes a section with a type \(one of circle, square"),
         (
@@ -175,6 +178,8 @@ def test_another_type_uses_the_defaults_of_its_class():
             r"^shape.type is 'circel', which is not one of its types; did you mean 'circle'\? Valid here: circle, squ",
         ),
         ({"number": 1, "shape": {"type": ["circle"]}}, r"^shape.type is \['circle'\], which is not one of its types"),
+        ({"number": 1, "shape": "square"}, r"^shape is 'square' \(str\), but .*: write \{type: square\}$"),
+        ({"number": 1, "shape": {"radius": 1, "size": -1}}, r"^shape.size is -1; it cannot be negative$"),
         ({"number": 1, "shape": {"raduis": 1}}, r"^unknown key shape.raduis; did you mean 'radius'\?"),
         ({"number": 1, "shape": {"radius": -1.0}}, r"^shape: radius is -1.0; it cannot be negative$"),
         ({"number": 1, "shapes": [{"type": "circle"}, {"radius": 1}]}, r"^shapes.1 needs a type: type is one of circ"),
