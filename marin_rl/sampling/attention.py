@@ -176,6 +176,8 @@ def einsum_in_float32(equation: str, first: Array, second: Array) -> Array:
 _GPU_BLOCK = 128
 _GPU_SPLITS = 16
 """Most parts of a sequence that the kernel for decode attends to at the same time."""
+_GPU_TILE_BYTES = 2**16
+"""Most bytes of keys that the kernel loads at a time. Tiles of keys and values must fit the shared memory of a chip."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +244,7 @@ def _flash_decode(
         *by_position,
         kv_seq_len=lengths,
         sm_scale=scale,
-        block_k=_GPU_BLOCK,
+        block_k=min(_GPU_BLOCK, _GPU_TILE_BYTES // (keys.shape[-1] * keys.dtype.itemsize)),
         k_splits=_gpu_splits(keys.shape[2] // _GPU_BLOCK),
         interpret=interpret,
     )
