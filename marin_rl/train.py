@@ -53,10 +53,10 @@ def _run(arguments: Sequence[str]) -> int:
         if "dry_run" in parsed.flags:
             config = resolve_model(parsed.config)
             check_weight_files(config)
-            print(to_yaml(config))
             environment = config.environment.build()
             check_tasks(config, environment)
-            print(describe_run(config, config.tokenizer.build(), len(environment.tasks(Split.TRAIN))))
+            sizes = describe_run(config, config.tokenizer.build(), len(environment.tasks(Split.TRAIN)))
+            print(f"{to_yaml(config)}\n{sizes}")
             return 0
         run_session(parsed.config, sys.stdout)
     except KeyboardInterrupt:

@@ -59,7 +59,9 @@ def test_dry_run_checks_the_weight_files(
     (weights / "model.safetensors").write_bytes(b"cut off")
     run = new_run(initialize_from=str(weights), warm_start__max_steps=0)
     assert run.train("--dry_run") == 1
-    assert "are missing or damaged: model.safetensors" in capfd.readouterr().err
+    output = capfd.readouterr()
+    assert "are missing or damaged: model.safetensors" in output.err
+    assert output.out == ""
 
 
 @pytest.mark.parametrize(

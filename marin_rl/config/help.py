@@ -119,7 +119,8 @@ def help_text(
     Args:
         config_class: dataclass of the config.
         flags: flags of the command, with their descriptions.
-        section: key of a section or field, or a key and an option (`model.qwen3`); `all` or empty for all fields.
+        section: key of a section or field, or a key and an option (`model.qwen3`); `all` for all fields; empty for all
+            without the options of choices that are not selected by default.
         width: characters per line; None for the terminal's width, at most `MAX_WIDTH`.
 
     Returns:
@@ -129,14 +130,14 @@ def help_text(
         ConfigError: if the section does not exist.
     """
     width = width or min(shutil.get_terminal_size((100, 24)).columns, MAX_WIDTH)
-    entries = list(_walk(config_class, "", {}))
+    entries = list(_walk(config_class, "", {}, every_option=section != ""))
     if section not in ("", "all"):
         return _render(_entries_of(section, entries), width)
     options = {
         "config FILE": "YAML file with the config; of several files, later ones have precedence. --config_path is a "
         "synonym.",
         "KEY VALUE": "Override a key of the file. VALUE is YAML: a scalar, a list or a mapping.",
-        "help SECTION": "Describe one section: --help trainer, --help model.qwen3. --help all describes all keys.",
+        "help SECTION": "Describe one key, or a type of a section: --help KEY, --help KEY.TYPE; --help all: all keys.",
         **(flags or {}),
     }
     listed = [_Entry(f"--{name}", doc) for name, doc in options.items()]
@@ -167,9 +168,24 @@ def _entries_of(section: str, entries: Sequence[_Entry]) -> list[_Entry]:
 
 
 def _walk(
-    section: Any, prefix: str, given: Mapping[str, Any], depth: int = 0, within: tuple[Any, ...] = ()
+    section: Any,
+    prefix: str,
+    given: Mapping[str, Any],
+    depth: int = 0,
+    within: tuple[Any, ...] = (),
+    *,
+    every_option: bool = True,
 ) -> Iterator[_Entry]:
-    """Entries of a section's fields and of nested sections; plain values in `given` replace the defaults."""
+    """Entries of a section's fields and of nested sections; plain values in `given` replace the defaults.
+
+    Args:
+        section: type of the section.
+        prefix: key of the section with a dot, or empty.
+        given: plain values.
+        depth: number of enclosing options of choices.
+        within: enclosing sections, whose own fields are not repeated.
+        every_option: whether to list the fields of all options of this project's choices, or of selected ones only.
+    """
     for name, annotation in field_types(section).items():
         value = default_of(section, name)
         value = value if value is dataclasses.MISSING else encode(value, annotation)
@@ -182,11 +198,11 @@ def _walk(
             continue
         key, values = f"{prefix}{name}{place}", value if isinstance(value, Mapping) and not place else None
         if not _is_choice(inner):
-            yield from _walk(inner, f"{key}.", values or {}, depth, (*within, inner))
+            yield from _walk(inner, f"{key}.", values or {}, depth, (*within, inner), every_option=every_option)
             continue
         selected = _selected(inner, values)
         for option in inner.get_known_choices():
-            if option == selected or not inner.__module__.startswith("levanter."):
+            if option == selected or (every_option and not inner.__module__.startswith("levanter.")):
                 values_of_option = (values or {}) if option == selected else {}
                 yield from _walk_option(inner, option, key, values_of_option, depth, (*within, inner))
 

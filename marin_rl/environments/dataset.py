@@ -293,6 +293,9 @@ class JsonlConfig(DatasetConfig):
         return Path(self.path).stem
 
     def _read(self, source: str) -> Iterator[Row]:
+        if not Path(source).exists():
+            keys = " or ".join(self.source_keys)
+            raise ValueError(f"the file {source!r} of a jsonl environment does not exist; correct {keys}")
         # Binary mode, so that errors can report invalid UTF-8 with its line.
         with open(source, "rb") as file:
             for number, raw in enumerate(file, start=1):

@@ -48,6 +48,13 @@ def read_hf_config(checkpoint: str) -> PretrainedConfig:
         PolicyModelError: if there is no readable config, its architecture is not supported, or a key in it cannot be
             translated.
     """
+    folder = Path(checkpoint)
+    if (folder.is_absolute() or folder.is_dir()) and not (folder / "config.json").is_file():
+        problem = "has no config.json" if folder.is_dir() else "does not exist"
+        raise PolicyModelError(
+            f"no model in Hugging Face format at {checkpoint!r}: the folder {problem}; name a folder with config.json "
+            "and safetensors files, a hub name or a finished run"
+        )
     try:
         path = cached_file(checkpoint, "config.json")
         raw = json.loads(Path(cast(str, path)).read_text(encoding="utf-8"))

@@ -86,6 +86,8 @@ def read_tensor_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
     name = "model.safetensors"
     try:
         for name in _file_names(checkpoint):
+            if Path(checkpoint).is_dir() and not (Path(checkpoint) / name).exists():
+                raise FileNotFoundError("the file does not exist")
             with safe_open(cast(str, cached_file(checkpoint, name)), framework="numpy") as file:
                 for tensor in file.keys():  # noqa: SIM118 (not a mapping)
                     header = file.get_slice(tensor)

@@ -84,7 +84,7 @@ def entry(text: str, key: str) -> str:
 
 
 def test_every_field_has_name_type_default_and_description():
-    text = help_text(RunConfig, width=100)
+    text = help_text(RunConfig, section="all", width=100)
     assert entry(text, "name") == "name (text; required) Name of the run."
     assert entry(text, "limits") == "limits Bounds on rollouts."
     assert entry(text, "limits.length").startswith("limits.length (an integer; default: 9) Maximum tokens")
@@ -99,6 +99,13 @@ def test_every_field_has_name_type_default_and_description():
     )
     assert entry(text, "advantage.share") == "advantage.share (a number; default: 0.5) Share of the first part."
     assert "advantage.type rloo\n      Leave-one-out baseline.\n" in text
+
+
+def test_without_a_section_only_selected_options_are_described():
+    text = help_text(RunConfig, width=100)
+    assert entry(text, "advantage").startswith("advantage (type: rloo, mixed; default type: rloo)")
+    assert "advantage.normalize" in text
+    assert "advantage.share" not in text
 
 
 def test_all_fields_of_levanters_sections_are_listed():

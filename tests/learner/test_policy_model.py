@@ -301,6 +301,11 @@ def test_error_names_a_missing_checkpoint(trainer, chat, missing: str) -> None:
         read_hf_architecture(missing)
 
 
+def test_error_names_a_folder_without_a_model(tmp_path) -> None:
+    with pytest.raises(PolicyModelError, match=r"at '.*': the folder has no config\.json; name a folder"):
+        read_hf_architecture(str(tmp_path))
+
+
 @pytest.fixture
 def copied(exports, tmp_path: Path) -> Path:
     _, source = exports["llama"]
