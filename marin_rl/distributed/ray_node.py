@@ -10,6 +10,7 @@ this module in a subprocess, which starts the node and stops it when the trainer
 import contextlib
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,8 @@ import ray
 
 from marin_rl.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 SETTINGS: dict[str, Any] = {
     "_node_ip_address": "127.0.0.1",
     "log_to_driver": False,
@@ -30,6 +33,8 @@ SETTINGS: dict[str, Any] = {
 """Arguments of `ray.init` for the process that starts the node and the one that connects to it."""
 READY = "ready"
 """Line that the subprocess prints when the node is running; Ray may print other lines before it."""
+STOP_SECONDS = 60.0
+"""Seconds that a node has to stop before its processes are killed."""
 ATTEMPTS = 3
 """Number of attempts to start a node: Ray gives up after 30 s, which a busy machine may exceed."""
 
@@ -48,7 +53,9 @@ def connected_to_local_node(num_cpus: int) -> Iterator[None]:
     Raises:
         RayStartError: if the node does not start.
     """
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder, _start(folder, num_cpus):
+    with contextlib.ExitStack() as opened:
+        folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
+        opened.callback(_stop, _start(folder, num_cpus))
         # Ray reads the node's address from the folder, unless RAY_ADDRESS names another cluster.
         other = os.environ.pop("RAY_ADDRESS", None)
         try:
@@ -63,7 +70,7 @@ def connected_to_local_node(num_cpus: int) -> Iterator[None]:
 
 
 def _start(folder: str, num_cpus: int) -> "subprocess.Popen[str]":
-    """Start the subprocess of a node. It ends when `Popen` closes its standard input at the end of a block."""
+    """Start the subprocess of a node."""
     command = [sys.executable, "-m", __name__, folder, str(num_cpus)]
     # Ray's default for a single-machine node; setting it explicitly avoids a printed line.
     environment = {"RAY_AUTH_MODE": "token", **os.environ}
@@ -88,6 +95,19 @@ def _start(folder: str, num_cpus: int) -> "subprocess.Popen[str]":
         f"Ray did not start on this machine: `{' '.join(command)}` ended {ATTEMPTS} times, with status "
         f"{', '.join(statuses)}; see its output for the reason"
     )
+
+
+def _stop(node: "subprocess.Popen[str]") -> None:
+    # The node stops when its standard input ends.
+    assert node.stdin is not None
+    node.stdin.close()
+    try:
+        node.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        logger.warning("the Ray node of this run did not stop within %g s, and is killed", STOP_SECONDS)
+        os.killpg(node.pid, signal.SIGKILL)
+    with node:
+        pass
 
 
 def serve(folder: Path, num_cpus: int) -> None:

@@ -1,8 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +37,17 @@ def test_node_start_failure_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = r"Ray did not start on this machine: `/bin/false .*` ended 3 times, with status 1, 1, 1"
     with pytest.raises(RayStartError, match=expected), connected_to_local_node(1):
         raise AssertionError
+
+
+def test_node_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "node"
+    program.write_text(f"#!/bin/sh\necho $$ > {tmp_path / 'pid'}\necho ready\nexec sleep 1000\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(ray_node.sys, "executable", str(program))
+    monkeypatch.setattr(ray_node, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(ray_node.ray, "init", lambda **settings: None)
+    with connected_to_local_node(1):
+        pid = int((tmp_path / "pid").read_text())
+        os.kill(pid, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
