@@ -13,6 +13,8 @@ import json
 import numbers
 import os
 import signal
+import subprocess
+import tempfile
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
@@ -35,9 +37,8 @@ from marin_rl.user_code import UserFileError, load_from_file
 _PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 _MAX_OUTPUT = 8192
 """Last bytes of a program's output that an error message contains."""
-_POLL_SECONDS = 0.02
 _GRACE_SECONDS = 2.0
-"""Seconds between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL, and for the rest of a program's output."""
 PASSED_ON = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
 """Environment variables that every program receives."""
 
@@ -270,59 +271,69 @@ class CommandEpisode(AgentEpisode):
         given = {name: os.environ[name] for name in self.passed_on if name in os.environ}
         given |= {"OPENAI_BASE_URL": connection.base_url, "OPENAI_API_KEY": connection.api_key}
         given["REWARD_URL"] = connection.reward_url
-        pipe = asyncio.subprocess.PIPE
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *self.command,
-                stdin=pipe,
-                stdout=pipe,
-                stderr=asyncio.subprocess.STDOUT,
-                env=given,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise AgentError(f"cannot start {self.command[0]!r}: {error}") from error
-        output = bytearray()
-        talking = asyncio.gather(_read(process, output), _write(process, json.dumps(self.task).encode()))
-        try:
-            # In Python 3.11, `wait` also waits for the program's children if they hold its pipes.
-            while (status := process.returncode) is None:
-                await asyncio.sleep(_POLL_SECONDS)
-        except asyncio.CancelledError:
-            await _end_group(process, signal.SIGTERM)
-            raise
-        finally:
-            await _end_group(process, signal.SIGKILL)
-            await asyncio.wait((talking,), timeout=_GRACE_SECONDS)
-            talking.cancel()
-        if status != 0:
+        with tempfile.TemporaryFile() as stdin:
+            stdin.write(json.dumps(self.task).encode())
+            stdin.seek(0)
+            try:
+                transport, program = await asyncio.get_running_loop().subprocess_exec(
+                    _Program,
+                    *self.command,
+                    stdin=stdin,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    env=given,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise AgentError(f"cannot start {self.command[0]!r}: {error}") from error
+        # A process that left the group can keep its output open.
+        with contextlib.closing(transport):
+            try:
+                await program.has_ended.wait()
+            except asyncio.CancelledError:
+                await _end_group(transport.get_pid(), program, signal.SIGTERM)
+                raise
+            finally:
+                await _end_group(transport.get_pid(), program, signal.SIGKILL)
+                await _wait(program.is_silent)
+        status = transport.get_returncode()
+        if status:
             end = f"signal {-status}" if status < 0 else f"exit status {status}"
-            text = output.decode(errors="replace").strip()
+            text = program.output.decode(errors="replace").strip()
             raise AgentError(f"{' '.join(self.command)} ended with {end}\n{text}".strip())
         return AgentResult()
 
 
-async def _read(process: asyncio.subprocess.Process, output: bytearray) -> None:
-    assert process.stdout is not None
-    while data := await process.stdout.read(2**16):
-        output += data
-        del output[:-_MAX_OUTPUT]
+class _Program(asyncio.SubprocessProtocol):
+    """Last output and end of a program."""
+
+    def __init__(self) -> None:
+        self.output = bytearray()
+        self.has_ended = asyncio.Event()
+        self.is_silent = asyncio.Event()
+        """Set if all output was read, also that of its children."""
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self.output += data
+        del self.output[:-_MAX_OUTPUT]
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        self.is_silent.set()
+
+    def process_exited(self) -> None:
+        self.has_ended.set()
 
 
-async def _write(process: asyncio.subprocess.Process, data: bytes) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        process.stdin.write(data)
-        await process.stdin.drain()
-    process.stdin.close()
-
-
-async def _end_group(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+async def _end_group(group: int, program: _Program, number: signal.Signals) -> None:
     """Send a signal to the process group of a program, and wait for the program."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
+        os.killpg(group, number)
+    await _wait(program.has_ended)
+
+
+async def _wait(event: asyncio.Event) -> None:
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(process.wait(), _GRACE_SECONDS)
+        await asyncio.wait_for(event.wait(), _GRACE_SECONDS)
 
 
 def named_rewards(reward: object) -> dict[str, float]:

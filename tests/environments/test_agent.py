@@ -4,16 +4,19 @@
 """Configs of agents. Their episodes are tested with the server, in tests/serving/test_gateway.py."""
 
 import asyncio
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from marin_rl.environments.agent import AgentConfig, AgentEnvironment, FunctionEpisode, named_rewards
+from marin_rl.environments.agent import AgentConfig, AgentEnvironment, CommandEpisode, FunctionEpisode, named_rewards
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import AgentConnection
 from marin_rl.splits import Split
 from marin_rl.user_code import UserFileError
+from tests.serving import serving_cases
 
 TASKS = ArithmeticConfig()
 CONNECTION = AgentConnection(
@@ -90,3 +93,29 @@ def test_rewards():
     for invalid in ("1", float("inf"), 1e31, {"a b": 1.0}, {3: 1.0}, {"a": None}):
         with pytest.raises(ValueError, match="reward"):
             named_rewards(invalid)
+
+
+DAEMON = """
+import os, sys
+
+if os.fork():
+    while not os.path.lexists(sys.argv[1]):
+        pass
+    sys.exit()
+os.setsid()
+os.symlink(str(os.getpid()), sys.argv[1])
+while True:
+    os.write(1, bytes(4096))
+"""
+
+
+def test_a_daemon_of_a_program_keeps_no_pipe(tmp_path: Path):
+    pid = tmp_path / "pid"
+    episode = CommandEpisode([sys.executable, "-c", DAEMON, str(pid)], (), {})
+
+    async def play() -> None:
+        await episode.play(CONNECTION)
+        # Its output has no reader any more, so that writing raises an error.
+        await asyncio.to_thread(serving_cases.until, lambda: serving_cases.has_ended(int(os.readlink(pid))))
+
+    asyncio.run(play())
