@@ -27,11 +27,12 @@ USER_ERRORS = (UserError, ValueError, OSError)
 
 
 @contextlib.contextmanager
-def writing(path: StoragePath) -> Iterator[None]:
+def writing(path: StoragePath, setting: str = "run_dir") -> Iterator[None]:
     """Convert an `OSError` on writing to a `RunDirectoryError`.
 
     Args:
         path: the file or folder that is written.
+        setting: the setting of the path, for the remedy.
 
     Raises:
         RunDirectoryError: if an `OSError` is raised; the message names the path, the reason and the remedy.
@@ -42,13 +43,13 @@ def writing(path: StoragePath) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             reason = "the disk is full; free some space and rerun the same command to resume from the last checkpoint"
         elif isinstance(error, StorageError):
-            reason = f"{error.strerror}; {error.remedy}, or choose another run_dir"
+            reason = f"{error.strerror}; {error.remedy}, or choose another {setting}"
         elif isinstance(error, FileNotFoundError) and isinstance(path, RemotePath):
-            reason = "the bucket does not exist; create it, or choose another run_dir"
+            reason = f"the bucket does not exist; create it, or choose another {setting}"
         elif error.errno in (errno.ENOTDIR, errno.EEXIST):
-            reason = f"{error.filename or path} is a file, not a folder; choose another run_dir"
+            reason = f"{error.filename or path} is a file, not a folder; choose another {setting}"
         else:
-            reason = f"{error.strerror or error}; choose a run_dir on a writable disk"
+            reason = f"{error.strerror or error}; choose another {setting}, on a writable disk"
         raise RunDirectoryError(f"cannot write {str(path)!r}: {reason}") from error
 
 

@@ -50,7 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m marin_rl.view", description="Show the rollouts of a run.")
+    parser = argparse.ArgumentParser(
+        "python -m marin_rl.view",
+        usage="python -m marin_rl.view RUN [FILTERS] [--id ID | --compare A B | --html FILE] [--help]",
+        description="Show the rollouts of a run.",
+    )
     parser.add_argument(
         "run",
         metavar="RUN",
@@ -61,11 +65,11 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--steps", metavar="A-B", help="range of steps: 10-20, 10- or -20")
     which.add_argument("--evaluation", action="store_true", help="rollouts of evaluations instead of training")
     which.add_argument("--environment", help="name of the environment")
-    which.add_argument("--status", type=RolloutStatus, choices=list(RolloutStatus), help="final status")
+    which.add_argument("--status", choices=[str(status) for status in RolloutStatus], help="final status")
     which.add_argument("--min_reward", type=float, help="minimum total reward")
     which.add_argument("--max_reward", type=float, help="maximum total reward")
     how = parser.add_argument_group("output")
-    how.add_argument("--sort", type=SortKey, choices=list(SortKey), help="sort key of the list")
+    how.add_argument("--sort", choices=[str(key) for key in SortKey], help="sort key of the list")
     how.add_argument("--descending", action="store_true", help="sort in descending order")
     how.add_argument("--limit", type=_positive, default=50, help="maximum lines in the list (50)")
     how.add_argument("--id", action="append", default=[], help="show one rollout in full; repeat to compare rollouts")
@@ -113,7 +117,7 @@ def _show(arguments: argparse.Namespace, source: StoredRollouts) -> None:
     listing = list_rollouts(
         source,
         _selection(arguments, steps),
-        sort=arguments.sort,
+        sort=None if arguments.sort is None else SortKey(arguments.sort),
         descending=arguments.descending,
         limit=arguments.limit,
     )
@@ -133,7 +137,7 @@ def _selection(arguments: argparse.Namespace, steps: range | None) -> Selection:
         steps,
         arguments.evaluation,
         arguments.environment,
-        arguments.status,
+        None if arguments.status is None else RolloutStatus(arguments.status),
         arguments.min_reward,
         arguments.max_reward,
     )

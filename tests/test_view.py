@@ -48,7 +48,8 @@ def test_filters_sort_and_limit(run, capsys):
     assert "2 of 3 rollouts" in out
     assert out.index("g-0") < out.index("s1-0")
     assert "held-0" in view(capsys, run, "--evaluation", "--environment", "sums")
-    assert "0 rollouts" in view(capsys, run, "--step", "1", "--status", "failed", "--max_reward", "1")
+    out = view(capsys, run, "--step", "1", "--status", "failed", "--max_reward", "1")
+    assert out.strip() == "0 rollouts match the filters"
 
 
 def test_one_rollout_in_full(run, capsys):
@@ -142,11 +143,17 @@ def test_errors_are_one_line(run, tmp_path, capsys, argv, message):
 
 
 def test_invalid_arguments_are_refused(run, capsys):
-    for argv in (["--limit", "0"], ["--status", "odd"], ["--sort", "odd"]):
+    for argv, message in (
+        (["--limit", "0"], "--limit: must be at least 1, got 0"),
+        (["--status", "odd"], "--status: invalid choice: 'odd' (choose from 'completed', 'truncated', "),
+        (["--sort", "odd"], "--sort: invalid choice: 'odd' (choose from 'reward', "),
+    ):
         with pytest.raises(SystemExit) as caught:
             main([run, *argv])
         assert caught.value.code == 2
-        assert argv[0] in capsys.readouterr().err
+        usage, error = capsys.readouterr().err.splitlines()
+        assert usage.startswith("usage: ")
+        assert message in error
 
 
 def shown_commands():

@@ -208,7 +208,7 @@ def read_file(path: StoragePath, columns: Sequence[str] | None = None) -> pa.Tab
         ) from error
     except (pa.ArrowException, ValueError, KeyError, TypeError, OverflowError, RecursionError, OSError) as error:
         raise RolloutStoreError(
-            f"{path} is not a readable rollout file ({error}); delete it to continue without it"
+            f"{path} is not a readable rollout file ({error}); if it belongs to a run, delete it to continue without it"
         ) from error
 
 

@@ -188,6 +188,7 @@ def print_closing_table(
         console.print(Text.assemble((f"{name:{column}}  ", "dim"), escape(text)), soft_wrap=True)
     quoted = shlex.quote(str(run_directory))
     next_commands = {
+        "View its rollouts": f"python -m marin_rl.view {quoted}",
         "Evaluate it again": f"python -m marin_rl.evaluate --run {quoted}",
         "Train from its weights": (
             f"python -m marin_rl.train --config CONFIG --run_dir NEW --initialize_from {quoted} "
@@ -199,12 +200,15 @@ def print_closing_table(
 
 
 def _accuracy_table(evaluations: Mapping[str, Mapping[str, int | float]], console: Console) -> Table:
-    """Return a table with a column for each metric, or with a row for each if the columns do not fit on the console."""
+    """Return a table with a column for each metric, or with a row for each if the columns do not fit on the console.
+
+    pass@1 equals the sampled accuracy, and is omitted.
+    """
     names = dict.fromkeys(
         name
         for metrics in evaluations.values()
         for name in metrics
-        if name.startswith("eval/") and ("/accuracy_" in name or "/pass@" in name)
+        if name.startswith("eval/") and ("/accuracy_" in name or "/pass@" in name) and not name.endswith("/pass@1")
     )
     parts = [name.removeprefix("eval/").rpartition("/") for name in names]
     environments = {environment for environment, _, _ in parts}
@@ -245,7 +249,9 @@ def _empty_accuracy_table(columns: Iterable[str]) -> Table:
 
 def _time_table(seconds: Mapping[str, int | float]) -> Table:
     total = sum(seconds.values())
-    table = Table(title="Time", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title="Time of the RL steps", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
+    )
     for name in ("phase", "time", "share"):
         table.add_column(name, justify="left" if name == "phase" else "right")
     for name, value in sorted(seconds.items(), key=lambda item: -item[1]):

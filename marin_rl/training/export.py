@@ -70,7 +70,7 @@ def export_checkpoint(config: TrainConfig, checkpoints: Checkpoints, step: int |
 
     loaded = checkpoints.restore_newest(load) if step is None else load(checkpoints.open(step))
     assert loaded is not None
-    with writing(output):
+    with writing(output, "output"):
         export_folder(loaded[1], config.tokenizer.build(), output)
     return loaded[0]
 

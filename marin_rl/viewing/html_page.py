@@ -18,10 +18,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from marin_rl.errors import writing
 from marin_rl.escaping import escape
 from marin_rl.rollouts.store import StoredFile, read_file
+from marin_rl.storage import write_bytes
 from marin_rl.training.metrics_file import PANELS, read_records
-from marin_rl.training.run_directory import write_atomically
 from marin_rl.viewing.selection import Row, Selection, StoredRollouts, logprob_differences
 
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
@@ -44,7 +45,8 @@ def write_page(source: StoredRollouts, target: Path, selection: Selection, max_r
         RolloutStoreError: if a file of rollouts is damaged.
     """
     data = page_data(source, selection, max_rollouts)
-    write_atomically(target, render(data))
+    with writing(target, "--html"):
+        write_bytes(target, render(data).encode())
     return len(data["rollouts"])
 
 

@@ -30,6 +30,9 @@ MAX_NAME = 24
 
 def print_listing(console: Console, listing: Listing) -> None:
     """Print one line for each rollout."""
+    if not listing.rows:
+        console.print(Text("0 rollouts match the filters", "dim"))
+        return
     components = list(dict.fromkeys(name for row in listing.rows for name, _ in row["rewards"]))
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for name in ("id", "step", "environment", "status"):

@@ -169,6 +169,7 @@ def test_closing_table(width):
     assert f"run directory   {FOLDER}" in lines
     # A wrapped command could not be copied.
     assert f"  python -m marin_rl.evaluate --run {FOLDER}" in lines
+    assert f"  python -m marin_rl.view {FOLDER}" in lines
     assert max(len(line) for line in lines if "marin_rl.train" not in line and "runs/" not in line) <= width
 
 
@@ -194,15 +195,17 @@ def test_closing_table_names_environments_if_there_are_several():
 
 @pytest.mark.parametrize("width", [60, 80])
 def test_closing_table_has_a_row_for_each_metric_if_columns_do_not_fit(width: int):
-    names = [f"eval/{name}/{kind}" for name in ("countdown", "gsm8k") for kind in ("accuracy_sampled", "pass@1")]
-    names += [f"eval/a_long_name_of_an_environment/pass@{k}" for k in (1, 4, 16)]
-    evaluations = {"before warm start": dict.fromkeys(names, 0.25), "after RL": dict.fromkeys(names, 0.5)}
+    names = [f"eval/{name}/{kind}" for name in ("countdown", "gsm8k") for kind in ("accuracy_sampled", "pass@2")]
+    names += [f"eval/a_long_name_of_an_environment/pass@{k}" for k in (2, 4, 16)]
+    metrics = [*names, "eval/gsm8k/pass@1"]
+    evaluations = {"before warm start": dict.fromkeys(metrics, 0.25), "after RL": dict.fromkeys(metrics, 0.5)}
     stream = Stream()
     print_closing_table(Console(file=stream, width=width), Path("x"), evaluations, {}, {})
     text = stream.getvalue()
     assert "before warm start   after RL   change" in text
     assert text.count("  0.250      0.500   +0.250") == len(names)
-    assert "\n countdown pass@1 " in text
+    assert "\n countdown pass@2 " in text
+    assert "pass@1 " not in text
     assert "…" not in text
     assert max(map(len, text.partition("run directory")[0].splitlines())) <= width
 
@@ -216,8 +219,9 @@ def test_commands_are_quoted_for_the_shell():
     stream = Stream()
     print_closing_table(Console(file=stream, width=80), Path("runs/Anne's first"), {}, {}, {})
     commands = [line.split("marin_rl.")[1] for line in stream.getvalue().splitlines() if "python -m" in line]
-    assert shlex.split(commands[0]) == ["evaluate", "--run", "runs/Anne's first"]
-    assert "runs/Anne's first" in shlex.split(commands[1])
+    assert shlex.split(commands[0]) == ["view", "runs/Anne's first"]
+    assert shlex.split(commands[1]) == ["evaluate", "--run", "runs/Anne's first"]
+    assert "runs/Anne's first" in shlex.split(commands[2])
 
 
 def test_names_and_messages_are_escaped():

@@ -110,7 +110,7 @@ def test_file_instead_of_a_folder_is_named(tmp_path, below):
 
 
 def test_unwritable_path_is_named():
-    with pytest.raises(RunDirectoryError, match=r"cannot write '/proc/runs/a': .*; choose a run_dir on a writable"):
+    with pytest.raises(RunDirectoryError, match=r"cannot write '/proc/runs/a': .*; choose another run_dir, on"):
         create_or_open(Path("/proc/runs/a"), CONFIG)
 
 
