@@ -21,6 +21,8 @@ from marin_rl.config_fields import check_at_least
 from marin_rl.launch.supervise import exit_status
 
 DEVICES_FLAG = "--xla_force_host_platform_device_count"
+PROCESS_BYTES = 500_000_000
+"""Memory that every training process needs, also with a tiny model."""
 OUTPUT_TIMEOUT = 5.0
 """Seconds to wait for the rest of the output after the end of all processes."""
 
@@ -38,6 +40,12 @@ class LocalConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, "local", num_processes=1, devices_per_process=1, stop_timeout=0)
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if self.num_processes * PROCESS_BYTES > memory:
+            raise ValueError(
+                f"num_processes is {self.num_processes}, but this machine has memory for at most "
+                f"{memory // PROCESS_BYTES} training processes; lower it"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

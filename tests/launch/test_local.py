@@ -154,11 +154,13 @@ def launch(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
 
 
-def test_dry_run_prints_the_commands() -> None:
-    done = launch("--num_processes", "2", "--dry_run", "--", "--config", "a b.yaml")
+def test_dry_run_prints_the_commands(tmp_path: Path) -> None:
+    config = tmp_path / "a b.yaml"
+    config.write_text("seed: 1\n")
+    done = launch("--num_processes", "2", "--dry_run", "--", "--config", str(config))
     first, second = done.stdout.splitlines()
     assert first.startswith("JAX_PLATFORMS=cpu XLA_FLAGS=")
-    assert "-m marin_rl.train --config 'a b.yaml'" in first
+    assert f"-m marin_rl.train --config '{config}'" in first
     assert second.endswith("--trainer.distributed.process_id 1")
     assert done.returncode == 0
 

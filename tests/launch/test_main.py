@@ -28,7 +28,13 @@ def test_usage(argv: list[str], status: int, capsys: pytest.CaptureFixture[str])
         (["tpu", "start", *POD, "--detach", "--autodelete"], "--autodelete waits for the end of the run"),
         (["tpu", "stop", *POD, "--", "--seed", "1"], "stop takes no training arguments; remove -- and what follows"),
         (["supervise"], "no command; give it after --"),
-        (["local", "--num_process", "2"], "unknown key num_process; did you mean 'num_processes'"),
+        (
+            ["local", "--num_process", "2", "--", "--config", "a"],
+            "unknown key num_process; did you mean 'num_processes'",
+        ),
+        (["local", "--config", "a.yaml"], "no training arguments; give those of marin_rl.train after --"),
+        (["local", "--", "--config", "absent.yaml"], "config file 'absent.yaml' does not exist"),
+        (["local", "--num_processes", "1000000", "--", "--seed", "1"], "this machine has memory for at most "),
     ],
 )
 def test_mistakes(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
