@@ -9,10 +9,11 @@ import dataclasses
 import json
 import logging
 import math
+import os
+import queue
 import re
 import subprocess
 import sys
-import threading
 import weakref
 from pathlib import Path
 from typing import ClassVar, Protocol, runtime_checkable
@@ -206,15 +207,19 @@ class MathVerifyConfig(GraderConfig):
             raise ValueError(f"grader.timeout must be a finite number of seconds above 0, got {self.timeout}")
 
     def build(self) -> "MathVerifyGrader":
-        """Build the grader; its process starts with the first reply that needs it."""
+        """Build the grader; its processes start with the first replies that need them."""
         return MathVerifyGrader(self.timeout)
 
 
+MATH_WORKERS = max(2, min(8, os.cpu_count() or 1))
+"""Number of processes that grade at the same time."""
+
+
 class MathVerifyGrader:
-    """Grades with `math_verify_match` in a separate process, which is killed if a reply takes too long.
+    """Grades with `math_verify_match` in separate processes, which are killed if a reply takes too long.
 
     A reply such as `9**9**9**9` makes sympy compute without end or run out of memory, inside one C call that no signal
-    handler interrupts. Only killing the process helps. The process is reused for later replies.
+    handler interrupts. Only killing the process helps. The processes are reused for later replies.
     """
 
     # A reply can take its whole time limit.
@@ -222,9 +227,10 @@ class MathVerifyGrader:
 
     def __init__(self, timeout: float):
         self._timeout = timeout
-        self._lock = threading.Lock()
-        self._worker: subprocess.Popen[str] | None = None
-        self._stop: weakref.finalize | None = None
+        # Last in, first out: a further process starts only if all others are busy.
+        self._idle: queue.LifoQueue[_MathWorker] = queue.LifoQueue()
+        for _ in range(MATH_WORKERS):
+            self._idle.put(_MathWorker(timeout))
 
     def check(self, answer: str) -> None:
         """Check that math-verify can parse the answer."""
@@ -241,15 +247,11 @@ class MathVerifyGrader:
         return float(self._ask({"reply": reply, "answer": answer}))
 
     def _ask(self, request: dict[str, str]) -> bool:
-        with self._lock:
-            try:
-                line = self._exchange(json.dumps(request))
-            except BaseException:
-                # Interrupted before the answer was read: the next request would receive it.
-                self.close()
-                raise
-            if not line:
-                self.close()
+        worker = self._idle.get()
+        try:
+            line = worker.ask(json.dumps(request))
+        finally:
+            self._idle.put(worker)
         if not line:
             if "reply" not in request:
                 raise GroundTruthError(
@@ -263,19 +265,40 @@ class MathVerifyGrader:
             raise GroundTruthError(response["ground_truth_error"])
         return response["match"]
 
+
+class _MathWorker:
+    """A process that grades, which starts with its first request. Used by one thread at a time."""
+
+    def __init__(self, timeout: float):
+        self._timeout = timeout
+        self._process: subprocess.Popen[str] | None = None
+        self._stop: weakref.finalize | None = None
+
+    def ask(self, request: str) -> str:
+        """Send a request and return the answer; empty if the process ended."""
+        try:
+            line = self._exchange(request)
+        except BaseException:
+            # Interrupted before the answer was read: the next request would receive it.
+            self._close()
+            raise
+        if not line:
+            self._close()
+        return line
+
     def _exchange(self, request: str) -> str:
-        if self._worker is not None and self._worker.poll() is not None:
-            # The worker ended between two requests, so neither request is the cause.
-            self.close()
-        worker = self._worker if self._worker is not None else self._start()
-        assert worker.stdin is not None
-        assert worker.stdout is not None
-        worker.stdin.write(request + "\n")
-        worker.stdin.flush()
-        return worker.stdout.readline()
+        if self._process is not None and self._process.poll() is not None:
+            # The process ended between two requests, so neither request is the cause.
+            self._close()
+        process = self._process if self._process is not None else self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(request + "\n")
+        process.stdin.flush()
+        return process.stdout.readline()
 
     def _start(self) -> subprocess.Popen[str]:
-        worker = subprocess.Popen(
+        process = subprocess.Popen(
             # -P keeps the folder of the worker's file off the Python path, where it could shadow other modules.
             [sys.executable, "-P", str(_WORKER), str(self._timeout)],
             stdin=subprocess.PIPE,
@@ -285,21 +308,21 @@ class MathVerifyGrader:
             # Ctrl-C in the terminal must not reach the worker: the trainer needs grades to finish its step.
             start_new_session=True,
         )
-        self._worker = worker
-        self._stop = weakref.finalize(self, _end, worker)
-        assert worker.stdout is not None
-        if worker.stdout.readline() != "ready\n":
+        self._process = process
+        self._stop = weakref.finalize(self, _end, process)
+        assert process.stdout is not None
+        if process.stdout.readline() != "ready\n":
             raise RuntimeError(
-                f"the math_verify process did not start (exit status {worker.wait()}); the error is printed above. "
+                f"the math_verify process did not start (exit status {process.wait()}); the error is printed above. "
                 "Check that `math-verify` is installed for " + sys.executable
             )
-        return worker
+        return process
 
-    def close(self) -> None:
-        """Kill the process; the next reply starts another."""
+    def _close(self) -> None:
+        """Kill the process; the next request starts another."""
         if self._stop is not None:
             self._stop()
-        self._worker = self._stop = None
+        self._process = self._stop = None
 
 
 def _end(worker: subprocess.Popen[str]) -> None:

@@ -3,6 +3,7 @@
 
 import gc
 import os
+import queue
 import signal
 import threading
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from marin_rl.rewards import grading
 from marin_rl.rewards.grading import (
     ExactConfig,
     FormatConfig,
@@ -56,10 +58,8 @@ def test_missing_group_names_field():
 
 
 @pytest.fixture
-def grader():
-    made = MathVerifyConfig(timeout=1.0).build()
-    yield made
-    made.close()
+def grader() -> MathVerifyGrader:
+    return MathVerifyConfig(timeout=1.0).build()
 
 
 @given(st.text(), st.text())
@@ -127,19 +127,36 @@ def test_math_verify_from_many_threads(grader: MathVerifyGrader):
 
 
 def test_interrupted_exchange_does_not_shift_the_answers(grader: MathVerifyGrader, monkeypatch):
-    exchange = MathVerifyGrader._exchange
+    assert grader.grade("it is 46", "46") == 1.0
 
-    def interrupted(self: MathVerifyGrader, request: str) -> str:
-        worker = self._worker if self._worker is not None else self._start()
-        worker.stdin.write(request + "\n")
-        worker.stdin.flush()
+    def write_only(worker: grading._MathWorker, request: str) -> str:
+        worker._process.stdin.write(request + "\n")
+        worker._process.stdin.flush()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(MathVerifyGrader, "_exchange", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        grader.grade("it is 46", "46")
-    monkeypatch.setattr(MathVerifyGrader, "_exchange", exchange)
+    with monkeypatch.context() as patched:
+        patched.setattr(grading._MathWorker, "_exchange", write_only)
+        with pytest.raises(KeyboardInterrupt):
+            grader.grade("it is 46", "46")
     assert grader.grade("it is 47", "46") == 0.0
+
+
+def test_a_slow_reply_delays_no_other(grader: MathVerifyGrader):
+    before = set(list_descendants(os.getpid()))
+    assert grader.grade("0.5", "1/2") == 1.0
+    [worker] = set(list_descendants(os.getpid())) - before
+    os.kill(worker, signal.SIGSTOP)
+    rewards: queue.Queue[float] = queue.Queue()
+    threads = [threading.Thread(target=lambda: rewards.put(grader.grade("0.5", "1/2"))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    # One of them waits for the stopped process.
+    assert rewards.get(timeout=600) == 1.0
+    assert rewards.empty()
+    os.kill(worker, signal.SIGCONT)
+    assert rewards.get(timeout=600) == 1.0
+    for thread in threads:
+        thread.join()
 
 
 def test_a_worker_that_ended_between_replies_is_replaced(grader: MathVerifyGrader):
