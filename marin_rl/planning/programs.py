@@ -33,8 +33,9 @@ from marin_rl.sampling.attention import Tokens
 from marin_rl.sampling.cached_model import CachedModel, with_cache
 from marin_rl.sampling.config import LevanterSamplerConfig
 from marin_rl.sampling.decoding import Programs, Slots, compile_programs, conversion_program
-from marin_rl.sampling.group_sampler import DECODE_STEPS, SamplerSizes, check_cache_size, sampler_sizes
+from marin_rl.sampling.group_sampler import DECODE_STEPS
 from marin_rl.sampling.prefill import PrefillShape
+from marin_rl.sampling.sizes import SamplerSizes, check_cache_size, sampler_sizes
 from marin_rl.training.open_run import make_learner, make_scorer
 from marin_rl.weights.publish import copy_program
 from marin_rl.weights.tree import named_leaves
@@ -103,18 +104,9 @@ class RunShapes:
         Raises:
             ValueError: if the KV cache exceeds `sampling.max_cache_gib`.
         """
-        model, sizes, context = cast(LmConfig, self.policy.config), self.sizes, self.config.rollouts.max_length
-        check_cache_size(model, sizes, self.config.sampling, context)
-        return compile_programs(
-            self.trainer,
-            model,
-            sizes.form,
-            slots=sizes.slots,
-            context=context,
-            dtype=sizes.dtype,
-            steps=DECODE_STEPS,
-            mesh=sizes.mesh,
-        )
+        model = cast(LmConfig, self.policy.config)
+        check_cache_size(model, self.sizes, self.config.sampling)
+        return compile_programs(self.trainer, model, self.sizes, steps=DECODE_STEPS)
 
     @functools.cached_property
     def converted(self) -> CachedModel:

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from marin_rl.planning.chips import Chip, Number
 from marin_rl.planning.compiling import Measured
 from marin_rl.planning.programs import RunShapes, own_scorings
-from marin_rl.sampling.group_sampler import SamplerSizes
 from marin_rl.sampling.prefill import PrefillShape
+from marin_rl.sampling.sizes import SamplerSizes
 
 
 @dataclasses.dataclass(frozen=True)

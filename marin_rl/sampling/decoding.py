@@ -8,7 +8,6 @@ sharded over the model axis.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -24,7 +23,8 @@ from levanter.trainer import TrainerConfig
 
 from marin_rl.kernel_sharding import POSITION
 from marin_rl.sampling.attention import PADDING, AttentionForm, CacheAxes, Tokens, einsum_in_float32
-from marin_rl.sampling.cached_model import Cache, CachedModel, cache_axes, empty_cache, with_cache
+from marin_rl.sampling.cached_model import Cache, CachedModel, empty_cache, with_cache
+from marin_rl.sampling.sizes import SamplerSizes
 
 _SMALL_BLOCK = 64
 _LARGE_BLOCK = 512
@@ -222,37 +222,24 @@ class Programs(NamedTuple):
     decode: Callable[..., tuple[Cache, tuple[jax.Array, jax.Array, jax.Array]]]
 
 
-def compile_programs(
-    trainer: TrainerConfig | None,
-    model: LmConfig,
-    form: AttentionForm,
-    *,
-    slots: int,
-    context: int,
-    dtype: jnp.dtype,
-    steps: int,
-    mesh: jax.sharding.Mesh | None = None,
-) -> Programs:
+def compile_programs(trainer: TrainerConfig | None, model: LmConfig, sizes: SamplerSizes, *, steps: int) -> Programs:
     """Return the programs; each is compiled at its first call, once per process for equal arguments.
 
     Args:
-        trainer: mesh, axis mapping and compute precision; None uses one device and the model's precision.
+        trainer: axis mapping and compute precision; None uses one device and the model's precision.
         model: architecture.
-        form: attention over the cache.
-        slots: number of slots, of all data shards together.
-        context: maximum number of tokens of a sequence.
-        dtype: type of the cache.
+        sizes: devices and sizes.
         steps: maximum number of tokens per slot in one call of `decode`.
-        mesh: devices of the programs, with the axes of the trainer's mesh; None for the trainer's.
     """
-    axes = cache_axes(model, form, slots, context, head_shards(trainer, mesh))
+    axes = sizes.cache_axes(model)
     if trainer is None:
-        return _programs(None, None, (), None, axes, form, context, dtype, steps)
+        return _programs(None, None, (), None, axes, sizes.form, sizes.context, sizes.dtype, steps)
     learners = (trainer.batch_axis, POSITION)
     mapping = {name: axes for name, axes in trainer.compute_axis_mapping.items() if name not in learners}
     batch_axes = cast(tuple[str, ...], trainer.compute_axis_mapping[cast(str, trainer.batch_axis)])
-    mesh = trainer.device_mesh if mesh is None else mesh
-    return _programs(mesh, _entries(mapping), batch_axes, trainer.mp, axes, form, context, dtype, steps)
+    return _programs(
+        sizes.mesh, _entries(mapping), batch_axes, trainer.mp, axes, sizes.form, sizes.context, sizes.dtype, steps
+    )
 
 
 _Mapping = tuple[tuple[str, str | tuple[str, ...]], ...]
@@ -283,20 +270,6 @@ def _conversion(
 
 def _entries(mapping: ResourceMapping) -> _Mapping:
     return tuple((name, axes if isinstance(axes, str) else tuple(axes)) for name, axes in mapping.items())
-
-
-def head_shards(trainer: TrainerConfig | None, mesh: jax.sharding.Mesh | None = None) -> int:
-    """Return the number of devices over which heads of keys and values are sharded.
-
-    Args:
-        trainer: axis mapping; None for one device.
-        mesh: devices of the programs; None for the trainer's.
-    """
-    if trainer is None:
-        return 1
-    axes = trainer.compute_axis_mapping.get("kv_head", ())
-    names = (axes,) if isinstance(axes, str) else axes
-    return math.prod((mesh or trainer.device_mesh).shape[name] for name in names)
 
 
 @functools.cache

@@ -14,26 +14,21 @@ function of its conversation and the weights.
 
 import contextlib
 import dataclasses
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import equinox as eqx
 import haliax.partitioning
 import jax
-import jax.numpy as jnp
 import numpy as np
-from haliax.partitioning import ResourceAxis
-from levanter.models.lm_model import LmConfig, LmHeadModel
+from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
-from marin_rl.sampling.attention import AttentionForm, attention_form
-from marin_rl.sampling.cached_model import Cache, CachedModel, cache_axes
+from marin_rl.sampling.cached_model import Cache, CachedModel
 from marin_rl.sampling.config import SamplingConfig
-from marin_rl.sampling.decoding import compile_programs, conversion_program, head_shards
-from marin_rl.sampling.host_mesh import copy_to_each_process, count_hosts, host_mesh
-from marin_rl.sampling.prefill import Piece, PrefillShapes, copy_arguments, prefill_calls, prefill_shapes
+from marin_rl.sampling.decoding import compile_programs, conversion_program
+from marin_rl.sampling.host_mesh import copy_to_each_process
+from marin_rl.sampling.prefill import Piece, copy_arguments, prefill_calls
 from marin_rl.sampling.sampler import (
     SampledTokens,
     Sampler,
@@ -41,6 +36,7 @@ from marin_rl.sampling.sampler import (
     WeightPoll,
     check_requests,
 )
+from marin_rl.sampling.sizes import check_cache_size, sampler_sizes
 from marin_rl.sampling.slots import AcceptedRequest, SlotTable
 from marin_rl.types import Generation, WeightVersion
 
@@ -48,51 +44,6 @@ DECODE_STEPS = 16
 """Tokens of each sequence in one call of `decode`."""
 REFILL_FRACTION = 16
 """A call of `decode` ends when one in this number of slots can be refilled."""
-
-
-class SamplerSizes(NamedTuple):
-    """Devices and sizes of the programs of a sampler, a function of the config and the learner's mesh."""
-
-    mesh: jax.sharding.Mesh | None
-    """Devices of this process; None for one device."""
-    hosts: int
-    """Number of processes, each with a sampler of its own."""
-    shards: int
-    """Number of data shards of this process."""
-    shard_slots: int
-    """Slots of each data shard."""
-    head_shards: int
-    """Number of devices over which heads of keys and values are sharded."""
-    form: AttentionForm
-    """Attention over the cache."""
-    dtype: jnp.dtype
-    """Type of the cache."""
-    prefill: PrefillShapes
-    """Shapes of calls of `prefill` on each data shard."""
-
-    @property
-    def slots(self) -> int:
-        """Slots of all data shards of this process."""
-        return self.shards * self.shard_slots
-
-
-def sampler_sizes(config: SamplingConfig, max_context: int, trainer: TrainerConfig | None) -> SamplerSizes:
-    """Return the sizes of a sampler; the arguments are those of `GroupSampler`."""
-    mesh = None if trainer is None else host_mesh(trainer.device_mesh)
-    hosts = 1 if trainer is None else count_hosts(trainer.device_mesh)
-    shards = 1 if mesh is None else mesh.size // mesh.shape[ResourceAxis.MODEL]
-    shard_slots = -(-config.max_seqs // (shards * hosts))
-    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    return SamplerSizes(
-        mesh,
-        hosts,
-        shards,
-        shard_slots,
-        head_shards(trainer, mesh),
-        attention_form(device.platform, device.device_kind),
-        jnp.dtype(config.cache_dtype(device.platform)),
-        prefill_shapes(device.platform, shard_slots, max_context, config.max_new_tokens),
-    )
 
 
 @dataclasses.dataclass
@@ -149,27 +100,14 @@ class GroupSampler(Sampler):
             raise ValueError(f"max_context is {max_context}; it must be at least 2, one prompt token and one new token")
         self._stop_sequences = _stop_table(stop_sequences, model.Vocab.size)
         self._config = config
-        self._max_context = max_context
         self._vocab_size = model.Vocab.size
         self._weight_poll = weight_poll
         self._trainer = trainer
         self._version = version
-        sizes = sampler_sizes(config, max_context, trainer)
-        check_cache_size(model.config, sizes, config, max_context)
-        self._mesh, self._num_hosts, self._shards = sizes.mesh, sizes.hosts, sizes.shards
-        self._form = sizes.form
-        self._shard_slots, self._num_slots, self._prefill = sizes.shard_slots, sizes.slots, sizes.prefill
+        self._sizes = sampler_sizes(config, max_context, trainer)
+        check_cache_size(model.config, self._sizes, config)
         steps = DECODE_STEPS if weight_poll is None else min(weight_poll.decode_steps, DECODE_STEPS)
-        self._programs = compile_programs(
-            trainer,
-            model.config,
-            sizes.form,
-            slots=sizes.slots,
-            context=max_context,
-            dtype=sizes.dtype,
-            steps=steps,
-            mesh=sizes.mesh,
-        )
+        self._programs = compile_programs(trainer, model.config, self._sizes, steps=steps)
         self._source = model
         self._count = 0
         self.work = SamplerWork()
@@ -184,20 +122,20 @@ class GroupSampler(Sampler):
     @property
     def batch_size(self) -> int:
         """Number of sequences that are decoded together."""
-        return self._num_slots
+        return self._sizes.slots
 
     @property
     def is_idle(self) -> bool:
         """Whether there are no requests, or all wait for slots of conversations between two turns."""
         if self._slots.active.any() or self._next_turns:
             return False
-        return not self._queue or len(self._slot_of) == self._num_slots
+        return not self._queue or len(self._slot_of) == self._sizes.slots
 
     def start(self, requests: Sequence[SampleRequest]) -> list[int]:
         """Queue requests for `advance`; see `Sampler.start`."""
         allowed = check_requests(
             requests,
-            max_context=self._max_context,
+            max_context=self._sizes.context,
             vocab_size=self._vocab_size,
             max_new_tokens=self._config.max_new_tokens,
         )
@@ -274,17 +212,17 @@ class GroupSampler(Sampler):
         """Copy the weights to the devices of this process, in the layout for decoding; see `Sampler.prepare`."""
         # GPT-2 has flags of its dropout layers among its weights; programs take arrays only.
         model = eqx.filter(self._source, eqx.is_array)
-        if self._trainer is None or self._num_hosts == 1:
+        if self._trainer is None or self._sizes.hosts == 1:
             with self._on_mesh():
                 self._model = self._programs.prepare(model)
             return
         with self._trainer.use_device_mesh():
-            converted = conversion_program(self._trainer, self._form, self._max_context)(model)
+            converted = conversion_program(self._trainer, self._sizes.form, self._sizes.context)(model)
         self._model = copy_to_each_process(converted, self._trainer.device_mesh, self._trainer.compute_axis_mapping)
 
     def reset(self) -> None:
         """Drop all requests and conversations, and release the device memory until the next request."""
-        slots = self._num_slots
+        slots = self._sizes.slots
         self._model: CachedModel | None = None
         self._cache: Cache | None = None
         self._queue: deque[AcceptedRequest] = deque()
@@ -304,10 +242,10 @@ class GroupSampler(Sampler):
 
     @contextlib.contextmanager
     def _on_mesh(self) -> Iterator[None]:
-        if self._mesh is None:
+        if self._sizes.mesh is None:
             yield
             return
-        with haliax.partitioning.set_mesh(self._mesh):
+        with haliax.partitioning.set_mesh(self._sizes.mesh):
             yield
 
     def _admit(self) -> None:
@@ -326,17 +264,19 @@ class GroupSampler(Sampler):
             return
         model, cache = self._loaded()
         self.work.prefilled_tokens += sum(len(piece.tokens) for piece in pieces)
-        for tokens in prefill_calls(pieces, self._prefill, self._shards, self._shard_slots):
+        for tokens in prefill_calls(pieces, self._sizes.prefill, self._sizes.shards, self._sizes.shard_slots):
             self.work.prefill_positions += tokens.ids.size
             cache = self._programs.prefill(model, cache, tokens)
         if copies:
-            cache = self._programs.copy_slots(cache, *copy_arguments(copies, self._shards, self._shard_slots))
+            cache = self._programs.copy_slots(
+                cache, *copy_arguments(copies, self._sizes.shards, self._sizes.shard_slots)
+            )
         self._cache = cache
 
     def _loaded(self) -> tuple[CachedModel, Cache]:
         """Return model and cache, which is donated to the next program."""
         if self._model is None:
-            if self._num_hosts > 1:
+            if self._sizes.hosts > 1:
                 raise RuntimeError("weights of a mesh of several processes are copied by `prepare`, in all of them")
             self.prepare()
             assert self._model is not None
@@ -348,8 +288,8 @@ class GroupSampler(Sampler):
         taken = self._slots.active.copy()
         taken[list(self._slot_of.values())] = True
         return [
-            dict.fromkeys((shard * self._shard_slots + np.flatnonzero(~row)[::-1]).tolist())
-            for shard, row in enumerate(taken.reshape(self._shards, -1))
+            dict.fromkeys((shard * self._sizes.shard_slots + np.flatnonzero(~row)[::-1]).tolist())
+            for shard, row in enumerate(taken.reshape(self._sizes.shards, -1))
         ]
 
     def _take_slot(self, free: Sequence[dict[int, None]], prefix: bytes) -> int:
@@ -372,13 +312,13 @@ class GroupSampler(Sampler):
         if queued.request.conversation is not None:
             self._slot_of[queued.request.conversation] = slot
         self._slots.assign(slot, queued)
-        source = self._slot_of_prefix.get((slot // self._shard_slots, prefix))
+        source = self._slot_of_prefix.get((slot // self._sizes.shard_slots, prefix))
         if not prefix or source == slot:
             return []
         if source is not None:
             copies.append((source, slot))
             return []
-        self._slot_of_prefix[slot // self._shard_slots, prefix] = slot
+        self._slot_of_prefix[slot // self._sizes.shard_slots, prefix] = slot
         return [Piece(slot, 0, np.frombuffer(prefix, np.int32))]
 
     def _continue(self, queued: AcceptedRequest) -> list[Piece]:
@@ -394,7 +334,7 @@ class GroupSampler(Sampler):
 
     def _forget_prefix(self, slot: int) -> None:
         """Stop sharing the cache of the prefix with which a slot's sequence began."""
-        key = slot // self._shard_slots, self._prefixes[slot]
+        key = slot // self._sizes.shard_slots, self._prefixes[slot]
         if self._slot_of_prefix.get(key) == slot:
             del self._slot_of_prefix[key]
 
@@ -402,14 +342,14 @@ class GroupSampler(Sampler):
         """Sample some tokens in all active slots, and return the generations that have ended."""
         # Refill slots before few are active: a call costs the same for any number of sequences.
         refills = bool(self._queue or self._slot_of)
-        exit_after = max(self._shard_slots // REFILL_FRACTION, 1) if refills else self._shard_slots
+        exit_after = max(self._sizes.shard_slots // REFILL_FRACTION, 1) if refills else self._sizes.shard_slots
         slots = self._slots.decode_inputs(self._stop_sequences.shape[1] - 1)
         model, cache = self._loaded()
         self._cache, decoded = self._programs.decode(model, cache, slots, self._stop_sequences, np.int32(exit_after))
         tokens, logprobs, stopped = map(np.asarray, decoded)
         counts = self._slots.add(tokens, logprobs, self._version)
         self.work.sampled_tokens += int(counts.sum())
-        self.work.slot_steps += int(counts.max()) * self._num_slots
+        self.work.slot_steps += int(counts.max()) * self._sizes.slots
         ended = self._slots.end(stopped)
         for slot, (_, request, _), generation in ended:
             if request.conversation is not None:
@@ -440,23 +380,6 @@ def _stop_table(sequences: Sequence[Sequence[int]], vocab_size: int) -> np.ndarr
     for row, sequence in zip(rows, table, strict=False):
         row[len(row) - len(sequence) :] = sequence
     return rows
-
-
-def check_cache_size(model: LmConfig, sizes: SamplerSizes, config: SamplingConfig, max_context: int) -> None:
-    """Compare the size of the KV cache on one device with its limit.
-
-    Raises:
-        ValueError: if it exceeds `config.max_cache_gib`.
-    """
-    axes = cache_axes(model, sizes.form, sizes.slots, max_context, sizes.head_shards)
-    elements = sum(math.prod(axis.size for axis in array) for layer in axes for array in layer)
-    gib = elements * sizes.dtype.itemsize / (sizes.shards * sizes.head_shards) / 2**30
-    if config.max_cache_gib is not None and gib > config.max_cache_gib:
-        raise ValueError(
-            f"the KV cache of {config.max_seqs} sequences (sampling.max_seqs) of {max_context} tokens takes {gib:.2f} "
-            f"GiB on each device, more than sampling.max_cache_gib {config.max_cache_gib:g}; lower sampling.max_seqs "
-            "or rollouts.max_length, or set sampling.kv_cache_dtype: bfloat16"
-        )
 
 
 def _common_prefix(first: tuple[int, ...], second: tuple[int, ...]) -> int:
