@@ -104,6 +104,14 @@ class AgentEpisode(abc.ABC):
     async def play(self, connection: AgentConnection) -> AgentResult:
         """Run the program. Any exception marks the rollout as failed; cancellation must end the program."""
 
+    def truncated_result(self, rollout_id: str) -> AgentResult:
+        """Return the result if the program raised because a limit refused a reply; by default without rewards.
+
+        Args:
+            rollout_id: id of the rollout.
+        """
+        return AgentResult()
+
 
 class NoSandboxError(ValueError):
     """Raised if the policy's programs have no sandbox to run in; the message names environment and tool."""

@@ -127,8 +127,14 @@ class RandomRewardAgent(AgentEpisode):
 
     async def play(self, connection: AgentConnection) -> AgentResult:
         """Play the inner episode, and replace its rewards."""
-        result = await self.inner.play(connection)
-        rewards = {RANDOM: _draw(self.probability, self.key, connection.rollout_id)}
+        return self._random(await self.inner.play(connection), connection.rollout_id)
+
+    def truncated_result(self, rollout_id: str) -> AgentResult:
+        """Return the inner result with a random reward."""
+        return self._random(self.inner.truncated_result(rollout_id), rollout_id)
+
+    def _random(self, result: AgentResult, rollout_id: str) -> AgentResult:
+        rewards = {RANDOM: _draw(self.probability, self.key, rollout_id)}
         return dataclasses.replace(result, rewards=rewards, takes_posted=False)
 
 

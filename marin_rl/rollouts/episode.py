@@ -115,6 +115,8 @@ async def _run_agent(
         # An agent that is refused a further reply need not handle the error.
         if error.status is RolloutStatus.TIMED_OUT or not recorder.is_truncated:
             builder.fail(error.status, str(error))
+        else:
+            result = episode.truncated_result(recorder.rollout_id)
     finally:
         recorder.close()
     recorder.finish(result)

@@ -655,7 +655,8 @@ def test_prompt_beyond_the_context_truncates_the_rollout():
         run(at_once)
 
 
-def test_random_control_replaces_returned_and_posted_rewards():
+@pytest.mark.parametrize("max_turns", [2, 1])
+def test_random_control_replaces_returned_and_posted_rewards(max_turns: int):
     def control(environment: AbstractEnvironment) -> AbstractEnvironment:
         return RandomRewardEnvironment("agents", environment, 0.5, frozenset([("agents", "t")]))
 
@@ -663,11 +664,14 @@ def test_random_control_replaces_returned_and_posted_rewards():
         url = base_url.removesuffix("/v1") + "/reward"
         async with Client(base_url, api_key) as client, httpx.AsyncClient() as http:
             reply = await client.chat("a")
-            body = {"reward": 3.0, "completion_id": reply.id}
-            await http.post(url, json=body, headers={"Authorization": f"Bearer {api_key}"})
+            for body in ({"reward": 3.0, "completion_id": reply.id}, {"reward": 5.0}):
+                await http.post(url, json=body, headers={"Authorization": f"Bearer {api_key}"})
+            # With one turn, the limit of the run ends the episode here.
+            await client.chat("b")
         return 7.0
 
-    group, _ = run(play, size=8, wrap=control)
+    limits = Limits(max_length=120, max_new_tokens=8, max_turns=max_turns)
+    group, _ = run(play, size=8, wrap=control, limits=limits)
     rewards = [dict(rollout.rewards) for rollout in group.rollouts]
     assert {tuple(each) for each in rewards} == {(RANDOM,)}
     assert {each[RANDOM] for each in rewards} == {0.0, 1.0}
