@@ -316,6 +316,8 @@ class SingleTurnEnvironment(AbstractEnvironment):
     """Group 1 of its last match after the thoughts is scored; a reply without a match is wrong."""
     blocks: bool = False
     """Whether `score` may block, so that it must run in a thread."""
+    problem_ids: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Problem ids by task id, for tasks that may have other ids."""
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """Return the tasks of a split in a fixed order."""

@@ -259,6 +259,7 @@ class DatasetConfig(EnvironmentConfig):
             format=self.format,
             reply_regex=self.reply_regex,
             blocks=grader is not None and grader.blocks,
+            problem_ids={problem.task.id: problem_id(problem.text) for problem in (*problems, *separate)},
         )
 
     def _problems(self, source: str, name: str) -> list[Problem]:

@@ -178,6 +178,9 @@ def _problem_ids(environment: AbstractEnvironment, task: Task) -> set[str]:
     ids = {task.id} if is_problem_id(task.id) else set()
     if isinstance(environment, SingleTurnEnvironment):
         ids.add(problem_id(question_text(task.messages)))
+        # A prompt template changes the messages, but not the problem.
+        if task.id in environment.problem_ids:
+            ids.add(environment.problem_ids[task.id])
     return ids
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from marin_rl.config.decode import ConfigError, decode
 from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, JsonlConfig, TextGameConfig, ToolUseConfig
 from marin_rl.environments.base import Split, StreamState, TaskStream
+from marin_rl.environments.dataset import RowFormat
 from marin_rl.environments.games import View
 from marin_rl.environments.streams import (
     CurriculumConfig,
@@ -179,6 +180,11 @@ def test_files_of_parts_must_not_overlap(tmp_path: Path):
         for whole in composites(JsonlConfig(path=a, held_out_path=b), JsonlConfig(path=other, name="other")):
             with pytest.raises(ValueError, match=r"'other' trains on \d+ held_out problems of 'a', .* 'question \d+'"):
                 whole.build()
+    # A template changes the messages, but not the problems.
+    asked = JsonlConfig(path=a, name="other", rows=RowFormat(prompt_template="Tell me: {prompt}"))
+    for whole in composites(JsonlConfig(path=a, held_out=0.4), asked):
+        with pytest.raises(ValueError, match=r"'other' trains on \d+ held_out problems of 'a', .* 'question \d+'"):
+            whole.build()
     # Ids of unrelated files may be equal.
     renamed = [{**row, "prompt": "other " + row["prompt"]} for row in rows]
     for whole in composites(JsonlConfig(path=a), JsonlConfig(path=write("d.jsonl", *renamed), held_out=0.4)):
