@@ -82,6 +82,9 @@ def token_logprobs(
     Batch, Pos = batch.input_ids.axes
     (Embed,) = (axis for axis in activations.axes if axis not in (Batch, Pos))
     (Vocab,) = (axis for axis in lm_head.axes if axis != Embed)
+    # Gather the head after the trunk's forward pass, and reduce its gradient before the trunk's backward pass. XLA may
+    # otherwise hold the gathered head during all microbatches, and the gradient during the backward pass.
+    activations, lm_head = jax.lax.optimization_barrier((activations, lm_head))
     # The head may be sharded along its embedding axis. Gather it here once instead of in every block.
     lm_head = hax.auto_sharded(lm_head)
     logprobs, entropies = blockwise_logprobs(

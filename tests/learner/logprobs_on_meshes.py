@@ -7,6 +7,7 @@ Reads `FOLDER/inputs.npz`; writes the results of each mesh to `FOLDER/CASE.npz`,
 devices within the loops over blocks to `FOLDER/facts.json`.
 """
 
+import functools
 import json
 import re
 import sys
@@ -45,6 +46,16 @@ def collectives_in_loops(program: str) -> list[int]:
     return sizes
 
 
+def repeat(measure, activations, lm_head, batch, pull):
+    """Sum the gradients of the head over two microbatches."""
+
+    def add(index, total):
+        _, (_, gradient) = measure(activations * index, lm_head, batch, pull)
+        return total + gradient
+
+    return jax.lax.fori_loop(0, 2, add, hax.zeros_like(lm_head))
+
+
 def main(folder: Path) -> None:
     inputs = np.load(folder / "inputs.npz")
     rows, positions, embed = inputs["activations"].shape
@@ -80,6 +91,7 @@ def main(folder: Path) -> None:
             )
             assert len({str(shard.index) for shard in arguments[1].array.addressable_shards}) == 8
             compiled = eqx.filter_jit(measure).lower(*arguments).compile()
+            looped = eqx.filter_jit(functools.partial(repeat, measure)).lower(*arguments).compile()
             found, gradients = compiled(*arguments)
         np.savez(
             folder / f"{name}.npz",
@@ -89,7 +101,11 @@ def main(folder: Path) -> None:
             of_head=gradients[1].array,
         )
         program = compiled.compiled.as_text()
-        facts[name] = {"in_loops": collectives_in_loops(program), "gathers": len(re.findall(r" all-gather\(", program))}
+        facts[name] = {
+            "in_loops": collectives_in_loops(program),
+            "gathers": len(re.findall(r" all-gather\(", program)),
+            "gathers_before_loop": count_collectives(looped.compiled.as_text()).outside_loops.get("all-gather", 0),
+        }
     (folder / "facts.json").write_text(json.dumps(facts))
 
 
@@ -103,5 +119,6 @@ if __name__ == "__main__":
 
     from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
     from marin_rl.learner.logprobs import token_logprobs
+    from marin_rl.planning.hlo import count_collectives
 
     main(Path(sys.argv[1]))
