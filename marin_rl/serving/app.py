@@ -221,6 +221,11 @@ async def _show_engine_error(request: Request, error: Exception) -> Response:
     return await _show_error(request, ApiError(str(error), status=HTTPStatus.SERVICE_UNAVAILABLE))
 
 
+async def _show_depth(request: Request, error: Exception) -> Response:
+    """Return the error of a body that can be read, but not written again, as tools and tool calls are."""
+    return await _show_error(request, ApiError("the body is nested too deeply"))
+
+
 async def _show_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
@@ -241,6 +246,7 @@ EXCEPTION_HANDLERS = {
     ApiError: _show_error,
     EngineError: _show_engine_error,
     HTTPException: _show_http_error,
+    RecursionError: _show_depth,
     ClientDisconnect: _show_disconnect,
     Exception: _show_bug,
 }

@@ -12,8 +12,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapp
 from http import HTTPStatus
 from typing import Any, TypeVar
 
+from pydantic_core import to_json
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from marin_rl.event_loop import gather_all
@@ -28,7 +29,7 @@ from marin_rl.serving.protocol import (
     engine_requests,
     parse_body,
 )
-from marin_rl.serving.responses import TokenPiece, Usage, generate_body, make_choice, response_head
+from marin_rl.serving.responses import JsonResponse, TokenPiece, Usage, generate_body, make_choice, response_head
 from marin_rl.serving.text import TextPart
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Message
@@ -96,7 +97,7 @@ class Endpoints:
         requests = self._requests([tuple(body.token_ids)], body.sampling_params, id)
         self._admit(requests, len(body.token_ids))
         parts = await _while_connected(request.receive, self._sample(requests))
-        return JSONResponse(generate_body(id, requests, parts, body.sampling_params.logprobs is not None))
+        return JsonResponse(generate_body(id, requests, parts, body.sampling_params.logprobs is not None))
 
     def _with_temperature(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
         return values if self.temperature is None else {**values, "temperature": self.temperature}
@@ -124,7 +125,7 @@ class Endpoints:
             parts = await _while_connected(request.receive, self._sample(requests))
             usage = Usage(num_prompt, sum(len(part.token_ids) for part in parts))
             whole = [choice.whole(part) for choice, part in zip(choices, parts, strict=True)]
-            return JSONResponse({**first, "choices": whole, "usage": usage.body()})
+            return JsonResponse({**first, "choices": whole, "usage": usage.body()})
         has_usage = body.stream_options is not None and body.stream_options.include_usage
 
         async def produce(emit: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
@@ -218,8 +219,7 @@ class EventStream:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
         async def emit(event: dict[str, Any]) -> None:
-            data = json.dumps(event, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-            await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": b"data: %b\n\n" % to_json(event), "more_body": True})
 
         try:
             await _while_connected(receive, self._produce(emit))
@@ -229,7 +229,7 @@ class EventStream:
         except (ApiError, EngineError) as error:
             if isinstance(error, EngineError):
                 error = ApiError(str(error), status=HTTPStatus.SERVICE_UNAVAILABLE)
-            end = f"data: {json.dumps(error.body())}\n\n".encode()
+            end = b"data: %b\n\n" % to_json(error.body())
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
 

@@ -10,9 +10,23 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pydantic_core import to_json
+from starlette.responses import Response
+
 from marin_rl.serving.engine import EngineRequest
 from marin_rl.serving.protocol import ChatRequest, CompletionRequest, TextParams
 from marin_rl.serving.text import TextPart, ToolReader
+
+
+class JsonResponse(Response):
+    """A response with a JSON body. The encoder of pydantic takes a sixth of the time of Python's."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Encode the body."""
+        return to_json(content)
+
 
 TokenPiece = Callable[[int], bytes]
 """Returns the bytes of a token."""

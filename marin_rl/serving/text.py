@@ -169,14 +169,14 @@ class ToolReader:
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
         """Return the rest of the text and the calls; a reply with a malformed call has none, and is all text."""
         try:
-            calls = [parse_call(call) for call in find_calls(self._text)]
+            calls = [tool_call(parse_call(call)) for call in find_calls(self._text)]
         except ToolError:
             calls = []
         if not calls:
             return self._text[self._passed :], []
         answer = without_thoughts(self._text)
         end = len(self._text) - len(answer) + max(answer.find(CALL_START), 0)
-        return self._text[self._passed : end].rstrip(), [tool_call(call) for call in calls]
+        return self._text[self._passed : end].rstrip(), calls
 
 
 def _end_before_call(text: str) -> int:
@@ -193,6 +193,14 @@ def _end_before_call(text: str) -> int:
 
 
 def tool_call(call: ToolCall) -> dict[str, Any]:
-    """Return a tool call in OpenAI's format, with a unique id."""
+    """Return a tool call in OpenAI's format, with a unique id.
+
+    Raises:
+        ToolError: if it has half a character, which a response cannot contain.
+    """
     arguments = json.dumps(call.arguments, ensure_ascii=False)
+    try:
+        (call.name + arguments).encode()
+    except UnicodeEncodeError as error:
+        raise ToolError(f"the call has a lone surrogate: {error}") from error
     return {"id": f"call_{uuid4().hex}", "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -332,6 +332,19 @@ def test_malformed_bodies_and_keys(server: Serving, body: bytes, headers: dict, 
     assert message in found[1]
 
 
+def test_deeply_nested_bodies_are_refused(server: Serving):
+    def body(depth: int) -> bytes:
+        tool = b'{"type":"function","function":{"name":"f","parameters":%b}}' % (b"[" * depth + b"]" * depth)
+        return b'{"model":"policy","messages":[{"role":"user","content":"a"}],"tools":[%b]}' % tool
+
+    headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
+    with httpx.Client(base_url=server.url, headers=headers, timeout=TIMEOUT) as opened:
+        responses = [opened.post("/v1/chat/completions", content=body(depth)) for depth in range(900, 1000)]
+    assert {response.status_code for response in responses} == {400}
+    # Some bodies can be read, but not written into the prompt.
+    assert any("nested too deeply" in response.text for response in responses)
+
+
 def test_unknown_paths_and_methods(server: Serving):
     assert error_of(post(server, "/v1/embeddings", {}))[:2] == (404, "POST /v1/embeddings: Not Found")
     response = httpx.get(f"{server.url}/v1/completions", headers={"Authorization": "Bearer secret"})

@@ -139,6 +139,8 @@ def read_tools(text: str, size: int) -> tuple[str, list]:
         ('{"name": "add", "parameters": {"a": 1}}', "", ["add"]),
         ('{"answer": 1}', '{"answer": 1}', []),
         ("a <tool_call>{broken</tool_call> b ", "a <tool_call>{broken</tool_call> b ", []),
+        # Half a character cannot be sent.
+        *((text, text, []) for text in (CALL.replace("add", r"\ud800"), CALL.replace("1", r'"\ud800"'))),
         (f"<think>\n{CALL}</think>\nno call", f"<think>\n{CALL}</think>\nno call", []),
         (f"<think>no</think> yes {CALL}", "<think>no</think> yes", ["add"]),
         ('<think>no</think>\n{"name": "add", "parameters": {"a": 1}}', "<think>no</think>", ["add"]),
