@@ -23,7 +23,7 @@ SUMMARY_COLUMNS = (
     *("step", "purpose", "id", "group_id", "environment", "status", "not_trained", "reward", "rewards", "advantage"),
     *("num_turns", "num_generated_tokens"),
 )
-"""Columns of a list. Reading only these avoids loading the tokens."""
+"""Columns that select and sort rollouts. Reading only these avoids loading the tokens."""
 
 
 class RolloutNotFoundError(ValueError):
@@ -186,17 +186,33 @@ def list_rollouts(
         limit: maximum number of rows.
 
     Returns:
-        The first `limit` rows with the columns `SUMMARY_COLUMNS`, and the number of all selected rollouts.
+        The first `limit` rows with the columns `SUMMARY_COLUMNS` and `turns`, and the number of all selected rollouts.
 
     Raises:
         RolloutNotFoundError: if none of the selected steps is stored.
         RolloutStoreError: if a file is damaged; the message names it.
     """
-    tables = [read_file(file.path, SUMMARY_COLUMNS) for file in selection.files(source)]
-    rows = [row for table in tables if table is not None for row in table.to_pylist() if selection.accepts(row)]
+    rows: list[Row] = []
+    for file in selection.files(source):
+        table = read_file(file.path, SUMMARY_COLUMNS)
+        stored = [] if table is None else table.to_pylist()
+        rows += [{**row, "place": (file.path, at)} for at, row in enumerate(stored) if selection.accepts(row)]
     if sort is not None:
         rows = _sorted(rows, sort.value, descending)
-    return Listing(rows[:limit], len(rows))
+    return Listing(_with_turns(rows[:limit]), len(rows))
+
+
+def _with_turns(rows: Sequence[Row]) -> list[Row]:
+    """Add the column `turns` to rows with a `place`: file and position in it."""
+    tables = {path: read_file(path, ["turns"]) for path in dict.fromkeys(row["place"][0] for row in rows)}
+    loaded = []
+    for row in rows:
+        path, at = row["place"]
+        table = tables[path]
+        # A run that resumes removes files of later steps.
+        turns = [] if table is None or at >= len(table) else table["turns"][at].as_py()
+        loaded.append({**{name: row[name] for name in SUMMARY_COLUMNS}, "turns": turns})
+    return loaded
 
 
 def _sorted(rows: Sequence[Row], key: str, descending: bool) -> list[Row]:

@@ -24,6 +24,10 @@ ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool"
 MISSING = "–"
 ANCHOR_CHARACTERS = 12
 """Displayed characters of an anchor state's hash."""
+MIN_REPLY = 10
+"""Minimum characters of a reply in a list; on a console without room for them, the list has no replies."""
+COLUMN_GAP = 3
+"""Characters between two columns of a list."""
 MAX_NAME = 24
 """Maximum characters per line of a component's name in a table header."""
 
@@ -33,16 +37,29 @@ def print_listing(console: Console, listing: Listing) -> None:
     if not listing.rows:
         console.print(Text("0 rollouts match the filters", "dim"))
         return
-    components = list(dict.fromkeys(name for row in listing.rows for name, _ in row["rewards"]))
+    table = _list_table(listing.rows)
+    # A measurement is limited by its own width.
+    width = console.measure(table, options=console.options.update(width=10**6)).maximum
+    room = console.width - width - COLUMN_GAP
+    console.print(_list_table(listing.rows, room) if room >= MIN_REPLY else table)
+    shown = len(listing.rows)
+    console.print(Text(f"{shown} of {listing.total} rollouts" if shown < listing.total else f"{shown} rollouts", "dim"))
+
+
+def _list_table(rows: Sequence[Row], reply_width: int = 0) -> Table:
+    """Return the table of a list, with the last reply of each rollout if `reply_width` is above 0."""
+    components = list(dict.fromkeys(name for row in rows for name, _ in row["rewards"]))
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for name in ("id", "step", "environment", "status"):
         table.add_column(name, no_wrap=True, justify="right" if name == "step" else "left")
     for name in ("reward", *components, "advantage", "turns", "tokens"):
         table.add_column(Text(escape_line(name)), justify="right", overflow="fold", max_width=MAX_NAME)
     table.add_column("not trained", no_wrap=True)
-    for row in listing.rows:
+    if reply_width:
+        table.add_column("last reply", no_wrap=True, max_width=reply_width)
+    for row in rows:
         rewards = dict(row["rewards"])
-        table.add_row(
+        cells = [
             _plain(row["id"]),
             str(row["step"]),
             _plain(row["environment"]),
@@ -53,10 +70,14 @@ def print_listing(console: Console, listing: Listing) -> None:
             str(row["num_turns"]),
             str(row["num_generated_tokens"]),
             _plain(row["not_trained"] or ""),
-        )
-    console.print(table)
-    shown = len(listing.rows)
-    console.print(Text(f"{shown} of {listing.total} rollouts" if shown < listing.total else f"{shown} rollouts", "dim"))
+        ]
+        table.add_row(*cells, *([_last_reply(row)] if reply_width else []))
+    return table
+
+
+def _last_reply(row: Row) -> Text:
+    messages = row["turns"][-1]["messages"] if row["turns"] else []
+    return _plain(messages[-1]["content"] or "") if messages else Text("")
 
 
 def print_rollout(console: Console, row: Row, *, tokens: bool) -> None:

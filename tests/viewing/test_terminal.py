@@ -61,6 +61,14 @@ def test_list_has_a_column_per_component_with_a_dash_if_missing():
     assert lines[-1] == ["2", "of", "7", "rollouts"]
 
 
+def test_list_has_the_last_reply_if_there_is_room():
+    listing = Listing([row_of(rich_rollout())], 1)
+    reply = rich_rollout().turns[-1].messages[-1]["content"]
+    wide, narrow = (shown(print_listing, listing, width=width) for width in (200, 70))
+    assert any(line.endswith(str(reply)) for line in wide)
+    assert not any("reply" in line for line in narrow)
+
+
 def test_last_observation_follows_the_turns():
     lines = [line.strip() for line in shown(print_rollout, row_of(rich_rollout()), tokens=False)]
     assert lines[-3:] == ["last observation · not answered", "tool", "46 ü"]
