@@ -226,10 +226,12 @@ class VerifiersGame:
         from pydantic import TypeAdapter
         from verifiers.v1.clients.train import ElasticRendererPool
         from verifiers.v1.configs.agent import agent_config_fields
-        from verifiers.v1.utils import loaders
+        from verifiers.v1.utils import loaders, version
 
-        # Otherwise every episode would import it.
-        importlib.import_module("verifiers.v1.clients.eval")
+        # Otherwise every episode would import these, and start git.
+        for name in ("verifiers.v1.clients.eval", "httpcore", "anyio._backends._asyncio"):
+            importlib.import_module(name)
+        version.verifiers_commit()
         config = loaders.resolve_env_config(json.loads(env))
         agents = list(agent_config_fields(config))
         if len(agents) != 1:
