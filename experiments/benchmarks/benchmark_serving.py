@@ -7,7 +7,8 @@
     python -m experiments.benchmarks.benchmark_serving --requests 64 --new_tokens 64
 
 Weights and prompts are random, which does not affect the time per token. The clients are in a process of their own, and
-send their next request when a response is complete. The bare sampler has all requests in its queue.
+send their next request when a response is complete. The server is compared with the bare sampler with all requests in
+its queue, and with the same number of clients in the sampler's process, without HTTP and without text.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.serving.app import Server, ServerOptions
-from marin_rl.serving.engine import Engine
+from marin_rl.serving.engine import Engine, EngineRequest
 from marin_rl.serving.http_server import HttpServer, listen
 from marin_rl.serving.protocol import RequestLimits
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -104,6 +105,24 @@ async def ask_all(port: int, requests: Sequence[bytes], concurrent: int) -> list
     return seconds
 
 
+async def reply_to_all(engine: Engine, requests: Sequence[SampleRequest], concurrent: int) -> list[float]:
+    """Request replies in this process from `concurrent` coroutines, the next one when a reply is complete.
+
+    Returns:
+        Seconds of each request.
+    """
+    waiting, seconds = iter(requests), []
+
+    async def reply_to_some() -> None:
+        for request in waiting:
+            start = time.perf_counter()
+            await engine.reply(EngineRequest(request))
+            seconds.append(time.perf_counter() - start)
+
+    await asyncio.gather(*(reply_to_some() for _ in range(concurrent)))
+    return seconds
+
+
 def run_client() -> None:
     """Answer each line `PORT COUNT CONCURRENT NEW_TOKENS VOCAB STREAM` on standard input.
 
@@ -134,6 +153,17 @@ def running_server(engine: Engine, tokenizer: ChatTokenizer, limits: RequestLimi
         thread.join()
 
 
+@contextlib.contextmanager
+def running_engine(sampler: GroupSampler) -> Iterator[Engine]:
+    """Start an engine that decodes no text, until the end of the block."""
+    engine = Engine(sampler, lambda tokens, skip: "")
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
 @dataclasses.dataclass
 class Rounds:
     """Measurements of one way to sample, one entry for each round."""
@@ -152,6 +182,13 @@ class Rounds:
 
 Measurement = tuple[float, float, list[float]]
 """Seconds, CPU seconds of the clients, and seconds of each request."""
+
+
+def sample_closed_loop(engine: Engine, requests: Sequence[SampleRequest], concurrent: int) -> Measurement:
+    """Measure `reply_to_all`, whose clients have no process of their own."""
+    start = time.perf_counter()
+    latencies = asyncio.run(reply_to_all(engine, requests, concurrent))
+    return time.perf_counter() - start, 0.0, latencies
 
 
 def measure(kinds: Mapping[str, tuple[Callable[[], Measurement], GroupSampler]], rounds: int) -> dict[str, Rounds]:
@@ -178,8 +215,9 @@ def measure(kinds: Mapping[str, tuple[Callable[[], Measurement], GroupSampler]],
     return measured
 
 
-def figures_of(rounds: Rounds, bare: Rounds, count: int, tokens: int) -> dict[str, Any]:
-    """Summarize the measurements."""
+def figures_of(rounds: Rounds, measured: Mapping[str, Rounds], count: int, tokens: int) -> dict[str, Any]:
+    """Summarize the measurements of one kind, and compare them with those of the kinds without a server."""
+    bare, closed_loop = measured["bare"], measured["closed_loop"]
     figures: dict[str, Any] = {
         "tokens_per_second": spread([tokens / one for one in rounds.seconds]),
         "requests_per_second": spread([count / one for one in rounds.seconds]),
@@ -192,6 +230,8 @@ def figures_of(rounds: Rounds, bare: Rounds, count: int, tokens: int) -> dict[st
     return figures | {
         "seconds_over_bare": ratios(rounds.seconds, bare.seconds),
         "cpu_over_bare": ratios(rounds.cpu_seconds, bare.cpu_seconds),
+        "seconds_over_closed_loop": ratios(rounds.seconds, closed_loop.seconds),
+        "cpu_over_closed_loop": ratios(rounds.cpu_seconds, closed_loop.cpu_seconds),
         "client_cpu_ms_per_request": spread([1000 * one / count for one in rounds.client_cpu_seconds]),
         "latency_p50_seconds": p50,
         "latency_p99_seconds": p99,
@@ -220,13 +260,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
     tokenizer = config.tokenizer.build()
     model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0))
-    bare, served = (open_group_sampler(config, model, tokenizer, trainer, version=0) for _ in range(2))
+    bare, closed, served = (open_group_sampler(config, model, tokenizer, trainer, version=0) for _ in range(3))
     requests = make_requests(count, new_tokens, tokenizer.vocab_size)
     tokens = sum(len(generation.token_ids) for generation in bare.sample(requests))
     limits = RequestLimits(context, new_tokens, concurrent, tokenizer.vocab_size, frozenset(tokenizer.stop_token_ids))
     command = [sys.executable, "-c", "from experiments.benchmarks.benchmark_serving import run_client; run_client()"]
     with (
         exempt_from_collection(),
+        running_engine(closed) as engine,
         running_server(Engine(served, tokenizer.decode_reply), tokenizer, limits) as port,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client,
     ):
@@ -243,12 +284,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         kinds = {
             "bare": (sample_bare, bare),
+            "closed_loop": (lambda: sample_closed_loop(engine, requests, concurrent), closed),
             "whole": (lambda: ask_server(False), served),
             "streamed": (lambda: ask_server(True), served),
         }
         measured = measure(kinds, arguments.rounds)
         send.close()
-    figures = {kind: figures_of(rounds, measured["bare"], count, tokens) for kind, rounds in measured.items()}
+    figures = {kind: figures_of(rounds, measured, count, tokens) for kind, rounds in measured.items()}
     print(make_report("benchmark_serving", argv, vars(arguments), {"tokens_per_round": tokens, **figures}))
 
 
