@@ -205,7 +205,7 @@ def list_rollouts(
 def _with_turns(rows: Sequence[Row]) -> list[Row]:
     """Add the column `turns` to rows with a `place`: file and position in it."""
     tables = {path: read_file(path, ["turns"]) for path in dict.fromkeys(row["place"][0] for row in rows)}
-    loaded = []
+    loaded: list[Row] = []
     for row in rows:
         path, at = row["place"]
         table = tables[path]
