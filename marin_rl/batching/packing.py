@@ -152,23 +152,16 @@ def pack_sequences(
     Source: Johnson 1973, Near-optimal bin packing algorithms: at most 11/9 of the fewest rows, plus one.
     """
     names = [str(index) for index in range(len(lengths))] if ids is None else ids
-    for name, sequences in zip(names, lengths, strict=True):
-        _check_lengths(name, sequences, layout)
-    if not layout.whole_rollouts:
-        split = dataclasses.replace(layout, whole_rollouts=True)
-        single = iter(pack_sequences([[length] for sequences in lengths for length in sequences], split))
-        return tuple(tuple(next(single)[0] for _ in sequences) for sequences in lengths)
-
-    def order(index: int) -> tuple[bool, int, list[int]]:
-        # It depends on lengths only, so the order of rollouts does not affect the packing.
-        return len(lengths[index]) == 1, -sum(lengths[index]), sorted(-length for length in lengths[index])
-
-    rows = _FreeRows(layout, capacity=len(lengths))
-    slots: list[tuple[Slot, ...]] = [()] * len(lengths)
-    for index in sorted(range(len(lengths)), key=order):
-        if lengths[index]:
-            slots[index] = rows.place(names[index], lengths[index])
-    return tuple(slots)
+    _check_lengths(names, lengths, layout)
+    several = [index for index, own in enumerate(lengths) if layout.whole_rollouts and len(own) > 1]
+    # It depends on lengths only, so the order of rollouts does not affect the packing.
+    several.sort(key=lambda index: (-sum(lengths[index]), sorted(-length for length in lengths[index])))
+    in_several = set(several)
+    single = [length for index, own in enumerate(lengths) if index not in in_several for length in own]
+    rows = _FreeRows(layout, capacity=len(several) + -(-len(single) // layout.rows_per_microbatch))
+    slots = {index: rows.place_rollout(names[index], lengths[index]) for index in several}
+    placed = iter(rows.place_single(single))
+    return tuple(slots.get(index) or tuple(next(placed) for _ in own) for index, own in enumerate(lengths))
 
 
 def choose_layout(
@@ -199,40 +192,35 @@ def choose_layout(
     [True, True, False]
     """
     slots = pack_sequences(lengths, layout, ids)
-    chosen, cost = layout, layout.cost(count_microbatches(slots))
+    cost = layout.cost(count_microbatches(slots))
     for other in layout.alternatives if any(lengths) else ():
-        rows = _count_rows(lengths, other, prompts)
-        if rows is not None and other.cost(-(-rows // other.rows_per_microbatch)) < cost:
-            chosen, cost = other, other.cost(-(-rows // other.rows_per_microbatch))
-    if chosen is layout:
-        return layout, slots
-    if chosen.group is not None and prompts is not None:
-        return chosen, pack_groups(lengths, prompts, chosen)
-    return chosen, pack_sequences(lengths, chosen, ids)
+        found = _pack_alternative(lengths, other, ids, prompts)
+        if found is not None and (found_cost := other.cost(count_microbatches(found))) < cost:
+            layout, slots, cost = other, found, found_cost
+    return layout, slots
 
 
-def _count_rows(
-    lengths: Sequence[Sequence[int]], layout: RowLayout, prompts: Sequence[Sequence[Prompt]] | None
-) -> int | None:
-    """Return the rows of a batch in an alternative layout; None if it does not fit.
-
-    For rollouts of several sequences this is a lower bound, because whole rollouts may need a few more microbatches.
-    """
+def _pack_alternative(
+    lengths: Sequence[Sequence[int]],
+    layout: RowLayout,
+    ids: Sequence[str] | None,
+    prompts: Sequence[Sequence[Prompt]] | None,
+) -> tuple[tuple[Slot, ...], ...] | None:
+    """Pack a batch in an alternative layout; None if it does not fit."""
     if layout.group is not None:
-        rows = None if prompts is None else _group_rows(lengths, prompts, layout)
-        return None if rows is None else len(rows)
-    if max(len(own) for own in lengths) > layout.rows_per_microbatch:
-        return None
-    return sum(len(own) for own in lengths)
+        return None if prompts is None else pack_groups(lengths, prompts, layout)
+    fits = max(len(own) for own in lengths) <= layout.rows_per_microbatch
+    return pack_sequences(lengths, layout, ids) if fits else None
 
 
 def pack_groups(
     lengths: Sequence[Sequence[int]], prompts: Sequence[Sequence[Prompt]], layout: RowLayout
-) -> tuple[tuple[Slot, ...], ...]:
+) -> tuple[tuple[Slot, ...], ...] | None:
     """Assign each sequence to a slot in rows that hold one prompt and the rest of several sequences.
 
     Rows do not depend on the order of the rollouts, apart from sequences of equal length and prompt. A prompt with more
-    sequences than a row can hold is in several rows.
+    sequences than a row can hold is in several rows. The end of a prompt that is longer than its place in the row is
+    repeated in each answer.
 
     Args:
         lengths: per rollout, the number of tokens of each sequence, as for `pack_sequences`.
@@ -240,68 +228,51 @@ def pack_groups(
         layout: shape of a microbatch, with a group.
 
     Returns:
-        Per rollout, the slot of each sequence.
-
-    Raises:
-        ValueError: if a sequence does not fit, or a rollout has several although `whole_rollouts` is set.
+        Per rollout, the slot of each sequence; None if a sequence does not fit, or if a rollout has several although
+        `whole_rollouts` is set.
 
     >>> layout = RowLayout(row_length=10, rows_per_microbatch=1, packed=True, group=GroupRow(4, 2, 3))
     >>> slots = pack_groups([[6], [7]], [[Prompt(b"abcd", 4)], [Prompt(b"abcd", 4)]], layout)
     >>> [(slot.prompt_length, slot.start, slot.length) for (slot,) in slots]
     [(4, 7, 2), (4, 4, 3)]
     """
-    rows = _group_rows(lengths, prompts, layout)
-    if rows is None or layout.group is None:
-        raise ValueError(f"the batch does not fit into rows with parts {layout.group}")
-    slots = [[Slot(0, 0, 0, 0)] * len(own) for own in lengths]
-    for index, (shared, sequences) in enumerate(rows):
-        for number, (rollout, sequence) in enumerate(sequences):
-            start = layout.group.prompt_length + number * layout.group.answer_length
-            rest = lengths[rollout][sequence] - shared
-            slots[rollout][sequence] = Slot(*divmod(index, layout.rows_per_microbatch), start, rest, shared)
-    return tuple(tuple(own) for own in slots)
-
-
-def _group_rows(
-    lengths: Sequence[Sequence[int]], prompts: Sequence[Sequence[Prompt]], layout: RowLayout
-) -> list[tuple[int, list[tuple[int, int]]]] | None:
-    """Return for each row the length of the shared prompt, and rollout and index of each sequence.
-
-    None if a sequence does not fit, or if a rollout of several sequences must stay in one microbatch. The end of a
-    prompt that is longer than its place in the row is repeated in each answer.
-    """
     group = layout.group
     if group is None or (layout.whole_rollouts and any(len(own) > 1 for own in lengths)):
         return None
-    sharing: dict[Prompt, list[tuple[int, int]]] = defaultdict(list)
-    for rollout, own in enumerate(lengths):
-        for index, (length, prompt) in enumerate(zip(own, prompts[rollout], strict=True)):
+    sharing: dict[Prompt, list[tuple[int, int, int]]] = defaultdict(list)
+    for rollout, (own, own_prompts) in enumerate(zip(lengths, prompts, strict=True)):
+        for index, (length, prompt) in enumerate(zip(own, own_prompts, strict=True)):
             if length - min(prompt.length, group.prompt_length) > group.answer_length:
                 return None
-            sharing[prompt].append((rollout, index))
-    rows = []
+            sharing[prompt].append((-length, rollout, index))
+    slots = [[Slot(0, 0, 0, 0)] * len(own) for own in lengths]
+    rows = 0
     for prompt in sorted(sharing):
-        sequences = sorted(sharing[prompt], key=lambda sequence: -lengths[sequence[0]][sequence[1]])
-        for first in range(0, len(sequences), group.answers):
-            part = sequences[first : first + group.answers]
-            rows.append((min(prompt.length, group.prompt_length), part))
-    return rows
+        shared = min(prompt.length, group.prompt_length)
+        for number, (negative_length, rollout, index) in enumerate(sorted(sharing[prompt])):
+            row, place = divmod(number, group.answers)
+            start = group.prompt_length + place * group.answer_length
+            row = divmod(rows + row, layout.rows_per_microbatch)
+            slots[rollout][index] = Slot(*row, start, -negative_length - shared, shared)
+        rows += -(-len(sharing[prompt]) // group.answers)
+    return tuple(map(tuple, slots))
 
 
 def count_microbatches(slots: Sequence[Sequence[Slot]]) -> int:
     """Count the microbatches of a layout. At least 1, because a step without sequences still runs the model."""
-    return max((slot.microbatch_index + 1 for sequences in slots for slot in sequences), default=1)
+    return 1 + max([slot.microbatch_index for sequences in slots for slot in sequences], default=0)
 
 
-def _check_lengths(name: str, lengths: Sequence[int], layout: RowLayout) -> None:
-    for length in lengths:
-        if length < 1:
-            raise ValueError(f"rollout {name} has a sequence of {length} tokens; a sequence must have at least 1")
-        if length > layout.row_length:
-            raise ValueError(
-                f"rollout {name} has a sequence of {length} tokens, which does not fit into rows of "
-                f"{layout.row_length} positions; increase row_length"
-            )
+def _check_lengths(names: Sequence[str], lengths: Sequence[Sequence[int]], layout: RowLayout) -> None:
+    for name, sequences in zip(names, lengths, strict=True):
+        for length in sequences:
+            if length < 1:
+                raise ValueError(f"rollout {name} has a sequence of {length} tokens; a sequence must have at least 1")
+            if length > layout.row_length:
+                raise ValueError(
+                    f"rollout {name} has a sequence of {length} tokens, which does not fit into rows of "
+                    f"{layout.row_length} positions; increase row_length"
+                )
 
 
 def _fit(free: Int64[np.ndarray, " rows"], needed: Sequence[int]) -> list[int] | None:
@@ -324,14 +295,10 @@ class _FreeRows:
         self._layout = layout
         self._microbatches = 0
         self._free = np.full((capacity, layout.rows_per_microbatch), layout.row_length)
-        self._last_single = (0, 0)
-        """Space and row of the last rollout of one sequence."""
 
-    def place(self, name: str, lengths: Sequence[int]) -> tuple[Slot, ...]:
-        """Reserve space for all of `lengths` in the first microbatch, and its first rows, with enough space."""
+    def place_rollout(self, name: str, lengths: Sequence[int]) -> tuple[Slot, ...]:
+        """Reserve space for all sequences of a rollout in the first microbatch, and its first rows, with enough."""
         needed = [length if self._layout.packed else self._layout.row_length for length in lengths]
-        if len(lengths) == 1:
-            return (self._place_single(lengths[0], needed[0]),)
         free = self._free[: self._microbatches]
         candidates = (free.max(axis=1) >= max(needed)) & (free.sum(axis=1) >= sum(needed))
         for microbatch_index in [*np.flatnonzero(candidates).tolist(), self._microbatches]:
@@ -347,18 +314,28 @@ class _FreeRows:
             "increase rows_per_microbatch"
         )
 
-    def _place_single(self, length: int, space: int) -> Slot:
-        """Reserve space for a rollout of one sequence in the first row with enough space."""
-        last_space, last_row = self._last_single
-        # Rows before the last one have less than `last_space`, because the free space of a row never grows.
-        begin = last_row if space >= last_space else 0
-        end = (self._microbatches + 1) * self._layout.rows_per_microbatch
-        row = begin + int(np.argmax(self._free.reshape(-1)[begin:end] >= space))
-        self._last_single = (space, row)
-        return self._reserve(*divmod(row, self._layout.rows_per_microbatch), length, space)
-
     def _reserve(self, microbatch_index: int, row: int, length: int, space: int) -> Slot:
         self._microbatches = max(self._microbatches, microbatch_index + 1)
         start = self._layout.row_length - int(self._free[microbatch_index, row])
         self._free[microbatch_index, row] -= space
         return Slot(microbatch_index, row, start, length)
+
+    def place_single(self, lengths: Sequence[int]) -> list[Slot]:
+        """Reserve space for sequences, longest first, each in the first row with enough; call it last."""
+        row_length, free = self._layout.row_length, self._free.reshape(-1)
+        needed = np.array(lengths, np.int64) if self._layout.packed else np.full(len(lengths), row_length)
+        rows, starts = np.empty_like(needed), np.empty_like(needed)
+        order = np.argsort(-np.array(lengths, np.int64), kind="stable")
+        used = self._microbatches * self._layout.rows_per_microbatch
+        sizes, counts = np.unique(needed, return_counts=True)
+        for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
+            # Sequences of one size fill one row after another, and at last empty rows.
+            room = free[: used - (-count // (row_length // size))] // size
+            own, order = order[:count], order[count:]
+            row = np.repeat(np.arange(len(room)), room)[:count]
+            number = np.arange(count) - np.searchsorted(row, row)
+            rows[own], starts[own] = row, row_length - free[row] + number * size
+            free[: len(room)] -= np.bincount(row, minlength=len(room)) * size
+            used = max(used, int(row[-1]) + 1)
+        microbatches, rows = np.divmod(rows, self._layout.rows_per_microbatch)
+        return list(map(Slot, microbatches.tolist(), rows.tolist(), starts.tolist(), lengths))

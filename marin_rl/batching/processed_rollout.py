@@ -5,11 +5,13 @@
 
 import dataclasses
 import functools
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int32
+from jaxtyping import Bool, Float32, Int32, Int64, Shaped
 
 from marin_rl.tokenization.chat import ChatTokenizer, truncate_at_reply
 from marin_rl.types import Message, Rollout, Task
@@ -24,7 +26,6 @@ _DTYPES = {
     "values": np.float32,
 }
 _NO_TURN = -1
-_PADDING = -2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,58 +139,61 @@ def _convert(
     rollouts: Sequence[Rollout], lengths: Sequence[Sequence[int]], row_lengths: Sequence[int], pad_token_id: int
 ) -> list[ProcessedRollout]:
     """Convert rollouts together: the arrays of each are views of arrays of all, which are filled and checked once."""
-    token_ids: list[int] = []
-    logprobs: list[float] = []
-    runs: list[tuple[int, int]] = []  # turn or another marker, and number of positions
-
-    def add(marker: int, tokens: Sequence[int], values: Sequence[float]) -> None:
-        token_ids.extend(tokens)
-        logprobs.extend(values)
-        runs.append((marker, len(tokens)))
-
     for rollout, own, row_length in zip(rollouts, lengths, row_lengths, strict=True):
         if (longest := max(own, default=0)) > row_length:
             raise ValueError(
                 f"rollout {rollout.id}: a sequence of {longest} tokens does not fit into rows of {row_length} "
                 "positions; raise rollouts.max_length"
             )
-        padding = [row_length - length for length in own]
-        row = -1
-        for index, turn in enumerate(rollout.turns):
-            if turn.starts_sequence:
-                if row >= 0:
-                    add(_PADDING, [pad_token_id] * padding[row], [0.0] * padding[row])
-                row += 1
-            add(_NO_TURN, turn.observation_tokens, [0.0] * len(turn.observation_tokens))
-            add(index, turn.generation.token_ids, turn.generation.logprobs)
-        if row >= 0:
-            add(_PADDING, [pad_token_id] * padding[row], [0.0] * padding[row])
-    markers = np.repeat(*np.array(runs, np.int32).reshape(-1, 2).T)
-    arrays = {
-        "input_ids": np.array(token_ids, np.int32),
-        "loss_mask": markers >= 0,
-        "segment_ids": (markers != _PADDING).astype(np.int32),
-        "policy_logprobs": np.array(logprobs, np.float32),
-        "reference_logprobs": np.zeros(len(markers), np.float32),
-        "turn_ids": np.maximum(markers, _NO_TURN),
-        "values": np.zeros(len(markers), np.float32),
-    }
-    rows = np.array([row_length for own, row_length in zip(lengths, row_lengths, strict=True) for _ in own], np.int64)
-    first = (np.cumsum(rows) - rows)[rows > 0]
-    logprobs_valid = bool(np.all((arrays["policy_logprobs"] > -np.inf) & (arrays["policy_logprobs"] <= 0)))
+    shapes = [(len(own), row_length) for own, row_length in zip(lengths, row_lengths, strict=True)]
+    # Tokens and padding of each row.
+    rows = [
+        (length, row_length - length) for own, (_, row_length) in zip(lengths, shapes, strict=True) for length in own
+    ]
+    arrays = _fill(rollouts, np.array(rows, np.int64).reshape(-1, 2), pad_token_id)
+    width = np.array([row_length for count, row_length in shapes for _ in range(count)], np.int64)
+    first = (np.cumsum(width) - width)[width > 0]
+    loss_mask, logprobs = arrays["loss_mask"], arrays["policy_logprobs"]
     # The rest is valid by construction. The checks of a single rollout name what is wrong.
-    valid = logprobs_valid and not arrays["loss_mask"][first].any()
-    make = _make_unchecked if valid else ProcessedRollout
-    converted, start = [], 0
-    for rollout, own, row_length in zip(rollouts, lengths, row_lengths, strict=True):
-        shape, end = (len(own), row_length), start + len(own) * row_length
+    is_valid = bool(np.all((logprobs > -np.inf) & (logprobs <= 0))) and not loss_mask[first].any()
+    make = _make_unchecked if is_valid else ProcessedRollout
+    ends = np.cumsum([0, *itertools.starmap(operator.mul, shapes)])
+    num_loss_tokens = np.diff(np.append(0, np.cumsum(loss_mask))[ends])
+    bounds = zip(ends[:-1].tolist(), ends[1:].tolist(), num_loss_tokens.tolist(), strict=True)
+    converted = []
+    for rollout, own, shape, (start, end, count) in zip(rollouts, lengths, shapes, bounds, strict=True):
         views: dict[str, Any] = {name: array[start:end].reshape(shape) for name, array in arrays.items()}
         processed = make(source=rollout.task.environment, id=rollout.id, **views)
-        # The value of the cached property, which would count the tokens again.
-        vars(processed)["lengths"] = tuple(own)
+        # The values of cached properties, which would count the tokens again.
+        vars(processed).update(lengths=tuple(own), num_loss_tokens=count)
         converted.append(processed)
-        start = end
     return converted
+
+
+def _fill(
+    rollouts: Sequence[Rollout], rows: Int64[np.ndarray, "rows 2"], pad_token_id: int
+) -> dict[str, Shaped[np.ndarray, " positions"]]:
+    """Return the arrays of all rollouts, row by row; `rows` has the number of tokens and of padding of each row."""
+    turns = [(index, turn) for rollout in rollouts for index, turn in enumerate(rollout.turns)]
+    runs = [run for _, turn in turns for run in (turn.observation_tokens, turn.generation.token_ids)]
+    turn_of_run = [turn for index, _ in turns for turn in (_NO_TURN, index)]
+    is_token = np.repeat(np.tile([True, False], len(rows)), rows.reshape(-1))
+    size = len(is_token)
+    input_ids, turn_ids = np.full(size, pad_token_id, np.int32), np.full(size, _NO_TURN, np.int32)
+    input_ids[is_token] = np.array([*itertools.chain.from_iterable(runs)], np.int32)
+    turn_ids[is_token] = np.repeat(np.array(turn_of_run, np.int32), np.array([*map(len, runs)], np.int64))
+    loss_mask, policy_logprobs = turn_ids >= 0, np.zeros(size, np.float32)
+    logprobs = itertools.chain.from_iterable(turn.generation.logprobs for _, turn in turns)
+    policy_logprobs[loss_mask] = np.array([*logprobs], np.float32)
+    return {
+        "input_ids": input_ids,
+        "loss_mask": loss_mask,
+        "segment_ids": is_token.astype(np.int32),
+        "policy_logprobs": policy_logprobs,
+        "reference_logprobs": np.zeros(size, np.float32),
+        "turn_ids": turn_ids,
+        "values": np.zeros(size, np.float32),
+    }
 
 
 def _make_unchecked(**fields: Any) -> ProcessedRollout:
@@ -245,6 +249,11 @@ def process_demonstration(
     """
     token_ids, mask = tokenizer.encode_replies(messages, len(task.messages))
     return _truncate_and_pad(token_ids, mask, task.id, task.environment, length, tokenizer.pad_token_id)
+
+
+def join_arrays(rollouts: Sequence[ProcessedRollout], name: str) -> Shaped[np.ndarray, " positions"]:
+    """Join one array of every rollout, row by row."""
+    return np.concatenate([np.zeros(0, _DTYPES[name]), *[getattr(rollout, name).ravel() for rollout in rollouts]])
 
 
 def without_loss(rollout: ProcessedRollout) -> ProcessedRollout:

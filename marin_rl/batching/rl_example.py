@@ -24,7 +24,7 @@ from levanter.models.lm_model import LmExample
 
 from marin_rl.batching.packing import GroupRow, Prompt, RowLayout, Slot, choose_layout, count_microbatches
 from marin_rl.batching.places import find_places, join
-from marin_rl.batching.processed_rollout import ProcessedRollout
+from marin_rl.batching.processed_rollout import ProcessedRollout, join_arrays
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.aggregation import NO_ROLLOUT, AggregationConfig, TokenMeanConfig
 
@@ -150,8 +150,8 @@ class RlExample(eqx.Module):
 
     def arrays(self) -> dict[str, NamedArray]:
         """Return the arrays by name."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "group"}
-        return {name: array for name, array in fields.items() if array is not None}
+        # `getattr` of an `eqx.Module` takes long.
+        return {name: array for name, array in vars(self).items() if name != "group" and array is not None}
 
     def to_lm_example(self) -> LmExample:
         """Convert to levanter's `LmExample`, with the loss mask at the predicting positions."""
@@ -277,7 +277,7 @@ def pack_batch(
         _check_per_action(name, arrays, rollouts)
     prompts = None
     if any(candidate.group for candidate in (layout, *layout.alternatives)):
-        prompts = [[_prompt_of(rollout, row) for row in range(len(rollout.lengths))] for rollout in rollouts]
+        prompts = _prompts(rollouts)
     layout, slots = choose_layout(
         [rollout.lengths for rollout in rollouts], layout, [rollout.id for rollout in rollouts], prompts
     )
@@ -290,7 +290,7 @@ def pack_batch(
             **{name: NamedArray(cast(jax.Array, array[index]), axes) for name, array in arrays.items()},
             group=layout.group,
         )
-        for index in range(count_microbatches(slots))
+        for index in range(len(arrays["input_ids"]))
     )
     positions = tuple(rollout.input_ids.shape[1] for rollout in rollouts)
     return PackedBatch(microbatches, slots, layout, positions, sum(rollout.num_loss_tokens for rollout in rollouts))
@@ -315,12 +315,18 @@ def pack_to_score(
     return pack_batch(rollouts, advantages, TokenMeanConfig(), layout, pad_token_id=pad_token_id, own_rows=own_rows)
 
 
-def _prompt_of(rollout: ProcessedRollout, row: int) -> Prompt:
-    """Return the tokens before the one that predicts the first loss token, or without loss before the last token."""
-    # 0 without loss, because the first token of a row never has any.
-    first = int(rollout.loss_mask[row].argmax())
-    length = max((first or rollout.lengths[row]) - 1, 0)
-    return Prompt(rollout.input_ids[row, :length].tobytes(), length)
+def _prompts(rollouts: Sequence[ProcessedRollout]) -> list[list[Prompt]]:
+    """Return per sequence the tokens before the one that predicts its first loss token, or its last without loss."""
+    input_ids, loss_mask = join_arrays(rollouts, "input_ids"), join_arrays(rollouts, "loss_mask")
+    lengths = np.array([length for rollout in rollouts for length in rollout.lengths], np.int64)
+    width = np.array([rollout.input_ids.shape[1] for rollout in rollouts for _ in rollout.lengths], np.int64)
+    start = np.cumsum(width) - width
+    loss_tokens = np.append(np.flatnonzero(loss_mask), loss_mask.size)
+    first = np.minimum(loss_tokens[np.searchsorted(loss_tokens, start)] - start, lengths)
+    tokens, size = input_ids.tobytes(), input_ids.itemsize
+    bounds = zip((size * start).tolist(), np.maximum(first - 1, 0).tolist(), strict=True)
+    prompts = (Prompt(tokens[begin : begin + size * length], length) for begin, length in bounds)
+    return [[next(prompts) for _ in rollout.lengths] for rollout in rollouts]
 
 
 def _scatter(
@@ -334,39 +340,36 @@ def _scatter(
 ) -> dict[str, np.ndarray]:
     """Return the arrays of all microbatches, `[microbatch, row, position]`, or those of some rows of each."""
     shape = (count_microbatches(slots), layout.rows_per_microbatch, layout.row_length)
-    places = find_places(slots, shape)
-
-    def gather(name: str, padding: int = 0) -> np.ndarray:
-        return places.gather([getattr(rollout, name) for rollout in rollouts], PER_TOKEN_DTYPES[name], padding)
-
-    loss_mask = gather("loss_mask")
-    actions = places.action_slices(loss_mask)
+    places = find_places(slots, shape, [rollout.input_ids.shape[1] for rollout in rollouts])
+    is_action = join_arrays(rollouts, "loss_mask")
+    loss_mask = places.gather(is_action, np.bool_)
     # The denominators are those of the whole batch, independent of its split into microbatches and among processes.
     rollout_of_token = places.spread(places.owner, NO_ROLLOUT, np.int32)
     by_row = (-1, layout.row_length)
     weights = aggregation.loss_weights(loss_mask.reshape(by_row), rollout_of_token.reshape(by_row))
     if rows is not None:
         loss_mask, weights = (array.reshape(shape)[:, rows].reshape(-1) for array in (loss_mask, weights))
-        places, kept = places.in_rows(rows, shape)
-        actions = [actions[index] for index in kept]
+        places = places.in_rows(rows, shape)
         shape = (shape[0], len(rows), shape[2])
+    sources = places.sources[loss_mask[places.tokens]]
+    actions = np.cumsum(is_action)[sources] - 1
 
-    def put_actions(name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    def on_loss(name: str, values: np.ndarray) -> np.ndarray:
         array = np.zeros(loss_mask.shape, PER_TOKEN_DTYPES[name])
-        values = join(arrays, np.float64)
-        array[loss_mask] = join([values[part] for part in actions], np.float64)
+        array[loss_mask] = values
         return array
 
     position = np.arange(loss_mask.size, dtype=np.int32) - places.spread(places.start - places.offset, 0, np.int32)
+    scores = ("policy_logprobs", "reference_logprobs", "values")
     arrays = {
-        "input_ids": gather("input_ids", pad_token_id),
+        "input_ids": places.gather(join_arrays(rollouts, "input_ids"), np.int32, pad_token_id),
         "loss_mask": loss_mask,
         "segment_ids": places.spread(places.segment, 0, np.int32),
         "position_ids": np.where(places.tokens, position, 0),
         "rollout_ids": places.spread(places.number, NO_ROLLOUT, np.int32),
         "loss_weights": weights,
-        **{name: put_actions(name, values) for name, values in per_action.items()},
-        **{name: np.where(loss_mask, gather(name), 0) for name in ("policy_logprobs", "reference_logprobs", "values")},
+        **{name: on_loss(name, join(values, np.float64)[actions]) for name, values in per_action.items()},
+        **{name: on_loss(name, join_arrays(rollouts, name)[sources]) for name in scores},
     }
     if layout.group is not None:
         arrays["prompt_segment_ids"] = places.spread(places.prompt_segment, 0, np.int32)

@@ -26,6 +26,7 @@ from marin_rl.objectives.advantage_inputs import (
     check_discount,
     discounted_returns,
     sample_variance,
+    split,
     standardized,
     uniform_advantages,
 )
@@ -209,10 +210,11 @@ def _per_rollout(
             pairs = zip(returns, advantages, strict=True)
             graded = [a for rs, values in pairs for r, a in zip(rs, values.tolist(), strict=True) if r is not None]
             divisors = [_std(graded) + STD_EPSILON] * len(groups)
-    return [
-        [uniform_advantages(inputs, value) for inputs, value in zip(group, (values / divisor).tolist(), strict=True)]
-        for group, values, divisor in zip(groups, advantages, divisors, strict=True)
-    ]
+    scaled = [values / divisor for values, divisor in zip(advantages, divisors, strict=True)]
+    lengths = [len(inputs.turn_ids) for group in groups for inputs in group]
+    per_token = np.repeat(np.concatenate([np.zeros(0), *scaled]), lengths)
+    results = map(TokenAdvantages, split(per_token, lengths), split(np.zeros(per_token.size), lengths))
+    return [[next(results) for _ in group] for group in groups]
 
 
 def _std(values: Sequence[float | None]) -> float:

@@ -19,6 +19,7 @@ from marin_rl.objectives.advantage_inputs import (
     check_discount,
     discounted_returns,
     sample_variance,
+    split,
     uniform_advantages,
 )
 
@@ -100,7 +101,7 @@ def whitened(advantages: Sequence[Float64[np.ndarray, " _tokens"]]) -> list[Floa
     """
     pooled = np.concatenate([np.zeros(0), *advantages])
     scaled = centered(pooled) / math.sqrt(sample_variance(pooled) + WHITENING_EPSILON)
-    return np.split(scaled, np.cumsum([array.size for array in advantages]))[: len(advantages)]
+    return split(scaled, [array.size for array in advantages])
 
 
 @AdvantageConfig.register_subclass("gae")

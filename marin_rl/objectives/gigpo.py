@@ -25,6 +25,7 @@ from marin_rl.objectives.advantage_inputs import (
     centered,
     check_discount,
     discounted_returns,
+    split,
     standardized,
     uniform_advantages,
 )
@@ -86,7 +87,7 @@ def step_advantages(
     advantages = np.zeros(pooled.size)
     for indices in visits.values():
         advantages[indices] = _relative(pooled[indices], normalize)
-    return np.split(advantages, np.cumsum([turns.size for turns in returns]))[: len(returns)]
+    return split(advantages, [turns.size for turns in returns])
 
 
 @AdvantageConfig.register_subclass("gigpo")

@@ -4,20 +4,28 @@
 """Advantages and training batches from the rewards of a step's rollout groups."""
 
 import dataclasses
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float32, Float64, Int32, Shaped
 
 from marin_rl.batching.packing import RowLayout
-from marin_rl.batching.processed_rollout import ProcessedRollout, process_rollouts, without_loss
+from marin_rl.batching.places import join
+from marin_rl.batching.processed_rollout import ProcessedRollout, join_arrays, process_rollouts, without_loss
 from marin_rl.batching.rl_example import OwnRows, PackedBatch, pack_batch
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.scoring import Scores
-from marin_rl.objectives.advantage_inputs import AdvantageInputs, TokenAdvantages, sample_variance
+from marin_rl.objectives.advantage_inputs import (
+    AdvantageInputs,
+    TokenAdvantages,
+    sample_variance,
+    split,
+    unchecked_inputs,
+)
 from marin_rl.objectives.importance import log_weight_statistics, mismatch_metrics
 from marin_rl.objectives.kl import MAX_LOG_RATIO
 from marin_rl.objectives.value_loss import explained_variance
@@ -91,28 +99,23 @@ class BatchBuilder:
             scored, own = self._score(rollouts, model, step, versions)
             rollouts, weights, mismatch = _correct(config, scored, own)
         with timer.phase("batch"):
-            penalties = self._penalties(rollouts)
-            metrics = self._reward_metrics(graded, rollouts)
+            k1 = None if self.score_reference is None else _k1(rollouts)
+            metrics = self._reward_metrics(graded, k1)
+            penalties = _constant(rollouts, 0.0) if k1 is None else [config.kl.reward_penalty(own) for own in k1]
             rollouts, weights = _mask_truncated(config, graded, rollouts, weights)
-            advantage_inputs = {
-                rollout.id: _advantage_inputs(rollout, processed, penalty)
-                for rollout, processed, penalty in zip(graded, rollouts, penalties, strict=True)
-            }
+            inputs = _advantage_inputs(graded, rollouts, penalties)
+            of_graded = iter(inputs)
             grouped = [
-                [advantage_inputs[r.id] if r.rewards else _failed_inputs(r) for r in group.rollouts] for group in groups
+                [next(of_graded) if r.rewards else _failed_inputs(r) for r in group.rollouts] for group in groups
             ]
-            computed = config.advantage.compute(grouped)
-            by_id = {
-                inputs.id: token_advantages
-                for group_inputs, group_advantages in zip(grouped, computed, strict=True)
-                for inputs, token_advantages in zip(group_inputs, group_advantages, strict=True)
-            }
-            kept = [by_id[rollout.id] for rollout in graded]
+            computed = itertools.chain.from_iterable(config.advantage.compute(grouped))
+            attempts = (rollout for group in groups for rollout in group.rollouts)
+            kept = [own for rollout, own in zip(attempts, computed, strict=True) if rollout.rewards]
             if logger.isEnabledFor(logging.DEBUG):
                 for rollout, processed, token_advantages in zip(graded, scored, kept, strict=True):
                     _log_advantages(rollout, processed, token_advantages, has_critic=config.critic is not None)
             if config.critic is not None:
-                metrics |= _critic_metrics(list(advantage_inputs.values()), kept)
+                metrics |= _critic_metrics(inputs, kept)
             metrics |= _advantage_metrics(kept)
             stored = self._stored_advantages(scored, own, kept)
         return TrainingBatch(rollouts, kept, weights, stored, metrics, mismatch)
@@ -198,15 +201,10 @@ class BatchBuilder:
         newest |= zip(former, self.score(model, [rollouts[index] for index in former]), strict=True)
         return list(newest.values())
 
-    def _penalties(self, rollouts: Sequence[ProcessedRollout]) -> list[Tokens]:
-        if self.score_reference is None:
-            return [np.zeros(rollout.num_loss_tokens) for rollout in rollouts]
-        return [self.config.kl.reward_penalty(_k1(rollout)) for rollout in rollouts]
-
-    def _reward_metrics(self, graded: Sequence[Rollout], rollouts: Sequence[ProcessedRollout]) -> dict[str, float]:
+    def _reward_metrics(self, graded: Sequence[Rollout], k1: Sequence[Tokens] | None) -> dict[str, float]:
         metrics = {"objective/non_score_reward": 0.0}
-        if self.score_reference is not None:
-            kl = float(np.mean([_k1(rollout).sum() for rollout in rollouts]))
+        if k1 is not None:
+            kl = float(np.mean([own.sum() for own in k1]))
             metrics |= {"objective/kl": kl, "objective/non_score_reward": self.config.kl.beta * kl}
         mean_score = float(np.mean([rollout.total_reward or 0.0 for rollout in graded]))
         metrics["objective/rlhf_reward"] = mean_score - metrics["objective/non_score_reward"]
@@ -216,16 +214,22 @@ class BatchBuilder:
         self, scored: Sequence[ProcessedRollout], own: Sequence[Scores] | None, kept: Sequence[TokenAdvantages]
     ) -> dict[str, StoredAdvantages]:
         """Build the stored data by rollout id; `scored` are the rollouts before truncated ones lost their loss mask."""
-        learner = [None] * len(scored) if own is None else [scores.logprobs for scores in own]
-        has_reference, has_critic = self.score_reference is not None, self.config.critic is not None
+        has_critic = self.config.critic is not None
+        not_computed: list[None] = [None] * len(scored)
+        scores = zip(
+            not_computed if own is None else _split_actions(scored, _learner_logprobs(own)),
+            not_computed if self.score_reference is None else _actions(scored, "reference_logprobs"),
+            _actions(scored, "values") if has_critic else not_computed,
+            strict=True,
+        )
         stored = {}
-        for rollout, logprobs, token_advantages in zip(scored, learner, kept, strict=True):
-            mask, has_loss = rollout.loss_mask, bool(token_advantages.advantages.size)
+        for rollout, (learner, reference, values), token_advantages in zip(scored, scores, kept, strict=True):
+            has_loss = bool(token_advantages.advantages.size)
             stored[rollout.id] = StoredAdvantages(
                 advantages=token_advantages.advantages if has_loss else None,
-                learner_logprobs=None if logprobs is None else logprobs[mask],
-                reference_logprobs=rollout.reference_logprobs[mask] if has_reference else None,
-                values=rollout.values[mask] if has_critic else None,
+                learner_logprobs=learner,
+                reference_logprobs=reference,
+                values=values,
                 value_targets=token_advantages.value_targets if has_critic and has_loss else None,
                 turn_advantages=token_advantages.turn_advantages,
             )
@@ -242,11 +246,9 @@ def _correct(
 ) -> tuple[list[ProcessedRollout], list[Tokens], dict[str, float] | None]:
     """Apply the off-policy correction: ratios use the learner's log-probs, and importance weights the sampler's."""
     if own is None or not config.off_policy_correction.needs_sampling_logprobs:
-        return rollouts, [np.ones(rollout.num_loss_tokens) for rollout in rollouts], None
-    log_weights = [
-        (scores.logprobs.astype(np.float64) - rollout.policy_logprobs)[rollout.loss_mask]
-        for rollout, scores in zip(rollouts, own, strict=True)
-    ]
+        return rollouts, _constant(rollouts, 1.0), None
+    difference = _learner_logprobs(own).astype(np.float64) - join_arrays(rollouts, "policy_logprobs")
+    log_weights = _split_actions(rollouts, difference)
     weights = config.off_policy_correction.weights(log_weights)
     metrics = mismatch_metrics(log_weight_statistics(log_weights), log_weights)
     corrected = [
@@ -254,6 +256,27 @@ def _correct(
         for rollout, scores in zip(rollouts, own, strict=True)
     ]
     return corrected, weights, metrics
+
+
+def _constant(rollouts: Sequence[ProcessedRollout], value: float) -> list[Tokens]:
+    counts = [rollout.num_loss_tokens for rollout in rollouts]
+    return split(np.full(sum(counts), value), counts)
+
+
+def _learner_logprobs(own: Sequence[Scores]) -> Float32[np.ndarray, " positions"]:
+    return join([scores.logprobs for scores in own], np.float32)
+
+
+def _split_actions(
+    rollouts: Sequence[ProcessedRollout], joined: Shaped[np.ndarray, " positions"]
+) -> list[Shaped[np.ndarray, " _tokens"]]:
+    """Return the action tokens of each rollout, from joined arrays of all."""
+    return split(joined[join_arrays(rollouts, "loss_mask")], [rollout.num_loss_tokens for rollout in rollouts])
+
+
+def _actions(rollouts: Sequence[ProcessedRollout], name: str) -> list[Shaped[np.ndarray, " _tokens"]]:
+    """Return one array of each rollout at its action tokens."""
+    return _split_actions(rollouts, join_arrays(rollouts, name))
 
 
 def _mask_truncated(
@@ -267,28 +290,38 @@ def _mask_truncated(
     )
 
 
-def _k1(rollout: ProcessedRollout) -> Tokens:
-    mask = rollout.loss_mask
-    difference = rollout.policy_logprobs[mask].astype(np.float64) - rollout.reference_logprobs[mask]
-    return difference.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+def _k1(rollouts: Sequence[ProcessedRollout]) -> list[Tokens]:
+    policy = join_arrays(rollouts, "policy_logprobs").astype(np.float64)
+    difference = policy - join_arrays(rollouts, "reference_logprobs")
+    return _split_actions(rollouts, difference.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-def _advantage_inputs(rollout: Rollout, processed: ProcessedRollout, penalties: Tokens) -> AdvantageInputs:
-    mask, score = processed.loss_mask, rollout.total_reward
+def _advantage_inputs(
+    graded: Sequence[Rollout], rollouts: Sequence[ProcessedRollout], penalties: Sequence[Tokens]
+) -> list[AdvantageInputs]:
+    values = _split_actions(rollouts, join_arrays(rollouts, "values").astype(np.float64))
+    arrays = zip(_actions(rollouts, "turn_ids"), penalties, values, strict=True)
+    return [_inputs(rollout, *own) for rollout, own in zip(graded, arrays, strict=True)]
+
+
+def _inputs(
+    rollout: Rollout, turn_ids: Int32[np.ndarray, " tokens"], penalties: Tokens, values: Tokens
+) -> AdvantageInputs:
+    score, rewards = rollout.total_reward, [turn.reward for turn in rollout.turns]
     assert score is not None
-    if not processed.num_loss_tokens:
+    if not turn_ids.size:
         # Its tokens have no loss, but its return, including penalties, still counts in the baseline of the group.
         score, penalties = score - math.fsum(penalties), np.zeros(0)
-    rewards = [turn.reward for turn in rollout.turns]
-    return AdvantageInputs(
+    # `Rollout` and `ProcessedRollout` have checked all of it.
+    return unchecked_inputs(
         id=rollout.id,
         score=score,
         turn_rewards=np.array([reward or 0.0 for reward in rewards], np.float64),
-        anchors=tuple(turn.anchor_state for turn in rollout.turns),
-        turn_ids=processed.turn_ids[mask],
+        anchors=tuple([turn.anchor_state for turn in rollout.turns]),
+        turn_ids=turn_ids,
         penalties=penalties,
-        values=processed.values[mask].astype(np.float64),
-        unrewarded_turns=tuple(index for index, reward in enumerate(rewards) if reward is None),
+        values=values,
+        unrewarded_turns=tuple([index for index, reward in enumerate(rewards) if reward is None]),
     )
 
 

@@ -14,13 +14,14 @@ SLOTS = [
     [Slot(1, 0, 0, 3), Slot(0, 0, 0, 4)],
 ]
 """Two rollouts; the second has two sequences."""
+ROW_LENGTHS = [2, 4]
 
 
 def test_sequences_are_in_the_order_of_their_positions():
-    places = find_places(SLOTS, SHAPE)
+    places = find_places(SLOTS, SHAPE, ROW_LENGTHS)
     assert places.start.tolist() == [0, 9, 12]
-    assert places.rollout.tolist() == [1, 0, 1]
-    assert places.row.tolist() == [1, 0, 0]
+    assert places.owner.tolist() == [1, 0, 1]
+    assert places.source.tolist() == [6, 0, 2]
     assert places.number.tolist() == [1, 0, 0]
     assert places.spread(places.length, 0, np.int32).reshape(SHAPE).tolist() == [
         [[4, 4, 4, 4], [0, 0, 0, 0], [0, 2, 2, 0]],
@@ -29,18 +30,17 @@ def test_sequences_are_in_the_order_of_their_positions():
 
 
 def test_gather_takes_the_tokens_of_every_sequence():
-    arrays = [np.array([[1, 2]]), np.array([[3, 4, 5, 0], [6, 7, 8, 9]])]
-    gathered = find_places(SLOTS, SHAPE).gather(arrays, np.int32, padding=-1).reshape(SHAPE)
+    joined = np.array([1, 2, *(3, 4, 5, 0), *(6, 7, 8, 9)])
+    gathered = find_places(SLOTS, SHAPE, ROW_LENGTHS).gather(joined, np.int32, padding=-1).reshape(SHAPE)
     assert gathered[0].tolist() == [[6, 7, 8, 9], [-1] * 4, [-1, 1, 2, -1]]
     assert gathered[1].tolist() == [[3, 4, 5, -1], [-1] * 4, [-1] * 4]
 
 
 def test_sequences_in_some_rows_keep_their_numbers():
-    places, kept = find_places(SLOTS, SHAPE).in_rows(np.array([0, 2]), SHAPE)
-    assert kept.tolist() == [0, 1, 2]
-    assert (places.start.tolist(), places.size) == ([0, 5, 8], 16)
-    places, kept = find_places(SLOTS, SHAPE).in_rows(np.array([2]), SHAPE)
-    assert kept.tolist() == [1]
-    assert (places.start.tolist(), places.number.tolist(), places.size) == ([1], [0], 8)
-    places, kept = find_places(SLOTS, SHAPE).in_rows(np.array([1]), SHAPE)
-    assert (kept.tolist(), places.tokens.tolist()) == ([], [False] * 8)
+    every = find_places(SLOTS, SHAPE, ROW_LENGTHS)
+    places = every.in_rows(np.array([0, 2]), SHAPE)
+    assert (places.start.tolist(), places.source.tolist(), places.size) == ([0, 5, 8], [6, 0, 2], 16)
+    places = every.in_rows(np.array([2]), SHAPE)
+    assert (places.start.tolist(), places.source.tolist(), places.number.tolist()) == ([1], [0], [0])
+    assert places.size == 8
+    assert every.in_rows(np.array([1]), SHAPE).tokens.tolist() == [False] * 8

@@ -141,6 +141,8 @@ def test_advantage_inputs_of_a_rollout():
     assert inputs["good"].penalties.tolist() == [0.0] * 6
     # Without critic and correction, the learner does not score the rollouts.
     assert inputs["good"].values.tolist() == [0.0] * 6
+    # They pass the checks, which the builder leaves out.
+    assert [dataclasses.replace(own).id for own in inputs.values()] == ["good", "failed"]
     failed = inputs["failed"]
     assert (failed.score, failed.anchors, failed.turn_ids.size) == (None, ("here", "there"), 0)
 
