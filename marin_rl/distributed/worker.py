@@ -3,6 +3,7 @@
 
 """Rollout worker: fetches weights, runs groups and returns them to the coordinator."""
 
+import asyncio
 import contextlib
 import logging
 import threading
@@ -255,7 +256,7 @@ class WorkerPolicy:
             inputs(requests),
             group_size=config.rollouts.group_size,
             temperature=config.sampling.temperature,
-            on_group_done=lambda group: inputs(on_group_done(group)),
+            on_group_done=lambda group: asyncio.to_thread(lambda: inputs(on_group_done(group))),
         )
 
     def close(self) -> None:

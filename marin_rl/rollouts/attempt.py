@@ -29,7 +29,7 @@ def default_state_hash(messages: tuple[Message, ...], anchor_state: object) -> s
 
 @dataclasses.dataclass(frozen=True)
 class StateHashingConfig:
-    """A user's state hashing function. It runs in the training process, once per turn."""
+    """A user's state hashing function. It runs in the training process, once per prompt and once per later turn."""
 
     path: str = dataclasses.field(metadata=LOCAL_PATH)
     """The Python file of the function; relative paths start at the working directory."""
@@ -157,5 +157,7 @@ class Attempt:
     """Seed of the environment; equal within a group."""
     temperature: float
     """Sampling temperature; 0 is greedy."""
+    anchor: str
+    """Hash of the state that the prompt shows."""
     state_hash: StateHash = default_state_hash
-    """Hash of a turn's state; turns with equal hashes are compared (GiGPO)."""
+    """Hash of the state of later turns; turns with equal hashes are compared (GiGPO)."""

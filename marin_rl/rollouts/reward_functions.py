@@ -88,7 +88,8 @@ class RewardFunctions:
     async def score_rollout(self, builder: RolloutBuilder) -> None:
         """Score a rollout that has ended with the pointwise components that do not wait for its group."""
         early = [component for component in self._pointwise(builder) if not component.waits_for_group]
-        await self._score_pointwise([(component, [builder]) for component in early])
+        if early:
+            await self._score_pointwise([(component, [builder]) for component in early])
 
     async def score_rollouts(self, builders: Sequence[RolloutBuilder]) -> None:
         """Score the rollouts of complete groups with the remaining pointwise components, and add the rewards of all.

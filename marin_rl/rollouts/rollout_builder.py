@@ -71,7 +71,7 @@ class RolloutBuilder:
         self._observation = attempt.prompt
         self._context: tuple[int, ...] = ()
         self._anchor_state = attempt.task.anchor_state
-        self._anchor = attempt.state_hash(self._messages, self._anchor_state)
+        self._anchor = attempt.anchor
         self._turns: list[Turn] = []
         self._last_observation: Observation | None = None
         self._rewards: dict[str, float] = {}

@@ -11,7 +11,7 @@ of others.
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from marin_rl import multihost
@@ -81,7 +81,7 @@ class GroupInput(NamedTuple):
     """Parts of the seeds of the attempts; each attempt's index is appended."""
 
 
-OnGroupDone = Callable[[RolloutGroup], Sequence[GroupInput]]
+OnGroupDone = Callable[[RolloutGroup], Awaitable[Sequence[GroupInput]]]
 """Receives a complete group, and returns the groups to run next."""
 
 
@@ -153,7 +153,7 @@ def run_groups(
     index, count = multihost.index_and_count()
     finished: dict[str, RolloutGroup] = {}
 
-    def keep(group: RolloutGroup) -> tuple[GroupInput, ...]:
+    async def keep(group: RolloutGroup) -> tuple[GroupInput, ...]:
         finished[group.id] = group
         return ()
 
@@ -208,7 +208,7 @@ def stream_groups(
         inputs: the groups to run first.
         group_size: attempts per task.
         temperature: sampling temperature; 0 is greedy.
-        on_group_done: called with each group in a separate thread while other groups still run. An error that it raises
+        on_group_done: called in the event loop with each group while other groups still run. An error that it raises
             ends the call.
         groups_per_block: number of consecutive groups whose reward functions start when all of them are complete, and
             can share processes.
@@ -243,16 +243,19 @@ def stream_groups(
 
 
 def _attempts(runner: RolloutRunner, request: GroupInput, group_size: int, temperature: float) -> list[Attempt]:
-    prompt = runner.limits.prompt_tokens(request.task, runner.tokenizer)
+    task, prompt = request.task, runner.limits.prompt_tokens(request.task, runner.tokenizer)
+    anchor = runner.state_hash(task.messages, task.anchor_state)
+    start_seed = derive_seed(*request.seed_parts)
     return [
         Attempt(
-            task=request.task,
+            task=task,
             prompt=prompt,
             group_id=request.group_id,
             id=f"{request.group_id}-{member}",
             seed=derive_seed(*request.seed_parts, member),
-            start_seed=derive_seed(*request.seed_parts),
+            start_seed=start_seed,
             temperature=temperature,
+            anchor=anchor,
             state_hash=runner.state_hash,
         )
         for member in range(group_size)
@@ -312,7 +315,7 @@ async def _run_batch(
 
     async def finish(builders: Sequence[RolloutBuilder]) -> Sequence[GroupInput]:
         rollouts = [builder.finish() for builder in builders]
-        return await asyncio.to_thread(on_group_done, RolloutGroup(rollouts[0].group_id, rollouts))
+        return await on_group_done(RolloutGroup(rollouts[0].group_id, rollouts))
 
     blocks = await gather_all(map(run_block, _split(batch, groups_per_block)))
     groups = [builders for block in blocks for builders in block]

@@ -1,6 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import collections
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from marin_rl.rollouts.attempt import Limits, StateHash, StateHashingConfig, def
 from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner, run_groups
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
-from marin_rl.types import Message, Rollout, RolloutStatus
+from marin_rl.types import Message, Rollout, RolloutGroup, RolloutStatus
 from marin_rl.user_code import UserFileError
 from tests.scripted_sampler import ScriptedSampler
 
@@ -40,17 +41,21 @@ def path(tmp_path: Path) -> str:
 
 def walk(state_hash: StateHash) -> Rollout:
     """Run a rollout that walks right, down, left and up on an empty lake."""
+    return walks(state_hash, group_size=1).rollouts[0]
+
+
+def walks(state_hash: StateHash, group_size: int) -> RolloutGroup:
     game = TextGameConfig(
         id="FrozenLake-v1", options=LAKE, num_tasks=1, view=View.COMPACT, held_out=0.0, validation=0.0, max_steps=5
     )
-    replies = iter("rdluu")
-    sampler = ScriptedSampler(lambda request: (ord(next(replies)), END), stop_token_ids=[END])
+    replies = collections.defaultdict(lambda: iter("rdluu"))
+    sampler = ScriptedSampler(lambda request: (ord(next(replies[request.conversation])), END), stop_token_ids=[END])
     runner = RolloutRunner(
         game.build(), ChatTokenizer(byte_tokenizer()), sampler, Limits(200, 4, 5), state_hash=state_hash
     )
     [task] = runner.environment.tasks(Split.TRAIN)
-    [group] = run_groups(runner, [GroupInput("t", task, (0, "t"))], group_size=1, temperature=1.0)
-    return group.rollouts[0]
+    [group] = run_groups(runner, [GroupInput("t", task, (0, "t"))], group_size=group_size, temperature=1.0)
+    return group
 
 
 def test_default_hashes_are_equal_only_for_equal_states():
@@ -66,6 +71,18 @@ def test_default_hashes_are_equal_only_for_equal_states():
 def test_a_users_function_is_applied(path: str):
     rollout = walk(StateHashingConfig(path, "column").build())
     assert [turn.anchor_state for turn in rollout.turns] == ["user 0", "user 1", "user 1", "user 0", "user 0"]
+
+
+def test_the_prompt_of_a_group_is_hashed_once():
+    hashed: list[tuple[Message, ...]] = []
+
+    def count(messages: tuple[Message, ...], anchor_state: object) -> str:
+        hashed.append(messages)
+        return str(len(hashed))
+
+    group = walks(count, group_size=3)
+    assert [rollout.turns[0].anchor_state for rollout in group.rollouts] == ["1"] * 3
+    assert len(hashed) == 1 + sum(len(rollout.turns) - 1 for rollout in group.rollouts)
 
 
 def test_a_function_that_raises_fails_its_rollout(path: str):

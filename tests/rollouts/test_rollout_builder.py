@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marin_rl.environments.base import Step
-from marin_rl.rollouts.attempt import Attempt, Limits
+from marin_rl.rollouts.attempt import Attempt, Limits, default_state_hash
 from marin_rl.rollouts.rollout_builder import EnvironmentFault, RolloutBuilder
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
@@ -32,13 +32,14 @@ TOKENIZER = ChatTokenizer(byte_tokenizer())
 TASK = Task("t", "sums", (Message(role="user", content="2+3"),), "5")
 PROMPT = TOKENIZER.prompt_tokens(TASK.messages)
 """Six tokens."""
+ANCHOR = default_state_hash(TASK.messages, TASK.anchor_state)
 LIMITS = Limits(max_length=100, max_new_tokens=10, max_turns=5)
 MORE = Message(role="user", content="on")
 """The message after each reply: five tokens with those of the template."""
 
 
 def new_builder(limits: Limits = LIMITS) -> RolloutBuilder:
-    attempt = Attempt(TASK, PROMPT, group_id="g", id="r", seed=3, start_seed=4, temperature=1.0)
+    attempt = Attempt(TASK, PROMPT, group_id="g", id="r", seed=3, start_seed=4, temperature=1.0, anchor=ANCHOR)
     return RolloutBuilder(attempt, TOKENIZER, limits)
 
 

@@ -539,7 +539,7 @@ def test_a_group_is_passed_on_while_others_still_run():
     game, release = game_with_blocked_first_task()
     finished: dict[str, RolloutGroup] = {}
 
-    def on_group_done(group: RolloutGroup) -> tuple[GroupInput, ...]:
+    async def on_group_done(group: RolloutGroup) -> tuple[GroupInput, ...]:
         finished[group.id] = group
         if len(finished) == 2:
             # If groups were passed on together, the first would wait forever.
@@ -559,7 +559,7 @@ def test_new_groups_replace_complete_groups_while_a_long_one_runs():
     further = [GroupInput(f"g-more{number}", task(prompt="more"), (1, "more", number)) for number in range(5)]
     finished: dict[str, RolloutGroup] = {}
 
-    def on_group_done(group: RolloutGroup) -> list[GroupInput]:
+    async def on_group_done(group: RolloutGroup) -> list[GroupInput]:
         finished[group.id] = group
         if group.id == "g-more4":
             assert "g-first" not in finished
@@ -603,7 +603,7 @@ def test_no_group_is_passed_on_before_its_batch_is_scored():
     log: list[str] = []
     rollout_runner = dataclasses.replace(runner(says("a")), reward_functions=BatchRewards(log))
 
-    def on_group_done(group: RolloutGroup) -> list[GroupInput]:
+    async def on_group_done(group: RolloutGroup) -> list[GroupInput]:
         log.append(group.id)
         return [GroupInput("g-more", task(prompt="more"), (1, "more"))] if group.id == "g-second" else []
 
@@ -617,7 +617,7 @@ def test_no_group_is_passed_on_before_its_batch_is_scored():
 def test_an_error_of_the_callback_cancels_the_other_groups():
     game, release = game_with_blocked_first_task()
 
-    def refuse(group: RolloutGroup) -> list[GroupInput]:
+    async def refuse(group: RolloutGroup) -> list[GroupInput]:
         raise ConnectionError("no connection")
 
     try:
