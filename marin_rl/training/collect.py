@@ -39,8 +39,9 @@ class Collected(NamedTuple):
     """Groups that the filter dropped."""
     finished: list[RolloutGroup]
     """Groups that finished since the previous step; with staleness they differ from `groups`."""
-    metrics: dict[str, Metric]
-    """Metrics of the groups that finished since the previous step, and counts of the filter and the replay buffer."""
+    metrics: Callable[[], dict[str, Metric]]
+    """Computes metrics of the groups that finished since the previous step, and counts of the filter and the replay
+    buffer. They are not needed before the update."""
     stale: Sequence[RolloutGroup] = ()
     """Groups that became too old before any step trained on them, and were dropped."""
 
@@ -126,8 +127,6 @@ class GroupCollector:
         groups = replay.draw(mix, version)
         in_order = _sorted_groups(finished)
         progress.task_stream = dict(self.stream.learn(progress.task_stream, in_order))
-        metrics = self._metrics(progress, _sorted_groups(to_train), _sorted_groups(left_out))
-        metrics |= staleness_metrics(groups, version)
         counts = {
             "filter/kept_groups": len(groups),
             "filter/replaced": replaced,
@@ -137,7 +136,12 @@ class GroupCollector:
             "replay/age": sum(ages) / max(len(ages), 1),
             "replay/fill": fill,
         }
-        metrics |= {name: Metric(float(value)) for name, value in {**counts, **self.rollout_source.metrics()}.items()}
+        of_step = {name: Metric(float(value)) for name, value in {**counts, **self.rollout_source.metrics()}.items()}
+
+        def metrics() -> dict[str, Metric]:
+            of_groups = self._metrics(progress, _sorted_groups(to_train), _sorted_groups(left_out))
+            return of_groups | staleness_metrics(groups, version) | of_step
+
         untrained = [group for dropped in stale for group in dropped.untrained]
         return Collected(groups, _sorted_groups(left_out), in_order, metrics, untrained)
 

@@ -31,6 +31,7 @@ from marin_rl.errors import writing
 from marin_rl.host_status import StopRequestedError, raise_if
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import policy_of
+from marin_rl.learner.devices import collect_explicitly, collect_garbage
 from marin_rl.learner.loss import first_log_ratios, loss_metrics
 from marin_rl.learner.train_step import Learner, PendingUpdate
 from marin_rl.learner.weight_history import WeightHistory
@@ -116,7 +117,8 @@ def train(
     Returns:
         Whether the run is complete; the last checkpoint is then written.
     """
-    complete = _train_steps(run, record, stop_requested)
+    with collect_explicitly():
+        complete = _train_steps(run, record, stop_requested)
     run.collector.rollout_source.flush()
     run.checkpoints.flush()
     return complete
@@ -154,13 +156,18 @@ def _train_step(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[st
     step = progress.step + 1
     collected = run.collector.collect(run.state, step, timer, stop_requested)
 
-    def store(batch: TrainingBatch) -> None:
-        with timer.phase("store"), writing(run.store.folder):
+    metrics: dict[str, float] = {}
+
+    def while_updating(batch: TrainingBatch) -> None:
+        with timer.phase("store"):
             if multihost.is_main():
-                run.store.write(step, collected.sampled, batch.stored, stale=collected.stale)
+                with writing(run.store.folder):
+                    run.store.write(step, collected.sampled, batch.stored, stale=collected.stale)
+            metrics.update((name, metric.value) for name, metric in collected.metrics().items())
+            collect_garbage(step)
 
     run.trainer_state, updates, trained = train_on_groups(
-        run.batch_builder, run.learner, run.trainer_state, collected.groups, step, timer, store
+        run.batch_builder, run.learner, run.trainer_state, collected.groups, step, timer, while_updating
     )
     rollouts = [rollout for group in collected.finished for rollout in group.rollouts]
     progress.step = step
@@ -171,7 +178,6 @@ def _train_step(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[st
     with timer.phase("transfer"):
         run.publish_weights()
     elapsed = time.perf_counter() - started
-    metrics = {name: metric.value for name, metric in collected.metrics.items()}
     metrics |= trained
     metrics |= {"episode": float(progress.episodes), "updates": float(progress.updates)}
     metrics |= throughput_metrics(collected.finished, updates, timer.seconds, elapsed)

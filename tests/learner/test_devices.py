@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from marin_rl.config.train_config import default_trainer
-from marin_rl.learner.devices import exempt_from_collection, start_devices
+from marin_rl.learner.devices import collect_explicitly, collect_garbage, exempt_from_collection, start_devices
 from tests.cpu_host import cpu_host
 
 
@@ -87,8 +87,9 @@ def no_exempt_objects() -> Iterator[None]:
     gc.freeze()
 
 
-@pytest.mark.usefixtures("no_exempt_objects")
-def test_only_objects_of_the_context_are_collected():
+def cycle_class() -> type:
+    """A class whose objects only garbage collection frees."""
+
     class Cycle:
         alive = 0
 
@@ -99,6 +100,29 @@ def test_only_objects_of_the_context_are_collected():
         def __del__(self):
             Cycle.alive -= 1
 
+    return Cycle
+
+
+def test_garbage_is_collected_explicitly():
+    Cycle = cycle_class()
+    with collect_explicitly():
+        assert not gc.isenabled()
+        kept = [Cycle(), Cycle()]
+        collect_garbage(1)
+        assert Cycle.alive == 2
+        del kept
+        Cycle()
+        # The objects that have survived a call are older.
+        collect_garbage(2)
+        assert Cycle.alive == 2
+        collect_garbage(10)
+        assert Cycle.alive == 0
+    assert gc.isenabled()
+
+
+@pytest.mark.usefixtures("no_exempt_objects")
+def test_only_objects_of_the_context_are_collected():
+    Cycle = cycle_class()
     before = Cycle()
     with exempt_from_collection(), exempt_from_collection():
         del before
