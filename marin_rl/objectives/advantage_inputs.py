@@ -47,6 +47,8 @@ class AdvantageInputs:
     """The critic's value of each action token's state; zeros without a critic."""
     unrewarded_turns: tuple[int, ...] = ()
     """Turns in which the environment gave no reward. GiGPO distinguishes them from turns with a reward of 0."""
+    masked_penalty: float = 0.0
+    """Sum of β·k1 of a rollout whose tokens were removed from the loss, so that `penalties` has length 0."""
 
     def __post_init__(self) -> None:
         turns = len(self.turn_rewards)
@@ -72,10 +74,11 @@ class AdvantageInputs:
 
     @property
     def total_return(self) -> float | None:
-        """`R = score - Σ_t penalties_t`; None if the rollout failed."""
+        """`R = score - Σ_t penalties_t - masked_penalty`; None if the rollout failed."""
         if self.score is None:
             return None
-        return self.score - math.fsum(self.penalties.tolist()) if np.count_nonzero(self.penalties) else self.score
+        penalty = math.fsum(self.penalties.tolist()) if np.count_nonzero(self.penalties) else self.masked_penalty
+        return self.score - penalty
 
 
 def unchecked_inputs(**fields: Any) -> AdvantageInputs:

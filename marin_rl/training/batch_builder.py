@@ -309,9 +309,8 @@ def _inputs(
 ) -> AdvantageInputs:
     score, rewards = rollout.total_reward, [turn.reward for turn in rollout.turns]
     assert score is not None
-    if not turn_ids.size:
-        # Its tokens have no loss, but its return, including penalties, still counts in the baseline of the group.
-        score, penalties = score - math.fsum(penalties), np.zeros(0)
+    # If its tokens have no loss, its return, including penalties, still counts in the baseline of the group.
+    is_masked = not turn_ids.size
     # `Rollout` and `ProcessedRollout` have checked all of it.
     return unchecked_inputs(
         id=rollout.id,
@@ -319,7 +318,8 @@ def _inputs(
         turn_rewards=np.array([reward or 0.0 for reward in rewards], np.float64),
         anchors=tuple([turn.anchor_state for turn in rollout.turns]),
         turn_ids=turn_ids,
-        penalties=penalties,
+        penalties=np.zeros(0) if is_masked else penalties,
+        masked_penalty=math.fsum(penalties) if is_masked else 0.0,
         values=values,
         unrewarded_turns=tuple([index for index, reward in enumerate(rewards) if reward is None]),
     )

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from marin_rl.config.objective_config import UpdateConfig
+from marin_rl.config.sections import RolloutConfig
 from marin_rl.learner.critic import CriticConfig
-from marin_rl.objectives import DrGrpoConfig, GaeConfig
+from marin_rl.objectives import DrGrpoConfig, GaeConfig, GigpoConfig
 from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs, TokenAdvantages
 from marin_rl.objectives.aggregation import SequenceMeanConfig, SequenceSumConfig, TokenMeanConfig
 from marin_rl.objectives.importance import IcepopConfig, MaskMismatchConfig, TisConfig
@@ -410,6 +411,21 @@ def test_masked_rollout_return_includes_penalty():
     assert mean_advantages(batch) == {"a": pytest.approx(-1.25), "b": None}
     assert batch.metrics["objective/kl"] == pytest.approx((2.5 + 3.0) / 2)
     assert batch.metrics["objective/rlhf_reward"] == pytest.approx(2.5 - 2.75)
+
+
+def test_penalty_of_a_masked_rollout_is_not_part_of_its_turn_rewards():
+    config = make_config(
+        truncation=MaskTruncatedConfig(),
+        kl=RewardKlConfig(beta=1.0),
+        advantage=GigpoConfig(),
+        rollouts=RolloutConfig(prompts_per_step=4, group_size=4, max_length=64, max_turns=2),
+    )
+    builder = bare_builder(config, reference=lambda processed: np.full(processed.input_ids.shape, -2.0))
+    same = (turn(anchor_state="here"),)
+    batch = build(builder, rollout("a", 1.0, *same), rollout("b", 0.0, *same, truncated=True))
+    # Returns of the rollouts are 1 - 2.5 and 0 - 2.5, those of their only turns 1 and 0.
+    episode, returns, steps = batch.stored["a"].turn_advantages
+    assert (episode, returns.tolist(), steps.tolist()) == (0.5, [1.0], [0.5])
 
 
 def test_no_update_if_all_rollouts_are_masked():
