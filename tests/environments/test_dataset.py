@@ -216,9 +216,7 @@ def test_empty_and_missing_files(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text("\n")
     with pytest.raises(ValueError, match=r"a\.jsonl is empty: it has no problem"):
         JsonlConfig(path=str(tmp_path / "a.jsonl")).build()
-    with pytest.raises(
-        ValueError, match=r"^the file '.*b\.jsonl' .*does not exist; correct path or held_out"
-    ):
+    with pytest.raises(ValueError, match=r"^the file '.*b\.jsonl' .*does not exist; correct path or held_out"):
         JsonlConfig(path=str(tmp_path / "b.jsonl")).build()
 
 
