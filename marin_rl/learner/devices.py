@@ -28,6 +28,10 @@ class DeviceError(ValueError):
     """The mesh or the batch does not fit the devices."""
 
 
+COLLECTION_THRESHOLD = 500_000
+"""New objects after which Python collects garbage itself in `collect_rarely`; about 100 MB if all are garbage."""
+
+
 def join_processes(config: TrainerConfig) -> None:
     """Apply the trainer's JAX settings and initialize `jax.distributed` if configured.
 
@@ -61,19 +65,18 @@ def exempt_from_collection() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def collect_explicitly() -> Iterator[None]:
-    """Disable automatic garbage collection until the context ends, for a loop that calls `collect_garbage`.
+def collect_rarely() -> Iterator[None]:
+    """Let garbage collection wait for `COLLECTION_THRESHOLD` objects, for a loop that calls `collect_garbage`.
 
     The records of a step's rollouts trigger many collections, which together take longer than the other work of the
     host, in any of its threads.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
+    thresholds = gc.get_threshold()
+    gc.set_threshold(COLLECTION_THRESHOLD, *thresholds[1:])
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.set_threshold(*thresholds)
 
 
 def collect_garbage(step: int) -> None:

@@ -31,7 +31,7 @@ from marin_rl.errors import writing
 from marin_rl.host_status import StopRequestedError, raise_if
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import policy_of
-from marin_rl.learner.devices import collect_explicitly, collect_garbage
+from marin_rl.learner.devices import collect_garbage, collect_rarely
 from marin_rl.learner.loss import first_log_ratios, loss_metrics
 from marin_rl.learner.train_step import Learner, PendingUpdate
 from marin_rl.learner.weight_history import WeightHistory
@@ -117,7 +117,7 @@ def train(
     Returns:
         Whether the run is complete; the last checkpoint is then written.
     """
-    with collect_explicitly():
+    with collect_rarely():
         complete = _train_steps(run, record, stop_requested)
     run.collector.rollout_source.flush()
     run.checkpoints.flush()

@@ -13,7 +13,13 @@ import jax
 import pytest
 
 from marin_rl.config.train_config import default_trainer
-from marin_rl.learner.devices import collect_explicitly, collect_garbage, exempt_from_collection, start_devices
+from marin_rl.learner.devices import (
+    COLLECTION_THRESHOLD,
+    collect_garbage,
+    collect_rarely,
+    exempt_from_collection,
+    start_devices,
+)
 from tests.cpu_host import cpu_host
 
 
@@ -103,10 +109,10 @@ def cycle_class() -> type:
     return Cycle
 
 
-def test_garbage_is_collected_explicitly():
-    Cycle = cycle_class()
-    with collect_explicitly():
-        assert not gc.isenabled()
+def test_garbage_is_collected_explicitly_or_when_there_is_much():
+    Cycle, thresholds = cycle_class(), gc.get_threshold()
+    with collect_rarely():
+        assert gc.get_threshold()[0] == COLLECTION_THRESHOLD
         kept = [Cycle(), Cycle()]
         collect_garbage(1)
         assert Cycle.alive == 2
@@ -117,7 +123,10 @@ def test_garbage_is_collected_explicitly():
         assert Cycle.alive == 2
         collect_garbage(10)
         assert Cycle.alive == 0
-    assert gc.isenabled()
+        Cycle()
+        much = [[] for _ in range(COLLECTION_THRESHOLD)]
+        assert (len(much), Cycle.alive) == (COLLECTION_THRESHOLD, 0)
+    assert gc.get_threshold() == thresholds
 
 
 @pytest.mark.usefixtures("no_exempt_objects")
