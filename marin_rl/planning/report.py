@@ -81,7 +81,8 @@ def _time_table(plan: Plan) -> str:
     )
     rows = []
     for phase in plan.phases:
-        if phase.every_step and not isinstance(phase.result, Failure):
+        # One of the two shapes of prefill may have no work.
+        if phase.every_step and phase.bound.seconds and not isinstance(phase.result, Failure):
             work = phase.work
             sent = [work.interconnect / 1e9, *([work.network / 1e9] if several else [])]
             numbers = [work.flops / scale, work.traffic / 1e9, *sent, phase.bound.seconds]

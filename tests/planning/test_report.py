@@ -74,6 +74,15 @@ def test_report_of_a_run_that_fits():
     assert plan.fits
 
 
+def test_phases_without_work_have_memory_but_no_time():
+    text = describe(make_plan(phase("update"), phase("prefill", seconds=0.0), phase("short prefill")))
+    assert [line.split("  ")[0] for line in text.splitlines() if "prefill" in line] == [
+        "prefill",
+        "short prefill",
+        "short prefill",
+    ]
+
+
 def test_bytes_between_slices_have_a_column():
     text = describe(make_plan(phase("update", network=2.5e9), topology="2xv5p:2x2x2"))
     assert "network       6.25 GB/s from each chip to other slices" in text
