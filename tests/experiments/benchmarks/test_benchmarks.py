@@ -17,6 +17,7 @@ import pytest
 from experiments.benchmarks import (
     benchmark_logprobs,
     benchmark_sampling,
+    benchmark_serving_memory,
     benchmark_shared_prompts,
     benchmark_startup,
     benchmark_training_step,
@@ -82,6 +83,15 @@ def test_shared_prompts(capsys: pytest.CaptureFixture[str], tiny: list[str]) -> 
     assert measured["shared"]["tokens"] < measured["packed"]["tokens"] == measured["unpacked"]["tokens"]
     for figures in measured.values():
         assert figures["cpu_seconds"]["count"] == figures["times_faster_than_packed"]["count"] == 2
+
+
+@pytest.mark.medium
+def test_serving_memory(capsys: pytest.CaptureFixture[str], tiny: list[str]) -> None:
+    benchmark_serving_memory.main(["--rounds", "4", "--requests", "12", "--new_tokens", "4", "--slots", "4", *tiny])
+    figures = printed_report(capsys, "benchmark_serving_memory")
+    assert figures["free_slots"] == [4]
+    assert [state["requests"] for state in figures["states"]] == [12, 24, 36, 48]
+    assert len({state["open_files"] for state in figures["states"]}) == 1
 
 
 @pytest.mark.parametrize("count", [1, 7, 64, 512])
