@@ -91,7 +91,8 @@ def test_serving_memory(capsys: pytest.CaptureFixture[str], tiny: list[str]) -> 
     figures = printed_report(capsys, "benchmark_serving_memory")
     assert figures["free_slots"] == [4]
     assert [state["requests"] for state in figures["states"]] == [12, 24, 36, 48]
-    assert len({state["open_files"] for state in figures["states"]}) == 1
+    # Not one for each of the 36 requests after the first state.
+    assert figures["open_files"][-1] < figures["open_files"][0] + 12
 
 
 @pytest.mark.parametrize("count", [1, 7, 64, 512])
