@@ -111,7 +111,8 @@ class CodeReward:
             tests = parse_tests(request.ground_truth)
         except CodeTestsError as error:
             return EvaluateResult(is_score_valid=False, error=f"task {request.task_id}: {error}")
-        code = extract_code(graded_text(request.last_reply) or "", is_program=bool(tests.cases))
+        answer = None if request.in_thoughts else graded_text(request.last_reply)
+        code = extract_code(answer or "", is_program=bool(tests.cases))
         passed = await run_tests(self._sandbox, code, tests)
         share = sum(passed) / len(passed)
         return EvaluateResult(

@@ -139,6 +139,9 @@ class RewardRequest:
     """Number of prompt messages at the beginning of `messages`; assistant messages among them are examples."""
     group_seed: int = 0
     """Seed derived from the run's seed and the group; equal for the rollouts of a group."""
+    in_thoughts: bool = False
+    """Whether the chat template opened the thoughts of the last reply with `<think>`, and the reply does not close
+    them; `messages` contain the reply only."""
 
     @property
     def last_reply(self) -> str:

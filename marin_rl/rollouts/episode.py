@@ -5,7 +5,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
@@ -26,9 +26,6 @@ ConnectAgent = Callable[[AgentRecorder], AbstractAsyncContextManager[AgentConnec
 
 CLOSING_SECONDS = 10.0
 """Time limit for closing an episode."""
-
-_OPENING_TOKENS = 16
-"""Number of a prompt's last tokens that may hold a `<think>` of the template."""
 
 _ENDS = (SystemExit, asyncio.CancelledError)
 """Further errors of environments: `sys.exit`, and waiting for a cancelled task. In the event loop they would end all
@@ -73,10 +70,9 @@ async def run_episode(
             return builder
         episode = started
         while not builder.over:
-            request = builder.request()
             with builder.count_seconds("sample"):
-                generation = await batcher.submit(request, is_last_turn=builder.is_last_turn)
-            reply = _with_opening(request.prompt_tokens, builder.add_generation(generation), tokenizer)
+                generation = await batcher.submit(builder.request(), is_last_turn=builder.is_last_turn)
+            reply = builder.add_generation(generation)
             if not builder.over:
                 builder.add_observation(await _await_environment(episode.step(reply), builder, limits.max_seconds))
     except EnvironmentFault as error:
@@ -86,15 +82,6 @@ async def run_episode(
         if episode is not None:
             await _close(episode, attempt.id)
     return builder
-
-
-def _with_opening(prompt: Sequence[int], reply: str, tokenizer: ChatTokenizer) -> str:
-    """Return a reply with the `<think>` that the template added to its prompt, if the reply was cut off before its end.
-
-    Environments would otherwise take its thoughts for the answer.
-    """
-    end = tokenizer.decode_reply(prompt[-_OPENING_TOKENS:], skip_special_tokens=False).rstrip()
-    return f"<think>{reply}" if end.endswith("<think>") and "</think>" not in reply else reply
 
 
 async def _await_environment(work: Awaitable[Result], builder: RolloutBuilder, max_seconds: float) -> Result:

@@ -73,6 +73,7 @@ class RolloutBuilder:
         self._anchor_state = attempt.task.anchor_state
         self._anchor = attempt.anchor
         self._turns: list[Turn] = []
+        self._in_thoughts = False
         self._last_observation: Observation | None = None
         self._rewards: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
@@ -120,8 +121,13 @@ class RolloutBuilder:
         )
 
     def add_generation(self, generation: Generation) -> str:
-        """Add a turn with the policy's reply, and return the reply as text."""
+        """Add a turn with the policy's reply, and return the reply as text.
+
+        If the prompt ends with `<think>` and the reply does not close its thoughts, the text begins with `<think>`:
+        environments would otherwise take thoughts for an answer.
+        """
         reply = self._tokenizer.decode_reply(generation.token_ids)
+        self._in_thoughts = "</think>" not in reply and self._tokenizer.opens_thoughts(self._observation)
         number = len(self._turns)
         turn = Turn(
             observation_tokens=self._observation,
@@ -140,7 +146,7 @@ class RolloutBuilder:
                 f"the engine aborted the generation of turn {number} after {len(generation.token_ids)} tokens "
                 f"(stop reason {generation.stop_reason.value})",
             )
-        return reply
+        return f"<think>{reply}" if self._in_thoughts else reply
 
     def add_observation(self, step: Step) -> None:
         """Add the environment's step after the last reply, and prepare the next turn or end the rollout.
@@ -225,6 +231,7 @@ class RolloutBuilder:
             status=self._status.value,
             num_prompt_messages=len(prompt),
             group_seed=self._attempt.start_seed,
+            in_thoughts=self._in_thoughts,
         )
 
     def add_rewards(self, evaluations: Sequence[RewardResult]) -> None:

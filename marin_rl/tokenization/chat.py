@@ -20,6 +20,9 @@ from marin_rl.tokenization.chat_template import (
 )
 from marin_rl.types import Message
 
+_THINK_TOKENS = 16
+"""Largest number of tokens of `<think>` and the white space after it."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ChatTokenizer:
@@ -233,6 +236,15 @@ class ChatTokenizer:
         """
         ids = self._without_stop_tokens(token_ids)
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+    def opens_thoughts(self, prompt: Sequence[int]) -> bool:
+        """Return whether a prompt ends with `<think>`, to which templates of reasoning models may add a newline.
+
+        Args:
+            prompt: the tokens of the prompt, or its last ones.
+        """
+        end = self.tokenizer.decode(list(prompt[-_THINK_TOKENS:]), clean_up_tokenization_spaces=False)
+        return end.rstrip().endswith("<think>")
 
     def stop_text_tokens(self, text: str) -> tuple[int, ...]:
         """Tokenize a text of `sampling.stop` as it occurs inside a reply.

@@ -296,6 +296,14 @@ def test_thoughts_are_not_run(grading: Grading, request_of: Any, reply: str, sco
     assert result.score == score
 
 
+def test_thoughts_that_the_template_opened_are_not_run(grading: Grading, request_of: Any):
+    component = CodeReward(CodeRewardConfig(), grading.sandbox)
+    reply = "Maybe\n```python\ndef add(a, b): return a + b\n```\nor"
+    request = request_of(reply, ground_truth=json.dumps({"asserts": list(ADDS.asserts)}), in_thoughts=True)
+    [result] = grading.wait(component.score([request]))
+    assert result.score == 0.0
+
+
 @pytest.mark.parametrize(("score", "expected"), [(CodeScore.ALL, 0.0), (CodeScore.SHARE, 1 / 3)])
 def test_scores(grading: Grading, request_of: Any, score: CodeScore, expected: float):
     component = CodeReward(CodeRewardConfig(score=score), grading.sandbox)

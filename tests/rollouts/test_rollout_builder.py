@@ -63,6 +63,18 @@ def built(*steps: Step, limits: Limits = LIMITS, reply: str = "abc") -> RolloutB
     return builder
 
 
+@pytest.mark.parametrize(
+    ("opening", "reply", "open"), [("<think>\n", "ab", True), ("<think>", "a</think>b", False), ("", "ab", False)]
+)
+def test_reward_functions_receive_whether_the_prompt_opened_thoughts(opening: str, reply: str, open: bool):
+    prompt = (*PROMPT, *opening.encode())
+    attempt = Attempt(TASK, prompt, group_id="g", id="r", seed=3, start_seed=4, temperature=1.0, anchor=ANCHOR)
+    builder = RolloutBuilder(attempt, TOKENIZER, LIMITS)
+    assert builder.add_generation(reply_of(reply)) == ("<think>" if open else "") + reply
+    request = builder.reward_request()
+    assert (request.in_thoughts, request.last_reply) == (open, reply)
+
+
 # --- limits ---
 
 
