@@ -98,9 +98,11 @@ def _start(folder: str, num_cpus: int) -> "subprocess.Popen[str]":
 
 
 def _stop(node: "subprocess.Popen[str]") -> None:
-    # The node stops when its standard input ends.
+    # The node stops when its standard input ends. It would wait for a reader of its output if that was open and full.
     assert node.stdin is not None
+    assert node.stdout is not None
     node.stdin.close()
+    node.stdout.close()
     try:
         node.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:

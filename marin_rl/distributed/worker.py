@@ -18,7 +18,7 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.workers_config import Refresh
-from marin_rl.distributed.coordinator import Announcement, Coordinator, CoordinatorClient
+from marin_rl.distributed.coordinator import Announcement, Coordinator, CoordinatorClient, RayLostError
 from marin_rl.distributed.rollout_runner import make_runner, open_reward_functions
 from marin_rl.distributed.samplers import open_worker_sampler
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
@@ -40,7 +40,7 @@ RETRY_SECONDS = 1.0
 TRANSIENT_ERRORS = (ServerLostError, CorruptTransferError, NoWeightsError, VersionGoneError)
 """Errors that a retry may resolve."""
 
-OnGroupDone = Callable[[RolloutGroup], Sequence[GroupRequest]]
+NextRequests = Callable[[RolloutGroup], Sequence[GroupRequest]]
 """Called from any thread with each finished group; returns the requests to start in its place."""
 
 
@@ -60,7 +60,8 @@ def run_worker(config: TrainConfig, vocab_size: int, secret: str, client: Coordi
             RolloutWorker(client, name, policy).run(config.workers.heartbeat_timeout)
     except BaseException as error:
         logger.exception("worker %s ends with an error", name)
-        if isinstance(error, Exception):
+        # A coordinator that has not answered would be waited for again.
+        if isinstance(error, Exception) and not isinstance(error, RayLostError):
             client.call(Coordinator.fail, name, f"{type(error).__name__}: {error}")
         raise
 
@@ -226,7 +227,7 @@ class WorkerPolicy:
         self._use(received)
         return True
 
-    def run(self, requests: Sequence[GroupRequest], on_group_done: OnGroupDone) -> None:
+    def run(self, requests: Sequence[GroupRequest], on_group_done: NextRequests) -> None:
         """Run groups concurrently, return each when it is finished, and start the next ones in its place.
 
         Args:

@@ -10,7 +10,7 @@ import pytest
 
 from marin_rl.distributed.coordinator import Assignment, Coordinator
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
-from marin_rl.distributed.worker import OnGroupDone, RolloutWorker, WorkerPolicy
+from marin_rl.distributed.worker import NextRequests, RolloutWorker, WorkerPolicy
 from marin_rl.rollouts.group_codec import decode_group
 from marin_rl.types import RolloutGroup, Task, WeightVersion
 from tests.distributed.local_client import LocalClient
@@ -20,7 +20,7 @@ def request(index: int, min_version: int = 0) -> GroupRequest:
     return GroupRequest(RequestNumber(1, index), Task("t", "sums", ({"role": "user", "content": ""},), ""), min_version)
 
 
-Script = Callable[[Sequence[GroupRequest], OnGroupDone], None]
+Script = Callable[[Sequence[GroupRequest], NextRequests], None]
 
 
 class Policy(WorkerPolicy):
@@ -38,7 +38,7 @@ class Policy(WorkerPolicy):
         self.version = self._client.call(Coordinator.announced).version
         return True
 
-    def run(self, requests: Sequence[GroupRequest], on_group_done: OnGroupDone) -> None:
+    def run(self, requests: Sequence[GroupRequest], on_group_done: NextRequests) -> None:
         self._script(requests, on_group_done)
 
 
@@ -71,7 +71,7 @@ def indices(requests: Sequence[GroupRequest]) -> list[int]:
 def test_group_is_returned_before_the_next_starts(client: LocalClient) -> None:
     seen: list[list[str]] = []
 
-    def script(requests: Sequence[GroupRequest], on_group_done: OnGroupDone) -> None:
+    def script(requests: Sequence[GroupRequest], on_group_done: NextRequests) -> None:
         waiting = list(requests)
         while waiting:
             waiting += on_group_done(finished(waiting.pop(0)))
@@ -88,7 +88,7 @@ def test_finished_groups_are_replaced_and_free_slots_filled_later(
 ) -> None:
     taken: list[list[int]] = []
 
-    def script(requests: Sequence[GroupRequest], on_group_done: OnGroupDone) -> None:
+    def script(requests: Sequence[GroupRequest], on_group_done: NextRequests) -> None:
         one, other = requests
         taken.append(indices(requests))
         [third] = on_group_done(finished(one))
@@ -114,7 +114,7 @@ def test_worker_without_weights_releases_requests_and_retries(
     seen: list[tuple[WeightVersion | None, list[int]]] = []
     client.call(Coordinator.announce, 1, ["here"])
 
-    def script(requests: Sequence[GroupRequest], on_group_done: OnGroupDone) -> None:
+    def script(requests: Sequence[GroupRequest], on_group_done: NextRequests) -> None:
         seen.append((policy.version, indices(requests)))
         client.call(Coordinator.stop)
         for one in requests:
@@ -147,7 +147,7 @@ def test_worker_without_weights_releases_requests_and_retries(
 def test_worker_waits_for_newer_weights_only_between_groups(client: LocalClient, is_in_flight: bool) -> None:
     taken: list[tuple[WeightVersion | None, list[int]]] = []
 
-    def script(requests: Sequence[GroupRequest], on_group_done: OnGroupDone) -> None:
+    def script(requests: Sequence[GroupRequest], on_group_done: NextRequests) -> None:
         taken.append((policy.version, indices(requests)))
         client.call(Coordinator.announce, 1, ["here"])
         waiting = list(requests)
@@ -182,7 +182,7 @@ def test_weights_newer_than_announced_are_not_fetched_again(
             fetched.append(self.version)
             return True
 
-    def script(requests: Sequence[GroupRequest], on_group_done: OnGroupDone) -> None:
+    def script(requests: Sequence[GroupRequest], on_group_done: NextRequests) -> None:
         waiting = list(requests)
         taken.append(indices(requests))
         while waiting:
@@ -211,7 +211,7 @@ def test_lost_assignments_are_assigned_again() -> None:
     client.call(Coordinator.announce, 0, ["here"])
     client.call(Coordinator.submit, [request(index) for index in range(6)])
 
-    def script(requests: Sequence[GroupRequest], on_group_done: OnGroupDone) -> None:
+    def script(requests: Sequence[GroupRequest], on_group_done: NextRequests) -> None:
         waiting = list(requests)
         while waiting:
             waiting += on_group_done(finished(waiting.pop(0)))
@@ -224,7 +224,7 @@ def test_lost_assignments_are_assigned_again() -> None:
 def test_dropped_worker_finishes_its_groups_and_joins_again(client: LocalClient) -> None:
     taken: list[list[int]] = []
 
-    def script(requests: Sequence[GroupRequest], on_group_done: OnGroupDone) -> None:
+    def script(requests: Sequence[GroupRequest], on_group_done: NextRequests) -> None:
         taken.append(indices(requests))
         if len(taken) == 1:
             # Another incarnation of the worker takes over its requests.
