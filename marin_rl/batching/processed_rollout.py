@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, Int64, Shaped
 
+from marin_rl.batching.places import join
 from marin_rl.tokenization.chat import ChatTokenizer, truncate_at_reply
 from marin_rl.types import Message, Rollout, Task
 
@@ -253,7 +254,7 @@ def process_demonstration(
 
 def join_arrays(rollouts: Sequence[ProcessedRollout], name: str) -> Shaped[np.ndarray, " positions"]:
     """Join one array of every rollout, row by row."""
-    return np.concatenate([np.zeros(0, _DTYPES[name]), *[getattr(rollout, name).ravel() for rollout in rollouts]])
+    return join([getattr(rollout, name) for rollout in rollouts], _DTYPES[name])
 
 
 def without_loss(rollout: ProcessedRollout) -> ProcessedRollout:

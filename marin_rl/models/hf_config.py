@@ -50,10 +50,11 @@ def read_hf_config(checkpoint: str) -> PretrainedConfig:
     """
     folder = Path(checkpoint)
     if (folder.is_absolute() or folder.is_dir()) and not (folder / "config.json").is_file():
-        problem = "has no config.json" if folder.is_dir() else "does not exist"
+        kind = "is a file" if folder.is_file() else "does not exist"
+        problem = "has no config.json" if folder.is_dir() else kind
         raise PolicyModelError(
-            f"no model in Hugging Face format at {checkpoint!r}: the folder {problem}; name a folder with config.json "
-            "and safetensors files, a hub name or a finished run"
+            f"no model in Hugging Face format at {checkpoint!r}: it {problem}; name a folder with config.json and "
+            "safetensors files, a hub name or a finished run"
         )
     try:
         path = cached_file(checkpoint, "config.json")

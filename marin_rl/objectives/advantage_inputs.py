@@ -82,7 +82,11 @@ class AdvantageInputs:
 
 
 def unchecked_inputs(**fields: Any) -> AdvantageInputs:
-    """Make the inputs of a rollout from values that were checked before. The checks take longer than the estimators."""
+    """Make the inputs of a rollout from values that were checked before. The checks take longer than the estimators.
+
+    Args:
+        **fields: all fields of `AdvantageInputs`; neither their names nor their values are checked.
+    """
     inputs = object.__new__(AdvantageInputs)
     vars(inputs).update(fields)
     return inputs

@@ -208,8 +208,8 @@ def stream_groups(
         inputs: the groups to run first.
         group_size: attempts per task.
         temperature: sampling temperature; 0 is greedy.
-        on_group_done: called in the event loop with each group while other groups still run. An error that it raises
-            ends the call.
+        on_group_done: called in the event loop with each group while other groups still run; it must not block. Its
+            error ends the call.
         groups_per_block: number of consecutive groups whose reward functions start when all of them are complete, and
             can share processes.
 

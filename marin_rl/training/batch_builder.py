@@ -311,7 +311,7 @@ def _inputs(
     assert score is not None
     # If its tokens have no loss, its return, including penalties, still counts in the baseline of the group.
     is_masked = not turn_ids.size
-    # `Rollout` and `ProcessedRollout` have checked all of it.
+    # `Rollout` and `ProcessedRollout` have checked these values, and penalties of clipped log-ratios are finite.
     return unchecked_inputs(
         id=rollout.id,
         score=score,

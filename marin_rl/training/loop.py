@@ -287,7 +287,7 @@ def throughput_metrics(
 
 
 def update_seconds(seconds: Mapping[str, float]) -> float:
-    """Return the seconds from the start to the end of a step's updates; rollouts are stored meanwhile."""
+    """Return the seconds from the start to the end of a step's updates; `store` is a part of them."""
     return seconds.get("step", 0.0) + seconds.get("store", 0.0)
 
 

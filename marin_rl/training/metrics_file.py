@@ -40,7 +40,7 @@ PANELS = (
     Panel("Held-out accuracy", {"eval/*": ""}),
     Panel("Entropy", {"policy/entropy_avg": "entropy"}, "nats per token"),
     Panel("KL to the reference", {"objective/kl": "KL"}, "nats per rollout"),
-    Panel("KL to the sampling policy", {"policy/approxkl_avg": "change"}, "nats per token"),
+    Panel("Approximate KL to the policy before the update", {"policy/approxkl_avg": "change"}, "nats per token"),
     Panel("Sampler against learner, log-probs", {"mismatch/logprob_difference_max": "largest difference"}, "nats"),
     Panel("Loss", {"loss/policy_avg": "policy", "loss/value_avg": "value"}),
     Panel("Output length", {"train/output_length": "tokens"}, "tokens"),

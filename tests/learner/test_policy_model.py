@@ -302,7 +302,7 @@ def test_error_names_a_missing_checkpoint(trainer, chat, missing: str) -> None:
 
 
 def test_error_names_a_folder_without_a_model(tmp_path) -> None:
-    with pytest.raises(PolicyModelError, match=r"at '.*': the folder has no config\.json; name a folder"):
+    with pytest.raises(PolicyModelError, match=r"at '.*': it has no config\.json; name a folder"):
         read_hf_architecture(str(tmp_path))
 
 

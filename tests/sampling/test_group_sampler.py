@@ -207,6 +207,10 @@ class HashCounter(tuple):
         HashCounter.count += 1
         return super().__hash__()
 
+    def __getitem__(self, index):
+        part = super().__getitem__(index)
+        return HashCounter(part) if isinstance(index, slice) else part
+
 
 def test_long_prompts_are_hashed_at_most_once_per_request(sampler: GroupSampler):
     groups = [HashCounter(request.prompt_tokens) for request in make_requests([19, 30])]
