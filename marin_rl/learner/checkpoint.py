@@ -99,7 +99,8 @@ class Checkpoints:
         self.folder = folder
         """Folder of the checkpoints."""
         self._config = config
-        self._keep_first = keep_first
+        self.keep_first = keep_first
+        """Whether to always keep the checkpoint of step 0."""
         self._job = BackgroundJob("checkpoint")
 
     def save(
@@ -291,7 +292,7 @@ class Checkpoints:
         every = self._steps()
         steps = [step for step in every if step <= newest]
         kept = set(steps[-self._config.keep_last :])
-        if self._keep_first:
+        if self.keep_first:
             kept.add(0)
         if self._config.keep_every:
             kept |= {step for step in steps if step % self._config.keep_every == 0}
