@@ -21,7 +21,7 @@ import draccus
 
 from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.rewards.functions import RewardFailure
-from marin_rl.rewards.grading import graded_text
+from marin_rl.rewards.grading import without_thoughts
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.user_code import UserFileError, load_from_file
 
@@ -99,7 +99,10 @@ def find_calls(reply: str) -> list[str]:
     >>> find_calls("Let me see. <tool_call>{}</tool_call>")
     ['{}']
     """
-    answer = graded_text(reply) or ""
+    answer = without_thoughts(reply)
+    # An argument may contain the text `<think>`.
+    if "<think>" in _CALL.sub("", answer):
+        return []
     calls = [match[1].strip() for match in _CALL.finditer(answer)]
     return calls or ([answer.strip()] if _is_call(answer) else [])
 

@@ -186,6 +186,7 @@ def test_any_text_is_a_call_or_raises_a_tool_error(text: str):
         ("<tool_call>a</tool_call>", ["a"]),
         ("<think><tool_call>a</tool_call></think> 4", []),
         ("<think>or <tool_call>a</tool_call>", []),
+        ("<think>a</think><tool_call>the <think> token</tool_call>", ["the <think> token"]),
         ("<think>a</think><think>b</think><tool_call> b </tool_call>", ["b"]),
         ("so <tool_call>a</tool_call> and <tool_call>b", ["a", "b"]),
         ("<tool_call>", [""]),
