@@ -6,7 +6,8 @@
 Expected results never enter the process that runs the model's code. A program gets its input, and its output is
 compared outside. A function is called with a test's arguments, and its return value is checked in a second process that
 runs no code of the model. Printing "all passed", exiting with status 0, returning an object that is equal to
-everything, or inspecting the interpreter's frames therefore gains nothing.
+everything, or inspecting the interpreter's frames therefore gains nothing. An assert that passes an expected result to
+a function of the code, such as `same(f(1), 2)`, can be deceived; those of well-known libraries are refused.
 """
 
 import asyncio
