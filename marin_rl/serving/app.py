@@ -223,6 +223,7 @@ async def _show_engine_error(request: Request, error: Exception) -> Response:
 
 async def _show_depth(request: Request, error: Exception) -> Response:
     """Return the error of a body that can be read, but not written again, as tools and tool calls are."""
+    logger.warning("%s %s: nested too deeply", request.method, request.url.path, exc_info=error)
     return await _show_error(request, ApiError("the body is nested too deeply"))
 
 
