@@ -186,7 +186,8 @@ def list_rollouts(
         limit: maximum number of rows.
 
     Returns:
-        The first `limit` rows with the columns `SUMMARY_COLUMNS` and `turns`, and the number of all selected rollouts.
+        The first `limit` rows with the columns `SUMMARY_COLUMNS` and the text `last_reply`, and the number of all
+        selected rollouts.
 
     Raises:
         RolloutNotFoundError: if none of the selected steps is stored.
@@ -199,20 +200,27 @@ def list_rollouts(
         rows += [{**row, "place": (file.path, at)} for at, row in enumerate(stored) if selection.accepts(row)]
     if sort is not None:
         rows = _sorted(rows, sort.value, descending)
-    return Listing(_with_turns(rows[:limit]), len(rows))
+    return Listing(_with_last_replies(rows[:limit]), len(rows))
 
 
-def _with_turns(rows: Sequence[Row]) -> list[Row]:
-    """Add the column `turns` to rows with a `place`: file and position in it."""
-    tables = {path: read_file(path, ["turns"]) for path in dict.fromkeys(row["place"][0] for row in rows)}
-    loaded: list[Row] = []
-    for row in rows:
-        path, at = row["place"]
-        table = tables[path]
-        # A run that resumes removes files of later steps.
-        turns = [] if table is None or at >= len(table) else table["turns"][at].as_py()
-        loaded.append({**{name: row[name] for name in SUMMARY_COLUMNS}, "turns": turns})
-    return loaded
+def _with_last_replies(rows: Sequence[Row]) -> list[Row]:
+    """Replace the `place` of rows, a file and a position in it, by `last_reply`. One file at a time is in memory."""
+    by_file: dict[StoragePath, list[int]] = {}
+    for index, row in enumerate(rows):
+        by_file.setdefault(row["place"][0], []).append(index)
+    replies = [""] * len(rows)
+    for path, indices in by_file.items():
+        table = read_file(path, ["turns"])
+        for index in indices:
+            at = rows[index]["place"][1]
+            # A run that resumes removes files of later steps.
+            turns = [] if table is None or at >= len(table) else table["turns"][at].as_py()
+            messages = turns[-1]["messages"] if turns else []
+            replies[index] = (messages[-1]["content"] or "") if messages else ""
+    return [
+        {**{name: row[name] for name in SUMMARY_COLUMNS}, "last_reply": reply}
+        for row, reply in zip(rows, replies, strict=True)
+    ]
 
 
 def _sorted(rows: Sequence[Row], key: str, descending: bool) -> list[Row]:

@@ -71,13 +71,8 @@ def _list_table(rows: Sequence[Row], reply_width: int = 0) -> Table:
             str(row["num_generated_tokens"]),
             _plain(row["not_trained"] or ""),
         ]
-        table.add_row(*cells, *([_last_reply(row)] if reply_width else []))
+        table.add_row(*cells, *([_plain(row["last_reply"])] if reply_width else []))
     return table
-
-
-def _last_reply(row: Row) -> Text:
-    messages = row["turns"][-1]["messages"] if row["turns"] else []
-    return _plain(messages[-1]["content"] or "") if messages else Text("")
 
 
 def print_rollout(console: Console, row: Row, *, tokens: bool) -> None:

@@ -86,6 +86,11 @@ def test_list_is_sorted_and_limited_with_the_total_count(folder):
     assert ([row["id"] for row in listing.rows], listing.total) == (["g-0", "s1-0", "s2-0"], 7)
     rising = list_rollouts(folder, Selection(), sort=SortKey.REWARD, limit=99).rows
     assert [row["reward"] for row in rising] == [0.0, 0.0, 0.25, 1.0, 1.0, 1.5, None]
+    # The rows alternate between files.
+    stored = {row["id"]: find_rollout(folder, row["id"])["turns"] for row in rising}
+    replies = {name: turns[-1]["messages"][-1]["content"] if turns else "" for name, turns in stored.items()}
+    assert {row["id"]: row["last_reply"] for row in rising} == replies
+    assert len(set(replies.values())) > 1
 
 
 @pytest.mark.parametrize("key", SortKey)

@@ -51,7 +51,8 @@ def test_missing_values_have_no_column():
 
 
 def test_list_has_a_column_per_component_with_a_dash_if_missing():
-    rows = [row_of(rollout_of("a")), row_of(rollout_of("b", reward=0.5, rewards={"style": 0.5}))]
+    rollouts = [rollout_of("a"), rollout_of("b", reward=0.5, rewards={"style": 0.5})]
+    rows = [{**row_of(rollout), "last_reply": "5"} for rollout in rollouts]
     lines = [line.split() for line in shown(print_listing, Listing(rows, 7))]
     head, first, second = (next(line for line in lines if line[:1] == [start]) for start in ("id", "a", "b"))
     place = head.index("correct")
@@ -62,10 +63,10 @@ def test_list_has_a_column_per_component_with_a_dash_if_missing():
 
 
 def test_list_has_the_last_reply_if_there_is_room():
-    listing = Listing([row_of(rich_rollout())], 1)
-    reply = rich_rollout().turns[-1].messages[-1]["content"]
+    reply = "the answer\x1b is 5"
+    listing = Listing([{**row_of(rich_rollout()), "last_reply": reply}], 1)
     wide, narrow = (shown(print_listing, listing, width=width) for width in (200, 70))
-    assert any(line.endswith(str(reply)) for line in wide)
+    assert any(line.endswith(r"the answer\x1b is 5") for line in wide)
     assert not any("reply" in line for line in narrow)
 
 
