@@ -108,8 +108,7 @@ def _stop(node: "subprocess.Popen[str]") -> None:
     except subprocess.TimeoutExpired:
         logger.warning("the Ray node of this run did not stop within %g s, and is killed", STOP_SECONDS)
         os.killpg(node.pid, signal.SIGKILL)
-    with node:
-        pass
+        node.wait()
 
 
 def serve(folder: Path, num_cpus: int) -> None:
