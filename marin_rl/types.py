@@ -38,7 +38,22 @@ import enum
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, TypeVar
+
+Record = TypeVar("Record")
+
+
+def make_unchecked(kind: type[Record], **fields: Any) -> Record:
+    """Make a frozen record from values that were checked before. The checks of many records take long.
+
+    Args:
+        kind: class of the record.
+        **fields: its fields; only fields with a default may be omitted. Names and values are not checked.
+    """
+    record = object.__new__(kind)
+    vars(record).update(fields)
+    return record
+
 
 Info = Mapping[str, Any]
 """Free metadata by name: JSON values (strings, finite numbers, booleans, null, lists, objects with string keys)."""

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float32, Int32, Int64, Shaped
 
 from marin_rl.batching.places import join
 from marin_rl.tokenization.chat import ChatTokenizer, truncate_at_reply
-from marin_rl.types import Message, Rollout, Task
+from marin_rl.types import Message, Rollout, Task, make_unchecked
 
 _DTYPES = {
     "input_ids": np.int32,
@@ -157,7 +157,7 @@ def _convert(
     loss_mask, logprobs = arrays["loss_mask"], arrays["policy_logprobs"]
     # The rest is valid by construction. The checks of a single rollout name what is wrong.
     is_valid = bool(np.all((logprobs > -np.inf) & (logprobs <= 0))) and not loss_mask[first].any()
-    make = _make_unchecked if is_valid else ProcessedRollout
+    make = functools.partial(make_unchecked, ProcessedRollout) if is_valid else ProcessedRollout
     ends = np.cumsum([0, *itertools.starmap(operator.mul, shapes)])
     num_loss_tokens = np.diff(np.append(0, np.cumsum(loss_mask))[ends])
     bounds = zip(ends[:-1].tolist(), ends[1:].tolist(), num_loss_tokens.tolist(), strict=True)
@@ -195,12 +195,6 @@ def _fill(
         "turn_ids": turn_ids,
         "values": np.zeros(size, np.float32),
     }
-
-
-def _make_unchecked(**fields: Any) -> ProcessedRollout:
-    rollout = object.__new__(ProcessedRollout)
-    vars(rollout).update(fields)
-    return rollout
 
 
 def sequence_lengths(rollout: Rollout) -> list[int]:

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import draccus
 import numpy as np
@@ -79,17 +79,6 @@ class AdvantageInputs:
             return None
         penalty = math.fsum(self.penalties.tolist()) if np.count_nonzero(self.penalties) else self.masked_penalty
         return self.score - penalty
-
-
-def unchecked_inputs(**fields: Any) -> AdvantageInputs:
-    """Make the inputs of a rollout from values that were checked before. The checks take longer than the estimators.
-
-    Args:
-        **fields: all fields of `AdvantageInputs`; neither their names nor their values are checked.
-    """
-    inputs = object.__new__(AdvantageInputs)
-    vars(inputs).update(fields)
-    return inputs
 
 
 class TurnAdvantages(NamedTuple):

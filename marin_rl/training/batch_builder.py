@@ -24,7 +24,6 @@ from marin_rl.objectives.advantage_inputs import (
     TokenAdvantages,
     sample_variance,
     split,
-    unchecked_inputs,
 )
 from marin_rl.objectives.importance import log_weight_statistics, mismatch_metrics
 from marin_rl.objectives.kl import MAX_LOG_RATIO
@@ -32,7 +31,7 @@ from marin_rl.objectives.value_loss import explained_variance
 from marin_rl.rollouts.stored_rollout import StoredAdvantages
 from marin_rl.seeds import derive_seed
 from marin_rl.timing import PhaseTimer
-from marin_rl.types import Rollout, RolloutGroup, RolloutStatus, WeightVersion
+from marin_rl.types import Rollout, RolloutGroup, RolloutStatus, WeightVersion, make_unchecked
 
 logger = logging.getLogger(__name__)
 
@@ -312,7 +311,8 @@ def _inputs(
     # If its tokens have no loss, its return, including penalties, still counts in the baseline of the group.
     is_masked = not turn_ids.size
     # `Rollout` and `ProcessedRollout` have checked these values, and penalties of clipped log-ratios are finite.
-    return unchecked_inputs(
+    return make_unchecked(
+        AdvantageInputs,
         id=rollout.id,
         score=score,
         turn_rewards=np.array([reward or 0.0 for reward in rewards], np.float64),
