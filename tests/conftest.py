@@ -15,9 +15,11 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# The duration of an example depends on the load of the machine.
-hypothesis.settings.register_profile("no deadlines", deadline=None)
-hypothesis.settings.load_profile("no deadlines")
+# The same examples in every run, so that a change fails by its own fault only; the profile `random` draws new ones. The
+# duration of an example depends on the load of the machine.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("random", deadline=None)
+hypothesis.settings.load_profile("repeatable")
 
 # Set before jax is imported, and as environment variables, so that subprocesses and workers inherit them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
