@@ -116,7 +116,11 @@ class Endpoints:
     ) -> "Response | EventStream":
         head, num_prompt = response_head(body), sum(map(len, prompts))
         requests = self._requests(prompts, body, head["id"])
-        choices = [make_choice(index, one.sample.prompt_tokens, body, self.piece) for index, one in enumerate(requests)]
+        opens_thoughts = isinstance(body, ChatRequest) and self.tokenizer.opens_thoughts(prompts[0])
+        choices = [
+            make_choice(index, one.sample.prompt_tokens, body, self.piece, opens_thoughts)
+            for index, one in enumerate(requests)
+        ]
         self._admit(requests, num_prompt)
         # As in vLLM, the prompt of a chat is not in the choice.
         has_prompt = isinstance(body, ChatRequest) and body.return_token_ids

@@ -193,7 +193,8 @@ class Gateway:
             reader = request.reader(self._tokenizer.decode_reply)
             part = reader.push(generation.token_ids, generation.logprobs, generation.stop_reason)
             parts.append(part._replace(weight_versions=(generation.first_version, generation.last_version)))
-            return Served(len(part.token_ids), part.finish_reason == "stop", (part.text, _with_calls(part.text)))
+            with_calls = _with_calls(part.text, self._tokenizer.opens_thoughts(request.sample.prompt_tokens))
+            return Served(len(part.token_ids), part.finish_reason == "stop", (part.text, with_calls))
 
         has_stop = request.stop or request.stop_token_ids
         following = request.reader(self._tokenizer.decode_reply) if has_stop else None
@@ -255,9 +256,9 @@ async def _reward(episode: _Episode, request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-def _with_calls(text: str) -> str:
+def _with_calls(text: str, opens_thoughts: bool) -> str:
     """Return the content of a reply that the agent repeats with its tool calls as such."""
-    reader = ToolReader()
+    reader = ToolReader(opens_thoughts)
     content = reader.push(text)
     rest, calls = reader.finish()
     return read_message(0, {"role": "assistant", "content": content + rest, "tool_calls": calls})["content"]

@@ -129,11 +129,13 @@ class CompletionChoice(Choice):
 class ChatChoice(Choice):
     """A choice of `/v1/chat/completions`."""
 
-    def __init__(self, index: int, prompt: Sequence[int], request: ChatRequest, piece: TokenPiece) -> None:
-        """Start the choice; see `Choice`."""
+    def __init__(
+        self, index: int, prompt: Sequence[int], request: ChatRequest, piece: TokenPiece, opens_thoughts: bool
+    ) -> None:
+        """Start the choice; see `Choice`, and `ToolReader` for `opens_thoughts`."""
         Choice.__init__(self, index, prompt, request, piece)
         self._chat = request
-        self._tools = ToolReader() if request.calls_tools else None
+        self._tools = ToolReader(opens_thoughts) if request.calls_tools else None
 
     def chunk(self, part: TextPart) -> dict[str, Any]:
         """Return the choice of the next chunk of a stream."""
@@ -172,10 +174,12 @@ class ChatChoice(Choice):
         return {**entry, "top_logprobs": [entry] if self._chat.top_logprobs else []}
 
 
-def make_choice(index: int, prompt: Sequence[int], request: TextParams, piece: TokenPiece) -> Choice:
-    """Return the formatter of a choice; see `Choice`."""
+def make_choice(
+    index: int, prompt: Sequence[int], request: TextParams, piece: TokenPiece, opens_thoughts: bool
+) -> Choice:
+    """Return the formatter of a choice; see `Choice` and `ChatChoice`."""
     if isinstance(request, ChatRequest):
-        return ChatChoice(index, prompt, request, piece)
+        return ChatChoice(index, prompt, request, piece, opens_thoughts)
     return CompletionChoice(index, prompt, request, piece)
 
 

@@ -151,18 +151,23 @@ class ReplyReader:
 
 
 class ToolReader:
-    """Holds back the text of a reply that may be a tool call."""
+    """Holds back the text of a reply that may be a tool call. Thoughts (`<think>…</think>`) have no calls."""
 
-    def __init__(self) -> None:
-        self._text = ""
-        self._passed = 0
+    def __init__(self, opens_thoughts: bool) -> None:
+        """Start an empty reply.
+
+        Args:
+            opens_thoughts: whether the prompt ends with `<think>`, so that the reply begins in its thoughts.
+        """
+        self._text = "<think>" if opens_thoughts else ""
+        self._passed = len(self._text)
 
     def push(self, text: str) -> str:
         """Add text, and return the next text that is not part of a call."""
         self._text += text
         answer = without_thoughts(self._text)
-        is_call = answer.lstrip()[:1] in ("", "{")
-        end = len(self._text) - len(answer) if is_call else _end_before_call(self._text)
+        may_be_call = answer.lstrip()[:1] in ("", "{")
+        end = len(self._text) - len(answer) + (0 if may_be_call else _end_before_call(answer))
         passed, self._passed = self._text[self._passed : end], max(end, self._passed)
         return passed
 
@@ -196,11 +201,11 @@ def tool_call(call: ToolCall) -> dict[str, Any]:
     """Return a tool call in OpenAI's format, with a unique id.
 
     Raises:
-        ToolError: if it has half a character, which a response cannot contain.
+        ToolError: if JSON cannot contain it: half a character, or a number that is too large for a float.
     """
-    arguments = json.dumps(call.arguments, ensure_ascii=False)
     try:
+        arguments = json.dumps(call.arguments, ensure_ascii=False, allow_nan=False)
         (call.name + arguments).encode()
-    except UnicodeEncodeError as error:
-        raise ToolError(f"the call has a lone surrogate: {error}") from error
+    except ValueError as error:
+        raise ToolError(f"the call cannot be written as JSON: {error}") from error
     return {"id": f"call_{uuid4().hex}", "type": "function", "function": {"name": call.name, "arguments": arguments}}

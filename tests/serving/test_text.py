@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from marin_rl.environments.tools import find_calls
 from marin_rl.serving.text import ReplyReader, TextPart, ToolReader
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
@@ -122,8 +123,8 @@ def test_stop_tokens_are_not_part_of_the_text():
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
-def read_tools(text: str, size: int) -> tuple[str, list]:
-    reader = ToolReader()
+def read_tools(text: str, size: int, opens_thoughts: bool = False) -> tuple[str, list]:
+    reader = ToolReader(opens_thoughts)
     shown = "".join(reader.push(text[start : start + size]) for start in range(0, len(text), size))
     rest, calls = reader.finish()
     return shown + rest, [(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls]
@@ -139,8 +140,9 @@ def read_tools(text: str, size: int) -> tuple[str, list]:
         ('{"name": "add", "parameters": {"a": 1}}', "", ["add"]),
         ('{"answer": 1}', '{"answer": 1}', []),
         ("a <tool_call>{broken</tool_call> b ", "a <tool_call>{broken</tool_call> b ", []),
-        # Half a character cannot be sent.
+        # JSON has neither half a character nor infinity.
         *((text, text, []) for text in (CALL.replace("add", r"\ud800"), CALL.replace("1", r'"\ud800"'))),
+        (CALL.replace("1", "1e999"), CALL.replace("1", "1e999"), []),
         (f"<think>\n{CALL}</think>\nno call", f"<think>\n{CALL}</think>\nno call", []),
         (f"<think>no</think> yes {CALL}", "<think>no</think> yes", ["add"]),
         ('<think>no</think>\n{"name": "add", "parameters": {"a": 1}}', "<think>no</think>", ["add"]),
@@ -157,6 +159,25 @@ def test_tool_calls_are_separated_from_text(text: str, content: str, names: list
     assert all(re.fullmatch("call_[0-9a-f]{32}", id) for id in ids)
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    text=st.lists(st.sampled_from(["x", "\n", "<think>", "</think>", CALL, "{"]), max_size=6).map("".join),
+    size=st.integers(1, 30),
+    opens_thoughts=st.booleans(),
+)
+def test_calls_are_those_of_the_environments(text: str, size: int, opens_thoughts: bool):
+    """As in `RolloutBuilder.add_generation`: thoughts that the chat template opens have no calls."""
+    content, calls = read_tools(text, size, opens_thoughts)
+    in_thoughts = opens_thoughts and "</think>" not in text
+    assert len(calls) == len(find_calls(f"<think>{text}" if in_thoughts else text))
+    assert text.startswith(content) if calls else content == text
+
+
+def test_thoughts_are_passed_on_when_they_arrive():
+    reader = ToolReader(opens_thoughts=True)
+    assert [reader.push(text) for text in ("{a", " b", "</think>", " c", CALL)] == ["{a", " b", "</think>", " c", ""]
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.sampled_from(["x", " ", "\n", "<", "<tool", "_call", ">", "<tool_call>"]), max_size=8).map("".join))
 def test_text_before_a_call_is_passed_on_without_white_space(text: str):
@@ -165,9 +186,10 @@ def test_text_before_a_call_is_passed_on_without_white_space(text: str):
     begun = next((n for n in range(10, 0, -1) if text.endswith("<tool_call>"[:n])), 0)
     full = re.search(r"\s*<tool_call>", text)
     end = full.start() if full else len(text[: len(text) - begun].rstrip())
-    assert ToolReader().push(text) == text[:end]
+    assert ToolReader(opens_thoughts=False).push(text) == text[:end]
 
 
 def test_a_long_run_of_spaces_is_read_in_one_pass():
     # With a search that starts again at every space, this takes minutes.
-    assert ToolReader().push("x" + " " * 400_000 + "y") == "x" + " " * 400_000 + "y"
+    text = "x" + " " * 400_000 + "y"
+    assert ToolReader(opens_thoughts=False).push(text) == text
