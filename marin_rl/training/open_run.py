@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 import os
+import signal
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
@@ -241,14 +242,24 @@ def _open_parts(
 
 
 def _build_environment(config: EnvironmentConfig, report: Report) -> AbstractEnvironment:
-    """Build the environment, and report if that takes long, such as generating games or downloading a dataset."""
+    """Build the environment, and report if that takes long, such as generating games or downloading a dataset.
+
+    SIGINT and SIGTERM interrupt it: there is nothing to save yet.
+
+    Raises:
+        KeyboardInterrupt: after a signal.
+    """
     name = EnvironmentConfig.get_choice_name(type(config))
     notice = threading.Timer(NOTICE_SECONDS, report, [f"preparing the tasks of the environment {name!r} ..."])
     notice.start()
+    signals = signal.SIGINT, signal.SIGTERM
+    previous = {number: signal.signal(number, signal.default_int_handler) for number in signals}
     try:
         return config.build()
     finally:
         notice.cancel()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _close(store: RolloutStore) -> None:

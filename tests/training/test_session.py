@@ -257,6 +257,22 @@ def test_error_that_ends_run_is_logged(caplog: pytest.LogCaptureFixture):
     assert "Traceback" in caplog.text
 
 
+def test_sigterm_interrupts_the_build_of_the_environment(
+    new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    def generate_games(self: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError
+
+    monkeypatch.setattr("marin_rl.environments.dataset.DatasetConfig.build", generate_games)
+    former = signal.getsignal(signal.SIGTERM)
+    run = new_run()
+    assert run.train() == 130
+    assert "interrupted; run the same command again" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is former
+    assert run.steps() == []
+
+
 @pytest.mark.medium
 def test_sigterm_during_a_warm_start_ends_the_run_without_a_checkpoint(
     new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
