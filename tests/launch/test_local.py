@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from marin_rl.launch import local
 from marin_rl.launch.local import LocalConfig, Process, run_together, training_processes
 from tests.tiny_run import TinyRun, set_num_steps
 
@@ -163,6 +164,19 @@ def test_dry_run_prints_the_commands(tmp_path: Path) -> None:
     assert f"-m marin_rl.train --config '{config}'" in first
     assert second.endswith("--trainer.distributed.process_id 1")
     assert done.returncode == 0
+
+
+def test_processes_fit_into_the_memory_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version_2, version_1 = tmp_path / "memory.max", tmp_path / "memory.limit_in_bytes"
+    monkeypatch.setattr(local, "CGROUP_LIMITS", (version_2, version_1))
+    LocalConfig(num_processes=2)
+    version_2.write_text("max\n")
+    LocalConfig(num_processes=2)
+    for file in (version_2, version_1):
+        file.write_text("900000000\n")
+        with pytest.raises(ValueError, match="this machine or container has memory for at most 1 training processes"):
+            LocalConfig(num_processes=2)
+        file.unlink()
 
 
 def test_training_arguments_are_required() -> None:
