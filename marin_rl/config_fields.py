@@ -38,13 +38,17 @@ def without_effect(**remedies: str) -> dict[str, Any]:
 
 
 def changeable_keys(config_class: Any) -> list[str]:
-    """Dotted keys and sections of a config class that `may_change` when a run is resumed."""
-    return [
-        f"{field.name}.{key}" if key else field.name
-        for field in dataclasses.fields(config_class)
-        if "may_change" in field.metadata
-        for key in field.metadata["may_change"] or ("",)
-    ]
+    """Dotted keys and sections of a config class that may differ when a run is resumed.
+
+    These are the keys that `may_change`, and those `without_effect`, which configs of earlier versions contain.
+    """
+    keys: list[str] = []
+    for field in dataclasses.fields(config_class):
+        if field.metadata.get("may_change") == ():
+            keys.append(field.name)
+        names = (*field.metadata.get("may_change", ()), *field.metadata.get("without_effect", ()))
+        keys += [f"{field.name}.{name}" for name in names]
+    return keys
 
 
 def nested_sections(value: object, key: str = "") -> Iterator[tuple[str, Any]]:

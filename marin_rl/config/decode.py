@@ -351,7 +351,7 @@ def _decode_scalar(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
 
 
 def encode(value: Any, annotation: Any = Any) -> Any:
-    """Convert a config to plain YAML values; the inverse of `decode`.
+    """Convert a config to plain YAML values; the inverse of `decode`. Keys `without_effect` are left out.
 
     Args:
         value: a config dataclass or one of its values.
@@ -385,7 +385,11 @@ def _encode_fields(value: Any, annotation: Any) -> dict[str, Any]:
     registries = (option for option in map(plain_type, members(annotation)) if is_choice_type(option))
     registry = next((option for option in registries if isinstance(value, option)), None)
     encoded = {} if registry is None else {CHOICE_TYPE_KEY: registry.get_choice_name(type(value))}
-    return encoded | {name: encode(getattr(value, name), hint) for name, hint in field_types(type(value)).items()}
+    encoded |= {name: encode(getattr(value, name), hint) for name, hint in field_types(type(value)).items()}
+    for field in dataclasses.fields(value):
+        for name in field.metadata.get("without_effect", ()):
+            del encoded[field.name][name]
+    return encoded
 
 
 def _arguments(annotation: Any, container: type) -> tuple[Any, ...]:

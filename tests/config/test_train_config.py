@@ -9,6 +9,7 @@ from pathlib import Path
 import jmp
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
+import yaml
 from levanter.distributed import RayConfig
 from levanter.layers.attention import AttentionBackend
 from levanter.models.gemma import Gemma3Config
@@ -19,10 +20,11 @@ from levanter.optim import AdamConfig, MarsConfig, MuonHConfig
 
 from marin_rl.batching.packing import GroupRow
 from marin_rl.config.command_line import parse_config
-from marin_rl.config.decode import ConfigError
+from marin_rl.config.decode import ConfigError, encode
 from marin_rl.config.sections import Mode, RolloutConfig
 from marin_rl.config.train_config import TrainConfig, compilation_cache, default_trainer
-from marin_rl.config.yaml_text import from_yaml, to_yaml
+from marin_rl.config.yaml_text import from_yaml, parse_yaml, to_yaml
+from marin_rl.config_fields import changeable_keys
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.learner.devices import start_devices
@@ -33,6 +35,7 @@ from marin_rl.objectives import (
 from marin_rl.objectives.policy_loss import GspoLossConfig, RlooSequenceLossConfig
 from marin_rl.rollouts.attempt import LongPrompts
 from marin_rl.sampling.config import SamplingConfig
+from marin_rl.training.run_directory import config_differences
 from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig, WeightTransferConfig
 from tests.config.from_lines import from_lines
 
@@ -80,6 +83,17 @@ def test_trainer_config_has_steps_seed_and_id_of_the_run():
 def test_config_round_trips_through_yaml():
     built = config(advantage=GrpoConfig(), seed=5)
     assert from_yaml(TrainConfig, to_yaml(built), "test") == built
+
+
+def test_trainer_settings_without_effect_are_not_written_and_are_read_from_older_configs():
+    built = config()
+    text = to_yaml(built)
+    older = parse_yaml(text, "test")
+    assert not {"seed", "train_batch_size", "checkpointer", "ray"} & set(older["trainer"])
+    older["trainer"] |= {"seed": 0, "watch": encode(built.trainer.watch)}
+    assert from_yaml(TrainConfig, yaml.safe_dump(older), "test") == built
+    assert len(config_differences(yaml.safe_dump(older), text, ())) > 1
+    assert config_differences(yaml.safe_dump(older), text, changeable_keys(TrainConfig)) == []
 
 
 def test_command_line_and_code_build_the_same_config(tmp_path: Path):
