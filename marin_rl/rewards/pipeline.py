@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 
 import marin_rl.rewards.code
 import marin_rl.rewards.judge  # noqa: F401
-from marin_rl.metrics import Metric, mean, merge_all, total
 from marin_rl.rewards.component import RewardComponent, RewardComponentConfig, RewardConfigError, RewardScope
 from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest, StepOutput
 from marin_rl.rewards.sandbox.pool import Sandbox
@@ -203,21 +202,24 @@ def turn_rewards(results: Sequence[RewardResult], turns: int) -> list[dict[str, 
     return rewards
 
 
-def evaluation_metrics(results: Iterable[RewardResult]) -> dict[str, Metric]:
+def evaluation_metrics(results: Iterable[RewardResult]) -> dict[str, float]:
     """Return the metrics of components: `rewards/<component>/score` and `rewards/<component>/<metric>`.
 
     Scores are averaged over the rollouts that have one; metrics of a step are averaged over steps. Rollouts without a
     score are counted by cause, as `rewards/<component>/failed_<cause>`.
     """
-    records: list[dict[str, Metric]] = []
+    values: dict[str, list[float]] = collections.defaultdict(list)
+    failures: collections.Counter[str] = collections.Counter()
     for result in results:
         prefix = f"rewards/{result.component}/"
         for part in (result.metrics, *(step.metrics for step in result.steps)):
             # A user's metric must not replace the component's own metrics.
-            users = {name: value for name, value in part.items() if name != "score" and not name.startswith("failed_")}
-            records.append({prefix + name: mean([value]) for name, value in users.items()})
+            for name, value in part.items():
+                if name != "score" and not name.startswith("failed_"):
+                    values[prefix + name].append(value)
         if result.score is None:
-            records.append({f"{prefix}failed_{result.failure}": total([1])})
+            failures[f"{prefix}failed_{result.failure}"] += 1
         else:
-            records.append({f"{prefix}score": mean([result.score])})
-    return merge_all(records)
+            values[f"{prefix}score"].append(result.score)
+    means = {name: sum(of_name) / len(of_name) for name, of_name in values.items()}
+    return means | {name: float(count) for name, count in failures.items()}

@@ -6,11 +6,10 @@
 import statistics
 from collections.abc import Iterable, Sequence
 
-from marin_rl.metrics import Metric, Reduction, mean, total
 from marin_rl.types import Rollout, RolloutGroup, RolloutStatus, StopReason, WeightVersion
 
 
-def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
+def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Compute metrics of sampled rollouts. Failed rollouts count only in the status counts and shares.
 
     Args:
@@ -24,21 +23,21 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
     scores = [rollout.total_reward or 0.0 for rollout in graded]
     generations = [turn.generation for rollout in graded for turn in rollout.turns]
     return {
-        "objective/scores": mean(scores),
-        "train/rewards": mean(scores),
+        "objective/scores": _mean(scores),
+        "train/rewards": _mean(scores),
         **_components(graded),
         **_groups(groups),
-        "train/output_length": mean([rollout.num_generated_tokens for rollout in graded]),
-        "val/num_eos_tokens": total(generation.stop_reason is StopReason.STOP for generation in generations),
-        "rollouts/turns": mean([len(rollout.turns) for rollout in graded]),
+        "train/output_length": _mean([rollout.num_generated_tokens for rollout in graded]),
+        "val/num_eos_tokens": _count(generation.stop_reason is StopReason.STOP for generation in generations),
+        "rollouts/turns": _mean([len(rollout.turns) for rollout in graded]),
         "rollouts/truncated_share": _share(rollout.status is RolloutStatus.TRUNCATED for rollout in rollouts),
-        "rollouts/failed": total(rollout.status is RolloutStatus.FAILED for rollout in rollouts),
-        "rollouts/timed_out": total(rollout.status is RolloutStatus.TIMED_OUT for rollout in rollouts),
-        "rollouts/aborted": total(rollout.status is RolloutStatus.ABORTED for rollout in rollouts),
+        "rollouts/failed": _count(rollout.status is RolloutStatus.FAILED for rollout in rollouts),
+        "rollouts/timed_out": _count(rollout.status is RolloutStatus.TIMED_OUT for rollout in rollouts),
+        "rollouts/aborted": _count(rollout.status is RolloutStatus.ABORTED for rollout in rollouts),
     }
 
 
-def staleness_metrics(groups: Sequence[RolloutGroup], version: WeightVersion) -> dict[str, Metric]:
+def staleness_metrics(groups: Sequence[RolloutGroup], version: WeightVersion) -> dict[str, float]:
     """Compute the age of a step's rollouts in weight versions, over the generations of graded rollouts.
 
     Args:
@@ -54,14 +53,14 @@ def staleness_metrics(groups: Sequence[RolloutGroup], version: WeightVersion) ->
         return {}
     ages = [version - generation.first_version for generation in generations]
     return {
-        "staleness/min": Metric(float(min(ages)), reduction=Reduction.MIN),
-        "staleness/mean": mean(ages),
-        "staleness/max": Metric(float(max(ages)), reduction=Reduction.MAX),
+        "staleness/min": float(min(ages)),
+        "staleness/mean": _mean(ages),
+        "staleness/max": float(max(ages)),
         "staleness/mixed_share": _share(item.first_version != item.last_version for item in generations),
     }
 
 
-def environment_metrics(groups: Sequence[RolloutGroup], parts: Sequence[str]) -> dict[str, Metric]:
+def environment_metrics(groups: Sequence[RolloutGroup], parts: Sequence[str]) -> dict[str, float]:
     """Compute metrics per environment.
 
     Args:
@@ -77,18 +76,18 @@ def environment_metrics(groups: Sequence[RolloutGroup], parts: Sequence[str]) ->
     by_environment: dict[str, list[Rollout]] = {part: [] for part in parts}
     for rollout in rollouts:
         by_environment.setdefault(rollout.task.environment, []).append(rollout)
-    metrics: dict[str, Metric] = {}
+    metrics: dict[str, float] = {}
     for name, sampled in by_environment.items():
         graded = [rollout for rollout in sampled if rollout.rewards]
         for measure in sorted({measure for rollout in graded for measure in rollout.metrics}):
             values = [rollout.metrics[measure] for rollout in graded if measure in rollout.metrics]
-            metrics[f"measured/{name}/{measure}"] = mean(values)
+            metrics[f"measured/{name}/{measure}"] = _mean(values)
         if name in parts:
-            metrics[f"environments/{name}/share"] = Metric(len(sampled) / max(len(rollouts), 1))
+            metrics[f"environments/{name}/share"] = len(sampled) / max(len(rollouts), 1)
         if name in parts and graded:
-            metrics[f"environments/{name}/reward"] = mean([rollout.total_reward or 0.0 for rollout in graded])
-            metrics[f"environments/{name}/correct"] = mean([float(is_correct(rollout)) for rollout in graded])
-            metrics[f"environments/{name}/turns"] = mean([float(len(rollout.turns)) for rollout in graded])
+            metrics[f"environments/{name}/reward"] = _mean([rollout.total_reward or 0.0 for rollout in graded])
+            metrics[f"environments/{name}/correct"] = _share(map(is_correct, graded))
+            metrics[f"environments/{name}/turns"] = _mean([len(rollout.turns) for rollout in graded])
     return metrics
 
 
@@ -106,18 +105,18 @@ def is_correct(rollout: Rollout) -> bool:
     return (rollout.total_reward or 0.0) > 0
 
 
-def _components(graded: Sequence[Rollout]) -> dict[str, Metric]:
-    metrics: dict[str, Metric] = {}
+def _components(graded: Sequence[Rollout]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
     for name in sorted({name for rollout in graded for name in rollout.rewards}):
         values = [rollout.rewards[name] for rollout in graded if name in rollout.rewards]
-        metrics[f"reward/{name}/mean"] = mean(values)
-        metrics[f"reward/{name}/std"] = Metric(statistics.stdev(values) if len(values) > 1 else 0.0)
+        metrics[f"reward/{name}/mean"] = _mean(values)
+        metrics[f"reward/{name}/std"] = statistics.stdev(values) if len(values) > 1 else 0.0
         if name in ("correct", "format"):
-            metrics[f"train/{name}_rewards"] = mean(values)
+            metrics[f"train/{name}_rewards"] = _mean(values)
     return metrics
 
 
-def _groups(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
+def _groups(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     graded = [[rollout for rollout in group.rollouts if rollout.rewards] for group in groups]
     graded = [rollouts for rollouts in graded if rollouts]
     return {
@@ -127,5 +126,13 @@ def _groups(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
     }
 
 
-def _share(flags: Iterable[bool]) -> Metric:
-    return mean([float(flag) for flag in flags])
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _count(flags: Iterable[bool]) -> float:
+    return float(sum(flags))
+
+
+def _share(flags: Iterable[bool]) -> float:
+    return _mean(list(flags))

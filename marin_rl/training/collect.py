@@ -17,7 +17,6 @@ from marin_rl.distributed.rollout_runner import make_limits
 from marin_rl.distributed.rollout_source import RolloutSource
 from marin_rl.distributed.scheduler import RequestNumber
 from marin_rl.environments.base import AbstractEnvironment, Split, TaskStream
-from marin_rl.metrics import Metric
 from marin_rl.objectives.shaping import shape_rewards
 from marin_rl.rewards.pipeline import evaluation_metrics
 from marin_rl.rollouts.filters import sort_groups
@@ -39,7 +38,7 @@ class Collected(NamedTuple):
     """Groups that the filter dropped."""
     finished: list[RolloutGroup]
     """Groups that finished since the previous step; with staleness they differ from `groups`."""
-    metrics: Callable[[], dict[str, Metric]]
+    metrics: Callable[[], dict[str, float]]
     """Computes metrics of the groups that finished since the previous step, and counts of the filter and the replay
     buffer. They are not needed before the update."""
     stale: Sequence[RolloutGroup] = ()
@@ -136,9 +135,9 @@ class GroupCollector:
             "replay/age": sum(ages) / max(len(ages), 1),
             "replay/fill": fill,
         }
-        of_step = {name: Metric(float(value)) for name, value in {**counts, **self.rollout_source.metrics()}.items()}
+        of_step = {name: float(value) for name, value in {**counts, **self.rollout_source.metrics()}.items()}
 
-        def metrics() -> dict[str, Metric]:
+        def metrics() -> dict[str, float]:
             of_groups = self._metrics(progress, _sorted_groups(to_train), _sorted_groups(left_out))
             return of_groups | staleness_metrics(groups, version) | of_step
 
@@ -183,7 +182,7 @@ class GroupCollector:
 
     def _metrics(
         self, progress: Progress, kept: Sequence[RolloutGroup], left_out: Sequence[RolloutGroup]
-    ) -> dict[str, Metric]:
+    ) -> dict[str, float]:
         sampled = [*kept, *left_out]
         equal = sum(any(rollout.rewards for rollout in group.rollouts) for group in left_out)
         results = (result for group in sampled for rollout in group.rollouts for result in rollout.evaluations)
@@ -192,10 +191,10 @@ class GroupCollector:
             "filter/dropped_ungraded": len(left_out) - equal,
             **self.stream.metrics(progress.task_stream),
         }
-        metrics = dict(evaluation_metrics(results))
+        metrics = evaluation_metrics(results)
         if any(rollout.rewards for group in sampled for rollout in group.rollouts):
             metrics |= {**rollout_metrics(sampled), **environment_metrics(sampled, self.stream.parts)}
-        return {**metrics, **{name: Metric(float(count)) for name, count in counts.items()}}
+        return {**metrics, **{name: float(count) for name, count in counts.items()}}
 
 
 def _sorted_groups(groups: dict[RequestNumber, RolloutGroup]) -> list[RolloutGroup]:

@@ -4,6 +4,7 @@
 """Evaluation of a policy: accuracy, pass@k and the loss of reference answers on held-out tasks."""
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -12,7 +13,6 @@ from marin_rl.batching.processed_rollout import ProcessedRollout, process_demons
 from marin_rl.config.sections import EvaluationConfig
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.learner.scoring import Scores
-from marin_rl.metrics import mean
 from marin_rl.objectives.pass_at_k import pass_at_k
 from marin_rl.rollouts.metrics import is_correct
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
@@ -62,9 +62,9 @@ def evaluate(
         metrics[f"{prefix}/accuracy_sampled"] = _accuracy(groups)
         for k in config.pass_at:
             correct_counts = [sum(map(is_correct, group.rollouts)) for group in groups]
-            metrics[f"{prefix}/pass@{k}"] = mean(
+            metrics[f"{prefix}/pass@{k}"] = statistics.fmean(
                 pass_at_k(config.samples, correct, k) for correct in correct_counts
-            ).value
+            )
     if config.greedy:
         greedy = run_tasks(runner, tasks, group_size=1, temperature=0.0, seed_parts=(seed, name, "greedy"))
         for environment, groups in _by_environment(greedy).items():
@@ -163,4 +163,4 @@ def _by_environment(groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGro
 
 
 def _accuracy(groups: Sequence[RolloutGroup]) -> float:
-    return mean(float(is_correct(rollout)) for group in groups for rollout in group.rollouts).value
+    return statistics.fmean(is_correct(rollout) for group in groups for rollout in group.rollouts)

@@ -163,7 +163,7 @@ def _train_step(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[st
             if multihost.is_main():
                 with writing(run.store.folder):
                     run.store.write(step, collected.sampled, batch.stored, stale=collected.stale)
-            metrics.update((name, metric.value) for name, metric in collected.metrics().items())
+            metrics.update(collected.metrics())
             collect_garbage(step)
 
     run.trainer_state, updates, trained = train_on_groups(

@@ -413,7 +413,7 @@ def test_invalid_comparison_fails_the_whole_group(
     assert len(endpoint.received) == 3
     assert [(one.score, one.failure) for one in results] == [(None, "invalid_answer")] * 2
     assert all(problem in str(one.error) for one in results)
-    assert evaluation_metrics(results)["rewards/taste/failed_invalid_answer"].value == 2
+    assert evaluation_metrics(results)["rewards/taste/failed_invalid_answer"] == 2
 
 
 def test_a_comparing_judge_can_be_chosen_in_yaml():
@@ -592,7 +592,7 @@ def test_scores_of_criteria_are_metrics(endpoint: Endpoint, request_of):
     endpoint.replies = lambda count: reply_with(f"Scores: correct={count - 1}, short=0")
     configured = config(endpoint, name="taste", prompt=RUBRIC_PROMPT, rubric=RUBRIC, max_concurrency=1)
     results = evaluations(configured, RewardScope.POINTWISE, request_of(), request_of(rollout_id="r2"))
-    metrics = {name: metric.value for name, metric in evaluation_metrics(results).items()}
+    metrics = evaluation_metrics(results)
     expected = {"score": 0.375, "correct": 0.5, "short": 0.0, "retries": 0.0}
     assert metrics == {f"rewards/taste/{name}": value for name, value in expected.items()}
 
@@ -626,7 +626,7 @@ def test_tokens_and_cost_include_retries(endpoint: Endpoint, request_of):
 def test_tokens_of_a_failed_call_are_logged(endpoint: Endpoint, request_of):
     endpoint.replies = lambda count: reply_with("no", usage=USAGE)
     results = evaluations(config(endpoint, prompt_price=1.0), RewardScope.POINTWISE, request_of())
-    metrics = {name: metric.value for name, metric in evaluation_metrics(results).items()}
+    metrics = evaluation_metrics(results)
     assert metrics["rewards/llm_judge/prompt_tokens"] == 3000
     assert metrics["rewards/llm_judge/cost"] == pytest.approx(0.003)
     assert metrics["rewards/llm_judge/failed_invalid_answer"] == 1

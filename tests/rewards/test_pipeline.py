@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.metrics import Metric, Reduction
 from marin_rl.rewards.code import CodeRewardConfig
 from marin_rl.rewards.component import FunctionRewardConfig, RewardComponent, RewardConfigError, RewardScope
 from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest, StepOutput
@@ -117,7 +116,7 @@ def test_step_rewards_sum_to_the_score_without_one(request_of, score, expected):
     [evaluation] = score_one([Scripted("style", result, weight=3.0)], request_of())
     assert (evaluation.score, evaluation.steps) == (expected, (TurnReward(0, 2.0),))
     assert weighted_rewards([evaluation]) == {"style": 3 * expected}
-    assert evaluation_metrics([evaluation]) == {"rewards/style/score": Metric(expected)}
+    assert evaluation_metrics([evaluation]) == {"rewards/style/score": expected}
 
 
 @pytest.mark.parametrize(
@@ -144,8 +143,8 @@ def test_failed_score_fails_only_its_rollout(request_of, answer, cause, said):
     assert f"reward 'bad': {cause.value}: " in str(failure([good, bad]))
     assert bad.failure == cause.value
     assert evaluation_metrics([good, bad, bad]) == {
-        "rewards/good/score": Metric(1.0),
-        f"rewards/bad/failed_{cause.value}": Metric(2.0, weight=2.0, reduction=Reduction.SUM),
+        "rewards/good/score": 1.0,
+        f"rewards/bad/failed_{cause.value}": 2.0,
     }
 
 
@@ -277,13 +276,12 @@ def test_turn_rewards_have_the_names_of_their_components():
 def test_metrics_are_means_over_rollouts_and_steps():
     other = RewardResult("correct", weight=2.0, score=0.0, metrics={"length": 6.0})
     lost = RewardResult("correct", weight=2.0, score=None, error="timeout: no answer", failure="timeout")
-    found = evaluation_metrics([CORRECT, other, LOST, lost])
-    assert {name: (metric.value, metric.weight) for name, metric in found.items()} == {
-        "rewards/correct/score": (0.5, 2.0),
-        "rewards/correct/length": (4.5, 2.0),
-        "rewards/correct/moves": (2.5, 2.0),
-        "rewards/correct/failed_timeout": (1.0, 1.0),
-        "rewards/judge/failed_timeout": (1.0, 1.0),
+    assert evaluation_metrics([CORRECT, other, LOST, lost]) == {
+        "rewards/correct/score": 0.5,
+        "rewards/correct/length": 4.5,
+        "rewards/correct/moves": 2.5,
+        "rewards/correct/failed_timeout": 1.0,
+        "rewards/judge/failed_timeout": 1.0,
     }
 
 

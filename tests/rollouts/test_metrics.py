@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import pytest
 
 from marin_rl.environments.base import Split
-from marin_rl.metrics import Reduction, merge_all
 from marin_rl.rollouts.metrics import environment_metrics, is_correct, rollout_metrics, staleness_metrics
 from marin_rl.types import Generation, RewardResult, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 from tests.environments.fake_environments import Cards
@@ -42,8 +41,7 @@ def rollout(
 
 def metrics(*groups: list[Rollout], version: int = 5) -> dict[str, float]:
     whole = [RolloutGroup("g", group) for group in groups]
-    values = rollout_metrics(whole) | staleness_metrics(whole, version)
-    return {name: metric.value for name, metric in values.items()}
+    return rollout_metrics(whole) | staleness_metrics(whole, version)
 
 
 GOOD, BAD, FAILED = rollout({"correct": 1.0}), rollout({"correct": 0.0}), rollout({})
@@ -126,18 +124,6 @@ def test_generations_of_several_versions_are_counted():
     assert (values["staleness/min"], values["staleness/max"]) == (1.0, 4.0)
 
 
-def test_metrics_of_two_halves_merge_into_those_of_the_whole():
-    halves = [[GOOD, BAD, BAD], [GOOD, rollout({"correct": 1.0}, lengths=(7,), version=2)]]
-    groups = [RolloutGroup("g", half) for half in halves]
-    whole = rollout_metrics(groups) | staleness_metrics(groups, 5)
-    merged = merge_all(rollout_metrics([group]) | staleness_metrics([group], 5) for group in groups)
-    for name, metric in whole.items():
-        if not name.endswith("/std"):
-            assert merged[name].value == pytest.approx(metric.value), name
-    assert whole["staleness/max"].reduction is Reduction.MAX
-    assert whole["val/num_eos_tokens"].reduction is Reduction.SUM
-
-
 @pytest.mark.parametrize(
     ("rewards", "expected"),
     [
@@ -190,7 +176,7 @@ def task(name: str) -> Task:
 
 
 def per_environment(groups: list[RolloutGroup], *parts: str) -> dict[str, float]:
-    return {name: metric.value for name, metric in environment_metrics(groups, parts).items()}
+    return environment_metrics(groups, parts)
 
 
 def test_parts_have_separate_metrics():

@@ -95,9 +95,7 @@ def names(groups: Sequence) -> list[str]:
 
 def counts(found: Collected) -> dict[str, float]:
     return {
-        name.removeprefix("filter/"): metric.value
-        for name, metric in found.metrics().items()
-        if name.startswith("filter/")
+        name.removeprefix("filter/"): value for name, value in found.metrics().items() if name.startswith("filter/")
     }
 
 
@@ -185,7 +183,7 @@ def test_step_is_complete_and_counts_skipped_tasks():
     _, _, found = collect(["mixed"] * 14, steps=3, rollouts=skipping(5).config.rollouts)
     assert [len(step.groups) for step in found] == [4, 4, 4]
     assert all(int(name[1:]) < 10 for step in found for name in names(step.groups))
-    assert sum(step.metrics()["prompts/skipped"].value for step in found) > 0
+    assert sum(step.metrics()["prompts/skipped"] for step in found) > 0
 
 
 # Filtering.
@@ -210,9 +208,9 @@ def test_uninformative_groups_are_dropped_and_counted_by_reason():
 def test_metrics_include_dropped_groups():
     _, _, [found] = collect(["mixed", "equal", "equal", "broken"], filter=DropGroupsConfig())
     # Ten of twelve scored rollouts are correct, and four of sixteen failed.
-    assert found.metrics()["objective/scores"].value == pytest.approx(10 / 12)
-    assert found.metrics()["rollouts/failed"].value == 4
-    assert found.metrics()["groups/zero_spread_share"].value == pytest.approx(2 / 3)
+    assert found.metrics()["objective/scores"] == pytest.approx(10 / 12)
+    assert found.metrics()["rollouts/failed"] == 4
+    assert found.metrics()["groups/zero_spread_share"] == pytest.approx(2 / 3)
     assert len(found.sampled) == 4
 
 
@@ -349,20 +347,20 @@ def test_metrics_describe_finished_groups_when_sampling_ahead():
     for found in (first, third):
         rollouts = [rollout for group in found.finished for rollout in group.rollouts]
         scores = [rollout.total_reward for rollout in rollouts if rollout.rewards]
-        assert found.metrics()["objective/scores"].value == pytest.approx(sum(scores) / len(scores))
-        assert found.metrics()["rollouts/failed"].value == sum(not rollout.rewards for rollout in rollouts)
+        assert found.metrics()["objective/scores"] == pytest.approx(sum(scores) / len(scores))
+        assert found.metrics()["rollouts/failed"] == sum(not rollout.rewards for rollout in rollouts)
         # Every reply ends with a stop token; the groups trained on have at most 16 rollouts.
-        assert found.metrics()["val/num_eos_tokens"].value == len(scores) > 16
+        assert found.metrics()["val/num_eos_tokens"] == len(scores) > 16
     assert {"objective/scores", "rollouts/failed"}.isdisjoint(second.metrics())
     # Staleness metrics cover the groups trained on.
-    assert [found.metrics()["staleness/max"].value for found in (first, second)] == [0.0, 1.0]
-    assert [found.metrics()["filter/kept_groups"].value for found in (first, second)] == [4.0, 4.0]
+    assert [found.metrics()["staleness/max"] for found in (first, second)] == [0.0, 1.0]
+    assert [found.metrics()["filter/kept_groups"] for found in (first, second)] == [4.0, 4.0]
 
 
 def test_stale_groups_are_returned():
     first, late = ahead(["mixed"] * 16, [1, 4])
     assert first.stale == []
-    assert late.metrics()["replay/stale"].value == 4
+    assert late.metrics()["replay/stale"] == 4
     assert [group.id for group in late.stale] == [group.id for group in first.finished if group not in first.groups]
 
 
@@ -383,7 +381,7 @@ def test_overlong_penalty_makes_equal_group_informative():
         assert [rollout.rewards for rollout in group.rollouts] == [
             {"correct": 1.0, "overlong": penalty} for penalty in (0.0, -0.25, -0.5, -0.125)
         ]
-    assert found.metrics()["reward/overlong/mean"].value == pytest.approx(-0.875 / 4)
+    assert found.metrics()["reward/overlong/mean"] == pytest.approx(-0.875 / 4)
 
 
 def test_fixed_reward_of_truncated_rollouts_is_used_by_filter():
