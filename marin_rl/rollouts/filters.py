@@ -10,40 +10,16 @@ prevents that. A dropped group has no KL penalty either.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import draccus
 
 from marin_rl.types import RolloutGroup
 
 
-class Filtered(NamedTuple):
-    """Groups, sorted by whether their rewards differ."""
-
-    kept: list[RolloutGroup]
-    """Groups with different rewards."""
-    zero_spread: list[RolloutGroup]
-    """Groups in which all graded rollouts have the same reward."""
-    ungraded: list[RolloutGroup]
-    """Groups in which all rollouts failed."""
-
-
-def sort_groups(groups: Sequence[RolloutGroup]) -> Filtered:
-    """Sort groups by whether their rewards differ, are all equal, or are missing.
-
-    Args:
-        groups: groups of rollouts.
-
-    Returns:
-        The same groups, sorted.
-    """
-    sorted_groups = Filtered([], [], [])
-    for group in groups:
-        rewards = {rollout.total_reward for rollout in group.rollouts if rollout.rewards}
-        place = sorted_groups.kept if len(rewards) > 1 else sorted_groups.zero_spread
-        (place if rewards else sorted_groups.ungraded).append(group)
-    return sorted_groups
+def rewards_differ(group: RolloutGroup) -> bool:
+    """Return whether the graded rollouts of a group have different rewards; False if all rollouts failed."""
+    return len({rollout.total_reward for rollout in group.rollouts if rollout.rewards}) > 1
 
 
 @dataclasses.dataclass(frozen=True)

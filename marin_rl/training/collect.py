@@ -19,7 +19,7 @@ from marin_rl.distributed.scheduler import RequestNumber
 from marin_rl.environments.base import AbstractEnvironment, Split, TaskStream
 from marin_rl.objectives.shaping import shape_rewards
 from marin_rl.rewards.pipeline import evaluation_metrics
-from marin_rl.rollouts.filters import sort_groups
+from marin_rl.rollouts.filters import rewards_differ
 from marin_rl.rollouts.metrics import environment_metrics, rollout_metrics, staleness_metrics
 from marin_rl.rollouts.run_rollouts import require_one_success
 from marin_rl.sampling.sampler import PromptTooLongError
@@ -106,7 +106,7 @@ class GroupCollector:
                 [group] = shape_rewards(
                     [unshaped], config.overlong, config.truncation, max_new_tokens=config.sampling.max_new_tokens
                 )
-                if config.filter.drops and not sort_groups([group]).kept:
+                if config.filter.drops and not rewards_differ(group):
                     left_out[number] = group
                     dropped.append(number)
                 else:

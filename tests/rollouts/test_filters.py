@@ -3,57 +3,42 @@
 
 import pytest
 
-from marin_rl.rollouts.filters import DropGroupsConfig, KeepGroupsConfig, ResampleGroupsConfig, sort_groups
+from marin_rl.rollouts.filters import DropGroupsConfig, KeepGroupsConfig, ResampleGroupsConfig, rewards_differ
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 
 TASK = Task("t", "sums", ({"role": "user", "content": "2+3="},), "5")
 
 
-def group(name: str, *rewards: float | None) -> RolloutGroup:
+def group(*rewards: float | None) -> RolloutGroup:
     """A group with these rewards; None for a failed rollout."""
     turn = Turn((1, 2), Generation((3,), (-1.0,), StopReason.STOP, 0, 0), (), starts_sequence=True)
 
     def rollout(index: int, reward: float | None) -> Rollout:
         if reward is None:
-            return Rollout(f"{name}-{index}", name, TASK, (turn,), RolloutStatus.FAILED, {}, "ValueError: no")
+            return Rollout(f"{index}", "g", TASK, (turn,), RolloutStatus.FAILED, {}, "ValueError: no")
         # Two components, because their sum is compared.
         rewards = {"correct": reward - index, "style": float(index)}
-        return Rollout(f"{name}-{index}", name, TASK, (turn,), RolloutStatus.COMPLETED, rewards)
+        return Rollout(f"{index}", "g", TASK, (turn,), RolloutStatus.COMPLETED, rewards)
 
-    return RolloutGroup(name, [rollout(index, reward) for index, reward in enumerate(rewards)])
-
-
-def test_groups_are_sorted_by_whether_their_rewards_differ():
-    groups = [
-        group("differ", 1.0, 0.0, 1.0),
-        group("right", 1.0, 1.0),
-        group("wrong", 0.0, 0.0, 0.0),
-        group("failed", None, None),
-        group("differ with a failure", 1.0, None, 0.0),
-        group("equal with a failure", None, 1.0, 1.0),
-        group("one left", None, 0.5),
-        group("alone", 1.0),
-        group("barely", 0.25, 0.25 + 1e-12),
-    ]
-    filtered = sort_groups(groups)
-    assert [group.id for group in filtered.kept] == ["differ", "differ with a failure", "barely"]
-    assert [group.id for group in filtered.zero_spread] == [
-        "right",
-        "wrong",
-        "equal with a failure",
-        "one left",
-        "alone",
-    ]
-    assert [group.id for group in filtered.ungraded] == ["failed"]
+    return RolloutGroup("g", [rollout(index, reward) for index, reward in enumerate(rewards)])
 
 
-def test_no_group_is_lost_or_changed():
-    groups = [
-        group(str(index), *rewards) for index, rewards in enumerate([(1.0, 0.0), (1.0, 1.0), (None,), (0.0, 1.0)])
-    ]
-    filtered = sort_groups(groups)
-    assert sorted([*filtered.kept, *filtered.zero_spread, *filtered.ungraded], key=lambda group: group.id) == groups
-    assert sort_groups([]) == ([], [], [])
+@pytest.mark.parametrize(
+    ("rewards", "differ"),
+    [
+        ((1.0, 0.0, 1.0), True),
+        ((1.0, None, 0.0), True),
+        ((0.25, 0.25 + 1e-12), True),
+        ((1.0, 1.0), False),
+        ((0.0, 0.0, 0.0), False),
+        ((None, 1.0, 1.0), False),
+        ((None, 0.5), False),
+        ((1.0,), False),
+        ((None, None), False),
+    ],
+)
+def test_rewards_of_graded_rollouts_are_compared(rewards: tuple[float | None, ...], differ: bool):
+    assert rewards_differ(group(*rewards)) is differ
 
 
 @pytest.mark.parametrize(
