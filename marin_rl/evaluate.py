@@ -33,7 +33,7 @@ from marin_rl.sampling.config import MIN_TEMPERATURE, LevanterSamplerConfig
 from marin_rl.storage import storage_path
 from marin_rl.training.evaluation import evaluate, first_of_each, reference_loss
 from marin_rl.training.run_directory import open_existing
-from marin_rl.training.shared_run import check_config
+from marin_rl.training.shared_run import check_config, require_same_tasks
 from marin_rl.training.starting_weights import require_checkpoint, restore_checkpoint
 
 FLAGS = {"json": "Print one JSON object instead of lines."}
@@ -120,6 +120,7 @@ def _evaluate(
     tokenizer = train_config.tokenizer.build()
     sampler = open_group_sampler(train_config, model, tokenizer, trainer, step)
     environment = train_config.environment.build()
+    require_same_tasks(environment)
     evaluation = config.evaluation or train_config.evaluation
     with contextlib.ExitStack() as opened:
         reward_functions, loop = open_reward_functions(train_config, environment, opened)

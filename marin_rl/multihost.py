@@ -172,7 +172,7 @@ def require_equal(values: Mapping[str, bytes], name: str) -> None:
     if differing:
         raise ProcessesDifferError(
             f"{name} is not the same in all training processes; compared with the main process (0), it differs in "
-            f"{'; in '.join(differing)}. All processes compute it from the same rollouts, so their config, data files, "
+            f"{'; in '.join(differing)}. All processes compute it from the same inputs, so their config, data files, "
             "software or processors differ: make them equal on all training hosts, and run the same command again "
             "to resume from the last checkpoint"
         )

@@ -56,7 +56,7 @@ from marin_rl.training.collect import GroupCollector
 from marin_rl.training.evaluation import describe_accuracy, evaluate
 from marin_rl.training.loop import TrainingRun
 from marin_rl.training.run_state import REPLAY, Progress, RunState
-from marin_rl.training.shared_run import check_config
+from marin_rl.training.shared_run import check_config, require_same_tasks
 from marin_rl.training.starting_weights import first_policy, restore_policy, restore_state
 from marin_rl.training.warm_start import warm_start
 from marin_rl.types import RolloutGroup, WeightVersion
@@ -228,6 +228,7 @@ def _open_parts(
     check_config(config)
     check_worker_devices(config, platform_of(trainer), os.environ)
     tokenizer, environment = config.tokenizer.build(), _build_environment(config.environment, report)
+    require_same_tasks(environment)
     if config.mode is Mode.SYNC or config.warm_start.max_steps > 0 or config.evaluation.tasks > 0:
         reward_functions, loop = open_reward_functions(config, environment, resources)
     else:

@@ -9,6 +9,7 @@ without being sent. In `mode: sync` each process samples a share of the groups, 
 directory.
 """
 
+import hashlib
 import json
 import secrets
 import socket
@@ -22,12 +23,14 @@ from marin_rl.batching.rl_example import PackedBatch
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import to_yaml
+from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.errors import RunDirectoryError, writing
 from marin_rl.remote_path import RemotePath
 from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.storage import StoragePath
 from marin_rl.training.batch_builder import TrainingBatch
 from marin_rl.training.run_directory import config_differences
+from marin_rl.types import Task
 from marin_rl.weights.config import ArrowFlightConfig, is_loopback
 
 PER_ROLLOUT = ("input_ids", "loss_mask", "segment_ids", "policy_logprobs", "reference_logprobs", "values")
@@ -105,6 +108,30 @@ def require_same_config(config: TrainConfig) -> None:
             + "\n".join(differing)
             + "\nstart all of them with the same config"
         )
+
+
+def require_same_tasks(environment: AbstractEnvironment) -> None:
+    """Check that the environment has the same tasks, in the same order, in all training processes.
+
+    Each process draws the tasks of all groups itself, and samples a share of them. With other tasks in one process, a
+    warm start would mix two batches, and a process could wait for groups that the others do not need.
+
+    Args:
+        environment: environment of this process.
+
+    Raises:
+        ProcessesDifferError: in every process; names the processes and splits that differ.
+    """
+    if multihost.is_multihost():
+        digests = {split.value: _digest(environment.tasks(split)) for split in Split}
+        multihost.require_equal(digests, f"the list of tasks of the environment {environment.name!r}")
+
+
+def _digest(tasks: Sequence[Task]) -> bytes:
+    digest = hashlib.blake2b()
+    for task in tasks:
+        digest.update(repr(task).encode())
+    return digest.digest()
 
 
 def require_same_batch(step: int, batch: TrainingBatch, updates: Sequence[PackedBatch]) -> None:

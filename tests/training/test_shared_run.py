@@ -6,17 +6,25 @@ import json
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 from marin_rl import multihost
 from marin_rl.config.sections import LogLevel, Mode
 from marin_rl.config.yaml_text import to_yaml
+from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.errors import RunDirectoryError
 from marin_rl.learner.checkpoint import CheckpointConfig
 from marin_rl.rewards.component import FunctionRewardConfig, RewardScope
 from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig
 from marin_rl.training.run_directory import config_differences
-from marin_rl.training.shared_run import check_config, require_same_config, require_shared_folder
+from marin_rl.training.shared_run import (
+    check_config,
+    require_same_config,
+    require_same_tasks,
+    require_shared_folder,
+)
 from marin_rl.weights.config import ArrowFlightConfig
 from tests.training.bare_run import make_config
 
@@ -99,6 +107,19 @@ def test_processes_may_differ_only_in_what_they_do_alone(monkeypatch: pytest.Mon
     assert sent == [""]
     with pytest.raises(RunDirectoryError, match=r"process 1:\n  checkpoint.every: \d+ there, 7 now\nstart all"):
         require_same_config(dataclasses.replace(FITTING, checkpoint=CheckpointConfig(every=7)))
+
+
+def test_error_names_splits_with_other_tasks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(multihost, "is_multihost", lambda: True)
+    rows: list[np.ndarray] = []
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: rows.append(own) or np.stack([rows[0], own]))
+    # The calls are made by the main process and by two others.
+    require_same_tasks(ArithmeticConfig(size=200, seed=1).build())
+    require_same_tasks(ArithmeticConfig(size=200, seed=1).build())
+    with pytest.raises(
+        multihost.ProcessesDifferError, match=r"tasks of the environment 'arithmetic' .* process 1 in train"
+    ):
+        require_same_tasks(ArithmeticConfig(size=200, seed=2).build())
 
 
 def test_error_names_processes_that_do_not_see_the_run_directory(answers: list[str], tmp_path: Path):
