@@ -33,12 +33,16 @@ _LIBRARIES = frozenset(
 )
 """Names that only the tested code could evaluate, and replace by functions that accept or return every value."""
 _PREDICATES = frozenset(
-    {"startswith", "endswith", "issubset", "issuperset", "isdisjoint", "isdigit", "isalpha", "isupper", "islower"}
-    | {"isspace", "__contains__", "__eq__"}
+    {"startswith", "endswith", "is_integer", "equals", "__contains__", "__eq__"}
+    | {name for kind in (str, set) for name in dir(kind) if name.startswith("is")}
 )
-"""Methods of strings and sets that an object of the tested code could replace by ones that accept every value."""
-_FUNCTION_PLACES = {"map": 0, "filter": 0, "isinstance": 1}
-"""Positions of arguments that are functions or types, by builtin."""
+"""Methods, such as `isdigit`, that an object of the tested code could replace by ones that accept every value."""
+_PLAIN_TYPES = frozenset(
+    {"bool", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "object", "set", "str", "tuple", "type"}
+)
+"""Types of reported values, and `type` for `type(None)`."""
+_FUNCTION_PLACES = {"map": (0, _TRUSTED), "filter": (0, _TRUSTED), "isinstance": (1, _PLAIN_TYPES)}
+"""Position of the argument that is a function or type, and the names that it may have, by builtin."""
 _BINDS_NAMES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda, ast.NamedExpr)
 
 
@@ -98,22 +102,23 @@ def _check_replaceable(node: ast.expr) -> None:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _PREDICATES:
         name = node.func.attr
     if name in _LIBRARIES or name in _PREDICATES:
+        hint = f"; if the code defines it, write `solution.{name}`" if name == _root(node) else ""
         raise CodeTestsError(
             f"the test {ast.unparse(node)[:200]!r} calls {name!r}, which the tested code could replace; write it with "
-            f"comparisons, builtins and the modules {', '.join(_MODULES)}"
+            f"comparisons, builtins and the modules {', '.join(_MODULES)}{hint}"
         )
 
 
 def _check_passed(call: ast.Call, name: str) -> None:
-    """Refuse functions and types of the tested code as arguments of a builtin, because they cannot be reported."""
-    places = [_FUNCTION_PLACES[name]] if name in _FUNCTION_PLACES else []
-    passed = [call.args[place] for place in places if place < len(call.args)]
-    passed += [keyword.value for keyword in call.keywords if keyword.arg == "key"]
+    """Refuse functions of the tested code, and types that values lose, as arguments of a builtin."""
+    place, known = _FUNCTION_PLACES.get(name, (len(call.args), _TRUSTED))
+    passed = [*call.args[place : place + 1], *(keyword.value for keyword in call.keywords if keyword.arg == "key")]
     for function in passed:
-        if any(isinstance(node, ast.Name) and node.id not in _TRUSTED for node in ast.walk(function)):
+        if any(isinstance(node, ast.Name) and node.id not in known for node in ast.walk(function)):
             raise CodeTestsError(
-                f"the test {ast.unparse(call)[:200]!r} passes {ast.unparse(function)!r} of the tested code to {name}, "
-                "which runs in another process; call it in separate asserts, or compare the values"
+                f"the test {ast.unparse(call)[:200]!r} passes {ast.unparse(function)!r} to {name}, which runs in "
+                "another process, without the tested code and with plain values such as lists; call it in separate "
+                "asserts, or compare the values"
             )
 
 
@@ -163,11 +168,12 @@ def _literal(value, depth=0):
     if isinstance(value, (numbers.Rational, numbers.Real, decimal.Decimal)):
         whole = int(value)
         return _literal(whole if whole == value else float(value))
-    if isinstance(value, (set, frozenset)) and not value:
+    if isinstance(value, set) and not value:
         return "set()"
     for bases, opening, closing in (
         ((list,), "[", "]"),
-        ((set, frozenset), "{", "}"),
+        ((set,), "{", "}"),
+        ((frozenset,), "frozenset([", "])"),
         ((tuple, range, collections.deque, collections.abc.MappingView), "(", ")"),
     ):
         if isinstance(value, bases):
@@ -214,12 +220,28 @@ import ast, cmath, collections, itertools, json, math, re, sys
 
 MODULES = {module.__name__: module for module in (cmath, collections, itertools, math, re)}
 
+def build(node):
+    # As `ast.literal_eval`, which has no frozensets.
+    match node:
+        case ast.Call(ast.Name("frozenset"), [ast.List(items)], []):
+            return frozenset(map(build, items))
+        case ast.List(items):
+            return list(map(build, items))
+        case ast.Tuple(items):
+            return tuple(map(build, items))
+        case ast.Set(items):
+            return set(map(build, items))
+        case ast.Dict(keys, values):
+            return dict(zip(map(build, keys), map(build, values)))
+    return ast.literal_eval(node)
+
 def parse(answer):
     if answer == "nan":
         return math.nan
     # An iterator is not equal to a list, but the condition can convert it to one.
     is_iterator = answer.startswith("iter ")
-    value = ast.literal_eval(answer.removeprefix("iter "))
+    text = answer.removeprefix("iter ")
+    value = build(ast.parse(text, mode="eval").body) if "frozenset(" in text else ast.literal_eval(text)
     return iter(value) if is_iterator else value
 
 def check(condition, answers):

@@ -133,6 +133,8 @@ CONVERTED = [
     ("import collections\nP = collections.namedtuple('P', 'a b')\ndef f(): return [P(1, 2)]", "f() == [(1, 2)]"),
     ("def f(): return frozenset([1, 2])", "f() == {1, 2}"),
     ("def f(): return frozenset()", "f() == set()"),
+    ("def f(): return frozenset()", "isinstance(f(), frozenset)"),
+    ("def f(): return {frozenset([1]): [{'frozenset('}, ()]}", "f() == {frozenset([1]): [{'frozenset('}, ()]}"),
     ("class L(list): pass\ndef f(): return L([1])", "f() == [1]"),
     ("import enum\nclass E(enum.IntEnum):\n    A = 3\ndef f(): return E.A", "f() == 3"),
     ("import enum\nclass E(enum.StrEnum):\n    A = 'a'\ndef f(): return E.A", "f() == 'a'"),
