@@ -15,12 +15,13 @@ import functools
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import httpx
 
 from marin_rl.config_fields import check_address, convert_enum_fields, read_api_key
+from marin_rl.event_loop import gather_all
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component
 from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.grading import check_pattern
@@ -243,7 +244,7 @@ class LlmJudge:
         if self._config.scope is RewardScope.GROUP:
             pairwise = self._config.comparison is JudgeComparison.PAIRWISE
             return await self._metered(requests, self._compare_pairs if pairwise else self._compare)
-        results = await _gather(self._metered([request], self._score_rollout) for request in requests)
+        results = await gather_all(self._metered([request], self._score_rollout) for request in requests)
         return [result for [result] in results]
 
     async def close(self) -> None:
@@ -255,7 +256,7 @@ class LlmJudge:
     async def _metered(
         self,
         requests: Sequence[RewardRequest],
-        score: Callable[[Sequence[RewardRequest], _Usage], Awaitable[list[EvaluateResult]]],
+        score: Callable[[Sequence[RewardRequest], _Usage], Coroutine[Any, Any, list[EvaluateResult]]],
     ) -> list[EvaluateResult]:
         """Score rollouts, and add the tokens of the calls to the metrics of their results or of the failure."""
         usage = _Usage()
@@ -283,7 +284,7 @@ class LlmJudge:
             return await self._ask({**values, "rubric": described}, read, usage)
 
         parts = [[criterion] for criterion in rubric] if self._config.separate_criteria else [rubric]
-        answers = await _gather(apply(part) for part in parts)
+        answers = await gather_all(apply(part) for part in parts)
         scores = {name: score for part, _ in answers for name, score in part.items()}
         total = math.fsum(criterion.weight for criterion in rubric)
         mean = math.fsum(criterion.weight * scores[criterion.name] for criterion in rubric) / total
@@ -314,7 +315,7 @@ class LlmJudge:
             return points
 
         shown_twice = [pair for first, second in pairs for pair in ((first, second), (second, first))]
-        points = await _gather(first_wins(*pair) for pair in shown_twice)
+        points = await gather_all(first_wins(*pair) for pair in shown_twice)
         by_pair = {
             pair: (as_first, 1 - as_second)
             for pair, as_first, as_second in zip(pairs, points[::2], points[1::2], strict=True)
@@ -414,17 +415,6 @@ class LlmJudge:
             return read_api_key(self._config.api_key_env)
         except ValueError as error:
             raise RewardConfigError(f"reward {self.name!r}: {error}") from None
-
-
-async def _gather(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """Run calls concurrently; if one fails, cancel the others."""
-    running = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return await asyncio.gather(*running)
-    finally:
-        for call in running:
-            call.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
 
 
 def _as_json(value: Any) -> str:
