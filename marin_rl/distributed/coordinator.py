@@ -28,6 +28,8 @@ RETRY_SECONDS = 0.5
 """Seconds between calls to a coordinator that is down."""
 ANSWER_SECONDS = 10.0
 """Seconds added to the time limit of a call, because calls of idle workers wait for a change."""
+KEPT_SENDERS = 10_000
+"""Number of groups whose senders are kept. A late copy of an older group reaches the trainer, which ignores it."""
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -107,7 +109,7 @@ class Coordinator:
         """Unassigned requests, sorted."""
         self._finished: dict[RequestNumber, bytes] = {}
         self._senders: dict[RequestNumber, list[str]] = {}
-        """Incarnations of workers that returned each group; the group of the first one counts."""
+        """Incarnations of workers that returned each of the last groups; the group of the first one counts."""
         self._workers: dict[str, _Worker] = {}
         self._announced = Announcement(0, ())
         self._stop = False
@@ -145,6 +147,9 @@ class Coordinator:
         """
         for number in acknowledged:
             self._finished.pop(number, None)
+        for number in list(itertools.islice(self._senders, max(len(self._senders) - KEPT_SENDERS, 0))):
+            if number not in self._finished:
+                del self._senders[number]
         if not self._finished:
             await self._change(seconds)
         self._drop_silent_workers()

@@ -226,6 +226,20 @@ def test_repeated_finish_counts_once_and_has_the_same_response(coordinator: Coor
     assert take(coordinator).groups == []
 
 
+def test_senders_of_the_last_groups_are_kept(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("marin_rl.distributed.coordinator.KEPT_SENDERS", 2)
+    numbers = [(1, 0), (1, 1), (2, 0), (2, 1)]
+    for number in numbers:
+        assert coordinator.finish("a", "a1", RequestNumber(*number), b"text")
+    take(coordinator, *numbers[1:])
+    assert [coordinator.finish("b", "b1", RequestNumber(*number), b"copy") for number in numbers] == [
+        False,  # Not acknowledged yet.
+        True,
+        False,
+        False,
+    ]
+
+
 def test_worker_error_is_reported_to_the_trainer(coordinator: Coordinator) -> None:
     assert take(coordinator).failure is None
     coordinator.fail("a", "ValueError: no")
