@@ -32,6 +32,7 @@ from levanter.trainer_state import TrainerState
 
 from marin_rl import multihost
 from marin_rl.background_job import BackgroundJob
+from marin_rl.config_fields import check_at_least
 from marin_rl.learner.array_files import (
     HostArray,
     copy_to_host,
@@ -79,8 +80,7 @@ class CheckpointConfig:
     """Keep the checkpoints of all steps divisible by this number; 0 keeps only the last `keep_last`."""
 
     def __post_init__(self) -> None:
-        if self.every < 0 or self.keep_every < 0:
-            raise ValueError("checkpoint.every and checkpoint.keep_every count steps and cannot be negative")
+        check_at_least(self, "checkpoint", every=0, keep_every=0)
         if self.keep_last < 2:
             raise ValueError(f"checkpoint.keep_last is {self.keep_last}; keep at least 2, one to fall back to")
 
@@ -121,7 +121,8 @@ class Checkpoints:
 
         Raises:
             CheckpointError: if this or the previous checkpoint cannot be written (disk full, no permission), or if the
-                main process does not see the files of the other processes. Earlier checkpoints are untouched.
+                main process does not see the files of the other processes; earlier checkpoints are then untouched.
+                Also if an old checkpoint cannot be deleted.
         """
         self.flush()
         target = self._path(step)
@@ -297,11 +298,18 @@ class Checkpoints:
         if self._config.keep_every:
             kept |= {step for step in steps if step % self._config.keep_every == 0}
         for step in every:
-            if step not in kept:
-                path = self._path(step)
+            if step in kept:
+                continue
+            path = self._path(step)
+            try:
                 if isinstance(path, RemotePath):
                     (path / MANIFEST).unlink(missing_ok=True)
                 remove(path)
+            except OSError as error:
+                raise CheckpointError(
+                    f"the checkpoint of step {newest} is complete, but the old checkpoint {path} could not be deleted: "
+                    f"{error}. Fix its permissions or delete it, then run the same command again"
+                ) from error
 
     def _path(self, step: int) -> StoragePath:
         return self.folder / folder_name(step)

@@ -495,6 +495,17 @@ def test_full_disk_keeps_earlier_checkpoints(saved: Checkpoints, state, monkeypa
     assert_untouched_and_able_to_go_on(saved, before, state)
 
 
+def test_error_names_an_old_checkpoint_that_cannot_be_deleted(saved: Checkpoints, state, monkeypatch) -> None:
+    def fail(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(checkpoint_module, "remove", fail)
+    problem = r"of step 3 is complete, but the old checkpoint .*step-00000001 could not be deleted: .*Permission denied"
+    with pytest.raises(CheckpointError, match=rf"{problem}.* Fix its permissions"):
+        save(saved, state, 3, {})
+    assert saved.open(3).step == 3
+
+
 @pytest.mark.parametrize("folder", ["memory://bucket/checkpoints", None])
 def test_an_interrupted_second_save_of_a_step_keeps_the_first(state, tmp_path: Path, monkeypatch, folder) -> None:
     place = tmp_path / "checkpoints" if folder is None else storage_path(folder)
@@ -571,8 +582,8 @@ def test_another_optimizer_does_not_fit(tiny, trainer, state, saved: Checkpoints
 @pytest.mark.parametrize(
     ("bad", "complaint"),
     [
-        ({"every": -1}, "cannot be negative"),
-        ({"keep_every": -1}, "cannot be negative"),
+        ({"every": -1}, "checkpoint.every is -1; it must be at least 0"),
+        ({"keep_every": -1}, "checkpoint.keep_every is -1; it must be at least 0"),
         ({"keep_last": 1}, "keep_last is 1; keep at least 2"),
     ],
 )
