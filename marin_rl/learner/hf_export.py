@@ -308,15 +308,21 @@ def _copy_to_main(array: jax.Array) -> np.ndarray | None:
     replicated = NamedSharding(cast(NamedSharding, array.sharding).mesh, PartitionSpec())
     for start in range(0, length, rows):
         first = min(start, length - rows)
-        part = jax.block_until_ready(_take_rows(array, first, rows, replicated))
+        part = jax.block_until_ready(take_rows(array, first, rows, replicated))
         if copy is not None:
             copy[first : first + rows] = np.asarray(part.addressable_data(0))
     return copy
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _take_rows(array: jax.Array, start: int, rows: int, sharding: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(jax.lax.dynamic_slice_in_dim(array, start, rows), sharding)
+def take_rows(array: jax.Array, start: int, rows: int, sharding: NamedSharding) -> jax.Array:
+    """Take consecutive rows of an array.
+
+    This is a gather, because XLA lets each device gather its own rows. For a dynamic slice of a sharded dimension it would
+    first copy the whole array to every device.
+    """
+    taken = jnp.take(array, start + jnp.arange(rows), axis=0, mode="clip")
+    return jax.lax.with_sharding_constraint(taken, sharding)
 
 
 def _write_file(path: Path, shapes: Mapping[str, Any], tensors: Iterable[tuple[str, np.ndarray]]) -> None:

@@ -3,7 +3,8 @@
 
 """Run by test_distributed.py, once per process: `distributed_training.py FOLDER INDEX COUNT PORT`.
 
-All processes together have four fake CPU devices. They make a few updates, score some rollouts, sample, save and load a
+All processes together have four fake CPU devices, which alternate in the mesh, as on a TPU slice the devices of a host
+need not be adjacent. They make a few updates, score some rollouts, sample, save and load a
 checkpoint, and serve the weights, each its own shards, until their input ends. Each prints its results as a JSON line.
 """
 
@@ -14,7 +15,7 @@ from pathlib import Path
 
 DEVICES, UPDATES, PASSES = 4, 3, 2
 MODEL_AXES = (1, 2, 4)
-"""Sizes of the model axis; the last one spans both processes."""
+"""Sizes of the model axis; all but the first span both processes."""
 TOKEN = "0123456789abcdef" * 4
 
 
@@ -40,6 +41,20 @@ def sample(model_axis: int) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
     return [(generation.token_ids, generation.logprobs) for generation in sampler.sample(requests)]
 
 
+def alternate_devices() -> None:
+    """Let the first and the second half of the devices alternate in the mesh of every trainer."""
+    import jax
+    from levanter import trainer
+
+    create = trainer.create_fsdp_mesh
+
+    def create_alternating(*sizes: int) -> jax.sharding.Mesh:
+        mesh = create(*sizes)
+        return jax.sharding.Mesh(mesh.devices.reshape(2, -1).T.reshape(mesh.devices.shape), mesh.axis_names)
+
+    trainer.create_fsdp_mesh = create_alternating
+
+
 def count_reads() -> list[int]:
     """Count the bytes that are read of files of arrays from now on."""
     from marin_rl.learner import array_files
@@ -52,6 +67,20 @@ def count_reads() -> list[int]:
 
     array_files.read_range = read
     return sizes
+
+
+def bytes_to_take_rows(rows: int, columns: int) -> int:
+    """Return the bytes that a device needs to take rows of an array whose 4,096 rows are sharded."""
+    import conftest as tiny
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from marin_rl.learner.hf_export import take_rows
+
+    mesh = tiny.make_trainer().device_mesh
+    array = jax.ShapeDtypeStruct((4096, columns), "float32", sharding=NamedSharding(mesh, PartitionSpec("data")))
+    program = take_rows.lower(array, 0, rows, NamedSharding(mesh, PartitionSpec())).compile()
+    return program.memory_analysis().temp_size_in_bytes
 
 
 def main(folder: Path, index: int, count: int, port: str) -> None:
@@ -81,6 +110,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     multihost.EXCHANGE_BYTES = 2**17
     if count > 1:
         jax.distributed.initialize(f"127.0.0.1:{port}", count, index, initialization_timeout=600)
+    alternate_devices()
     rows = tiny.MESH_ROWS // PASSES
     trainer = tiny.make_trainer(rows)
     learner = tiny.make_learner(trainer)
@@ -169,6 +199,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
         "differs": differs,
         "rows": [packed.microbatches[0].input_ids.axis_size("batch") for packed in (whole, own)],
         "fed": fed,
+        "bytes to take a row": bytes_to_take_rows(8, 64) / 8,
         "gathered": multihost.gather_texts(f"{index}" * (1 + 200_000 * index)),
         "agreed": [multihost.any_process(index == 1), multihost.any_process(False)],
         "main": multihost.is_main(),
