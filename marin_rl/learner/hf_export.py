@@ -318,8 +318,8 @@ def _copy_to_main(array: jax.Array) -> np.ndarray | None:
 def take_rows(array: jax.Array, start: int, rows: int, sharding: NamedSharding) -> jax.Array:
     """Take consecutive rows of an array.
 
-    This is a gather, because XLA lets each device gather its own rows. For a dynamic slice of a sharded dimension it would
-    first copy the whole array to every device.
+    A gather, because XLA lets each device gather its own rows. For a dynamic slice of a sharded dimension, XLA first
+    copies the whole array to every device.
     """
     taken = jnp.take(array, start + jnp.arange(rows), axis=0, mode="clip")
     return jax.lax.with_sharding_constraint(taken, sharding)
