@@ -116,8 +116,10 @@ function legend(names) {
 }
 
 function plot(panel) {
+  // pass@1 is the sampled accuracy, which has a curve.
+  const isDrawn = (series) => !series.endsWith("/tasks") && !series.endsWith("/pass@1");
   const matching = (name) => Object.keys(data.curves.series).filter((series) =>
-    name.endsWith("*") ? series.startsWith(name.slice(0, -1)) && !series.endsWith("/tasks") : series === name);
+    name.endsWith("*") ? series.startsWith(name.slice(0, -1)) && isDrawn(series) : series === name);
   const names = panel.names.flatMap(matching).filter((name) => data.curves.series[name].some((value) => value !== null));
   if (!names.length) return null;
   const steps = data.curves.steps, series = names.map((name) => data.curves.series[name]);

@@ -198,6 +198,8 @@ def test_values_of_curves_and_bars_are_shown(tab, small):
     assert texts(tab, legend) == ["train/rewards 0.2step 2"]
     tab.run("document.querySelector('#phases svg').focus({focusVisible: true})")
     assert texts(tab, legend) == ["train/rewards "]
+    swatches = "#curves figure:nth-child(2) .legend > span:not(.faint)"
+    assert texts(tab, swatches) == [f"eval/sums/{name} " for name in ("accuracy_greedy", "accuracy_sampled", "pass@4")]
     assert texts(tab, "#phases .legend") == ["sample 0.5step 0.25step 3: 0.75 s in all"]
     choose(tab, "#metric", "seconds/sample")
     assert texts(tab, "#curves figcaption")[0] == "seconds/sample"
