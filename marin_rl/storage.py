@@ -79,6 +79,15 @@ def storage_path(text: str, key: str = "path") -> StoragePath:
     return RemotePath(f"{protocol}://{rest.rstrip('/')}")
 
 
+def user_cache(kind: str) -> Path:
+    """Return the folder for one kind of files that runs of the user share, such as compiled programs.
+
+    Args:
+        kind: name of the folder.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "marin_rl" / kind
+
+
 @contextlib.contextmanager
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
     """Open a local file for writing that replaces `path` when the block ends, and is removed if the block raises.

@@ -22,8 +22,17 @@ from marin_rl.storage import (
     replace_folder,
     storage_path,
     upload_folder,
+    user_cache,
 )
 from tests.gcs_emulator import Fault, Gcs
+
+
+def test_the_cache_of_the_user_follows_xdg_cache_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_cache("jax") == tmp_path / "marin_rl" / "jax"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert user_cache("jax") == tmp_path / ".cache" / "marin_rl" / "jax"
 
 
 def test_a_file_is_replaced_at_the_end_of_the_block(tmp_path: Path) -> None:

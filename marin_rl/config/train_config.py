@@ -9,9 +9,7 @@ settings that depend on one another. `model`, `optimizer` and `trainer` are leva
 
 import dataclasses
 import math
-import os
 import re
-from pathlib import Path
 from typing import cast
 
 import jax.numpy as jnp
@@ -68,7 +66,7 @@ from marin_rl.rollouts.attempt import LongPrompts
 from marin_rl.rollouts.filters import FilterConfig, KeepGroupsConfig
 from marin_rl.rollouts.store import RolloutStoreConfig
 from marin_rl.sampling.config import LevanterSamplerConfig, OpenAiSamplerConfig, SamplerConfig, SamplingConfig
-from marin_rl.storage import storage_path
+from marin_rl.storage import storage_path, user_cache
 from marin_rl.tokenization.load import TokenizerConfig
 from marin_rl.weights.config import ArrowFlightConfig, TransferDtype, WeightTransferConfig, is_loopback
 
@@ -77,11 +75,6 @@ LOGPROB_BLOCK_SIZE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
 UNUSABLE_OPTIMIZERS = ("adamH", "kron", "muonH", "rmsprop", "scion", "sophia-h")
 """Levanter's optimizers whose update cannot be compiled: sophia-h needs the loss function, the others call functions
 that the installed jax has removed or does not support in a compiled program."""
-
-
-def compilation_cache() -> str:
-    """Folder of compiled programs that are reused between runs, in the user's cache folder."""
-    return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "marin_rl" / "jax")
 
 
 def default_trainer() -> TrainerConfig:
@@ -94,7 +87,7 @@ def default_trainer() -> TrainerConfig:
         require_accelerator=False,
         log_jaxprs=False,
         log_xla_hlo=False,
-        jax_compilation_cache_dir=compilation_cache(),
+        jax_compilation_cache_dir=str(user_cache("jax")),
         distributed=DistributedConfig(initialize_jax_distributed=False),
         ray=RayConfig(auto_start_cluster=False),
     )

@@ -29,6 +29,7 @@ from marin_rl.environments.textworld_game import CUSTOM
 from marin_rl.rewards.grading import check_pattern
 from marin_rl.seeds import derive_seed
 from marin_rl.splits import Problem, TaskSplits, check_shares, problem_id, split_problems, without_duplicates
+from marin_rl.storage import user_cache
 from marin_rl.types import Message, Task
 
 _MAX_SEED = 2**31
@@ -134,7 +135,7 @@ class TextWorldConfig(EnvironmentConfig):
         """Return the folder of the games, which depends on everything but the seeds that determines them."""
         import importlib.metadata
 
-        parent = Path(self.folder) if self.folder is not None else Path.home() / ".cache" / "marin_rl" / "textworld"
+        parent = user_cache("textworld") if self.folder is None else Path(self.folder)
         key = [importlib.metadata.version("textworld"), self.challenge, self.options, self.grammar]
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
         return str(parent.absolute() / digest)

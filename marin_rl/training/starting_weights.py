@@ -14,7 +14,7 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
-from marin_rl.config.train_config import TrainConfig, compilation_cache
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import ActorCritic, with_critic
 from marin_rl.learner.policy_model import initialize_policy, load_hf_policy, model_shape, read_hf_architecture
@@ -23,7 +23,7 @@ from marin_rl.learner.train_step import Learner
 from marin_rl.models.hf_tensors import read_tensor_shapes
 from marin_rl.remote_path import RemotePath
 from marin_rl.seeds import derive_seed
-from marin_rl.storage import local_copy, storage_path
+from marin_rl.storage import local_copy, storage_path, user_cache
 from marin_rl.tokenization.chat import ChatTokenizer
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def hf_folder(source: str) -> str:
         folder, source = folder / "hf", str(folder / "hf")
     if not isinstance(folder, RemotePath):
         return source
-    copy = local_copy(folder, Path(compilation_cache()).with_name("weights"))
+    copy = local_copy(folder, user_cache("weights"))
     logger.info("%s is copied to %s", folder, copy)
     return str(copy)
 

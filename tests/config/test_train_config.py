@@ -22,7 +22,7 @@ from marin_rl.batching.packing import GroupRow
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.decode import ConfigError, encode
 from marin_rl.config.sections import Mode, RolloutConfig
-from marin_rl.config.train_config import TrainConfig, compilation_cache, default_trainer
+from marin_rl.config.train_config import TrainConfig, default_trainer
 from marin_rl.config.yaml_text import from_yaml, parse_yaml, to_yaml
 from marin_rl.config_fields import changeable_keys
 from marin_rl.environments.arithmetic import ArithmeticConfig
@@ -35,6 +35,7 @@ from marin_rl.objectives import (
 from marin_rl.objectives.policy_loss import GspoLossConfig, RlooSequenceLossConfig
 from marin_rl.rollouts.attempt import LongPrompts
 from marin_rl.sampling.config import SamplingConfig
+from marin_rl.storage import user_cache
 from marin_rl.training.run_directory import config_differences
 from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig, WeightTransferConfig
 from tests.config.from_lines import from_lines
@@ -62,15 +63,7 @@ def test_defaults_need_no_accelerator_tracker_or_cluster():
     assert trainer.tracker == ()
     assert not trainer.log_jaxprs
     assert not trainer.log_xla_hlo
-    assert trainer.jax_compilation_cache_dir == compilation_cache()
-
-
-def test_compilation_cache_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert compilation_cache() == str(tmp_path / "marin_rl" / "jax")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert compilation_cache() == str(tmp_path / ".cache" / "marin_rl" / "jax")
+    assert trainer.jax_compilation_cache_dir == str(user_cache("jax"))
 
 
 def test_trainer_config_has_steps_seed_and_id_of_the_run():

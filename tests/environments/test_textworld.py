@@ -181,9 +181,11 @@ print(GameLogic.parse.cache_info().misses)
 
 @real
 @pytest.mark.medium
-def test_a_game_whose_file_is_damaged_fails_its_rollout(tmp_path: Path):
-    environment = build(folder=str(tmp_path), view=View.COMPACT, num_tasks=1)
-    [file] = tmp_path.rglob("*.json")
+def test_a_game_whose_file_is_damaged_fails_its_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Without `folder`, games are kept in the cache of the user.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    environment = build(view=View.COMPACT, num_tasks=1)
+    [file] = (tmp_path / "marin_rl" / "textworld").rglob("*.json")
     file.write_text("{")
     with pytest.raises(GameError, match="JSONDecodeError"):
         play(environment, environment.tasks(Split.TRAIN)[0], ["look"])
