@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from marin_rl.config.command_line import CommandParser
+from marin_rl.errors import USER_ERRORS
 from marin_rl.escaping import escape
 from marin_rl.logs import warnings_to_stderr
 
@@ -25,17 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0 if every program compiles and fits, 2 if one does not, 1 after an error.
     """
-    try:
-        arguments, rest = argument_parser().parse_known_args(argv)
-    except SystemExit as end:
-        # argparse exits with 2, which is the status of a plan that does not fit.
-        return ERROR if end.code else FITS
-    # Imported here because jax and levanter take seconds to import.
-    from marin_rl.errors import USER_ERRORS
-
     with warnings_to_stderr():
         try:
-            return _run(arguments, rest)
+            return _run(*argument_parser().parse_known_args(argv))
         except USER_ERRORS as error:
             print(f"error: {escape(str(error))}", file=sys.stderr)
             return ERROR
@@ -43,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def argument_parser() -> argparse.ArgumentParser:
     """Return the parser of this command's own arguments; all others are those of marin_rl.train."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         "python -m marin_rl.plan",
         description="Compile every program of a run for a topology, and report memory and the least time of a step.",
         epilog="All other arguments are those of marin_rl.train: --config FILE and --key value.",
@@ -74,6 +68,7 @@ def _positive(text: str) -> int:
 
 
 def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    # Imported here because jax and levanter take seconds to import.
     from marin_rl.planning.chips import parse_topology
 
     topology = parse_topology(arguments.topology)

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 
-from marin_rl.config.command_line import parse_config
+from marin_rl.config.command_line import CommandParser, parse_config
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import from_yaml, parse_yaml
 from marin_rl.errors import USER_ERRORS
@@ -30,10 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 1 after an error.
     """
-    arguments, rest = argument_parser().parse_known_args(argv)
     try:
         with warnings_to_stderr():
-            print(_run(arguments, rest))
+            print(_run(*argument_parser().parse_known_args(argv)))
     except USER_ERRORS as error:
         print(f"error: {escape(str(error))}", file=sys.stderr)
         return 1
@@ -42,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def argument_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's own options."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         "python -m marin_rl.replay",
         description="Train on the stored rollouts of a step of a run, or on synthetic ones, without a sampler.",
         epilog="All other arguments are those of marin_rl.train, and change the config of the run.",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from marin_rl.config.command_line import CommandParser
 from marin_rl.errors import USER_ERRORS
 from marin_rl.escaping import escape
 from marin_rl.storage import storage_path
@@ -40,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0, or 1 after an error.
     """
-    arguments = _parser().parse_args(argv)
     try:
+        arguments = _parser().parse_args(argv)
         _show(arguments, open_rollouts(storage_path(arguments.run, "RUN")))
     except USER_ERRORS as error:
         print(f"error: {escape(str(error))}", file=sys.stderr)
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         "python -m marin_rl.view",
         usage="python -m marin_rl.view RUN [FILTERS] [--id ID | --compare A B | --html FILE] [--help]",
         description="Show the rollouts of a run.",

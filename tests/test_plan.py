@@ -121,6 +121,8 @@ def test_mesh_that_does_not_divide_the_heads_is_one_sentence(config: Path):
             "--topology is v5e:2x2 and --worker_topology cpu:1, but times of a CPU are those of this machine",
         ),
         (["--topology", "cpu:1", "--num_step", "3"], "num_step"),
+        ([], "error: the following arguments are required: --topology; see --help"),
+        (["--topology", "cpu:1", "--vocab_size", "0"], "--vocab_size: must be at least 1, got 0; see --help"),
         (
             ["--topology", "cpu:1", "--prompt_tokens", "30"],
             "30 prompt tokens and 8 answer tokens exceed rollouts.max_length",
@@ -149,9 +151,3 @@ def test_mesh_that_does_not_fit_the_devices_is_an_error(config: Path):
     done = run_plan("--config", str(config), "--topology", "cpu:4", "--trainer.model_axis_size", "3")
     assert done.returncode == plan.ERROR
     assert "4 devices cannot be split into trainer.model_axis_size 3" in done.stderr
-
-
-@pytest.mark.parametrize("arguments", [[], ["--topology", "cpu:1", "--vocab_size", "0"]])
-def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]):
-    assert plan.main(arguments) == plan.ERROR
-    assert "usage: python -m marin_rl.plan" in capsys.readouterr().err

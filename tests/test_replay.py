@@ -62,6 +62,7 @@ def test_a_config_of_another_version_is_named(finished_run: TinyRun, tmp_path: P
         ([], "give --run DIR and --step N to replay a step, or --fake SHAPE"),
         (["--run", "RUN"], "give --run DIR and --step N"),
         (["--step", "3"], "give --run DIR and --step N"),
+        (["--step", "three"], "argument --step: invalid int value: 'three'; see --help"),
         (["--fake", "prompt=1,completion=1", "--step", "3"], "only a run has steps"),
         (["--run", "missing", "--step", "3"], "'missing' is not a run directory"),
         (["--run", "RUN", "--step", "9"], "has no step 9; its steps are 1 to 6"),

@@ -11,6 +11,7 @@ Overrides on the command line have precedence over files, later files over earli
 the class.
 """
 
+import argparse
 import ast
 import contextlib
 import dataclasses
@@ -20,7 +21,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import yaml
 from draccus.choice_types import CHOICE_TYPE_KEY
@@ -42,6 +43,14 @@ ConfigT = TypeVar("ConfigT")
 
 CONFIG_OPTIONS = ("config", "config_path")
 """Names of the option for the config file; `config_path` is levanter's name."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser of a command with few options; raises ConfigError for wrong arguments instead of printing its usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error, with the remedy."""
+        raise ConfigError(f"{message}; see --help")
 
 
 @dataclasses.dataclass(frozen=True)
