@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.environments.base import (
     AbstractEnvironment,
+    AbstractSplitEnvironment,
     AgentConnection,
     AgentEpisode,
     AgentResult,
@@ -30,7 +31,7 @@ from marin_rl.environments.base import (
 from marin_rl.errors import UserError
 from marin_rl.rewards.component import COMPONENT_NAME, RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
-from marin_rl.splits import Split, TaskSplits
+from marin_rl.splits import Split
 from marin_rl.types import MAX_REWARD, Task
 from marin_rl.user_code import UserFileError, load_from_file
 
@@ -125,7 +126,7 @@ class AgentConfig(EnvironmentConfig):
                 return CommandEpisode(self.command, passed, values)
             return FunctionEpisode(function, f"{self.function} of {self.path}", self.options, values)
 
-        return AgentEnvironment(name, source, splits, start)
+        return AgentEnvironment(name, splits, source, start)
 
     def _load(self, path: str, name: str) -> Callable[..., Any]:
         where = f"{name!r} of {path}"
@@ -154,19 +155,13 @@ def require_server() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class AgentEnvironment(AbstractEnvironment):
+class AgentEnvironment(AbstractSplitEnvironment):
     """Tasks that an agent plays."""
 
-    name: str
     source: AbstractEnvironment
     """Environment of the tasks."""
-    splits: TaskSplits
     make_episode: Callable[[Task, int], AgentEpisode]
     """Creates the episode of a task and a seed."""
-
-    def tasks(self, split: Split) -> Sequence[Task]:
-        """Return the tasks of a split in a fixed order."""
-        return self.splits[split]
 
     async def start(self, task: Task, seed: int) -> AgentEpisode:
         """Start an attempt.
@@ -174,8 +169,7 @@ class AgentEnvironment(AbstractEnvironment):
         Raises:
             ValueError: if the task belongs to another environment.
         """
-        if task.environment != self.name:
-            raise ValueError(f"environment {self.name!r} has no task {task.id!r} of {task.environment!r}")
+        self.require_own(task)
         return self.make_episode(task, seed)
 
     def connect_sandbox(self, sandbox: Sandbox | None) -> bool:

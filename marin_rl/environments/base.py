@@ -10,7 +10,7 @@ import abc
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, runtime_checkable
 
 import draccus
@@ -215,6 +215,32 @@ class AbstractEnvironment(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
+class AbstractSplitEnvironment(AbstractEnvironment):
+    """Environment whose tasks were divided into splits when it was built."""
+
+    name: str
+    """Name for metrics."""
+    splits: TaskSplits
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """Return the tasks of a split in a fixed order."""
+        return self.splits[split]
+
+    def require_own(self, task: Task, ids: Container[str] | None = None) -> None:
+        """Check that a task belongs to this environment.
+
+        Args:
+            task: the task.
+            ids: ids of the environment's tasks; None if any id is valid.
+
+        Raises:
+            ValueError: if it belongs to another environment, or its id is not one of `ids`.
+        """
+        if task.environment != self.name or (ids is not None and task.id not in ids):
+            raise ValueError(f"environment {self.name!r} has no task {task.id!r} of {task.environment!r}")
+
+
+@dataclasses.dataclass(frozen=True)
 class EpochStream(TaskStream):
     """Draws each task once per epoch, in a new random order in each epoch."""
 
@@ -302,11 +328,9 @@ def check_invalid_reward(value: float) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class SingleTurnEnvironment(AbstractEnvironment):
+class SingleTurnEnvironment(AbstractSplitEnvironment):
     """Environment whose episodes end after one reply."""
 
-    name: str
-    splits: TaskSplits
     score: Callable[[Task, str], float] | None
     """Returns the reward `correct` of a reply to a task, given the text after its thoughts; None if only reward
     functions score replies."""
@@ -319,14 +343,9 @@ class SingleTurnEnvironment(AbstractEnvironment):
     problem_ids: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Problem ids by task id, for tasks that may have other ids."""
 
-    def tasks(self, split: Split) -> Sequence[Task]:
-        """Return the tasks of a split in a fixed order."""
-        return self.splits[split]
-
     async def start(self, task: Task, seed: int) -> Episode:
         """Start an attempt; the seed is unused because nothing is random."""
-        if task.environment != self.name:
-            raise ValueError(f"environment {self.name!r} cannot grade task {task.id!r} of {task.environment!r}")
+        self.require_own(task)
         return SingleTurnEpisode(self, task)
 
     def rewards(self, task: Task, reply: str) -> dict[str, float]:

@@ -7,16 +7,16 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from marin_rl.config_fields import check_finite
 from marin_rl.environments.base import (
     FORMAT,
     AbstractEnvironment,
+    AbstractSplitEnvironment,
     EnvironmentConfig,
     Episode,
-    Split,
     Step,
     check_invalid_reward,
 )
@@ -24,7 +24,7 @@ from marin_rl.environments.external import bounded_text, require_package, run_in
 from marin_rl.errors import UserError
 from marin_rl.rewards.grading import graded_text
 from marin_rl.seeds import derive_seed
-from marin_rl.splits import Problem, TaskSplits, check_shares, split_problems, without_duplicates
+from marin_rl.splits import Problem, check_shares, split_problems, without_duplicates
 from marin_rl.types import Message, Task
 
 if TYPE_CHECKING:
@@ -115,7 +115,8 @@ class OpenEnvConfig(EnvironmentConfig):
         schema, observations = run_in_thread(self._first_observations())
         source = f"openenv server {self.base_url}"
         problems = without_duplicates(self._problems(self._opening(schema), observations), source)
-        return OpenEnvEnvironment(self, split_problems(problems, self.held_out, self.validation, source))
+        splits = split_problems(problems, self.held_out, self.validation, source)
+        return OpenEnvEnvironment(self.name, splits, self)
 
     async def _first_observations(self) -> tuple[Any, dict[int, str]]:
         """Return the schema of actions, and the first observation by seed."""
@@ -322,20 +323,10 @@ class OpenEnvEpisode:
 
 
 @dataclasses.dataclass(frozen=True)
-class OpenEnvEnvironment(AbstractEnvironment):
+class OpenEnvEnvironment(AbstractSplitEnvironment):
     """Tasks and episodes of an OpenEnv server."""
 
     config: OpenEnvConfig
-    splits: TaskSplits
-
-    @property
-    def name(self) -> str:
-        """Name for metrics."""
-        return self.config.name
-
-    def tasks(self, split: Split) -> Sequence[Task]:
-        """Return the tasks of a split in a fixed order."""
-        return self.splits[split]
 
     async def start(self, task: Task, seed: int) -> Episode:
         """Open a session and reset it with the task's seed; `seed` is unused, because the server has only one.
@@ -343,8 +334,7 @@ class OpenEnvEnvironment(AbstractEnvironment):
         Raises:
             OpenEnvError: if the server does not accept another session, or repeats the task with another observation.
         """
-        if task.environment != self.name:
-            raise ValueError(f"environment {self.name!r} has no task {task.id!r} of {task.environment!r}")
+        self.require_own(task)
         session = await connect(self.config.base_url)
         try:
             shown = self.config.show(await session.request("reset", {**self.config.reset, "seed": int(task.id)}))

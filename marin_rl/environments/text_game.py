@@ -6,7 +6,7 @@
 import dataclasses
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from marin_rl.config_fields import check_finite, convert_enum_fields
@@ -14,9 +14,9 @@ from marin_rl.environments.base import (
     CORRECT,
     FORMAT,
     AbstractEnvironment,
+    AbstractSplitEnvironment,
     EnvironmentConfig,
     Episode,
-    Split,
     Step,
     check_invalid_reward,
 )
@@ -24,7 +24,7 @@ from marin_rl.environments.external import action_of
 from marin_rl.environments.games import Board, Start, View, draw_start
 from marin_rl.rewards.grading import check_pattern
 from marin_rl.seeds import derive_seed
-from marin_rl.splits import Problem, TaskSplits, check_shares, problem_id, split_problems, without_duplicates
+from marin_rl.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.types import Message, Task
 
 GAME = "game"
@@ -109,7 +109,7 @@ class TextGameConfig(EnvironmentConfig):
                 "set random_start: true, or held_out: 0 and validation: 0"
             )
         splits = split_problems(problems, self.held_out, self.validation, source)
-        return TextGameEnvironment(self, problems[0].task.environment, splits, starts)
+        return TextGameEnvironment(problems[0].task.environment, splits, self, starts)
 
     def _problems(self, starts: dict[str, Start]) -> Iterator[Problem]:
         """Draw the games, and add their initial states to `starts` by problem id."""
@@ -228,18 +228,12 @@ def parse_action(reply: str, board: Board, view: View, action_regex: str | None)
 
 
 @dataclasses.dataclass(frozen=True)
-class TextGameEnvironment(AbstractEnvironment):
+class TextGameEnvironment(AbstractSplitEnvironment):
     """Tasks and episodes of a gymnasium game."""
 
     config: TextGameConfig
-    name: str
-    splits: TaskSplits
     starts: Mapping[str, Start]
     """Initial states by task id."""
-
-    def tasks(self, split: Split) -> Sequence[Task]:
-        """Return the tasks of a split in a fixed order."""
-        return self.splits[split]
 
     async def start(self, task: Task, seed: int) -> Episode:
         """Start a game; its randomness is determined by task and seed."""
@@ -270,8 +264,7 @@ class TextGameEnvironment(AbstractEnvironment):
         return tuple(messages)
 
     def _start(self, task: Task) -> Start:
-        if task.environment != self.name or task.id not in self.starts:
-            raise ValueError(f"environment {self.name!r} has no game {task.id!r} of {task.environment!r}")
+        self.require_own(task, self.starts)
         return self.starts[task.id]
 
     def _begin(self, task: Task, seed: int) -> TextGameEpisode:

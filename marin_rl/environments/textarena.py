@@ -19,12 +19,12 @@ from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.environments.agent import require_server
 from marin_rl.environments.base import (
     AbstractEnvironment,
+    AbstractSplitEnvironment,
     AgentConnection,
     AgentEpisode,
     AgentResult,
     EnvironmentConfig,
     Episode,
-    Split,
     Step,
 )
 from marin_rl.environments.external import action_of, bounded_text, require_package
@@ -32,7 +32,7 @@ from marin_rl.environments.game_process import GameError, GameProcess, GameServe
 from marin_rl.environments.text_game import GAME
 from marin_rl.rewards.grading import check_pattern
 from marin_rl.seeds import derive_seed
-from marin_rl.splits import Problem, TaskSplits, check_shares, problem_id, split_problems, without_duplicates
+from marin_rl.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.types import Message, Task
 from marin_rl.user_code import load_from_file
 
@@ -178,7 +178,7 @@ class TextArenaConfig(EnvironmentConfig):
         problems = without_duplicates(self._problems(starts, openings), source)
         splits = split_problems(problems, self.held_out, self.validation, source)
         by_id = {problem_id(start.identity(self)): start for start in starts}
-        return TextArenaEnvironment(self, problems[0].task.environment, splits, by_id, server)
+        return TextArenaEnvironment(problems[0].task.environment, splits, self, by_id, server)
 
     def _draw(self) -> Iterator["ArenaStart"]:
         for index in range(self.num_tasks):
@@ -333,25 +333,18 @@ def _is_too_long(response: httpx.Response) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class TextArenaEnvironment(AbstractEnvironment):
+class TextArenaEnvironment(AbstractSplitEnvironment):
     """Tasks and episodes of a TextArena game."""
 
     config: TextArenaConfig
-    name: str
-    splits: TaskSplits
     starts: Mapping[str, ArenaStart]
     """Starts by task id."""
     server: GameServer
     """Runs the games."""
 
-    def tasks(self, split: Split) -> Sequence[Task]:
-        """Return the tasks of a split in a fixed order."""
-        return self.splits[split]
-
     async def start(self, task: Task, seed: int) -> Episode | AgentEpisode:
         """Start a game; task and seed determine chance and the opponent's moves, unless the policy plays them."""
-        if task.environment != self.name or task.id not in self.starts:
-            raise ValueError(f"environment {self.name!r} has no game {task.id!r} of {task.environment!r}")
+        self.require_own(task, self.starts)
         if isinstance(self.config.opponent, SelfOpponentConfig):
             return SelfPlayEpisode(self.config, self.starts[task.id].seat, lambda: self._begin(task, seed))
         game, _ = await self._begin(task, seed)

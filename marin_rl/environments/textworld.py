@@ -15,9 +15,9 @@ from marin_rl.environments.base import (
     CORRECT,
     FORMAT,
     AbstractEnvironment,
+    AbstractSplitEnvironment,
     EnvironmentConfig,
     Episode,
-    Split,
     Step,
     check_invalid_reward,
 )
@@ -28,7 +28,7 @@ from marin_rl.environments.text_game import GAME
 from marin_rl.environments.textworld_game import CUSTOM
 from marin_rl.rewards.grading import check_pattern
 from marin_rl.seeds import derive_seed
-from marin_rl.splits import Problem, TaskSplits, check_shares, problem_id, split_problems, without_duplicates
+from marin_rl.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.storage import user_cache
 from marin_rl.types import Message, Task
 
@@ -129,7 +129,7 @@ class TextWorldConfig(EnvironmentConfig):
         problems = without_duplicates(self._problems(made), source)
         splits = split_problems(problems, self.held_out, self.validation, source)
         games = {problem_id(game["identity"]): game for game in reversed(made)}
-        return TextWorldEnvironment(self, self.name, splits, games, GameServer(played, made[0]["path"]))
+        return TextWorldEnvironment(self.name, splits, self, games, GameServer(played, made[0]["path"]))
 
     def _folder(self) -> str:
         """Return the folder of the games, which depends on everything but the seeds that determines them."""
@@ -223,20 +223,14 @@ class TextWorldEpisode:
 
 
 @dataclasses.dataclass(frozen=True)
-class TextWorldEnvironment(AbstractEnvironment):
+class TextWorldEnvironment(AbstractSplitEnvironment):
     """Tasks and episodes of TextWorld games."""
 
     config: TextWorldConfig
-    name: str
-    splits: TaskSplits
     games: Mapping[str, Mapping[str, Any]]
     """Results of `TextWorldGame.make` by task id."""
     server: GameServer
     """Runs the games."""
-
-    def tasks(self, split: Split) -> Sequence[Task]:
-        """Return the tasks of a split in a fixed order."""
-        return self.splits[split]
 
     async def start(self, task: Task, seed: int) -> Episode:
         """Start a game; the replies determine it, except for the interpreter's chance, which the seed determines."""
@@ -273,6 +267,5 @@ class TextWorldEnvironment(AbstractEnvironment):
         return tuple(messages)
 
     def _game(self, task: Task) -> Mapping[str, Any]:
-        if task.environment != self.name or task.id not in self.games:
-            raise ValueError(f"environment {self.name!r} has no game {task.id!r} of {task.environment!r}")
+        self.require_own(task, self.games)
         return self.games[task.id]

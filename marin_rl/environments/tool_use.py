@@ -16,6 +16,7 @@ from marin_rl.config_fields import check_finite, convert_enum_fields, nested_sec
 from marin_rl.environments.base import (
     CORRECT,
     AbstractEnvironment,
+    AbstractSplitEnvironment,
     EnvironmentConfig,
     Episode,
     NoSandboxError,
@@ -40,7 +41,6 @@ from marin_rl.environments.tools import (
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.functions import RewardCallError
 from marin_rl.rewards.sandbox.pool import IsolationError, Sandbox
-from marin_rl.splits import TaskSplits
 from marin_rl.types import Message, Task
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class ToolUseConfig(EnvironmentConfig):
                     messages = (system_message(text), *messages[has_system:])
                 splits[split].append(dataclasses.replace(task, environment=name, messages=messages))
                 originals[task.id] = task
-        return ToolUseEnvironment(name, questions, tools, self.limits, self.error_reward, splits, originals)
+        return ToolUseEnvironment(name, splits, questions, tools, self.limits, self.error_reward, originals)
 
     def _system_message(self, tools: Sequence[Tool], text: str) -> Message:
         """Describe the tools after `text`, the system message of the questions."""
@@ -164,23 +164,17 @@ class ToolUseConfig(EnvironmentConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class ToolUseEnvironment(AbstractEnvironment):
+class ToolUseEnvironment(AbstractSplitEnvironment):
     """Questions with tools."""
 
-    name: str
     questions: AbstractEnvironment
     """Environment that scores final replies."""
     tools: Mapping[str, Tool]
     """Tools by name."""
     limits: ToolLimits
     error_reward: float
-    splits: TaskSplits
     originals: Mapping[str, Task]
     """Tasks of the questions' environment by id."""
-
-    def tasks(self, split: Split) -> Sequence[Task]:
-        """Return the tasks of a split in a fixed order."""
-        return self.splits[split]
 
     async def start(self, task: Task, seed: int) -> Episode:
         """Start an attempt.
@@ -189,8 +183,7 @@ class ToolUseEnvironment(AbstractEnvironment):
             ValueError: if the task belongs to another environment.
             NoSandboxError: if a tool is not connected to the sandbox that it needs.
         """
-        if task.environment != self.name or task.id not in self.originals:
-            raise ValueError(f"environment {self.name!r} has no question {task.id!r} of {task.environment!r}")
+        self.require_own(task, self.originals)
         for tool in self._python_tools():
             self._require_sandbox(tool, tool.sandbox)
         question = await self.questions.start(self.originals[task.id], seed)

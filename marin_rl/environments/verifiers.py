@@ -25,15 +25,15 @@ from marin_rl.config_fields import LOCAL_PATH, check_finite
 from marin_rl.environments.agent import require_server
 from marin_rl.environments.base import (
     AbstractEnvironment,
+    AbstractSplitEnvironment,
     AgentConnection,
     AgentEpisode,
     AgentResult,
     EnvironmentConfig,
-    Split,
 )
 from marin_rl.environments.external import require_package, run_in_thread
 from marin_rl.environments.game_process import GameError, GameServer
-from marin_rl.splits import Problem, TaskSplits, check_shares, problem_id, split_problems, without_duplicates
+from marin_rl.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.types import Message, Task
 
 _KEY_VARIABLE = "MARIN_RL_EPISODE_API_KEY"
@@ -111,7 +111,7 @@ class VerifiersConfig(EnvironmentConfig):
         data: dict[str, Mapping[str, Any]] = {}
         problems = without_duplicates(self._problems(loaded, data), source)
         splits = split_problems(problems, self.held_out, self.validation, source)
-        return VerifiersEnvironment(self, problems[0].task.environment, splits, data, server)
+        return VerifiersEnvironment(problems[0].task.environment, splits, self, data, server)
 
     def _problems(self, loaded: list[Mapping[str, Any]], data: dict[str, Mapping[str, Any]]) -> Iterator[Problem]:
         """Yield the problems, and add the data of their tasks to `data` by task id."""
@@ -174,20 +174,14 @@ class VerifiersEpisode(AgentEpisode):
 
 
 @dataclasses.dataclass(frozen=True)
-class VerifiersEnvironment(AbstractEnvironment):
+class VerifiersEnvironment(AbstractSplitEnvironment):
     """Tasks and episodes of a taskset of verifiers."""
 
     config: VerifiersConfig
-    name: str
-    splits: TaskSplits
     data: Mapping[str, Mapping[str, Any]]
     """Data of the tasks by id."""
     server: GameServer
     """Runs the episodes."""
-
-    def tasks(self, split: Split) -> tuple[Task, ...]:
-        """Return the tasks of a split in a fixed order."""
-        return tuple(self.splits[split])
 
     async def start(self, task: Task, seed: int) -> AgentEpisode:
         """Start an episode; the seed is unused, because verifiers has none.
@@ -195,8 +189,7 @@ class VerifiersEnvironment(AbstractEnvironment):
         Raises:
             ValueError: if the task belongs to another environment.
         """
-        if task.environment != self.name or task.id not in self.data:
-            raise ValueError(f"environment {self.name!r} has no task {task.id!r} of {task.environment!r}")
+        self.require_own(task, self.data)
         return VerifiersEpisode(self.config, self.server, self.data[task.id])
 
 

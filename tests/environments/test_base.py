@@ -197,7 +197,7 @@ def test_a_blocking_score_runs_in_a_thread():
 
 
 def test_a_task_of_another_environment_is_rejected():
-    with pytest.raises(ValueError, match="environment 'other' cannot grade task 'a' of 'test'"):
+    with pytest.raises(ValueError, match="environment 'other' has no task 'a' of 'test'"):
         answer(environment(name="other"), TASK, "2")
 
 

@@ -303,7 +303,7 @@ def test_the_readable_boards():
 def test_a_task_of_another_environment_is_rejected():
     environment, _ = line()
     stranger = Task("x", "sums", (Message(role="user", content="1+1="),), "2")
-    with pytest.raises(ValueError, match="'FrozenLake-v1' has no game 'x' of 'sums'"):
+    with pytest.raises(ValueError, match="'FrozenLake-v1' has no task 'x' of 'sums'"):
         asyncio.run(environment.start(stranger, 0))
 
 

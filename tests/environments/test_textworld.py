@@ -191,7 +191,7 @@ def test_a_game_whose_file_is_damaged_fails_its_rollout(tmp_path: Path, monkeypa
         play(environment, environment.tasks(Split.TRAIN)[0], ["look"])
     with pytest.raises(ValueError, match=r"TextWorld 'tw-coin_colector' with the options .* no challenge"):
         build(challenge="tw-coin_colector", folder=str(tmp_path), view=View.COMPACT, num_tasks=1)
-    with pytest.raises(ValueError, match="has no game 'x' of 'textworld'"):
+    with pytest.raises(ValueError, match="has no task 'x' of 'textworld'"):
         environment.can_demonstrate(Task("x", "textworld", ({"role": "user", "content": ""},), ""))
     environment.server.close()
 

@@ -304,7 +304,7 @@ def test_a_sandbox_that_is_not_started_fails_the_rollout():
 def test_tasks_of_other_environments_are_rejected():
     environment, _ = build()
     stranger = Task("x", "cards", (Message(role="user", content="?"),), "")
-    with pytest.raises(ValueError, match="'arithmetic' has no question 'x' of 'cards'"):
+    with pytest.raises(ValueError, match="'arithmetic' has no task 'x' of 'cards'"):
         asyncio.run(environment.start(stranger, 0))
 
 

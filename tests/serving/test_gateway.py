@@ -98,7 +98,7 @@ def run(
 
     splits = {split: [TASK] if split is Split.TRAIN else [] for split in Split}
     source = SingleTurnEnvironment("agents", splits, score=None)
-    environment = wrap(AgentEnvironment("agents", source, splits, make))
+    environment = wrap(AgentEnvironment("agents", splits, source, make))
     connect = make_gateway(TOKENIZER, limits, VOCAB_SIZE)
     runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=connect)
     try:
