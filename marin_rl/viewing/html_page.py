@@ -201,24 +201,30 @@ def _rollouts(
         steps = ", ".join(str(file.step) for file in chosen)
         notes.append(f"The page shows rollouts of {len(chosen)} of {len(files)} stored steps: {steps}.")
     shown: list[dict[str, Any]] = []
-    matching = 0
-    tokens = 0
+    matching, tokens_left = 0, MAX_TOKENS
     for index, file in enumerate(chosen):
         # Later steps use the capacity that earlier steps leave.
-        capacity = (max_rollouts - len(shown)) // (len(chosen) - index)
+        steps_left = len(chosen) - index
+        capacity, least_left = (max_rollouts - len(shown)) // steps_left, tokens_left - tokens_left // steps_left
         rows = list(_selected(file, selection))
         matching += len(rows)
         for row in rows[:capacity]:
-            tokens += sum(len(turn["token_ids"]) + len(turn["observation_tokens"]) for turn in row["turns"])
-            tokens += len((row["last_observation"] or {}).get("observation_tokens", ()))
-            if tokens <= MAX_TOKENS:
-                shown.append(_rollout(row))
+            if tokens_left - _num_tokens(row) < least_left:
+                break
+            tokens_left -= _num_tokens(row)
+            shown.append(_rollout(row))
     if len(shown) < matching:
         notes.append(
             f"The page contains {len(shown)} of {matching} rollouts of these steps (at most {max_rollouts} rollouts "
             f"and {MAX_TOKENS:,} tokens); select others with --step or a filter, or raise --max_rollouts."
         )
     return shown, notes
+
+
+def _num_tokens(row: Row) -> int:
+    """Return the number of tokens of a rollout, with those of its observations."""
+    parts = [*row["turns"], row["last_observation"] or {}]
+    return sum(len(part.get("token_ids", ())) + len(part.get("observation_tokens", ())) for part in parts)
 
 
 def _selected(file: StoredFile, selection: Selection) -> Iterator[Row]:

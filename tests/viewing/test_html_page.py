@@ -173,14 +173,16 @@ def test_long_run_is_sampled_at_evenly_spaced_steps(tmp_path):
     ]
 
 
-def test_tokens_are_bounded(tmp_path, monkeypatch):
+def test_tokens_are_bounded_and_shared_by_the_steps(tmp_path, monkeypatch):
     run = empty_run(tmp_path / "run")
-    write(run / "rollouts", 1, [group_of("g", *[1.0] * 8)])
+    for step in (1, 2, 3):
+        # The first step has fewer rollouts than its share, so the others get more.
+        write(run / "rollouts", step, [group_of(f"s{step}", *[1.0] * (1 if step == 1 else 8))])
     # Eight tokens per rollout: six of the prompt and two of the answer.
-    monkeypatch.setattr(html_page, "MAX_TOKENS", 30)
+    monkeypatch.setattr(html_page, "MAX_TOKENS", 50)
     data = data_of(run)
-    assert len(data["rollouts"]) == 3
-    assert "contains 3 of 8 rollouts" in data["notes"][0]
+    assert [rollout["id"] for rollout in data["rollouts"]] == ["s1-0", "s2-0", "s2-1", "s3-0", "s3-1", "s3-2"]
+    assert "contains 6 of 17 rollouts" in data["notes"][0]
 
 
 def test_records_are_thinned_except_evaluations(tmp_path):
