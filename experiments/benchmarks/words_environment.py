@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from experiments.benchmarks.word_reward import even_share
-from marin_rl.environments.base import SingleTurnEnvironment
+from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.splits import Split
 from marin_rl.types import Task
 

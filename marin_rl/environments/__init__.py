@@ -12,12 +12,12 @@ from marin_rl.environments.base import (
     AgentResult,
     EnvironmentConfig,
     Episode,
-    FileConfig,
     Split,
     Step,
     TaskStream,
 )
 from marin_rl.environments.dataset import HuggingFaceConfig, JsonlConfig
+from marin_rl.environments.file import FileConfig
 from marin_rl.environments.openenv import OpenEnvConfig
 from marin_rl.environments.random_reward import RandomRewardConfig
 from marin_rl.environments.reasoning_gym import ReasoningGymConfig

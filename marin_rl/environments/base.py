@@ -1,28 +1,21 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Interfaces of environments: tasks in three disjoint splits, and episodes that exchange messages.
-
-Also the two general environments: one question with one reply, and an environment from the user's Python file.
-"""
+"""Interfaces of environments: tasks in three disjoint splits, and episodes that exchange messages."""
 
 import abc
-import asyncio
 import dataclasses
 import functools
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import draccus
 
-from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.rewards.component import RewardComponentConfig
-from marin_rl.rewards.grading import FormatConfig, extract_last, graded_text
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.seeds import derive_seed
 from marin_rl.splits import Split, TaskSplits
 from marin_rl.types import Info, Message, RolloutGroup, Task
-from marin_rl.user_code import UserFileError, load_from_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,106 +318,3 @@ def check_invalid_reward(value: float) -> None:
     """
     if value > 0:
         raise ValueError(f"invalid_reward must be at most 0, or replies without an action pay; got {value}")
-
-
-@dataclasses.dataclass(frozen=True)
-class SingleTurnEnvironment(AbstractSplitEnvironment):
-    """Environment whose episodes end after one reply."""
-
-    score: Callable[[Task, str], float] | None
-    """Returns the reward `correct` of a reply to a task, given the text after its thoughts; None if only reward
-    functions score replies."""
-    format: FormatConfig | None = None
-    """Optional reward `format`, for the complete reply."""
-    reply_regex: str | None = None
-    """Group 1 of its last match after the thoughts is scored; a reply without a match is wrong."""
-    blocks: bool = False
-    """Whether `score` may block, so that it must run in a thread."""
-    problem_ids: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Problem ids by task id, for tasks that may have other ids."""
-
-    async def start(self, task: Task, seed: int) -> Episode:
-        """Start an attempt; the seed is unused because nothing is random."""
-        self.require_own(task)
-        return SingleTurnEpisode(self, task)
-
-    def rewards(self, task: Task, reply: str) -> dict[str, float]:
-        """Return the rewards of a reply by component."""
-        rewards = {}
-        if self.score is not None:
-            scored = graded_text(reply)
-            if self.reply_regex is not None and scored is not None:
-                scored = extract_last(self.reply_regex, scored)
-            rewards[CORRECT] = 0.0 if scored is None else self.score(task, scored)
-        if self.format is not None:
-            rewards[FORMAT] = self.format.reward(reply)
-        return rewards
-
-
-@dataclasses.dataclass
-class SingleTurnEpisode:
-    """One attempt, which ends after one reply."""
-
-    environment: SingleTurnEnvironment
-    task: Task
-    over: bool = False
-
-    async def step(self, reply: str) -> Step:
-        """Score the reply; exceptions of the grader propagate.
-
-        Raises:
-            RuntimeError: if the episode has ended.
-        """
-        if self.over:
-            raise RuntimeError(f"task {self.task.id!r}: the episode ended after one reply; start another")
-        self.over = True
-        if self.environment.blocks:
-            return Step(rewards=await asyncio.to_thread(self.environment.rewards, self.task, reply))
-        return Step(rewards=self.environment.rewards(self.task, reply))
-
-    async def close(self) -> None:
-        """Do nothing; there are no resources."""
-
-
-@EnvironmentConfig.register_subclass("file")
-@dataclasses.dataclass(frozen=True)
-class FileConfig(EnvironmentConfig):
-    """Environment from a class or function in a Python file.
-
-    The file runs in the training process without isolation; reward functions run in the sandbox.
-    """
-
-    path: str = dataclasses.field(metadata=LOCAL_PATH)
-    """Path of the file, relative to the working directory."""
-    name: str
-    """Name in the file: a dataclass that extends `EnvironmentConfig`, or a function that returns an environment
-    or such a config."""
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of the class, or arguments of the function."""
-
-    def build(self) -> AbstractEnvironment:
-        """Import the file and build the environment.
-
-        Raises:
-            UserFileError: if the file or name is invalid.
-            ValueError: if the options are invalid.
-        """
-        where = f"{self.name!r} of {self.path}"
-        factory = load_from_file(self.path, self.name)
-        if not callable(factory):
-            raise UserFileError(
-                f"{where} is {type(factory).__name__}; it must be a function that returns an environment, or a class "
-                "that extends EnvironmentConfig"
-            )
-        try:
-            is_config = isinstance(factory, type) and issubclass(factory, EnvironmentConfig)
-            built = draccus.decode(cast(Any, factory), self.options) if is_config else factory(**self.options)
-        except Exception as error:
-            raise UserFileError(f"{where} rejects options {self.options}: {type(error).__name__}: {error}") from error
-        environment = built.build() if isinstance(built, EnvironmentConfig) else built
-        if not isinstance(environment, AbstractEnvironment):
-            raise UserFileError(
-                f"{where} returned {type(environment).__name__}, which is not an environment: extend "
-                "AbstractEnvironment"
-            )
-        return environment

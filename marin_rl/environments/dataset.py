@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from marin_rl.config_fields import LOCAL_PATH
-from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, SingleTurnEnvironment, Split
+from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
+from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.rewards.grading import (
     ExactConfig,
     FormatConfig,

@@ -23,11 +23,11 @@ from marin_rl.environments.base import (
     AgentEpisode,
     EnvironmentConfig,
     Episode,
-    SingleTurnEnvironment,
     Split,
     StreamState,
     TaskStream,
 )
+from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.environments.tool_use import ToolUseEnvironment
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox

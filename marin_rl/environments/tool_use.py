@@ -23,9 +23,9 @@ from marin_rl.environments.base import (
     Split,
     Step,
 )
+from marin_rl.environments.calculator import CalculatorConfig
 from marin_rl.environments.external import bounded_text
 from marin_rl.environments.tools import (
-    CalculatorConfig,
     PythonTool,
     Tool,
     ToolCall,

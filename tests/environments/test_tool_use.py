@@ -13,9 +13,10 @@ import pytest
 from marin_rl.config.decode import decode
 from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, MixtureConfig, RandomRewardConfig, ToolUseConfig
 from marin_rl.environments.base import AbstractEnvironment, NoSandboxError, Split, Step
+from marin_rl.environments.calculator import CalculatorConfig
 from marin_rl.environments.streams import MixturePartConfig
 from marin_rl.environments.tool_use import ToolDescription, ToolLimits, ToolUseEnvironment
-from marin_rl.environments.tools import CalculatorConfig, PythonConfig, ToolConfig, ToolError, find_calls
+from marin_rl.environments.tools import PythonConfig, ToolConfig, ToolError, find_calls
 from marin_rl.environments.verifiers import VerifiersConfig
 from marin_rl.event_loop import BackgroundLoop
 from marin_rl.rewards.functions import RewardCallError, RewardFailure

@@ -5,7 +5,7 @@
 
 import pytest
 
-from marin_rl.environments.base import SingleTurnEnvironment
+from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
 from marin_rl.splits import Split

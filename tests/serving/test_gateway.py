@@ -19,8 +19,9 @@ import pytest
 
 from marin_rl.distributed.rollout_runner import make_gateway
 from marin_rl.environments.agent import AgentEnvironment, CommandEpisode, FunctionEpisode
-from marin_rl.environments.base import AbstractEnvironment, AgentEpisode, SingleTurnEnvironment
+from marin_rl.environments.base import AbstractEnvironment, AgentEpisode
 from marin_rl.environments.random_reward import RANDOM, RandomRewardEnvironment
+from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.event_loop import BackgroundLoop
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, RolloutRunner, run_tasks

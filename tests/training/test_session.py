@@ -19,7 +19,8 @@ from levanter.tracker.tensorboard import TensorboardConfig
 from levanter.tracker.tracker import NoopTracker
 from transformers import AutoTokenizer
 
-from marin_rl.environments.base import SingleTurnEpisode, Step
+from marin_rl.environments.base import Step
+from marin_rl.environments.single_turn import SingleTurnEpisode
 from marin_rl.errors import RunDirectoryError
 from marin_rl.rollouts.store import RolloutStore
 from marin_rl.training import session

@@ -18,7 +18,8 @@ from levanter.trainer import TrainerConfig
 from marin_rl.batching.packing import RowLayout
 from marin_rl.config.sections import WarmStartConfig
 from marin_rl.config.train_config import default_trainer
-from marin_rl.environments.base import SingleTurnEnvironment, Split
+from marin_rl.environments.base import Split
+from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.host_status import StopRequestedError
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import model_shape

@@ -1,0 +1,57 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Environments from the user's Python files."""
+
+import dataclasses
+from typing import Any, cast
+
+import draccus
+
+from marin_rl.config_fields import LOCAL_PATH
+from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
+from marin_rl.user_code import UserFileError, load_from_file
+
+
+@EnvironmentConfig.register_subclass("file")
+@dataclasses.dataclass(frozen=True)
+class FileConfig(EnvironmentConfig):
+    """Environment from a class or function in a Python file.
+
+    The file runs in the training process without isolation; reward functions run in the sandbox.
+    """
+
+    path: str = dataclasses.field(metadata=LOCAL_PATH)
+    """Path of the file, relative to the working directory."""
+    name: str
+    """Name in the file: a dataclass that extends `EnvironmentConfig`, or a function that returns an environment
+    or such a config."""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of the class, or arguments of the function."""
+
+    def build(self) -> AbstractEnvironment:
+        """Import the file and build the environment.
+
+        Raises:
+            UserFileError: if the file or name is invalid.
+            ValueError: if the options are invalid.
+        """
+        where = f"{self.name!r} of {self.path}"
+        factory = load_from_file(self.path, self.name)
+        if not callable(factory):
+            raise UserFileError(
+                f"{where} is {type(factory).__name__}; it must be a function that returns an environment, or a class "
+                "that extends EnvironmentConfig"
+            )
+        try:
+            is_config = isinstance(factory, type) and issubclass(factory, EnvironmentConfig)
+            built = draccus.decode(cast(Any, factory), self.options) if is_config else factory(**self.options)
+        except Exception as error:
+            raise UserFileError(f"{where} rejects options {self.options}: {type(error).__name__}: {error}") from error
+        environment = built.build() if isinstance(built, EnvironmentConfig) else built
+        if not isinstance(environment, AbstractEnvironment):
+            raise UserFileError(
+                f"{where} returned {type(environment).__name__}, which is not an environment: extend "
+                "AbstractEnvironment"
+            )
+        return environment

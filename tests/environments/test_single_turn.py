@@ -1,0 +1,90 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import asyncio
+import dataclasses
+import threading
+
+import pytest
+
+from marin_rl.environments.base import Split
+from marin_rl.environments.single_turn import SingleTurnEnvironment
+from marin_rl.rewards.grading import FormatConfig
+from marin_rl.types import Message, Task
+from tests.one_reply import answer
+
+TASK = Task(id="a", environment="test", messages=(Message(role="user", content="1+1="),), answer="2")
+
+
+def environment(**fields) -> SingleTurnEnvironment:
+    settings = {
+        "name": "test",
+        "splits": {Split.TRAIN: [TASK], Split.VALIDATION: [], Split.HELD_OUT: []},
+        "score": lambda task, reply: float(reply == task.answer),
+    }
+    return SingleTurnEnvironment(**{**settings, **fields})
+
+
+def test_one_reply_ends_the_episode():
+    step = answer(environment(), TASK, "2")
+    assert (step.rewards, step.messages, step.done) == ({"correct": 1.0}, (), True)
+
+
+def test_format_is_a_separate_component():
+    made = environment(format=FormatConfig(regex=r"\d+", weight=0.5))
+    assert answer(made, TASK, "3").rewards == {"correct": 0.0, "format": 0.5}
+    assert answer(made, TASK, "two").rewards == {"correct": 0.0, "format": 0.0}
+
+
+@pytest.mark.parametrize("regex", [None, "<a>(.*?)</a>"])
+def test_only_the_text_after_the_thoughts_is_scored(regex: str | None):
+    made = environment(reply_regex=regex)
+    right = "3" if regex is None else "<a>3</a>"
+    task = made.tasks(Split.TRAIN)[0]
+    scored = [
+        made.rewards(dataclasses.replace(task, answer="3"), reply)["correct"]
+        for reply in (right, f"<think><a>2</a></think>{right}", f"<think>{right}", f"{right}<think>")
+    ]
+    assert scored == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_reply_regex_extracts_the_scored_text():
+    made = environment(reply_regex=r"<a>(.*?)</a>", format=FormatConfig(regex=r"<a>.*</a>"))
+    assert answer(made, TASK, "<a>2</a>").rewards == {"correct": 1.0, "format": 1.0}
+    assert answer(made, TASK, "2").rewards == {"correct": 0.0, "format": 0.0}
+
+
+def test_exceptions_of_the_grader_propagate():
+    def broken(task: Task, reply: str) -> float:
+        raise ZeroDivisionError("in the reward")
+
+    with pytest.raises(ZeroDivisionError, match="in the reward"):
+        answer(environment(score=broken), TASK, "2")
+
+
+def test_an_episode_is_used_once():
+    async def play_twice() -> None:
+        episode = await environment().start(TASK, 0)
+        await episode.step("2")
+        await episode.step("2")
+
+    with pytest.raises(RuntimeError, match="task 'a': the episode ended"):
+        asyncio.run(play_twice())
+
+
+def test_a_blocking_score_runs_in_a_thread():
+    threads = []
+
+    def score(task: Task, reply: str) -> float:
+        threads.append(threading.current_thread())
+        return 1.0
+
+    for blocks in (False, True):
+        answer(environment(score=score, blocks=blocks), TASK, "2")
+    assert threads[0] is threading.current_thread()
+    assert threads[1] is not threading.current_thread()
+
+
+def test_a_task_of_another_environment_is_rejected():
+    with pytest.raises(ValueError, match="environment 'other' has no task 'a' of 'test'"):
+        answer(environment(name="other"), TASK, "2")
