@@ -79,13 +79,14 @@ class WorkerPool:
         """Publish weights and announce them in the background when available; see `RolloutSource`."""
         self._announcing.flush()
         self._sender.publish(model, version)
-        if self._client is not None:
-            self._announcing.start(self._announce, self._client, version)
+        self._announcing.start(self._announce, version)
 
-    def _announce(self, client: CoordinatorClient, version: WeightVersion) -> None:
+    def _announce(self, version: WeightVersion) -> None:
+        # Also in the other processes, so that `wait` raises their errors.
         self._sender.flush()
-        self._announced = version
-        client.call(Coordinator.announce, version, self._addresses)
+        if self._client is not None:
+            self._announced = version
+            self._client.call(Coordinator.announce, version, self._addresses)
 
     def flush(self) -> None:
         """Wait until the weights are announced; see `RolloutSource`.
@@ -97,6 +98,8 @@ class WorkerPool:
             WeightTransferError: if they cannot be published.
             MainProcessError: in the other training processes, if the main process failed.
         """
+        if self._client is None:
+            self._announcing.flush()
         multihost.on_main(self._announcing.flush)
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
@@ -110,6 +113,7 @@ class WorkerPool:
 
         Raises:
             StopRequestedError: if a stop is requested.
+            Exception: if this process has failed to publish its weights, for which the workers wait.
             WorkerFailedError: if an error ended a worker, after the groups that were finished until then.
             NoWorkersError: if no group is finished within the timeout.
             MainProcessError: in the other training processes, if the wait failed in the main process.
@@ -122,6 +126,7 @@ class WorkerPool:
         raise_if(any_stop_requested)
         # Broadcast the result of every poll, so that no process waits long in one exchange.
         while not (groups := _split(multihost.on_main(lambda: _join(self._poll_groups(deadline))))):
+            self._announcing.raise_if_failed()
             raise_if(any_stop_requested)
         return [FinishedGroup(number, decode_group(data)) for number, data in groups]
 

@@ -129,12 +129,13 @@ def test_the_addresses_of_all_training_hosts_are_announced(client: Client, sende
     assert client.calls[-1] == "announce 3 at here there"
 
 
-def test_publication_error_is_raised_by_wait(client: Client, sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise OSError("the network is down")
+def network_is_down() -> None:
+    raise OSError("the network is down")
 
+
+def test_publication_error_is_raised_by_wait(client: Client, sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("marin_rl.background_job.ThreadPoolExecutor", InlineExecutor)
-    sender.when_flushed = fail
+    sender.when_flushed = network_is_down
     rollout_source = make_pool(client, sender)
     rollout_source.submit([request(1, 0)])
     rollout_source.publish({}, 0)
@@ -317,10 +318,24 @@ def test_all_processes_wait_for_the_announcement(
     other.close()
 
 
+@pytest.mark.parametrize("method", ["wait", "flush"])
+def test_publication_error_of_another_process_is_raised_there(
+    sender: Sender, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Without its shards the main process cannot announce the weights, and no group finishes."""
+    monkeypatch.setattr("marin_rl.background_job.ThreadPoolExecutor", InlineExecutor)
+    monkeypatch.setattr(multihost, "on_main", lambda work: join_parts([b"[]"]))
+    sender.when_flushed = network_is_down
+    other, stops = make_pool(None, sender), iter((False, True))
+    other.publish({}, 0)
+    with pytest.raises(OSError, match="the network is down"):
+        {"wait": lambda: other.wait(PhaseTimer(), lambda: next(stops)), "flush": other.flush}[method]()
+
+
 def test_other_processes_only_publish_weights(sender: Sender, calls: list[str]) -> None:
     rollout_source = make_pool(None, sender, counts={"lost": 3})
     rollout_source.submit([request(1, 0)])
     rollout_source.publish({}, 1)
     rollout_source.close()
-    assert calls == ["publish 1"]
+    assert calls == ["publish 1", "flush"]
     assert rollout_source.metrics() == rollout_source.counts == {}
