@@ -14,6 +14,8 @@ from marin_rl.config.decode import ConfigError, default_of, encode, field_types
 from marin_rl.config.help import COMMON_KEYS, all_keys, help_text
 from marin_rl.config.train_config import TrainConfig
 
+UNUSED = TrainConfig.__dataclass_fields__["trainer"].metadata["without_effect"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Advantage(draccus.ChoiceRegistry):
@@ -67,7 +69,7 @@ class RunConfig:
     """The architecture."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=AdamConfig)
     """The optimizer."""
-    trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
+    trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig, metadata={"without_effect": UNUSED})
     """The trainer."""
 
 
@@ -112,7 +114,7 @@ def test_all_fields_of_levanters_sections_are_listed():
     text = help_text(RunConfig, width=100) + help_text(RunConfig, section="model.llama", width=100)
     for section, config in (("trainer", TrainerConfig), ("optimizer", AdamConfig)):
         for name in field_types(config):
-            assert f"{section}.{name}" in text
+            assert (f"{section}.{name}" in text) == (section == "optimizer" or name not in UNUSED)
     assert "trainer.distributed.num_processes" in text
     assert entry(text, "model.seq_len").endswith("maximum length of the input sequence. Defaults to 2048.")
     assert "model.n_embd" not in text
@@ -135,7 +137,7 @@ def test_lines_fit_the_terminal(width):
 
 def test_help_of_a_section_or_an_option():
     assert help_text(RunConfig, section="limits", width=100).splitlines()[0] == "  limits"
-    assert "limits" not in help_text(RunConfig, section="trainer.ray", width=100)
+    assert "limits" not in help_text(RunConfig, section="trainer.distributed", width=100)
     text = help_text(RunConfig, section="model.gemma", width=100)
     assert text.startswith("  model.type gemma\n")
     assert "model.hidden_dim" in text
