@@ -127,7 +127,7 @@ class RolloutBuilder:
         environments would otherwise take thoughts for an answer.
         """
         reply = self._tokenizer.decode_reply(generation.token_ids)
-        self._in_thoughts = "</think>" not in reply and self._tokenizer.opens_thoughts(self._observation)
+        self._in_thoughts = self._is_in_thoughts(self._observation, reply)
         number = len(self._turns)
         turn = Turn(
             observation_tokens=self._observation,
@@ -207,6 +207,7 @@ class RolloutBuilder:
         self.over, self._is_agent, self._hit_limit = True, True, hit_limit
         self._turns += turns
         for turn in turns:
+            self._in_thoughts = self._is_in_thoughts(turn.observation_tokens, turn.messages[-1]["content"])
             for name, value in turn.rewards.items():
                 self._rewards[name] = self._rewards.get(name, 0.0) + value
         if not (turns or self.has_failed):
@@ -300,6 +301,10 @@ class RolloutBuilder:
                 "none" if rollout.total_reward is None else f"{rollout.total_reward:g}",
             )
         return rollout
+
+    def _is_in_thoughts(self, observation: Sequence[int], reply: str) -> bool:
+        """Return whether the chat template opened the thoughts of a reply, which does not close them."""
+        return "</think>" not in reply and self._tokenizer.opens_thoughts(observation)
 
     @property
     def _history(self) -> list[Message]:

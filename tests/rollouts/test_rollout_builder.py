@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marin_rl.environments.base import Step
+from marin_rl.environments.base import AgentResult, Step
 from marin_rl.rollouts.attempt import Attempt, Limits, default_state_hash
 from marin_rl.rollouts.rollout_builder import EnvironmentFault, RolloutBuilder
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -24,6 +24,7 @@ from marin_rl.types import (
     RolloutStatus,
     StopReason,
     Task,
+    Turn,
     TurnReward,
 )
 
@@ -73,6 +74,10 @@ def test_reward_functions_receive_whether_the_prompt_opened_thoughts(opening: st
     assert builder.add_generation(reply_of(reply)) == ("<think>" if open else "") + reply
     request = builder.reward_request()
     assert (request.in_thoughts, request.last_reply) == (open, reply)
+    agent = RolloutBuilder(attempt, TOKENIZER, LIMITS)
+    turn = Turn(prompt, reply_of(reply), (*TASK.messages, Message(role="assistant", content=reply)))
+    agent.add_agent_turns([turn], AgentResult(), hit_limit=False)
+    assert agent.reward_request().in_thoughts == open
 
 
 # --- limits ---
