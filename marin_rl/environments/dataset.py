@@ -20,10 +20,9 @@ from marin_rl.rewards.grading import (
     Grader,
     GraderConfig,
     NoGraderConfig,
-    check_pattern,
-    extract_last,
 )
 from marin_rl.rewards.math_worker import GroundTruthError
+from marin_rl.rewards.reply_text import check_pattern, extract_last
 from marin_rl.splits import (
     Problem,
     TaskSplits,

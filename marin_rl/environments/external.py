@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from marin_rl.errors import UserError
 from marin_rl.event_loop import BackgroundLoop
-from marin_rl.rewards.grading import extract_last, graded_text
+from marin_rl.rewards.reply_text import extract_last, graded_text
 
 Result = TypeVar("Result")
 

@@ -22,7 +22,7 @@ from marin_rl.environments.base import (
 )
 from marin_rl.environments.external import bounded_text, require_package, run_in_thread
 from marin_rl.errors import UserError
-from marin_rl.rewards.grading import graded_text
+from marin_rl.rewards.reply_text import graded_text
 from marin_rl.seeds import derive_seed
 from marin_rl.splits import Problem, check_shares, split_problems, without_duplicates
 from marin_rl.types import Message, Task

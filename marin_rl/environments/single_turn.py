@@ -8,7 +8,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from marin_rl.environments.base import CORRECT, FORMAT, AbstractSplitEnvironment, Episode, Step
-from marin_rl.rewards.grading import FormatConfig, extract_last, graded_text
+from marin_rl.rewards.grading import FormatConfig
+from marin_rl.rewards.reply_text import extract_last, graded_text
 from marin_rl.types import Task
 
 

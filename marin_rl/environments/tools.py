@@ -19,7 +19,7 @@ import draccus
 
 from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.rewards.functions import RewardFailure
-from marin_rl.rewards.grading import without_thoughts
+from marin_rl.rewards.reply_text import without_thoughts
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.user_code import UserFileError, load_from_file
 

@@ -25,7 +25,7 @@ from marin_rl.config_fields import convert_enum_fields
 from marin_rl.rewards.code_asserts import CHECK, CodeTestsError, evaluation, split_assert
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component
 from marin_rl.rewards.functions import EvaluateResult, RewardFailure, RewardRequest
-from marin_rl.rewards.grading import graded_text
+from marin_rl.rewards.reply_text import graded_text
 from marin_rl.rewards.sandbox.pool import PythonResult, Sandbox
 
 

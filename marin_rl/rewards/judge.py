@@ -24,7 +24,6 @@ from marin_rl.config_fields import check_address, convert_enum_fields, read_api_
 from marin_rl.event_loop import gather_all
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component
 from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
-from marin_rl.rewards.grading import check_pattern
 from marin_rl.rewards.judge_answers import (
     JudgeComparison,
     JudgeCriterion,
@@ -38,6 +37,7 @@ from marin_rl.rewards.judge_answers import (
     read_winner,
     shown_order,
 )
+from marin_rl.rewards.reply_text import check_pattern
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.types import MAX_REWARD
 

@@ -3,7 +3,7 @@
 
 """Mathematical equality of a reply and an answer, checked in a process with resource limits.
 
-As a script this module is the worker process of [`MathVerifyGrader`][marin_rl.rewards.grading.MathVerifyGrader]: it
+As a script this module is the worker process of [`MathVerifyGrader`][marin_rl.rewards.math_grader.MathVerifyGrader]: it
 reads JSON requests from standard input and writes JSON answers to standard output. It imports nothing else of marin_rl.
 """
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from marin_rl.environments.tools import CALL_START, ToolCall, ToolError, find_calls, parse_call
-from marin_rl.rewards.grading import without_thoughts
+from marin_rl.rewards.reply_text import without_thoughts
 from marin_rl.types import StopReason, WeightVersion
 
 _REPLACEMENT = "\ufffd"
