@@ -48,7 +48,7 @@ _SIGNALS = (*_STOP_SIGNALS, signal.SIGCHLD)
 
 
 class SupervisorError(UserError):
-    """Raised if another supervisor uses the folder."""
+    """Raised if another supervisor uses the folder, or it cannot be written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ def supervise(config: SupervisorConfig, command: Sequence[str], report: Callable
         The exit status, see the module.
 
     Raises:
-        SupervisorError: if another supervisor uses the folder.
+        SupervisorError: if another supervisor uses the folder, or it cannot be written.
     """
     with _own_folder(config.folder) as folder, _blocked_signals() as unblock:
         return _Supervisor(config, command, folder, unblock, report).run()
@@ -212,8 +212,12 @@ def _own_folder(name: str | None) -> Iterator[_Folder | None]:
         yield None
         return
     path = Path(name)
-    path.mkdir(parents=True, exist_ok=True)
-    with (path / "supervisor.lock").open("ab") as file:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / "supervisor.lock").open("ab")
+    except OSError as error:
+        raise SupervisorError(f"cannot write to folder {name!r}: {error.strerror}; choose another") from error
+    with lock as file:
         if not _lock(file):
             raise SupervisorError(
                 f"another supervisor, or its command, runs in {name!r}; its process id is in supervisor.pid"

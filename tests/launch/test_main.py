@@ -34,7 +34,8 @@ def test_usage(argv: list[str], status: int, capsys: pytest.CaptureFixture[str])
         ),
         (["local", "--config", "a.yaml"], "no training arguments; give those of marin_rl.train after --"),
         (["local", "--", "--config", "absent.yaml"], "config file 'absent.yaml' does not exist"),
-        (["local", "--num_processes", "1000000", "--", "--seed", "1"], "this machine has memory for at most "),
+        (["local", "--num_processes", "1000000", "--", "--seed", "1"], "or container has memory for at most "),
+        (["supervise", "--folder", "/proc/a", "--", "true"], "cannot write to folder '/proc/a': No such file or direc"),
     ],
 )
 def test_mistakes(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
