@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from marin_rl.config.command_line import CommandParser
+from marin_rl.config.command_line import CommandParser, positive
 from marin_rl.errors import USER_ERRORS
 from marin_rl.escaping import escape
 from marin_rl.logs import warnings_to_stderr
@@ -48,23 +48,14 @@ def argument_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--worker_topology", metavar="NAME", help="of a rollout worker, which is one host")
     parser.add_argument(
-        "--vocab_size", type=_positive, help="tokens of the model (default: of initialize_from or the tokenizer)"
+        "--vocab_size", type=positive, help="tokens of the model (default: of initialize_from or the tokenizer)"
     )
-    parser.add_argument("--prompt_tokens", type=_positive, help="tokens of every prompt (default: the longest)")
-    parser.add_argument(
-        "--answer_tokens", type=_positive, help="sampled tokens of every rollout (default: the longest)"
-    )
+    parser.add_argument("--prompt_tokens", type=positive, help="tokens of every prompt (default: the longest)")
+    parser.add_argument("--answer_tokens", type=positive, help="sampled tokens of every rollout (default: the longest)")
     parser.add_argument("--search", action="store_true", help="also try other sizes, and print the best plans")
-    parser.add_argument("--most", type=_positive, default=12, help="maximum number of further plans of --search (12)")
+    parser.add_argument("--most", type=positive, default=12, help="maximum number of further plans of --search (12)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to a file")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
 
 
 def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from marin_rl.config.command_line import CommandParser
+from marin_rl.config.command_line import CommandParser, positive
 from marin_rl.errors import USER_ERRORS
 from marin_rl.escaping import escape
 from marin_rl.storage import storage_path
@@ -72,21 +72,14 @@ def _parser() -> argparse.ArgumentParser:
     how = parser.add_argument_group("output")
     how.add_argument("--sort", choices=[str(key) for key in SortKey], help="sort key of the list")
     how.add_argument("--descending", action="store_true", help="sort in descending order")
-    how.add_argument("--limit", type=_positive, default=50, help="maximum lines in the list (50)")
+    how.add_argument("--limit", type=positive, default=50, help="maximum lines in the list (50)")
     how.add_argument("--id", action="append", default=[], help="show one rollout in full; repeat to compare rollouts")
     how.add_argument("--compare", nargs=2, metavar=("A", "B"), default=[], help="show two rollouts side by side")
     how.add_argument("--tokens", action="store_true", help="list every sampled token with its values")
     page = parser.add_argument_group("HTML page")
     page.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page instead")
-    page.add_argument("--max_rollouts", type=_positive, default=500, help="maximum rollouts on the page (500)")
+    page.add_argument("--max_rollouts", type=positive, default=500, help="maximum rollouts on the page (500)")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
 
 
 def _show(arguments: argparse.Namespace, source: StoredRollouts) -> None:

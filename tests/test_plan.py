@@ -122,7 +122,7 @@ def test_mesh_that_does_not_divide_the_heads_is_one_sentence(config: Path):
         ),
         (["--topology", "cpu:1", "--num_step", "3"], "num_step"),
         ([], "error: the following arguments are required: --topology; see --help"),
-        (["--topology", "cpu:1", "--vocab_size", "0"], "--vocab_size: must be at least 1, got 0; see --help"),
+        (["--topology", "cpu:1", "--vocab_size", "0"], "--vocab_size: must be a whole number of at least 1, got '0'"),
         (
             ["--topology", "cpu:1", "--prompt_tokens", "30"],
             "30 prompt tokens and 8 answer tokens exceed rollouts.max_length",

@@ -145,7 +145,8 @@ def test_errors_are_one_line(run, tmp_path, capsys, argv, message):
 
 def test_invalid_arguments_are_refused(run, capsys):
     for argv, message in (
-        (["--limit", "0"], "--limit: must be at least 1, got 0; see --help"),
+        (["--limit", "0"], "--limit: must be a whole number of at least 1, got '0'; see --help"),
+        (["--max_rollouts", "1.5"], "--max_rollouts: must be a whole number of at least 1, got '1.5'; see --help"),
         (["--stpe", "3"], "unrecognized arguments: --stpe 3; see --help"),
         (["--status", "odd"], "--status: invalid choice: 'odd' (choose from 'completed', 'truncated', "),
         (["--sort", "odd"], "--sort: invalid choice: 'odd' (choose from 'reward', "),

@@ -53,6 +53,13 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see --help")
 
 
+def positive(text: str) -> int:
+    """Parse the value of an option of a `CommandParser`: a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
 @dataclasses.dataclass(frozen=True)
 class ParsedConfig(Generic[ConfigT]):
     """Parsed command line."""
