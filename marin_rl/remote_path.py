@@ -29,7 +29,7 @@ class StorageError(OSError):
     def __init__(self, reason: str, address: str, remedy: str) -> None:
         super().__init__(errno.EIO, reason, address)
         self.remedy = remedy
-        """How to continue."""
+        """Advice to the user."""
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}; {self.remedy}"

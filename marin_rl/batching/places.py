@@ -19,9 +19,10 @@ from marin_rl.objectives.aggregation import NO_ROLLOUT
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Shared prompts and sequences without them, in the order of their positions in the microbatches.
+    """Places of shared prompts and of sequences, in the order of their positions in the microbatches.
 
-    All arrays have one entry for each.
+    A sequence with a shared prompt has only the tokens after it. All arrays have one entry per shared prompt or
+    sequence.
     """
 
     owner: Int64[np.ndarray, " sequences"]
@@ -102,7 +103,7 @@ def find_places(slots: Sequence[Sequence[Slot]], shape: tuple[int, int, int], ro
         shape: shape of the microbatches.
         row_lengths: per rollout, the row length of its arrays, which have one row per sequence.
     """
-    rollout = np.repeat(np.arange(len(slots)), [len(own) for own in slots])
+    rollout = np.repeat(np.arange(len(slots)), [len(of_rollout) for of_rollout in slots])
     values = itertools.chain.from_iterable(itertools.chain.from_iterable(slots))
     microbatch, row, start, length, shared = np.fromiter(values, np.int64).reshape(-1, len(Slot._fields)).T
     row_start = np.ravel_multi_index((microbatch, row, np.zeros_like(row)), shape)

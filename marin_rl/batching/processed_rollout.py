@@ -132,7 +132,7 @@ def process_rollouts(rollouts: Sequence[Rollout], *, max_length: int, pad_token_
         ValueError: if a sequence is longer than `max_length`; the message gives the rollout and both lengths.
     """
     lengths = [sequence_lengths(rollout) for rollout in rollouts]
-    row_lengths = [min(max(own, default=0), max_length) for own in lengths]
+    row_lengths = [min(max(of_rollout, default=0), max_length) for of_rollout in lengths]
     return _convert(rollouts, lengths, row_lengths, pad_token_id)
 
 
@@ -140,33 +140,35 @@ def _convert(
     rollouts: Sequence[Rollout], lengths: Sequence[Sequence[int]], row_lengths: Sequence[int], pad_token_id: int
 ) -> list[ProcessedRollout]:
     """Convert rollouts together: the arrays of each are views of arrays of all, which are filled and checked once."""
-    for rollout, own, row_length in zip(rollouts, lengths, row_lengths, strict=True):
-        if (longest := max(own, default=0)) > row_length:
+    for rollout, of_rollout, row_length in zip(rollouts, lengths, row_lengths, strict=True):
+        if (longest := max(of_rollout, default=0)) > row_length:
             raise ValueError(
                 f"rollout {rollout.id}: a sequence of {longest} tokens does not fit into rows of {row_length} "
                 "positions; raise rollouts.max_length"
             )
-    shapes = [(len(own), row_length) for own, row_length in zip(lengths, row_lengths, strict=True)]
+    shapes = [(len(of_rollout), row_length) for of_rollout, row_length in zip(lengths, row_lengths, strict=True)]
     # Tokens and padding of each row.
     rows = [
-        (length, row_length - length) for own, (_, row_length) in zip(lengths, shapes, strict=True) for length in own
+        (length, row_length - length)
+        for of_rollout, (_, row_length) in zip(lengths, shapes, strict=True)
+        for length in of_rollout
     ]
     arrays = _fill(rollouts, np.array(rows, np.int64).reshape(-1, 2), pad_token_id)
     width = np.array([row_length for count, row_length in shapes for _ in range(count)], np.int64)
     first = (np.cumsum(width) - width)[width > 0]
     loss_mask, logprobs = arrays["loss_mask"], arrays["policy_logprobs"]
-    # The rest is valid by construction. The checks of a single rollout name what is wrong.
+    # The rest is valid by construction. The checks of a single rollout name the error.
     is_valid = bool(np.all((logprobs > -np.inf) & (logprobs <= 0))) and not loss_mask[first].any()
     make = functools.partial(make_unchecked, ProcessedRollout) if is_valid else ProcessedRollout
     ends = np.cumsum([0, *itertools.starmap(operator.mul, shapes)])
     num_loss_tokens = np.diff(np.append(0, np.cumsum(loss_mask))[ends])
     bounds = zip(ends[:-1].tolist(), ends[1:].tolist(), num_loss_tokens.tolist(), strict=True)
     converted = []
-    for rollout, own, shape, (start, end, count) in zip(rollouts, lengths, shapes, bounds, strict=True):
+    for rollout, of_rollout, shape, (start, end, count) in zip(rollouts, lengths, shapes, bounds, strict=True):
         views: dict[str, Any] = {name: array[start:end].reshape(shape) for name, array in arrays.items()}
         processed = make(source=rollout.task.environment, id=rollout.id, **views)
         # The values of cached properties, which would count the tokens again.
-        vars(processed).update(lengths=tuple(own), num_loss_tokens=count)
+        vars(processed).update(lengths=tuple(of_rollout), num_loss_tokens=count)
         converted.append(processed)
     return converted
 

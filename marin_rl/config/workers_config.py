@@ -19,7 +19,7 @@ from ray.util.tpu import VALID_TPU_TYPES, get_tpu_worker_resources
 from marin_rl.config_fields import check_at_least, convert_enum_fields
 
 CPU, GPU, TPU = "CPU", "GPU", "TPU"
-"""Ray's names of the resources that it knows."""
+"""Ray's names of its predefined resources."""
 _RAY_VERSIONS = {"v5e": "v5litepod"}
 """Ray's names of TPU generations, if they differ."""
 

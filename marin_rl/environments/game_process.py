@@ -34,7 +34,7 @@ from marin_rl.errors import UserError
 from marin_rl.event_loop import gather_all
 
 _COMMAND = struct.Struct("!cQ")
-"""A command to the game server: what to do, and the number of the game. `START` also carries the game's socket."""
+"""A command to the game server: `_START` or `_STOP`, and the number of the game. `_START` also carries a socket."""
 _START, _STOP = b"+", b"-"
 _MAX_LINE = 2**24
 """Maximum number of bytes of a result."""

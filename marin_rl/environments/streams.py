@@ -116,7 +116,7 @@ class CompositeConfig(EnvironmentConfig):
         components: dict[str, tuple[RewardComponentConfig, ...]] = {}
         for part, built in zip(self._parts, environment.parts.values(), strict=True):
             components |= part.environment.reward_components(built)
-        return {name: (*own, *self.rewards) for name, own in components.items()}
+        return {name: (*of_part, *self.rewards) for name, of_part in components.items()}
 
     def build(self) -> AbstractEnvironment:
         """Build the parts.

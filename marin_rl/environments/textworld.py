@@ -132,7 +132,7 @@ class TextWorldConfig(EnvironmentConfig):
         return TextWorldEnvironment(self.name, splits, self, games, GameServer(played, made[0]["path"]))
 
     def _folder(self) -> str:
-        """Return the folder of the games, which depends on everything but the seeds that determines them."""
+        """Return the folder of all games with this version of TextWorld, challenge, options and grammar."""
         import importlib.metadata
 
         parent = user_cache("textworld") if self.folder is None else Path(self.folder)

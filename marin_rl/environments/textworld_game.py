@@ -64,7 +64,7 @@ class TextWorldGame:
             compact: whether the game is not compiled for the interpreter, which takes seconds.
 
         Returns:
-            What `step` returns, and `path` of the game, its `identity` and `objective`, and whether it `has_solution`.
+            The result of `step`, and the game's `path`, `identity`, `objective` and `has_solution`.
         """
         path = Path(folder) / f"{seed}{'.json' if compact else '.z8'}"
         if not path.exists():

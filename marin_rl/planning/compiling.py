@@ -56,9 +56,9 @@ class Failure:
     """A program that cannot be compiled."""
 
     problem: str
-    """What failed, in one line."""
+    """The failure, in one line."""
     remedy: str
-    """What to change, in one sentence."""
+    """The settings to change, in one sentence."""
 
 
 def compile_program(name: str, run: RunShapes, unknown_trips: Sequence[Number]) -> Measured | Failure:
@@ -211,7 +211,7 @@ _VMEM_REMEDIES = {
 
 
 def memory_remedy(name: str, run: RunShapes) -> str:
-    """Return what reduces the main memory of a program."""
+    """Return the settings to change, so that a program needs less main memory."""
     config, rows = run.config, run.trainer.per_device_parallelism
     if name in ("resharding", "sampler weights"):
         return f"raise {_MODEL_AXIS} up to the chips of a host, or use a chip with more memory"

@@ -56,7 +56,7 @@ class Phase:
     chip: Chip
     """The chip that it runs on."""
     remedy: str
-    """What reduces its memory, in one sentence."""
+    """The settings to change, so that it needs less memory, in one sentence."""
 
     @property
     def memory(self) -> Number:
@@ -65,7 +65,7 @@ class Phase:
 
     @property
     def problem(self) -> Failure | None:
-        """Why the phase cannot run; None if it can."""
+        """The reason, if the phase cannot run; None if it can."""
         if isinstance(self.result, Failure):
             return self.result
         if self.memory > self.chip.memory:

@@ -42,7 +42,7 @@ _PLAIN_TYPES = frozenset(
 )
 """Types of reported values, and `type` for `type(None)`."""
 _FUNCTION_PLACES = {"map": (0, _TRUSTED), "filter": (0, _TRUSTED), "isinstance": (1, _PLAIN_TYPES)}
-"""Position of the argument that is a function or type, and the names that it may have, by builtin."""
+"""By builtin: the position of the argument that is a function or type, and the names allowed for it."""
 _BINDS_NAMES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda, ast.NamedExpr)
 
 

@@ -268,7 +268,10 @@ def pair_results(count: int, points: Mapping[tuple[int, int], tuple[float, float
         means[second][first] = 1 - means[first][second]
         consistent[first] += shown_first == shown_second
         consistent[second] += shown_first == shown_second
-    return [PairResults(own, equal / len(own) if own else 1.0) for own, equal in zip(means, consistent, strict=True)]
+    return [
+        PairResults(by_opponent, equal / len(by_opponent) if by_opponent else 1.0)
+        for by_opponent, equal in zip(means, consistent, strict=True)
+    ]
 
 
 def _last_line(answer: str, kind: str) -> str:

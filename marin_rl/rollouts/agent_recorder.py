@@ -82,9 +82,9 @@ class _Reply(NamedTuple):
 class AgentRecorder:
     """Samples replies for one agent, and records them as turns of a rollout.
 
-    A prompt that begins with all tokens of a sequence continues this sequence; any other prompt starts one. A chat
-    whose first messages are those of an earlier request and the reply that it was given has exactly the tokens of
-    that request and reply, so that it continues the sequence without tokenizing the reply again.
+    A prompt that begins with all tokens of a sequence continues this sequence; any other prompt starts one. If a chat
+    begins with the messages of an earlier request and its reply, their recorded tokens are used. The chat then
+    continues the sequence, and the reply is not tokenized again.
 
     All methods but `chat_prompt` belong to the event loop of the episodes.
     """

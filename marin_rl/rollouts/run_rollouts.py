@@ -172,7 +172,7 @@ def run_groups(
         # A process without a request has prepared the weights too.
         runner.sampler.reset()
     groups = _exchange(finished)
-    return [groups[own.group_id] for own in inputs]
+    return [groups[request.group_id] for request in inputs]
 
 
 def _exchange(groups: Mapping[str, RolloutGroup]) -> Mapping[str, RolloutGroup]:
@@ -222,7 +222,7 @@ def stream_groups(
     def attempts_of(request: GroupInput) -> list[Attempt]:
         return _attempts(runner, request, group_size, temperature)
 
-    groups = [attempts_of(own) for own in inputs]
+    groups = [attempts_of(request) for request in inputs]
     if not groups:
         return
     batcher = RequestBatcher(runner.sampler.batch_size, sum(map(len, groups)))
@@ -276,7 +276,7 @@ async def _run_batches(
 
             async def run(batch: Sequence[Sequence[Attempt]]) -> None:
                 inputs = await _run_batch(runner, batcher, batch, on_group_done, groups_per_block)
-                further = [attempts_of(own) for own in inputs]
+                further = [attempts_of(request) for request in inputs]
                 batcher.join(sum(map(len, further)))
                 start(further)
 
@@ -320,7 +320,7 @@ async def _run_batch(
     blocks = await gather_all(map(run_block, _split(batch, groups_per_block)))
     groups = [builders for block in blocks for builders in block]
     await runner.reward_functions.score_batch([builder for builders in groups for builder in builders])
-    return [own for inputs in await gather_all(map(finish, groups)) for own in inputs]
+    return [request for inputs in await gather_all(map(finish, groups)) for request in inputs]
 
 
 def _split(items: Sequence[Item], size: int) -> list[Sequence[Item]]:

@@ -50,12 +50,12 @@ def groups_of_table(table: pa.Table) -> StoredGroups:
     members: dict[str, list[Rollout]] = {}
     scores: dict[str, TokenScores] = {}
     unused = {row["group_id"] for row in rows if row["not_trained"] in ("filtered", "stale")}
-    for row, own in zip(rows, turns, strict=True):
+    for row, turns_of_row in zip(rows, turns, strict=True):
         if row["group_id"] in unused:
             continue
-        rollout = _rollout(row, [turn for turn, _ in own])
+        rollout = _rollout(row, [turn for turn, _ in turns_of_row])
         members.setdefault(rollout.group_id, []).append(rollout)
-        parts = [found for _, found in own]
+        parts = [found for _, found in turns_of_row]
         stored = [name for name in RESTORED_SCORES if parts and all(name in found for found in parts)]
         scores[rollout.id] = {name: np.concatenate([found[name] for found in parts]) for name in stored}
     return StoredGroups([RolloutGroup(name, rollouts) for name, rollouts in members.items()], scores)

@@ -291,14 +291,15 @@ def _observations_column(rollouts: Sequence[Rollout], piece: PieceOf) -> pa.Stru
 
 
 def _messages_column(lists: Sequence[Sequence[Message] | None]) -> pa.ListArray:
-    messages = [message for own in lists if own is not None for message in own]
+    messages = [message for conversation in lists if conversation is not None for message in conversation]
     columns = {
         "role": [message["role"] for message in messages],
         "content": [message["content"] for message in messages],
         "more": [_more(message) for message in messages],
     }
-    mask = pa.array([own is None for own in lists], pa.bool_())
-    return _lists(_offsets(0 if own is None else len(own) for own in lists), _struct(columns, _MESSAGE), mask)
+    mask = pa.array([conversation is None for conversation in lists], pa.bool_())
+    offsets = _offsets(0 if conversation is None else len(conversation) for conversation in lists)
+    return _lists(offsets, _struct(columns, _MESSAGE), mask)
 
 
 def _more(message: Message) -> str | None:

@@ -92,7 +92,7 @@ class PythonResult:
     stderr: str
     """Its standard error, up to `output_kb`."""
     failure: RewardCallError | None
-    """Why it was terminated or exited with another status than 0; None if it succeeded."""
+    """The reason, if it was terminated or exited with another status than 0; None if it succeeded."""
     seconds: float
     """Wall-clock time from its start to its end."""
 

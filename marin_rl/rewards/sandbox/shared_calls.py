@@ -3,10 +3,13 @@
 
 """Several calls of a pointwise reward function in one process, one after another.
 
-The calls share the state of the file's module, so a call must not be able to change the results of its neighbours.
-Sharing therefore ends, and the remaining calls run in separate processes, before a call runs code that is not part
-of the installed modules (`exec`, `eval`, unpickling, other programs), and after a call that leaves threads, processes,
-files, open files or a timer. This runs in the process of the calls, after it was confined.
+The calls share the state of the file's module, so a call must not be able to change the results of later calls. The
+remaining calls therefore run in separate processes in two cases:
+
+- A call is about to run code that is not part of the installed modules: `exec`, `eval`, unpickling, other programs.
+- A call has left threads, processes, files, open files or a timer.
+
+This module runs in the confined process of the calls.
 """
 
 import json
@@ -129,7 +132,7 @@ class _Started(NamedTuple):
 
 
 def _left_behind(started: _Started) -> str | None:
-    """Return what a call left in the process that could affect later calls, or None."""
+    """Describe threads, processes, files or a timer that a call left; None if there are none."""
     # Unlike `threading.active_count`, this includes threads that `_thread.start_new_thread` started.
     if len(sys._current_frames()) > 1:
         return "left threads"
