@@ -54,7 +54,8 @@ def _move(policy: Weights, kind: str | None) -> Weights:
     """Copy arrays to memory of a kind, by default to that of their devices, with the same sharding."""
 
     def put(array: jax.Array) -> jax.Array:
-        (device, *_) = array.sharding.device_set
+        # The memory of other processes' devices is not known on all platforms.
+        (device, *_) = array.sharding.addressable_devices
         return jax.device_put(array, array.sharding.with_memory_kind(kind or device.default_memory().kind))
 
     arrays, rest = eqx.partition(policy, eqx.is_array)

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 DEVICES, UPDATES, PASSES = 4, 3, 2
 MODEL_AXES = (1, 2, 4)
@@ -53,6 +54,19 @@ def alternate_devices() -> None:
         return jax.sharding.Mesh(mesh.devices.reshape(2, -1).T.reshape(mesh.devices.shape), mesh.axis_names)
 
     trainer.create_fsdp_mesh = create_alternating
+
+
+def hide_memory_of_other_processes() -> None:
+    """Let devices of other processes have no default memory, as in XLA's runtime for GPUs."""
+    import jax
+
+    default_memory = jax.Device.default_memory
+
+    def own_memory(device: jax.Device) -> Any:
+        assert device.process_index == jax.process_index(), f"{device} has no default memory"
+        return default_memory(device)
+
+    jax.Device.default_memory = own_memory
 
 
 def count_reads() -> list[int]:
@@ -111,6 +125,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     if count > 1:
         jax.distributed.initialize(f"127.0.0.1:{port}", count, index, initialization_timeout=600)
     alternate_devices()
+    hide_memory_of_other_processes()
     rows = tiny.MESH_ROWS // PASSES
     trainer = tiny.make_trainer(rows)
     learner = tiny.make_learner(trainer)
