@@ -41,6 +41,8 @@ def join_processes(config: TrainerConfig) -> None:
         config: levanter's trainer config.
     """
     config._initialize_jax_config()
+    # Its handler would replace the program's own and only log SIGTERM. A stop request is passed on without it.
+    jax.config.update("jax_enable_preemption_service", False)
     if not jax.distributed.is_initialized():
         config.distributed.initialize()
 

@@ -10,6 +10,7 @@ checkpoint, and serve the weights, each its own shards, until their input ends. 
 
 import dataclasses
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,13 @@ def hide_memory_of_other_processes() -> None:
     jax.Device.default_memory = own_memory
 
 
+def has_handler(number: int) -> bool:
+    """Return whether this process has a handler of a signal, also one that Python does not know."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [caught] = [line.split()[1] for line in lines if line.startswith("SigCgt:")]
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
 def count_reads() -> list[int]:
     """Count the bytes that are read of files of arrays from now on."""
     from marin_rl.learner import array_files
@@ -102,6 +110,8 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     import equinox as eqx
     import jax
     import numpy as np
+    from levanter.distributed import DistributedConfig
+    from levanter.trainer import TrainerConfig
     from test_scoring import make_rollouts
 
     from marin_rl import multihost
@@ -109,7 +119,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     from marin_rl.batching.rl_example import OwnRows, PackedBatch, pack_batch
     from marin_rl.learner import hf_export
     from marin_rl.learner.checkpoint import CheckpointConfig, Checkpoints
-    from marin_rl.learner.devices import own_rows
+    from marin_rl.learner.devices import join_processes, own_rows
     from marin_rl.learner.hf_export import DeviceWeights, write_weights
     from marin_rl.learner.scoring import Scorer
     from marin_rl.learner.weight_history import WeightHistory
@@ -123,7 +133,8 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     # So small that large messages take several rounds.
     multihost.EXCHANGE_BYTES = 2**17
     if count > 1:
-        jax.distributed.initialize(f"127.0.0.1:{port}", count, index, initialization_timeout=600)
+        shared = DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=count, process_id=index)
+        join_processes(TrainerConfig(distributed=shared))
     alternate_devices()
     hide_memory_of_other_processes()
     rows = tiny.MESH_ROWS // PASSES
@@ -218,6 +229,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
         "gathered": multihost.gather_texts(f"{index}" * (1 + 200_000 * index)),
         "agreed": [multihost.any_process(index == 1), multihost.any_process(False)],
         "main": multihost.is_main(),
+        "ends at SIGTERM": not has_handler(signal.SIGTERM),
         "sampled": [sample(model_axis) for model_axis in MODEL_AXES],
         "addresses": multihost.gather_texts(sender.address),
     }

@@ -132,6 +132,10 @@ def test_each_process_holds_its_share_of_the_same_mesh(alone: Process, two: list
         assert 2 * process.facts["own elements"] == process.facts["elements"]
 
 
+def test_jax_does_not_ignore_a_signal_to_end(alone: Process, two: list[Process]) -> None:
+    assert [process.facts["ends at SIGTERM"] for process in (alone, *two)] == [True] * 3
+
+
 def test_result_of_the_main_process_is_broadcast(two: list[Process]) -> None:
     assert [process.facts["main"] for process in two] == [True, False]
     for process in two:
