@@ -117,13 +117,14 @@ class Attacks:
     """Sandboxes of a test session, each started on first use."""
 
     def __init__(self) -> None:
-        self._started: dict[tuple[str, Isolation], Attack] = {}
+        self._started: dict[SandboxConfig, Attack] = {}
 
-    def at(self, level: Isolation, kind: str, **settings: Any) -> Attack:
+    def at(self, level: Isolation, **settings: Any) -> Attack:
         require(level)
-        if (kind, level) not in self._started:
-            self._started[kind, level] = Attack(level, SandboxConfig(require=level, workers=1, **settings))
-        return self._started[kind, level]
+        config = SandboxConfig(require=level, workers=1, **settings)
+        if config not in self._started:
+            self._started[config] = Attack(level, config)
+        return self._started[config]
 
     def close(self) -> None:
         for attack in self._started.values():
@@ -139,27 +140,27 @@ def attacks() -> Iterator[Attacks]:
 
 @pytest.fixture(params=LEVELS)
 def attack(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
-    return attacks.at(request.param, "tight", **TIGHT)
+    return attacks.at(request.param, **TIGHT)
 
 
 @pytest.fixture(params=CONFINED_LEVELS)
 def confined(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
     """A sandbox at a level that restricts files, network and signals."""
-    return attacks.at(request.param, "tight", **TIGHT)
+    return attacks.at(request.param, **TIGHT)
 
 
 @pytest.fixture(params=LEVELS)
 def hasty(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
     """A sandbox that gives calls little CPU time."""
-    return attacks.at(request.param, "hasty", wall_seconds=600.0, cpu_seconds=1.0)
+    return attacks.at(request.param, wall_seconds=600.0, cpu_seconds=1.0)
 
 
 @pytest.fixture(params=LEVELS)
 def impatient(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
-    return attacks.at(request.param, "impatient", wall_seconds=1.5, cpu_seconds=60.0)
+    return attacks.at(request.param, wall_seconds=1.5, cpu_seconds=60.0)
 
 
 @pytest.fixture(params=LEVELS)
 def lenient(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
     """A sandbox that lets calls start a few processes."""
-    return attacks.at(request.param, "lenient", **LENIENT)
+    return attacks.at(request.param, **LENIENT)

@@ -93,7 +93,7 @@ def test_nothing_is_left_running(lenient: Attack):
 
 
 def test_forking_chain_is_killed(attacks: Attacks, confined: Attack):
-    lenient = attacks.at(confined.level, "lenient", **LENIENT)
+    lenient = attacks.at(confined.level, **LENIENT)
     lenient.is_well()
     before = set(descendants(os.getpid()))
     for _ in range(20):
@@ -242,7 +242,7 @@ def test_files_with_flags_are_removed(attack: Attack, flags: int, caplog: pytest
 
 
 def test_unremovable_files_are_reported_once(attacks: Attacks, caplog: pytest.LogCaptureFixture):
-    attack = attacks.at(Isolation.NONE, "tight", **TIGHT)
+    attack = attacks.at(Isolation.NONE, **TIGHT)
     attack.is_well()
     workers = attack.sandbox.worker_pids
     try:
@@ -358,7 +358,7 @@ def test_output_that_cannot_be_flushed(attack: Attack):
 
 
 def test_names_of_metrics(attacks: Attacks):
-    attack = attacks.at(Isolation.NONE, "tight", **TIGHT)
+    attack = attacks.at(Isolation.NONE, **TIGHT)
     names = [f"part/{index}" for index in range(64)]
     assert list(attack.call("names_metrics", names=names).metrics) == names
     for wrong, message in (

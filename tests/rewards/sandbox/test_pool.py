@@ -288,7 +288,7 @@ def test_workers_are_shared_between_files():
 
 
 def test_batch_mode(attacks: Attacks):
-    sandbox = attacks.at(Isolation.NONE, "tight", **TIGHT)
+    sandbox = attacks.at(Isolation.NONE, **TIGHT)
     longer = dataclasses.replace(REQUEST, messages=({"role": "assistant", "content": "forty-six"},))
     function = UserFunction(SLOW, "compares")
     results = sandbox.wait(sandbox.sandbox.call(function, [longer, REQUEST], {}))
@@ -296,7 +296,7 @@ def test_batch_mode(attacks: Attacks):
 
 
 def test_functions_are_described(attacks: Attacks):
-    attack = attacks.at(Isolation.NONE, "tight", **TIGHT)
+    attack = attacks.at(Isolation.NONE, **TIGHT)
     found = attack.wait(attack.sandbox.functions(SLOW))
     assert {name: (one.mode, one.required) for name, one in found.items()} == {
         "waits": (RewardMode.POINTWISE, ("seconds",)),
@@ -396,7 +396,7 @@ def state(pid: int) -> str:
 def test_threads_of_a_file_end_when_it_is_loaded(level: Isolation, attacks: Attacks, tmp_path: Path):
     file = tmp_path / "rewards.py"
     file.write_text(IMPORT + SCORES + THREAD)
-    attack = attacks.at(level, "tight", **TIGHT)
+    attack = attacks.at(level, **TIGHT)
     before = attack.sandbox.failures.copy()
     assert set(attack.wait(attack.sandbox.functions(str(file)))) == {"judges"}
     for _ in range(5):
@@ -432,7 +432,7 @@ def test_forkserver_with_threads_is_replaced(
     file = tmp_path / "rewards.py"
     flag = tmp_path / "flag"
     file.write_text(IMPORT + SCORES + LEAVES_A_THREAD.replace("FLAG", repr(str(flag))))
-    attack = attacks.at(level, "tight", **TIGHT)
+    attack = attacks.at(level, **TIGHT)
     attack.wait(attack.sandbox.functions(str(file)))
     assert attack.call("judges", file=str(file)).score == 1.0
     caplog.clear()
@@ -452,7 +452,7 @@ def test_invalid_exit_status_is_a_worker_failure(attacks: Attacks, tmp_path: Pat
     # User code replaces a function in the forkserver, which then returns the status of a stopped process.
     forges = "import struct\npack = struct.pack\nstruct.pack = lambda kind, *values: pack(kind, 0x137f, 0.0)\n"
     file.write_text(IMPORT + SCORES + forges)
-    attack = attacks.at(Isolation.NONE, "tight", **TIGHT)
+    attack = attacks.at(Isolation.NONE, **TIGHT)
     with pytest.raises(UserFileError, match="died"):
         attack.wait(attack.sandbox.functions(str(file)))
     attack.is_well()
@@ -483,7 +483,7 @@ def test_a_run_uses_one_version_of_a_file(change: str, tmp_path: Path):
 
 
 def test_missing_function(attacks: Attacks):
-    attack = attacks.at(Isolation.NONE, "tight", **TIGHT)
+    attack = attacks.at(Isolation.NONE, **TIGHT)
     with pytest.raises(RewardCallError, match="missing is not a reward function of the loaded file"):
         attack.call("missing")
 
@@ -620,7 +620,7 @@ class TestPrograms:
     """Programs that a model wrote."""
 
     def run(self, attacks: Attacks, level: Isolation, code: str, stdin: str = ""):
-        attack = attacks.at(level, "tight", **TIGHT)
+        attack = attacks.at(level, **TIGHT)
         return attack.wait(attack.sandbox.run_python(code, stdin))
 
     def test_input_and_output(self, attacks: Attacks, level: Isolation):
@@ -640,7 +640,7 @@ class TestPrograms:
         assert "status 3" in result.failure.detail
 
     def test_own_time_limit(self, attacks: Attacks, level: Isolation):
-        sandbox = attacks.at(level, "patient", wall_seconds=600.0, cpu_seconds=600.0)
+        sandbox = attacks.at(level, wall_seconds=600.0, cpu_seconds=600.0)
         result = sandbox.wait(sandbox.sandbox.run_python("while True: pass", seconds=0.1))
         assert result.failure is not None
         assert result.failure.cause is RewardFailure.TIMEOUT

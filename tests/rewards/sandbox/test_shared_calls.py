@@ -51,13 +51,13 @@ def processes(found: Sequence[EvaluateResult | RewardCallError]) -> list[int]:
 
 
 def shared(attacks: Attacks, level: Isolation) -> Attack:
-    attack = attacks.at(level, "tight", **TIGHT)
+    attack = attacks.at(level, **TIGHT)
     attack.sandbox.failures.clear()
     return attack
 
 
 def alone(attacks: Attacks, level: Isolation) -> Attack:
-    attack = attacks.at(level, "alone", **TIGHT, calls_per_process=1)
+    attack = attacks.at(level, **TIGHT, calls_per_process=1)
     attack.sandbox.failures.clear()
     return attack
 
@@ -72,7 +72,7 @@ def test_calls_share_a_process(level: Isolation, attacks: Attacks):
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 7, 8])
 def test_the_order_determines_the_processes(count: int, attacks: Attacks):
-    attack = attacks.at(Isolation.NONE, "threes", **TIGHT, calls_per_process=3)
+    attack = attacks.at(Isolation.NONE, **TIGHT, calls_per_process=3)
     found = outcomes(attack, "numbers", [str(number) for number in range(count)])
     assert scores(found) == list(range(count))
     sizes = {0: [], 1: [1], 2: [2], 3: [3], 4: [2, 2], 5: [2, 3], 7: [2, 2, 3], 8: [2, 3, 3]}[count]
@@ -138,7 +138,7 @@ def test_a_call_that_hangs_delays_the_others_by_the_limit_of_a_shared_process(
     level: Isolation, attacks: Attacks, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(pool, "SHARED_SECONDS", 0.5)
-    attack = attacks.at(level, "patient", wall_seconds=4.0, cpu_seconds=60.0)
+    attack = attacks.at(level, wall_seconds=4.0, cpu_seconds=60.0)
     found = outcomes(attack, "acts_sleeps", ["0", "sleeps 1e6", "2", "3"])
     assert scores(found) == [0.0, "timeout: no answer within sandbox.wall_seconds", 2.0, 3.0]
     # A call alone has its own time limit.
@@ -275,7 +275,7 @@ def test_model_written_code_cannot_change_the_scores_of_others(name: str, level:
 
 @pytest.mark.parametrize("name", ["from_a_library", "in_a_fork", "in_a_program"])
 def test_calls_with_native_code_or_further_processes_have_their_own(name: str, attacks: Attacks):
-    attack = attacks.at(Isolation.FULL, "lenient", **LENIENT)
+    attack = attacks.at(Isolation.FULL, **LENIENT)
     found = outcomes(attack, f"acts_{name}", ["0.5", name, "0.5"])
     assert processes(found) == [0, 1, 2]
     assert not attack.sandbox.shares_processes(UserFunction(FILE, f"acts_{name}"))
