@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -110,13 +110,15 @@ def open_run(
         check_lock: called before rollouts are stored; raises RunDirectoryError if another process has taken the lock.
 
     Raises:
+        KeyboardInterrupt: after SIGINT or SIGTERM while the run is prepared or its weights are loaded.
         StopRequestedError: in all processes, if one was asked to stop before a new run had its first checkpoint.
         ValueError: if components do not fit together (batch and mesh, tokenizer and model, reward functions and mode).
         CheckpointError: if the run has checkpoints and none is usable.
     """
     with contextlib.ExitStack() as resources:
-        parts = _open_parts(config, folder, report, check_lock, resources)
-        loaded = parts.checkpoints.restore_newest(functools.partial(_load, config, parts))
+        with _interruptible():
+            parts = _open_parts(config, folder, report, check_lock, resources)
+            loaded = parts.checkpoints.restore_newest(functools.partial(_load, config, parts))
         trainer_state, runner, progress = (
             _start(config, parts, report, stop_requested) if loaded is None else _resume(config, parts, loaded, report)
         )
@@ -243,22 +245,24 @@ def _open_parts(
 
 
 def _build_environment(config: EnvironmentConfig, report: Report) -> AbstractEnvironment:
-    """Build the environment, and report if that takes long, such as generating games or downloading a dataset.
-
-    SIGINT and SIGTERM interrupt it: there is nothing to save yet.
-
-    Raises:
-        KeyboardInterrupt: after a signal.
-    """
+    """Build the environment, and report if that takes long, such as generating games or downloading a dataset."""
     name = EnvironmentConfig.get_choice_name(type(config))
     notice = threading.Timer(NOTICE_SECONDS, report, [f"preparing the tasks of the environment {name!r} ..."])
     notice.start()
-    signals = signal.SIGINT, signal.SIGTERM
-    previous = {number: signal.signal(number, signal.default_int_handler) for number in signals}
     try:
         return config.build()
     finally:
         notice.cancel()
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let SIGINT and SIGTERM raise KeyboardInterrupt while there is nothing to save."""
+    signals = signal.SIGINT, signal.SIGTERM
+    previous = {number: signal.signal(number, signal.default_int_handler) for number in signals}
+    try:
+        yield
+    finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
@@ -293,7 +297,8 @@ def _start(
     config: TrainConfig, parts: _Parts, report: Report, stop_requested: Callable[[], bool]
 ) -> tuple[TrainerState, RolloutRunner, Progress]:
     """Create or load the initial weights, warm them up if configured, and evaluate them."""
-    policy = first_policy(config, parts.tokenizer, parts.trainer)
+    with _interruptible():
+        policy = first_policy(config, parts.tokenizer, parts.trainer)
     progress = Progress(vocab_size=policy.vocab_size)
     runner = _open_runner(config, parts, policy, version=0)
     stoppable = dataclasses.replace(runner, interrupt=functools.partial(raise_if, stop_requested))

@@ -258,14 +258,15 @@ def test_error_that_ends_run_is_logged(caplog: pytest.LogCaptureFixture):
     assert "Traceback" in caplog.text
 
 
-def test_sigterm_interrupts_the_build_of_the_environment(
-    new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("slow", ["environments.dataset.DatasetConfig.build", "training.open_run.first_policy"])
+def test_sigterm_interrupts_the_preparation_of_a_run(
+    new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], slow: str
 ):
-    def generate_games(self: object) -> None:
+    def prepare(*arguments: object) -> None:
         signal.raise_signal(signal.SIGTERM)
         raise AssertionError
 
-    monkeypatch.setattr("marin_rl.environments.dataset.DatasetConfig.build", generate_games)
+    monkeypatch.setattr(f"marin_rl.{slow}", prepare)
     former = signal.getsignal(signal.SIGTERM)
     run = new_run()
     assert run.train() == 130
