@@ -417,7 +417,7 @@ LESSON = """
     import dataclasses
 
     from marin_rl.environments.base import AbstractEnvironment, Split, Step
-    from marin_rl.splits import split_of
+    from marin_rl.environments.splits import split_of
     from marin_rl.types import Task
 
 

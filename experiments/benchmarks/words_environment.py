@@ -8,7 +8,7 @@ from pathlib import Path
 
 from experiments.benchmarks.word_reward import even_share
 from marin_rl.environments.single_turn import SingleTurnEnvironment
-from marin_rl.splits import Split
+from marin_rl.environments.splits import Split
 from marin_rl.types import Task
 
 NAME = "words"

@@ -28,10 +28,10 @@ from marin_rl.environments.base import (
     AgentResult,
     EnvironmentConfig,
 )
+from marin_rl.environments.splits import Split
 from marin_rl.errors import UserError
 from marin_rl.rewards.component import COMPONENT_NAME, RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
-from marin_rl.splits import Split
 from marin_rl.types import MAX_REWARD, Task
 from marin_rl.user_code import UserFileError, load_from_file
 

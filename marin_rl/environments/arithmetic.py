@@ -8,8 +8,8 @@ import random
 
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.single_turn import SingleTurnEnvironment
+from marin_rl.environments.splits import Problem, check_shares, split_problems
 from marin_rl.rewards.grading import FormatConfig
-from marin_rl.splits import Problem, check_shares, split_problems
 from marin_rl.types import Message, Task
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import draccus
 
+from marin_rl.environments.splits import Split, TaskSplits
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.seeds import derive_seed
-from marin_rl.splits import Split, TaskSplits
 from marin_rl.types import Info, Message, RolloutGroup, Task
 
 

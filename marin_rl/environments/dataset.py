@@ -14,6 +14,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
 from marin_rl.environments.single_turn import SingleTurnEnvironment
+from marin_rl.environments.splits import (
+    Problem,
+    TaskSplits,
+    check_shares,
+    problem_id,
+    question_text,
+    split_problems,
+    without_duplicates,
+)
 from marin_rl.rewards.grading import (
     ExactConfig,
     FormatConfig,
@@ -23,15 +32,6 @@ from marin_rl.rewards.grading import (
 )
 from marin_rl.rewards.math_worker import GroundTruthError
 from marin_rl.rewards.reply_text import check_pattern, extract_last
-from marin_rl.splits import (
-    Problem,
-    TaskSplits,
-    check_shares,
-    problem_id,
-    question_text,
-    split_problems,
-    without_duplicates,
-)
 from marin_rl.types import Message, Task
 
 if TYPE_CHECKING:

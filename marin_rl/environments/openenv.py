@@ -21,10 +21,10 @@ from marin_rl.environments.base import (
     check_invalid_reward,
 )
 from marin_rl.environments.external import bounded_text, require_package, run_in_thread
+from marin_rl.environments.splits import Problem, check_shares, split_problems, without_duplicates
 from marin_rl.errors import UserError
 from marin_rl.rewards.reply_text import graded_text
 from marin_rl.seeds import derive_seed
-from marin_rl.splits import Problem, check_shares, split_problems, without_duplicates
 from marin_rl.types import Message, Task
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.external import nearest
 from marin_rl.environments.single_turn import SingleTurnEnvironment
+from marin_rl.environments.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.rewards.grading import FormatConfig
 from marin_rl.rewards.reply_text import check_pattern, extract_last
-from marin_rl.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.types import Message, Task
 
 if TYPE_CHECKING:

@@ -28,11 +28,11 @@ from marin_rl.environments.base import (
     TaskStream,
 )
 from marin_rl.environments.single_turn import SingleTurnEnvironment
+from marin_rl.environments.splits import is_problem_id, problem_id, question_text
 from marin_rl.environments.tool_use import ToolUseEnvironment
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.seeds import derive_seed
-from marin_rl.splits import is_problem_id, problem_id, question_text
 from marin_rl.types import Message, RolloutGroup, Task
 
 

@@ -22,9 +22,9 @@ from marin_rl.environments.base import (
 )
 from marin_rl.environments.external import action_of
 from marin_rl.environments.games import Board, Start, View, draw_start
+from marin_rl.environments.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.rewards.reply_text import check_pattern
 from marin_rl.seeds import derive_seed
-from marin_rl.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.types import Message, Task
 
 GAME = "game"

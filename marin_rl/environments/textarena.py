@@ -29,10 +29,10 @@ from marin_rl.environments.base import (
 )
 from marin_rl.environments.external import action_of, bounded_text, require_package
 from marin_rl.environments.game_process import GameError, GameProcess, GameServer, call_each
+from marin_rl.environments.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.environments.text_game import GAME
 from marin_rl.rewards.reply_text import check_pattern
 from marin_rl.seeds import derive_seed
-from marin_rl.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.types import Message, Task
 from marin_rl.user_code import load_from_file
 

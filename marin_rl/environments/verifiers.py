@@ -33,7 +33,7 @@ from marin_rl.environments.base import (
 )
 from marin_rl.environments.external import require_package, run_in_thread
 from marin_rl.environments.game_process import GameError, GameServer
-from marin_rl.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
+from marin_rl.environments.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.types import Message, Task
 
 _KEY_VARIABLE = "MARIN_RL_EPISODE_API_KEY"

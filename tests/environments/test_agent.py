@@ -14,7 +14,7 @@ import pytest
 from marin_rl.environments.agent import AgentConfig, AgentEnvironment, CommandEpisode, FunctionEpisode, named_rewards
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import AgentConnection
-from marin_rl.splits import Split
+from marin_rl.environments.splits import Split
 from marin_rl.user_code import UserFileError
 from tests.serving import serving_cases
 

@@ -17,12 +17,12 @@ from marin_rl.batching.processed_rollout import process_rollout, sequence_length
 from marin_rl.distributed.rollout_runner import make_gateway
 from marin_rl.environments.base import AgentConnection
 from marin_rl.environments.game_process import GameError, GameServerError, call_each
+from marin_rl.environments.splits import Split
 from marin_rl.environments.verifiers import VerifiersConfig, VerifiersEnvironment
 from marin_rl.errors import UserError
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
 from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.splits import Split
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Rollout, RolloutStatus

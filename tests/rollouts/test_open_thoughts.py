@@ -6,9 +6,9 @@
 import pytest
 
 from marin_rl.environments.single_turn import SingleTurnEnvironment
+from marin_rl.environments.splits import Split
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
-from marin_rl.splits import Split
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Message, Task

@@ -22,11 +22,11 @@ from marin_rl.environments.agent import AgentEnvironment, CommandEpisode, Functi
 from marin_rl.environments.base import AbstractEnvironment, AgentEpisode
 from marin_rl.environments.random_reward import RANDOM, RandomRewardEnvironment
 from marin_rl.environments.single_turn import SingleTurnEnvironment
+from marin_rl.environments.splits import Split
 from marin_rl.event_loop import BackgroundLoop
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, RolloutRunner, run_tasks
 from marin_rl.sampling.sampler import Sampler, SampleRequest
-from marin_rl.splits import Split
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Rollout, RolloutGroup, RolloutStatus, StopReason, Task

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.splits import Problem, Split, check_shares, split_of, split_problems, without_duplicates
+from marin_rl.environments.splits import Problem, Split, check_shares, split_of, split_problems, without_duplicates
 from marin_rl.types import Message, Task
 
 
