@@ -38,8 +38,8 @@ class CodeConfig:
     """Code and environment of the hosts."""
 
     folder: str = "."
-    """Git work tree to copy to the hosts; commands run in the copy. Tracked and untracked files are copied, ignored
-    ones are not."""
+    """Git work tree to copy to the hosts; commands run in the copy. Tracked and untracked files are copied; ignored
+    ones and submodules are not."""
     install: str = INSTALL
     """Shell commands that install the copied code into `../venv`; run in the copy on every host before a start, unless
     a job still runs there."""
