@@ -1,13 +1,14 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Errors that command lines report by their message, without a traceback; closing and writing with such errors."""
+"""Errors that command lines report without a traceback; suggestions for their messages; closing and writing with them."""
 
 import contextlib
 import dataclasses
+import difflib
 import errno
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 
 from marin_rl.remote_path import RemotePath, StorageError
@@ -24,6 +25,26 @@ class RunDirectoryError(UserError):
 
 USER_ERRORS = (UserError, ValueError, OSError)
 """Errors that a command line prints as one line; a traceback would hide the message."""
+
+
+LISTED_NAMES = 12
+"""Maximum valid names that an error message lists next to the nearest ones."""
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """Suggestion for an error message: the nearest valid names, and all of them if they are few or none is near.
+
+    >>> nearest("sede", ["seed", "steps"])
+    "did you mean 'seed'? Valid here: seed, steps"
+    """
+    names = [str(candidate) for candidate in valid]
+    listing = f"Valid here: {', '.join(names)}" if names else "Nothing is valid here"
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    close += [full for full in names if full not in close and name == "".join(word[:1] for word in full.split("_"))]
+    if not close:
+        return listing
+    suggestion = f"did you mean {' or '.join(map(repr, close))}?"
+    return f"{suggestion} {listing}" if len(names) <= LISTED_NAMES else suggestion
 
 
 @contextlib.contextmanager

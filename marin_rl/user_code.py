@@ -3,7 +3,6 @@
 
 """Imports a class or function from a user's Python file, which runs in this process without isolation."""
 
-import difflib
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -12,6 +11,8 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
+
+from marin_rl.errors import nearest
 
 
 class UserFileError(ValueError):
@@ -34,9 +35,7 @@ def load_from_file(path: str, name: str) -> Any:
     module = _import(path)
     if name not in vars(module):
         public = [known for known in vars(module) if not known.startswith("_")]
-        close = difflib.get_close_matches(name, public, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise UserFileError(f"{path} does not define {name!r}; {hint}It defines: {', '.join(sorted(public))}")
+        raise UserFileError(f"{path} does not define {name!r}; {nearest(name, sorted(public))}")
     return vars(module)[name]
 
 

@@ -48,7 +48,7 @@ def test_errors_name_the_cause(tmp_path: Path):
         load_from_file(write(tmp_path, "notes.txt", "X = 1"), "X")
     path = write(tmp_path, "names.py", "import math\ndef make_maze(): ...\n_HIDDEN = 1\n")
     with pytest.raises(
-        UserFileError, match=r"does not define 'make_mase'.*did you mean 'make_maze'.*It defines: make_maze, math"
+        UserFileError, match=r"does not define 'make_mase'.*did you mean 'make_maze'.*Valid here: make_maze, math"
     ):
         load_from_file(path, "make_mase")
     broken = write(tmp_path, "broken.py", "X = 1\n1 / 0\n")

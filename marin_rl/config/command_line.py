@@ -31,13 +31,13 @@ from marin_rl.config.decode import (
     ConfigError,
     decode,
     field_types,
-    nearest,
     plain_type,
     resolve_section,
     section_of,
 )
 from marin_rl.config.help import all_keys, help_text, overview_text
 from marin_rl.config.yaml_text import load_yaml, parse_value
+from marin_rl.errors import nearest
 
 ConfigT = TypeVar("ConfigT")
 
@@ -209,6 +209,8 @@ def _read_arguments(argv: Sequence[str], known_flags: Iterable[str]) -> _Argumen
         argument = rest.pop(0)
         if argument in ("-h", "--help"):
             return _Arguments(help_section=rest[0] if rest and not rest[0].startswith("-") else "")
+        if argument.startswith("--help="):
+            return _Arguments(help_section=argument.removeprefix("--help="))
         if not argument.startswith("--") or argument == "--":
             remedy = f"--config {argument}" if argument.endswith((".yaml", ".yml")) else "overrides as --key value"
             raise ConfigError(f"unexpected argument {argument!r}; write {remedy}, see --help")

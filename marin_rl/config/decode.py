@@ -14,7 +14,6 @@ Supports the types of draccus: dataclasses, choice registries and types with a r
 
 import contextlib
 import dataclasses
-import difflib
 import enum
 import functools
 import types
@@ -27,10 +26,10 @@ import draccus
 from draccus.choice_types import CHOICE_TYPE_KEY
 from draccus.utils import is_choice_type
 
+from marin_rl.errors import nearest
+
 SHOWN_CHARACTERS = 200
 """Maximum characters of an invalid value in an error message."""
-LISTED_NAMES = 12
-"""Maximum valid names that an error message lists next to the nearest ones."""
 
 
 class ConfigError(ValueError):
@@ -39,22 +38,6 @@ class ConfigError(ValueError):
     def __init__(self, *problems: str):
         self.problems = problems
         ValueError.__init__(self, "\n".join(problems))
-
-
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """Suggestion for an error message: the nearest valid names, and all of them if they are few or none is near.
-
-    >>> nearest("sede", ["seed", "steps"])
-    "did you mean 'seed'? Valid here: seed, steps"
-    """
-    names = [str(candidate) for candidate in valid]
-    listing = f"Valid here: {', '.join(names)}" if names else "Nothing is valid here"
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
-    close += [full for full in names if full not in close and name == "".join(word[:1] for word in full.split("_"))]
-    if not close:
-        return listing
-    suggestion = f"did you mean {' or '.join(map(repr, close))}?"
-    return f"{suggestion} {listing}" if len(names) <= LISTED_NAMES else suggestion
 
 
 # Types of fields.

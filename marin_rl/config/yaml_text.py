@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from marin_rl.config.decode import ConfigError, decode, encode, nearest
+from marin_rl.config.decode import ConfigError, decode, encode
+from marin_rl.errors import nearest
 
 ConfigT = TypeVar("ConfigT")
 

@@ -5,7 +5,6 @@
 
 import abc
 import dataclasses
-import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from marin_rl.environments.splits import (
     split_problems,
     without_duplicates,
 )
+from marin_rl.errors import nearest
 from marin_rl.rewards.grading import (
     ExactConfig,
     FormatConfig,
@@ -140,10 +140,7 @@ def _optional(row: Row, column: str, default: str) -> str | None:
 
 def _text(row: Row, column: str) -> str:
     if column not in row.values:
-        near = difflib.get_close_matches(column, row.values, n=1)
-        columns = "the columns are " + ", ".join(repr(name) for name in row.values)
-        hint = f"did you mean {near[0]!r}? ({columns})" if near else columns
-        raise ValueError(f"{row.where}: there is no column {column!r}; {hint}")
+        raise ValueError(f"{row.where}: there is no column {column!r}; {nearest(column, row.values)}")
     value = row.values[column]
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)

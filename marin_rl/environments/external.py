@@ -1,11 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Parts shared by the environments of other packages: missing packages, names, actions in replies, and foreign text."""
+"""Parts shared by the environments of other packages: missing packages, actions in replies, and foreign text."""
 
-import difflib
 import importlib.util
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from marin_rl.errors import UserError
@@ -34,20 +33,6 @@ def require_package(package: str, extra: str) -> None:
             f"environment.type {extra!r} needs the package {package}, which is not installed; install the extra: "
             f"pip install 'marin_rl[{extra}]'"
         )
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint about the names similar to an unknown one, or all names.
-
-    >>> nearest("chian_sum", ["chain_sum", "gcd"])
-    "did you mean 'chain_sum'?"
-    >>> nearest("x", ["gcd", "chain_sum"])
-    'the choices are: chain_sum, gcd'
-    """
-    choices = list(known)
-    if near := difflib.get_close_matches(name, choices, n=3):
-        return "did you mean " + " or ".join(repr(match) for match in near) + "?"
-    return "the choices are: " + ", ".join(sorted(choices))
 
 
 def bounded_text(text: str, max_characters: int) -> str:

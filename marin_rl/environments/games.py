@@ -5,13 +5,14 @@
 
 import copy
 import dataclasses
-import difflib
 import enum
 import functools
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from marin_rl.errors import nearest
 
 
 class View(enum.StrEnum):
@@ -352,9 +353,7 @@ def construct_game(id: str, arguments: Mapping[str, Any]) -> Any:
     try:
         spec = gymnasium.spec(id)
     except gymnasium.error.Error as error:
-        known = difflib.get_close_matches(id, gymnasium.registry, n=3)
-        hint = f"; did you mean {' or '.join(map(repr, known))}?" if known else ""
-        raise ValueError(f"gymnasium has no text game {id!r}{hint} ({error})") from error
+        raise ValueError(f"gymnasium has no text game {id!r}; {nearest(id, gymnasium.registry)} ({error})") from error
     entry = spec.entry_point
     if entry is None:
         raise ValueError(f"gymnasium registers text game {id!r} without an entry point; use a game that has one")

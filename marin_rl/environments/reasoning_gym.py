@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
-from marin_rl.environments.external import nearest
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.environments.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
+from marin_rl.errors import nearest
 from marin_rl.rewards.grading import FormatConfig
 from marin_rl.rewards.reply_text import check_pattern, extract_last
 from marin_rl.types import Message, Task
@@ -114,11 +114,13 @@ class ReasoningGymConfig(EnvironmentConfig):
         from reasoning_gym.factory import DATASETS
 
         if self.task not in DATASETS:
-            raise ValueError(f"reasoning-gym has no task {self.task!r}; {nearest(self.task, DATASETS)}")
+            raise ValueError(f"reasoning-gym has no task {self.task!r}; {nearest(self.task, sorted(DATASETS))}")
         known = {field.name for field in dataclasses.fields(DATASETS[self.task][1])} - {"seed", "size"}
         for option in self.options:
             if option not in known:
-                raise ValueError(f"reasoning-gym task {self.task!r} has no option {option!r}; {nearest(option, known)}")
+                raise ValueError(
+                    f"reasoning-gym task {self.task!r} has no option {option!r}; {nearest(option, sorted(known))}"
+                )
         try:
             return reasoning_gym.create_dataset(self.task, seed=self.seed, size=self.size, **self.options)
         except (AssertionError, TypeError, ValueError) as error:

@@ -6,7 +6,6 @@
 import abc
 import bisect
 import dataclasses
-import difflib
 import functools
 import graphlib
 import itertools
@@ -30,6 +29,7 @@ from marin_rl.environments.base import (
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.environments.splits import is_problem_id, problem_id, question_text
 from marin_rl.environments.tool_use import ToolUseEnvironment
+from marin_rl.errors import nearest
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.seeds import derive_seed
@@ -307,11 +307,8 @@ class CurriculumConfig(CompositeConfig):
         for lesson in self.lessons:
             for other in lesson.after:
                 if other not in names:
-                    close = difflib.get_close_matches(other, names, n=1)
-                    hint = f"did you mean {close[0]!r}? " if close else ""
                     raise ValueError(
-                        f"lesson {lesson.name!r} depends on {other!r}, which is not a lesson; "
-                        f"{hint}The lessons are: {', '.join(names)}"
+                        f"lesson {lesson.name!r} depends on {other!r}, which is not a lesson; {nearest(other, names)}"
                     )
         try:
             graphlib.TopologicalSorter({lesson.name: lesson.after for lesson in self.lessons}).prepare()

@@ -8,8 +8,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from marin_rl.environments.external import nearest
 from marin_rl.environments.textarena import OpponentConfig
+from marin_rl.errors import nearest
 
 
 class ArenaGame:

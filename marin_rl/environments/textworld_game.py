@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from marin_rl.environments.external import nearest
+from marin_rl.errors import nearest
 
 CUSTOM = "custom"
 """Name for games that are generated from options instead of by a challenge."""
@@ -232,5 +232,5 @@ def _set(kind: str, target: Any, values: Mapping[str, Any]) -> None:
     }
     for name, value in values.items():
         if name not in known:
-            raise ValueError(f"TextWorld has no {kind} {name!r}; {nearest(name, known)}")
+            raise ValueError(f"TextWorld has no {kind} {name!r}; {nearest(name, sorted(known))}")
         setattr(target, name, value)

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from marin_rl.config.command_line import check_command_line, parse_config
-from marin_rl.config.decode import ConfigError, nearest
-from marin_rl.errors import USER_ERRORS
+from marin_rl.config.decode import ConfigError
+from marin_rl.errors import USER_ERRORS, nearest
 from marin_rl.escaping import escape
 from marin_rl.launch.gcloud import check_login, check_tpu_types, check_writable
 from marin_rl.launch.jobs import Launch

@@ -10,8 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterable
 
-from marin_rl.config.decode import nearest
-from marin_rl.errors import UserError
+from marin_rl.errors import UserError, nearest
 from marin_rl.escaping import escape_line
 
 DETAIL = 400

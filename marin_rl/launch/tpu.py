@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from marin_rl.config.decode import ConfigError, nearest
+from marin_rl.config.decode import ConfigError
 from marin_rl.config_fields import check_at_least, convert_enum_fields
+from marin_rl.errors import nearest
 from marin_rl.launch.gcloud import Gcloud
 from marin_rl.launch.hosts import Hosts
 from marin_rl.launch.jobs import Group, Job, JobsConfig, Launch

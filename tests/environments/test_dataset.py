@@ -326,9 +326,7 @@ def test_hf_messages_column(tmp_path: Path, offline):
 
 def test_hf_missing_column_names_the_row(tmp_path: Path, offline):
     offline.Dataset.from_list(word_problems(10)).save_to_disk(str(tmp_path / "words"))
-    with pytest.raises(
-        ValueError, match="split 'train', row 0: there is no column 'prompt'; the columns are 'question'"
-    ):
+    with pytest.raises(ValueError, match="split 'train', row 0: there is no column 'prompt'; Valid here: question"):
         HuggingFaceConfig(path=str(tmp_path / "words")).build()
 
 
@@ -391,8 +389,8 @@ def test_problems_that_differ_in_white_space_are_equal():
     ("values", "fields", "message"),
     [
         ({"prompt": "a", "anwser": "2"}, {}, r"file:3: there is no column 'answer'; did you mean 'anwser'\?"),
-        ({"prompt": "a", "x": "2"}, {}, "there is no column 'answer'; the columns are 'prompt', 'x'"),
-        ({"question": "a", "answer": "2"}, {}, "there is no column 'prompt'; the columns are 'question', 'answer'"),
+        ({"prompt": "a", "x": "2"}, {}, "there is no column 'answer'; Valid here: prompt, x"),
+        ({"question": "a", "answer": "2"}, {}, "there is no column 'prompt'; Valid here: question, answer"),
         ({"prompt": "a", "answer": None}, {}, "column 'answer' holds None of type NoneType"),
         ({"prompt": "a", "answer": 2.5}, {}, "column 'answer' holds 2.5 of type float"),
         ({"prompt": "a", "answer": True}, {}, "column 'answer' holds True of type bool"),

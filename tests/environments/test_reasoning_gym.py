@@ -144,7 +144,7 @@ def test_a_scorer_that_fails_on_the_right_answer_propagates(monkeypatch):
     ("fields", "message"),
     [
         ({"task": "chain_sums"}, "no task 'chain_sums'; did you mean 'chain_sum'"),
-        ({"task": "zzzzzzzz"}, "no task 'zzzzzzzz'; the choices are: ab, "),
+        ({"task": "zzzzzzzz"}, "no task 'zzzzzzzz'; Valid here: ab, "),
         ({"options": {"max_term": 2}}, "no option 'max_term'; did you mean 'max_terms'"),
         ({"options": {"min_terms": 9, "max_terms": 2}}, "rejects the options .* max_terms must be >= min_terms"),
         ({"options": {"max_terms": "two"}}, "rejects the options .*'two'"),
