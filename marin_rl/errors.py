@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Errors that command lines report without a traceback; suggestions for their messages; closing and writing with them."""
+"""Errors that command lines report without a traceback, suggestions for their messages, and writing and closing."""
 
 import contextlib
 import dataclasses
