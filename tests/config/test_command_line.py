@@ -207,9 +207,10 @@ def test_help_prints_and_exits(capsys, arguments):
     assert "--dry_run" in printed
 
 
-def test_help_of_a_section(capsys):
+@pytest.mark.parametrize("arguments", [["--help", "model.qwen3"], ["--help=model.qwen3"]])
+def test_help_of_a_section(capsys, arguments):
     with pytest.raises(SystemExit):
-        parse("--help", "model.qwen3")
+        parse(*arguments)
     printed = capsys.readouterr().out
     assert "model.hidden_dim" in printed
     assert "advantage" not in printed
