@@ -16,7 +16,7 @@ from jaxtyping import Int64
 
 
 class GroupRow(NamedTuple):
-    """Positions of a row that holds a prompt once for several sequences: the prompt, then parts of equal length."""
+    """Positions of a row that holds a prompt once for several sequences: the prompt, then a part for each of them."""
 
     prompt_length: int
     """Positions of the prompt."""
@@ -35,14 +35,14 @@ class GroupRow(NamedTuple):
         return self.prompt_length + self.answers * self.answer_length
 
     @property
-    def attention_pairs(self) -> int:
-        """Pairs of a query and a key: the prompt attends to itself, each answer to the prompt and itself.
+    def attention_pairs(self) -> float:
+        """Pairs of a query and a key before it: the prompt attends to itself, each answer to the prompt and itself.
 
         >>> GroupRow(prompt_length=4, answers=2, answer_length=3).attention_pairs
-        58
+        41.0
         """
         prompt, answers, answer = self
-        return prompt**2 + answers * answer * (prompt + answer)
+        return prompt**2 / 2 + answers * answer * (prompt + answer / 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +76,8 @@ class RowLayout:
 
     @property
     def attended(self) -> float:
-        """Keys per query of a row, on average; causal masks exclude about half of them."""
-        return float(self.row_length) if self.group is None else self.group.attention_pairs / self.row_length
+        """Keys before a query of a row, on average."""
+        return self.row_length / 2 if self.group is None else self.group.attention_pairs / self.row_length
 
     def microbatches(self, rollouts: int) -> int:
         """Return the number of microbatches of rollouts of one sequence each, if no two of them share a row.

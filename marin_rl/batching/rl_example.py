@@ -70,9 +70,9 @@ def to_tokens(per_predictor: NamedArray) -> NamedArray:
 class SharedPromptMask(AttentionMask):
     """Causal attention within each segment, and of each answer to the prompt of its row.
 
-    `marin_rl.learner.group_attention` computes it without the pairs that it excludes. Levanter's attention calls
-    `materialize` for a whole row or for blocks of it. Kernels that read `segment_ids` would ignore the prompts;
-    `AttentionKernel.supports_shared_prompts` excludes them.
+    `marin_rl.learner.group_attention` computes it without the pairs that it excludes. The attention of GPT-2 calls
+    `materialize` for a whole row or for blocks of it, or reads `segment_ids` only and would ignore the prompts;
+    `AttentionKernel.supports_shared_prompts` excludes that.
     """
 
     prompt_segment_ids: NamedArray = eqx.field(kw_only=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import marin_rl
 from marin_rl.batching.packing import GroupRow
 from marin_rl.config_fields import check_at_least, convert_enum_fields
-from marin_rl.learner.attention_kernel import FLASH_BLOCK, AttentionKernel, round_up
+from marin_rl.learner.attention_kernel import AttentionKernel, round_up
 from marin_rl.rollouts.attempt import LongPrompts, StateHashingConfig
 
 ROW_MULTIPLE = 128
@@ -54,9 +54,8 @@ class RolloutConfig:
     per row; null: chosen for each batch from the lengths of its sequences, by cost."""
     share_prompts: bool = True
     """Whether rollouts with the same prompt may share one copy of it in a row, for batches of one-turn rollouts that
-    cost less then: those whose answers are about as long as `sampling.max_new_tokens`. It has no effect with the
-    default attention on TPU (`SPLASH`) and GPU, which compares segments only, with `packing: false`, or if `row_length`
-    is set."""
+    cost less then: those whose answers are about as long as `sampling.max_new_tokens`. It has no effect with
+    `packing: false`, or if `row_length` is set."""
     row_length: int | None = None
     """Positions of a batch row, at least `max_length`; null: `max_length`, for packed rows rounded up to a multiple of
     128, and further if the attention kernel requires it. `trainer.per_device_parallelism` sets the rows per
@@ -109,31 +108,41 @@ class RolloutConfig:
             )
         return self.row_length
 
-    def group_row(self, max_new_tokens: int, platform: str) -> GroupRow | None:
+    def group_row(self, max_new_tokens: int, kernel: AttentionKernel, most_tokens: int) -> GroupRow | None:
         """Return the row of a prompt and the answers of its group, or None if at most one fits into a microbatch.
 
-        Sequences longer than a block of `jax_flash` have none either, because all scores of an answer are in memory at
-        the same time. The answers are split evenly over as few rows as possible. Each has room for `max_new_tokens` and
-        for the prompt's last token, which predicts its first one.
+        The answers are split evenly over as few rows as possible. Each has room for `max_new_tokens` and for the
+        prompt's last token, which predicts its first one.
 
         Args:
             max_new_tokens: tokens of an answer.
-            platform: `cpu`, `gpu` or `tpu`.
+            kernel: the attention kernel, which may require longer places, or support none of this length.
+            most_tokens: positions of a microbatch on each device.
 
-        >>> RolloutConfig(max_length=96).group_row(64, "cpu")
+        >>> from levanter.layers.attention import AttentionBackend
+        >>> flash, splash = AttentionKernel(AttentionBackend.JAX_FLASH), AttentionKernel(AttentionBackend.SPLASH)
+        >>> RolloutConfig(max_length=96).group_row(64, flash, 768)
         GroupRow(prompt_length=31, answers=8, answer_length=65)
-        >>> RolloutConfig(max_length=512).group_row(128, "cpu")
+        >>> RolloutConfig(max_length=512).group_row(128, flash, 768)
         GroupRow(prompt_length=383, answers=2, answer_length=129)
+        >>> RolloutConfig(max_length=1024).group_row(512, splash, 8192)
+        GroupRow(prompt_length=512, answers=8, answer_length=640)
         """
-        answer = max_new_tokens + 1
-        prompt = self.max_length - answer
-        most = (TOKENS_PER_MICROBATCH[platform] - prompt) // answer
-        if prompt < 1 or min(most, self.group_size) < 2 or self.max_length > FLASH_BLOCK:
+        longest = self.max_length - max_new_tokens - 1
+        places = kernel.fit_group(longest, max_new_tokens + 1) if longest > 0 else None
+        if places is None:
+            return None
+        prompt, answer = places
+        most = (most_tokens - prompt) // answer
+        if min(most, self.group_size) < 2:
             return None
         return GroupRow(prompt, -(-self.group_size // -(-self.group_size // most)), answer)
 
     def group_rows_per_device(self, group: GroupRow, platform: str, devices: int = 1) -> int:
-        """Return the default rows with groups per microbatch on each device: at least `TOKENS_PER_MICROBATCH` tokens.
+        """Return the default rows with groups per microbatch on each device.
+
+        They have at most `TOKENS_PER_MICROBATCH` tokens on an accelerator, whose memory is limited, and at least as
+        many on a CPU.
 
         Args:
             group: the row.
@@ -142,8 +151,11 @@ class RolloutConfig:
 
         >>> RolloutConfig(prompts_per_step=16).group_rows_per_device(GroupRow(31, 8, 65), "cpu")
         2
+        >>> RolloutConfig(prompts_per_step=16).group_rows_per_device(GroupRow(512, 8, 640), "tpu")
+        1
         """
-        most = -(-TOKENS_PER_MICROBATCH[platform] // group.row_length)
+        tokens = TOKENS_PER_MICROBATCH[platform]
+        most = -(-tokens // group.row_length) if platform == "cpu" else tokens // group.row_length
         rows = -(-self.prompts_per_step * -(-self.group_size // group.answers) // devices)
         return -(-rows // -(-rows // most))
 

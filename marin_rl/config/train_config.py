@@ -10,6 +10,7 @@ settings that depend on one another. `model`, `optimizer` and `trainer` are leva
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from typing import cast
 
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from marin_rl.batching.packing import GroupRow, RowLayout
 from marin_rl.config.decode import default_of
 from marin_rl.config.objective_config import ObjectiveConfig, UpdateConfig
 from marin_rl.config.sections import (
+    TOKENS_PER_MICROBATCH,
     EvaluationConfig,
     LogLevel,
     Mode,
@@ -433,33 +435,53 @@ class TrainConfig:
     def row_layout(self, trainer: TrainerConfig) -> RowLayout:
         """Shape of the microbatches, for a trainer section completed by `start_devices`.
 
-        A row of R positions and P pairs of a query and a key costs `R + P / (6 · hidden size)`: the second term is
-        attention, relative to the flops of the linear layers of a transformer.
+        A row of R positions and P computed pairs of a query and a key costs `R + P / (6 · hidden size)`: the second
+        term is attention, relative to the flops of the linear layers of a transformer. With `per_device_parallelism`,
+        rows with shared prompts have at most as many positions as that many other rows.
 
         Raises:
             ValueError: if the attention kernel of the trainer's platform does not support `rollouts.row_length`.
         """
         kernel, rollouts = self._kernel(trainer), self.rollouts
         packed = rollouts.packing is not False
-        layout = self._layout(rollouts.positions(kernel), cast(int, trainer.train_batch_size), packed=packed)
+        layout = self._layout(kernel, rollouts.positions(kernel), cast(int, trainer.train_batch_size), packed=packed)
         platform, devices = platform_of(trainer), trainer.data_axis_size
         alternatives = []
         separate = dataclasses.replace(rollouts, packing=False)
         if rollouts.packing is None and separate.positions(kernel) != layout.row_length:
             rows = microbatch_rows(self.trainer, separate.rows_per_device(platform, devices)) * devices
-            alternatives.append(self._layout(separate.positions(kernel), rows, packed=False))
-        group = rollouts.group_row(self.sampling.max_new_tokens, platform)
-        shares = rollouts.share_prompts and packed and rollouts.row_length is None and kernel.supports_shared_prompts
-        if group is not None and shares:
-            rows = microbatch_rows(self.trainer, rollouts.group_rows_per_device(group, platform, devices)) * devices
-            alternatives.append(self._layout(group.row_length, rows, packed=True, group=group))
+            alternatives.append(self._layout(kernel, separate.positions(kernel), rows, packed=False))
+        if rollouts.share_prompts and packed and rollouts.row_length is None:
+            alternatives += self._group_layouts(kernel, platform, devices, layout.row_length)
         return dataclasses.replace(layout, alternatives=tuple(alternatives))
 
-    def _layout(self, row_length: int, rows: int, *, packed: bool, group: GroupRow | None = None) -> RowLayout:
+    def _group_layouts(
+        self, kernel: AttentionKernel, platform: str, devices: int, row_length: int
+    ) -> Sequence[RowLayout]:
+        """Return the layout of rows with shared prompts, if there is one, given the length of other rows."""
+        if not kernel.supports_shared_prompts(self.model):
+            return ()
+        rollouts, own_rows = self.rollouts, microbatch_rows(self.trainer, 0)
+        most_tokens = own_rows * row_length or TOKENS_PER_MICROBATCH[platform]
+        group = rollouts.group_row(self.sampling.max_new_tokens, kernel, most_tokens)
+        if group is None:
+            return ()
+        default = rollouts.group_rows_per_device(group, platform, devices)
+        rows = most_tokens // group.row_length if own_rows else default
+        return (self._layout(kernel, group.row_length, rows * devices, packed=True, group=group),)
+
+    def _layout(
+        self, kernel: AttentionKernel, row_length: int, rows: int, *, packed: bool, group: GroupRow | None = None
+    ) -> RowLayout:
         hidden = 1024 if self.model is None else self.model.Embed.size
-        whole = self.policy_loss.is_sequence_level
-        layout = RowLayout(row_length, rows, packed, whole_rollouts=whole, group=group)
-        return dataclasses.replace(layout, row_cost=row_length * (1 + layout.attended / (6 * hidden)))
+        return RowLayout(
+            row_length,
+            rows,
+            packed,
+            whole_rollouts=self.policy_loss.is_sequence_level,
+            group=group,
+            row_cost=row_length + kernel.attention_pairs(row_length, group) / (6 * hidden),
+        )
 
     def logprob_block(self, trainer: TrainerConfig) -> int:
         """Tokens per device whose logits are in memory at once, for a trainer section of started devices."""

@@ -11,6 +11,7 @@ from levanter.layers.attention import AttentionBackend
 from levanter.models.gpt2 import Gpt2Config
 from levanter.models.lm_model import LmConfig
 
+from marin_rl.batching.packing import GroupRow
 from marin_rl.learner.gpu_attention import LARGEST_TILE, GpuBackend
 
 PLATFORMS = ("cpu", "gpu", "tpu")
@@ -23,6 +24,9 @@ SHORTEST_FLASH_BLOCK = 512
 """Shortest block that `fit` chooses; with shorter blocks the loop overhead of `jax_flash` dominates."""
 SPLASH_BLOCK = 512
 """Positions in a block of `splash` if the model does not set `flash_attention_block_size`."""
+GROUP_BLOCK, SHORTEST_GROUP_BLOCK = 640, 256
+"""Largest and shortest block of `splash`, in positions, for rows with shared prompts. The largest holds an answer of
+512 tokens and the token that predicts its first one; it compiles for v5e, v5p and v6e with head sizes up to 256."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,16 +53,80 @@ class AttentionKernel:
                 f"{LANES}; set {round_up(self.block_size, LANES)}, or null for the kernel's own"
             )
 
-    @property
-    def supports_shared_prompts(self) -> bool:
-        """Whether the kernel can attend to a prompt that is not in the query's segment.
+    def supports_shared_prompts(self, model: LmConfig | None) -> bool:
+        """Return whether a model can be trained on rows of a prompt and several answers.
 
-        `splash` and `pallas` compare segment ids only.
+        `learner/group_attention.py` computes their attention. GPT-2 has an attention module of its own; `splash` reads
+        only the segment ids of its mask.
 
-        >>> [AttentionKernel(AttentionBackend(name)).supports_shared_prompts for name in ("jax_flash", "splash")]
+        Args:
+            model: the architecture.
+
+        >>> splash = AttentionKernel(AttentionBackend.SPLASH)
+        >>> [splash.supports_shared_prompts(model) for model in (None, Gpt2Config())]
         [True, False]
         """
-        return self.context_shards == 1 and self.backend in (AttentionBackend.VANILLA, AttentionBackend.JAX_FLASH)
+        in_segments = self.backend is AttentionBackend.SPLASH and isinstance(model, Gpt2Config)
+        return self.context_shards == 1 and not in_segments
+
+    def fit_group(self, prompt: int, answer: int) -> tuple[int, int] | None:
+        """Return the shortest supported places of a prompt and of an answer in rows that share prompts.
+
+        XLA has all scores of an answer in memory, so without a kernel a sequence may have at most 1,024 positions.
+
+        Args:
+            prompt: positions of the prompt, at least.
+            answer: positions of an answer, at least.
+
+        Returns:
+            The positions of both, or None if they are too many.
+
+        >>> kernels = [AttentionKernel(AttentionBackend(name)) for name in ("jax_flash", "splash")]
+        >>> [kernel.fit_group(511, 513) for kernel in [*kernels, AttentionKernel(GpuBackend.PALLAS)]]
+        [(511, 513), (512, 640), (512, 576)]
+        """
+        match self.backend:
+            case AttentionBackend.SPLASH:
+                most = self.block_size or GROUP_BLOCK
+                shortest = min(most // 2, SHORTEST_GROUP_BLOCK)
+
+                def fits(length: int) -> bool:
+                    return splash_block(length, most) >= min(length, shortest)
+
+                answer = next(size for size in itertools.count(round_up(answer, LANES), LANES) if fits(size))
+                prompts = itertools.count(round_up(prompt, LANES), LANES)
+                return next(size for size in prompts if fits(size) and fits(size + answer)), answer
+            case GpuBackend.PALLAS:
+                return round_up(prompt, LARGEST_TILE), round_up(answer, LARGEST_TILE)
+            case _:
+                return (prompt, answer) if prompt + answer <= FLASH_BLOCK else None
+
+    def attention_pairs(self, row_length: int, group: GroupRow | None = None) -> float:
+        """Return the pairs of a query and a key in a row for which products are computed, on average.
+
+        `splash` and `pallas` skip blocks of keys after all queries of a block. `pallas` also has the queries of the
+        prompt for each answer, with zeros.
+
+        Args:
+            row_length: positions of the row.
+            group: its parts, if it has a shared prompt.
+
+        >>> group = GroupRow(prompt_length=512, answers=8, answer_length=512)
+        >>> kernels = [AttentionKernel(AttentionBackend(name)) for name in ("jax_flash", "splash")]
+        >>> [kernel.attention_pairs(4608, group) / 2**17 for kernel in [*kernels, AttentionKernel(GpuBackend.PALLAS)]]
+        [34.0, 25.0, 33.0]
+        """
+        if group is None:
+            skips = self.backend in (AttentionBackend.SPLASH, GpuBackend.PALLAS)
+            return row_length**2 * (0.5 if skips else 1.0)
+        prompt, answers, answer = group
+        match self.backend:
+            case AttentionBackend.SPLASH:
+                return group.attention_pairs
+            case GpuBackend.PALLAS:
+                return (prompt**2 + answers * (prompt + answer) ** 2) / 2
+            case _:
+                return float(prompt**2 + answers * answer * (prompt + answer))
 
     def supports_length(self, row_length: int) -> bool:
         """Return whether the kernel supports rows of this many positions.
@@ -180,6 +248,15 @@ def _default_backend(model: LmConfig | None, platform: str) -> AttentionBackend 
         return AttentionBackend.SPLASH
     # GPT-2 has an attention module of its own.
     return GpuBackend.PALLAS if platform == "gpu" and not isinstance(model, Gpt2Config) else AttentionBackend.JAX_FLASH
+
+
+def splash_block(length: int, most: int) -> int:
+    """Return the largest block of `splash`, a multiple of 128 up to `most`, that divides a length.
+
+    >>> [splash_block(length, 640) for length in (384, 640, 896, 1152)]
+    [384, 640, 128, 384]
+    """
+    return next(size for size in range(most, 0, -LANES) if length % size == 0)
 
 
 def round_up(length: int, multiple: int) -> int:

@@ -13,10 +13,8 @@ from typing import cast
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from haliax import NamedArray
 from haliax.partitioning import current_thread_local_mapping, physical_axis_name, physical_axis_size
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 from levanter.layers.attention import Attention, AttentionBackend, AttentionMask
@@ -24,7 +22,8 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.kernel_sharding import POSITION, on_each_shard, sharding_of
 from marin_rl.learner.attention_kernel import SPLASH_BLOCK
-from marin_rl.learner.gpu_attention import attend_in_segments, block_attention, replace_attention
+from marin_rl.learner.gpu_attention import attend_in_segments, block_attention, replace_attention, segments_of
+from marin_rl.learner.splash_attention import run_splash, splash_kernel
 
 
 def context_shards() -> int:
@@ -53,7 +52,7 @@ class _ContextAttention(eqx.Module):
     def __call__(
         self, x: NamedArray, mask: AttentionMask, *, key: None = None, pos_ids: NamedArray | None = None
     ) -> NamedArray:
-        return attend_in_segments(self.attention, x, mask, pos_ids, self._attend)
+        return attend_in_segments(self.attention, x, segments_of(mask), pos_ids, self._attend)
 
     def _attend(self, query: NamedArray, keys: Array, values: Array, segments: Array, scale: float) -> Array:
         config = self.attention.config
@@ -62,10 +61,18 @@ class _ContextAttention(eqx.Module):
         own, whole = sharding_of(Batch, Position), sharding_of(Batch, None)
         if config.attn_backend is AttentionBackend.SPLASH:
             block = config.flash_attention_block_size or SPLASH_BLOCK
-            kernel = _splash_kernel(query, context_shards(), block, config.logits_soft_cap, interpret=self.interpret)
+            positions = query.axis_size(POSITION)
+            kernel = splash_kernel(
+                (positions, positions),
+                query.axis_size("kv_head") * query.axis_size("q_heads_per_group"),
+                block=block,
+                soft_cap=config.logits_soft_cap,
+                shards=context_shards(),
+                interpret=self.interpret,
+            )
             mesh = jax.sharding.get_abstract_mesh()
             spec = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, physical_axis_name(POSITION))))
-            run = on_each_shard(functools.partial(_splash, scale=scale), (spec, own, whole, whole, own, whole), own)
+            run = on_each_shard(functools.partial(run_splash, scale=scale), (spec, own, whole, whole, own, whole), own)
             return run(kernel, *inputs)
         run = functools.partial(
             _block_attention,
@@ -90,54 +97,3 @@ def _block_attention(
     """Attend with XLA, one block of queries at a time, on one device of several."""
     first = jax.lax.axis_index(axis) * query.shape[1]
     return block_attention(query, keys, values, query_segments, segments, first=first, scale=scale, soft_cap=soft_cap)
-
-
-def _splash_kernel(
-    query: NamedArray, shards: int, block: int, soft_cap: float | None, *, interpret: bool
-) -> splash_attention_kernel.SplashAttentionKernel:
-    """Return jax's splash attention for causal rows, with its queries split over devices."""
-    positions = query.axis_size(POSITION)
-    heads = query.axis_size("kv_head") * query.axis_size("q_heads_per_group")
-    of_queries, of_keys = min(block, positions // shards), min(block, positions)
-    sizes = splash_attention_kernel.BlockSizes(
-        block_q=of_queries,
-        block_kv=of_keys,
-        block_kv_compute=of_keys,
-        block_q_dkv=of_queries,
-        block_kv_dkv=of_keys,
-        block_kv_dkv_compute=of_keys,
-        block_q_dq=of_queries,
-        block_kv_dq=of_keys,
-    )
-    causal = splash_attention_mask.CausalMask((positions, positions))
-    return splash_attention_kernel.make_splash_mha(
-        mask=splash_attention_mask.MultiHeadMask([causal] * heads),
-        head_shards=1,
-        q_seq_shards=shards,
-        block_sizes=sizes,
-        attn_logits_soft_cap=soft_cap,
-        interpret=interpret,
-    )
-
-
-def _splash(
-    kernel: splash_attention_kernel.SplashAttentionKernel,
-    query: Float[Array, "batch own kv_head group head_size"],
-    keys: Float[Array, "batch position kv_head head_size"],
-    values: Float[Array, "batch position kv_head head_size"],
-    query_segments: Int[Array, "batch own"],
-    segments: Int[Array, "batch position"],
-    *,
-    scale: float,
-) -> Float[Array, "batch own kv_head group head_size"]:
-    """Attend with the kernel of TPUs, on one device of several."""
-    _, own, _, _, size = query.shape
-
-    def attend(query: Array, keys: Array, values: Array, of_queries: Array, of_keys: Array) -> Array:
-        by_head = jnp.moveaxis(query.reshape(own, -1, size), 0, 1)
-        ids = splash_attention_kernel.SegmentIds(of_queries, of_keys)
-        by_kv_head = (jnp.moveaxis(array, 0, 1) for array in (keys, values))
-        return cast(Array, kernel(by_head, *by_kv_head, segment_ids=ids))
-
-    attended = jax.vmap(attend)(query * scale, keys, values, query_segments, segments)
-    return jnp.moveaxis(attended, 1, 2).reshape(query.shape)

@@ -59,7 +59,7 @@ def replace_attention(model: LmHeadModel, replace: Callable[[Attention], eqx.Mod
 def attend_in_segments(
     attention: Attention,
     x: NamedArray,
-    mask: AttentionMask,
+    segment_ids: NamedArray,
     pos_ids: NamedArray | None,
     attend: Callable[[NamedArray, Array, Array, Array, float], Array],
 ) -> NamedArray:
@@ -68,7 +68,7 @@ def attend_in_segments(
     Args:
         attention: the module.
         x: its input.
-        mask: causal mask with segments.
+        segment_ids: segment of each token.
         pos_ids: position of each token in its sequence.
         attend: function of queries `{batch, position, kv_head, q_heads_per_group, head_size}`, keys, values
             `[batch, position, kv_head, head_size]`, segment ids `[batch, position]` and the factor of the scores, which
@@ -80,7 +80,7 @@ def attend_in_segments(
     query, keys, values = (
         array.rearrange((..., POSITION, "kv_head", ..., "head_size")).astype(dtype) for array in arrays
     )
-    segments = segments_of(mask).rearrange((query.resolve_axis("batch"), query.resolve_axis(POSITION)))
+    segments = segment_ids.rearrange((query.resolve_axis("batch"), query.resolve_axis(POSITION)))
     scale = config.HeadSize.size**-0.5 if config.scaling_factor is None else config.scaling_factor
     attended = attend(query, keys.array, values.array, segments.array, scale)
     heads = NamedArray(attended, query.axes).flatten_axes(("kv_head", "q_heads_per_group"), "heads")
@@ -96,7 +96,7 @@ class _GpuAttention(eqx.Module):
     def __call__(
         self, x: NamedArray, mask: AttentionMask, *, key: None = None, pos_ids: NamedArray | None = None
     ) -> NamedArray:
-        return attend_in_segments(self.attention, x, mask, pos_ids, self._attend)
+        return attend_in_segments(self.attention, x, segments_of(mask), pos_ids, self._attend)
 
     def _attend(self, query: NamedArray, keys: Array, values: Array, segments: Array, scale: float) -> Array:
         config, Batch = self.attention.config, query.resolve_axis("batch")
@@ -119,8 +119,8 @@ def segments_of(mask: AttentionMask) -> NamedArray:
     if not plain or not (mask.causal_offset is mask.explicit_mask is mask.sliding_window is None):
         raise NotImplementedError(
             "attention on GPU, or of positions that are split over devices, takes causal masks with segments, not "
-            f"{type(mask).__name__} (rollouts.share_prompts) or sliding windows; set model.attn_backend: JAX_FLASH and "
-            "no trainer.tensor_parallel_axes: [position]"
+            f"{type(mask).__name__} or sliding windows; set model.attn_backend: JAX_FLASH and no "
+            "trainer.tensor_parallel_axes: [position]"
         )
     assert mask.segment_ids is not None
     return mask.segment_ids[0]

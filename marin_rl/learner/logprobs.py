@@ -46,10 +46,10 @@ def policy_activations(model: LmHeadModel, batch: RlExample) -> NamedArray:
     """
     if context_shards() > 1:
         model = with_context_attention(model)
-    elif getattr(model.config, "attn_backend", None) is GpuBackend.PALLAS:
-        model = with_gpu_attention(model)
     elif batch.group is not None:
         model = with_group_attention(model)
+    elif getattr(model.config, "attn_backend", None) is GpuBackend.PALLAS:
+        model = with_gpu_attention(model)
     # Mixture-of-experts models log their routing with a callback that cannot be differentiated unless it is deferred.
     with levanter.tracker.defer_tracker_for_jit():
         activations = model.activations(batch.input_ids, batch.attention_mask, key=None, pos_ids=batch.position_ids)

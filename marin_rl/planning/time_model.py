@@ -150,7 +150,7 @@ def update_work(run: RunShapes, step: StepSize, measured: Measured | None) -> Wo
     tokens = step.microbatches * layout.rows_per_microbatch * layout.row_length
     recomputed = getattr(run.config.model, "gradient_checkpointing", True) is not False
     answers = step.rollouts * step.answer_tokens * run.config.updates.epochs
-    layers = (4 if recomputed else 3) * _trunks(run) * model.forward(tokens, layout.attended / 2, 0)
+    layers = (4 if recomputed else 3) * _trunks(run) * model.forward(tokens, layout.attended, 0)
     flops = (layers + 4 * model.forward(0, 0, answers)) / chips
     return _with_traffic(flops, measured, step.updates)
 
@@ -160,7 +160,7 @@ def score_work(run: RunShapes, step: StepSize, measured: Measured | None) -> Wor
     model, layout, own = model_work(run), run.layout, own_scorings(run.config)
     tokens = step.microbatches / run.config.updates.epochs * layout.rows_per_microbatch * layout.row_length
     count = own + run.config.kl.needs_reference
-    layers = (count + own * (_trunks(run) - 1)) * model.forward(tokens, layout.attended / 2, 0)
+    layers = (count + own * (_trunks(run) - 1)) * model.forward(tokens, layout.attended, 0)
     flops = layers + count * model.forward(0, 0, step.rollouts * step.answer_tokens)
     return _with_traffic(flops / run.trainer.device_mesh.size, measured, count)
 

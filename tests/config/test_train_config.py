@@ -367,7 +367,7 @@ def test_packing_is_chosen_between_rows_of_both_lengths():
         (RolloutConfig(max_length=32), 31, None),  # no room for a prompt
         (RolloutConfig(max_length=900), 400, None),  # one answer in a microbatch
         (RolloutConfig(max_length=1100), 8, None),  # too many scores
-        (RolloutConfig(max_length=32), 8, AttentionBackend.SPLASH),
+        (RolloutConfig(max_length=900), 8, AttentionBackend.SPLASH),  # one answer in a microbatch
     ],
 )
 def test_rows_without_shared_prompts(rollouts: RolloutConfig, new_tokens: int, backend: AttentionBackend | None):
@@ -389,6 +389,32 @@ def test_rows_with_shared_prompts(packing: bool | None):
     assert (groups.row_length, groups.rows_per_microbatch, groups.packed) == (59, 13, True)
     # Its attention has fewer pairs than that of a packed row of the same length.
     assert 59 < groups.row_cost < 59 * layout.row_cost / layout.row_length
+
+
+def test_rows_with_shared_prompts_have_no_more_positions_than_the_configured_ones():
+    """`per_device_parallelism` is chosen for the memory of a device."""
+    trainer = dataclasses.replace(default_trainer(), per_device_parallelism=5)
+    rollouts, sampling = RolloutConfig(max_length=200, group_size=12), SamplingConfig(max_new_tokens=49)
+    model = dataclasses.replace(MODEL, seq_len=256)
+    five = config(model=model, rollouts=rollouts, sampling=sampling, trainer=trainer)
+    layout = five.row_layout(start_devices(trainer, rows_per_device=6))
+    assert (layout.row_length, layout.rows_per_microbatch) == (256, 5)
+    groups = layout.alternatives[-1]
+    # 12 answers of 50 positions after a prompt of 150 in one row; two such rows have 1,500 positions.
+    assert groups.group == GroupRow(prompt_length=150, answers=12, answer_length=50)
+    assert groups.rows_per_microbatch == 1
+    one = dataclasses.replace(trainer, per_device_parallelism=1)
+    layout = dataclasses.replace(five, trainer=one).row_layout(start_devices(one, rows_per_device=6))
+    assert layout.alternatives[-1].group == GroupRow(prompt_length=150, answers=2, answer_length=50)
+
+
+def test_rows_with_shared_prompts_on_a_tpu_have_whole_blocks(monkeypatch: pytest.MonkeyPatch):
+    trainer = start_devices(default_trainer(), rows_per_device=6)
+    monkeypatch.setattr("marin_rl.config.train_config.platform_of", lambda trainer: "tpu")
+    rollouts = RolloutConfig(max_length=2048, group_size=8)
+    tpu = config(model=dataclasses.replace(MODEL, seq_len=2048), rollouts=rollouts)
+    groups = dataclasses.replace(tpu, sampling=SamplingConfig(max_new_tokens=512)).row_layout(trainer).alternatives[-1]
+    assert groups.group == GroupRow(prompt_length=1920, answers=8, answer_length=640)
 
 
 def test_default_logprob_block_depends_on_the_platform():

@@ -6,7 +6,7 @@
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 import equinox as eqx
@@ -27,6 +27,7 @@ from levanter.optim import AdamConfig, OptimizerConfig
 from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
+from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.batching.rl_example import RlExample
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.loss import RlLoss
@@ -107,6 +108,23 @@ def make_example(rows: int = ROWS, positions: int = POSITIONS, vocab: int = VOCA
     }
     axes = (Axis("batch", rows), Axis("position", positions))
     return RlExample(**{name: hax.named(array, axes) for name, array in arrays.items()})
+
+
+def one_sequence(ids: Sequence[int], prompt: int) -> ProcessedRollout:
+    """Return a rollout of one sequence whose tokens after the prompt have loss."""
+    mask = np.arange(len(ids))[None] >= prompt
+    zeros = np.zeros(mask.shape, np.float32)
+    return ProcessedRollout(
+        source="test",
+        id="test",
+        input_ids=np.array([ids], np.int32),
+        loss_mask=mask,
+        segment_ids=np.ones(mask.shape, np.int32),
+        policy_logprobs=zeros,
+        reference_logprobs=zeros,
+        turn_ids=np.where(mask, 0, -1).astype(np.int32),
+        values=zeros,
+    )
 
 
 def replace_arrays(example: RlExample, **arrays: np.ndarray) -> RlExample:

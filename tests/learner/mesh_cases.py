@@ -3,13 +3,15 @@
 
 """Run by test_train_step.py on 8 fake CPU devices in a separate process: `mesh_cases.py FOLDER`.
 
-Writes the loss, metrics and gradient of every case to `FOLDER/CASE.npz`, and a checkpoint that one mesh saved and
-another loaded.
+Writes the loss, metrics and gradient of every case to `FOLDER/CASE.npz`, a checkpoint that one mesh saved and another
+loaded, and the effect of shared prompts with the kernel of TPUs, interpreted.
 """
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 CASES = {
     # name: model_axis_size, microbatches; 32 rows in all
@@ -54,7 +56,75 @@ def main(folder: Path) -> None:
     with tiny.counted_compiles() as compiled:
         learner.step(restored, tiny.split_rows(tiny.make_example(tiny.MESH_ROWS), microbatches))
     facts["compiled after the restore"] = len(compiled)
+    facts["shared prompts"] = differences_of_shared_prompts()
     (folder / "facts.json").write_text(json.dumps(facts))
+
+
+def differences_of_shared_prompts() -> list[tuple[float, float]]:
+    """Return the largest difference and value of the log-probs, and of the gradient of each array.
+
+    Rows of a prompt and two answers, in the kernel of TPUs, against rows of one sequence, with XLA. Both on a mesh of
+    data 4 x model 2.
+    """
+    import conftest as tiny
+    import equinox as eqx
+    import haliax as hax
+    import jax
+    import numpy as np
+    from levanter.layers.attention import AttentionBackend
+
+    from marin_rl.batching.packing import GroupRow, RowLayout
+    from marin_rl.batching.rl_example import RlExample, pack_to_score
+    from marin_rl.learner.devices import start_devices
+    from marin_rl.learner.group_attention import with_group_attention
+    from marin_rl.learner.logprobs import token_logprobs
+    from marin_rl.learner.train_step import place
+
+    axes = {"model_axis_size": 2, "tensor_parallel_axes": ["kv_head", "heads"], "per_device_parallelism": -1}
+    trainer = start_devices(dataclasses.replace(tiny.make_trainer(8), **axes), rows_per_device=1)
+    rng = np.random.default_rng(0)
+    lengths = [
+        (prompt, answer) for prompt, both in ((100, (20, 127)), (129, (127, 3)), (60, (9, 1))) for answer in both
+    ]
+    prompts = [rng.integers(2, tiny.VOCAB, 129) for _ in range(3)]
+    rollouts = [
+        tiny.one_sequence(np.concatenate([prompts[i // 2][:prompt], rng.integers(2, tiny.VOCAB, answer)]), prompt)
+        for i, (prompt, answer) in enumerate(lengths)
+    ]
+    alone = RowLayout(256, 8, packed=False)
+    group = GroupRow(128, 2, 128)
+    groups = RowLayout(group.row_length, 4, packed=True, group=group)
+
+    def logprobs_and_gradient(layout: RowLayout, backend: AttentionBackend) -> list[np.ndarray]:
+        config = dataclasses.replace(tiny.QWEN3, seq_len=256, num_layers=1, attn_backend=backend)
+        batch = pack_to_score(rollouts, layout, pad_token_id=0)
+        (example,) = batch.microbatches
+        assert (example.group is None) == (layout is alone)
+
+        def loss(model: Any, example: RlExample) -> tuple[jax.Array, jax.Array]:
+            with hax.axis_mapping(trainer.compute_axis_mapping):
+                run = model if example.group is None else with_group_attention(model, interpret=True)
+                inputs = example.input_ids, example.attention_mask
+                activations = run.activations(*inputs, key=None, pos_ids=example.position_ids)
+                logprobs, _ = token_logprobs(activations, model.get_lm_head(), example, temperature=1.0, block_size=64)
+            return hax.sum(hax.sin(logprobs)).scalar(), logprobs.array
+
+        with trainer.use_device_mesh():
+            mesh = trainer.device_mesh
+            model = place(tiny.make_model(trainer, config), mesh, trainer.parameter_axis_mapping)
+            differentiate = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))
+            (_, logprobs), gradient = differentiate(model, place(example, mesh, trainer.compute_axis_mapping))
+        by_rollout = batch.unpack([np.asarray(logprobs)])
+        tokens = [own[rollout.loss_mask] for own, rollout in zip(by_rollout, rollouts, strict=True)]
+        return [np.concatenate(tokens), *map(np.asarray, jax.tree.leaves(gradient))]
+
+    shared = dataclasses.replace(alone, row_cost=1.0, alternatives=(groups,))
+    found = logprobs_and_gradient(shared, AttentionBackend.SPLASH)
+    expected = logprobs_and_gradient(alone, AttentionBackend.JAX_FLASH)
+    return [
+        (float(np.abs(ours - theirs).max()), float(np.abs(theirs).max()))
+        for ours, theirs in zip(found, expected, strict=True)
+    ]
 
 
 if __name__ == "__main__":

@@ -6,11 +6,13 @@ import re
 from typing import Any, cast
 
 import haliax as hax
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
+from hypothesis import strategies as st
 from levanter.layers.attention import AttentionBackend, AttentionMask, dot_product_attention
 from levanter.models.gemma import Gemma2Config
 from levanter.models.gpt2 import Gpt2Config
@@ -19,7 +21,7 @@ from levanter.models.lm_model import LmConfig
 from levanter.models.mistral import MistralConfig
 from levanter.models.olmo import Olmo2Config
 
-from marin_rl.learner.attention_kernel import PLATFORMS, AttentionKernel, attention_kernel
+from marin_rl.learner.attention_kernel import GROUP_BLOCK, PLATFORMS, AttentionKernel, attention_kernel, splash_block
 from marin_rl.learner.gpu_attention import GpuBackend
 
 FLASH, SPLASH = AttentionBackend.JAX_FLASH, AttentionBackend.SPLASH
@@ -154,7 +156,7 @@ def test_split_positions_need_rows_that_every_device_can_take(backend: str, leng
     kernel = AttentionKernel(AttentionBackend(backend), context_shards=4)
     assert kernel.supports_length(length) == takes
     assert kernel.supports_length(kernel.fit(length))
-    assert not kernel.supports_shared_prompts
+    assert not kernel.supports_shared_prompts(LlamaConfig())
 
 
 def test_capped_attention_logits_select_a_kernel_that_differentiates_the_cap() -> None:
@@ -240,6 +242,25 @@ def test_levanter_does_not_choose_the_kernel(platform: str, model: LmConfig, bac
     assert cast(Any, configured).attn_backend is backend
 
 
-def test_kernels_that_compare_segment_ids_do_not_support_shared_prompts() -> None:
-    supporting = {kind for kind in (FLASH, SPLASH, VANILLA, PALLAS) if AttentionKernel(kind).supports_shared_prompts}
-    assert supporting == {VANILLA, FLASH}
+@pytest.mark.parametrize(
+    ("model", "kinds"), [(LlamaConfig(), {FLASH, SPLASH, VANILLA, PALLAS}), (Gpt2Config(), {FLASH})]
+)
+def test_kernels_that_support_shared_prompts(model: LmConfig, kinds: set) -> None:
+    """`splash`, as GPT-2 calls it, compares segment ids only."""
+    candidates = kinds | {SPLASH}
+    assert {kind for kind in candidates if AttentionKernel(kind).supports_shared_prompts(model)} == kinds
+
+
+@hypothesis.given(
+    prompt=st.integers(1, 5000), answer=st.integers(2, 5000), block=st.sampled_from([None, 128, 256, 384, 1024])
+)
+def test_places_of_shared_prompts_are_multiples_of_efficient_blocks(
+    prompt: int, answer: int, block: int | None
+) -> None:
+    places = AttentionKernel(SPLASH, block).fit_group(prompt, answer)
+    assert places is not None
+    most = block or GROUP_BLOCK
+    assert all(needed <= place < needed + most + 256 for needed, place in zip((prompt, answer), places, strict=True))
+    for length in (*places, sum(places)):
+        assert length % splash_block(length, most) == 0
+        assert splash_block(length, most) >= min(length, most // 2, 256)

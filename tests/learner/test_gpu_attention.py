@@ -15,7 +15,7 @@ import jmp
 import numpy as np
 import pytest
 from haliax import Axis
-from levanter.layers.attention import AttentionMask
+from levanter.layers.attention import Attention, AttentionConfig, AttentionMask
 from levanter.models.gemma import Gemma2Config
 from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmConfig
@@ -25,7 +25,7 @@ from marin_rl.batching.packing import GroupRow
 from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
 from marin_rl.learner import gpu_attention
 from marin_rl.learner.attention_kernel import attention_kernel
-from marin_rl.learner.gpu_attention import block_attention, segment_attention, with_gpu_attention
+from marin_rl.learner.gpu_attention import attend_in_segments, block_attention, segment_attention, with_gpu_attention
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
 from tests.sampling.families import FAMILIES, random_model
 
@@ -144,6 +144,26 @@ def test_masks_that_the_kernel_does_not_support_are_refused(mask: AttentionMask)
     model = with_gpu_attention(random_model(FAMILIES["llama"]), interpret=True)
     with pytest.raises(NotImplementedError, match=f"not {type(mask).__name__} .*set model.attn_backend: JAX_FLASH"):
         jax.eval_shape(lambda ids: model.activations(ids, mask, key=None), example().input_ids)
+
+
+@pytest.mark.parametrize(("upcast", "dtype"), [(True, jnp.float32), (False, jnp.bfloat16)])
+def test_upcast_attn_gives_float32_to_the_kernel(upcast: bool, dtype: Any):
+    Embed = Axis("embed", 32)
+    config = AttentionConfig(Embed=Embed, num_heads=4, num_kv_heads=2, upcast_attn=upcast)
+    dtypes = []
+
+    def attend(query: hax.NamedArray, keys: jax.Array, values: jax.Array, *_: Any) -> jax.Array:
+        dtypes.extend(array.dtype for array in (query.array, keys, values))
+        return query.array
+
+    def run(x: hax.NamedArray, segments: hax.NamedArray) -> hax.NamedArray:
+        attention = jmp.get_policy("c=bfloat16").cast_to_compute(Attention.init(config, key=jax.random.PRNGKey(0)))
+        return attend_in_segments(attention, x, segments, None, attend)
+
+    axes = (Axis("batch", 2), Axis("position", 8))
+    x, segments = hax.zeros((*axes, Embed), jnp.bfloat16), hax.zeros(axes, jnp.int32)
+    assert jax.eval_shape(run, x, segments).dtype == jnp.bfloat16
+    assert dtypes == [dtype] * 3
 
 
 def test_rows_are_multiples_of_a_tile():

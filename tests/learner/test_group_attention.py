@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+import re
 from typing import Any, cast
 
 import equinox as eqx
@@ -13,53 +14,69 @@ import pytest
 from haliax import Axis, NamedArray
 from levanter.layers.attention import AttentionBackend, AttentionConfig, dot_product_attention
 from levanter.models.lm_model import LmHeadModel
+from levanter.models.qwen import Qwen3Config
 
 from marin_rl.batching.packing import GroupRow, RowLayout
-from marin_rl.batching.processed_rollout import ProcessedRollout
-from marin_rl.batching.rl_example import RlExample, SharedPromptMask, pack_to_score
-from marin_rl.learner.group_attention import group_attention
+from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample, SharedPromptMask, pack_to_score
+from marin_rl.learner.attention_kernel import attention_kernel
+from marin_rl.learner.gpu_attention import GpuBackend
+from marin_rl.learner.group_attention import group_attention, kernel_of
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
 from tests.sampling.families import FAMILIES, VOCAB, random_model
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 GROUP = GroupRow(prompt_length=4, answers=3, answer_length=5)
-Batch, Position = Axis("batch", 2), Axis("position", GROUP.row_length)
+Batch = Axis("batch", 2)
 CONFIG = AttentionConfig(Embed=Axis("embed", 24), num_heads=4, num_kv_heads=2, head_dim=6)
-SEGMENTS = [
-    # A shorter prompt, a full answer, a shorter one and none; a full prompt, and an answer that does not share it.
-    [1, 1, 0, 0, 2, 2, 2, 2, 2, 3, 3, 0, 0, 0, 0, 0, 0, 0, 0],
-    [1, 1, 1, 1, 2, 2, 2, 0, 0, 3, 0, 0, 0, 0, 4, 4, 4, 4, 0],
-]
-PROMPTS = [
-    [1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0],
-    [1, 1, 1, 1, 1, 1, 1, 0, 0, 1, 0, 0, 0, 0, 4, 4, 4, 4, 0],
-]
+SPLASH, PALLAS = AttentionBackend.SPLASH, GpuBackend.PALLAS
 
 
-def make_mask() -> SharedPromptMask:
-    segments, prompts = (hax.named(jnp.array(rows), (Batch, Position)) for rows in (SEGMENTS, PROMPTS))
+def segments_and_prompts(group: GroupRow) -> tuple[np.ndarray, np.ndarray]:
+    """Return the segments of two rows, and the segments of their prompts.
+
+    A shorter prompt, a full answer, a shorter one and none; a full prompt, two answers, of which one has one token, and
+    an answer that does not share the prompt.
+    """
+    prompt, _, answer = group
+    lengths = [[prompt // 2, answer, answer // 2, 0], [prompt, answer // 2 + 1, 1, answer - 1]]
+    segments = np.zeros((2, group.row_length), np.int32)
+    starts = [0, *range(prompt, group.row_length, answer)]
+    for row, own in enumerate(lengths):
+        for segment, (start, length) in enumerate(zip(starts, own, strict=True), 1):
+            segments[row, start : start + length] = segment
+    prompts = np.minimum(segments, 1)
+    prompts[1, starts[-1] :] = segments[1, starts[-1] :]
+    return segments, prompts
+
+
+def make_mask(group: GroupRow) -> SharedPromptMask:
+    axes = (Batch, Axis("position", group.row_length))
+    segments, prompts = (hax.named(jnp.array(rows), axes) for rows in segments_and_prompts(group))
     return SharedPromptMask(
         is_causal=True,
         segment_ids=(segments, segments),
         prompt_segment_ids=prompts,
         position_ids=hax.zeros_like(segments),
-        group=GROUP,
+        group=group,
     )
 
 
-def make_inputs(dtype: jnp.dtype) -> tuple[NamedArray, NamedArray, NamedArray]:
-    """Return query, keys and values, in different orders of axes."""
-    heads = (CONFIG.KVHeads, CONFIG.QHeadsPerGroup)
-    orders = [(Batch, Position, *heads, CONFIG.HeadSize), (CONFIG.KVHeads, Batch, Position, CONFIG.HeadSize)]
-    axes = [orders[0], orders[1], (Batch, Position, CONFIG.KVHeads, CONFIG.HeadSize)]
+def make_inputs(group: GroupRow, dtype: jnp.dtype) -> tuple[NamedArray, NamedArray, NamedArray]:
+    """Return query, keys and values."""
+    rows = (Batch, Axis("position", group.row_length))
+    query = (*rows, CONFIG.KVHeads, CONFIG.QHeadsPerGroup, CONFIG.HeadSize)
+    of_keys = (*rows, CONFIG.KVHeads, CONFIG.HeadSize)
     keys = jax.random.split(jax.random.key(0), 3)
-    return tuple(hax.random.normal(key, own).astype(dtype) for key, own in zip(keys, axes, strict=True))
+    return tuple(
+        hax.random.normal(key, own).astype(dtype) for key, own in zip(keys, (query, of_keys, of_keys), strict=True)
+    )
 
 
 def attend_to_all_pairs(inputs: tuple[NamedArray, ...], mask: SharedPromptMask, config: AttentionConfig) -> NamedArray:
-    query, keys, values = (array.astype(jnp.float32) if config.upcast_attn else array for array in inputs)
+    query, keys, values = (array.astype(jnp.float32) for array in inputs)
     keys, values = (array.rename({"position": "key_position"}) for array in (keys, values))
+    Position = query.resolve_axis("position")
     return dot_product_attention(
         "position",
         "key_position",
@@ -71,46 +88,53 @@ def attend_to_all_pairs(inputs: tuple[NamedArray, ...], mask: SharedPromptMask, 
         attn_backend=AttentionBackend.VANILLA,
         scaling_factor=config.scaling_factor,
         logits_soft_cap=config.logits_soft_cap,
-    )
+    ).rearrange(query.axes)
 
 
+def attend_in_parts(inputs: tuple[NamedArray, ...], mask: SharedPromptMask, config: AttentionConfig) -> NamedArray:
+    query, keys, values = inputs
+    attend = kernel_of(config, config.scaling_factor or config.HeadSize.size**-0.5, interpret=True)
+    ids = mask.prompt_segment_ids.array
+    attended = group_attention(query.array, keys.array, values.array, ids, group=mask.group, attend=attend)
+    return hax.named(attended, query.axes)
+
+
+@pytest.mark.medium
 @pytest.mark.parametrize(
-    ("changes", "dtype", "tolerance"),
+    ("backend", "group", "capped", "dtype", "tolerance"),
     [
-        ({}, jnp.float32, 1e-5),
-        ({"logits_soft_cap": 1.5, "scaling_factor": 0.7}, jnp.float32, 1e-5),
-        ({"upcast_attn": True}, jnp.bfloat16, 1e-5),
-        ({}, jnp.bfloat16, 5e-2),
+        (None, GROUP, False, jnp.float32, 1e-5),
+        (None, GROUP, True, jnp.float32, 1e-5),
+        (None, GROUP, False, jnp.bfloat16, 5e-2),
+        (SPLASH, GroupRow(128, 3, 256), True, jnp.float32, 1e-5),
+        (SPLASH, GroupRow(128, 3, 128), False, jnp.bfloat16, 5e-2),
+        (PALLAS, GroupRow(64, 3, 64), False, jnp.float32, 1e-5),
+        (PALLAS, GroupRow(64, 3, 128), True, jnp.float32, 1e-5),
     ],
-    ids=["float32", "cap and scale", "upcast", "bfloat16"],
 )
-def test_equals_attention_to_all_pairs_with_the_mask(changes: dict, dtype: jnp.dtype, tolerance: float) -> None:
-    config, mask, inputs = dataclasses.replace(CONFIG, **changes), make_mask(), make_inputs(dtype)
-    tokens = hax.named(jnp.array(SEGMENTS) > 0, (Batch, Position))
+def test_equals_attention_to_all_pairs_with_the_mask(
+    backend: Any, group: GroupRow, capped: bool, dtype: jnp.dtype, tolerance: float
+) -> None:
+    """The kernels are interpreted, with several blocks of keys. Their gradient on a mesh is in test_train_step."""
+    changes = {"logits_soft_cap": 1.5, "scaling_factor": 0.7} if capped else {}
+    config = dataclasses.replace(CONFIG, attn_backend=backend, flash_attention_block_size=128, **changes)
+    mask, inputs = make_mask(group), make_inputs(group, dtype)
+    tokens = hax.named(jnp.array(segments_and_prompts(group)[0]) > 0, inputs[0].axes[:2])
     weights = hax.random.normal(jax.random.key(1), inputs[0].axes) * tokens
 
-    def value_and_gradient(attend) -> list[np.ndarray]:
-        def loss(inputs):
-            attended = attend(inputs).astype(jnp.float32)
-            return hax.sum(attended * weights).scalar(), attended * tokens
+    def value_and_gradient(attend: Any) -> list[np.ndarray]:
+        def loss(inputs: tuple[NamedArray, ...]) -> tuple[jax.Array, NamedArray]:
+            attended = attend(inputs, mask, config)
+            return hax.sum(attended.astype(jnp.float32) * weights).scalar(), attended
 
-        (_, attended), gradients = jax.value_and_grad(loss, has_aux=True)(inputs)
-        return [
-            np.asarray(array.rearrange(inputs[0].axes if i == 0 else inputs[i - 1].axes).array, np.float32)
-            for i, array in enumerate([attended, *gradients])
-        ]
+        (_, attended), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(inputs)
+        # Padding has any finite value.
+        assert np.isfinite(attended.array).all()
+        return [np.asarray(array.array, np.float32) for array in (attended * tokens, *gradients)]
 
-    found = value_and_gradient(lambda inputs: group_attention(*inputs, mask, config))
-    expected = value_and_gradient(lambda inputs: attend_to_all_pairs(inputs, mask, config))
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(value_and_gradient(attend_in_parts), value_and_gradient(attend_to_all_pairs), strict=True):
         assert np.abs(other).max() > 0.1
         np.testing.assert_allclose(one, other, atol=tolerance, rtol=tolerance)
-
-
-def test_padding_gives_finite_numbers() -> None:
-    mask = make_mask()
-    attended = group_attention(*make_inputs(jnp.float32), mask, CONFIG)
-    assert np.isfinite(attended.array).all()
 
 
 @pytest.mark.medium
@@ -123,7 +147,7 @@ def test_each_family_gives_the_same_logprobs_and_gradient(name: str, tiny) -> No
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, VOCAB, size=size).tolist() for size in (5, 4, 7)]
     rollouts = [
-        tokens_of(prompts[prompt] + rng.integers(2, VOCAB, size=size).tolist(), len(prompts[prompt]))
+        tiny.one_sequence(prompts[prompt] + rng.integers(2, VOCAB, size=size).tolist(), len(prompts[prompt]))
         for prompt, size in ((0, 4), (0, 1), (1, 3), (0, 2), (2, 1), (2, 2), (1, 4), (1, 4), (1, 1))
     ]
     alone = RowLayout(12, len(rollouts), packed=False)
@@ -156,19 +180,33 @@ def test_each_family_gives_the_same_logprobs_and_gradient(name: str, tiny) -> No
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * max(1.0, float(np.abs(theirs).max())))
 
 
-def tokens_of(ids: list[int], prompt: int) -> ProcessedRollout:
-    """Return a rollout of one sequence whose tokens after the prompt have loss."""
-    count = len(ids)
-    mask = np.arange(count)[None] >= prompt
-    zeros = np.zeros((1, count), np.float32)
-    return ProcessedRollout(
-        source="test",
-        id="test",
-        input_ids=np.array([ids], np.int32),
-        loss_mask=mask,
-        segment_ids=np.ones((1, count), np.int32),
-        policy_logprobs=zeros,
-        reference_logprobs=zeros,
-        turn_ids=np.where(mask, 0, -1).astype(np.int32),
-        values=zeros,
-    )
+@pytest.mark.medium
+@pytest.mark.parametrize(("platform", "lowered_for", "kernel"), [("tpu", "tpu", "splash"), ("gpu", "cuda", "mha")])
+def test_training_is_lowered_for_accelerators_that_are_absent(platform: str, lowered_for: str, kernel: str) -> None:
+    """The program has the kernel and its gradient, and no scores of a part of a row."""
+    heads = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
+    config = Qwen3Config(hidden_dim=48, intermediate_dim=80, num_layers=1, seq_len=1024, **heads)
+    attention = attention_kernel(config, platform)
+    config = attention.configure(config, 1024)
+    places = attention.fit_group(300, 513)
+    assert places is not None
+    group = GroupRow(places[0], 2, places[1])
+    Rows, Position = Axis("batch", 2), Axis("position", group.row_length)
+    arrays = {
+        name: NamedArray(jax.ShapeDtypeStruct((2, group.row_length), dtype), (Rows, Position))
+        for name, dtype in (PER_TOKEN_DTYPES | {"prompt_segment_ids": jnp.int32}).items()
+    }
+
+    def loss(model: Any, batch: RlExample) -> jax.Array:
+        with hax.axis_mapping({"batch": "data", "kv_head": "model"}):
+            return jnp.sum(policy_activations(model, batch).array)
+
+    model = eqx.filter_eval_shape(lambda: config.build(Axis("vocab", 512), key=jax.random.PRNGKey(0)))
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2, 2), ("data", "model"))):
+        traced = jax.jit(jax.grad(loss)).trace(model, RlExample(**arrays, group=group))
+        text = traced.lower(lowering_platforms=(lowered_for,)).as_text()
+    names = set(re.findall(rf"{kernel}_(?:mha_)?(?:fwd|dkv|dq|forward|backward)", text))
+    assert len(names) >= 2, names
+    prompt, _, answer = group
+    scores = {(prompt, prompt), (answer, answer), (answer, prompt + answer), (prompt + answer, prompt + answer)}
+    assert not [pair for pair in scores if f"{pair[0]}x{pair[1]}x" in text]

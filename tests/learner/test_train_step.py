@@ -129,6 +129,9 @@ def test_any_mesh_gives_the_same_loss_and_gradient(one_device, tmp_path: Path) -
     assert facts["meshes differ"]
     assert facts["restored on the other mesh"]
     assert facts["compiled after the restore"] == 0
+    for difference, largest in facts["shared prompts"]:
+        assert difference <= 1e-5 * max(largest, 1.0)
+        assert largest > 1e-3
 
 
 @pytest.mark.medium
