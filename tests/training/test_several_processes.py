@@ -57,6 +57,8 @@ def make(folder: Path, **changes: Any) -> TinyRun:
             "checkpoint__every": 1,
             "checkpoint__keep_every": 1,
             "kl": {"type": "in_reward", "beta": 0.05},
+            # Some gradients are rounding errors of sums that cancel out; without this, Adam makes large steps of them.
+            "optimizer__epsilon": 1e-5,
             **changes,
         },
     )
