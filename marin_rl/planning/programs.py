@@ -30,7 +30,7 @@ from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import model_shape
 from marin_rl.learner.train_step import placed_shape
 from marin_rl.sampling.attention import Tokens
-from marin_rl.sampling.cached_model import CachedModel, with_cache
+from marin_rl.sampling.cached_model import CachedModel, ModelArrays, with_cache
 from marin_rl.sampling.config import LevanterSamplerConfig
 from marin_rl.sampling.decoding import Programs, Slots, compile_programs, conversion_program
 from marin_rl.sampling.group_sampler import DECODE_STEPS
@@ -119,9 +119,10 @@ class RunShapes:
         return eqx.filter_eval_shape(convert, self.policy)
 
     @functools.cached_property
-    def sampler_weights(self) -> CachedModel:
+    def sampler_weights(self) -> ModelArrays:
         """Shapes of the weights in the layout for decoding, with their shardings on the devices of the sampler."""
-        return placed_shape(self.converted, cast(Mesh, self.sizes.mesh), self.trainer.compute_axis_mapping)
+        mesh = cast(Mesh, self.sizes.mesh)
+        return ModelArrays.of(placed_shape(self.converted, mesh, self.trainer.compute_axis_mapping))
 
     @functools.cached_property
     def cache(self) -> Any:

@@ -7,6 +7,7 @@ Works for every levanter model that has a stack of layers with a module `self_at
 own cache, which XLA updates in place; a scan over stacked layers would copy it at each step.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import equinox as eqx
@@ -60,6 +61,38 @@ class CachedModel(NamedTuple):
         if isinstance(activations, tuple):  # Mixture-of-experts models also return a balancing loss.
             activations = activations[0]
         return activations.array.reshape(rows, queries, -1), tuple(layers.cache)
+
+
+@jax.tree_util.register_pytree_node_class
+class ModelArrays:
+    """The arrays of a `CachedModel`, as an argument of programs.
+
+    For every call, jax lists the arrays of its arguments. With the modules of the model this takes as long as the rest
+    of a call, and longer with more layers.
+    """
+
+    def __init__(self, arrays: Sequence[Any], structure: jax.tree_util.PyTreeDef) -> None:
+        self._arrays = arrays
+        self._structure = structure
+
+    @classmethod
+    def of(cls, model: CachedModel) -> "ModelArrays":
+        """List the arrays of a model."""
+        return cls(*jax.tree.flatten(model))
+
+    @property
+    def model(self) -> CachedModel:
+        """The model with these arrays."""
+        return jax.tree.unflatten(self._structure, self._arrays)
+
+    def tree_flatten(self) -> tuple[Sequence[Any], jax.tree_util.PyTreeDef]:
+        """Return the arrays, and the rest; see `jax.tree_util.register_pytree_node_class`."""
+        return self._arrays, self._structure
+
+    @classmethod
+    def tree_unflatten(cls, structure: jax.tree_util.PyTreeDef, arrays: Sequence[Any]) -> "ModelArrays":
+        """Reverse `tree_flatten`."""
+        return cls(arrays, structure)
 
 
 def cache_axes(

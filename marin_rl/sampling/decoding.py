@@ -23,7 +23,7 @@ from levanter.trainer import TrainerConfig
 
 from marin_rl.kernel_sharding import POSITION
 from marin_rl.sampling.attention import PADDING, AttentionForm, CacheAxes, Tokens, einsum_in_float32
-from marin_rl.sampling.cached_model import Cache, CachedModel, empty_cache, with_cache
+from marin_rl.sampling.cached_model import Cache, CachedModel, ModelArrays, empty_cache, with_cache
 from marin_rl.sampling.sizes import SamplerSizes
 
 _SMALL_BLOCK = 64
@@ -217,7 +217,7 @@ class Programs(NamedTuple):
 
     prepare: Callable[[LmHeadModel], CachedModel]
     empty: Callable[[], Cache]
-    prefill: Callable[[CachedModel, Cache, Tokens], Cache]
+    prefill: Callable[[ModelArrays, Cache, Tokens], Cache]
     copy_slots: Callable[..., Cache]
     decode: Callable[..., tuple[Cache, tuple[jax.Array, jax.Array, jax.Array]]]
 
@@ -286,15 +286,18 @@ def _programs(
 ) -> Programs:
     """`mesh` is a part of the cache key; the programs run under the current mesh."""
 
-    def run_decode(*arguments: Any) -> tuple[Cache, tuple[jax.Array, ...]]:
-        cache, decoded = decode(*arguments, steps=steps)
+    def run_prefill(weights: ModelArrays, *arguments: Any) -> Cache:
+        return prefill(weights.model, *arguments)
+
+    def run_decode(weights: ModelArrays, *arguments: Any) -> tuple[Cache, tuple[jax.Array, ...]]:
+        cache, decoded = decode(weights.model, *arguments, steps=steps)
         return cache, tuple(decoded)
 
     if mapping is None:
         return Programs(
             jax.jit(functools.partial(with_cache, form=form, context=context)),
             jax.jit(functools.partial(empty_cache, axes, dtype)),
-            jax.jit(prefill, donate_argnums=1),
+            jax.jit(run_prefill, donate_argnums=1),
             jax.jit(copy_slots, donate_argnums=0),
             jax.jit(run_decode, donate_argnums=1),
         )
@@ -323,7 +326,7 @@ def _programs(
     return Programs(
         jax.jit(prepare),
         jax.jit(empty),
-        per_shard(prefill, (whole, by_slot, by_slot), by_slot, 1),
+        per_shard(run_prefill, (whole, by_slot, by_slot), by_slot, 1),
         per_shard(copy_slots, (by_slot, by_slot, by_slot, by_slot), by_slot, 0),
         per_shard(
             run_decode,

@@ -24,7 +24,7 @@ import numpy as np
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
-from marin_rl.sampling.cached_model import Cache, CachedModel
+from marin_rl.sampling.cached_model import Cache, ModelArrays
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.decoding import compile_programs, conversion_program
 from marin_rl.sampling.host_mesh import copy_to_each_process
@@ -214,16 +214,17 @@ class GroupSampler(Sampler):
         model = eqx.filter(self._source, eqx.is_array)
         if self._trainer is None or self._sizes.hosts == 1:
             with self._on_mesh():
-                self._model = self._programs.prepare(model)
+                self._model = ModelArrays.of(self._programs.prepare(model))
             return
         with self._trainer.use_device_mesh():
             converted = conversion_program(self._trainer, self._sizes.form, self._sizes.context)(model)
-        self._model = copy_to_each_process(converted, self._trainer.device_mesh, self._trainer.compute_axis_mapping)
+        copies = copy_to_each_process(converted, self._trainer.device_mesh, self._trainer.compute_axis_mapping)
+        self._model = ModelArrays.of(copies)
 
     def reset(self) -> None:
         """Drop all requests and conversations, and release the device memory until the next request."""
         slots = self._sizes.slots
-        self._model: CachedModel | None = None
+        self._model: ModelArrays | None = None
         self._cache: Cache | None = None
         self._queue: deque[AcceptedRequest] = deque()
         self._next_turns: list[AcceptedRequest] = []
@@ -273,7 +274,7 @@ class GroupSampler(Sampler):
             )
         self._cache = cache
 
-    def _loaded(self) -> tuple[CachedModel, Cache]:
+    def _loaded(self) -> tuple[ModelArrays, Cache]:
         """Return model and cache, which is donated to the next program."""
         if self._model is None:
             if self._sizes.hosts > 1:
