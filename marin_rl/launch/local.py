@@ -15,17 +15,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import IO
 
 from marin_rl.config_fields import check_at_least
 from marin_rl.launch.supervise import exit_status
+from marin_rl.planning.chips import machine_memory
 
 DEVICES_FLAG = "--xla_force_host_platform_device_count"
 PROCESS_BYTES = 500_000_000
 """Memory that every training process needs, also with a tiny model."""
-CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Files with the memory limit of a container, of cgroups version 2 and 1."""
 OUTPUT_TIMEOUT = 5.0
 """Seconds to wait for the rest of the output after the end of all processes."""
 
@@ -43,22 +41,12 @@ class LocalConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, "local", num_processes=1, devices_per_process=1, stop_timeout=0)
-        memory = _memory()
+        memory = machine_memory()
         if self.num_processes * PROCESS_BYTES > memory:
             raise ValueError(
                 f"num_processes is {self.num_processes}, but this machine or container has memory for at most "
                 f"{memory // PROCESS_BYTES} training processes; lower it"
             )
-
-
-def _memory() -> int:
-    """Return the bytes of memory of this machine, or the limit of this process's container if it is lower."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for path in CGROUP_LIMITS:
-        # A missing file, or the text `max`, is no limit.
-        with contextlib.suppress(OSError, ValueError):
-            limits.append(int(path.read_text(encoding="utf-8")))
-    return min(limits)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,15 +3,19 @@
 
 """Chips, and topologies of them: `v5p:2x2x4`, slices `2xv5p:2x2x4`, GPUs `h100:8`, or devices of a CPU `cpu:8`."""
 
+import contextlib
 import dataclasses
 import difflib
 import math
 import os
 import re
+from pathlib import Path
 
 from marin_rl.errors import UserError
 
 GIB = 2**30
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Files with the memory limit of a container, of cgroups version 2 and 1."""
 Number = int | float
 """A quantity that may be extrapolated or averaged."""
 
@@ -272,9 +276,19 @@ def _fit_dimensions(chip: Chip, shape: tuple[int, ...]) -> str:
     return f"{chip.name}:{'x'.join(map(str, whole))}"
 
 
+def machine_memory() -> int:
+    """Return the bytes of memory of this machine, or the limit of this process's container if it is lower."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in CGROUP_LIMITS:
+        # A missing file, or the text `max`, is no limit.
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int(path.read_text(encoding="utf-8")))
+    return min(limits)
+
+
 def _cpu(devices: int) -> Chip:
     """Return one of several equal devices of this machine's CPU, without its rates, which `measure_cpu` measures."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / devices
+    memory = machine_memory() / devices
     unknown = math.inf
     return Chip(
         name="cpu",

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from marin_rl.launch import local
 from marin_rl.launch.local import LocalConfig, Process, run_together, training_processes
+from marin_rl.planning import chips
 from tests.tiny_run import TinyRun, set_num_steps
 
 TIMEOUT = 400.0
@@ -168,7 +168,7 @@ def test_dry_run_prints_the_commands(tmp_path: Path) -> None:
 
 def test_processes_fit_into_the_memory_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     version_2, version_1 = tmp_path / "memory.max", tmp_path / "memory.limit_in_bytes"
-    monkeypatch.setattr(local, "CGROUP_LIMITS", (version_2, version_1))
+    monkeypatch.setattr(chips, "CGROUP_LIMITS", (version_2, version_1))
     LocalConfig(num_processes=2)
     version_2.write_text("max\n")
     LocalConfig(num_processes=2)
