@@ -31,14 +31,19 @@ LISTED_NAMES = 12
 """Maximum valid names that an error message lists next to the nearest ones."""
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
+def nearest(name: str, valid: Iterable[str], heading: str = "Valid here") -> str:
     """Suggestion for an error message: the nearest valid names, and all of them if they are few or none is near.
+
+    Args:
+        name: the invalid name.
+        valid: the valid names.
+        heading: text before the list of all names.
 
     >>> nearest("sede", ["seed", "steps"])
     "did you mean 'seed'? Valid here: seed, steps"
     """
     names = [str(candidate) for candidate in valid]
-    listing = f"Valid here: {', '.join(names)}" if names else "Nothing is valid here"
+    listing = f"{heading}: {', '.join(names)}" if names else "Nothing is valid here"
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     close += [full for full in names if full not in close and name == "".join(word[:1] for word in full.split("_"))]
     if not close:

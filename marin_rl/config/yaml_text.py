@@ -88,7 +88,7 @@ def _nearest_file(path: Path) -> str:
     names = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml"))
     if not names:
         return f"there is no YAML file in {str(path.parent)!r}"
-    return nearest(path.name, names).replace("Valid here", f"In {str(path.parent)!r}")
+    return nearest(path.name, names, heading=f"In {str(path.parent)!r}")
 
 
 class _Loader(yaml.SafeLoader):
