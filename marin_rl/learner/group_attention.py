@@ -26,10 +26,6 @@ from marin_rl.learner.attention_kernel import GROUP_BLOCK
 from marin_rl.learner.gpu_attention import GpuBackend, attend_in_segments, block_attention, segment_attention
 from marin_rl.learner.splash_attention import splash_attention
 
-EXCLUDED = -1e9
-"""Score of a pair that the mask excludes. Padding has no other pairs, so it must not be infinite."""
-
-
 Attend = Callable[[Array, Array, Array, Array], Array]
 """Causal attention, within segments, of the last positions of each row: a function of queries `[row, query, kv_head,
 group, head_size]`, keys and values `[row, position, kv_head, head_size]` and segment ids `[row, position]`."""
@@ -159,5 +155,5 @@ def _full_attention(
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     causal = first + jnp.arange(query.shape[1])[:, None] >= jnp.arange(keys.shape[1])
     visible = causal & (segment_ids[:, first:, None] == segment_ids[:, None, :])
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, EXCLUDED), axis=-1).astype(values.dtype)
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1).astype(values.dtype)
     return jnp.einsum("rhgqk,rkhd->rqhgd", weights, values)
