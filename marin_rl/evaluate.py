@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from levanter.distributed import DistributedConfig
+from levanter.trainer import TrainerConfig
 
 from marin_rl import multihost
 from marin_rl.config.command_line import parse_config
@@ -24,7 +25,7 @@ from marin_rl.distributed.samplers import open_group_sampler
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.errors import USER_ERRORS
 from marin_rl.escaping import escape, escape_line
-from marin_rl.host_status import exit_on_error, explain_errors
+from marin_rl.host_status import exit_on_error, explain_errors, require_same_software
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.devices import join_processes, start_devices
 from marin_rl.learner.scoring import Scorer
@@ -90,9 +91,24 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
         RunDirectoryError: if the run does not exist.
         CheckpointError: if the run has no checkpoint of this step, or no valid checkpoint.
     """
+    # First, so that an error of one process ends the others, too.
+    join_processes(TrainerConfig(distributed=config.distributed))
+    with exit_on_error(), explain_errors():
+        require_same_software()
+        train_config, checkpoints = _open_run(config)
+        check_config(train_config)
+        settings = {**encode(config), "run": None, "distributed": None}
+        multihost.require_equal({"settings": repr(settings).encode()}, "the evaluation")
+        return _evaluate(config, train_config, checkpoints)
+
+
+def _open_run(config: EvaluateConfig) -> tuple[TrainConfig, Checkpoints]:
+    """Return the config of the run with the settings of the evaluation, and its checkpoints."""
     directory = open_existing(storage_path(config.run, "run"))
     train_config = from_yaml(TrainConfig, directory.config.read_text(encoding="utf-8"), str(directory.config))
-    train_config = dataclasses.replace(
+    checkpoints = Checkpoints(directory.checkpoints, train_config.checkpoint)
+    require_checkpoint(config.run, checkpoints, config.step)
+    changed = dataclasses.replace(
         train_config,
         environment=config.environment or train_config.environment,
         # The processes divide the groups among themselves, as in a synchronous run.
@@ -100,14 +116,7 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
         sampler=LevanterSamplerConfig(),
         trainer=dataclasses.replace(train_config.trainer, distributed=config.distributed),
     )
-    checkpoints = Checkpoints(directory.checkpoints, train_config.checkpoint)
-    require_checkpoint(config.run, checkpoints, config.step)
-    join_processes(train_config.trainer)
-    with exit_on_error(), explain_errors():
-        check_config(train_config)
-        settings = {**encode(config), "run": None, "distributed": None}
-        multihost.require_equal({"settings": repr(settings).encode()}, "the evaluation")
-        return _evaluate(config, train_config, checkpoints)
+    return changed, checkpoints
 
 
 def _evaluate(

@@ -13,10 +13,12 @@ import itertools
 import json
 import logging
 import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -35,7 +37,13 @@ HEARTBEAT_TIMEOUT = 40.0
 """Seconds without a heartbeat of a process after which the main process reports its loss to the others, and without
 an answer of the main process after which the others end. jax itself waits for 100."""
 
+SOFTWARE = ("jax", "jaxlib", "libtpu", "haliax", "levanter", "marin_rl")
+"""Packages that must have the same version in all processes."""
+COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+"""Environment variables that must be equal in all processes."""
+
 _ERROR, _ENDED, _HEARTBEAT = "marin_rl/error", "marin_rl/ended/", "marin_rl/heartbeat/"
+_SOFTWARE = "marin_rl/software"
 _LOST = (
     "has not responded for {:g} s: it was killed or paused, or its host is unreachable. Run the same command on all "
     "hosts to resume from the last checkpoint"
@@ -163,6 +171,35 @@ def exit_on_error() -> Iterator[None]:
             _client().key_value_delete(f"{_HEARTBEAT}{jax.process_index()}")
 
 
+def require_same_software() -> None:
+    """Check that all processes have the same versions of jax and the like, and the same compiler flags.
+
+    Other versions may compile other collective operations, in which the processes would wait for each other forever.
+    So this check uses none.
+
+    Raises:
+        ProcessesDifferError: if this process differs from the main process; names both versions or flags.
+    """
+    if not multihost.is_multihost():
+        return
+    own = {name: _version(name) for name in SOFTWARE} | {name: os.environ.get(name) for name in COMPILER_VARIABLES}
+    if multihost.is_main():
+        _client().key_value_set(_SOFTWARE, json.dumps(own), allow_overwrite=True)
+        return
+    while (text := _await(_SOFTWARE, INTERVAL)) is None:
+        raise_error_of_others()
+    of_main = json.loads(text)
+    if differing := [
+        f"{name} {own[name] or 'none'} instead of {of_main[name] or 'none'}"
+        for name in own
+        if own[name] != of_main[name]
+    ]:
+        raise multihost.ProcessesDifferError(
+            f"training process {jax.process_index()} on host {socket.gethostname()} has {', '.join(differing)} in the "
+            "main process; install the same versions and set the same variables on all training hosts"
+        )
+
+
 @contextlib.contextmanager
 def explain_errors() -> Iterator[None]:
     """With several processes, replace a jax error by the error of another process, or add a note on lost processes.
@@ -187,6 +224,12 @@ def explain_errors() -> Iterator[None]:
             "Run the same command on all hosts to resume from the last checkpoint."
         )
         raise
+
+
+def _version(package: str) -> str | None:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
 
 
 def _report(error: BaseException) -> None:

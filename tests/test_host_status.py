@@ -6,10 +6,12 @@
 import atexit
 import contextlib
 import json
+import socket
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from types import SimpleNamespace
 
 import jax
@@ -22,8 +24,10 @@ from marin_rl.host_status import (
     exit_on_error,
     explain_errors,
     raise_error_of_others,
+    require_same_software,
     separate_work,
 )
+from marin_rl.multihost import ProcessesDifferError
 
 COUNT = 3
 
@@ -185,6 +189,30 @@ def test_a_stop_after_all_have_finished_does_not_end_the_round(processes: Proces
             pass
 
     assert processes.run(late, other, other) == [None] * COUNT
+
+
+def test_another_version_or_compiler_flag_is_an_error(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "libtpu":
+            raise metadata.PackageNotFoundError(name)
+        return "0.11" if name == "jax" and processes.index == 2 else "0.10"
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
+    monkeypatch.setattr(socket, "gethostname", lambda: "host-b")
+    assert processes.run(require_same_software, require_same_software)[:2] == [None, None]
+
+    main, same, other = processes.run(require_same_software, require_same_software, require_same_software)
+    assert main is None
+    assert same is None
+    assert type(other) is ProcessesDifferError
+    assert str(other) == (
+        "training process 2 on host host-b has jax 0.11 instead of 0.10 in the main process; install the same versions "
+        "and set the same variables on all training hosts"
+    )
+    monkeypatch.delenv("XLA_FLAGS")
+    (other,) = [error for error in processes.run(lambda: None, require_same_software) if error is not None]
+    assert "has XLA_FLAGS none instead of --xla_a=1 in the main process" in str(other)
 
 
 def fail() -> None:

@@ -28,7 +28,7 @@ from marin_rl.config.yaml_text import to_yaml
 from marin_rl.config_fields import changeable_keys
 from marin_rl.distributed.ray_workers import find_cluster
 from marin_rl.errors import Closing, writing
-from marin_rl.host_status import StopRequestedError, exit_on_error, explain_errors
+from marin_rl.host_status import StopRequestedError, exit_on_error, explain_errors, require_same_software
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.devices import exempt_from_collection, join_processes
 from marin_rl.learner.hf_export import DeviceWeights
@@ -63,11 +63,13 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
         CheckpointError: if no checkpoint is usable, or a new one cannot be written.
         NonFiniteUpdateError: if training diverged; the last checkpoint precedes the divergence.
     """
-    config = resolve_model(config)
-    check_weight_files(config)
-    directory = RunDirectory(storage_path(config.run_dir, "run_dir"))
+    # First, so that an error of one process ends the others, too.
     join_processes(config.trainer)
     with contextlib.ExitStack() as resources, exit_on_error():
+        require_same_software()
+        config = resolve_model(config)
+        check_weight_files(config)
+        directory = RunDirectory(storage_path(config.run_dir, "run_dir"))
         check_lock = _lock_on_main(directory, config, resources)
         require_same_config(config)
         require_shared_folder(directory.path)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import io
@@ -9,7 +10,7 @@ import logging
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -330,10 +331,24 @@ def test_weight_files_are_checked_before_devices_start(
         (weights / "model.safetensors").unlink()
     else:
         (weights / "model.safetensors").write_bytes(b"\xff" * 100)
-    monkeypatch.setattr(session, "join_processes", start)
+    passed_on: list[str] = []
+
+    @contextlib.contextmanager
+    def exit_on_error() -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            passed_on.append(str(error))
+            raise
+
+    monkeypatch.setattr("marin_rl.training.open_run.start_devices", start)
+    monkeypatch.setattr(session, "exit_on_error", exit_on_error)
     run = new_run(model=None, initialize_from=str(weights))
     assert run.train() == 1
     error = capfd.readouterr().err
+    # The other processes end, too.
+    assert len(passed_on) == 1
+    assert passed_on[0] in error
     assert f"error: the weights in '{weights}' are missing or damaged: model.safetensors: " in error
     assert not run.path.exists()
 
