@@ -30,8 +30,9 @@ import jmp
 import matplotlib
 from levanter.models.llama import LlamaConfig
 
+from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.config.sections import RolloutConfig
-from marin_rl.config.train_config import TrainConfig, default_trainer
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments import ArithmeticConfig
 from marin_rl.planning.absent_devices import absent_devices
 from marin_rl.planning.chips import CHIPS, GIB, parse_topology

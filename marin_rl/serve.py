@@ -14,7 +14,8 @@ from typing import NamedTuple
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.config.command_line import parse_config
-from marin_rl.config.train_config import TrainConfig, default_trainer
+from marin_rl.config.levanter_sections import default_trainer
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import from_yaml
 from marin_rl.config_fields import check_at_least, local_path
 from marin_rl.distributed.samplers import open_group_sampler

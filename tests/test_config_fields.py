@@ -16,7 +16,8 @@ from levanter.trainer import TrainerConfig
 
 from marin_rl.config.decode import field_types
 from marin_rl.config.help import all_keys
-from marin_rl.config.train_config import TrainConfig, default_trainer
+from marin_rl.config.levanter_sections import default_trainer
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.config_fields import changeable_keys, convert_enum_fields
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.dataset import JsonlConfig

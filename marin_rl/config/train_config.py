@@ -8,24 +8,26 @@ settings that depend on one another. `model`, `optimizer` and `trainer` are leva
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Sequence
 from typing import cast
 
-import jax.numpy as jnp
-from levanter.distributed import DistributedConfig, RayConfig
 from levanter.models.gpt2 import Gpt2Config
 from levanter.models.lm_model import LmConfig
 from levanter.models.mixtral import MixtralConfig
-from levanter.optim import AdamConfig, MarsConfig, OptimizerConfig
+from levanter.optim import AdamConfig, OptimizerConfig
 from levanter.trainer import TrainerConfig
 
 import marin_rl.objectives.gae
 import marin_rl.objectives.gigpo
 import marin_rl.rewards.pipeline  # noqa: F401
 from marin_rl.batching.packing import GroupRow, RowLayout
-from marin_rl.config.decode import default_of
+from marin_rl.config.levanter_sections import (
+    TRAINER_KEYS_WITHOUT_EFFECT,
+    check_optimizer,
+    check_trainer,
+    default_trainer,
+)
 from marin_rl.config.objective_config import ObjectiveConfig, UpdateConfig
 from marin_rl.config.sections import (
     TOKENS_PER_MICROBATCH,
@@ -61,38 +63,18 @@ from marin_rl.objectives.importance import NoCorrectionConfig, OffPolicyCorrecti
 from marin_rl.objectives.kl import KlConfig, NoKlConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig, ReinforceLossConfig
 from marin_rl.objectives.shaping import KeepTruncatedConfig, OverlongConfig, TruncationConfig
-from marin_rl.remote_path import RemotePath
 from marin_rl.rewards.component import RewardScope
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rollouts.attempt import LongPrompts
 from marin_rl.rollouts.filters import FilterConfig, KeepGroupsConfig
 from marin_rl.rollouts.store import RolloutStoreConfig
 from marin_rl.sampling.config import LevanterSamplerConfig, OpenAiSamplerConfig, SamplerConfig, SamplingConfig
-from marin_rl.storage import storage_path, user_cache
+from marin_rl.storage import storage_path
 from marin_rl.tokenization.load import TokenizerConfig
 from marin_rl.weights.config import ArrowFlightConfig, TransferDtype, WeightTransferConfig, is_loopback
 
 LOGPROB_BLOCK_SIZE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
 """Tokens on each device whose logits are in memory at once, by platform, if the config does not set their number."""
-UNUSABLE_OPTIMIZERS = ("adamH", "kron", "muonH", "rmsprop", "scion", "sophia-h")
-"""Levanter's optimizers whose update cannot be compiled: sophia-h needs the loss function, the others call functions
-that the installed jax has removed or does not support in a compiled program."""
-
-
-def default_trainer() -> TrainerConfig:
-    """Levanter's trainer section with defaults for any machine.
-
-    Levanter's own defaults require an accelerator, log to wandb, write compiler dumps and start Ray.
-    """
-    return TrainerConfig(
-        tracker=(),
-        require_accelerator=False,
-        log_jaxprs=False,
-        log_xla_hlo=False,
-        jax_compilation_cache_dir=str(user_cache("jax")),
-        distributed=DistributedConfig(initialize_jax_distributed=False),
-        ray=RayConfig(auto_start_cluster=False),
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,32 +173,7 @@ class TrainConfig:
             *("tracker", "jax_compilation_cache_dir", "distributed"),
             *("profiler", "profiler_start_step", "profiler_num_steps"),
         )
-        | without_effect(
-            seed="set seed",
-            train_batch_size="set rollouts.prompts_per_step and rollouts.group_size, whose product is the batch",
-            num_train_steps="set num_steps",
-            steps_per_eval="set evaluation.every",
-            max_eval_batches="set evaluation.tasks",
-            load_checkpoint="rerun in the same run_dir to resume",
-            load_checkpoint_path="rerun in the same run_dir to resume",
-            initialize_from="set initialize_from at the top level",
-            checkpointer="set checkpoint",
-            quantization="not supported; leave it out",
-            model_averaging="not supported; leave it out",
-            batch_axis="the axis of rows is always named batch",
-            profiler_perfetto_link="open profile/ in the run directory with TensorBoard or Perfetto",
-            watch="not supported; leave it out",
-            crash_on_nan="a run always ends at an update that is not finite",
-            crash_on_inf="a run always ends at an update that is not finite",
-            log_dir="the log is in the run directory",
-            log_jaxprs="the environment variable XLA_FLAGS=--xla_dump_to=FOLDER writes compiled programs",
-            log_xla_hlo="the environment variable XLA_FLAGS=--xla_dump_to=FOLDER writes compiled programs",
-            shutdown_at_exit="python -m marin_rl.launch tpu has the option --autodelete",
-            per_device_eval_parallelism="set sampling.max_seqs",
-            allow_partial_checkpoint="a checkpoint must be complete",
-            allow_nondivisible_batch_size="rows that fill up a batch need no setting",
-            ray="set ray_address at the top level",
-        ),
+        | without_effect(**TRAINER_KEYS_WITHOUT_EFFECT),
     )
     """Mesh, precision, microbatches and trackers (levanter's section). Batch size and number of steps follow from
     `rollouts` and `num_steps`."""
@@ -226,8 +183,8 @@ class TrainConfig:
         check_paths(self)
         module_levels(self.logging)
         self._check_numbers()
-        self._check_optimizer()
-        self._check_trainer()
+        check_optimizer(self.optimizer)
+        check_trainer(self.trainer)
         self._check_model()
         self._check_replay()
         self._check_workers()
@@ -237,50 +194,8 @@ class TrainConfig:
     def _check_numbers(self) -> None:
         if self.num_steps < 0:
             raise ValueError(f"num_steps is {self.num_steps}; it must be at least 0")
-        if not 0 <= self.optimizer.learning_rate < math.inf:
-            raise ValueError(
-                f"optimizer.learning_rate is {self.optimizer.learning_rate}; it must be a finite number of at least 0"
-            )
         if self.logprob_block_size is not None and self.logprob_block_size < 1:
             raise ValueError(f"logprob_block_size is {self.logprob_block_size}; it must be at least 1 token, or null")
-
-    def _check_optimizer(self) -> None:
-        refused = {OptimizerConfig.get_choice_class(name): name for name in UNUSABLE_OPTIMIZERS}
-        if name := refused.get(type(self.optimizer)):
-            usable = sorted(OptimizerConfig.get_known_choices().keys() - refused.values())
-            raise ValueError(
-                f"optimizer.type is {name!r}, whose update in levanter cannot be compiled; use one of "
-                f"{', '.join(usable)}"
-            )
-        if isinstance(self.optimizer, MarsConfig) and self.optimizer.max_grad_norm:
-            raise ValueError(
-                f"optimizer.max_grad_norm is {self.optimizer.max_grad_norm}, but levanter's clipping in mars cannot be "
-                "compiled; set optimizer.max_grad_norm: null, or use optimizer: {type: adam}"
-            )
-
-    def _check_trainer(self) -> None:
-        cache = self.trainer.jax_compilation_cache_dir
-        if cache is not None and "://" in cache:
-            path = storage_path(cache, "trainer.jax_compilation_cache_dir")
-            if not isinstance(path, RemotePath) or path.protocol not in ("gs", "s3"):
-                raise ValueError(
-                    f"trainer.jax_compilation_cache_dir is {cache!r}, but jax supports only gs:// and s3:// addresses "
-                    "besides paths on a mounted file system"
-                )
-        defaults = default_trainer()
-        for name, remedy in self.__dataclass_fields__["trainer"].metadata["without_effect"].items():
-            given = getattr(self.trainer, name)
-            if given not in (default_of(TrainerConfig, name), getattr(defaults, name)):
-                raise ValueError(f"trainer.{name} is {given!r}, but this setting has no effect: {remedy}")
-        for name in ("profiler_start_step", "profiler_num_steps"):
-            if getattr(self.trainer, name) < 1:
-                raise ValueError(f"trainer.{name} is {getattr(self.trainer, name)}; it must be at least 1")
-        precision = self.trainer.mp
-        if jnp.float16 in (precision.param_dtype, precision.compute_dtype, precision.output_dtype):
-            raise ValueError(
-                f"trainer.mp is '{precision}', but gradients of many tokens underflow in float16, because the loss is "
-                "not scaled; use bfloat16, such as p=f32,c=bf16"
-            )
 
     def _check_model(self) -> None:
         if self.sampling.stop and isinstance(self.sampler, OpenAiSamplerConfig):

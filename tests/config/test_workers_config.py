@@ -10,8 +10,9 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
 from marin_rl.config.decode import ConfigError, decode
+from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.config.sections import Mode
-from marin_rl.config.train_config import TrainConfig, default_trainer
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.workers_config import Refresh, WorkerMeshConfig, WorkersConfig
 from marin_rl.config.yaml_text import from_yaml, to_yaml
 from marin_rl.weights.config import ArrowFlightConfig, TransferDtype

@@ -16,7 +16,7 @@ from levanter.models.qwen import Qwen3Config
 from safetensors.numpy import load_file
 
 from experiments.parity import llama_logprobs, measure
-from marin_rl.config.train_config import default_trainer
+from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import model_shape, save_hf_policy
 from marin_rl.tokenization.load import TokenizerConfig

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 
-from marin_rl.config.train_config import default_trainer
+from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.learner.devices import DeviceError, start_devices
 
 CASES = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from marin_rl.config.train_config import default_trainer
+from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.learner.devices import (
     COLLECTION_THRESHOLD,
     collect_garbage,

@@ -16,7 +16,7 @@ import pytest
 from levanter.layers.attention import AttentionMask
 from levanter.optim import OptimizerConfig
 
-from marin_rl.config.train_config import UNUSABLE_OPTIMIZERS
+from marin_rl.config.levanter_sections import UNUSABLE_OPTIMIZERS
 from marin_rl.learner.loss import loss_metrics
 from marin_rl.learner.train_step import (
     Learner,

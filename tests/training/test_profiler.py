@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import pytest
 
-from marin_rl.config.train_config import default_trainer
+from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.errors import RunDirectoryError
 from marin_rl.remote_path import RemotePath
 from marin_rl.timing import PhaseTimer

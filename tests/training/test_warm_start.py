@@ -16,8 +16,8 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
 from marin_rl.batching.packing import RowLayout
+from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.config.sections import WarmStartConfig
-from marin_rl.config.train_config import default_trainer
 from marin_rl.environments.base import Split
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.host_status import StopRequestedError
