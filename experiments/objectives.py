@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from experiments.rloo_in_code import rloo
-from marin_rl.config.objective_config import UpdateConfig
+from marin_rl.config.sections import UpdateConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives.advantages import DrGrpoConfig, GrpoConfig

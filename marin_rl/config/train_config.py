@@ -3,18 +3,15 @@
 
 """The configuration of a training run.
 
-Each section is defined next to the code that it configures. `TrainConfig` combines the sections and validates
-settings that depend on one another. `model`, `optimizer` and `trainer` are levanter's sections.
+Each section is defined next to the code that it configures; `combinations` checks sections that restrict one another.
+`model`, `optimizer` and `trainer` are levanter's sections.
 """
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import cast
 
-from levanter.models.gpt2 import Gpt2Config
 from levanter.models.lm_model import LmConfig
-from levanter.models.mixtral import MixtralConfig
 from levanter.optim import AdamConfig, OptimizerConfig
 from levanter.trainer import TrainerConfig
 
@@ -22,13 +19,13 @@ import marin_rl.objectives.gae
 import marin_rl.objectives.gigpo
 import marin_rl.rewards.pipeline  # noqa: F401
 from marin_rl.batching.packing import GroupRow, RowLayout
+from marin_rl.config.combinations import check_combinations
 from marin_rl.config.levanter_sections import (
     TRAINER_KEYS_WITHOUT_EFFECT,
     check_optimizer,
     check_trainer,
     default_trainer,
 )
-from marin_rl.config.objective_config import ObjectiveConfig, UpdateConfig
 from marin_rl.config.sections import (
     TOKENS_PER_MICROBATCH,
     EvaluationConfig,
@@ -36,10 +33,11 @@ from marin_rl.config.sections import (
     Mode,
     ReplayConfig,
     RolloutConfig,
+    UpdateConfig,
     WarmStartConfig,
     module_levels,
 )
-from marin_rl.config.workers_config import Refresh, WorkersConfig
+from marin_rl.config.workers_config import WorkersConfig
 from marin_rl.config_fields import (
     STORAGE_PATH,
     check_paths,
@@ -50,12 +48,11 @@ from marin_rl.config_fields import (
 )
 from marin_rl.environments.base import EnvironmentConfig
 from marin_rl.kernel_sharding import POSITION
-from marin_rl.learner.attention_kernel import PLATFORMS, AttentionKernel, attention_kernel
+from marin_rl.learner.attention_kernel import AttentionKernel, attention_kernel
 from marin_rl.learner.checkpoint import CheckpointConfig
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.learner.devices import microbatch_rows, platform_of
 from marin_rl.learner.hf_export import ExportConfig
-from marin_rl.models.conversion import check_model
 from marin_rl.objectives.advantage_inputs import AdvantageConfig
 from marin_rl.objectives.advantages import RlooConfig
 from marin_rl.objectives.aggregation import AggregationConfig, SequenceSumConfig
@@ -65,13 +62,12 @@ from marin_rl.objectives.policy_loss import PolicyLossConfig, ReinforceLossConfi
 from marin_rl.objectives.shaping import KeepTruncatedConfig, OverlongConfig, TruncationConfig
 from marin_rl.rewards.component import RewardScope
 from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rollouts.attempt import LongPrompts
 from marin_rl.rollouts.filters import FilterConfig, KeepGroupsConfig
 from marin_rl.rollouts.store import RolloutStoreConfig
-from marin_rl.sampling.config import LevanterSamplerConfig, OpenAiSamplerConfig, SamplerConfig, SamplingConfig
+from marin_rl.sampling.config import LevanterSamplerConfig, SamplerConfig, SamplingConfig
 from marin_rl.storage import storage_path
 from marin_rl.tokenization.load import TokenizerConfig
-from marin_rl.weights.config import ArrowFlightConfig, TransferDtype, WeightTransferConfig, is_loopback
+from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig
 
 LOGPROB_BLOCK_SIZE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
 """Tokens on each device whose logits are in memory at once, by platform, if the config does not set their number."""
@@ -185,153 +181,13 @@ class TrainConfig:
         self._check_numbers()
         check_optimizer(self.optimizer)
         check_trainer(self.trainer)
-        self._check_model()
-        self._check_replay()
-        self._check_workers()
-        self._check_agents()
-        ObjectiveConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ObjectiveConfig)})
+        check_combinations(self)
 
     def _check_numbers(self) -> None:
         if self.num_steps < 0:
             raise ValueError(f"num_steps is {self.num_steps}; it must be at least 0")
         if self.logprob_block_size is not None and self.logprob_block_size < 1:
             raise ValueError(f"logprob_block_size is {self.logprob_block_size}; it must be at least 1 token, or null")
-
-    def _check_model(self) -> None:
-        if self.sampling.stop and isinstance(self.sampler, OpenAiSamplerConfig):
-            raise ValueError(
-                f"sampling.stop is {list(self.sampling.stop)}, which sampler openai does not support; remove it, or "
-                "use sampler: {type: levanter}"
-            )
-        if self.model is None and self.initialize_from is None:
-            raise ValueError(
-                "neither model nor initialize_from is set: name an architecture to start from scratch "
-                "(model: {type: llama, ...}) or weights to start from (initialize_from: FOLDER)"
-            )
-        if self.model is not None and self.rollouts.max_length > self.model.Pos.size:
-            raise ValueError(
-                f"rollouts.max_length is {self.rollouts.max_length}, but the model's context has {self.model.Pos.size} "
-                "tokens (model.seq_len); lower rollouts.max_length or raise model.seq_len"
-            )
-        self._check_context()
-        self._check_row_length()
-        if self.rollouts.long_prompts is LongPrompts.TRUNCATE_LEFT and self.rollouts.max_prompt_length is None:
-            keep = max(self.rollouts.max_length - self.sampling.max_new_tokens, 1)
-            raise ValueError(
-                "rollouts.long_prompts is truncate_left, but rollouts.max_prompt_length is null; set it to the number "
-                f"of tokens to keep, such as rollouts.max_length - sampling.max_new_tokens = {keep}"
-            )
-        if self.model is not None:
-            check_model(self.model, max_length=self.rollouts.max_length)
-        if isinstance(self.model, MixtralConfig):
-            self._check_mixtral()
-        if getattr(self.model, "scan_layers", True) is False:
-            raise ValueError("model.scan_layers is false, but the learner supports scanned layers only; set it to true")
-
-    def _check_mixtral(self) -> None:
-        for key in ("tensor_parallel_axes", "axis_resources"):
-            if "experts" in (getattr(self.trainer, key) or ()):
-                raise ValueError(
-                    f"trainer.{key} has 'experts', but levanter cannot shard the experts of a mixtral model over "
-                    "devices; shard their hidden layers with trainer.tensor_parallel_axes: [mlp] instead"
-                )
-
-    def _check_context(self) -> None:
-        axes = self.trainer.tensor_parallel_axes or ()
-        if POSITION in self.trainer.axis_resources or (POSITION in axes and len(axes) > 1):
-            raise ValueError(
-                f"trainer.tensor_parallel_axes is {list(axes)} and trainer.axis_resources is "
-                f"{dict(self.trainer.axis_resources)}, but {POSITION!r} can be split over devices only alone: set "
-                f"trainer.tensor_parallel_axes: [{POSITION}]"
-            )
-        if POSITION in axes and isinstance(self.model, Gpt2Config):
-            raise ValueError(
-                "trainer.tensor_parallel_axes is ['position'], but the positions of a gpt2 model cannot be split over "
-                "devices, because it has an attention module of its own; use another axis, such as mlp"
-            )
-
-    def _check_row_length(self) -> None:
-        """Validate that a platform supports the row length; the run's platform is checked after jax has started."""
-        errors = []
-        for platform in PLATFORMS:
-            try:
-                self.rollouts.positions(attention_kernel(self.model, platform, self._context_shards))
-            except ValueError as error:
-                errors.append(error)
-        if len(errors) == len(PLATFORMS):
-            raise errors[0]
-
-    def _check_replay(self) -> None:
-        if self.replay.capacity is not None and self.replay.capacity < self.rollouts.prompts_per_step:
-            raise ValueError(
-                f"replay.capacity is {self.replay.capacity}, but a step takes rollouts.prompts_per_step = "
-                f"{self.rollouts.prompts_per_step} groups; raise it"
-            )
-        if self.replay.keep_sampling_weights and not self.off_policy_correction.needs_sampling_logprobs:
-            raise ValueError(
-                "replay.keep_sampling_weights is true, but off_policy_correction: {type: none} does not use them; "
-                "set off_policy_correction: {type: tis}, or keep_sampling_weights: false"
-            )
-        if self.replay.keep_sampling_weights and self.workers.refresh is Refresh.IN_FLIGHT:
-            raise ValueError(
-                "replay.keep_sampling_weights is true and workers.refresh is in_flight, but an answer sampled with "
-                "several versions of the weights cannot be scored with one; set workers.refresh: between_groups, or "
-                "keep_sampling_weights: false"
-            )
-
-    def _check_workers(self) -> None:
-        if self.ray_address is not None and not re.fullmatch(r"auto|[^/]+:\d{1,5}", self.ray_address):
-            raise ValueError(
-                f"ray_address is {self.ray_address!r}; it must be `auto`, or `host:port` of a cluster's head node, "
-                "such as 10.0.0.1:6379. Ray's client protocol (ray://) is not supported: start the run on a machine of "
-                "the cluster"
-            )
-        if self.mode is Mode.ASYNC:
-            self._check_async()
-
-    def _check_async(self) -> None:
-        if batch_scoped := self.batch_scoped_rewards():
-            raise ValueError(
-                f"{batch_scoped[0]} has scope: batch, which needs all rollouts of a step together; with mode: async "
-                "they run at different times in different workers, so use scope: group, or mode: sync"
-            )
-        if isinstance(self.sampler, OpenAiSamplerConfig):
-            self._check_openai_sampler(self.sampler.base_url)
-        casts = self.weights.dtype is not TransferDtype.PARAMETER
-        self.workers.check_run(self.ray_address, self.trainer.mp.param_dtype, casts=casts)
-        is_local = self.ray_address is None or is_loopback(self.ray_address.rpartition(":")[0])
-        if isinstance(self.weights, ArrowFlightConfig) and is_loopback(self.weights.host) and not is_local:
-            raise ValueError(
-                f"weights.host is {self.weights.host}, which only this machine can reach, but the workers run on the "
-                f"Ray cluster at ray_address {self.ray_address!r}; set weights.host to an address of this machine in a "
-                "trusted network, or to 0.0.0.0. If the cluster consists of this machine only, set ray_address: "
-                "127.0.0.1:PORT"
-            )
-
-    def _check_openai_sampler(self, base_url: str) -> None:
-        if self.workers.num_workers != 1:
-            raise ValueError(
-                f"workers.num_workers is {self.workers.num_workers}, but several workers would overwrite each other's "
-                f"weights on the server {base_url}; set workers.num_workers: 1, raise sampling.max_seqs, and "
-                "put further engines behind that address"
-            )
-        if self.workers.refresh is Refresh.IN_FLIGHT:
-            raise ValueError(
-                f"workers.refresh is in_flight, but if {base_url} loads weights during an answer, the version "
-                "that sampled each token is unknown; set workers.refresh: between_groups"
-            )
-
-    def _check_agents(self) -> None:
-        if not self.advantage.is_token_level:
-            return
-        for key, section in nested_sections(self.environment, "environment"):
-            if getattr(section, "runs_agents", False):
-                name = AdvantageConfig.get_choice_name(type(self.advantage))
-                raise ValueError(
-                    f"advantage {name!r} credits the turns of a rollout in the order of time, but {key} runs agents, "
-                    "whose conversations may overlap; use advantage: {type: rloo}, or another that compares rollouts "
-                    "(reinforce without gamma)"
-                )
 
     def batch_scoped_rewards(self) -> list[str]:
         """Keys of the reward functions that score all rollouts of a step together."""
@@ -413,9 +269,9 @@ class TrainConfig:
         return kernel.configure(self.model, self.rollouts.positions(kernel))
 
     def _kernel(self, trainer: TrainerConfig) -> AttentionKernel:
-        return attention_kernel(self.model, platform_of(trainer), self._context_shards)
+        return attention_kernel(self.model, platform_of(trainer), self.context_shards)
 
     @property
-    def _context_shards(self) -> int:
+    def context_shards(self) -> int:
         """Number of devices over which the positions of a row are split."""
         return self.trainer.model_axis_size if POSITION in (self.trainer.tensor_parallel_axes or ()) else 1

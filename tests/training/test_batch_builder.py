@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from marin_rl.config.objective_config import UpdateConfig
-from marin_rl.config.sections import RolloutConfig
+from marin_rl.config.sections import RolloutConfig, UpdateConfig
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives import DrGrpoConfig, GaeConfig, GigpoConfig
 from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs, TokenAdvantages

@@ -9,8 +9,7 @@ import pytest
 from levanter.models.llama import LlamaConfig
 from transformers import LlamaConfig as HfLlamaConfig
 
-from marin_rl.config.objective_config import UpdateConfig
-from marin_rl.config.sections import EvaluationConfig, RolloutConfig, WarmStartConfig
+from marin_rl.config.sections import EvaluationConfig, RolloutConfig, UpdateConfig, WarmStartConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.learner.critic import CriticConfig
