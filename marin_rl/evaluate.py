@@ -15,7 +15,7 @@ from levanter.distributed import DistributedConfig
 from levanter.trainer import TrainerConfig
 
 from marin_rl import multihost
-from marin_rl.config.command_line import parse_config
+from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.config.decode import encode
 from marin_rl.config.sections import EvaluationConfig, Mode
 from marin_rl.config.train_config import TrainConfig
@@ -23,13 +23,11 @@ from marin_rl.config.yaml_text import from_yaml
 from marin_rl.distributed.rollout_runner import make_runner, open_reward_functions
 from marin_rl.distributed.samplers import open_group_sampler
 from marin_rl.environments.base import EnvironmentConfig, Split
-from marin_rl.errors import USER_ERRORS
-from marin_rl.escaping import escape, escape_line
+from marin_rl.escaping import escape_line
 from marin_rl.host_status import exit_on_error, explain_errors, require_same_software
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.devices import join_processes, start_devices
 from marin_rl.learner.scoring import Scorer
-from marin_rl.logs import warnings_to_stderr
 from marin_rl.sampling.config import MIN_TEMPERATURE, LevanterSamplerConfig
 from marin_rl.storage import storage_path
 from marin_rl.training.evaluation import evaluate, first_of_each, reference_loss
@@ -160,15 +158,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program name; None for `sys.argv`.
 
     Returns:
-        The exit status: 0, or 1 after an error.
+        Exit status: 0, 1 after an error, or 130 after an interrupt.
     """
-    try:
-        with warnings_to_stderr():
-            parsed = parse_config(EvaluateConfig, sys.argv[1:] if argv is None else argv, FLAGS)
-            step, metrics = run_evaluation(parsed.config)
-    except USER_ERRORS as error:
-        print(f"error: {escape(str(error))}", file=sys.stderr)
-        return 1
+    return run_command(_run, argv)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    parsed = parse_config(EvaluateConfig, arguments, FLAGS)
+    step, metrics = run_evaluation(parsed.config)
     if not multihost.is_main():
         return 0
     if "json" in parsed.flags:

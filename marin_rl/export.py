@@ -9,15 +9,14 @@ from collections.abc import Sequence
 
 import jax
 
-from marin_rl.config.command_line import parse_config
+from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import from_yaml
 from marin_rl.config_fields import STORAGE_PATH, check_paths
-from marin_rl.errors import USER_ERRORS, UserError
-from marin_rl.escaping import escape, escape_line
+from marin_rl.errors import UserError
+from marin_rl.escaping import escape_line
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.hf_export import ExportConfig
-from marin_rl.logs import warnings_to_stderr
 from marin_rl.storage import file_sizes, storage_path
 from marin_rl.training.export import export_checkpoint
 from marin_rl.training.run_directory import open_existing
@@ -76,17 +75,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program name; None for `sys.argv`.
 
     Returns:
-        The exit status: 0, or 1 after an error.
+        Exit status: 0, 1 after an error, or 130 after an interrupt.
     """
-    try:
-        with warnings_to_stderr():
-            config = parse_config(ExportRunConfig, sys.argv[1:] if argv is None else argv).config
-            # Also on a machine whose accelerators are in use.
-            jax.config.update("jax_platforms", "cpu")
-            step = run_export(config)
-    except USER_ERRORS as error:
-        print(f"error: {escape(str(error))}", file=sys.stderr)
-        return 1
+    return run_command(_run, argv)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    config = parse_config(ExportRunConfig, arguments).config
+    # Also on a machine whose accelerators are in use.
+    jax.config.update("jax_platforms", "cpu")
+    step = run_export(config)
     print(f"step {step} of {escape_line(config.run)} is exported to {escape_line(config.output)}")
     return 0
 

@@ -9,13 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from marin_rl.config.command_line import CommandParser, positive
-from marin_rl.errors import USER_ERRORS
-from marin_rl.escaping import escape
-from marin_rl.logs import warnings_to_stderr
+from marin_rl.config.command_line import CommandParser, positive, run_command
 
-FITS, ERROR, DOES_NOT_FIT = 0, 1, 2
-"""Exit statuses."""
+FITS, DOES_NOT_FIT = 0, 2
+"""Exit statuses of a plan."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,14 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None for the arguments of the process.
 
     Returns:
-        Exit status: 0 if every program compiles and fits, 2 if one does not, 1 after an error.
+        Exit status: 0 if every program compiles and fits, 2 if one does not, 1 after an error, 130 after an interrupt.
     """
-    with warnings_to_stderr():
-        try:
-            return _run(*argument_parser().parse_known_args(argv))
-        except USER_ERRORS as error:
-            print(f"error: {escape(str(error))}", file=sys.stderr)
-            return ERROR
+    return run_command(_run, argv)
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -58,7 +50,8 @@ def argument_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+def _run(argv: Sequence[str]) -> int:
+    arguments, rest = argument_parser().parse_known_args(argv)
     # Imported here because jax and levanter take seconds to import.
     from marin_rl.planning.chips import parse_topology
 

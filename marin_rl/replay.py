@@ -8,12 +8,10 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 
-from marin_rl.config.command_line import CommandParser, parse_config
+from marin_rl.config.command_line import CommandParser, parse_config, run_command
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import from_yaml, parse_yaml
-from marin_rl.errors import USER_ERRORS
-from marin_rl.escaping import escape, escape_line
-from marin_rl.logs import warnings_to_stderr
+from marin_rl.escaping import escape_line
 from marin_rl.storage import storage_path
 from marin_rl.training.fake_rollouts import FakeRun, parse_shape, train_on_fake
 from marin_rl.training.replay import ReplayedStep, replay_step
@@ -28,14 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None for the arguments of the process.
 
     Returns:
-        The exit status: 0, or 1 after an error.
+        Exit status: 0, 1 after an error, or 130 after an interrupt.
     """
-    try:
-        with warnings_to_stderr():
-            print(_run(*argument_parser().parse_known_args(argv)))
-    except USER_ERRORS as error:
-        print(f"error: {escape(str(error))}", file=sys.stderr)
-        return 1
+    return run_command(_run, argv)
+
+
+def _run(argv: Sequence[str]) -> int:
+    print(_replay(*argument_parser().parse_known_args(argv)))
     return 0
 
 
@@ -58,7 +55,7 @@ def argument_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> str:
+def _replay(arguments: argparse.Namespace, rest: Sequence[str]) -> str:
     directory = None if arguments.run is None else open_existing(storage_path(arguments.run, "run"))
     if arguments.fake is None and (directory is None or arguments.step is None):
         raise ValueError("give --run DIR and --step N to replay a step, or --fake SHAPE for synthetic rollouts")

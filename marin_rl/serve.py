@@ -13,18 +13,16 @@ from typing import NamedTuple
 
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.config.command_line import parse_config
+from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import from_yaml
 from marin_rl.config_fields import check_at_least, local_path
 from marin_rl.distributed.samplers import open_group_sampler
-from marin_rl.errors import USER_ERRORS, UserError
-from marin_rl.escaping import escape
+from marin_rl.errors import UserError
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.devices import exempt_from_collection, start_devices
 from marin_rl.learner.policy_model import load_hf_policy
-from marin_rl.logs import warnings_to_stderr
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampleRequest
@@ -241,16 +239,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program name; None for `sys.argv`.
 
     Returns:
-        The exit status: 0 after SIGTERM or Ctrl-C, 1 after an error.
+        Exit status: 0 after SIGTERM or Ctrl-C, 1 after an error, 130 if it is interrupted while it loads.
     """
-    try:
-        with warnings_to_stderr():
-            serve(parse_config(ServeConfig, sys.argv[1:] if argv is None else argv).config)
-    except KeyboardInterrupt:
-        return 130
-    except USER_ERRORS as error:
-        print(f"error: {escape(str(error))}", file=sys.stderr)
-        return 1
+    return run_command(_run, argv)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    serve(parse_config(ServeConfig, arguments).config)
     return 0
 
 

@@ -7,11 +7,8 @@ import gc
 import sys
 from collections.abc import Sequence
 
-from marin_rl.config.command_line import check_command_line, parse_config
-from marin_rl.config.decode import ConfigError
+from marin_rl.config.command_line import check_command_line, parse_config, run_command
 from marin_rl.config.yaml_text import to_yaml
-from marin_rl.escaping import escape
-from marin_rl.logs import warnings_to_stderr
 
 FLAGS = {"dry_run": "Validate the config, print it with all defaults and the size of a step, and stop."}
 
@@ -26,45 +23,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0 if the run is complete or was stopped by the user, 1 after an error, 130 after an interrupt
         before a checkpoint could be saved.
     """
-    arguments = sys.argv[1:] if argv is None else argv
-    with warnings_to_stderr():
-        try:
-            check_command_line(arguments, FLAGS, "marin_rl.config.train_config", "TrainConfig")
-        except ConfigError as error:
-            print(f"error: {escape(str(error))}", file=sys.stderr)
-            return 1
-        return _run(arguments)
+    interrupted = "interrupted; run the same command again to resume from the last checkpoint, if any"
+    return run_command(_run, argv, interrupted)
 
 
 def _run(arguments: Sequence[str]) -> int:
+    check_command_line(arguments, FLAGS, "marin_rl.config.train_config", "TrainConfig")
     # Almost all objects that imports create stay. Collections that visit them take a fifth of the imports' time.
     gc.disable()
     # Imported here because jax and levanter take seconds to import, and most mistakes can be reported without them.
     from marin_rl.config.train_config import TrainConfig
     from marin_rl.environments.base import Split
-    from marin_rl.errors import USER_ERRORS
     from marin_rl.training.dry_run import check_tasks, describe_run
     from marin_rl.training.session import run_session
     from marin_rl.training.starting_weights import check_weight_files, resolve_model
 
     gc.enable()
-    try:
-        parsed = parse_config(TrainConfig, arguments, FLAGS)
-        if "dry_run" in parsed.flags:
-            config = resolve_model(parsed.config)
-            check_weight_files(config)
-            environment = config.environment.build()
-            check_tasks(config, environment)
-            sizes = describe_run(config, config.tokenizer.build(), len(environment.tasks(Split.TRAIN)))
-            print(f"{to_yaml(config)}\n{sizes}")
-            return 0
-        run_session(parsed.config, sys.stdout)
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to resume from the last checkpoint, if any", file=sys.stderr)
-        return 130
-    except USER_ERRORS as error:
-        print(f"error: {escape(str(error))}", file=sys.stderr)
-        return 1
+    parsed = parse_config(TrainConfig, arguments, FLAGS)
+    if "dry_run" in parsed.flags:
+        config = resolve_model(parsed.config)
+        check_weight_files(config)
+        environment = config.environment.build()
+        check_tasks(config, environment)
+        sizes = describe_run(config, config.tokenizer.build(), len(environment.tasks(Split.TRAIN)))
+        print(f"{to_yaml(config)}\n{sizes}")
+        return 0
+    run_session(parsed.config, sys.stdout)
     return 0
 
 

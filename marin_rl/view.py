@@ -10,9 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from marin_rl.config.command_line import CommandParser, positive
-from marin_rl.errors import USER_ERRORS
-from marin_rl.escaping import escape
+from marin_rl.config.command_line import CommandParser, positive, run_command
 from marin_rl.storage import storage_path
 from marin_rl.types import RolloutStatus
 from marin_rl.viewing.html_page import write_page
@@ -39,14 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None for the arguments of the process.
 
     Returns:
-        Exit status: 0, or 1 after an error.
+        Exit status: 0, 1 after an error, or 130 after an interrupt.
     """
-    try:
-        arguments = _parser().parse_args(argv)
-        _show(arguments, open_rollouts(storage_path(arguments.run, "RUN")))
-    except USER_ERRORS as error:
-        print(f"error: {escape(str(error))}", file=sys.stderr)
-        return 1
+    return run_command(_run, argv)
+
+
+def _run(argv: Sequence[str]) -> int:
+    arguments = _parser().parse_args(argv)
+    _show(arguments, open_rollouts(storage_path(arguments.run, "RUN")))
     return 0
 
 

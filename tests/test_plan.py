@@ -84,7 +84,7 @@ def test_plan_for_absent_accelerators(topology: str, where: str, config: Path, t
 def test_mesh_that_does_not_divide_the_heads_is_one_sentence(config: Path):
     mesh = ["--trainer.model_axis_size", "4", "--trainer.tensor_parallel_axes", "[kv_head]"]
     done = run_plan("--config", str(config), "--topology", "cpu:4", *mesh)
-    assert done.returncode == plan.ERROR
+    assert done.returncode == 1
     assert "error: the model's axis kv_head has 2 elements" in done.stderr
     assert "set trainer.model_axis_size to one of 1, 2" in done.stderr
     assert "Traceback" not in done.stderr
@@ -132,7 +132,7 @@ def test_mesh_that_does_not_divide_the_heads_is_one_sentence(config: Path):
 def test_mistakes_are_one_sentence(
     config: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ):
-    assert plan.main([*arguments, "--config", str(config)]) == plan.ERROR
+    assert plan.main([*arguments, "--config", str(config)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error
@@ -149,5 +149,5 @@ def test_run_that_does_not_fit_has_another_exit_status(config: Path):
 @pytest.mark.medium
 def test_mesh_that_does_not_fit_the_devices_is_an_error(config: Path):
     done = run_plan("--config", str(config), "--topology", "cpu:4", "--trainer.model_axis_size", "3")
-    assert done.returncode == plan.ERROR
+    assert done.returncode == 1
     assert "4 devices cannot be split into trainer.model_axis_size 3" in done.stderr

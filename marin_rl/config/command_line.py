@@ -19,7 +19,7 @@ import difflib
 import importlib.util
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -37,12 +37,38 @@ from marin_rl.config.decode import (
 )
 from marin_rl.config.help import all_keys, help_text, overview_text
 from marin_rl.config.yaml_text import load_yaml, parse_value
-from marin_rl.errors import nearest
+from marin_rl.errors import USER_ERRORS, nearest
+from marin_rl.escaping import escape
+from marin_rl.logs import warnings_to_stderr
 
 ConfigT = TypeVar("ConfigT")
 
 CONFIG_OPTIONS = ("config", "config_path")
 """Names of the option for the config file; `config_path` is levanter's name."""
+
+
+def run_command(
+    command: Callable[[Sequence[str]], int], argv: Sequence[str] | None, interrupted: str = "interrupted"
+) -> int:
+    """Run a command, and print its errors as one line.
+
+    Args:
+        command: returns the exit status for the given arguments.
+        argv: arguments without the program's name; None for the arguments of the process.
+        interrupted: message after an interrupt.
+
+    Returns:
+        Exit status: that of the command, 1 after an error, 130 after an interrupt.
+    """
+    with warnings_to_stderr():
+        try:
+            return command(sys.argv[1:] if argv is None else argv)
+        except KeyboardInterrupt:
+            print(interrupted, file=sys.stderr)
+            return 130
+        except USER_ERRORS as error:
+            print(f"error: {escape(str(error))}", file=sys.stderr)
+            return 1
 
 
 class CommandParser(argparse.ArgumentParser):

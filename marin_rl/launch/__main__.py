@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from marin_rl.config.command_line import check_command_line, parse_config
+from marin_rl.config.command_line import check_command_line, parse_config, run_command
 from marin_rl.config.decode import ConfigError
 from marin_rl.errors import USER_ERRORS, nearest
 from marin_rl.escaping import escape
@@ -62,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0, 1 after an error, or 130 after an interrupt; of `local` and `supervise` that of the command.
     """
-    arguments = sys.argv[1:] if argv is None else list(argv)
+    return run_command(_run, argv)
+
+
+def _run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if arguments else 1
@@ -75,16 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "ray": lambda: _tpu(command, own, passed),
         "supervise": lambda: _supervise(own, passed),
     }
-    try:
-        if command not in commands:
-            raise ConfigError(f"unknown command {command!r}; {nearest(command, commands)}")
-        return commands[command]()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except USER_ERRORS as error:
-        print(f"error: {escape(str(error))}", file=sys.stderr)
-        return 1
+    if command not in commands:
+        raise ConfigError(f"unknown command {command!r}; {nearest(command, commands)}")
+    return commands[command]()
 
 
 def _local(own: Sequence[str], passed: Sequence[str]) -> int:
@@ -117,8 +113,7 @@ def _tpu(command: str, own: Sequence[str], passed: Sequence[str]) -> int:
     config, flags = parsed.config, parsed.flags
     if (config.rollout_slices is None) != (command == "tpu"):
         raise ConfigError("rollout_slices is for `launch ray`, which needs it; it is not for `launch tpu`")
-    report = _report
-    launch = open_launch(config, passed, report, dry_run="dry_run" in flags)
+    launch = open_launch(config, passed, _report, dry_run="dry_run" in flags)
     if action == "start":
         return _start(launch, config, command, options, passed, flags)
     if passed:
