@@ -16,23 +16,35 @@ from jaxtyping import Int64
 
 
 class GroupRow(NamedTuple):
-    """Positions of a row that holds a prompt once for several sequences: the prompt, then a part for each of them."""
+    """Parts of a row that holds a prompt once for several sequences: the prompt, then the rest of each of them.
+
+    The model does not compute the position of the last token of a sequence: it predicts no other token.
+    """
 
     prompt_length: int
     """Positions of the prompt."""
     answers: int
     """Sequences that share it."""
     answer_length: int
-    """Positions of the rest of each sequence."""
+    """Positions of the rest of each sequence that the model computes, one less than its tokens."""
 
     @property
     def row_length(self) -> int:
-        """Positions of the row.
+        """Positions of the row that the model computes.
 
         >>> GroupRow(prompt_length=4, answers=2, answer_length=3).row_length
         10
         """
         return self.prompt_length + self.answers * self.answer_length
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the row.
+
+        >>> GroupRow(prompt_length=4, answers=2, answer_length=3).tokens
+        12
+        """
+        return self.row_length + self.answers
 
     @property
     def attention_pairs(self) -> float:
@@ -50,7 +62,7 @@ class RowLayout:
     """Shape of the microbatches of a batch."""
 
     row_length: int
-    """Positions per row."""
+    """Positions per row that the model computes."""
     rows_per_microbatch: int
     """Rows per microbatch."""
     packed: bool
@@ -73,6 +85,11 @@ class RowLayout:
                 f"RowLayout.row_length is {self.row_length}, but its group has {self.group.row_length} positions; "
                 "make them equal"
             )
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens that a row has room for: as many as positions, except with a group."""
+        return self.row_length if self.group is None else self.group.tokens
 
     @property
     def attended(self) -> float:
@@ -234,7 +251,7 @@ def pack_groups(
     >>> layout = RowLayout(row_length=10, rows_per_microbatch=1, packed=True, group=GroupRow(4, 2, 3))
     >>> slots = pack_groups([[6], [7]], [[Prompt(b"abcd", 4)], [Prompt(b"abcd", 4)]], layout)
     >>> [(slot.prompt_length, slot.start, slot.length) for (slot,) in slots]
-    [(4, 7, 2), (4, 4, 3)]
+    [(4, 8, 2), (4, 4, 3)]
     """
     group = layout.group
     if group is None or (layout.whole_rollouts and any(len(own) > 1 for own in lengths)):
@@ -242,7 +259,7 @@ def pack_groups(
     sharing: dict[Prompt, list[tuple[int, int, int]]] = defaultdict(list)
     for rollout, (own, own_prompts) in enumerate(zip(lengths, prompts, strict=True)):
         for index, (length, prompt) in enumerate(zip(own, own_prompts, strict=True)):
-            if length - min(prompt.length, group.prompt_length) > group.answer_length:
+            if length - min(prompt.length, group.prompt_length) > group.answer_length + 1:
                 return None
             sharing[prompt].append((-length, rollout, index))
     slots = [[Slot(0, 0, 0, 0)] * len(own) for own in lengths]
@@ -251,7 +268,7 @@ def pack_groups(
         shared = min(prompt.length, group.prompt_length)
         for number, (negative_length, rollout, index) in enumerate(sorted(sharing[prompt])):
             row, place = divmod(number, group.answers)
-            start = group.prompt_length + place * group.answer_length
+            start = group.prompt_length + place * (group.answer_length + 1)
             row = divmod(rows + row, layout.rows_per_microbatch)
             slots[rollout][index] = Slot(*row, start, -negative_length - shared, shared)
         rows += -(-len(sharing[prompt]) // group.answers)

@@ -105,8 +105,8 @@ class RlExample(eqx.Module):
 
     A row contains one or several sequences, one segment each. If sequences share a prompt, it is a segment of its own,
     before theirs, which start with a copy of the prompt's last token: every token is predicted by the position before
-    it. The loss of the whole batch is the plain sum over its
-    microbatches of `Σ loss_weights · term(advantages, …)`; the denominators are in `loss_weights`.
+    it. The loss of the whole batch is the plain sum over its microbatches of
+    `Σ loss_weights · term(advantages, …)`; the denominators are in `loss_weights`.
     """
 
     input_ids: NamedArray
@@ -161,16 +161,37 @@ class RlExample(eqx.Module):
             attn_mask=self.attention_mask,
         )
 
+    def to_inputs(self, per_token: NamedArray) -> NamedArray:
+        """Keep the positions that the model computes: not the last token of the part of each answer."""
+        if self.group is None:
+            return per_token
+        (first, answers, length), Pos = self.group, per_token.resolve_axis("position")
+        prompts, rest = per_token["position", :first], per_token["position", first:]
+        parts = rest.unflatten_axis("position", (Axis("answer", answers), Axis("position", length + 1)))
+        kept = parts["position", :length].flatten_axes(("answer", "position"), "position")
+        return hax.concatenate(Pos.name, [prompts, kept])
+
+    def from_inputs(self, per_input: NamedArray) -> NamedArray:
+        """Align results of the model with the tokens; those of the tokens that it does not compute are 0."""
+        if self.group is None:
+            return per_input
+        (first, answers, length), Pos = self.group, per_input.resolve_axis("position")
+        prompts, rest = per_input["position", :first], per_input["position", first:]
+        parts = rest.unflatten_axis("position", (Axis("answer", answers), Axis("position", length)))
+        padded = hax.pad(parts, {"position": (0, 1)}, constant_values=0)
+        return hax.concatenate(Pos.name, [prompts, padded.flatten_axes(("answer", "position"), "position")])
+
     @property
     def attention_mask(self) -> AttentionMask:
-        """Causal attention within each segment and to its prompt."""
+        """Causal attention of the positions that the model computes, within each segment and to its prompt."""
         if self.prompt_segment_ids is None or self.group is None:
             return AttentionMask.causal().with_segment_ids(self.segment_ids)
+        segments = self.to_inputs(self.segment_ids)
         return SharedPromptMask(
             is_causal=True,
-            segment_ids=(self.segment_ids, self.segment_ids),
-            prompt_segment_ids=self.prompt_segment_ids,
-            position_ids=self.position_ids,
+            segment_ids=(segments, segments),
+            prompt_segment_ids=self.to_inputs(self.prompt_segment_ids),
+            position_ids=self.to_inputs(self.position_ids),
             group=self.group,
         )
 
@@ -191,12 +212,12 @@ class PackedBatch:
     """Number of loss tokens."""
 
     def unpack(
-        self, values: Sequence[Shaped[np.ndarray, "rows row_length"]]
+        self, values: Sequence[Shaped[np.ndarray, "rows tokens_per_row"]]
     ) -> list[Shaped[np.ndarray, "_batch _position"]]:
         """Gather per-token values from the microbatches into one array per rollout.
 
         Args:
-            values: per microbatch, an array `[rows, row_length]`.
+            values: per microbatch, an array `[rows, tokens_per_row]`.
 
         Returns:
             Per rollout, an array `[batch, position]` with the shape of its `ProcessedRollout`; 0 for padding.
@@ -204,7 +225,7 @@ class PackedBatch:
         Raises:
             ValueError: if the number or the shape of the arrays differs from that of the microbatches.
         """
-        shape = (self.layout.rows_per_microbatch, self.layout.row_length)
+        shape = (self.layout.rows_per_microbatch, self.layout.tokens_per_row)
         if [array.shape for array in values] != [shape] * len(self.microbatches):
             raise ValueError(
                 f"unpack got arrays of shapes {[array.shape for array in values]}; "
@@ -229,8 +250,8 @@ class PackedBatch:
 
     @property
     def num_positions(self) -> int:
-        """Number of positions including padding: microbatches · rows · row length."""
-        return len(self.microbatches) * self.layout.rows_per_microbatch * self.layout.row_length
+        """Number of tokens including padding: microbatches · rows · tokens per row."""
+        return len(self.microbatches) * self.layout.rows_per_microbatch * self.layout.tokens_per_row
 
 
 def pack_batch(
@@ -283,7 +304,7 @@ def pack_batch(
     )
     rows = None if own_rows is None else own_rows(layout.rows_per_microbatch)
     arrays = _scatter(rollouts, per_action, aggregation, slots, layout, pad_token_id, rows)
-    axes = (Axis("batch", arrays["input_ids"].shape[1]), Axis("position", layout.row_length))
+    axes = (Axis("batch", arrays["input_ids"].shape[1]), Axis("position", layout.tokens_per_row))
     microbatches = tuple(
         # On the host: `hax.named` would put every array on the default device.
         RlExample(
@@ -339,13 +360,13 @@ def _scatter(
     rows: Int64[np.ndarray, " own"] | None,
 ) -> dict[str, np.ndarray]:
     """Return the arrays of all microbatches, `[microbatch, row, position]`, or those of some rows of each."""
-    shape = (count_microbatches(slots), layout.rows_per_microbatch, layout.row_length)
+    shape = (count_microbatches(slots), layout.rows_per_microbatch, layout.tokens_per_row)
     places = find_places(slots, shape, [rollout.input_ids.shape[1] for rollout in rollouts])
     is_action = join_arrays(rollouts, "loss_mask")
     loss_mask = places.gather(is_action, np.bool_)
     # The denominators are those of the whole batch, independent of its split into microbatches and among processes.
     rollout_of_token = places.spread(places.owner, NO_ROLLOUT, np.int32)
-    by_row = (-1, layout.row_length)
+    by_row = (-1, layout.tokens_per_row)
     weights = aggregation.loss_weights(loss_mask.reshape(by_row), rollout_of_token.reshape(by_row))
     if rows is not None:
         loss_mask, weights = (array.reshape(shape)[:, rows].reshape(-1) for array in (loss_mask, weights))

@@ -111,8 +111,8 @@ class RolloutConfig:
     def group_row(self, max_new_tokens: int, kernel: AttentionKernel, most_tokens: int) -> GroupRow | None:
         """Return the row of a prompt and the answers of its group, or None if at most one fits into a microbatch.
 
-        The answers are split evenly over as few rows as possible. Each has room for `max_new_tokens` and for the
-        prompt's last token, which predicts its first one.
+        The answers are split evenly over as few rows as possible. The part of each has `max_new_tokens` positions: that
+        of the prompt's last token, which predicts its first one, and those of all its tokens but the last.
 
         Args:
             max_new_tokens: tokens of an answer.
@@ -122,14 +122,14 @@ class RolloutConfig:
         >>> from levanter.layers.attention import AttentionBackend
         >>> flash, splash = AttentionKernel(AttentionBackend.JAX_FLASH), AttentionKernel(AttentionBackend.SPLASH)
         >>> RolloutConfig(max_length=96).group_row(64, flash, 768)
-        GroupRow(prompt_length=31, answers=8, answer_length=65)
+        GroupRow(prompt_length=31, answers=8, answer_length=64)
         >>> RolloutConfig(max_length=512).group_row(128, flash, 768)
-        GroupRow(prompt_length=383, answers=2, answer_length=129)
+        GroupRow(prompt_length=383, answers=3, answer_length=128)
         >>> RolloutConfig(max_length=1024).group_row(512, splash, 8192)
-        GroupRow(prompt_length=512, answers=8, answer_length=640)
+        GroupRow(prompt_length=512, answers=8, answer_length=512)
         """
         longest = self.max_length - max_new_tokens - 1
-        places = kernel.fit_group(longest, max_new_tokens + 1) if longest > 0 else None
+        places = kernel.fit_group(longest, max_new_tokens) if longest > 0 else None
         if places is None:
             return None
         prompt, answer = places
@@ -149,9 +149,9 @@ class RolloutConfig:
             platform: `cpu`, `gpu` or `tpu`.
             devices: number of data-parallel devices.
 
-        >>> RolloutConfig(prompts_per_step=16).group_rows_per_device(GroupRow(31, 8, 65), "cpu")
+        >>> RolloutConfig(prompts_per_step=16).group_rows_per_device(GroupRow(31, 8, 64), "cpu")
         2
-        >>> RolloutConfig(prompts_per_step=16).group_rows_per_device(GroupRow(512, 8, 640), "tpu")
+        >>> RolloutConfig(prompts_per_step=16).group_rows_per_device(GroupRow(512, 8, 512), "tpu")
         1
         """
         tokens = TOKENS_PER_MICROBATCH[platform]

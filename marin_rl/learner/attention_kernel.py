@@ -24,9 +24,6 @@ SHORTEST_FLASH_BLOCK = 512
 """Shortest block that `fit` chooses; with shorter blocks the loop overhead of `jax_flash` dominates."""
 SPLASH_BLOCK = 512
 """Positions in a block of `splash` if the model does not set `flash_attention_block_size`."""
-GROUP_BLOCK, SHORTEST_GROUP_BLOCK = 640, 256
-"""Largest and shortest block of `splash`, in positions, for rows with shared prompts. The largest holds an answer of
-512 tokens and the token that predicts its first one; it compiles for v5e, v5p and v6e with head sizes up to 256."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +69,8 @@ class AttentionKernel:
     def fit_group(self, prompt: int, answer: int) -> tuple[int, int] | None:
         """Return the shortest supported places of a prompt and of an answer in rows that share prompts.
 
-        XLA has all scores of an answer in memory, so without a kernel a sequence may have at most 1,024 positions.
+        XLA has all scores of an answer in memory, so without a kernel a sequence may have at most 1,024 positions. The
+        blocks of `splash` have at least half the largest size.
 
         Args:
             prompt: positions of the prompt, at least.
@@ -82,16 +80,15 @@ class AttentionKernel:
             The positions of both, or None if they are too many.
 
         >>> kernels = [AttentionKernel(AttentionBackend(name)) for name in ("jax_flash", "splash")]
-        >>> [kernel.fit_group(511, 513) for kernel in [*kernels, AttentionKernel(GpuBackend.PALLAS)]]
-        [(511, 513), (512, 640), (512, 576)]
+        >>> [kernel.fit_group(500, 512) for kernel in [*kernels, AttentionKernel(GpuBackend.PALLAS)]]
+        [(500, 512), (512, 512), (512, 512)]
         """
         match self.backend:
             case AttentionBackend.SPLASH:
-                most = self.block_size or GROUP_BLOCK
-                shortest = min(most // 2, SHORTEST_GROUP_BLOCK)
+                most = self.block_size or SPLASH_BLOCK
 
                 def fits(length: int) -> bool:
-                    return splash_block(length, most) >= min(length, shortest)
+                    return splash_block(length, most) >= min(length, most // 2)
 
                 answer = next(size for size in itertools.count(round_up(answer, LANES), LANES) if fits(size))
                 prompts = itertools.count(round_up(prompt, LANES), LANES)
@@ -253,8 +250,8 @@ def _default_backend(model: LmConfig | None, platform: str) -> AttentionBackend 
 def splash_block(length: int, most: int) -> int:
     """Return the largest block of `splash`, a multiple of 128 up to `most`, that divides a length.
 
-    >>> [splash_block(length, 640) for length in (384, 640, 896, 1152)]
-    [384, 640, 128, 384]
+    >>> [splash_block(length, 512) for length in (384, 640, 768, 1024)]
+    [384, 128, 384, 512]
     """
     return next(size for size in range(most, 0, -LANES) if length % size == 0)
 

@@ -22,7 +22,7 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.batching.packing import GroupRow
 from marin_rl.batching.rl_example import SharedPromptMask
 from marin_rl.kernel_sharding import on_each_shard, sharding_of
-from marin_rl.learner.attention_kernel import GROUP_BLOCK
+from marin_rl.learner.attention_kernel import SPLASH_BLOCK
 from marin_rl.learner.gpu_attention import GpuBackend, attend_in_segments, block_attention, segment_attention
 from marin_rl.learner.splash_attention import splash_attention
 
@@ -117,7 +117,7 @@ def kernel_of(config: AttentionConfig, scale: float, *, interpret: bool = False)
     cap = config.logits_soft_cap
     match config.attn_backend:
         case AttentionBackend.SPLASH:
-            block = config.flash_attention_block_size or GROUP_BLOCK
+            block = config.flash_attention_block_size or SPLASH_BLOCK
             return functools.partial(splash_attention, scale=scale, soft_cap=cap, block=block, interpret=interpret)
         case GpuBackend.PALLAS if cap is None:
             return functools.partial(_square_attention, scale=scale, interpret=interpret)

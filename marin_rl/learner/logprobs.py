@@ -52,9 +52,10 @@ def policy_activations(model: LmHeadModel, batch: RlExample) -> NamedArray:
         model = with_gpu_attention(model)
     # Mixture-of-experts models log their routing with a callback that cannot be differentiated unless it is deferred.
     with levanter.tracker.defer_tracker_for_jit():
-        activations = model.activations(batch.input_ids, batch.attention_mask, key=None, pos_ids=batch.position_ids)
+        input_ids, position_ids = batch.to_inputs(batch.input_ids), batch.to_inputs(batch.position_ids)
+        activations = model.activations(input_ids, batch.attention_mask, key=None, pos_ids=position_ids)
     # They also return a balancing loss.
-    return activations[0] if isinstance(activations, tuple) else activations
+    return batch.from_inputs(activations[0] if isinstance(activations, tuple) else activations)
 
 
 def token_logprobs(

@@ -282,7 +282,7 @@ def own_scorings(config: TrainConfig) -> float:
 
 def _batch(layout: RowLayout) -> RlExample:
     """Return a microbatch without content."""
-    axes = (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.row_length))
+    axes = (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.tokens_per_row))
     shape = [axis.size for axis in axes]
     names = [*PER_TOKEN_DTYPES, *(["prompt_segment_ids"] if layout.group else [])]
     arrays = {

@@ -267,7 +267,7 @@ def test_empty_layouts_are_invalid(name: str, shape: tuple[int, int]) -> None:
 
 
 SEPARATE = RowLayout(row_length=96, rows_per_microbatch=8, packed=False, whole_rollouts=False, row_cost=96 * 1.125)
-GROUPS = RowLayout(551, 2, True, whole_rollouts=False, group=GroupRow(31, 8, 65), row_cost=551 * 1.12)
+GROUPS = RowLayout(543, 2, True, whole_rollouts=False, group=GroupRow(31, 8, 64), row_cost=543 * 1.12)
 LAYOUT = RowLayout(128, 6, packed=True, whole_rollouts=False, row_cost=128 * 1.167, alternatives=(SEPARATE, GROUPS))
 
 
@@ -308,12 +308,12 @@ def group_problems(draw: st.DrawFn) -> tuple[Lengths, list[list[Prompt]], RowLay
     group = GroupRow(draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(2, 5)))
     layout = RowLayout(group.row_length, draw(st.integers(1, 3)), packed=True, whole_rollouts=False, group=group)
     pool = [Prompt(name, len(name)) for name in (b"", b"a", b"abc", b"abd", b"abcdef")]
-    pool = [prompt for prompt in pool if prompt.length < group.prompt_length + group.answer_length]
+    pool = [prompt for prompt in pool if prompt.length <= group.prompt_length + group.answer_length]
     lengths, prompts = [], []
     for _ in range(draw(st.integers(0, 10))):
         own = draw(st.lists(st.sampled_from(pool), max_size=3))
         prompts.append(own)
-        most = [min(prompt.length, group.prompt_length) + group.answer_length for prompt in own]
+        most = [min(prompt.length, group.prompt_length) + group.answer_length + 1 for prompt in own]
         lengths.append([draw(st.integers(prompt.length + 1, n)) for prompt, n in zip(own, most, strict=True)])
     return lengths, prompts, layout
 
@@ -331,8 +331,8 @@ def test_rows_of_groups_hold_one_prompt_and_aligned_answers(problem) -> None:
             assert slot.length + slot.prompt_length == length
             assert slot.prompt_length == min(prompt.length, group.prompt_length)
             assert in_row.setdefault(slot[:2], prompt) == prompt
-            assert 1 <= slot.length <= group.answer_length
-            assert slot.start in range(group.prompt_length, layout.row_length, group.answer_length)
+            assert 1 <= slot.length <= group.answer_length + 1
+            assert slot.start in range(group.prompt_length, layout.tokens_per_row, group.answer_length + 1)
             assert slot.row < layout.rows_per_microbatch
             starts[slot[:3]] += 1
     assert set(starts.values()) <= {1}
@@ -353,7 +353,7 @@ def test_rows_of_groups_do_not_depend_on_rollout_order(problem, random) -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "prompt", "whole_rollouts"),
-    [([[6], [8]], Prompt(b"abcd", 4), True), ([[6], [4, 5]], Prompt(b"ab", 2), True), ([[4]], Prompt(b"", 0), False)],
+    [([[6], [9]], Prompt(b"abcd", 4), True), ([[6], [4, 5]], Prompt(b"ab", 2), True), ([[5]], Prompt(b"", 0), False)],
     ids=["a long answer", "a rollout of two sequences", "a sequence without a prompt"],
 )
 def test_batches_that_do_not_fit_into_groups_are_packed(lengths: Lengths, prompt: Prompt, whole_rollouts: bool) -> None:

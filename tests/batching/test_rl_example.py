@@ -163,8 +163,8 @@ LAYOUTS = st.builds(
 )
 GROUP = [with_prompt(processed(f"g{index}", row), 0, 0) for index, row in enumerate(["oooooxx", "oooooxxx", "ooooox"])]
 """Three rollouts with a common prompt of 5 tokens."""
-SHARING = with_groups(RowLayout(14, 1, packed=True), GroupRow(4, 3, 4), 1)
-"""Holds `GROUP` in one row: 4 + 4 + 3 + 2 = 13 of 16 positions instead of 8 + 7 + 6 = 21."""
+SHARING = with_groups(RowLayout(14, 1, packed=True), GroupRow(4, 3, 3), 1)
+"""Holds `GROUP` in one row: 4 + 4 + 3 + 2 = 13 tokens instead of 8 + 7 + 6 = 21; the model computes 13 positions."""
 
 
 def weight_by_hand(aggregation: AggregationConfig, rollouts: Sequence[ProcessedRollout], index: int) -> float:
@@ -190,7 +190,7 @@ def lay_out_by_hand(
     count = 1 + max([0, *(slot.microbatch_index for own in slots for slot in own)])
     microbatches = []
     for _ in range(count):
-        shape = (layout.rows_per_microbatch, layout.row_length)
+        shape = (layout.rows_per_microbatch, layout.tokens_per_row)
         microbatches.append({name: np.zeros(shape, dtype) for name, dtype in PER_TOKEN_DTYPES.items()})
         microbatches[-1]["prompt_segment_ids"] = np.zeros(shape, np.int32)
         microbatches[-1]["input_ids"][:] = PAD
@@ -242,8 +242,9 @@ def test_equals_a_layout_by_hand(rollouts, layout: RowLayout, aggregation: Aggre
     assert len(batch.microbatches) == len(expected)
     for values, by_hand in zip(batch.microbatches, expected, strict=True):
         assert set(values.arrays()) == set(by_hand) - (set() if layout.group else {"prompt_segment_ids"})
+        axes = (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.tokens_per_row))
         for name, array in values.arrays().items():
-            assert array.axes == (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.row_length)), name
+            assert array.axes == axes, name
             assert array.dtype == PER_TOKEN_DTYPES.get(name, jnp.int32), name
             np.testing.assert_allclose(array.array, by_hand[name], rtol=1e-6, atol=0, err_msg=name)
 
@@ -281,7 +282,7 @@ def test_padding_positions_have_the_padding_token_and_zeros(rollouts, layout: Ro
     in_rows = {slot[:2]: slot.prompt_length for own in batch.slots for slot in own}
     assert saved == sum(slot.prompt_length for own in batch.slots for slot in own) - sum(in_rows.values())
     tokens -= saved
-    slots = len(batch.microbatches) * batch.layout.rows_per_microbatch * batch.layout.row_length
+    slots = len(batch.microbatches) * batch.layout.rows_per_microbatch * batch.layout.tokens_per_row
     assert (batch.num_tokens, batch.num_positions) == (tokens, slots)
 
 
@@ -462,8 +463,8 @@ FEW_LAYOUTS = st.sampled_from(
     [
         RowLayout(9, 4, packed=False),
         RowLayout(13, 3, packed=True),
-        with_groups(RowLayout(13, 3, packed=True), GroupRow(3, 2, 7), 3),
-        with_groups(RowLayout(13, 3, packed=True, whole_rollouts=True), GroupRow(4, 3, 5), 3),
+        with_groups(RowLayout(13, 3, packed=True), GroupRow(3, 2, 6), 3),
+        with_groups(RowLayout(13, 3, packed=True, whole_rollouts=True), GroupRow(4, 3, 4), 3),
     ]
 )
 """Few shapes, because each takes a second to compile."""
@@ -476,7 +477,12 @@ def test_tokens_see_the_tokens_before_them_in_their_sequence(rollouts, layout: R
     layout = batch.layout
     Pos, KeyPos = hax.Axis("position", layout.row_length), hax.Axis("key_position", layout.row_length)
     axes = (Axis("batch", layout.rows_per_microbatch), Pos, KeyPos)
-    expected = np.zeros((len(batch.microbatches), *(axis.size for axis in axes)), bool)
+    tokens = layout.tokens_per_row
+    expected = np.zeros((len(batch.microbatches), layout.rows_per_microbatch, tokens, tokens), bool)
+    # The model does not compute the last token of the part of an answer.
+    group = layout.group
+    lasts = [] if group is None else range(group.prompt_length + group.answer_length, tokens, group.answer_length + 1)
+    computed = [position for position in range(tokens) if position not in lasts]
     for slot in (slot for own in batch.slots for slot in own):
         path = [*range(slot.prompt_length), *range(slot.start, slot.start + slot.length)]
         for place, query in enumerate(path):
@@ -484,8 +490,9 @@ def test_tokens_see_the_tokens_before_them_in_their_sequence(rollouts, layout: R
     for example, by_hand in zip(batch.microbatches, expected, strict=True):
         allowed = example.attention_mask.materialize(Pos, KeyPos)
         assert allowed is not None
-        tokens = np.asarray(example.segment_ids.array) > 0
-        np.testing.assert_array_equal(np.asarray(allowed.rearrange(axes).array)[tokens], by_hand[tokens])
+        used = np.asarray(example.segment_ids.array)[:, computed] > 0
+        seen = by_hand[:, computed][:, :, computed]
+        np.testing.assert_array_equal(np.asarray(allowed.rearrange(axes).array)[used], seen[used])
         # Attention in blocks materializes parts of the mask.
         part = example.attention_mask.materialize(Pos, KeyPos, hax.dslice(2, 4), hax.dslice(1, 3))
         assert part is not None
@@ -605,8 +612,10 @@ def test_packed_and_unpacked_rows_have_the_same_activations(model: LmHeadModel) 
     assert np.std(packed_activations[0]) > 0.1
 
 
-def activations_and_gradient(model: LmHeadModel, batch: PackedBatch) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the activations of each rollout's tokens, and the gradient of a weighted mean over loss tokens."""
+def activations_and_gradient(
+    model: LmHeadModel, batch: PackedBatch, rollouts: Sequence[ProcessedRollout]
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return the activations that predict a token of each rollout, and the gradient of a weighted mean of them."""
     weights = hax.random.normal(jax.random.PRNGKey(1), model.Embed) / batch.num_loss_tokens
 
     @eqx.filter_jit
@@ -620,7 +629,8 @@ def activations_and_gradient(model: LmHeadModel, batch: PackedBatch) -> tuple[li
     channels = zip(*(np.asarray(values) for (_, values), _ in results), strict=True)
     unpacked = [batch.unpack(channel) for channel in channels]
     gradients = [jax.tree.leaves(gradient) for _, gradient in results]
-    return [np.stack(rollout) for rollout in zip(*unpacked, strict=True)], [
+    predicts = [np.pad(rollout.segment_ids[:, 1:], ((0, 0), (0, 1))) for rollout in rollouts]
+    return [np.stack(own) * mask for own, mask in zip(zip(*unpacked, strict=True), predicts, strict=True)], [
         np.sum(parts, axis=0) for parts in zip(*gradients, strict=True)
     ]
 
@@ -635,10 +645,10 @@ def test_shared_prompts_do_not_change_activations_and_gradient(config: LmConfig)
     model = config.build(Axis("vocab", VOCAB), key=jax.random.PRNGKey(0))
     rows = ["oooooxxoox", "oooooxxx", "ooooo", "oooooxxxxxx", "ooooox", "oxx", "oooooxx", "oooooxx"]
     rollouts = [with_prompt(processed(f"r{i}", row), 0, prompt) for prompt in (0, 1, 0) for i, row in enumerate(rows)]
-    shared = pack(rollouts, with_groups(RowLayout(16, 2, packed=True), GroupRow(4, 3, 7), 2))
+    shared = pack(rollouts, with_groups(RowLayout(16, 2, packed=True), GroupRow(4, 3, 6), 2))
     assert sum(slot.prompt_length > 0 for own in shared.slots for slot in own) > 9
     alone = pack(rollouts, RowLayout(12, 2, packed=False))
-    found, expected = (activations_and_gradient(model, batch) for batch in (shared, alone))
+    found, expected = (activations_and_gradient(model, batch, rollouts) for batch in (shared, alone))
     for one, other in zip(found, expected, strict=True):
         for left, right in zip(one, other, strict=True):
             np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-5)

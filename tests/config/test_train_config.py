@@ -386,10 +386,10 @@ def test_rows_with_shared_prompts(packing: bool | None):
     layout = config(rollouts=rollouts, sampling=sampling).row_layout(trainer)
     groups = layout.alternatives[-1]
     assert len(layout.alternatives) == (2 if packing is None else 1)
-    assert groups.group == GroupRow(prompt_length=23, answers=4, answer_length=9)
-    assert (groups.row_length, groups.rows_per_microbatch, groups.packed) == (59, 13, True)
+    assert groups.group == GroupRow(prompt_length=23, answers=4, answer_length=8)
+    assert (groups.row_length, groups.rows_per_microbatch, groups.packed) == (55, 13, True)
     # Its attention has fewer pairs than that of a packed row of the same length.
-    assert 59 < groups.row_cost < 59 * layout.row_cost / layout.row_length
+    assert 55 < groups.row_cost < 55 * layout.row_cost / layout.row_length
 
 
 def test_rows_with_shared_prompts_have_no_more_positions_than_the_configured_ones():
@@ -401,12 +401,12 @@ def test_rows_with_shared_prompts_have_no_more_positions_than_the_configured_one
     layout = five.row_layout(start_devices(trainer, rows_per_device=6))
     assert (layout.row_length, layout.rows_per_microbatch) == (256, 5)
     groups = layout.alternatives[-1]
-    # 12 answers of 50 positions after a prompt of 150 in one row; two such rows have 1,500 positions.
-    assert groups.group == GroupRow(prompt_length=150, answers=12, answer_length=50)
+    # 12 answers of 49 positions after a prompt of 150 in one row; two such rows have 1,476 positions.
+    assert groups.group == GroupRow(prompt_length=150, answers=12, answer_length=49)
     assert groups.rows_per_microbatch == 1
     one = dataclasses.replace(trainer, per_device_parallelism=1)
     layout = dataclasses.replace(five, trainer=one).row_layout(start_devices(one, rows_per_device=6))
-    assert layout.alternatives[-1].group == GroupRow(prompt_length=150, answers=2, answer_length=50)
+    assert layout.alternatives[-1].group == GroupRow(prompt_length=150, answers=2, answer_length=49)
 
 
 def test_rows_with_shared_prompts_on_a_tpu_have_whole_blocks(monkeypatch: pytest.MonkeyPatch):
@@ -415,7 +415,7 @@ def test_rows_with_shared_prompts_on_a_tpu_have_whole_blocks(monkeypatch: pytest
     rollouts = RolloutConfig(max_length=2048, group_size=8)
     tpu = config(model=dataclasses.replace(MODEL, seq_len=2048), rollouts=rollouts)
     groups = dataclasses.replace(tpu, sampling=SamplingConfig(max_new_tokens=512)).row_layout(trainer).alternatives[-1]
-    assert groups.group == GroupRow(prompt_length=1920, answers=8, answer_length=640)
+    assert groups.group == GroupRow(prompt_length=1536, answers=8, answer_length=512)
 
 
 def test_default_logprob_block_depends_on_the_platform():

@@ -289,9 +289,9 @@ OF_LLAMA = ("packed", "each turn apart", "longer rows of their own")
 ON_MESHES = ARRANGEMENTS["each turn apart"]
 SCATTERED = Arrangement(4, packed=True, microbatches=3, each_turn_apart=True, whole_rollouts=False)
 ONE_SEQUENCE = Arrangement(SEQUENCES, one_sequence=True)
-ONE_SEQUENCE_SHARED = Arrangement(4, packed=True, group=GroupRow(4, 3, 13), one_sequence=True)
+ONE_SEQUENCE_SHARED = Arrangement(4, packed=True, group=GroupRow(4, 3, 12), one_sequence=True)
 SCATTERED_SHARED = Arrangement(
-    4, packed=True, group=GroupRow(4, 3, 13), microbatches=5, each_turn_apart=True, whole_rollouts=False
+    4, packed=True, group=GroupRow(4, 3, 12), microbatches=5, each_turn_apart=True, whole_rollouts=False
 )
 """Arrangements with a rollout's sequences in different microbatches; only for terms without a ratio per rollout."""
 MESHES = {"data8": 1, "data4-model2": 2}

@@ -84,7 +84,7 @@ def differences_of_shared_prompts() -> list[tuple[float, float]]:
     trainer = start_devices(dataclasses.replace(tiny.make_trainer(8), **axes), rows_per_device=1)
     rng = np.random.default_rng(0)
     lengths = [
-        (prompt, answer) for prompt, both in ((100, (20, 127)), (129, (127, 3)), (60, (9, 1))) for answer in both
+        (prompt, answer) for prompt, both in ((100, (20, 128)), (129, (127, 3)), (60, (9, 1))) for answer in both
     ]
     prompts = [rng.integers(2, tiny.VOCAB, 129) for _ in range(3)]
     rollouts = [
@@ -104,8 +104,9 @@ def differences_of_shared_prompts() -> list[tuple[float, float]]:
         def loss(model: Any, example: RlExample) -> tuple[jax.Array, jax.Array]:
             with hax.axis_mapping(trainer.compute_axis_mapping):
                 run = model if example.group is None else with_group_attention(model, interpret=True)
-                inputs = example.input_ids, example.attention_mask
-                activations = run.activations(*inputs, key=None, pos_ids=example.position_ids)
+                inputs = example.to_inputs(example.input_ids), example.attention_mask
+                computed = run.activations(*inputs, key=None, pos_ids=example.to_inputs(example.position_ids))
+                activations = example.from_inputs(computed)
                 logprobs, _ = token_logprobs(activations, model.get_lm_head(), example, temperature=1.0, block_size=64)
             return hax.sum(hax.sin(logprobs)).scalar(), logprobs.array
 

@@ -21,7 +21,7 @@ from levanter.models.lm_model import LmConfig
 from levanter.models.mistral import MistralConfig
 from levanter.models.olmo import Olmo2Config
 
-from marin_rl.learner.attention_kernel import GROUP_BLOCK, PLATFORMS, AttentionKernel, attention_kernel, splash_block
+from marin_rl.learner.attention_kernel import PLATFORMS, SPLASH_BLOCK, AttentionKernel, attention_kernel, splash_block
 from marin_rl.learner.gpu_attention import GpuBackend
 
 FLASH, SPLASH = AttentionBackend.JAX_FLASH, AttentionBackend.SPLASH
@@ -259,8 +259,8 @@ def test_places_of_shared_prompts_are_multiples_of_efficient_blocks(
 ) -> None:
     places = AttentionKernel(SPLASH, block).fit_group(prompt, answer)
     assert places is not None
-    most = block or GROUP_BLOCK
+    most = block or SPLASH_BLOCK
     assert all(needed <= place < needed + most + 256 for needed, place in zip((prompt, answer), places, strict=True))
     for length in (*places, sum(places)):
         assert length % splash_block(length, most) == 0
-        assert splash_block(length, most) >= min(length, most // 2, 256)
+        assert splash_block(length, most) >= min(length, most // 2)

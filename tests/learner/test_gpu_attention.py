@@ -109,7 +109,7 @@ def example(prompts: bool = False) -> RlExample:
     if prompts:
         arrays["prompt_segment_ids"] = np.minimum(SEGMENTS, 1)
     axes = (Axis("batch", 2), Axis("position", POSITIONS))
-    group = GroupRow(100, 1, POSITIONS - 100) if prompts else None
+    group = GroupRow(100, 1, POSITIONS - 101) if prompts else None
     return RlExample(**{name: hax.named(jnp.asarray(array), axes) for name, array in arrays.items()}, group=group)
 
 

@@ -26,7 +26,7 @@ from tests.sampling.families import FAMILIES, VOCAB, random_model
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
-GROUP = GroupRow(prompt_length=4, answers=3, answer_length=5)
+GROUP = GroupRow(prompt_length=4, answers=3, answer_length=4)
 Batch = Axis("batch", 2)
 CONFIG = AttentionConfig(Embed=Axis("embed", 24), num_heads=4, num_kv_heads=2, head_dim=6)
 SPLASH, PALLAS = AttentionBackend.SPLASH, GpuBackend.PALLAS
@@ -141,7 +141,7 @@ def test_equals_attention_to_all_pairs_with_the_mask(
 @pytest.mark.filterwarnings("ignore:`_get_mesh` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_family_gives_the_same_logprobs_and_gradient(name: str, tiny) -> None:
-    """Prompts are shorter and longer than their place, and one answer does not share its prompt."""
+    """Prompts are shorter and longer than their place, answers fill theirs, and one does not share its prompt."""
     trainer = tiny.make_trainer()
     model = random_model(dataclasses.replace(cast(Any, FAMILIES[name]), num_layers=1))
     rng = np.random.default_rng(0)
@@ -188,12 +188,12 @@ def test_training_is_lowered_for_accelerators_that_are_absent(platform: str, low
     config = Qwen3Config(hidden_dim=48, intermediate_dim=80, num_layers=1, seq_len=1024, **heads)
     attention = attention_kernel(config, platform)
     config = attention.configure(config, 1024)
-    places = attention.fit_group(300, 513)
+    places = attention.fit_group(300, 512)
     assert places is not None
     group = GroupRow(places[0], 2, places[1])
-    Rows, Position = Axis("batch", 2), Axis("position", group.row_length)
+    Rows, Position = Axis("batch", 2), Axis("position", group.tokens)
     arrays = {
-        name: NamedArray(jax.ShapeDtypeStruct((2, group.row_length), dtype), (Rows, Position))
+        name: NamedArray(jax.ShapeDtypeStruct((2, group.tokens), dtype), (Rows, Position))
         for name, dtype in (PER_TOKEN_DTYPES | {"prompt_segment_ids": jnp.int32}).items()
     }
 

@@ -182,7 +182,7 @@ def test_shared_prompts_do_not_change_scores(trainer, critic: ActorCritic, rollo
         ids[:, 6:] += index
         turns = np.where(mask, 0, -1).astype(np.int32)
         group.append(dataclasses.replace(rollout, input_ids=ids, loss_mask=mask, turn_ids=turns))
-    groups = RowLayout(41, 1, packed=True, whole_rollouts=False, group=GroupRow(5, 2, 18))
+    groups = RowLayout(39, 1, packed=True, whole_rollouts=False, group=GroupRow(5, 2, 17))
     layout = RowLayout(32, 1, packed=True, whole_rollouts=False, row_cost=1.0, alternatives=(groups,))
     packed = pack_to_score([*group, *rollouts], layout, pad_token_id=0)
     assert [slot.prompt_length for own in packed.slots[:5] for slot in own].count(5) == 4
