@@ -19,7 +19,6 @@ from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.config.decode import encode
 from marin_rl.config.sections import EvaluationConfig, Mode
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.yaml_text import from_yaml
 from marin_rl.distributed.rollout_runner import make_runner, open_reward_functions
 from marin_rl.distributed.samplers import open_group_sampler
 from marin_rl.environments.base import EnvironmentConfig, Split
@@ -31,9 +30,8 @@ from marin_rl.learner.scoring import Scorer
 from marin_rl.sampling.config import MIN_TEMPERATURE, LevanterSamplerConfig
 from marin_rl.storage import storage_path
 from marin_rl.training.evaluation import evaluate, first_of_each, reference_loss
-from marin_rl.training.run_directory import open_existing
 from marin_rl.training.shared_run import check_config, require_same_tasks
-from marin_rl.training.starting_weights import require_checkpoint, restore_checkpoint
+from marin_rl.training.starting_weights import load_run, restore_checkpoint
 
 FLAGS = {"json": "Print one JSON object instead of lines."}
 
@@ -102,10 +100,7 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
 
 def _open_run(config: EvaluateConfig) -> tuple[TrainConfig, Checkpoints]:
     """Return the config of the run with the settings of the evaluation, and its checkpoints."""
-    directory = open_existing(storage_path(config.run, "run"))
-    train_config = from_yaml(TrainConfig, directory.config.read_text(encoding="utf-8"), str(directory.config))
-    checkpoints = Checkpoints(directory.checkpoints, train_config.checkpoint)
-    require_checkpoint(config.run, checkpoints, config.step)
+    train_config, checkpoints = load_run(config.run, config.step)
     changed = dataclasses.replace(
         train_config,
         environment=config.environment or train_config.environment,

@@ -10,17 +10,13 @@ from collections.abc import Sequence
 import jax
 
 from marin_rl.config.command_line import parse_config, run_command
-from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.yaml_text import from_yaml
 from marin_rl.config_fields import STORAGE_PATH, check_paths
 from marin_rl.errors import UserError
 from marin_rl.escaping import escape_line
-from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.hf_export import ExportConfig
 from marin_rl.storage import file_sizes, storage_path
 from marin_rl.training.export import export_checkpoint
-from marin_rl.training.run_directory import open_existing
-from marin_rl.training.starting_weights import require_checkpoint
+from marin_rl.training.starting_weights import load_run
 
 
 class OutputExistsError(UserError):
@@ -58,13 +54,11 @@ def run_export(config: ExportRunConfig) -> int:
         OutputExistsError: if the output exists.
         CheckpointError: if the run has no checkpoint of this step, or no valid checkpoint.
     """
-    directory, output = open_existing(storage_path(config.run, "run")), storage_path(config.output, "output")
+    output = storage_path(config.output, "output")
     if file_sizes(output):
         raise OutputExistsError(f"output {config.output!r} exists and is not replaced; name another folder")
-    train_config = from_yaml(TrainConfig, directory.config.read_text(encoding="utf-8"), str(directory.config))
+    train_config, checkpoints = load_run(config.run, config.step)
     train_config = dataclasses.replace(train_config, export=config.export or train_config.export)
-    checkpoints = Checkpoints(directory.checkpoints, train_config.checkpoint)
-    require_checkpoint(config.run, checkpoints, config.step)
     return export_checkpoint(train_config, checkpoints, config.step, output)
 
 

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 
 from marin_rl.config.command_line import CommandParser, parse_config, run_command
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.yaml_text import from_yaml, parse_yaml
+from marin_rl.config.yaml_text import parse_yaml
 from marin_rl.escaping import escape_line
 from marin_rl.storage import storage_path
 from marin_rl.training.fake_rollouts import FakeRun, parse_shape, train_on_fake
 from marin_rl.training.replay import ReplayedStep, replay_step
 from marin_rl.training.run_directory import RunDirectory, open_existing
-from marin_rl.training.starting_weights import resolve_model
+from marin_rl.training.starting_weights import read_config, resolve_model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,10 +79,9 @@ def _config_of(directory: RunDirectory | None) -> Mapping[str, object]:
     """Return the config of a run as plain values, for one process."""
     if directory is None:
         return {}
-    text, name = directory.config.read_text(encoding="utf-8"), str(directory.config)
     # Errors in the file name the file; later ones are those of arguments.
-    from_yaml(TrainConfig, text, name)
-    values = parse_yaml(text, name)
+    read_config(directory)
+    values = parse_yaml(directory.config.read_text(encoding="utf-8"), str(directory.config))
     trainer = {**values.get("trainer", {}), "distributed": {"initialize_jax_distributed": False}}
     return {**values, "trainer": trainer}
 

@@ -15,12 +15,9 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.config.levanter_sections import default_trainer
-from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.yaml_text import from_yaml
 from marin_rl.config_fields import check_at_least, local_path
 from marin_rl.distributed.samplers import open_group_sampler
 from marin_rl.errors import UserError
-from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.devices import exempt_from_collection, start_devices
 from marin_rl.learner.policy_model import load_hf_policy
 from marin_rl.sampling.config import SamplingConfig
@@ -29,8 +26,7 @@ from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.storage import storage_path
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenizerConfig
-from marin_rl.training.run_directory import open_existing
-from marin_rl.training.starting_weights import require_checkpoint, restore_checkpoint
+from marin_rl.training.starting_weights import load_run, restore_checkpoint
 
 _PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 _DEFAULT_CONTEXT = 4096
@@ -127,11 +123,8 @@ def load_policy(config: ServeConfig) -> Policy:
 
 
 def _load_run(config: ServeConfig, run: str) -> Policy:
-    directory = open_existing(storage_path(run, "run"))
-    train_config = from_yaml(TrainConfig, directory.config.read_text(encoding="utf-8"), str(directory.config))
+    train_config, checkpoints = load_run(run, config.step)
     sampling = _limited(config, train_config.sampling)
-    checkpoints = Checkpoints(directory.checkpoints, train_config.checkpoint)
-    require_checkpoint(run, checkpoints, config.step)
     trainer = start_devices(
         train_config.trainer_config(),
         rows_per_device=train_config.rollouts.rows_per_device,

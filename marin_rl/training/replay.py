@@ -19,7 +19,7 @@ from levanter.trainer_state import TrainerState
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.yaml_text import from_yaml, to_yaml
+from marin_rl.config.yaml_text import to_yaml
 from marin_rl.config_fields import changeable_keys
 from marin_rl.errors import UserError
 from marin_rl.learner.checkpoint import Checkpoints
@@ -40,7 +40,7 @@ from marin_rl.training.loop import (
 from marin_rl.training.metrics_file import read_records
 from marin_rl.training.open_run import make_learner, make_scorer
 from marin_rl.training.run_directory import RunDirectory, config_differences, holder
-from marin_rl.training.starting_weights import restore_model, restore_policy, restore_state
+from marin_rl.training.starting_weights import read_config, restore_model, restore_policy, restore_state
 from marin_rl.types import RolloutGroup
 
 _METRICS_OF_SAMPLING = (
@@ -157,7 +157,7 @@ def replay_step(directory: RunDirectory, config: TrainConfig, step: int) -> Repl
     records = {int(record["step"]): record for record in read_records(directory.metrics)}
     without_groups = [number for number, record in records.items() if record.get("filter/kept_groups") == 0]
     start = _starting_step(directory, checkpoints, step, without_groups)
-    original = from_yaml(TrainConfig, directory.config.read_text(encoding="utf-8"), str(directory.config))
+    original = read_config(directory)
     if start < step - 1 and (changes := _changes(original, config)):
         raise ReplayError(
             f"step {step} can be replayed with another config only from the checkpoint of step {step - 1}, because the "
@@ -235,8 +235,8 @@ def _read_groups(
     kept = records.get(step, {}).get("filter/kept_groups", len(stored.groups))
     if kept != len(stored.groups) or any(len(group.rollouts) != config.rollouts.group_size for group in stored.groups):
         raise ReplayError(
-            f"{directory.rollouts} has only a part of the rollouts of step {step} (rollout_store.keep or "
-            "rollout_store.max_per_step), but a replay needs all of them; store all of them in the next run"
+            f"{directory.rollouts} has only a part of the rollouts of step {step}, but a replay needs all of them; "
+            "replay another step"
         )
     return stored
 

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Starting weights of a run: random, in Hugging Face format, or from a checkpoint."""
+"""Starting weights of a run: random, in Hugging Face format, or from a checkpoint of it or of an earlier run."""
 
 import dataclasses
 import logging
@@ -15,6 +15,7 @@ from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.yaml_text import from_yaml
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import ActorCritic, with_critic
 from marin_rl.learner.policy_model import initialize_policy, load_hf_policy, model_shape, read_hf_architecture
@@ -25,6 +26,7 @@ from marin_rl.remote_path import RemotePath
 from marin_rl.seeds import derive_seed
 from marin_rl.storage import local_copy, storage_path, user_cache
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.training.run_directory import RunDirectory, open_existing
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +133,33 @@ def restore_policy(checkpoint: Checkpoint, config: TrainConfig, trainer: Trainer
     like = _policy_shape(checkpoint, config, trainer)
     subtree = "model" if config.critic is None else "model/policy"
     return checkpoint.restore(like, trainer, subtree)
+
+
+def read_config(directory: RunDirectory) -> TrainConfig:
+    """Read the config of an earlier run.
+
+    Raises:
+        ConfigError: if it is invalid; the message names the file.
+    """
+    return from_yaml(TrainConfig, directory.config.read_text(encoding="utf-8"), str(directory.config))
+
+
+def load_run(run: str, step: int | None) -> tuple[TrainConfig, Checkpoints]:
+    """Return the config and the checkpoints of an earlier run, whose directory is not changed.
+
+    Args:
+        run: run directory, a path or an address.
+        step: step of a checkpoint that must exist; None for any.
+
+    Raises:
+        RunDirectoryError: if the run does not exist.
+        CheckpointError: if it has no such checkpoint.
+    """
+    directory = open_existing(storage_path(run, "run"))
+    config = read_config(directory)
+    checkpoints = Checkpoints(directory.checkpoints, config.checkpoint)
+    require_checkpoint(run, checkpoints, step)
+    return config, checkpoints
 
 
 def require_checkpoint(run: str, checkpoints: Checkpoints, step: int | None) -> None:
