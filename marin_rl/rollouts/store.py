@@ -14,7 +14,6 @@ Files are written atomically. Their columns are defined by `marin_rl.rollouts.st
 
 import dataclasses
 import enum
-import hashlib
 import logging
 import re
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from marin_rl.remote_path import StorageError
 from marin_rl.rollouts.rollout_files import OtherVersionError, as_jsonl, as_parquet, from_jsonl, from_parquet
 from marin_rl.rollouts.stored_rollout import SCHEMA, PieceOf, StoredAdvantages, as_table
 from marin_rl.storage import StoragePath, file_sizes, write_bytes
-from marin_rl.types import Rollout, RolloutGroup, RolloutStatus
+from marin_rl.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -53,30 +52,12 @@ class StoredFormat(enum.StrEnum):
     """The same columns, one JSON object per line; about ten times larger."""
 
 
-class Keep(enum.StrEnum):
-    """Which rollouts of a step are stored."""
-
-    ALL = "all"
-    """All rollouts."""
-    NOT_COMPLETED = "not_completed"
-    """Rollouts that were truncated, failed, timed out or aborted."""
-    BEST_AND_WORST = "best_and_worst"
-    """From every group the first rollout with the highest reward, the first with the lowest, and all without reward."""
-    ONE_PER_GROUP = "one_per_group"
-    """The first rollout of every group."""
-
-
 @dataclasses.dataclass(frozen=True)
 class RolloutStoreConfig:
-    """Selection and retention of stored rollouts."""
+    """Stored rollouts: steps, format, and size of all files."""
 
     every: int = 1
     """Store the rollouts of every `every`-th step and of every evaluation. 0: store nothing."""
-    keep: Keep = Keep.ALL
-    """Which rollouts of a step to store: `all`, `not_completed`, `best_and_worst` or `one_per_group`."""
-    max_per_step: int | None = None
-    """Approximate maximum number of rollouts per step. Whole groups are selected by a hash of their ids while they fit,
-    at least one group. null: no limit."""
     format: StoredFormat = StoredFormat.PARQUET
     """`parquet`, or `jsonl`, which is larger but readable without a library."""
     max_mb: float = 1000.0
@@ -85,7 +66,6 @@ class RolloutStoreConfig:
     """Also store each token's log-probability under the learner's weights before the update, to compare sampler and
     learner; with `replay.keep_sampling_weights` under the weights that sampled it. Costs one forward pass over the
     step's rollouts, unless a critic or an off-policy correction needs it anyway."""
-
     stale: bool = False
     """Also store groups that became too old before any step trained on them (`mode: async`), with the step that dropped
     them; their `not_trained` is `stale`."""
@@ -94,11 +74,6 @@ class RolloutStoreConfig:
         convert_enum_fields(self)
         if self.every < 0:
             raise ValueError(f"rollout_store.every is {self.every}; it must be at least 1, or 0 to store nothing")
-        if self.max_per_step is not None and self.max_per_step < 1:
-            raise ValueError(
-                f"rollout_store.max_per_step is {self.max_per_step}; it must be at least 1, or null for no limit "
-                "(rollout_store.every 0 stores nothing)"
-            )
         if not self.max_mb > 0:
             raise ValueError(f"rollout_store.max_mb is {self.max_mb}; it must be a number of megabytes above 0")
 
@@ -265,9 +240,9 @@ class RolloutStore:
         if not self._config.stores(step, purpose):
             return
         dropped = list(stale) if self._config.stale else []
-        if selected := _select([*groups, *dropped], self._config):
+        if rollouts := [rollout for group in (*groups, *dropped) for rollout in group.rollouts]:
             stale_ids = frozenset(group.id for group in dropped)
-            self._job.start(self._write, step, selected, advantages, purpose, stale_ids)
+            self._job.start(self._write, step, rollouts, advantages, purpose, stale_ids)
 
     def flush(self) -> None:
         """Wait until all rollouts are on disk.
@@ -332,30 +307,3 @@ class RolloutStore:
                 self._config.max_mb,
                 total / _BYTES_IN_MB,
             )
-
-
-def _select(groups: Sequence[RolloutGroup], config: RolloutStoreConfig) -> list[Rollout]:
-    """The rollouts to store, of whole groups up to `max_per_step`."""
-    kept = [_kept(group.rollouts, config.keep) for group in groups]
-    order = sorted(range(len(groups)), key=lambda index: hashlib.sha256(groups[index].id.encode()).digest())
-    taken: set[int] = set()
-    room = float("inf") if config.max_per_step is None else config.max_per_step
-    for index in order:
-        if kept[index] and (len(kept[index]) <= room or not taken):
-            taken.add(index)
-            room -= len(kept[index])
-    return [rollout for index in sorted(taken) for rollout in kept[index]]
-
-
-def _kept(rollouts: Sequence[Rollout], keep: Keep) -> list[Rollout]:
-    match keep:
-        case Keep.ALL:
-            return list(rollouts)
-        case Keep.NOT_COMPLETED:
-            return [rollout for rollout in rollouts if rollout.status is not RolloutStatus.COMPLETED]
-        case Keep.ONE_PER_GROUP:
-            return list(rollouts[:1])
-        case Keep.BEST_AND_WORST:
-            scores = {at: score for at, rollout in enumerate(rollouts) if (score := rollout.total_reward) is not None}
-            extremes = (max(scores, key=scores.__getitem__), min(scores, key=scores.__getitem__)) if scores else ()
-            return [rollout for at, rollout in enumerate(rollouts) if at in extremes or at not in scores]

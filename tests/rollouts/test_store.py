@@ -11,7 +11,6 @@ import pytest
 
 from marin_rl.errors import RunDirectoryError
 from marin_rl.rollouts.store import (
-    Keep,
     RolloutStore,
     RolloutStoreConfig,
     list_files,
@@ -109,20 +108,6 @@ def test_advantages_of_another_length_are_an_error(tmp_path):
         write(tmp_path, 1, [group_of("g", 1.0)], {"g-0": StoredAdvantages(np.zeros(5))})
 
 
-@pytest.mark.parametrize(
-    ("keep", "expected"),
-    [
-        ("all", ["g-0", "g-1", "g-2", "g-3", "h-0", "h-1"]),
-        ("not_completed", ["g-2", "h-0", "h-1"]),
-        ("best_and_worst", ["g-0", "g-1", "g-2", "h-0", "h-1"]),
-        ("one_per_group", ["g-0", "h-0"]),
-    ],
-)
-def test_keep_selects_rollouts(tmp_path, keep, expected):
-    write(tmp_path, 1, [group_of("g", 0.5, 0.0, None, 0.5), group_of("h", None, None)], keep=Keep(keep))
-    assert ids(tmp_path) == expected
-
-
 def test_every_selects_steps_and_all_evaluations(tmp_path):
     for step in range(1, 7):
         write(tmp_path, step, [group_of("g", 1.0)], every=3)
@@ -131,22 +116,6 @@ def test_every_selects_steps_and_all_evaluations(tmp_path):
     write(tmp_path, 5, [group_of("g", 1.0)], purpose="evaluation", every=0)
     assert names(tmp_path) == ["eval-00000004.parquet", "step-00000003.parquet", "step-00000006.parquet"]
     assert [file.step for file in list_files(tmp_path)] == [3, 4, 6]
-
-
-def test_a_limit_always_selects_the_same_whole_groups(tmp_path):
-    groups = [group_of(f"g{index}", 1.0, 0.0, 1.0) for index in range(20)]
-    for folder, order in (("first", groups), ("second", groups[::-1])):
-        (tmp_path / folder).mkdir()
-        write(tmp_path / folder, 1, order, max_per_step=10)
-    result = ids(tmp_path / "first")
-    assert len(result) == 9
-    assert sorted(result) == sorted(ids(tmp_path / "second"))
-    assert result == [f"{group}-{member}" for group in dict.fromkeys(id[:-2] for id in result) for member in range(3)]
-
-
-def test_one_group_is_stored_even_if_it_exceeds_the_limit(tmp_path):
-    write(tmp_path, 1, [group_of("g", 1.0, 0.0, 1.0), group_of("h", 1.0, 0.0, 1.0)], max_per_step=2)
-    assert len(ids(tmp_path)) == 3
 
 
 def test_the_oldest_files_are_removed_first(tmp_path, caplog):
@@ -245,7 +214,6 @@ def test_missing_files_are_empty(tmp_path):
     ("settings", "message"),
     [
         ({"every": -1}, "rollout_store.every is -1"),
-        ({"max_per_step": 0}, "rollout_store.max_per_step is 0"),
         ({"max_mb": 0.0}, "rollout_store.max_mb is 0"),
         ({"max_mb": math.nan}, "rollout_store.max_mb is nan"),
     ],

@@ -93,7 +93,7 @@ def test_only_settings_without_effect_on_results_may_change_on_resume(
     harmless = {
         "checkpoint.every": "5",
         "evaluation.every": "2",
-        "rollout_store.keep": "not_completed",
+        "rollout_store.max_mb": "500",
         "ray_address": "auto",
         "workers.num_workers": "3",
         "workers.heartbeat_timeout": "5",
