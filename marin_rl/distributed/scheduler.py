@@ -52,7 +52,7 @@ class GroupRequest:
 
 @dataclasses.dataclass(frozen=True)
 class StalenessLimits:
-    """Limits on how far sampling may run ahead of training."""
+    """Limits on how far sampling may run ahead of training; `TrainConfig` validates them."""
 
     groups_per_step: int
     """Number of groups in the batch of a step."""
@@ -66,23 +66,6 @@ class StalenessLimits:
     """Maximum number of groups that are requested or waiting; None for no separate limit."""
     last_step: int | None = None
     """Last step of the run: no group is requested for later steps. None for no end."""
-
-    def __post_init__(self) -> None:
-        for name, minimum in (
-            ("groups_per_step", 1),
-            ("max_staleness", 0),
-            ("max_uses", 1),
-            ("replacements_per_step", 0),
-        ):
-            if getattr(self, name) < minimum:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
-        if self.capacity is not None and self.capacity < self.groups_per_step:
-            raise ValueError(f"capacity is {self.capacity} groups, but a step uses {self.groups_per_step}; raise it")
-        if self.max_uses > self.max_staleness + 1:
-            raise ValueError(
-                f"max_uses is {self.max_uses}, but a step uses a group at most once, so with max_staleness "
-                f"{self.max_staleness} a group has at most {self.max_staleness + 1} uses; raise max_staleness"
-            )
 
     @property
     def horizon(self) -> int:

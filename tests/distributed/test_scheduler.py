@@ -6,7 +6,6 @@
 import itertools
 import json
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -203,19 +202,3 @@ def test_scheduler_state_roundtrip() -> None:
     assert restored.state == scheduler.state
     more = Tasks()
     assert restored.request(1, 0, 0, more) == scheduler.request(1, 0, 0, Tasks())
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"groups_per_step": 0}, "groups_per_step is 0"),
-        ({"max_staleness": -1}, "max_staleness is -1"),
-        ({"max_uses": 0}, "max_uses is 0"),
-        ({"max_uses": 3, "max_staleness": 1}, "raise max_staleness"),
-        ({"groups_per_step": 8, "capacity": 7}, "capacity is 7 groups, but a step uses 8"),
-        ({"replacements_per_step": -1}, "replacements_per_step is -1"),
-    ],
-)
-def test_invalid_staleness_limits_are_rejected(values: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        StalenessLimits(**{"groups_per_step": 1, **values})
