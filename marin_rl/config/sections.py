@@ -203,8 +203,6 @@ class ReplayConfig:
     does."""
     max_uses: int = 1
     """Steps that train on each group, from 1 to `max_staleness + 1`."""
-    half_life: float | None = None
-    """Steps after which the probability of drawing a waiting group is halved, above 0; null: oldest groups first."""
     capacity: int | None = None
     """Maximum groups requested or waiting at a time, at least `rollouts.prompts_per_step`; null: as many as can be
     trained on within `max_staleness`."""
@@ -220,8 +218,6 @@ class ReplayConfig:
                 f"replay.max_uses is {self.max_uses}; a group can be used once per step for "
                 f"replay.max_staleness + 1 steps, so it must be from 1 to {self.max_staleness + 1}"
             )
-        if self.half_life is not None and not (self.half_life > 0 and math.isfinite(self.half_life)):
-            raise ValueError(f"replay.half_life is {self.half_life}; it must be a number of steps above 0, or null")
         if self.capacity is not None and self.capacity < 1:
             raise ValueError(f"replay.capacity is {self.capacity}; it must be at least 1, or null")
 

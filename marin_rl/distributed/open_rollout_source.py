@@ -84,17 +84,11 @@ def make_staleness_limits(config: TrainConfig) -> StalenessLimits:
     )
 
 
-def make_replay(config: TrainConfig) -> ReplayBuffer:
+def make_replay_buffer(config: TrainConfig) -> ReplayBuffer:
     """Make an empty replay buffer; in `mode: sync` it holds the groups of one step only."""
     if config.mode is Mode.SYNC:
         return ReplayBuffer(max_staleness=0)
-    replay = config.replay
-    return ReplayBuffer(
-        max_staleness=replay.max_staleness,
-        max_uses=replay.max_uses,
-        half_life=replay.half_life,
-        seed=config.seed,
-    )
+    return ReplayBuffer(max_staleness=config.replay.max_staleness, max_uses=config.replay.max_uses)
 
 
 def make_history(config: TrainConfig) -> WeightHistory[LmHeadModel] | None:

@@ -8,14 +8,12 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, oldest_version
 from marin_rl.errors import UserError
 from marin_rl.rollouts.group_codec import OtherFormatError, decode_group, encode_group
-from marin_rl.seeds import derive_seed
 from marin_rl.types import RolloutGroup, Task, WeightVersion
 
 _SCHEMA = pa.schema(
@@ -61,10 +59,6 @@ class ReplayBuffer:
     """Maximum versions between the oldest token and the updated weights."""
     max_uses: int = 1
     """Number of batches that use a group."""
-    half_life: float | None = None
-    """Versions after which a group is half as likely to be drawn; None draws the oldest first."""
-    seed: int = 0
-    """Seed of the draws."""
     _waiting: dict[RequestNumber, WaitingGroup] = dataclasses.field(default_factory=dict, init=False)
 
     def copy(self) -> "ReplayBuffer":
@@ -131,10 +125,7 @@ class ReplayBuffer:
         return all(counts[environment] >= count for environment, count in mix.items())
 
     def draw(self, mix: Mapping[str, int], version: WeightVersion) -> list[RolloutGroup]:
-        """Draw the groups of a batch without replacement, in the order of their numbers.
-
-        With a half-life `h` a group of staleness `s` is drawn in proportion to `2^(-s/h)` among the groups of its
-        environment, by the largest `log u / w` (Efraimidis and Spirakis 2006).
+        """Draw the groups of a batch, the oldest requests of each environment first, in the order of their numbers.
 
         Args:
             mix: number of groups of each environment; fewer are drawn if there are not enough.
@@ -153,8 +144,6 @@ class ReplayBuffer:
                     f"group {item.group.id} has tokens of version {item.oldest_version}, too old for weights of "
                     f"version {version} with max_staleness {self.max_staleness}; expire it first"
                 )
-        if self.half_life is not None:
-            candidates = self._recent_first(candidates, self.half_life, version)
         left = dict(mix)
         drawn = []
         for item in candidates:
@@ -166,15 +155,7 @@ class ReplayBuffer:
                 self._waiting[item.number] = dataclasses.replace(item, uses_left=item.uses_left - 1)
             else:
                 del self._waiting[item.number]
-        return [item.group for item in sorted(drawn, key=lambda item: item.number)]
-
-    def _recent_first(
-        self, candidates: Sequence[WaitingGroup], half_life: float, version: WeightVersion
-    ) -> list[WaitingGroup]:
-        generator = np.random.default_rng(derive_seed(self.seed, "replay", version))
-        ages = np.array([item.age(version) for item in candidates], np.float64)
-        keys = np.log(generator.uniform(size=len(candidates))) * np.exp2(ages / half_life)
-        return [candidates[index] for index in np.argsort(-keys, kind="stable")]
+        return [item.group for item in drawn]
 
     def ages(self, version: WeightVersion) -> list[int]:
         """Return the staleness of every group under weights of this version, in order."""

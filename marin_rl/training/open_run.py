@@ -24,7 +24,7 @@ from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.open_rollout_source import (
     make_history,
-    make_replay,
+    make_replay_buffer,
     make_staleness_limits,
     open_rollout_source,
 )
@@ -124,7 +124,7 @@ def open_run(
         )
         rollout_source = open_rollout_source(config, runner, progress.vocab_size, progress.worker_counts, resources)
         scheduler = RolloutScheduler(make_staleness_limits(config), progress.scheduler)
-        state = RunState(progress, scheduler, make_replay(config))
+        state = RunState(progress, scheduler, make_replay_buffer(config))
         if loaded is not None:
             state.replay.load(loaded.replay, loaded.checkpoint.path / REPLAY)
         history = make_history(config)

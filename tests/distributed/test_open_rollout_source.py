@@ -18,7 +18,7 @@ from marin_rl.distributed import open_rollout_source as module
 from marin_rl.distributed.coordinator import Coordinator, CoordinatorClient
 from marin_rl.distributed.open_rollout_source import (
     make_history,
-    make_replay,
+    make_replay_buffer,
     make_staleness_limits,
     open_rollout_source,
 )
@@ -37,7 +37,7 @@ from tests.distributed.local_client import LocalClient
 from tests.rollouts.rollout_cases import group_of
 from tests.training.bare_run import make_config, make_runner
 
-REPLAY = ReplayConfig(max_staleness=2, max_uses=3, half_life=1.5, capacity=9)
+REPLAY = ReplayConfig(max_staleness=2, max_uses=3, capacity=9)
 RESAMPLE = ResampleGroupsConfig(max_batches=3)
 
 
@@ -213,7 +213,7 @@ def test_sampling_runs_ahead_only_in_async_mode(changes: dict[str, Any], expecte
 
 @pytest.mark.parametrize(("mode", "uses", "ages"), [(Mode.SYNC, 1, []), (Mode.ASYNC, 3, [2])])
 def test_groups_wait_only_in_async_mode(mode: Mode, uses: int, ages: list[int]) -> None:
-    replay = make_replay(make_config(mode=mode, replay=REPLAY))
+    replay = make_replay_buffer(make_config(mode=mode, replay=REPLAY))
     replay.add(RequestNumber(4, 0), group_of("train-4-0", 1.0, 0.0))  # sampled from weights of version 3
     assert replay.uses_left == uses
     replay.expire(5)

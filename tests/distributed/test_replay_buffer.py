@@ -5,7 +5,6 @@
 
 import collections
 import dataclasses
-import math
 import random
 from pathlib import Path
 
@@ -60,7 +59,7 @@ def test_staleness_is_measured_from_the_oldest_token() -> None:
 
 
 def test_copy_is_independent() -> None:
-    buffer = filled(ReplayBuffer(max_staleness=2, max_uses=2, half_life=1.0, seed=3), 0, 1, 2)
+    buffer = filled(ReplayBuffer(max_staleness=2, max_uses=2), 0, 1, 2)
     copied = buffer.copy()
     drawn = buffer.draw({"sums": 2}, 2)
     assert (buffer.uses_left, copied.uses_left) == (4, 6)
@@ -77,26 +76,6 @@ def test_group_is_used_max_uses_times_and_once_per_batch() -> None:
     assert buffer.uses_left == 1
 
 
-def test_half_life_prefers_recent_groups() -> None:
-    # Of two groups that differ by h versions, the newer one is drawn first with probability 1/(1 + 1/2).
-    firsts = collections.Counter(
-        filled(ReplayBuffer(max_staleness=9, half_life=3.0, seed=seed), 0, 3).draw({"sums": 1}, 3)[0].id
-        for seed in range(600)
-    )
-    share, expected = firsts["train-1-1"] / 600, 2 / 3
-    assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / 600)
-
-
-def test_draws_are_reproducible() -> None:
-    def draw() -> list[str]:
-        return [
-            group.id for group in filled(ReplayBuffer(max_staleness=9, half_life=1.0), *range(6)).draw({"sums": 3}, 6)
-        ]
-
-    assert draw() == draw()
-    assert draw() == sorted(draw())
-
-
 def test_group_is_added_once() -> None:
     buffer = filled(ReplayBuffer(max_staleness=1), 0)
     with pytest.raises(ValueError, match="train-1-0 is already in the replay buffer"):
@@ -104,7 +83,7 @@ def test_group_is_added_once() -> None:
 
 
 def test_group_without_tokens_never_expires() -> None:
-    buffer = ReplayBuffer(max_staleness=0, half_life=1.0)
+    buffer = ReplayBuffer(max_staleness=0)
     buffer.add(RequestNumber(1, 5), group_of("train-1-5", None, None))
     assert buffer.expire(9) == []
     assert [group.id for group in buffer.draw({"sums": 1}, 9)] == ["train-1-5"]
@@ -131,14 +110,6 @@ def test_batch_waits_for_its_share_of_each_environment() -> None:
     assert [group.id for group in buffer.draw(mix, 0)] == [f"train-1-{index}" for index in (0, 2, 3, 4)]
     assert buffer.mix(4, late[:1]) == {"slow": 1, "quick": 1}
     assert not buffer.holds({"slow": 1})
-
-
-def test_recent_groups_are_drawn_within_their_environment() -> None:
-    buffer = ReplayBuffer(max_staleness=50, half_life=0.1)
-    for index, (version, environment) in enumerate([(0, "slow"), (40, "quick"), (40, "quick"), (39, "slow")]):
-        buffer.add(RequestNumber(1, index), group_at(RequestNumber(1, index), version, environment))
-    # Without shares, the environment with old groups would have to wait.
-    assert [group.id for group in buffer.draw({"quick": 1, "slow": 1}, 40)][-1] == "train-1-3"
 
 
 @pytest.mark.parametrize("overtaking", [False, True])
@@ -210,8 +181,7 @@ def test_error_names_a_damaged_file() -> None:
 def test_uses_and_staleness_stay_within_limits(data: st.DataObject) -> None:
     staleness = data.draw(st.integers(0, 3))
     uses = data.draw(st.integers(1, staleness + 1))
-    half_life = data.draw(st.sampled_from([None, 0.5, 2.0]))
-    buffer = ReplayBuffer(max_staleness=staleness, max_uses=uses, half_life=half_life)
+    buffer = ReplayBuffer(max_staleness=staleness, max_uses=uses)
     sampled_at, used, version = {}, collections.Counter(), 0
     for index in range(data.draw(st.integers(1, 25))):
         if data.draw(st.booleans()):

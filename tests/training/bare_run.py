@@ -15,7 +15,7 @@ from levanter.models.llama import LlamaConfig
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.open_rollout_source import make_replay, make_staleness_limits
+from marin_rl.distributed.open_rollout_source import make_replay_buffer, make_staleness_limits
 from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
 from marin_rl.distributed.scheduler import RolloutScheduler
 from marin_rl.environments.arithmetic import ArithmeticConfig
@@ -136,7 +136,7 @@ def bare_run(config: TrainConfig, environment: AbstractEnvironment, progress: Pr
     progress = progress or Progress()
     scheduler = RolloutScheduler(make_staleness_limits(config), progress.scheduler)
     rollout_source = LocalRollouts(config, make_runner(config, lambda request: (END,), environment))
-    return BareRun(config, environment, rollout_source, RunState(progress, scheduler, make_replay(config)))
+    return BareRun(config, environment, rollout_source, RunState(progress, scheduler, make_replay_buffer(config)))
 
 
 def make_runner(

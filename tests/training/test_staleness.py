@@ -203,10 +203,9 @@ def publish(run: BareRun) -> None:
 def test_random_faults_never_break_group_invariants(filter_config: object, data: st.DataObject) -> None:
     staleness = data.draw(st.integers(0, 3), "staleness")
     uses = data.draw(st.integers(1, staleness + 1), "uses")
-    half_life = data.draw(st.sampled_from([None, 1.0]), "half_life")
     chance = random.Random(data.draw(st.integers(0, 2**32), "schedule"))
     world = World(chance, data.draw(st.integers(1, 4), "workers"), data.draw(st.sampled_from([0.0, 0.4]), "equal"))
-    replay = ReplayConfig(max_staleness=staleness, max_uses=uses, half_life=half_life)
+    replay = ReplayConfig(max_staleness=staleness, max_uses=uses)
     run = async_run(replay, filter_config, world)
     publish(run)
     trained: collections.Counter[str] = collections.Counter()
