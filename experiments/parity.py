@@ -23,6 +23,7 @@ from levanter.utils.activation import ActivationFunctionEnum
 from safetensors.numpy import load_file
 
 from marin_rl.batching.processed_rollout import ProcessedRollout
+from marin_rl.config.device_settings import logprob_block, row_layout
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.samplers import open_group_sampler
@@ -98,10 +99,10 @@ def sample_and_score(config: TrainConfig, prompts: Sequence[str]) -> list[Sample
     ]
     scorer = Scorer(
         trainer,
-        config.row_layout(trainer),
+        row_layout(config, trainer),
         pad_token_id=tokenizer.pad_token_id,
         temperature=1.0,
-        block_size=config.logprob_block(trainer),
+        block_size=logprob_block(config, trainer),
     )
     return [
         Sampled(

@@ -30,6 +30,7 @@ import jmp
 import matplotlib
 from levanter.models.llama import LlamaConfig
 
+from marin_rl.config.device_settings import logprob_block
 from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
@@ -178,7 +179,7 @@ def compile_point(model: str, chips: int) -> Point:
         compiled = LOWER["update"](run).compile()
         memory, text = cast(Any, compiled.memory_analysis()), compiled.as_text() or ""
         answers = ANSWER_TOKENS / (PROMPT_TOKENS + ANSWER_TOKENS) * run.layout.row_length
-        blocks = max(round(answers / run.config.logprob_block(run.trainer)), 1)
+        blocks = max(round(answers / logprob_block(run.config, run.trainer)), 1)
         step = StepSize(1, chips, PROMPT_TOKENS, ANSWER_TOKENS, 1, 1)
         flops = float(update_work(run, step, None).flops)
         first, second = (_traffic(text, [count, blocks]) for count in (1.0, 2.0))

@@ -17,6 +17,7 @@ from levanter.trainer import TrainerConfig
 from marin_rl import multihost
 from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.config.decode import encode
+from marin_rl.config.device_settings import logprob_block, row_layout
 from marin_rl.config.sections import EvaluationConfig, Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.rollout_runner import make_runner, open_reward_functions
@@ -136,10 +137,10 @@ def _evaluate(
         )
         scorer = Scorer(
             trainer,
-            train_config.row_layout(trainer),
+            row_layout(train_config, trainer),
             pad_token_id=tokenizer.pad_token_id,
             temperature=1.0,
-            block_size=train_config.logprob_block(trainer),
+            block_size=logprob_block(train_config, trainer),
         )
         tasks = first_of_each(environment.tasks(config.split), evaluation.tasks, runner)
         metrics |= reference_loss(runner, tasks, lambda rollouts: scorer.score(model, rollouts))

@@ -45,6 +45,7 @@ from experiments.benchmarks.measurement import (
 )
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.batching.rl_example import PackedBatch, RlExample, pack_batch
+from marin_rl.config.device_settings import row_layout
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.devices import device_peak_bytes, microbatch_rows, platform_of, start_devices
 from marin_rl.learner.policy_model import initialize_policy
@@ -203,7 +204,7 @@ def pack(
     whole = dataclasses.replace(config, rollouts=sections)
     default = sections.rows_per_device(platform_of(trainer), trainer.data_axis_size)
     rows = microbatch_rows(config.trainer, default) * trainer.data_axis_size
-    layout = whole.row_layout(dataclasses.replace(trainer, train_batch_size=rows))
+    layout = row_layout(whole, dataclasses.replace(trainer, train_batch_size=rows))
     token_advantages_list = [
         TokenAdvantages(np.full(rollout.num_loss_tokens, advantage), np.zeros(rollout.num_loss_tokens))
         for rollout, advantage in zip(rollouts, advantages, strict=True)

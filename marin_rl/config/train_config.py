@@ -8,8 +8,6 @@ Each section is defined next to the code that it configures; `combinations` chec
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import cast
 
 from levanter.models.lm_model import LmConfig
 from levanter.optim import AdamConfig, OptimizerConfig
@@ -18,7 +16,6 @@ from levanter.trainer import TrainerConfig
 import marin_rl.objectives.gae
 import marin_rl.objectives.gigpo
 import marin_rl.rewards.pipeline  # noqa: F401
-from marin_rl.batching.packing import GroupRow, RowLayout
 from marin_rl.config.combinations import check_combinations
 from marin_rl.config.levanter_sections import (
     TRAINER_KEYS_WITHOUT_EFFECT,
@@ -27,7 +24,6 @@ from marin_rl.config.levanter_sections import (
     default_trainer,
 )
 from marin_rl.config.sections import (
-    TOKENS_PER_MICROBATCH,
     EvaluationConfig,
     LogLevel,
     Mode,
@@ -48,10 +44,8 @@ from marin_rl.config_fields import (
 )
 from marin_rl.environments.base import EnvironmentConfig
 from marin_rl.kernel_sharding import POSITION
-from marin_rl.learner.attention_kernel import AttentionKernel, attention_kernel
 from marin_rl.learner.checkpoint import CheckpointConfig
 from marin_rl.learner.critic import CriticConfig
-from marin_rl.learner.devices import microbatch_rows, platform_of
 from marin_rl.learner.hf_export import ExportConfig
 from marin_rl.objectives.advantage_inputs import AdvantageConfig
 from marin_rl.objectives.advantages import RlooConfig
@@ -68,9 +62,6 @@ from marin_rl.sampling.config import LevanterSamplerConfig, SamplerConfig, Sampl
 from marin_rl.storage import storage_path
 from marin_rl.tokenization.load import TokenizerConfig
 from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig
-
-LOGPROB_BLOCK_SIZE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
-"""Tokens on each device whose logits are in memory at once, by platform, if the config does not set their number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,74 +193,6 @@ class TrainConfig:
             seed=self.seed,
             id=self.trainer.id or storage_path(self.run_dir).name,
         )
-
-    def row_layout(self, trainer: TrainerConfig) -> RowLayout:
-        """Shape of the microbatches, for a trainer section completed by `start_devices`.
-
-        A row of R positions and P computed pairs of a query and a key costs `R + P / (6 · hidden size)`: the second
-        term is attention, relative to the flops of the linear layers of a transformer. With `per_device_parallelism`,
-        rows with shared prompts have at most as many positions as that many other rows.
-
-        Raises:
-            ValueError: if the attention kernel of the trainer's platform does not support `rollouts.row_length`.
-        """
-        kernel, rollouts = self._kernel(trainer), self.rollouts
-        packed = rollouts.packing is not False
-        layout = self._layout(kernel, rollouts.positions(kernel), cast(int, trainer.train_batch_size), packed=packed)
-        platform, devices = platform_of(trainer), trainer.data_axis_size
-        alternatives = []
-        separate = dataclasses.replace(rollouts, packing=False)
-        if rollouts.packing is None and separate.positions(kernel) != layout.row_length:
-            rows = microbatch_rows(self.trainer, separate.rows_per_device(platform, devices)) * devices
-            alternatives.append(self._layout(kernel, separate.positions(kernel), rows, packed=False))
-        if rollouts.share_prompts and packed and rollouts.row_length is None:
-            alternatives += self._group_layouts(kernel, platform, devices, layout.row_length)
-        return dataclasses.replace(layout, alternatives=tuple(alternatives))
-
-    def _group_layouts(
-        self, kernel: AttentionKernel, platform: str, devices: int, row_length: int
-    ) -> Sequence[RowLayout]:
-        """Return the layout of rows with shared prompts, if there is one, given the length of other rows."""
-        if not kernel.supports_shared_prompts(self.model):
-            return ()
-        rollouts, own_rows = self.rollouts, microbatch_rows(self.trainer, 0)
-        most_tokens = own_rows * row_length or TOKENS_PER_MICROBATCH[platform]
-        group = rollouts.group_row(self.sampling.max_new_tokens, kernel, most_tokens)
-        if group is None:
-            return ()
-        default = rollouts.group_rows_per_device(group, platform, devices)
-        rows = most_tokens // group.row_length if own_rows else default
-        return (self._layout(kernel, group.row_length, rows * devices, packed=True, group=group),)
-
-    def _layout(
-        self, kernel: AttentionKernel, row_length: int, rows: int, *, packed: bool, group: GroupRow | None = None
-    ) -> RowLayout:
-        hidden = 1024 if self.model is None else self.model.Embed.size
-        return RowLayout(
-            row_length,
-            rows,
-            packed,
-            whole_rollouts=self.policy_loss.is_sequence_level,
-            group=group,
-            row_cost=row_length + kernel.attention_pairs(row_length, group) / (6 * hidden),
-        )
-
-    def logprob_block(self, trainer: TrainerConfig) -> int:
-        """Tokens per device whose logits are in memory at once, for a trainer section of started devices."""
-        return self.logprob_block_size or LOGPROB_BLOCK_SIZE[platform_of(trainer)]
-
-    def trained_model(self, trainer: TrainerConfig) -> LmConfig:
-        """Model config with the attention kernel of the trainer's platform and a block size that divides the rows.
-
-        Raises:
-            ValueError: if the attention kernel of the trainer's platform does not support `rollouts.row_length`.
-        """
-        assert self.model is not None
-        kernel = self._kernel(trainer)
-        return kernel.configure(self.model, self.rollouts.positions(kernel))
-
-    def _kernel(self, trainer: TrainerConfig) -> AttentionKernel:
-        return attention_kernel(self.model, platform_of(trainer), self.context_shards)
 
     @property
     def context_shards(self) -> int:

@@ -23,6 +23,7 @@ from levanter.trainer import TrainerConfig
 
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
+from marin_rl.config.device_settings import row_layout, trained_model
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.critic import with_critic
@@ -62,7 +63,7 @@ class RunShapes:
     @functools.cached_property
     def policy(self) -> LmHeadModel:
         """Shapes of the policy's parameters."""
-        return model_shape(self.config.trained_model(self.trainer), Axis("vocab", self.vocab_size), self.trainer)
+        return model_shape(trained_model(self.config, self.trainer), Axis("vocab", self.vocab_size), self.trainer)
 
     @functools.cached_property
     def parameters(self) -> LmHeadModel:
@@ -151,7 +152,7 @@ def open_shapes(config: TrainConfig, vocab_size: int) -> RunShapes:
         require_accelerator=False,
     )
     trainer = start_devices(trainer, rows_per_device=config.rollouts.rows_per_device)
-    return RunShapes(config, trainer, config.row_layout(trainer), vocab_size)
+    return RunShapes(config, trainer, row_layout(config, trainer), vocab_size)
 
 
 def lower_initial_state(run: RunShapes) -> jax.stages.Lowered:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 
 from marin_rl.batching.packing import Prompt, choose_layout, count_microbatches
+from marin_rl.config.device_settings import logprob_block
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.models.hf_config import read_hf_config
@@ -420,7 +421,7 @@ def _head_blocks(run: RunShapes, step: StepSize) -> float:
     """Return the blocks of the head in a microbatch on each device."""
     answers = step.answer_tokens / (step.prompt_tokens + step.answer_tokens)
     tokens = run.layout.rows_per_microbatch * run.layout.row_length / run.trainer.data_axis_size
-    return float(max(math.ceil(answers * tokens / run.config.logprob_block(run.trainer)), 1))
+    return float(max(math.ceil(answers * tokens / logprob_block(run.config, run.trainer)), 1))
 
 
 def _work(name: str, run: RunShapes, step: StepSize, measured: Measured | None) -> Work:

@@ -9,7 +9,8 @@ import math
 import jax
 from haliax import Axis
 
-from marin_rl.config.train_config import LOGPROB_BLOCK_SIZE, TrainConfig
+from marin_rl.config.device_settings import LOGPROB_BLOCK_SIZE
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.learner.devices import microbatch_rows

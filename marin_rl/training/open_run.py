@@ -20,6 +20,7 @@ from levanter.trainer_state import TrainerState
 
 from marin_rl import multihost
 from marin_rl.batching.packing import RowLayout
+from marin_rl.config.device_settings import logprob_block, row_layout
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.open_rollout_source import (
@@ -158,7 +159,7 @@ def make_loss(config: TrainConfig, trainer: TrainerConfig) -> RlLoss:
         policy_loss=config.policy_loss,
         kl=config.kl,
         temperature=config.sampling.temperature,
-        block_size=config.logprob_block(trainer),
+        block_size=logprob_block(config, trainer),
         critic=config.critic,
     )
 
@@ -185,7 +186,7 @@ def make_scorer(config: TrainConfig, trainer: TrainerConfig, layout: RowLayout, 
         layout,
         pad_token_id=pad_token_id,
         temperature=config.sampling.temperature,
-        block_size=config.logprob_block(trainer),
+        block_size=logprob_block(config, trainer),
         capacity=layout.microbatches(config.rollouts.rollouts_per_step),
     )
 
@@ -226,7 +227,7 @@ def _open_parts(
     resources: contextlib.ExitStack,
 ) -> _Parts:
     trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
-    layout = config.row_layout(trainer)
+    layout = row_layout(config, trainer)
     check_config(config)
     check_worker_devices(config, platform_of(trainer), os.environ)
     tokenizer, environment = config.tokenizer.build(), _build_environment(config.environment, report)
@@ -321,7 +322,7 @@ def _start(
             parts.trainer,
             parts.layout,
             seed=config.seed,
-            block_size=config.logprob_block(parts.trainer),
+            block_size=logprob_block(config, parts.trainer),
             temperature=config.sampling.temperature,
             report=report,
             stop_requested=stop_requested,

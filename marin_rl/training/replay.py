@@ -18,6 +18,7 @@ from levanter.trainer_state import TrainerState
 
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.processed_rollout import ProcessedRollout
+from marin_rl.config.device_settings import row_layout
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.config_fields import changeable_keys
@@ -96,7 +97,7 @@ def start_trainer(config: TrainConfig) -> TrainingParts:
     """Start the devices and build the parts of a trainer."""
     config = dataclasses.replace(config, rollout_store=RolloutStoreConfig(every=0))
     trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
-    layout = config.row_layout(trainer)
+    layout = row_layout(config, trainer)
     pad_token_id = config.tokenizer.build().pad_token_id
     return TrainingParts(config, trainer, layout, pad_token_id, make_learner(config, trainer, layout))
 

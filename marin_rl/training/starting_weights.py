@@ -14,6 +14,7 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
+from marin_rl.config.device_settings import trained_model
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import from_yaml
 from marin_rl.learner.checkpoint import Checkpoints
@@ -112,7 +113,7 @@ def first_policy(config: TrainConfig, tokenizer: ChatTokenizer, trainer: Trainer
     Raises:
         PolicyModelError: if `initialize_from` cannot be loaded, or does not fit the config or the tokenizer.
     """
-    model = config.trained_model(trainer)
+    model = trained_model(config, trainer)
     if config.initialize_from is not None:
         return load_hf_policy(hf_folder(config.initialize_from), tokenizer, trainer, model)
     key = jax.random.PRNGKey(derive_seed(config.seed, "weights") % 2**32)
@@ -226,4 +227,4 @@ def _model_shape(checkpoint: Checkpoint, config: TrainConfig, trainer: TrainerCo
 
 
 def _policy_shape(checkpoint: Checkpoint, config: TrainConfig, trainer: TrainerConfig) -> LmHeadModel:
-    return model_shape(config.trained_model(trainer), Axis("vocab", checkpoint.progress["vocab_size"]), trainer)
+    return model_shape(trained_model(config, trainer), Axis("vocab", checkpoint.progress["vocab_size"]), trainer)

@@ -14,11 +14,9 @@ from levanter.distributed import RayConfig
 from levanter.layers.attention import AttentionBackend
 from levanter.models.gemma import Gemma3Config
 from levanter.models.gpt2 import Gpt2Config
-from levanter.models.llama import LlamaConfig
 from levanter.models.mixtral import MixtralConfig
 from levanter.optim import AdamConfig, MarsConfig, MuonHConfig
 
-from marin_rl.batching.packing import GroupRow
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.decode import ConfigError, encode
 from marin_rl.config.levanter_sections import default_trainer
@@ -26,33 +24,17 @@ from marin_rl.config.sections import Mode, RolloutConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import from_yaml, parse_yaml, to_yaml
 from marin_rl.config_fields import changeable_keys
-from marin_rl.environments.arithmetic import ArithmeticConfig
-from marin_rl.learner.attention_kernel import attention_kernel
-from marin_rl.learner.devices import start_devices
 from marin_rl.objectives import (
     GrpoConfig,
     ReinforceConfig,
 )
-from marin_rl.objectives.policy_loss import GspoLossConfig, RlooSequenceLossConfig
 from marin_rl.rollouts.attempt import LongPrompts
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.storage import user_cache
 from marin_rl.training.run_directory import config_differences
 from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig, WeightTransferConfig
 from tests.config.from_lines import from_lines
-
-SIZES = {"seq_len": 64, "hidden_dim": 16, "intermediate_dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
-MODEL = LlamaConfig(**SIZES)
-
-
-def config(**changes) -> TrainConfig:
-    settings = {
-        "environment": ArithmeticConfig(),
-        "run_dir": "runs/test",
-        "model": MODEL,
-        "rollouts": RolloutConfig(prompts_per_step=4, group_size=8, max_length=32),
-    }
-    return TrainConfig(**{**settings, **changes})
+from tests.config.small_config import MODEL, SIZES, config
 
 
 def test_defaults_need_no_accelerator_tracker_or_cluster():
@@ -312,116 +294,6 @@ def test_row_length_that_no_attention_kernel_supports_is_refused():
             config(rollouts=RolloutConfig(max_length=1100, row_length=1300), **settings)
     vanilla = dataclasses.replace(MODEL, seq_len=2048, attn_backend=AttentionBackend.VANILLA)
     assert config(rollouts=RolloutConfig(max_length=1100, row_length=1300), model=vanilla)
-
-
-def test_row_length_that_the_platform_does_not_support_is_refused():
-    built = config(rollouts=RolloutConfig(max_length=32, row_length=640))
-    trainer = dataclasses.replace(default_trainer(), train_batch_size=6)
-    assert built.row_layout(trainer).row_length == 640
-    with pytest.raises(ValueError, match=r"rollouts.row_length is 640, but splash .* set rollouts.row_length: 1024"):
-        built.rollouts.positions(attention_kernel(MODEL, "tpu"))
-
-
-def test_trained_model_sets_the_attention_kernel_and_its_block_size():
-    trainer = dataclasses.replace(default_trainer(), train_batch_size=6)
-    flash = AttentionBackend.JAX_FLASH
-    assert config().trained_model(trainer) == dataclasses.replace(MODEL, attn_backend=flash)
-    long = dataclasses.replace(MODEL, seq_len=2048)
-    trained = config(model=long, rollouts=RolloutConfig(max_length=1100)).trained_model(trainer)
-    assert trained == dataclasses.replace(long, attn_backend=flash, flash_attention_block_size=640)
-
-
-def test_layout_of_a_microbatch():
-    trainer = dataclasses.replace(default_trainer(), train_batch_size=6)
-    layout = config().row_layout(trainer)
-    shape = (layout.row_length, layout.rows_per_microbatch, layout.packed, layout.whole_rollouts)
-    assert shape == (128, 6, True, False)
-    for loss in (GspoLossConfig(), RlooSequenceLossConfig()):
-        assert config(policy_loss=loss).row_layout(trainer).whole_rollouts
-
-
-def test_packing_is_chosen_between_rows_of_both_lengths():
-    trainer = start_devices(default_trainer(), rows_per_device=6)
-    (unpacked,) = config(rollouts=RolloutConfig(max_length=32)).row_layout(trainer).alternatives
-    assert (unpacked.row_length, unpacked.rows_per_microbatch, unpacked.packed) == (32, 24, False)
-    # Longer rows cost more per position, because of attention.
-    layout = config(rollouts=RolloutConfig(max_length=32)).row_layout(trainer)
-    assert layout.row_cost / 128 > unpacked.row_cost / 32 > 1
-    rows = dataclasses.replace(default_trainer(), per_device_parallelism=5)
-    (unpacked,) = config(rollouts=RolloutConfig(max_length=32), trainer=rows).row_layout(trainer).alternatives
-    assert unpacked.rows_per_microbatch == 5
-    # There is nothing to choose between rows of one length, or if the config decides.
-    for rollouts in (
-        RolloutConfig(max_length=32, packing=True),
-        RolloutConfig(max_length=32, packing=False),
-        RolloutConfig(max_length=32, row_length=64),
-    ):
-        assert config(rollouts=rollouts).row_layout(trainer).alternatives == ()
-
-
-@pytest.mark.parametrize(
-    ("rollouts", "new_tokens", "backend"),
-    [
-        (RolloutConfig(max_length=32, share_prompts=False), 8, None),
-        (RolloutConfig(max_length=32, packing=False), 8, None),
-        (RolloutConfig(max_length=32, row_length=64), 8, None),
-        (RolloutConfig(max_length=32), 31, None),  # no room for a prompt
-        (RolloutConfig(max_length=900), 400, None),  # one answer in a microbatch
-        (RolloutConfig(max_length=1100), 8, None),  # too many scores
-        (RolloutConfig(max_length=900), 8, AttentionBackend.SPLASH),  # one answer in a microbatch
-    ],
-)
-def test_rows_without_shared_prompts(rollouts: RolloutConfig, new_tokens: int, backend: AttentionBackend | None):
-    model = dataclasses.replace(MODEL, attn_backend=backend, seq_len=2048)
-    limited = config(model=model, rollouts=rollouts, sampling=SamplingConfig(max_new_tokens=new_tokens))
-    layout = limited.row_layout(start_devices(default_trainer(), rows_per_device=6))
-    assert all(alternative.group is None for alternative in (layout, *layout.alternatives))
-
-
-@pytest.mark.parametrize("packing", [None, True])
-def test_rows_with_shared_prompts(packing: bool | None):
-    rollouts = RolloutConfig(max_length=32, group_size=4, packing=packing)
-    sampling = SamplingConfig(max_new_tokens=8)
-    trainer = start_devices(default_trainer(), rows_per_device=6)
-    layout = config(rollouts=rollouts, sampling=sampling).row_layout(trainer)
-    groups = layout.alternatives[-1]
-    assert len(layout.alternatives) == (2 if packing is None else 1)
-    assert groups.group == GroupRow(prompt_length=23, answers=4, answer_length=8)
-    assert (groups.row_length, groups.rows_per_microbatch, groups.packed) == (55, 13, True)
-    # Its attention has fewer pairs than that of a packed row of the same length.
-    assert 55 < groups.row_cost < 55 * layout.row_cost / layout.row_length
-
-
-def test_rows_with_shared_prompts_have_no_more_positions_than_the_configured_ones():
-    """`per_device_parallelism` is chosen for the memory of a device."""
-    trainer = dataclasses.replace(default_trainer(), per_device_parallelism=5)
-    rollouts, sampling = RolloutConfig(max_length=200, group_size=12), SamplingConfig(max_new_tokens=49)
-    model = dataclasses.replace(MODEL, seq_len=256)
-    five = config(model=model, rollouts=rollouts, sampling=sampling, trainer=trainer)
-    layout = five.row_layout(start_devices(trainer, rows_per_device=6))
-    assert (layout.row_length, layout.rows_per_microbatch) == (256, 5)
-    groups = layout.alternatives[-1]
-    # 12 answers of 49 positions after a prompt of 150 in one row; two such rows have 1,476 positions.
-    assert groups.group == GroupRow(prompt_length=150, answers=12, answer_length=49)
-    assert groups.rows_per_microbatch == 1
-    one = dataclasses.replace(trainer, per_device_parallelism=1)
-    layout = dataclasses.replace(five, trainer=one).row_layout(start_devices(one, rows_per_device=6))
-    assert layout.alternatives[-1].group == GroupRow(prompt_length=150, answers=2, answer_length=49)
-
-
-def test_rows_with_shared_prompts_on_a_tpu_have_whole_blocks(monkeypatch: pytest.MonkeyPatch):
-    trainer = start_devices(default_trainer(), rows_per_device=6)
-    monkeypatch.setattr("marin_rl.config.train_config.platform_of", lambda trainer: "tpu")
-    rollouts = RolloutConfig(max_length=2048, group_size=8)
-    tpu = config(model=dataclasses.replace(MODEL, seq_len=2048), rollouts=rollouts)
-    groups = dataclasses.replace(tpu, sampling=SamplingConfig(max_new_tokens=512)).row_layout(trainer).alternatives[-1]
-    assert groups.group == GroupRow(prompt_length=1536, answers=8, answer_length=512)
-
-
-def test_default_logprob_block_depends_on_the_platform():
-    trainer = start_devices(default_trainer(), rows_per_device=6)
-    assert config().logprob_block(trainer) == 256
-    assert config(logprob_block_size=7).logprob_block(trainer) == 7
 
 
 @pytest.mark.parametrize(

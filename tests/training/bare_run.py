@@ -13,6 +13,7 @@ import numpy as np
 from levanter.models.llama import LlamaConfig
 
 from marin_rl.batching.processed_rollout import ProcessedRollout
+from marin_rl.config.device_settings import row_layout
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.open_rollout_source import make_replay_buffer, make_staleness_limits
@@ -89,7 +90,7 @@ def bare_builder(
 
     return BatchBuilder(
         config,
-        config.row_layout(dataclasses.replace(config.trainer, train_batch_size=rows)),
+        row_layout(config, dataclasses.replace(config.trainer, train_batch_size=rows)),
         tokenizer.pad_token_id,
         score,
         None if reference is None else functools.partial(score, (reference, zeros)),

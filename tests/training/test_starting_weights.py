@@ -19,6 +19,7 @@ from levanter.trainer import TrainerConfig
 
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.batching.rl_example import pack_batch
+from marin_rl.config.device_settings import row_layout, trained_model
 from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
@@ -185,7 +186,7 @@ def long_rollouts() -> list[ProcessedRollout]:
 def long_model(config: TrainConfig, trainer: TrainerConfig) -> LmHeadModel:
     """The model of a run of this config, filled by numpy to avoid compiling its initializers."""
     rng = np.random.default_rng(0)
-    shape = model_shape(config.trained_model(trainer), Axis("vocab", 264), trainer)
+    shape = model_shape(trained_model(config, trainer), Axis("vocab", 264), trainer)
     return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(scale=0.5, size=leaf.shape), leaf.dtype), shape)
 
 
@@ -194,7 +195,7 @@ def score(config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
     trainer = start_devices(config.trainer_config(), rows_per_device=1)
     model = with_critic(CriticConfig(shared_trunk=False), long_model(config, trainer))
     model = dataclasses.replace(model, value_weight=model.value_weight + 1)
-    scorer = Scorer(trainer, config.row_layout(trainer), pad_token_id=0, temperature=1.0, block_size=16)
+    scorer = Scorer(trainer, row_layout(config, trainer), pad_token_id=0, temperature=1.0, block_size=16)
     scores = scorer.score(model, rollouts := long_rollouts())
     masks = [rollout.loss_mask for rollout in rollouts]
     logprobs = np.stack([one.logprobs[mask] for one, mask in zip(scores, masks, strict=True)])
@@ -208,7 +209,7 @@ def train_one_step(config: TrainConfig, policy_logprobs: np.ndarray) -> dict[str
     for rollout, logprobs in zip(rollouts, policy_logprobs, strict=True):
         rollout.policy_logprobs[rollout.loss_mask] = logprobs
     token_advantages_list = [TokenAdvantages(np.linspace(-1, 1, 16), np.zeros(16)) for _ in rollouts]
-    batch = pack_batch(rollouts, token_advantages_list, config.aggregation, config.row_layout(trainer), pad_token_id=0)
+    batch = pack_batch(rollouts, token_advantages_list, config.aggregation, row_layout(config, trainer), pad_token_id=0)
     learner = Learner(trainer, config.optimizer, make_loss(config, trainer), num_updates=1)
     state = learner.initial_state(long_model(config, trainer), jax.random.PRNGKey(0))
     _, measured = learner.step(state, batch.microbatches)
