@@ -116,13 +116,13 @@ def _train(
         records = _open_records(run, directory, check_lock) if multihost.is_main() else None
         if records is not None:
             closing.enter_context(Closing(records.close))
-        run.before_save = functools.partial(_before_save, records, check_lock)
+            run.before_save = records.flush
         traces = directory.profile / f"process-{jax.process_index()}"
         before_step = closing.enter_context(open_profiler(config.trainer, traces))
         before_step(run.state.progress.step + 1)
 
         def record(step: int, metrics: dict[str, float]) -> None:
-            multihost.on_main(lambda: _record(cast(StepRecords, records), check_lock, step, metrics))
+            multihost.on_main(lambda: cast(StepRecords, records).record(step, metrics))
             display.update(step, metrics)
             before_step(step + 1)
 
@@ -142,18 +142,6 @@ def _train(
         plot_curves(directory.metrics, directory.curves)
         records.finish({"episodes": run.state.progress.episodes})
     return run if complete else None
-
-
-def _record(records: "StepRecords", check_lock: Callable[[], None], step: int, metrics: dict[str, float]) -> None:
-    # A process that was suspended must not write into the directory of the process that continues its run.
-    check_lock()
-    records.record(step, metrics)
-
-
-def _before_save(records: "StepRecords | None", check_lock: Callable[[], None]) -> None:
-    check_lock()
-    if records is not None:
-        records.flush()
 
 
 def _report(display: ProgressDisplay, message: str) -> None:
@@ -225,11 +213,12 @@ class StepRecords:
         Args:
             path: the file.
             tracker: receives the same metrics.
-            check_lock: called before every upload to an object store; raises RunDirectoryError if another process
-                writes the file now.
+            check_lock: called before every write; raises RunDirectoryError if another process continues the run, as
+                after a suspension of this one.
         """
         self._path = path
         self._tracker = tracker
+        self._check_lock = check_lock
         self._uploaded = AppendedFile(path, check_lock) if isinstance(path, RemotePath) else None
         self._last_step = max((int(record["step"]) for record in read_records(path)), default=-1)
 
@@ -238,8 +227,9 @@ class StepRecords:
 
         Raises:
             ValueError: if the step is not greater than that of the last record.
-            RunDirectoryError: if the file cannot be written.
+            RunDirectoryError: if the file cannot be written, or another process continues the run.
         """
+        self._check_lock()
         if step <= self._last_step:
             raise ValueError(
                 f"step {step} cannot be recorded: steps must increase, and step {self._last_step} is recorded already"
@@ -255,8 +245,9 @@ class StepRecords:
         """Upload the records to the object store, if the run is in one; a local file is complete after every record.
 
         Raises:
-            RunDirectoryError: if the file cannot be written, or another process has taken the lock.
+            RunDirectoryError: if the file cannot be written, or another process continues the run.
         """
+        self._check_lock()
         if self._uploaded is not None:
             with writing(self._path):
                 self._uploaded.flush()
