@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from haliax import Axis
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.gpu.decode_attention import gqa
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import PartitionSpec
@@ -375,12 +376,16 @@ class PagedAttention:
         cache = cache.at[slots[:, None], positions // PAGE_SIZE, positions % PAGE_SIZE].set(
             new, mode="drop", unique_indices=True
         )
+        # XLA would copy a cache that fits into on-chip memory there and back in every step.
+        in_main_memory = pltpu.with_memory_space_constraint(
+            cache.reshape(num_slots * pages, *cache.shape[2:]), pltpu.HBM
+        )
         padded = pad(query)
         # Queries at padding see the positions after the sequence, and their output is not used.
         first = positions[:, 0]
         attended = ragged_paged_attention(
             padded.reshape(rows * queries, -1, cache.shape[-1]),
-            cache.reshape(num_slots * pages, *cache.shape[2:]),
+            in_main_memory,
             jnp.where(first == PADDING, 0, first) + queries,
             jnp.clip(slots, 0, num_slots - 1)[:, None] * pages + jnp.arange(pages, dtype=jnp.int32),
             jnp.arange(rows + 1, dtype=jnp.int32) * queries,

@@ -156,26 +156,28 @@ def test_sampler_uses_the_form_of_the_platform():
         assert attention_form(platform, kind) == form
 
 
-def gpu_cache(config: AttentionConfig, context: int, dtype: type = jnp.bfloat16) -> LayerCache:
-    """Return the shapes of a layer's cache on a GPU."""
-    shapes = BlockAttention().cache_axes(config, SLOTS, context)
+def empty_cache(form: AttentionForm, config: AttentionConfig, context: int, dtype: type = jnp.bfloat16) -> LayerCache:
+    """Return the shapes of a layer's cache."""
+    shapes = form.cache_axes(config, SLOTS, context)
     return tuple(jax.ShapeDtypeStruct([axis.size for axis in axes], dtype) for axes in shapes)
 
 
-def trace_gpu_decode(config: AttentionConfig, context: int, dtype: type = jnp.bfloat16) -> jax.stages.Traced:
-    """Trace a decode step of attention on a GPU."""
-    form, head_size = BlockAttention(), config.HeadSize.size
+def trace_decode(
+    form: AttentionForm, config: AttentionConfig, context: int, dtype: type = jnp.bfloat16
+) -> jax.stages.Traced:
+    """Trace a decode step of attention."""
+    head_size = config.HeadSize.size
     query = jax.ShapeDtypeStruct((SLOTS, 1, KV_HEADS, 2, head_size), jnp.bfloat16)
     new = jax.ShapeDtypeStruct((SLOTS, 1, KV_HEADS, head_size), jnp.bfloat16)
     integers = jax.ShapeDtypeStruct((SLOTS, 1), jnp.int32)
     tokens = Tokens(integers, jax.ShapeDtypeStruct((SLOTS,), jnp.int32), integers)
     attend = jax.jit(lambda *arguments: form.attend(*arguments, config, all_slots=True))
-    return attend.trace(query, new, new, gpu_cache(config, context, dtype), tokens)
+    return attend.trace(query, new, new, empty_cache(form, config, context, dtype), tokens)
 
 
 def lower_gpu_decode(config: AttentionConfig, context: int) -> str:
     """Return a decode step, lowered for a GPU that is absent: none compiles or runs it here."""
-    return trace_gpu_decode(config, context).lower(lowering_platforms=("cuda",)).as_text()
+    return trace_decode(BlockAttention(), config, context).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize(("head_size", "has_kernel"), [(HEAD_SIZE, True), (80, False)])
@@ -187,7 +189,7 @@ def test_gpu_decode_has_a_kernel_for_head_sizes_that_triton_loads(head_size: int
 @pytest.mark.parametrize(("context", "splits", "blocks"), [(300, 3, 3), (2100, 9, 18), (4096, 16, 32), (4224, 11, 33)])
 def test_gpu_decode_splits_contexts_that_are_no_powers_of_two(context: int, splits: int, blocks: int):
     config = attention_config()
-    for array in gpu_cache(config, context):
+    for array in empty_cache(BlockAttention(), config, context):
         assert array.shape == (SLOTS, KV_HEADS, 128 * blocks, HEAD_SIZE)
     # The outputs of all splits, which are then combined.
     assert f"tensor<{SLOTS}x{KV_HEADS}x{splits}x2x{HEAD_SIZE}x" in lower_gpu_decode(config, context)
@@ -196,6 +198,12 @@ def test_gpu_decode_splits_contexts_that_are_no_powers_of_two(context: int, spli
 @pytest.mark.parametrize(("head_size", "dtype", "loaded"), [(128, jnp.float32, 128), (256, jnp.float32, 64)])
 def test_gpu_decode_loads_tiles_that_fit_shared_memory(head_size: int, dtype: type, loaded: int):
     """128 keys of 256 float32 numbers exceed the shared memory of an H100."""
-    kernel = str(trace_gpu_decode(attention_config(head_size=head_size), CONTEXT, dtype).jaxpr)
+    kernel = str(trace_decode(BlockAttention(), attention_config(head_size=head_size), CONTEXT, dtype).jaxpr)
     assert f"shape=({loaded},)" in kernel
     assert f"shape=({192 - loaded},)" not in kernel
+
+
+def test_tpu_decode_keeps_the_cache_in_main_memory():
+    """XLA may otherwise copy the cache to on-chip memory and back in every step."""
+    traced = trace_decode(PagedAttention(4, 16), attention_config(head_size=128), CONTEXT)
+    assert "with_memory_space_constraint[memory_space=hbm]" in str(traced.jaxpr)
