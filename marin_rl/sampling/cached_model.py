@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.nn.scan import BlockSeq, ScanCheckpointPolicy
+from haliax.util import ensure_tuple
 from jaxtyping import Array, Float
 from levanter.layers.attention import Attention, AttentionConfig
 from levanter.models.gpt2 import Gpt2Attention, Gpt2Block, Gpt2Config
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.models.mixtral import MixtralConfig, MixtralDecoderLayer, MixtralSparseMoeBlock, MixtralTransformer
 
-from marin_rl.sampling.attention import PADDING, AttentionForm, CacheAxes, LayerCache, Tokens
+from marin_rl.sampling.attention import PADDING, AttentionForm, CacheAxes, DenseAttention, LayerCache, Tokens
 
 Cache = tuple[LayerCache, ...]
 """The cache of every layer."""
@@ -137,9 +138,10 @@ def with_cache(model: LmHeadModel, form: AttentionForm, context: int) -> CachedM
     stacked = stack(transformer)
     layers = list(stacked.unstacked())
     rotary = None if isinstance(layers[0], Gpt2Block) else _rotary_table(layers[0].self_attn, context)
-    unstacked = BlockSeq(
-        [_layer_with_cache(layer, form) for layer in layers], stacked.Block, ScanCheckpointPolicy._mk(False)
-    )
+    cached = [_layer_with_cache(layer, form) for layer in layers]
+    if isinstance(form, DenseAttention):
+        cached = [_inputs_first(layer) for layer in cached]
+    unstacked = BlockSeq(cached, stacked.Block, ScanCheckpointPolicy._mk(False))
     transformer = eqx.tree_at(stack, transformer, unstacked)
     if isinstance(transformer, MixtralTransformer):
         transformer = _ExpertTransformer(transformer)
@@ -159,6 +161,22 @@ def _layer_with_cache(layer: Any, form: AttentionForm) -> Any:
     if isinstance(layer, MixtralDecoderLayer):
         layer = eqx.tree_at(lambda node: node.block_sparse_moe, layer, _Experts(layer.block_sparse_moe))
     return layer
+
+
+def _inputs_first(layer: Any) -> Any:
+    """Reorder the axes of the weights of every `Linear`: first inputs, then outputs.
+
+    XLA's products on a CPU read no other order, and would copy the weights for every token. The tiles of a TPU would
+    pad small axes at the end.
+    """
+
+    def reorder(node: Any) -> Any:
+        if not isinstance(node, hax.nn.Linear):
+            return node
+        inputs = (axis.name for axis in cast(tuple[Axis, ...], ensure_tuple(node.In)))
+        return eqx.tree_at(lambda linear: linear.weight, node, node.weight.rearrange((*inputs, ...)))
+
+    return jax.tree.map(reorder, layer, is_leaf=lambda node: isinstance(node, hax.nn.Linear))
 
 
 class _CachedLayers:

@@ -42,7 +42,7 @@ class Slots(NamedTuple):
     recent: Int[Array, "slots recent"]
     """The last sampled tokens, from which stop sequences of several tokens are recognized; -1 before the first."""
     remaining: Int[Array, " slots"]
-    """Number of tokens that may still be sampled."""
+    """Number of tokens that may be sampled in this call."""
     keys: UInt32[Array, "slots 2"]
     """Key of the random numbers; the counter is the position."""
     temperatures: Float[Array, " slots"]
@@ -180,7 +180,7 @@ def draw(
     before = jnp.where(blocks > 0, _pick(sums, blocks - 1), 0.0)
     inside = jnp.take_along_axis(weights, blocks[:, None, None], axis=1)[:, 0]
     offsets = _first_above(targets - before, jnp.cumsum(inside, axis=-1), inside)
-    tokens = jnp.where(temperatures > 0, blocks * block + offsets, jnp.argmax(logits, axis=-1))
+    tokens = jnp.where(temperatures > 0, blocks * block + offsets, _first_zero(scaled))
     return tokens, _pick(scaled, tokens) - jnp.log(sums[:, -1])
 
 
@@ -194,6 +194,15 @@ def _first_above(
     columns, positive = jnp.arange(sums.shape[-1]), weights > 0
     first = jnp.min(jnp.where(positive & (sums > targets[:, None]), columns, sums.shape[-1]), axis=-1)
     return jnp.minimum(first, jnp.max(jnp.where(positive, columns, 0), axis=-1))
+
+
+def _first_zero(array: Float[Array, "rows columns"]) -> Int[Array, " rows"]:
+    """Return the first column with 0; the last if there is none.
+
+    On differences to the maximum this is `jnp.argmax`, which XLA does not vectorize on a CPU.
+    """
+    columns = array.shape[-1]
+    return jnp.min(jnp.where(array == 0, jnp.arange(columns), columns - 1), axis=-1)
 
 
 def _pick(array: Float[Array, "rows columns"], index: Int[Array, " rows"]) -> Float[Array, " rows"]:

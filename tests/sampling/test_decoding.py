@@ -77,6 +77,8 @@ def test_extreme_temperatures(temperature: float):
 def test_greedy_draws_the_most_probable_token_at_temperature_1():
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(5, 300)).astype(np.float32)
+    # The first one of equally probable tokens.
+    logits[0, [7, 200]] = 9.0
     tokens, logprobs = draw_compiled(logits, jnp.zeros(5), jnp.linspace(0.0, 0.9, 5))
     assert np.asarray(tokens).tolist() == logits.argmax(axis=-1).tolist()
     np.testing.assert_allclose(logprobs, log_softmax(logits, 1.0).max(axis=-1), atol=1e-5)
