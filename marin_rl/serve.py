@@ -23,6 +23,7 @@ from marin_rl.learner.policy_model import load_hf_policy
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.serving.engine import CALL_SECONDS
 from marin_rl.storage import storage_path
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenizerConfig
@@ -136,7 +137,14 @@ def _load_run(config: ServeConfig, run: str) -> Policy:
     tokenizer = train_config.tokenizer.build()
     # The run's config is not changed: checks of training would refuse limits that are valid here.
     sampler = open_group_sampler(
-        train_config, model, tokenizer, trainer, step, sampling=sampling, max_context=max_context
+        train_config,
+        model,
+        tokenizer,
+        trainer,
+        step,
+        sampling=sampling,
+        max_context=max_context,
+        call_seconds=CALL_SECONDS,
     )
     return Policy(sampler, tokenizer, model.vocab_size, max_context, sampling)
 
@@ -153,6 +161,7 @@ def _load_folder(config: ServeConfig, folder: str) -> Policy:
         stop_sequences=[[token] for token in tokenizer.stop_token_ids],
         max_context=max_context,
         trainer=trainer,
+        call_seconds=CALL_SECONDS,
     )
     return Policy(sampler, tokenizer, model.vocab_size, max_context, sampling)
 

@@ -88,7 +88,7 @@ class SampledStep:
                 table.assign(slot, AcceptedRequest(row, SampleRequest(prompts[row], row, length), length))
             for step in range(0, length, DECODE_STEPS):
                 steps = slice(step, step + DECODE_STEPS)
-                table.decode_inputs(0)
+                table.decode_inputs(0, DECODE_STEPS)
                 table.add(
                     self.tokens[rows.start : rows.stop, steps].T, self.logprobs[rows.start : rows.stop, steps].T, 3
                 )

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -39,7 +40,7 @@ from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.serving.app import Server, ServerOptions
-from marin_rl.serving.engine import Engine, EngineRequest
+from marin_rl.serving.engine import CALL_SECONDS, Engine, EngineRequest
 from marin_rl.serving.http_server import HttpServer, listen
 from marin_rl.serving.protocol import RequestLimits
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -260,7 +261,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
     tokenizer = config.tokenizer.build()
     model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0))
-    bare, closed, served = (open_group_sampler(config, model, tokenizer, trainer, version=0) for _ in range(3))
+    bare, closed, served = (
+        open_group_sampler(config, model, tokenizer, trainer, version=0, call_seconds=seconds)
+        for seconds in (math.inf, CALL_SECONDS, CALL_SECONDS)
+    )
     requests = make_requests(count, new_tokens, tokenizer.vocab_size)
     tokens = sum(len(generation.token_ids) for generation in bare.sample(requests))
     limits = RequestLimits(context, new_tokens, concurrent, tokenizer.vocab_size, frozenset(tokenizer.stop_token_ids))

@@ -3,6 +3,7 @@
 
 """Creates the samplers of a run: those of the trainer and of rollout workers, in this process or on a server."""
 
+import math
 import shutil
 from pathlib import Path
 
@@ -85,11 +86,12 @@ def open_group_sampler(
     *,
     sampling: SamplingConfig | None = None,
     max_context: int | None = None,
+    call_seconds: float = math.inf,
 ) -> GroupSampler:
     """Open a sampler in this process, with the learner's weights on its mesh.
 
     `sampling` (sizes) and `max_context` (maximum number of prompt and new tokens) replace those of the config if given.
-    The other arguments are those of `open_worker_sampler`.
+    `call_seconds` is that of `GroupSampler`. The other arguments are those of `open_worker_sampler`.
     """
     texts = [tokenizer.stop_text_tokens(text) for text in config.sampling.stop]
     return GroupSampler(
@@ -100,6 +102,7 @@ def open_group_sampler(
         version=version,
         weight_poll=weight_poll,
         trainer=trainer,
+        call_seconds=call_seconds,
     )
 
 

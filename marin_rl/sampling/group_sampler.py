@@ -14,6 +14,8 @@ function of its conversation and the weights.
 
 import contextlib
 import dataclasses
+import math
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -78,6 +80,7 @@ class GroupSampler(Sampler):
         version: WeightVersion = 0,
         weight_poll: WeightPoll | None = None,
         trainer: TrainerConfig | None = None,
+        call_seconds: float = math.inf,
     ) -> None:
         """Check the sizes, without allocating memory or compiling.
 
@@ -92,6 +95,8 @@ class GroupSampler(Sampler):
                 does not change generations.
             trainer: mesh, axis mapping and compute precision; None uses one device and `model`'s precision. If its mesh
                 spans several processes, each has a sampler on its own devices.
+            call_seconds: time after which `advance` returns, about: between two decode steps, after at most
+                `DECODE_STEPS`. New requests wait that long for a free slot, and parts of a stream for the next one.
 
         Raises:
             ValueError: if the sizes are inconsistent, or the KV cache exceeds `config.max_cache_gib`.
@@ -108,6 +113,9 @@ class GroupSampler(Sampler):
         check_cache_size(model.config, self._sizes, config)
         steps = DECODE_STEPS if weight_poll is None else min(weight_poll.decode_steps, DECODE_STEPS)
         self._programs = compile_programs(trainer, model.config, self._sizes, steps=steps)
+        self._call_seconds = call_seconds
+        self._step_seconds = 0.0
+        """Time of a decode step in the last call."""
         self._source = model
         self._count = 0
         self.work = SamplerWork()
@@ -344,11 +352,16 @@ class GroupSampler(Sampler):
         # Refill slots before few are active: a call costs the same for any number of sequences.
         refills = bool(self._queue or self._slot_of)
         exit_after = max(self._sizes.shard_slots // REFILL_FRACTION, 1) if refills else self._sizes.shard_slots
-        slots = self._slots.decode_inputs(self._stop_sequences.shape[1] - 1)
+        steps = DECODE_STEPS
+        if self._step_seconds * steps > self._call_seconds:
+            steps = max(int(self._call_seconds / self._step_seconds), 1)
+        slots = self._slots.decode_inputs(self._stop_sequences.shape[1] - 1, steps)
         model, cache = self._loaded()
+        start = time.perf_counter()
         self._cache, decoded = self._programs.decode(model, cache, slots, self._stop_sequences, np.int32(exit_after))
         tokens, logprobs, stopped = map(np.asarray, decoded)
         counts = self._slots.add(tokens, logprobs, self._version)
+        self._step_seconds = (time.perf_counter() - start) / int(counts.max())
         self.work.sampled_tokens += int(counts.sum())
         self.work.slot_steps += int(counts.max()) * self._sizes.slots
         ended = self._slots.end(stopped)

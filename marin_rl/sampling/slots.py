@@ -65,15 +65,16 @@ class SlotTable:
         self._counts[slot] = 0
         self._tokens[slot] = -1
 
-    def decode_inputs(self, recent: int) -> Slots:
+    def decode_inputs(self, recent: int, steps: int) -> Slots:
         """Return the state for `decode`.
 
         Args:
             recent: number of last sampled tokens from which stop sequences are recognized.
+            steps: maximum number of tokens of each slot in this call.
         """
         ends = self._counts[:, None] - np.arange(recent, 0, -1)
         last = np.where(ends < 0, -1, np.take_along_axis(self._tokens, np.maximum(ends, 0), axis=1)).astype(np.int32)
-        sizes = (self._lengths, self._last_tokens, last, self._remaining)
+        sizes = (self._lengths, self._last_tokens, last, np.minimum(self._remaining, steps))
         # Copies, because jax may still read an argument after the call has returned.
         copies = (np.array(array) for array in (self.active, *sizes, self._keys, self._temperatures))
         return Slots(*cast(tuple[jax.Array, ...], tuple(copies)))

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 MAX_WAIT = 0.004
 """Seconds without a new request after which an idle sampler starts, so that simultaneous requests start together."""
+CALL_SECONDS = 0.1
+"""Time after which a server's sampler accepts further requests, and returns the next tokens of streams."""
 _CLIENTS = 2**62
 """Number of clients that may send a request at any time, for the batcher: unlimited."""
 _FOREVER = 3600.0

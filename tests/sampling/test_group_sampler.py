@@ -494,6 +494,19 @@ def test_config_of_the_model_need_not_be_hashable():
     assert largest_error(unhashable, requests, generations) < 1e-5
 
 
+def test_calls_end_after_the_given_time_with_the_same_generations(model: LmHeadModel):
+    requests = make_requests(LENGTHS[:SLOTS])
+    sampler = GroupSampler(model, config=CONFIG, stop_sequences=STOPS, max_context=CONTEXT, call_seconds=1e-9)
+    assert sampler.sample(requests) == make_sampler(model).sample(requests)
+    # The last call took longer, so each call has one step now.
+    numbers = sampler.start(requests)
+    sampler.advance()
+    progress = sampler.progress(dict.fromkeys(numbers, 0))
+    assert len(progress) > 1
+    assert {len(part.token_ids) for part in progress.values()} == {1}
+    sampler.reset()
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_interrupted_call_leaves_a_working_sampler(model: LmHeadModel, error: type[BaseException]):
     requests = make_requests(LENGTHS)

@@ -29,7 +29,7 @@ def columns(*rows: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_inputs_of_decode_are_those_of_the_requests():
-    inputs = table().decode_inputs(2)
+    inputs = table().decode_inputs(2, 16)
     assert np.asarray(inputs.active).tolist() == [False, True, True]
     assert np.asarray(inputs.lengths).tolist()[1:] == [0, 2]
     assert np.asarray(inputs.last_tokens).tolist()[1:] == [4, 7]
@@ -42,7 +42,7 @@ def test_inputs_of_decode_are_those_of_the_requests():
 def test_sampled_tokens_are_added_until_a_request_ends():
     slots = table()
     assert slots.add(*columns((-1, 11, 21), (-1, 12, -1)), 4).tolist() == [0, 2, 1]
-    inputs = slots.decode_inputs(2)
+    inputs = slots.decode_inputs(2, 16)
     assert np.asarray(inputs.lengths).tolist()[1:] == [2, 3]
     assert np.asarray(inputs.last_tokens).tolist()[1:] == [12, 21]
     assert np.asarray(inputs.recent).tolist()[1:] == [[11, 12], [-1, 21]]
@@ -58,12 +58,12 @@ def test_sampled_tokens_are_added_until_a_request_ends():
     assert not slots.active.any()
     # A slot forgets its last request.
     slots.assign(1, FIRST)
-    assert np.asarray(slots.decode_inputs(1).recent).tolist()[1] == [-1]
+    assert np.asarray(slots.decode_inputs(1, 16).recent).tolist()[1] == [-1]
 
 
 def test_inputs_are_copies():
     slots = table()
-    inputs = slots.decode_inputs(1)
+    inputs = slots.decode_inputs(1, 16)
     slots.add(*columns((-1, 11, 21)), 0)
     slots.active[:] = False
     assert np.asarray(inputs.lengths).tolist()[1:] == [0, 2]
