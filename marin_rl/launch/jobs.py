@@ -255,7 +255,7 @@ class Launch:
 
     def _request(self, group: Group) -> None:
         resource = group.resource
-        self.gcloud.report(f"{group.name}: requesting {resource.num_slices} x {resource.tpu_type}")
+        self.gcloud.report(f"{group.name}: requesting {resource.slices.num_slices} x {resource.slices.tpu_type}")
         try:
             queued_resource.create(self.gcloud, resource)
         except UnreachableError:

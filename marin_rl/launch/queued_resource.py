@@ -6,9 +6,12 @@
 import dataclasses
 import enum
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
+from marin_rl.config_fields import check_at_least, convert_enum_fields
+from marin_rl.errors import nearest
 from marin_rl.launch.gcloud import Gcloud, GcloudError, NotFoundError
 
 
@@ -33,9 +36,44 @@ RUNTIME_VERSIONS = {
 }
 """Runtime version for JAX by generation, see https://cloud.google.com/tpu/docs/runtimes."""
 
-
 DELETE_TIMEOUT = 1800.0
 """Seconds in which a queued resource with its slices must be deleted."""
+_OWN_FLAGS = re.compile(
+    r"--(accelerator-type|runtime-version|node-id|node-count|node-prefix|spot|reserved|zone|project|async)\b.*"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SlicesConfig:
+    """TPU slices."""
+
+    tpu_type: str
+    """Type of each slice, such as v5p-32 or v5litepod-16; `gcloud compute tpus tpu-vm accelerator-types list` lists
+    those of a zone."""
+    num_slices: int = 1
+    """Number of slices. Those of a trainer are connected by the data center's network (Multislice)."""
+    capacity_type: CapacityType = CapacityType.ON_DEMAND
+    """`on-demand`, `spot` (may be preempted; the slices are then requested again, and the run resumes) or
+    `reserved`."""
+    runtime_version: str | None = None
+    """Software of the hosts; that for JAX on the generation by default."""
+    create_flags: tuple[str, ...] = ()
+    """Further flags of `gcloud compute tpus queued-resources create`, such as `--service-account=NAME`."""
+
+    def __post_init__(self) -> None:
+        convert_enum_fields(self)
+        check_at_least(self, "slices", num_slices=1)
+        generation, _, size = self.tpu_type.partition("-")
+        # v5e is the name of the generation in texts, v5litepod that in types.
+        known = {**RUNTIME_VERSIONS, "v5e": ""}
+        if generation not in RUNTIME_VERSIONS or not size.isdigit():
+            hint = f"did you mean 'v5litepod-{size}'?" if generation == "v5e" else nearest(generation, known)
+            raise ValueError(f"tpu_type is {self.tpu_type!r}; it must be GENERATION-SIZE, such as v5p-32; {hint}")
+        if wrong := [flag for flag in self.create_flags if not flag.startswith("--") or _OWN_FLAGS.fullmatch(flag)]:
+            raise ValueError(
+                f"create_flags contains {wrong[0]!r}; give further flags as --NAME=VALUE, and use the keys of this "
+                "config for the others"
+            )
 
 
 class Stage(enum.Enum):
@@ -67,21 +105,14 @@ class QueuedResource:
 
     name: str
     """Name of the request; also of its slice, or the prefix of its slices."""
-    tpu_type: str
-    """Type of each slice, such as `v5p-32`."""
-    num_slices: int = 1
-    """Number of slices."""
-    capacity_type: CapacityType = CapacityType.ON_DEMAND
-    """Kind of capacity."""
-    runtime_version: str | None = None
-    """Runtime version; None for that of `RUNTIME_VERSIONS`."""
-    create_flags: tuple[str, ...] = ()
-    """Further flags of the request."""
+    slices: SlicesConfig
+    """Type, number and capacity of the slices."""
 
     @property
     def nodes(self) -> list[str]:
         """Names of the slices."""
-        return [self.name] if self.num_slices == 1 else [f"{self.name}-{index}" for index in range(self.num_slices)]
+        count = self.slices.num_slices
+        return [self.name] if count == 1 else [f"{self.name}-{index}" for index in range(count)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,22 +163,23 @@ def create(gcloud: Gcloud, resource: QueuedResource) -> None:
     Raises:
         GcloudError: if the request is rejected, for example because of the quota.
     """
-    generation = resource.tpu_type.partition("-")[0]
+    slices = resource.slices
+    generation = slices.tpu_type.partition("-")[0]
     nodes = (
         [f"--node-id={resource.name}"]
-        if resource.num_slices == 1
-        else [f"--node-count={resource.num_slices}", f"--node-prefix={resource.name}"]
+        if slices.num_slices == 1
+        else [f"--node-count={slices.num_slices}", f"--node-prefix={resource.name}"]
     )
     capacity = {CapacityType.SPOT: ["--spot"], CapacityType.RESERVED: ["--reserved"], CapacityType.ON_DEMAND: []}
     gcloud.tpus(
         "queued-resources",
         "create",
         resource.name,
-        f"--accelerator-type={resource.tpu_type}",
-        f"--runtime-version={resource.runtime_version or RUNTIME_VERSIONS[generation]}",
+        f"--accelerator-type={slices.tpu_type}",
+        f"--runtime-version={slices.runtime_version or RUNTIME_VERSIONS[generation]}",
         *nodes,
-        *capacity[resource.capacity_type],
-        *resource.create_flags,
+        *capacity[slices.capacity_type],
+        *slices.create_flags,
     )
 
 
@@ -172,8 +204,8 @@ def check_same(resource: QueuedResource, found: Description) -> None:
     differing = [
         f"{key} {there} instead of {here}"
         for key, there, here in (
-            ("tpu_type", found.tpu_type, resource.tpu_type),
-            ("num_slices", found.num_slices, resource.num_slices),
+            ("tpu_type", found.tpu_type, resource.slices.tpu_type),
+            ("num_slices", found.num_slices, resource.slices.num_slices),
         )
         if there not in (None, here)
     ]

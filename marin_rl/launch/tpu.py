@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from marin_rl.config.decode import ConfigError
-from marin_rl.config_fields import check_at_least, convert_enum_fields
-from marin_rl.errors import nearest
+from marin_rl.config_fields import check_at_least
 from marin_rl.launch.gcloud import Gcloud
 from marin_rl.launch.hosts import Hosts
 from marin_rl.launch.jobs import Group, Job, JobsConfig, Launch
-from marin_rl.launch.queued_resource import RUNTIME_VERSIONS, CapacityType, QueuedResource
+from marin_rl.launch.queued_resource import QueuedResource, SlicesConfig
 from marin_rl.launch.supervise import SupervisorConfig
 from marin_rl.launch.upload import PYTHON, CodeConfig, UploadError, code_files, environment_script
 
@@ -28,48 +27,6 @@ RAY_PORT = 6379
 _MAX_NODE_NAME = 63
 """Maximum number of characters of the name of a slice in Cloud TPU."""
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,52}[a-z0-9])?")
-_OWN_FLAGS = re.compile(
-    r"--(accelerator-type|runtime-version|node-id|node-count|node-prefix|spot|reserved|zone|project|async)\b.*"
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class SlicesConfig:
-    """TPU slices."""
-
-    tpu_type: str
-    """Type of each slice, such as v5p-32 or v5litepod-16; `gcloud compute tpus tpu-vm accelerator-types list` lists
-    those of a zone."""
-    num_slices: int = 1
-    """Number of slices. Those of a trainer are connected by the data center's network (Multislice)."""
-    capacity_type: CapacityType = CapacityType.ON_DEMAND
-    """`on-demand`, `spot` (may be preempted; the slices are then requested again, and the run resumes) or
-    `reserved`."""
-    runtime_version: str | None = None
-    """Software of the hosts; that for JAX on the generation by default."""
-    create_flags: tuple[str, ...] = ()
-    """Further flags of `gcloud compute tpus queued-resources create`, such as `--service-account=NAME`."""
-
-    def __post_init__(self) -> None:
-        convert_enum_fields(self)
-        check_at_least(self, "slices", num_slices=1)
-        generation, _, size = self.tpu_type.partition("-")
-        # v5e is the name of the generation in texts, v5litepod that in types.
-        known = {**RUNTIME_VERSIONS, "v5e": ""}
-        if generation not in RUNTIME_VERSIONS or not size.isdigit():
-            hint = f"did you mean 'v5litepod-{size}'?" if generation == "v5e" else nearest(generation, known)
-            raise ValueError(f"tpu_type is {self.tpu_type!r}; it must be GENERATION-SIZE, such as v5p-32; {hint}")
-        if wrong := [flag for flag in self.create_flags if not flag.startswith("--") or _OWN_FLAGS.fullmatch(flag)]:
-            raise ValueError(
-                f"create_flags contains {wrong[0]!r}; give further flags as --NAME=VALUE, and use the keys of this "
-                "config for the others"
-            )
-
-    def resource(self, name: str) -> QueuedResource:
-        """Request for these slices."""
-        return QueuedResource(
-            name, self.tpu_type, self.num_slices, self.capacity_type, self.runtime_version, self.create_flags
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,14 +170,15 @@ def open_launch(
         dry_run: whether to print commands instead of running them.
     """
     gcloud = Gcloud(config.zone, config.project, report, dry_run)
-    trainer = config.slices.resource(config.tpu_name)
+    trainer = QueuedResource(config.tpu_name, config.slices)
     groups = [Group(trainer, lambda head: _trainer_jobs(config, arguments, head), _hosts(config, gcloud, trainer))]
-    rollouts = config.rollout_slices
-    for index in range(0 if rollouts is None else rollouts.num_slices):
-        assert rollouts is not None
-        alone = dataclasses.replace(rollouts, num_slices=1).resource(config.tpu_name + _rollouts_suffix(index))
-        groups.append(Group(alone, lambda head: [_ray_worker(config, head)], _hosts(config, gcloud, alone)))
-    command = "tpu" if rollouts is None else "ray"
+    command = "tpu"
+    if config.rollout_slices is not None:
+        command = "ray"
+        one = dataclasses.replace(config.rollout_slices, num_slices=1)
+        for index in range(config.rollout_slices.num_slices):
+            resource = QueuedResource(config.tpu_name + _rollouts_suffix(index), one)
+            groups.append(Group(resource, lambda head: [_ray_worker(config, head)], _hosts(config, gcloud, resource)))
     return Launch(gcloud, groups, config.code, config.jobs, config.supervisor.stop_timeout, command)
 
 

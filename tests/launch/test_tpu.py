@@ -61,8 +61,8 @@ def test_requests_of_rollout_slices() -> None:
     rollouts = {"tpu_type": "v6e-8", "num_slices": 2, "capacity_type": "spot", "create_flags": ["--network=n"]}
     launch = open_launch(decode(TpuConfig, VALID | {"rollout_slices": rollouts}), [], print)
     assert [group.name for group in launch.groups] == ["pod", "pod-rollouts-0", "pod-rollouts-1"]
-    assert [group.resource.num_slices for group in launch.groups] == [1, 1, 1]
-    assert [group.resource.create_flags for group in launch.groups] == [(), ("--network=n",), ("--network=n",)]
+    assert [group.resource.slices.num_slices for group in launch.groups] == [1, 1, 1]
+    assert [group.resource.slices.create_flags for group in launch.groups] == [(), ("--network=n",), ("--network=n",)]
 
 
 @pytest.fixture
