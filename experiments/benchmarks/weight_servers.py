@@ -70,7 +70,7 @@ def serve_plainly(snapshot: Snapshot, listener: socket.socket) -> None:
 def main(share: Share) -> None:
     """Serve until standard input ends."""
     snapshot = make_snapshot(share)
-    cache = VersionCache(1, f"host {share.host}")
+    cache = VersionCache(f"host {share.host}")
     cache.put(snapshot)
     server = WeightServer(cache, share.secret, "grpc+tls://127.0.0.1:0")
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -131,7 +131,7 @@ class TrainConfig:
     """Replay buffer and staleness limits, for `mode: async`."""
     weights: WeightTransferConfig = dataclasses.field(
         default=ArrowFlightConfig(),
-        metadata=may_change("host", "port", "streams", "keep", "call_seconds", "retry"),
+        metadata=may_change("host", "port", "streams", "retry"),
     )
     """Weight transfer from the trainer to the workers, for `mode: async`."""
     logprob_block_size: int | None = None

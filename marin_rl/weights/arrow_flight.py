@@ -29,6 +29,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from marin_rl.types import WeightVersion
 from marin_rl.weights.manifest import Chunk, Manifest, check_secret
 from marin_rl.weights.protocol import (
+    KEPT_VERSIONS,
     CorruptTransferError,
     ServerLostError,
     VersionGoneError,
@@ -40,14 +41,12 @@ from marin_rl.weights.publish import Snapshot, TrainingHost
 class VersionCache:
     """Keeps the newest versions and drops older ones. Thread-safe."""
 
-    def __init__(self, keep: int, name: str) -> None:
+    def __init__(self, name: str) -> None:
         """Make an empty cache.
 
         Args:
-            keep: maximum number of versions.
             name: name in error messages.
         """
-        self._keep = keep
         self._name = name
         self._lock = threading.Lock()
         self._held: dict[WeightVersion, Snapshot] = {}
@@ -56,7 +55,7 @@ class VersionCache:
         """Add a version and drop the oldest if there are too many."""
         with self._lock:
             self._held[snapshot.manifest.version] = snapshot
-            for old in sorted(self._held)[: -self._keep]:
+            for old in sorted(self._held)[:-KEPT_VERSIONS]:
                 del self._held[old]
 
     def get(self, version: WeightVersion) -> Snapshot:
@@ -252,7 +251,7 @@ def _parse_version(body: pa.Buffer) -> WeightVersion:
 class FlightBackend:
     """Version cache with a Flight server; see [`WeightBackend`][marin_rl.weights.publish.WeightBackend]."""
 
-    def __init__(self, *, host: str, port: int, secret: str, training_host: TrainingHost, keep: int) -> None:
+    def __init__(self, *, host: str, port: int, secret: str, training_host: TrainingHost) -> None:
         """Bind the port and start the server.
 
         Args:
@@ -260,13 +259,12 @@ class FlightBackend:
             port: port to bind; 0 selects a free port.
             secret: the run's secret.
             training_host: the training host of this process.
-            keep: number of newest versions to keep.
 
         Raises:
             OSError: if the address cannot be bound.
         """
         check_secret(secret)
-        self._cache = VersionCache(keep, f"training host {training_host.index}")
+        self._cache = VersionCache(f"training host {training_host.index}")
         try:
             self._server = WeightServer(self._cache, secret, _location(host, port))
         except (pa.ArrowException, OSError) as error:
@@ -300,10 +298,14 @@ CHANNEL_OPTIONS = {
 """gRPC channel options."""
 
 
+CALL_SECONDS = 600.0
+"""Timeout of a stream of weights, and of other calls."""
+
+
 class FlightSource:
     """Client of one weight server; see [`WeightSource`][marin_rl.weights.fetch.WeightSource]."""
 
-    def __init__(self, address: str, secret: str, *, streams: int, call_seconds: float) -> None:
+    def __init__(self, address: str, secret: str, *, streams: int, call_seconds: float = CALL_SECONDS) -> None:
         """Set up the client without connecting.
 
         Args:

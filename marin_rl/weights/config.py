@@ -7,7 +7,6 @@ import abc
 import dataclasses
 import enum
 import ipaddress
-import math
 from collections.abc import Sequence
 
 import draccus
@@ -82,11 +81,6 @@ class ArrowFlightConfig(WeightTransferConfig):
     """Concurrent streams from each server to a worker; 1 to 64."""
     chunk_mb: int = 4
     """Mebibytes per message, each with its checksum; 1 to 64."""
-    keep: int = 2
-    """Newest versions kept in the memory of each training host; at least 2, so that transfers of the previous version
-    can finish."""
-    call_seconds: float = 600.0
-    """Timeout of a stream in seconds; above 0."""
     retry: RetryConfig = RetryConfig()
     """Retries of a worker when weights do not arrive."""
 
@@ -97,22 +91,15 @@ class ArrowFlightConfig(WeightTransferConfig):
         _check_range("port", self.port, 0, 65535)
         _check_range("streams", self.streams, 1, 64)
         _check_range("chunk_mb", self.chunk_mb, 1, MAX_CHUNK_BYTES // 2**20)
-        _check_range("keep", self.keep, 2, None)
-        if not (self.call_seconds > 0 and math.isfinite(self.call_seconds)):
-            raise ValueError(f"weights.call_seconds is {self.call_seconds}; it must be a finite number above 0")
 
     def open_sender(self, secret: str, training_host: TrainingHost) -> ShardedSender:
         """See [`WeightTransferConfig`][marin_rl.weights.config.WeightTransferConfig]."""
-        backend = FlightBackend(
-            host=self.host, port=self.port, secret=secret, training_host=training_host, keep=self.keep
-        )
+        backend = FlightBackend(host=self.host, port=self.port, secret=secret, training_host=training_host)
         return ShardedSender(backend, training_host, dtype=self.sent_dtype, chunk_bytes=self.chunk_mb * 2**20)
 
     def open_receiver(self, addresses: Sequence[str], secret: str) -> WeightReceiver:
         """See [`WeightTransferConfig`][marin_rl.weights.config.WeightTransferConfig]."""
-        sources = [
-            FlightSource(address, secret, streams=self.streams, call_seconds=self.call_seconds) for address in addresses
-        ]
+        sources = [FlightSource(address, secret, streams=self.streams) for address in addresses]
         return WeightReceiver(sources, self.retry, cast=self.sent_dtype is not None)
 
 
@@ -127,8 +114,6 @@ class SharedFilesConfig(WeightTransferConfig):
     """Concurrent reads for each training host; 1 to 64."""
     chunk_mb: int = 16
     """Mebibytes per read, each with its checksum; 1 to 64."""
-    keep: int = 2
-    """Newest versions kept in the folder; at least 2, so that workers can finish reading the previous version."""
     retry: RetryConfig = RetryConfig()
     """Retries of a worker when weights do not arrive."""
 
@@ -139,11 +124,10 @@ class SharedFilesConfig(WeightTransferConfig):
         storage_path(self.folder, "weights.folder")
         _check_range("streams", self.streams, 1, 64)
         _check_range("chunk_mb", self.chunk_mb, 1, MAX_CHUNK_BYTES // 2**20)
-        _check_range("keep", self.keep, 2, None)
 
     def open_sender(self, secret: str, training_host: TrainingHost) -> ShardedSender:
         """See [`WeightTransferConfig`][marin_rl.weights.config.WeightTransferConfig]."""
-        backend = FolderBackend(folder=self.folder, secret=secret, training_host=training_host, keep=self.keep)
+        backend = FolderBackend(folder=self.folder, secret=secret, training_host=training_host)
         return ShardedSender(backend, training_host, dtype=self.sent_dtype, chunk_bytes=self.chunk_mb * 2**20)
 
     def open_receiver(self, addresses: Sequence[str], secret: str) -> WeightReceiver:
@@ -169,7 +153,6 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _check_range(field: str, value: int, minimum: int, maximum: int | None) -> None:
-    if value < minimum or (maximum is not None and value > maximum):
-        bound = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-        raise ValueError(f"weights.{field} is {value}; it must be {bound}")
+def _check_range(field: str, value: int, minimum: int, maximum: int) -> None:
+    if not minimum <= value <= maximum:
+        raise ValueError(f"weights.{field} is {value}; it must be from {minimum} to {maximum}")

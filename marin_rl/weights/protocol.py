@@ -12,6 +12,9 @@ from typing import Protocol, runtime_checkable
 from marin_rl.errors import UserError
 from marin_rl.types import WeightVersion
 
+KEPT_VERSIONS = 2
+"""Newest versions that a sender keeps, so that transfers of the previous version can finish."""
+
 
 class WeightTransferError(UserError):
     """Raised when weights do not arrive; the message names the server or folder and the reason."""

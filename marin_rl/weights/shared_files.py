@@ -20,7 +20,7 @@ from marin_rl.remote_path import RemotePath
 from marin_rl.storage import StoragePath, read_range, storage_path, write_parts
 from marin_rl.types import WeightVersion
 from marin_rl.weights.manifest import Chunk, Manifest, check_secret
-from marin_rl.weights.protocol import ServerLostError, VersionGoneError, WrongSecretError
+from marin_rl.weights.protocol import KEPT_VERSIONS, ServerLostError, VersionGoneError, WrongSecretError
 from marin_rl.weights.publish import Snapshot, TrainingHost
 
 
@@ -71,14 +71,13 @@ class _Folder:
 class FolderBackend:
     """Files of one training host in the folder; see [`WeightBackend`][marin_rl.weights.publish.WeightBackend]."""
 
-    def __init__(self, *, folder: str, secret: str, training_host: TrainingHost, keep: int) -> None:
+    def __init__(self, *, folder: str, secret: str, training_host: TrainingHost) -> None:
         """Create the folder and delete the files of earlier launches.
 
         Args:
             folder: path or fsspec address.
             secret: the run's secret.
             training_host: the training host of this process.
-            keep: number of newest versions to keep.
         """
         check_secret(secret)
         self._folder = _Folder(folder)
@@ -88,7 +87,6 @@ class FolderBackend:
         """Absolute path or fsspec address of the folder."""
         self._secret = secret
         self._host = training_host
-        self._keep = keep
         self._folder.root.mkdir(parents=True, exist_ok=True)
         self._clear(lambda file: self._is_own(file) or (training_host.index == 0 and file.hosts != training_host.count))
 
@@ -98,7 +96,7 @@ class FolderBackend:
         file = _File(version, self._host.index, self._host.count, fingerprint(self._secret))
         write_parts(self._folder.path(file, "pieces"), (data.data for data in snapshot.data))
         self._write_whole(file, snapshot.manifest.sign(self._secret))
-        kept = sorted({held.version for held, _ in self._folder.list() if self._is_own(held)})[-self._keep :]
+        kept = sorted({held.version for held, _ in self._folder.list() if self._is_own(held)})[-KEPT_VERSIONS:]
         self._clear(lambda held: self._is_own(held) and held.version not in kept)
 
     def close(self) -> None:

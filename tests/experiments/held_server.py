@@ -15,7 +15,7 @@ def main(hold: str, token: str) -> None:
     from marin_rl.weights.arrow_flight import VersionCache
     from marin_rl.weights.publish import TrainingHost, take_snapshot
 
-    cache, host = VersionCache(2, "the held host"), TrainingHost(0, 1, frozenset())
+    cache, host = VersionCache("the held host"), TrainingHost(0, 1, frozenset())
     for version in (1, 2):
         cache.put(take_snapshot({"w": np.full(4096, version, np.uint8)}, version, host, 1024))
     server = PausedWeightServer(Path(hold), cache, token, "grpc+tls://127.0.0.1:0")

@@ -167,7 +167,7 @@ def test_transfer_is_held_between_two_chunks_and_its_server_killed(tmp_path: Pat
     try:
         with run.process.stdout as printed:
             address = printed.readline().decode().strip()
-        source = FlightSource(address, SECRET, streams=1, call_seconds=60.0)
+        source = FlightSource(address, SECRET, streams=1)
         one, two = (source.manifests(version)[0] for version in (1, 2))
         assert len(list(source.fetch(one, one.chunks(0)))) == 4
         assert not reached(hold).exists()

@@ -264,7 +264,7 @@ def test_each_server_serves_its_own_shards_and_a_worker_assembles_them(
     total = sum(array.nbytes for array in found.values())
     served = []
     for host, address in enumerate(addresses):
-        [manifest] = FlightSource(address, TOKEN, streams=1, call_seconds=60.0).manifests(3)
+        [manifest] = FlightSource(address, TOKEN, streams=1).manifests(3)
         assert (manifest.host, manifest.hosts) == (host, 2)
         served.append(sum(piece.num_bytes for piece in manifest.pieces))
     assert sum(served) == total  # each byte once

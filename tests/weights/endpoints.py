@@ -49,7 +49,7 @@ def split(snapshot: Snapshot, hosts: int) -> list[Snapshot]:
 
 
 def source_of(server: WeightServer, secret: str = SECRET, streams: int = 1) -> FlightSource:
-    return FlightSource(f"grpc+tls://127.0.0.1:{server.port}", secret, streams=streams, call_seconds=60.0)
+    return FlightSource(f"grpc+tls://127.0.0.1:{server.port}", secret, streams=streams)
 
 
 def client_of(server: WeightServer) -> flight.FlightClient:
@@ -67,7 +67,7 @@ def client_of(server: WeightServer) -> flight.FlightClient:
 @contextlib.contextmanager
 def serving(server_type: type[WeightServer] = WeightServer) -> Iterator[tuple[VersionCache, WeightServer]]:
     """Serve an empty cache for two versions."""
-    cache = VersionCache(2, "the tested host")
+    cache = VersionCache("the tested host")
     server = server_type(cache, SECRET, "grpc+tls://127.0.0.1:0")
     try:
         yield cache, server

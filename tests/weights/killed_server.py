@@ -24,7 +24,7 @@ def main(secret: str, port: str, version: str, gate: str) -> None:
                 if gate == "gated":
                     threading.Event().wait()
 
-    cache = VersionCache(2, "the killed host")
+    cache = VersionCache("the killed host")
     weights = {"['w']": np.full(2**20, int(version), np.float32)}
     cache.put(take_snapshot(weights, int(version), TrainingHost.current(), 2**18))
     server = GatedServer(cache, secret, f"grpc+tls://127.0.0.1:{port}")

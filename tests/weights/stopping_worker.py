@@ -31,7 +31,7 @@ def main(secret: str, port: str) -> None:
                     os.kill(os.getpid(), signal.SIGSTOP)
                 yield data
 
-    source = StoppingSource(f"grpc+tls://127.0.0.1:{port}", secret, streams=2, call_seconds=60.0)
+    source = StoppingSource(f"grpc+tls://127.0.0.1:{port}", secret, streams=2)
     receiver = WeightReceiver([source], RetryConfig(), cast=False, clock=Clock(sleep=lambda seconds: None))
     received, version = receiver.receive({name: np.zeros(600, np.float32) for name in "abcd"})
     told = {"version": version, "values": np.unique(list(received.values())).tolist(), "refused": log.getvalue()}

@@ -65,7 +65,7 @@ def filled(version: int) -> dict[str, np.ndarray]:
 
 
 def test_newest_versions_are_kept():
-    cache = VersionCache(2, "host 3")
+    cache = VersionCache("host 3")
     assert cache.versions() == []
     for version in (4, 5, 9):
         cache.put(snapshot_of(WEIGHTS, version))
@@ -76,7 +76,7 @@ def test_newest_versions_are_kept():
 
 
 def test_cleared_cache_is_empty():
-    cache = VersionCache(2, "host 3")
+    cache = VersionCache("host 3")
     cache.put(snapshot_of(WEIGHTS, 1))
     cache.clear()
     with pytest.raises(VersionGoneError, match="available versions: none"):
@@ -135,7 +135,7 @@ def test_server_reads_no_message_without_the_secret():
                 with pytest.raises(flight.FlightUnavailableError):
                     stranger.do_get(flight.Ticket(bytes(2**26)), flight.FlightCallOptions(timeout=60.0)).read_all()
         assert peak_memory(server) - before < 2**24
-        source = FlightSource(f"grpc+tls://127.0.0.1:{port}", SECRET, streams=1, call_seconds=60.0)
+        source = FlightSource(f"grpc+tls://127.0.0.1:{port}", SECRET, streams=1)
         assert source.versions() == [1]
     finally:
         server.kill()
@@ -211,7 +211,7 @@ def test_close_releases_port_and_threads_with_a_stalled_worker():
     sender = open_sender(chunk_mb=1)
     sender.publish({"w": np.zeros(2**24, np.float32)}, 1)
     sender.flush()
-    source = FlightSource(sender.address, SECRET, streams=1, call_seconds=60.0)
+    source = FlightSource(sender.address, SECRET, streams=1)
     manifest = source.manifests(1)[0]
     stream = source.fetch(manifest, manifest.chunks(0))
     next(stream)
@@ -369,7 +369,7 @@ def test_receiver_recovers_from_killed_server(caplog):
             assert servers[1].stdout.readline().strip() == port
 
     try:
-        source = FlightSource(f"grpc+tls://127.0.0.1:{port}", SECRET, streams=2, call_seconds=60.0)
+        source = FlightSource(f"grpc+tls://127.0.0.1:{port}", SECRET, streams=2)
         receiver = receiver_of(HookedSource(source, kill), retry=PERSISTENT, sleep=replace)
         received, version = receiver.receive(like)
     finally:

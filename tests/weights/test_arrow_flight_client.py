@@ -63,7 +63,7 @@ def test_proxy_variables_are_ignored(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.delenv("no_proxy", raising=False)
         monkeypatch.delenv("no_grpc_proxy", raising=False)
         cache.put(snapshot_of(WEIGHTS, 1))
-        source = FlightSource(f"grpc+tls://127.0.0.1:{server.port}", SECRET, streams=1, call_seconds=60.0)
+        source = FlightSource(f"grpc+tls://127.0.0.1:{server.port}", SECRET, streams=1)
         assert_same(receiver_of(source).receive(WEIGHTS)[0], WEIGHTS)
 
 

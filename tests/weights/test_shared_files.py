@@ -26,7 +26,7 @@ def filled(version: int) -> dict[str, np.ndarray]:
 
 def open_sender(folder: pathlib.Path | str, secret: str = SECRET, host: int = 0, hosts: int = 1) -> ShardedSender:
     training_host = TrainingHost(host, hosts, frozenset())
-    backend = FolderBackend(folder=str(folder), secret=secret, training_host=training_host, keep=2)
+    backend = FolderBackend(folder=str(folder), secret=secret, training_host=training_host)
     return ShardedSender(backend, training_host, dtype=None, chunk_bytes=1024)
 
 
