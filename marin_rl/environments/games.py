@@ -160,7 +160,7 @@ def reachable(table: Table, starts: Iterable[int]) -> list[int]:
     return sorted(visited)
 
 
-def make_plan(table: Table, starts: Iterable[int], wins: Wins) -> Plan:
+def fastest_plan(table: Table, starts: Iterable[int], wins: Wins) -> Plan:
     """Compute the fastest plan by value iteration: V(s) = max_a Σ p·(1 if won, 0 if lost, else DISCOUNT·V(s')).
 
     Args:
@@ -216,7 +216,7 @@ class Prototype:
     def plan(self) -> Plan:
         """Optimal plan for all initial states."""
         starts = [state for state, weight in enumerate(self.game.initial_state_distrib) if weight > 0]
-        return make_plan(self.game.P, starts, lambda state, reward: self.board.wins(self.game, state, reward))
+        return fastest_plan(self.game.P, starts, lambda state, reward: self.board.wins(self.game, state, reward))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from marin_rl.environments.games import (
     board_of,
     construct_game,
     draw_start,
-    make_plan,
+    fastest_plan,
     make_prototype,
     reachable,
 )
@@ -103,7 +103,7 @@ def test_reachable_states():
 
 
 def test_the_safe_way_has_a_higher_value_than_the_risky_one():
-    plan = make_plan(TABLE, [0], wins)
+    plan = fastest_plan(TABLE, [0], wins)
     assert plan.values == pytest.approx({0: DISCOUNT, 1: 1.0})
     assert plan.best == {0: (0,), 1: (0,)}
     # The risky action may lose; going back cannot.
@@ -112,8 +112,8 @@ def test_the_safe_way_has_a_higher_value_than_the_risky_one():
 
 def test_equal_ways_are_both_best_and_unwinnable_states_have_value_zero():
     table = {0: {0: [(1.0, 1, 0.0, True)], 1: [(1.0, 1, 0.0, True)]}, 1: {0: [(1.0, 1, 0.0, True)]}}
-    assert make_plan(table, [0], lambda state, reward: True).best == {0: (0, 1)}
-    lost = make_plan(table, [0], lambda state, reward: False)
+    assert fastest_plan(table, [0], lambda state, reward: True).best == {0: (0, 1)}
+    lost = fastest_plan(table, [0], lambda state, reward: False)
     assert lost.values == {0: 0.0}
     assert lost.safe == {0: ()}
 
