@@ -20,7 +20,7 @@ from marin_rl.config.decode import encode
 from marin_rl.config.device_settings import logprob_block, row_layout
 from marin_rl.config.sections import EvaluationConfig, Mode
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.rollout_runner import make_runner, open_reward_functions
+from marin_rl.distributed.make_runner import make_runner, open_reward_functions
 from marin_rl.distributed.samplers import open_group_sampler
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.escaping import escape_line

@@ -50,7 +50,8 @@ from experiments.benchmarks.measurement import (
 )
 from experiments.benchmarks.weight_servers import Share
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.coordinator import Coordinator, CoordinatorClient
+from marin_rl.distributed.coordinator import Coordinator
+from marin_rl.distributed.coordinator_client import CoordinatorClient
 from marin_rl.distributed.ray_node import connected_to_local_node
 from marin_rl.distributed.worker import RolloutWorker, WorkerPolicy
 from marin_rl.learner.devices import start_devices

@@ -19,7 +19,7 @@ from typing import Any
 from marin_rl.config.sections import EvaluationConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import from_yaml
-from marin_rl.distributed.rollout_runner import make_runner, open_reward_functions
+from marin_rl.distributed.make_runner import make_runner, open_reward_functions
 from marin_rl.rollouts.metrics import is_correct
 from marin_rl.serve import ServeConfig, load_policy
 from marin_rl.training.evaluation import evaluate

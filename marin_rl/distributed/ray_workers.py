@@ -23,7 +23,8 @@ from marin_rl.config.sections import module_levels
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.workers_config import CPU
 from marin_rl.config.yaml_text import from_yaml, to_yaml
-from marin_rl.distributed.coordinator import Coordinator, CoordinatorClient, RayLostError
+from marin_rl.distributed.coordinator import Coordinator
+from marin_rl.distributed.coordinator_client import CoordinatorClient, RayLostError
 from marin_rl.distributed.ray_node import connected_to_local_node
 from marin_rl.distributed.tpu_slices import SliceReservations
 from marin_rl.distributed.worker import run_worker

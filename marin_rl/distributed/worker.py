@@ -18,8 +18,9 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.workers_config import Refresh
-from marin_rl.distributed.coordinator import Announcement, Coordinator, CoordinatorClient, RayLostError
-from marin_rl.distributed.rollout_runner import make_runner, open_reward_functions
+from marin_rl.distributed.coordinator import Announcement, Coordinator
+from marin_rl.distributed.coordinator_client import CoordinatorClient, RayLostError
+from marin_rl.distributed.make_runner import make_runner, open_reward_functions
 from marin_rl.distributed.samplers import open_worker_sampler
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.errors import Closing

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from marin_rl import multihost
 from marin_rl.background_job import BackgroundJob
-from marin_rl.distributed.coordinator import Coordinator, CoordinatorClient, TrainerUpdate
+from marin_rl.distributed.coordinator import Coordinator, TrainerUpdate
+from marin_rl.distributed.coordinator_client import CoordinatorClient
 from marin_rl.distributed.rollout_source import FinishedGroup
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.errors import UserError

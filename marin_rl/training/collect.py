@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.rollout_runner import make_limits
+from marin_rl.distributed.make_runner import make_limits
 from marin_rl.distributed.rollout_source import RolloutSource
 from marin_rl.distributed.scheduler import RequestNumber
 from marin_rl.environments.base import AbstractEnvironment, Split, TaskStream

@@ -23,13 +23,13 @@ from marin_rl.batching.packing import RowLayout
 from marin_rl.config.device_settings import logprob_block, row_layout
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.make_runner import make_runner, open_reward_functions
 from marin_rl.distributed.open_rollout_source import (
     make_history,
     make_replay_buffer,
     make_staleness_limits,
     open_rollout_source,
 )
-from marin_rl.distributed.rollout_runner import make_runner, open_reward_functions
 from marin_rl.distributed.samplers import open_trainer_sampler
 from marin_rl.distributed.scheduler import RolloutScheduler
 from marin_rl.distributed.worker_devices import check_worker_devices

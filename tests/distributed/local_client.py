@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from marin_rl.distributed.coordinator import Coordinator, CoordinatorClient
+from marin_rl.distributed.coordinator import Coordinator
+from marin_rl.distributed.coordinator_client import CoordinatorClient
 from marin_rl.event_loop import BackgroundLoop
 
 Result = TypeVar("Result")

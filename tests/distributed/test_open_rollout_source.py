@@ -15,7 +15,8 @@ from marin_rl.config.sections import Mode, ReplayConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.workers_config import WorkersConfig
 from marin_rl.distributed import open_rollout_source as module
-from marin_rl.distributed.coordinator import Coordinator, CoordinatorClient
+from marin_rl.distributed.coordinator import Coordinator
+from marin_rl.distributed.coordinator_client import CoordinatorClient
 from marin_rl.distributed.open_rollout_source import (
     make_history,
     make_replay_buffer,
@@ -37,7 +38,7 @@ from tests.distributed.local_client import LocalClient
 from tests.rollouts.rollout_cases import group_of
 from tests.training.bare_run import make_config, make_runner
 
-REPLAY = ReplayConfig(max_staleness=2, max_uses=3, capacity=9)
+REPLAY = ReplayConfig(max_staleness=2, max_uses=3)
 RESAMPLE = ResampleGroupsConfig(max_batches=3)
 
 
@@ -203,8 +204,8 @@ def test_server_stops_when_other_processes_are_unreachable(monkeypatch: pytest.M
     [
         ({"mode": Mode.SYNC}, StalenessLimits(4)),
         ({"mode": Mode.SYNC, "filter": RESAMPLE}, StalenessLimits(4, replacements_per_step=8)),
-        ({"mode": Mode.ASYNC}, StalenessLimits(4, 2, 3, 0, 9, last_step=make_config().num_steps)),
-        ({"mode": Mode.ASYNC, "filter": RESAMPLE}, StalenessLimits(4, 2, 3, 8, 9, last_step=make_config().num_steps)),
+        ({"mode": Mode.ASYNC}, StalenessLimits(4, 2, 3, 0, last_step=make_config().num_steps)),
+        ({"mode": Mode.ASYNC, "filter": RESAMPLE}, StalenessLimits(4, 2, 3, 8, last_step=make_config().num_steps)),
     ],
 )
 def test_sampling_runs_ahead_only_in_async_mode(changes: dict[str, Any], expected: StalenessLimits) -> None:

@@ -18,13 +18,9 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from marin_rl.config.sections import Mode
 from marin_rl.config.workers_config import WorkersConfig
 from marin_rl.config.yaml_text import to_yaml
-from marin_rl.distributed import coordinator, ray_workers
-from marin_rl.distributed.coordinator import (
-    Coordinator,
-    CoordinatorClient,
-    RayLostError,
-    check_node,
-)
+from marin_rl.distributed import coordinator_client, ray_workers
+from marin_rl.distributed.coordinator import Coordinator
+from marin_rl.distributed.coordinator_client import CoordinatorClient, RayLostError, check_node
 from marin_rl.distributed.ray_workers import NoClusterError, find_cluster, join_cluster
 from tests.free_port import free_port
 from tests.training.bare_run import make_config
@@ -68,7 +64,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr(ray, "get", fake.get)
     monkeypatch.setattr(ray, "nodes", lambda: fake.nodes)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(coordinator, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(coordinator_client, "RETRY_SECONDS", 0.0)
     return fake
 
 
@@ -90,7 +86,7 @@ def test_call_to_paused_coordinator_has_time_limit(cluster: Cluster) -> None:
     CoordinatorClient(Actor(), 60.0).call(Coordinator.heartbeat, "worker-0", "first")
     (limit,) = cluster.timeouts
     assert limit is not None
-    assert 60.0 < limit <= 60.0 + coordinator.ANSWER_SECONDS
+    assert 60.0 < limit <= 60.0 + coordinator_client.ANSWER_SECONDS
 
 
 DEAD = {"NodeID": "here" * 8, "Alive": False}

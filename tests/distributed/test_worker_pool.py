@@ -12,7 +12,8 @@ import pytest
 
 from marin_rl import multihost
 from marin_rl.distributed import worker_pool
-from marin_rl.distributed.coordinator import CoordinatorClient, TrainerUpdate
+from marin_rl.distributed.coordinator import TrainerUpdate
+from marin_rl.distributed.coordinator_client import CoordinatorClient
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.distributed.worker_pool import NoWorkersError, WorkerFailedError, WorkerPool
 from marin_rl.host_status import StopRequestedError

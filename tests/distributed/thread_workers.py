@@ -8,7 +8,8 @@ import contextlib
 from collections.abc import Iterator
 
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.coordinator import Coordinator, CoordinatorClient
+from marin_rl.distributed.coordinator import Coordinator
+from marin_rl.distributed.coordinator_client import CoordinatorClient
 from marin_rl.distributed.worker import run_worker
 from tests.distributed.local_client import LocalClient
 

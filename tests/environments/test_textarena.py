@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from marin_rl.distributed.rollout_runner import make_gateway
+from marin_rl.distributed.make_runner import make_gateway
 from marin_rl.environments.base import Split
 from marin_rl.environments.textarena import (
     FileOpponentConfig,

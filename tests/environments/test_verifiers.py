@@ -14,7 +14,7 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
 from marin_rl.batching.processed_rollout import process_rollout, sequence_lengths
-from marin_rl.distributed.rollout_runner import make_gateway
+from marin_rl.distributed.make_runner import make_gateway
 from marin_rl.environments.base import AgentConnection
 from marin_rl.environments.game_process import GameError, GameServerError, call_each
 from marin_rl.environments.splits import Split

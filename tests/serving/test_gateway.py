@@ -17,7 +17,7 @@ import httpx
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
-from marin_rl.distributed.rollout_runner import make_gateway
+from marin_rl.distributed.make_runner import make_gateway
 from marin_rl.environments.agent import AgentEnvironment, CommandEpisode, FunctionEpisode
 from marin_rl.environments.base import AbstractEnvironment, AgentEpisode
 from marin_rl.environments.random_reward import RANDOM, RandomRewardEnvironment

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
-from marin_rl.distributed import rollout_runner
+from marin_rl.distributed import make_runner
 from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.distributed.rollout_source import LocalRollouts
 from marin_rl.distributed.scheduler import RequestNumber
@@ -164,7 +164,7 @@ def test_trainer_opens_reward_functions_only_if_it_runs_episodes(
 
     def open_reward_functions(*arguments: Any) -> Any:
         calls.append(arguments)
-        return rollout_runner.open_reward_functions(*arguments)
+        return make_runner.open_reward_functions(*arguments)
 
     monkeypatch.setattr(open_run, "open_reward_functions", open_reward_functions)
     monkeypatch.setattr(

@@ -19,7 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from marin_rl.config.sections import Mode, ReplayConfig, RolloutConfig
-from marin_rl.distributed.coordinator import Coordinator, CoordinatorClient, TrainerUpdate
+from marin_rl.distributed.coordinator import Coordinator, TrainerUpdate
+from marin_rl.distributed.coordinator_client import CoordinatorClient
 from marin_rl.distributed.open_rollout_source import make_staleness_limits
 from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, RolloutScheduler

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from marin_rl.config.sections import RolloutConfig
-from marin_rl.distributed.rollout_runner import make_runner, open_reward_functions
+from marin_rl.distributed.make_runner import make_runner, open_reward_functions
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import Split, Step
 from marin_rl.environments.tool_use import ToolUseConfig
