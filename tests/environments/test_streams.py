@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from marin_rl.config.decode import ConfigError, decode
 from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, JsonlConfig, TextGameConfig, ToolUseConfig
 from marin_rl.environments.base import Split, StreamState, TaskStream
-from marin_rl.environments.dataset import RowFormat
 from marin_rl.environments.games import View
+from marin_rl.environments.row_format import RowFormat
 from marin_rl.environments.streams import (
     CurriculumConfig,
     LessonConfig,

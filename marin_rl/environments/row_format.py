@@ -1,0 +1,153 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Conversion of rows of a dataset to problems."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from marin_rl.environments.splits import Problem, problem_id, question_text
+from marin_rl.errors import nearest
+from marin_rl.rewards.reply_text import check_pattern, extract_last
+from marin_rl.types import Message, Task
+
+_ROLES = ("system", "user", "assistant", "tool")
+_PLACEHOLDER = "{prompt}"
+
+
+class Row(NamedTuple):
+    """Row of a dataset with its origin."""
+
+    values: Mapping[str, Any]
+    """Values by column."""
+    where: str
+    """File and line, or dataset and row, for messages."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowFormat:
+    """Meaning of a dataset's columns. Optional columns may be absent if they have their default names."""
+
+    prompt_column: str = "prompt"
+    """Column with the question as text. A row has this one or `messages_column`."""
+    messages_column: str = "messages"
+    """Column with the question as a list of messages, each `{role: ..., content: ...}`."""
+    answer_column: str = "answer"
+    """Column with the ground truth: text or an integer."""
+    answer_regex: str | None = None
+    """Optional regular expression; group 1 of its last match in the answer column is the ground truth. GSM8K:
+    `#### (-?[0-9.,]+)`."""
+    worked_answer_column: str = "worked_answer"
+    """Optional column with a reply that earns the full reward, for a supervised warm start. It may be the answer
+    column; `answer_regex` is not applied to it."""
+    id_column: str = "id"
+    """Optional column with a unique id; default: a hash of the question."""
+    system_prompt: str | None = None
+    """Optional system message before the question."""
+    prompt_template: str | None = None
+    """Optional template of the prompt; `{prompt}` is replaced by the prompt column:
+    `{prompt} Put the final answer within \\boxed{}.`"""
+
+    def __post_init__(self) -> None:
+        if self.answer_regex is not None:
+            check_pattern("rows.answer_regex", self.answer_regex, groups=1)
+        if self.prompt_template is not None and _PLACEHOLDER not in self.prompt_template:
+            raise ValueError(
+                f"rows.prompt_template {self.prompt_template!r} has no {_PLACEHOLDER} for the question; add it"
+            )
+
+    def problem(self, row: Row, environment: str) -> Problem:
+        """Convert a row to a problem.
+
+        Args:
+            row: the row.
+            environment: name of the environment of the task.
+
+        Raises:
+            ValueError: if a column is missing or invalid; the message names the row, the column and the available
+                columns.
+        """
+        text, messages = self._question(row)
+        if self.system_prompt is not None:
+            if messages[0]["role"] == "system":
+                raise ValueError(f"{row.where}: the row already has a system message; remove rows.system_prompt")
+            messages = (Message(role="system", content=self.system_prompt), *messages)
+        given_id = _optional(row, self.id_column, default="id")
+        task = Task(
+            id=problem_id(text) if given_id is None else given_id,
+            environment=environment,
+            messages=messages,
+            answer=self._answer(row),
+            worked_answer=_optional(row, self.worked_answer_column, default="worked_answer"),
+        )
+        return Problem(text, task, row.where)
+
+    def _question(self, row: Row) -> tuple[str, tuple[Message, ...]]:
+        if row.values.get(self.prompt_column) is None and row.values.get(self.messages_column) is not None:
+            messages = _messages(row, self.messages_column)
+            if self.prompt_template is not None:
+                raise ValueError(
+                    f"{row.where}: rows.prompt_template needs a {self.prompt_column!r} column; this row has messages"
+                )
+            return question_text(messages), messages
+        prompt = _text(row, self.prompt_column)
+        content = prompt if self.prompt_template is None else self.prompt_template.replace(_PLACEHOLDER, prompt)
+        return question_text([Message(role="user", content=prompt)]), (Message(role="user", content=content),)
+
+    def _answer(self, row: Row) -> str:
+        text = _text(row, self.answer_column)
+        if self.answer_regex is None:
+            return text
+        answer = extract_last(self.answer_regex, text)
+        if answer is None:
+            raise ValueError(
+                f"{row.where}: rows.answer_regex {self.answer_regex!r} does not match the answer {text[-200:]!r}"
+            )
+        return answer
+
+
+def _optional(row: Row, column: str, default: str) -> str | None:
+    if column == default and row.values.get(column) is None:
+        return None
+    return _text(row, column)
+
+
+def _text(row: Row, column: str) -> str:
+    if column not in row.values:
+        raise ValueError(f"{row.where}: there is no column {column!r}; {nearest(column, row.values)}")
+    value = row.values[column]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise ValueError(
+            f"{row.where}: column {column!r} holds {value!r} of type {type(value).__name__}; "
+            "it must be text or an integer"
+        )
+    if not value.strip():
+        raise ValueError(f"{row.where}: column {column!r} is empty; fill it or remove the row")
+    return value
+
+
+def _messages(row: Row, column: str) -> tuple[Message, ...]:
+    value = row.values[column]
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{row.where}: column {column!r} holds {value!r:.200}; it must be a list of messages")
+    for index, item in enumerate(value):
+        where = f"{row.where}: column {column!r}, message {index}"
+        if not isinstance(item, Mapping) or not isinstance(item.get("content"), str):
+            raise ValueError(f"{where} is {item!r:.200}; it must be {{role: ..., content: text}}")
+        if item.get("role") not in _ROLES:
+            raise ValueError(f"{where} has the role {item.get('role')!r}; choose one of {', '.join(_ROLES)}")
+        # In a dataset of structs every message has all keys, most of them null.
+        if extra := [key for key, field in item.items() if key not in ("role", "content") and field is not None]:
+            raise ValueError(
+                f"{where} has the key {extra[0]!r}, but only role and content are supported; move it into the content, "
+                "or remove it"
+            )
+    if value[-1]["role"] == "assistant":
+        raise ValueError(
+            f"{row.where}: column {column!r} ends with an assistant message; end with the question, and move the "
+            "reply to the worked answer"
+        )
+    return tuple(Message(role=item["role"], content=item["content"]) for item in value)

@@ -1,0 +1,113 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+from typing import Any
+
+import pytest
+
+from marin_rl.environments.row_format import Row, RowFormat
+
+GSM8K = RowFormat(prompt_column="question", answer_regex=r"#### (-?[0-9.,]+)", worked_answer_column="answer")
+ASK = {"role": "user", "content": "1+1?"}
+
+
+def problem(values: dict[str, Any], **fields: Any):
+    return RowFormat(**fields).problem(Row(values, "file:3"), "test")
+
+
+def test_prompt_and_answer():
+    made = problem({"prompt": "1+1?", "answer": "2"})
+    assert made.task.messages == (ASK,)
+    assert (made.task.answer, made.task.worked_answer, made.task.environment) == ("2", None, "test")
+    assert made.task.id == problem({"prompt": "1+1?", "answer": "2"}).task.id
+
+
+def test_messages_and_optional_columns():
+    made = problem(
+        {"messages": [{"role": "system", "content": "s"}, ASK], "answer": 2, "id": 7, "worked_answer": "so 2"}
+    )
+    assert made.task.messages == ({"role": "system", "content": "s"}, ASK)
+    assert (made.task.id, made.task.answer, made.task.worked_answer) == ("7", "2", "so 2")
+
+
+def test_gsm8k():
+    made = problem(
+        {"question": "q", "answer": "1+1=2\n#### 1,002"},
+        prompt_column="question",
+        answer_regex="#### (-?[0-9.,]+)",
+        worked_answer_column="answer",
+    )
+    assert (made.task.answer, made.task.worked_answer) == ("1,002", "1+1=2\n#### 1,002")
+
+
+def test_template_and_system_prompt_do_not_change_the_problem_text():
+    made = problem({"prompt": "a {x}?", "answer": "2"}, system_prompt="s", prompt_template="Q: {prompt} {y}")
+    assert [message["content"] for message in made.task.messages] == ["s", "Q: a {x}? {y}"]
+    assert made.text == "a {x}?"
+
+
+def test_conversations_that_differ_in_white_space_or_system_message_are_equal():
+    example = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    first = problem({"messages": [*example, {"role": "user", "content": "a b"}], "answer": "2"})
+    system = {"role": "system", "content": "s"}
+    second = problem({"messages": [system, *example, {"role": "user", "content": " a  b "}], "answer": "2"})
+    other = problem({"messages": [*example[:1], *example[:1], {"role": "user", "content": "a b"}], "answer": "2"})
+    assert (first.text, first.task.id) == (second.text, second.task.id)
+    assert first.text != other.text
+    systems = [problem({"messages": [{"role": "system", "content": text}], "answer": "2"}) for text in ("a", "b")]
+    assert len({one.text for one in systems}) == 2
+
+
+def test_problems_that_differ_in_white_space_are_equal():
+    assert problem({"prompt": "a  b\n", "answer": "2"}).text == problem({"prompt": "a b", "answer": "2"}).text
+
+
+@pytest.mark.parametrize(
+    ("values", "fields", "message"),
+    [
+        ({"prompt": "a", "anwser": "2"}, {}, r"file:3: there is no column 'answer'; did you mean 'anwser'\?"),
+        ({"prompt": "a", "x": "2"}, {}, "there is no column 'answer'; Valid here: prompt, x"),
+        ({"question": "a", "answer": "2"}, {}, "there is no column 'prompt'; Valid here: question, answer"),
+        ({"prompt": "a", "answer": None}, {}, "column 'answer' holds None of type NoneType"),
+        ({"prompt": "a", "answer": 2.5}, {}, "column 'answer' holds 2.5 of type float"),
+        ({"prompt": "a", "answer": True}, {}, "column 'answer' holds True of type bool"),
+        ({"prompt": ["a"], "answer": "2"}, {}, r"column 'prompt' holds \['a'\] of type list"),
+        ({"prompt": " ", "answer": "2"}, {}, "column 'prompt' is empty"),
+        ({"prompt": "a", "answer": ""}, {}, "column 'answer' is empty"),
+        ({"messages": [], "answer": "2"}, {}, r"column 'messages' holds \[\]"),
+        ({"messages": ["a"], "answer": "2"}, {}, "column 'messages', message 0 is 'a'"),
+        ({"messages": [{"role": "me", "content": "a"}], "answer": "2"}, {}, "has the role 'me'; choose one of system"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "name": None, "tool_calls": [{}]}, ASK], "answer": "2"},
+            {},
+            "message 0 has the key 'tool_calls', but only role and content are supported",
+        ),
+        (
+            {"messages": [ASK, {"role": "assistant", "content": "2"}], "answer": "2"},
+            {},
+            "ends with an assistant message",
+        ),
+        ({"messages": [ASK], "answer": "2"}, {"prompt_template": "{prompt}!"}, "this row has messages"),
+        (
+            {"messages": [{"role": "system", "content": "s"}, ASK], "answer": "2"},
+            {"system_prompt": "t"},
+            "already has a system message",
+        ),
+        ({"prompt": "a", "answer": "2"}, {"answer_regex": "#### (.*)"}, "does not match the answer '2'"),
+        ({"prompt": "a", "answer": "2"}, {"worked_answer_column": "solution"}, "there is no column 'solution'"),
+        ({"prompt": "a", "answer": "2"}, {"id_column": "key"}, "there is no column 'key'"),
+    ],
+)
+def test_bad_rows(values, fields, message):
+    with pytest.raises(ValueError, match=message):
+        problem(values, **fields)
+
+
+def test_template_must_contain_the_placeholder():
+    with pytest.raises(ValueError, match=r"has no \{prompt\}"):
+        RowFormat(prompt_template="Solve it.")
+
+
+def test_answer_regex_needs_a_group():
+    with pytest.raises(ValueError, match=r"rows\.answer_regex: '####' has 0 groups"):
+        RowFormat(answer_regex="####")
