@@ -12,9 +12,9 @@ import pytest
 
 from marin_rl import remote_path
 from marin_rl.errors import RunDirectoryError, writing
-from marin_rl.lease import hold
 from marin_rl.remote_path import RemotePath
 from marin_rl.storage import AppendedFile, local_copy, read_range, remove, storage_path, upload_folder
+from marin_rl.training.lease import hold
 
 pytest.importorskip("s3fs")
 moto_server = pytest.importorskip("moto.server")

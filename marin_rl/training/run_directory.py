@@ -24,11 +24,11 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from marin_rl import lease
 from marin_rl.config.yaml_text import parse_yaml
 from marin_rl.errors import RunDirectoryError, writing
 from marin_rl.remote_path import RemotePath
 from marin_rl.storage import StoragePath, write_bytes
+from marin_rl.training import lease
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +178,7 @@ def lock(directory: RunDirectory) -> Iterator[Callable[[], None]]:
     """Lock the run directory against other processes. Creates the directory if it does not exist.
 
     A local lock is released when the process ends for any reason. In an object store, the lock of a killed process can
-    be taken after a minute; see [`lease`][marin_rl.lease].
+    be taken after a minute; see [`lease`][marin_rl.training.lease].
 
     Yields:
         A function that raises RunDirectoryError if another process has taken the lock meanwhile.

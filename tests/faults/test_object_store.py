@@ -146,8 +146,8 @@ def test_run_killed_5_times_in_other_folders_equals_an_uninterrupted_run(
 
 
 def test_second_process_is_refused(stored: Gcs, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from marin_rl.lease import hold
     from marin_rl.remote_path import RemotePath
+    from marin_rl.training.lease import hold
 
     run = remote_run(tmp_path / "here")
     with hold(RemotePath(f"{ADDRESS}/.lock")):

@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 import pytest
 
-from marin_rl import lease
 from marin_rl.errors import RunDirectoryError
-from marin_rl.lease import LEASE_SECONDS, hold, holder
 from marin_rl.remote_path import RemotePath
 from marin_rl.retry import Clock
 from marin_rl.storage import remove
+from marin_rl.training import lease
+from marin_rl.training.lease import LEASE_SECONDS, hold, holder
 from tests.gcs_emulator import Fault, Gcs
 
 LOCK = "run/.lock/"
@@ -82,7 +82,7 @@ def test_the_holder_is_found_without_changing_the_lock(gcs: Gcs, folder: RemoteP
 def test_lock_of_a_process_that_was_killed_on_this_machine_is_free(gcs: Gcs, folder: RemotePath) -> None:
     lines = [
         "import os",
-        "from marin_rl.lease import RemotePath, hold",
+        "from marin_rl.training.lease import RemotePath, hold",
         "with hold(RemotePath('gs://bucket/run/.lock')): os._exit(9)",
     ]
     assert subprocess.run([sys.executable, "-c", "\n".join(lines)], check=False).returncode == 9

@@ -38,7 +38,7 @@ _POLL_SECONDS = 1.0
 
 @dataclasses.dataclass
 class Lease:
-    """A held lock; made by [`hold`][marin_rl.lease.hold]."""
+    """A held lock; made by [`hold`][marin_rl.training.lease.hold]."""
 
     folder: RemotePath
     """Folder of the lock's objects."""
