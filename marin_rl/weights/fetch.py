@@ -35,7 +35,7 @@ from marin_rl.weights.manifest import (
     volume,
     whole,
 )
-from marin_rl.weights.plan import PieceKey, TargetArray, make_plan, target_arrays
+from marin_rl.weights.plan import PieceKey, TargetArray, choose_pieces, target_arrays
 from marin_rl.weights.protocol import (
     CorruptTransferError,
     MismatchedWeightsError,
@@ -144,7 +144,7 @@ class WeightReceiver:
         manifests = [manifest for _, manifest in owned]
         _check_hosts(manifests, chosen)
         targets = target_arrays(like)
-        plan = make_plan(targets, manifests, cast=self._cast)
+        plan = choose_pieces(targets, manifests, cast=self._cast)
         buffers = {name: ArrayBuffers(target, plan[name]) for name, target in targets.items()}
         _download(owned, {key: buffers[name] for name, pieces in plan.items() for key in pieces})
         return replace_leaves(like, {name: buffer.assemble() for name, buffer in buffers.items()}), chosen

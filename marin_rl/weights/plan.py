@@ -57,7 +57,7 @@ class PieceKey(NamedTuple):
     """Index into `Manifest.pieces`."""
 
 
-def make_plan(
+def choose_pieces(
     targets: Mapping[str, TargetArray], manifests: Sequence[Manifest], *, cast: bool
 ) -> dict[str, dict[PieceKey, Piece]]:
     """Choose the pieces that the receiver's devices need.

@@ -9,7 +9,7 @@ import numpy as np
 
 from marin_rl.weights.fetch import ArrayBuffers
 from marin_rl.weights.manifest import Bounds, Manifest, Piece, checksum
-from marin_rl.weights.plan import PieceKey, make_plan, target_arrays
+from marin_rl.weights.plan import PieceKey, choose_pieces, target_arrays
 
 FULL = np.arange(24, dtype=np.float32).reshape(6, 4)
 LIKE = {"w": jax.ShapeDtypeStruct((6, 4), jnp.float32)}
@@ -44,7 +44,7 @@ class Hosts:
         ]
 
     def plan(self, *, cast: bool = False, like=LIKE) -> dict[str, dict[PieceKey, Piece]]:
-        return make_plan(target_arrays(like), self.manifests, cast=cast)
+        return choose_pieces(target_arrays(like), self.manifests, cast=cast)
 
     def buffers(self, like=LIKE, *, cast: bool = False) -> ArrayBuffers:
         """Return the buffers of the array with all pieces written."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from marin_rl.types import WeightVersion
 from marin_rl.weights.fetch import ALIGNMENT, ArrayBuffers
 from marin_rl.weights.manifest import Bounds, Chunk, Manifest, Piece, slices_within, whole
-from marin_rl.weights.plan import PieceKey, make_plan, target_arrays
+from marin_rl.weights.plan import PieceKey, choose_pieces, target_arrays
 from marin_rl.weights.protocol import CorruptTransferError, MismatchedWeightsError
 from marin_rl.weights.publish import Snapshot
 from tests.weights.endpoints import assert_same, receiver_of, snapshot_of, split
@@ -34,7 +34,7 @@ def buffers_of(
     """Return the buffers for the pieces of one array."""
     held = tuple(Piece(NAME, shape, dtype, bounds, ()) for bounds in pieces)
     targets = target_arrays(like or {"w": np.zeros(shape, dtype)})
-    return ArrayBuffers(targets[NAME], make_plan(targets, [Manifest(1, 0, 1, 2**20, held)], cast=True)[NAME])
+    return ArrayBuffers(targets[NAME], choose_pieces(targets, [Manifest(1, 0, 1, 2**20, held)], cast=True)[NAME])
 
 
 @st.composite

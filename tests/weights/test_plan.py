@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from marin_rl.weights.plan import PieceKey, make_plan, target_arrays
+from marin_rl.weights.plan import PieceKey, choose_pieces, target_arrays
 from marin_rl.weights.protocol import MismatchedWeightsError
 from tests.weights.partitioned_array import LIKE, NAME, Hosts, box
 
@@ -34,9 +34,9 @@ def test_replicated_piece_is_fetched_once_and_load_is_balanced():
 def test_only_overlapping_pieces_are_fetched():
     wanted = {name: dataclasses.replace(want, sharding=_TopHalf()) for name, want in target_arrays(LIKE).items()}
     manifests = Hosts([box((0, 3), (0, 4))], [box((3, 6), (0, 4))]).manifests
-    assert make_plan(wanted, manifests, cast=False)[NAME].keys() == {PieceKey(0, 0)}
+    assert choose_pieces(wanted, manifests, cast=False)[NAME].keys() == {PieceKey(0, 0)}
     # A host without any required piece may be absent.
-    assert make_plan(wanted, [manifests[0]], cast=False)[NAME].keys() == {PieceKey(0, 0)}
+    assert choose_pieces(wanted, [manifests[0]], cast=False)[NAME].keys() == {PieceKey(0, 0)}
 
 
 class _TopHalf(jax.sharding.Sharding):
