@@ -108,11 +108,6 @@ def _check_row_length(config: "TrainConfig") -> None:
 
 
 def _check_replay(config: "TrainConfig") -> None:
-    if config.replay.capacity is not None and config.replay.capacity < config.rollouts.prompts_per_step:
-        raise ValueError(
-            f"replay.capacity is {config.replay.capacity}, but a step takes rollouts.prompts_per_step = "
-            f"{config.rollouts.prompts_per_step} groups; raise it"
-        )
     if config.replay.keep_sampling_weights and not config.off_policy_correction.needs_sampling_logprobs:
         raise ValueError(
             "replay.keep_sampling_weights is true, but off_policy_correction: {type: none} does not use them; "

@@ -203,9 +203,6 @@ class ReplayConfig:
     does."""
     max_uses: int = 1
     """Steps that train on each group, from 1 to `max_staleness + 1`."""
-    capacity: int | None = None
-    """Maximum groups requested or waiting at a time, at least `rollouts.prompts_per_step`; null: as many as can be
-    trained on within `max_staleness`."""
     keep_sampling_weights: bool = False
     """Keep the last `max_staleness + 1` versions of the weights in host memory, so that `off_policy_correction` scores
     each rollout with the weights that sampled it. If false, the newest weights score all rollouts, and the correction
@@ -218,8 +215,6 @@ class ReplayConfig:
                 f"replay.max_uses is {self.max_uses}; a group can be used once per step for "
                 f"replay.max_staleness + 1 steps, so it must be from 1 to {self.max_staleness + 1}"
             )
-        if self.capacity is not None and self.capacity < 1:
-            raise ValueError(f"replay.capacity is {self.capacity}; it must be at least 1, or null")
 
 
 @dataclasses.dataclass(frozen=True)

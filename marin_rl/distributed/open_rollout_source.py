@@ -79,7 +79,6 @@ def make_staleness_limits(config: TrainConfig) -> StalenessLimits:
         replay.max_staleness,
         replay.max_uses,
         replacements,
-        replay.capacity,
         last_step=config.num_steps,
     )
 

@@ -62,8 +62,6 @@ class StalenessLimits:
     """Number of batches that a group is used in."""
     replacements_per_step: int = 0
     """Maximum number of requests per step that replace dropped groups."""
-    capacity: int | None = None
-    """Maximum number of groups that are requested or waiting; None for no separate limit."""
     last_step: int | None = None
     """Last step of the run: no group is requested for later steps. None for no end."""
 
@@ -75,8 +73,7 @@ class StalenessLimits:
     @property
     def room(self) -> int:
         """Maximum number of uses that are requested or waiting."""
-        uses = max(self.horizon + self.max_uses - 1, self.groups_per_step * self.max_uses)
-        return uses if self.capacity is None else min(uses, self.capacity * self.max_uses)
+        return max(self.horizon + self.max_uses - 1, self.groups_per_step * self.max_uses)
 
 
 class RolloutScheduler:
@@ -158,8 +155,6 @@ class RolloutScheduler:
         present = waiting_groups + len(self._outstanding)
         # A step uses each group at most once, so few groups with many uses left do not suffice.
         count = max(math.ceil((limits.horizon - ahead) / limits.max_uses), self.groups_needed(version + 1) - present)
-        if limits.capacity is not None:
-            count = min(count, limits.capacity - present)
         if limits.last_step is not None:
             remaining = (limits.last_step - version) * limits.groups_per_step - sum(self._missing.values())
             count = min(count, remaining - present)

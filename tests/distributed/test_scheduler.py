@@ -86,13 +86,6 @@ def test_no_requests_after_the_last_step() -> None:
     assert scheduler.outstanding == []
 
 
-def test_capacity_limits_requests() -> None:
-    assert len(RolloutScheduler(StalenessLimits(2, max_staleness=3, capacity=5)).request(0, 0, 0, Tasks())) == 5
-    assert len(RolloutScheduler(StalenessLimits(2, max_staleness=1, capacity=50)).request(0, 0, 0, Tasks())) == 4
-    # Groups that wait for their last use count fully towards the capacity.
-    assert RolloutScheduler(StalenessLimits(4, max_staleness=2, max_uses=3, capacity=4)).request(2, 4, 4, Tasks()) == []
-
-
 def test_dropped_groups_are_replaced_up_to_a_limit() -> None:
     scheduler, tasks = RolloutScheduler(StalenessLimits(2, replacements_per_step=3)), Tasks()
     requests = scheduler.request(0, 0, 0, tasks)
