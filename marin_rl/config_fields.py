@@ -6,6 +6,7 @@
 import dataclasses
 import enum
 import functools
+import ipaddress
 import math
 import os
 import typing
@@ -160,6 +161,18 @@ def check_address(key: str, address: str, key_setting: str) -> None:
             f"{key} holds a user or a password, which would be written to the run's files; "
             f"name the environment variable that holds the key in {key_setting}"
         )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can connect to a host name or address.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("[::1]"), is_loopback("10.0.0.1")
+    (True, True, True, False)
+    """
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def read_api_key(variable: str) -> str:

@@ -15,7 +15,7 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.config.levanter_sections import default_trainer
-from marin_rl.config_fields import check_at_least, local_path
+from marin_rl.config_fields import check_at_least, is_loopback, local_path
 from marin_rl.distributed.samplers import open_group_sampler
 from marin_rl.errors import UserError
 from marin_rl.learner.devices import exempt_from_collection, start_devices
@@ -194,7 +194,7 @@ def serve(config: ServeConfig) -> None:
     if missing:
         raise UserError(f"serving needs {', '.join(missing)}; install the extra: pip install 'marin_rl[serve]'")
     # Imported here because the extra is optional.
-    from marin_rl.serving.app import Server, ServerOptions, is_loopback
+    from marin_rl.serving.app import Server, ServerOptions
     from marin_rl.serving.engine import Engine
     from marin_rl.serving.http_server import HttpServer, listen, url_of
     from marin_rl.serving.protocol import RequestLimits

@@ -18,7 +18,7 @@ from marin_rl.config.decode import field_types
 from marin_rl.config.help import all_keys
 from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config_fields import changeable_keys, convert_enum_fields
+from marin_rl.config_fields import changeable_keys, convert_enum_fields, is_loopback
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.environments.streams import MixtureConfig, MixturePartConfig
@@ -196,3 +196,8 @@ def test_keys_that_may_change_on_resume_exist_and_help_hides_those_without_effec
     unused = TrainConfig.__dataclass_fields__["trainer"].metadata["without_effect"]
     assert keys - set(all_keys(TrainConfig, raw)) == {f"trainer.{name}" for name in unused}
     assert field_types(TrainerConfig).keys() >= unused.keys()
+
+
+def test_loopback_addresses():
+    assert all(map(is_loopback, ("127.0.0.1", "127.3.2.1", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "")))

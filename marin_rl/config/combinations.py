@@ -11,7 +11,7 @@ from levanter.models.mixtral import MixtralConfig
 
 from marin_rl.config.sections import Mode
 from marin_rl.config.workers_config import Refresh
-from marin_rl.config_fields import nested_sections
+from marin_rl.config_fields import is_loopback, nested_sections
 from marin_rl.kernel_sharding import POSITION
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.models.conversion import check_model
@@ -21,7 +21,7 @@ from marin_rl.objectives.policy_loss import PolicyLossConfig
 from marin_rl.rollouts.attempt import LongPrompts
 from marin_rl.rollouts.filters import FilterConfig
 from marin_rl.sampling.config import OpenAiSamplerConfig
-from marin_rl.weights.config import ArrowFlightConfig, TransferDtype, is_loopback
+from marin_rl.weights.config import ArrowFlightConfig, TransferDtype
 
 if TYPE_CHECKING:
     from marin_rl.config.train_config import TrainConfig

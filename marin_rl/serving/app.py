@@ -5,7 +5,6 @@
 
 import dataclasses
 import hmac
-import ipaddress
 import logging
 import re
 import time
@@ -21,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from marin_rl.config_fields import is_loopback
 from marin_rl.serving.endpoints import Endpoints
 from marin_rl.serving.engine import Engine, EngineError
 from marin_rl.serving.metrics import ServerMetrics
@@ -189,14 +189,6 @@ def wrong_key() -> ApiError:
         status=HTTPStatus.UNAUTHORIZED,
         code="invalid_api_key",
     )
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can connect to a host name or address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _too_many(what: str, number: int) -> ApiError:

@@ -23,6 +23,7 @@ from marin_rl.batching.rl_example import PackedBatch
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import to_yaml
+from marin_rl.config_fields import is_loopback
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.errors import RunDirectoryError, writing
 from marin_rl.remote_path import RemotePath
@@ -31,7 +32,7 @@ from marin_rl.storage import StoragePath
 from marin_rl.training.batch_builder import TrainingBatch
 from marin_rl.training.run_directory import config_differences
 from marin_rl.types import Task
-from marin_rl.weights.config import ArrowFlightConfig, is_loopback
+from marin_rl.weights.config import ArrowFlightConfig
 
 PER_ROLLOUT = ("input_ids", "loss_mask", "segment_ids", "policy_logprobs", "reference_logprobs", "values")
 """Arrays of `ProcessedRollout` that the batch of an update contains."""

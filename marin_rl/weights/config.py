@@ -6,7 +6,6 @@
 import abc
 import dataclasses
 import enum
-import ipaddress
 from collections.abc import Sequence
 
 import draccus
@@ -139,18 +138,6 @@ class SharedFilesConfig(WeightTransferConfig):
             raise ValueError(f"all senders of this type must have the same address, got {sorted(set(addresses))}")
         source = FolderSource(addresses[0], secret, streams=self.streams)
         return WeightReceiver([source], self.retry, cast=self.sent_dtype is not None)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a name or address is reachable only from its own machine.
-
-    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("[::1]"), is_loopback("10.0.0.1")
-    (True, True, True, False)
-    """
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _check_range(field: str, value: int, minimum: int, maximum: int) -> None:

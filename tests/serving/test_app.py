@@ -20,7 +20,6 @@ from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.openai_sampler import OpenAiSampler
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.seeds import derive_seed
-from marin_rl.serving.app import is_loopback
 from marin_rl.serving.protocol import NEUTRAL
 from marin_rl.types import Generation, StopReason
 from tests.scripted_sampler import ScriptedSampler
@@ -385,11 +384,6 @@ def test_without_a_key_only_this_machine_is_served():
             response = httpx.get(f"{keyless.url}/v1/models", headers={"Host": host})
             assert response.status_code == status
         assert error_of(response)[1].startswith("the host 'evil.example' is not this machine")
-
-
-def test_loopback_addresses():
-    assert all(map(is_loopback, ("127.0.0.1", "127.3.2.1", "::1", "localhost")))
-    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "")))
 
 
 def test_the_server_can_be_a_judge(server: Serving, monkeypatch: pytest.MonkeyPatch):
