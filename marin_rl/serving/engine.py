@@ -96,10 +96,14 @@ class Engine:
         """Start the thread that samples."""
         self._thread.start()
 
-    def close(self) -> None:
-        """End the thread and fail the requests in progress."""
+    def stop(self) -> None:
+        """Fail the requests in progress, without waiting for it, and accept no others."""
         self._closed = True
         self._batcher.close()
+
+    def close(self) -> None:
+        """Stop, and wait for the end of the thread."""
+        self.stop()
         self._thread.join()
 
     async def reply(self, request: EngineRequest) -> TextPart:

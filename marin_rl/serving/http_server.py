@@ -5,9 +5,11 @@
 
 import asyncio
 import logging
+import math
 import signal
 import socket
 import threading
+from collections.abc import Callable
 
 import h11
 import uvicorn
@@ -15,6 +17,9 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from marin_rl.serving.engine import Engine
+
+_ERROR_SECONDS = 5
+"""Seconds in which clients read the errors of requests that did not complete in time."""
 
 
 def listen(host: str, port: int, client_seconds: float) -> socket.socket:
@@ -78,10 +83,31 @@ def _protocol_with_limit(seconds: float) -> type[H11Protocol]:
     return _Protocol
 
 
+class _Server(uvicorn.Server):
+    """Uvicorn's server, which calls a function when the requests in progress have not ended in time."""
+
+    def __init__(self, config: uvicorn.Config, drain_seconds: float, on_late: Callable[[], None]) -> None:
+        uvicorn.Server.__init__(self, config)
+        self._drain_seconds = drain_seconds
+        self._on_late = on_late
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        late = asyncio.get_running_loop().call_later(self._drain_seconds, self._on_late)
+        try:
+            await uvicorn.Server.shutdown(self, sockets)
+        finally:
+            late.cancel()
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
+
+
 class HttpServer:
     """An HTTP server with an engine.
 
-    On SIGTERM or SIGINT it accepts no further connections, completes the requests in progress, and returns.
+    On SIGTERM or SIGINT it accepts no further connections, completes the requests in progress, and returns. Requests
+    that do not end in time get an error.
     """
 
     def __init__(self, app: ASGIApp, engine: Engine, drain_seconds: float, client_seconds: float = 60.0) -> None:
@@ -90,7 +116,7 @@ class HttpServer:
         Args:
             app: application.
             engine: started and closed by `run`. Its failure ends the server.
-            drain_seconds: seconds after which requests in progress are cancelled at the end.
+            drain_seconds: seconds after which requests in progress fail at the end.
             client_seconds: seconds after which a connection without a complete request head is closed.
         """
         config = uvicorn.Config(
@@ -102,13 +128,16 @@ class HttpServer:
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=max(round(drain_seconds), 1),
+            timeout_graceful_shutdown=math.ceil(drain_seconds) + _ERROR_SECONDS,
         )
-        self._server = uvicorn.Server(config)
+        self._server = _Server(config, drain_seconds, engine.stop)
         self._engine = engine
         engine.on_failure = self.stop
         # Malformed requests are logged as warnings there.
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        logger = logging.getLogger("uvicorn.error")
+        logger.setLevel(logging.ERROR)
+        # Requests that are cancelled at the end, each of which has a traceback.
+        logger.addFilter(_is_no_cancellation)
 
     def stop(self) -> None:
         """Make `run` complete the requests in progress and return. Thread-safe."""

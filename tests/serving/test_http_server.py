@@ -24,6 +24,7 @@ from marin_rl.sampling.sampler import SampleRequest, WeightPoll
 from marin_rl.seeds import derive_seed
 from marin_rl.serving.engine import Engine
 from marin_rl.serving.http_server import HttpServer, listen, url_of
+from marin_rl.types import Generation
 from tests.scripted_sampler import TokenSampler
 from tests.serving.serving_cases import (
     MAX_NEW,
@@ -345,6 +346,25 @@ def test_requests_in_progress_complete_before_the_end(held: Held):
         threading.Timer(0.1, held.open.set).start()
     client.join()
     assert [response.status_code for response in responses] == [200]
+
+
+class Endless(TokenSampler):
+    """A sampler that never completes a request."""
+
+    def advance(self) -> list[tuple[int, Generation]]:
+        return []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_that_do_not_end_in_time_get_an_error(stream: bool, caplog: pytest.LogCaptureFixture):
+    with serving(Endless(length=1), drain_seconds=0.05) as server:
+        client = raw_request(server, body(stream=stream))
+        until(lambda: server.engine.in_progress == 1)
+    with client:
+        response = b"".join(iter(lambda: client.recv(2**16), b"")).decode()
+    assert response.startswith("HTTP/1.1 200" if stream else "HTTP/1.1 503")
+    assert "the sampler has stopped: the server shuts down" in response
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
