@@ -248,6 +248,10 @@ def parse_body(body_class: type[BodyT], body: Mapping[str, Any]) -> BodyT:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         name = ".".join(str(part) for part in first["loc"]) or None
         message = "it is not a parameter of this server" if first["type"] == "extra_forbidden" else first["msg"]
+        if first["loc"][:1] == ("prompt",) and first["type"] != "missing":
+            # Pydantic names the first type that a prompt may have.
+            name, message = "prompt", "it must be a text or a list of token ids, or a list of several of one kind"
+        message = message.removeprefix("Value error, ")
         raise ApiError(f"{name}: {message}" if name else message, param=name) from error
 
 
