@@ -22,7 +22,6 @@ from marin_rl.learner.devices import exempt_from_collection, start_devices
 from marin_rl.learner.policy_model import load_hf_policy
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
-from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.serving.engine import CALL_SECONDS
 from marin_rl.storage import storage_path
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -118,7 +117,7 @@ def load_policy(config: ServeConfig) -> Policy:
         RunDirectoryError: if the run does not exist.
         CheckpointError: if the run has no checkpoint of this step, or no valid checkpoint.
         PolicyModelError: if the model cannot be loaded.
-        UserError: if `max_context` exceeds the number of the model's positions.
+        UserError: if `model` is not a folder, or `max_context` exceeds the number of the model's positions.
     """
     return _load_run(config, config.run) if config.run is not None else _load_folder(config, str(config.model))
 
@@ -150,6 +149,8 @@ def _load_run(config: ServeConfig, run: str) -> Policy:
 
 
 def _load_folder(config: ServeConfig, folder: str) -> Policy:
+    if not Path(folder).is_dir():
+        raise UserError(f"--model is {folder!r}, which is not a folder; give a folder in Hugging Face format")
     tokenizer = TokenizerConfig(path=folder).build()
     trainer = start_devices(default_trainer(), rows_per_device=1, alone=True)
     model = load_hf_policy(folder, tokenizer, trainer, None)
@@ -219,9 +220,7 @@ def serve(config: ServeConfig) -> None:
             has_stop_texts=bool(policy.sampling.stop),
         )
         options = ServerOptions(name, key, limits, config.max_sequences, config.max_body_bytes, config.client_seconds)
-        # Compile the programs; equal prompts share their cache.
-        prompt = (0,) * min(2, policy.max_context - 1)
-        policy.sampler.sample([SampleRequest(prompt, seed, 1) for seed in range(2)])
+        policy.sampler.compile()
         engine = Engine(policy.sampler, policy.tokenizer.decode_reply)
         app = Server(engine, policy.tokenizer, options).app()
         server = HttpServer(app, engine, config.drain_seconds, config.client_seconds)

@@ -15,6 +15,7 @@ import pytest
 
 from marin_rl import serve
 from marin_rl.errors import UserError
+from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.serve import ServeConfig, load_policy, main
 from tests.tiny_run import TinyRun
 
@@ -32,6 +33,7 @@ Capture = pytest.CaptureFixture[str]
         (["--run", "a", "--drain_seconds", "0"], "drain_seconds is 0.0; it must be a number of seconds above 0"),
         (["--run", "a", "--top_p", "1"], "unknown key top_p"),
         (["--model", "gs://b/r"], "gs://b/r"),
+        (["--model", "missing", "--port", "0"], "--model is 'missing', which is not a folder"),
         (["--run", "missing", "--port", "0"], "'missing' is not a run directory"),
         (["--run", "a", "--host", "0.0.0.0"], "but MARIN_RL_API_KEY is not set; set it to a secret key"),
     ],
@@ -64,7 +66,7 @@ def test_a_run_and_its_export_are_the_same_policy(finished_run: TinyRun):
     assert (run.max_context, run.sampling.max_new_tokens, run.sampling.max_seqs) == (12, 3, 16)
     assert folder.max_context == 12
     assert folder.tokenizer.stop_token_ids == run.tokenizer.stop_token_ids
-    request = serve.SampleRequest((50, 120, 51), 7, 3)
+    request = SampleRequest((50, 120, 51), 7, 3)
     [first], [second] = run.sampler.sample([request]), folder.sampler.sample([request])
     assert first.token_ids == second.token_ids
     assert first.logprobs == pytest.approx(second.logprobs, abs=1e-5)
@@ -77,7 +79,7 @@ def test_the_context_is_limited_by_the_model_only(finished_run: TinyRun):
     for length in (3, 9, 16):
         policy = load_policy(ServeConfig(run=str(finished_run.path), max_context=length))
         assert policy.max_context == length
-        [generation] = policy.sampler.sample([serve.SampleRequest((50,) * (length - 1), 7, 1)])
+        [generation] = policy.sampler.sample([SampleRequest((50,) * (length - 1), 7, 1)])
         assert len(generation.token_ids) == 1
     for source in ({"run": str(finished_run.path)}, {"model": str(finished_run.path / "hf")}):
         with pytest.raises(UserError, match="max_context is 17, but the model has 16 positions"):

@@ -229,6 +229,13 @@ class GroupSampler(Sampler):
         copies = copy_to_each_process(converted, self._trainer.device_mesh, self._trainer.compute_axis_mapping)
         self._model = ModelArrays.of(copies)
 
+    def compile(self) -> None:
+        """Compile all programs, so that no request waits for it. Call it when there are no requests."""
+        for_long_calls = self._sizes.prefill.long.positions // 2 + 2
+        lengths = [min(length, self._sizes.context - 1) for length in (2, for_long_calls)]
+        # Of equal prompts, the second one is copied.
+        self.sample([SampleRequest((0,) * length, seed, 1) for length in lengths for seed in range(2)])
+
     def reset(self) -> None:
         """Drop all requests and conversations, and release the device memory until the next request."""
         slots = self._sizes.slots

@@ -23,10 +23,12 @@ from levanter.layers.attention import AttentionMask
 from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmHeadModel
 
+from experiments.benchmarks.measurement import counted_compiles
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import DECODE_STEPS, GroupSampler
 from marin_rl.sampling.prefill import prefill_shapes
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest, SamplerError, WeightPoll
+from marin_rl.sampling.sizes import sampler_sizes
 from marin_rl.types import Generation, StopReason
 from tests.cpu_host import cpu_host
 
@@ -431,6 +433,21 @@ def test_too_long_prompt_is_rejected_before_sampling(sampler: GroupSampler, leng
 def test_error_names_malformed_requests(sampler: GroupSampler, request_: SampleRequest, message: str):
     with pytest.raises(ValueError, match=message):
         sampler.sample([request_])
+
+
+def test_requests_after_compile_compile_nothing(model: LmHeadModel):
+    # Calls for long prompts are small with few slots and little room for prompts. No other test has this context.
+    context, config = CONTEXT - 1, dataclasses.replace(CONFIG, max_new_tokens=CONTEXT - 2, max_seqs=4)
+    sampler = GroupSampler(model, config=config, stop_sequences=STOPS, max_context=context)
+    long = sampler_sizes(config, context, None).prefill.long_tokens(context - 2)
+    assert 0 < long < context - 2, "the prompt has a long and a short call"
+    with counted_compiles() as count:
+        sampler.compile()
+    assert count.programs > 0
+    requests = make_requests([2, context - 1])
+    with counted_compiles() as count:
+        sampler.sample([*requests, *requests])
+    assert count.programs == 0
 
 
 def test_no_requests_give_no_generations(sampler: GroupSampler):
