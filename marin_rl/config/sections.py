@@ -1,16 +1,12 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Sections of `TrainConfig` for rollouts, updates, replay, evaluation, warm start and logging."""
+"""Sections of `TrainConfig` for rollouts, updates, replay, evaluation and warm start."""
 
 import dataclasses
 import enum
-import logging
 import math
-from collections.abc import Mapping
-from pathlib import Path
 
-import marin_rl
 from marin_rl.batching.packing import GroupRow
 from marin_rl.config_fields import check_at_least, convert_enum_fields
 from marin_rl.learner.attention_kernel import AttentionKernel, round_up
@@ -297,49 +293,3 @@ class WarmStartConfig:
             raise ValueError(f"warm_start.learning_rate is {self.learning_rate}; it must be a finite number above 0")
         if not 0 < self.target_accuracy <= 1:
             raise ValueError(f"warm_start.target_accuracy is {self.target_accuracy}; it must be in (0, 1]")
-
-
-class LogLevel(enum.StrEnum):
-    """Minimum level of the messages in a log file."""
-
-    DEBUG = "debug"
-    """Every turn of every episode with its tokens, tool calls, rewards and advantages."""
-    INFO = "info"
-    """Progress."""
-    WARNING = "warning"
-    """Problems that the run handled."""
-    ERROR = "error"
-    """Problems that the run could not handle."""
-
-    @property
-    def number(self) -> int:
-        """The corresponding level of Python's `logging`."""
-        return logging.getLevelNamesMapping()[self.name]
-
-
-def module_levels(levels: Mapping[str, str]) -> dict[str, int]:
-    """Convert log levels by module or package name to levels of Python's `logging`. A package covers its modules.
-
-    Raises:
-        ValueError: if a module or level does not exist; the message names the key.
-
-    >>> module_levels({"marin_rl.rollouts.rollout_builder": "debug"})
-    {'marin_rl.rollouts.rollout_builder': 10}
-    """
-    for name, level in levels.items():
-        if not _exists(name):
-            raise ValueError(
-                f"logging.{name} does not name a module of marin_rl; use a name from log.txt, such as "
-                "marin_rl.rollouts.rollout_builder, or a package, such as marin_rl.rollouts"
-            )
-        if level not in tuple(LogLevel):
-            raise ValueError(f"logging.{name} is {level!r}; it must be one of {', '.join(LogLevel)}")
-    return {name: LogLevel(level).number for name, level in levels.items()}
-
-
-def _exists(module: str) -> bool:
-    package, *parts = module.split(".")
-    if package != "marin_rl" or not all(part.isidentifier() for part in parts):
-        return False
-    path = Path(next(iter(marin_rl.__path__))).joinpath(*parts)
-    return path.is_dir() or path.with_suffix(".py").is_file()

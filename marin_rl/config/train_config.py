@@ -25,13 +25,11 @@ from marin_rl.config.levanter_sections import (
 )
 from marin_rl.config.sections import (
     EvaluationConfig,
-    LogLevel,
     Mode,
     ReplayConfig,
     RolloutConfig,
     UpdateConfig,
     WarmStartConfig,
-    module_levels,
 )
 from marin_rl.config.workers_config import WorkersConfig
 from marin_rl.config_fields import (
@@ -47,6 +45,7 @@ from marin_rl.kernel_sharding import POSITION
 from marin_rl.learner.checkpoint import CheckpointConfig
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.learner.hf_export import ExportConfig
+from marin_rl.logs import LogLevel, module_levels
 from marin_rl.objectives.advantage_inputs import AdvantageConfig
 from marin_rl.objectives.advantages import RlooConfig
 from marin_rl.objectives.aggregation import AggregationConfig, SequenceSumConfig

@@ -19,7 +19,6 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from marin_rl.config.sections import module_levels
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.workers_config import CPU
 from marin_rl.config.yaml_text import from_yaml, to_yaml
@@ -30,7 +29,7 @@ from marin_rl.distributed.tpu_slices import SliceReservations
 from marin_rl.distributed.worker import run_worker
 from marin_rl.distributed.worker_devices import check_own_node, open_only_reserved, ray_options
 from marin_rl.errors import UserError
-from marin_rl.logs import log_to
+from marin_rl.logs import log_to, module_levels
 from marin_rl.storage import storage_path
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from levanter.tracker.tensorboard import TensorboardConfig
 
 from marin_rl import multihost
 from marin_rl.config.decode import encode
-from marin_rl.config.sections import Mode, module_levels
+from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.config_fields import changeable_keys
@@ -32,7 +32,7 @@ from marin_rl.host_status import StopRequestedError, exit_on_error, explain_erro
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.devices import exempt_from_collection, join_processes
 from marin_rl.learner.hf_export import DeviceWeights
-from marin_rl.logs import log_to
+from marin_rl.logs import log_to, module_levels
 from marin_rl.remote_path import RemotePath
 from marin_rl.storage import AppendedFile, StoragePath, storage_path
 from marin_rl.training.console import ProgressDisplay, print_closing_table

@@ -8,9 +8,10 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
 from marin_rl.config.decode import ConfigError, decode
-from marin_rl.config.sections import LogLevel, RolloutConfig, module_levels
+from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.attention_kernel import attention_kernel
+from marin_rl.logs import LogLevel, module_levels
 from marin_rl.rollouts.attempt import LongPrompts
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from marin_rl.config.sections import LogLevel, RolloutConfig, module_levels
+from marin_rl.config.sections import RolloutConfig
 from marin_rl.environments import ArithmeticConfig, Split, ToolUseConfig
 from marin_rl.environments.tool_use import ToolDescription
 from marin_rl.learner.critic import CriticConfig
-from marin_rl.logs import log_to
+from marin_rl.logs import LogLevel, log_to, module_levels
 from marin_rl.objectives import AdvantageConfig, GaeConfig, GigpoConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig, ReinforceLossConfig
 from marin_rl.rewards.component import RewardScope

@@ -11,11 +11,12 @@ import pytest
 from jax.experimental import multihost_utils
 
 from marin_rl import multihost
-from marin_rl.config.sections import LogLevel, Mode
+from marin_rl.config.sections import Mode
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.errors import RunDirectoryError
 from marin_rl.learner.checkpoint import CheckpointConfig
+from marin_rl.logs import LogLevel
 from marin_rl.rewards.component import FunctionRewardConfig, RewardScope
 from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig
 from marin_rl.training.run_directory import config_differences
