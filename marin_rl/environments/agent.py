@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 import inspect
 import json
+import math
 import numbers
 import os
 import signal
@@ -360,8 +361,12 @@ def check_reward(name: object, value: object) -> float:
     """
     if not isinstance(name, str) or not COMPONENT_NAME.fullmatch(name):
         raise ValueError(f"invalid reward name {name!r}; use letters, digits, '_', '-' and '.'")
-    if not isinstance(value, numbers.Real) or not abs(float(value)) <= MAX_REWARD:
+    try:
+        number = float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= MAX_REWARD:
         raise ValueError(
             f"reward {name!r} is {value!r}; it must be a finite number, at most {MAX_REWARD:g} in magnitude"
         )
-    return float(value)
+    return number

@@ -90,7 +90,7 @@ def test_rewards():
     assert named_rewards(None) == {}
     assert named_rewards(True) == {"reward": 1.0}
     assert named_rewards({"a-b": 2}) == {"a-b": 2.0}
-    for invalid in ("1", float("inf"), 1e31, {"a b": 1.0}, {3: 1.0}, {"a": None}):
+    for invalid in ("1", float("inf"), 1e31, 10**400, {"a b": 1.0}, {3: 1.0}, {"a": None}):
         with pytest.raises(ValueError, match="reward"):
             named_rewards(invalid)
 
