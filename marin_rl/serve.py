@@ -209,6 +209,7 @@ def serve(config: ServeConfig) -> None:
     # Before the weights are loaded, which may take minutes.
     listener = listen(config.host, config.port, config.client_seconds)
     with listener:
+        print(f"loading the weights of {config.run or config.model}", file=sys.stderr, flush=True)
         policy = load_policy(config)
         name = config.name or Path(str(config.run or config.model)).resolve().name
         limits = RequestLimits(
@@ -220,6 +221,7 @@ def serve(config: ServeConfig) -> None:
             has_stop_texts=bool(policy.sampling.stop),
         )
         options = ServerOptions(name, key, limits, config.max_sequences, config.max_body_bytes, config.client_seconds)
+        print("compiling the programs", file=sys.stderr, flush=True)
         policy.sampler.compile()
         engine = Engine(policy.sampler, policy.tokenizer.decode_reply)
         app = Server(engine, policy.tokenizer, options).app()

@@ -107,4 +107,5 @@ def test_the_command_serves_until_sigterm(finished_run: TinyRun):
         assert response.json()["usage"]["prompt_tokens"] == 3
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=600)
-        assert (process.returncode, output, errors) == (0, "", "")
+        progress = f"loading the weights of {finished_run.path}\ncompiling the programs\n"
+        assert (process.returncode, output, errors) == (0, "", progress)
