@@ -38,7 +38,8 @@ from marin_rl.environments import ArithmeticConfig
 from marin_rl.planning.absent_devices import absent_devices
 from marin_rl.planning.chips import CHIPS, GIB, parse_topology
 from marin_rl.planning.compiling import temporaries_at_peak
-from marin_rl.planning.hlo import collective_bytes, memory_traffic
+from marin_rl.planning.hlo import collective_bytes
+from marin_rl.planning.memory_traffic import memory_traffic
 from marin_rl.planning.programs import LOWER, open_shapes
 from marin_rl.planning.time_model import StepSize, update_work
 from marin_rl.sampling.config import SamplingConfig

@@ -25,7 +25,8 @@ from marin_rl.environments import ArithmeticConfig
 from marin_rl.planning.absent_devices import absent_devices
 from marin_rl.planning.chips import parse_topology
 from marin_rl.planning.compiling import chip_bytes
-from marin_rl.planning.hlo import count_collectives, loop_bytes
+from marin_rl.planning.hlo import count_collectives
+from marin_rl.planning.memory_traffic import loop_bytes
 from marin_rl.planning.programs import LOWER, RunShapes, open_shapes
 from marin_rl.planning.run_plan import of_one_host
 from marin_rl.sampling.config import SamplingConfig

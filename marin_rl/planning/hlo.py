@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Collectives, loops and memory traffic of a compiled program, read from its optimized form as XLA prints it."""
+"""Collectives and loops of a compiled program, read from its optimized form as XLA prints it."""
 
 import math
 import re
@@ -16,7 +16,7 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "al
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$", re.MULTILINE)
 _COLLECTIVE = re.compile(rf" ({'|'.join(KINDS)})(?:-start)?\(")
-_LOOP = re.compile(r" while\(.*(?:condition|body)=%?([\w.\-]+), (?:condition|body)=%?([\w.\-]+)")
+LOOP = re.compile(r" while\(.*(?:condition|body)=%?([\w.\-]+), (?:condition|body)=%?([\w.\-]+)")
 _CALLED = re.compile(
     r"(?:calls|to_apply|condition|body|called_computations|branch_computations)=(?:\{([^}]*)\}|%?([\w.\-]+))"
 )
@@ -37,88 +37,38 @@ def count_collectives(text: str) -> Collectives:
     Args:
         text: the program in XLA's text form, as from `jax.stages.Compiled.as_text`.
     """
-    computations = _split(text)
-    looped = [name for body in computations.values() for loop in _LOOP.findall(body) for name in loop]
+    computations = split_computations(text)
+    looped = [name for body in computations.values() for loop in LOOP.findall(body) for name in loop]
     reached: set[str] = set()
     while looped:
         name = looped.pop()
         if name not in reached and name in computations:
             reached.add(name)
-            looped += _called(computations[name])
+            looped += called_computations(computations[name])
     inside, outside = Counter[str](), Counter[str]()
     for name, body in computations.items():
         (inside if name in reached else outside).update(_COLLECTIVE.findall(body))
     return Collectives(dict(sorted(inside.items())), dict(sorted(outside.items())))
 
 
-def _split(text: str) -> dict[str, str]:
+def split_computations(text: str) -> dict[str, str]:
     """Return the text of each computation by its name."""
     headers = list(_COMPUTATION.finditer(text))
     ends = [header.start() for header in headers[1:]] + [len(text)]
     return {header[1]: text[header.end() : end] for header, end in zip(headers, ends, strict=True)}
 
 
-def _called(body: str) -> list[str]:
+def called_computations(body: str) -> list[str]:
+    """Return the names of the computations that instructions call, loops included."""
     groups = [several or one for several, one in _CALLED.findall(body)]
     return [name.strip().lstrip("%") for group in groups for name in group.split(",")]
 
 
-_INSTRUCTION = re.compile(r"^  (?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(?:, (.*)|$)", re.MULTILINE)
-_UPDATE = re.compile(r" (?:dynamic-update-slice|scatter)\(")
-_SHAPE = re.compile(r"(pred|[a-z]+(?=\d))(\d*)[a-z0-9]*\[([\d,]*)\](\{[^}]*\})?")
-_WITHOUT_TRAFFIC = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while")
+SHAPE = re.compile(r"(pred|[a-z]+(?=\d))(\d*)[a-z0-9]*\[([\d,]*)\](\{[^}]*\})?")
 
 
-def loop_bytes(text: str) -> int:
-    """Return the bytes that one iteration of a program's largest loop moves from and to the main memory of a TPU.
-
-    Every instruction reads its operands and writes its result, unless the layout places them in on-chip memory, such as
-    `S(1)`. An update in place (a scatter, an update of a slice, a fusion with either) reads and writes its other
-    operands only. A gather counts its whole table.
-
-    Args:
-        text: the optimized program in XLA's text form.
-    """
-    computations = _split(text)
-    loops = [name for body in computations.values() for loop in _LOOP.findall(body) for name in loop]
-    if not loops:
-        return 0
-    return _body_traffic(max((computations[name] for name in loops), key=len), computations)
-
-
-def _body_traffic(body: str, computations: dict[str, str]) -> int:
-    instructions = _INSTRUCTION.findall(body)
-    shapes = {name: shape for name, shape, *_ in instructions}
-    traffic = 0
-    for _, shape, operation, names, attributes in instructions:
-        fused = "".join(computations.get(name, "") for name in _called(attributes)) if operation == "fusion" else ""
-        updates = operation in ("dynamic-update-slice", "scatter") or _UPDATE.search(fused) is not None
-        traffic += _traffic(shape, operation, names, shapes, updates)
-    return traffic
-
-
-def _traffic(shape: str, operation: str, arguments: str, shapes: dict[str, str], updates: bool) -> int:
-    if operation in _WITHOUT_TRAFFIC or operation.endswith("-done"):
-        return 0
-    if operation.endswith("-start"):
-        # A copy or a slice, with source and destination first in its type. It reads as much as it writes.
-        ends = _SHAPE.findall(shape)[:2]
-        return min(map(_size, ends)) * sum("S(" not in end[-1] for end in ends)
-    if operation in ("send", "recv"):
-        return _size(_SHAPE.findall(shape)[0])  # Then a context and a token.
-    operands = [shapes.get(name.strip().split("%")[-1], "") for name in arguments.split(", ")]
-    if updates and shape in operands and _bytes(shape):
-        operands.remove(shape)
-        return 2 * sum(map(_bytes, operands))
-    return _bytes(shape) + sum(map(_bytes, operands))
-
-
-def _bytes(shape: str) -> int:
-    """Return the bytes of the arrays of a type that are in main memory."""
-    return sum(_size(array) for array in _SHAPE.findall(shape) if "S(" not in array[-1])
-
-
-def _size(array: tuple[str, str, str, str]) -> int:
+def array_bytes(array: tuple[str, str, str, str]) -> int:
+    """Return the bytes of an array, which is a match of `SHAPE`, without padding."""
     kind, bits, dimensions, _ = array
     width = 1 if kind == "pred" else -(-int(bits) // 8)
     return width * math.prod(int(size) for size in dimensions.split(",") if size)
@@ -135,7 +85,7 @@ class CollectiveBytes(NamedTuple):
     """Number of executed collective operations."""
 
 
-_CALL = re.compile(r" call\(.*to_apply=%?([\w.\-]+)()")
+CALL = re.compile(r" call\(.*to_apply=%?([\w.\-]+)()")
 _WHILE = re.compile(r"^.* while\(%?([\w.\-]+)\), condition=%?([\w.\-]+), body=%?([\w.\-]+).*$", re.MULTILINE)
 _TRIPS = re.compile(r'known_trip_count[^\d}]*"?n"?:"?(\d+)')
 _COMPARED = re.compile(r"ROOT .* compare\((.*?)\), direction=LT")
@@ -166,7 +116,7 @@ def collective_bytes(text: str, unknown_trips: Sequence[Number]) -> CollectiveBy
     chips = int(partitions[1]) if partitions else 1
     sent: dict[str, tuple[float, float]] = {}
     network = received = 0.0
-    for name, body in _split(text).items():
+    for name, body in split_computations(text).items():
         count = counts.get(name, 0.0)
         for match in _OPERATION.finditer(body):
             line = match[0]
@@ -176,29 +126,16 @@ def collective_bytes(text: str, unknown_trips: Sequence[Number]) -> CollectiveBy
             if count > sent.get(key, (0.0, 0.0))[0]:
                 sent[key] = (count, _sent_bytes(match[1], match[2], bool(match[3]), line, chips))
         for shape, group, transfer in _RECEIVED.findall(body):
-            result = float(_size(_SHAPE.findall(shape)[0]))  # Then a context and a token.
+            result = float(array_bytes(SHAPE.findall(shape)[0]))  # Then a context and a token.
             network += count * _group_bytes(transfer.lower().replace("_", "-"), result, group.count(",") + 1)
             received += count
     interconnect = sum(count * size for count, size in sent.values())
     return CollectiveBytes(interconnect, network, received + sum(count for count, _ in sent.values()))
 
 
-def memory_traffic(text: str, unknown_trips: Sequence[Number]) -> Number:
-    """Return the bytes that a program moves from and to main memory, counted as by `loop_bytes` in all of its loops.
-
-    The arguments are those of `collective_bytes`.
-    """
-    computations, counts = _split(text), executions(text, unknown_trips)
-    scheduled = {list(computations)[-1]}
-    for body in computations.values():
-        for pattern in (_LOOP, _CALL):
-            scheduled.update(name for names in pattern.findall(body) for name in names if name)
-    return sum(counts[name] * _body_traffic(computations[name], computations) for name in scheduled if name in counts)
-
-
 def executions(text: str, unknown_trips: Sequence[Number]) -> dict[str, Number]:
     """Return how often each computation of a program runs; see `collective_bytes`."""
-    computations = _split(text)
+    computations = split_computations(text)
     counts: dict[str, Number] = dict.fromkeys(computations, 0.0)
     depths = dict.fromkeys(computations, 0)
     counts[list(computations)[-1]] = 1.0  # The entry is the last one, and callers follow what they call.
@@ -207,7 +144,7 @@ def executions(text: str, unknown_trips: Sequence[Number]) -> dict[str, Number]:
         loops = {
             part: _trips(loop, body, computations) for loop in _WHILE.finditer(body) for part in (loop[2], loop[3])
         }
-        for called in _called(body):
+        for called in called_computations(body):
             if called not in counts:
                 continue
             trips = loops.get(called, 1.0)
@@ -267,7 +204,7 @@ def _stride(body: str, index: int) -> int:
 
 
 def _sent_bytes(shape: str, kind: str, starts: bool, line: str, chips: int) -> float:
-    arrays = [_size(array) for array in _SHAPE.findall(shape)]
+    arrays = [array_bytes(array) for array in SHAPE.findall(shape)]
     if kind == "collective-permute":
         return float(arrays[0])
     group = _group_size(line) or chips
