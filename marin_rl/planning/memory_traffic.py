@@ -125,6 +125,9 @@ def _read(
 
 def _read_by_users(name: str, size: int, computation: _Computation, computations: Mapping[str, _Computation]) -> int:
     """Return the bytes that the instructions of a fusion read of an array of `size` bytes, each at most once."""
+    *_, root = computation
+    if name == root:
+        return size  # Other instructions read the result of a nested fusion.
     return min(
         size,
         sum(

@@ -50,6 +50,18 @@ FUSIONS = """\
   ROOT %both = (bf16[8,128]{1,0}, bf16[36,8,128]{2,1,0}) tuple(%sum.1, %written)
 }
 
+%viewed (stack.4: bf16[36,8,128]) -> bf16[36,1024] {
+  %stack.4 = bf16[36,8,128]{2,1,0} parameter(0)
+  ROOT %view = bf16[36,1024]{1,0} bitcast(%stack.4)
+}
+
+%product (stack.5: bf16[36,8,128], x.5: bf16[8,128]) -> bf16[8,36] {
+  %stack.5 = bf16[36,8,128]{2,1,0} parameter(0)
+  %view.5 = bf16[36,1024]{1,0} fusion(%stack.5), kind=kLoop, calls=%viewed
+  %x.5 = bf16[8,128]{1,0} parameter(1)
+  ROOT %dot = bf16[8,36]{1,0} convolution(%x.5, %view.5), dim_labels=bf_oi->bf
+}
+
 %added (stack.2: bf16[36,8,128], x.2: bf16[8,128]) -> bf16[36,8,128] {
   %stack.2 = bf16[36,8,128]{2,1,0} parameter(0)
   %x.2 = bf16[8,128]{1,0} parameter(1)
@@ -80,6 +92,7 @@ BOTH = "(bf16[8,128]{1,0}, bf16[36,8,128]{2,1,0})"
         (BOTH, "fusion(%stack.3, %at.3, %x.3), kind=kLoop, calls=%nested", 4 * PART),
         (BOTH.replace("2,1,0}", "2,1,0:S(1)}"), "fusion(%stack.3, %at.3, %x.3), kind=kLoop, calls=%nested", 3 * PART),
         ("bf16[36,8,128]{2,1,0}", "fusion(%stack.3, %x.3), kind=kLoop, calls=%added", 2 * STACK + PART),
+        ("bf16[8,36]{1,0}", "fusion(%stack.3, %x.3), kind=kOutput, calls=%product", STACK + PART + 8 * 36 * 2),
     ],
 )
 def test_slices_and_updates_in_place_move_only_their_part(type_: str, instruction: str, moved: int):
