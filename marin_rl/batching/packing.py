@@ -44,7 +44,12 @@ class GroupRow(NamedTuple):
         >>> GroupRow(prompt_length=4, answers=2, answer_length=3).tokens
         12
         """
-        return self.row_length + self.answers
+        return self.prompt_length + self.answers * self.answer_tokens
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of the rest of each sequence; the model does not compute the position of the last one."""
+        return self.answer_length + 1
 
     @property
     def attention_pairs(self) -> float:
@@ -259,7 +264,7 @@ def pack_groups(
     sharing: dict[Prompt, list[tuple[int, int, int]]] = defaultdict(list)
     for rollout, (own, own_prompts) in enumerate(zip(lengths, prompts, strict=True)):
         for index, (length, prompt) in enumerate(zip(own, own_prompts, strict=True)):
-            if length - min(prompt.length, group.prompt_length) > group.answer_length + 1:
+            if length - min(prompt.length, group.prompt_length) > group.answer_tokens:
                 return None
             sharing[prompt].append((-length, rollout, index))
     slots = [[Slot(0, 0, 0, 0)] * len(own) for own in lengths]
@@ -268,7 +273,7 @@ def pack_groups(
         shared = min(prompt.length, group.prompt_length)
         for number, (negative_length, rollout, index) in enumerate(sorted(sharing[prompt])):
             row, place = divmod(number, group.answers)
-            start = group.prompt_length + place * (group.answer_length + 1)
+            start = group.prompt_length + place * group.answer_tokens
             row = divmod(rows + row, layout.rows_per_microbatch)
             slots[rollout][index] = Slot(*row, start, -negative_length - shared, shared)
         rows += -(-len(sharing[prompt]) // group.answers)

@@ -167,7 +167,7 @@ class RlExample(eqx.Module):
             return per_token
         (first, answers, length), Pos = self.group, per_token.resolve_axis("position")
         prompts, rest = per_token["position", :first], per_token["position", first:]
-        parts = rest.unflatten_axis("position", (Axis("answer", answers), Axis("position", length + 1)))
+        parts = rest.unflatten_axis("position", (Axis("answer", answers), Axis("position", self.group.answer_tokens)))
         kept = parts["position", :length].flatten_axes(("answer", "position"), "position")
         return hax.concatenate(Pos.name, [prompts, kept])
 

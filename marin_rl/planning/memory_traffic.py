@@ -125,8 +125,7 @@ def _read(
 
 def _read_by_users(name: str, size: int, computation: _Computation, computations: Mapping[str, _Computation]) -> int:
     """Return the bytes that the instructions of a fusion read of an array of `size` bytes, each at most once."""
-    *_, root = computation
-    if name == root:
+    if name == _root(computation).name:
         return size  # Other instructions read the result of a nested fusion.
     return min(
         size,
@@ -144,7 +143,7 @@ def _written(instruction: _Instruction, computation: _Computation, computations:
     arrays, outputs = SHAPE.findall(instruction.shape), [instruction]
     if instruction.operation == "fusion":
         computation = _fused(instruction, computations)
-        *_, root = computation.values()
+        root = _root(computation)
         outputs = [computation[name] for name in root.operands] if root.operation == "tuple" else [root]
     if len(arrays) != len(outputs):
         return _bytes(instruction.shape)
@@ -169,14 +168,18 @@ def _updated(
             return _all_bytes(computation[instruction.operands[-1]].shape)
         case "fusion":
             fused = _fused(instruction, computations)
-            *_, root = fused.values()
-            return _updated(root, fused, computations)
+            return _updated(_root(fused), fused, computations)
         case _:
             return None
 
 
 def _fused(instruction: _Instruction, computations: Mapping[str, _Computation]) -> _Computation:
     return computations[called_computations(instruction.attributes)[0]]
+
+
+def _root(computation: _Computation) -> _Instruction:
+    *_, last = computation.values()
+    return last
 
 
 def _bytes(shape: str) -> int:
