@@ -3,36 +3,57 @@
 
 """Reward for model-written programs: runs them against tests that they cannot see.
 
-Expected results never enter the process that runs the model's code. A program gets its input, and its output is
-compared outside. A function is called with a test's arguments, and its return value is checked in a second process that
-runs no code of the model. Printing "all passed", exiting with status 0, returning an object that is equal to
-everything, or inspecting the interpreter's frames therefore gains nothing. An assert that passes an expected result to
-a function of the code, such as `same(f(1), 2)`, can be deceived; those of well-known libraries are refused.
+The program runs alone. It receives input, or calls with their arguments, and sends output, or return values as data;
+both are compared here with the expected results, which never enter its process. Nothing that it sends is evaluated or
+called: a result that is not of the protocol fails its test. Printing "all passed", exiting with status 0, returning an
+object that is equal to everything, or inspecting the interpreter's frames therefore gains nothing.
 """
 
 import asyncio
-import bisect
+import collections
 import dataclasses
 import enum
+import functools
 import json
-import re
-import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
 import pydantic
 
 from marin_rl.config_fields import convert_enum_fields
-from marin_rl.rewards.code_asserts import CHECK, CodeTestsError, evaluation, split_assert
+from marin_rl.rewards import code_harness
+from marin_rl.rewards.code_asserts import CodeTestsError, convert_assert
+from marin_rl.rewards.code_values import DEFAULT_TOLERANCE, CallTest, Comparison, Tolerance, same_output
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component
-from marin_rl.rewards.functions import EvaluateResult, RewardFailure, RewardRequest
+from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.reply_text import graded_text
 from marin_rl.rewards.sandbox.pool import PythonResult, Sandbox
+from marin_rl.types import Task
+
+_HARNESS = Path(code_harness.__file__).read_text(encoding="utf-8")
+_NAME = r"[^\W\d]\w*"
 
 
-class StdinCase(pydantic.BaseModel):
-    """Input and expected output of the whole program."""
-
+class _Test(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Call(_Test):
+    """Call of a function of the code, and the value that it must return. All values are JSON."""
+
+    function: Annotated[str, pydantic.StringConstraints(pattern=rf"^({_NAME}(\(\))?\.)*{_NAME}$")]
+    """Name of the function: `add`, or `Solution().add` for a method of a class without arguments."""
+    args: tuple[Any, ...] = ()
+    """Its arguments."""
+    kwargs: dict[str, Any] = {}
+    """Its keyword arguments."""
+    returns: Any
+    """The expected value. A list equals a list or a tuple."""
+
+
+class StdinCase(_Test):
+    """Input and expected output of the whole program."""
 
     stdin: str
     """Standard input."""
@@ -40,15 +61,34 @@ class StdinCase(pydantic.BaseModel):
     """Expected standard output. Whitespace at the end of lines and empty lines at the end are ignored."""
 
 
-class CodeTests(pydantic.BaseModel):
+class CodeTests(_Test):
     """Tests of one task, stored as JSON in its ground truth."""
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
-
+    calls: tuple[Call, ...] = ()
+    """Calls of functions."""
     asserts: tuple[str, ...] = ()
-    """Assert statements that call functions of the code: `assert add(2, 3) == 5`."""
+    """Assert statements with a call and its result as literals: `assert add(2, 3) == 5`."""
     cases: tuple[StdinCase, ...] = ()
     """Inputs and expected outputs of the whole program."""
+    tolerance: Annotated[float, pydantic.Field(gt=0, lt=1)] | None = None
+    """Relative or absolute error up to which floats are equal. By default returned floats are compared with a relative
+    error of 1e-9 or an absolute one of 1e-12, and printed numbers as text."""
+
+    @functools.cached_property
+    def call_tests(self) -> tuple[CallTest, ...]:
+        """The calls, then the converted assert statements.
+
+        Raises:
+            CodeTestsError: if a value is nested too deeply, or a statement cannot be converted.
+        """
+        tolerance = DEFAULT_TOLERANCE if self.tolerance is None else Tolerance(self.tolerance, self.tolerance)
+        tests = []
+        for call in self.calls:
+            try:
+                tests.append(CallTest(call.function, call.args, call.kwargs, call.returns, Comparison.JSON, tolerance))
+            except ValueError as error:
+                raise CodeTestsError(f"the test {str(call)[:200]!r} cannot be sent: {error}; flatten it") from error
+        return *tests, *(convert_assert(line, tolerance) for line in self.asserts)
 
 
 class CodeScore(enum.StrEnum):
@@ -63,7 +103,7 @@ class CodeScore(enum.StrEnum):
 @RewardComponentConfig.register_subclass("code")
 @dataclasses.dataclass(frozen=True)
 class CodeRewardConfig(RewardComponentConfig):
-    """Runs the reply's Python code against the tests in the ground truth: JSON with `asserts`, `cases` or both."""
+    """Runs the reply's Python code against the tests in the ground truth: JSON with `calls`, `asserts` or `cases`."""
 
     name: str = "code"
     """Name under which its scores are logged."""
@@ -79,6 +119,22 @@ class CodeRewardConfig(RewardComponentConfig):
     def build(self, sandbox: Sandbox) -> "CodeReward":
         """Build the component."""
         return CodeReward(self, sandbox)
+
+    def check_answers(self, tasks: Iterable[Task]) -> None:
+        """Check that the answers are tests.
+
+        Raises:
+            RewardConfigError: if one is not; the message names the task and the test.
+        """
+        for task in tasks:
+            try:
+                parse_tests(task.answer)
+            except CodeTestsError as error:
+                question = task.messages[-1]["content"] if task.messages else ""
+                raise RewardConfigError(
+                    f"reward {self.name!r}: task {task.id!r} of environment {task.environment!r}, with the question "
+                    f"{question[:100]!r}: {error}"
+                ) from error
 
 
 class CodeReward:
@@ -100,131 +156,84 @@ class CodeReward:
                 f"reward {self.name!r}: the sandbox cannot run programs: {result.failure}, {result.stderr}"
             )
 
-    async def score(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
+    async def score(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult | RewardCallError]:
         """Return one result per rollout; rollouts with invalid tests have no valid score."""
         return list(await asyncio.gather(*(self._score_rollout(request) for request in requests)))
 
     async def close(self) -> None:
         """Do nothing: the caller closes the sandbox."""
 
-    async def _score_rollout(self, request: RewardRequest) -> EvaluateResult:
+    async def _score_rollout(self, request: RewardRequest) -> EvaluateResult | RewardCallError:
         try:
             tests = parse_tests(request.ground_truth)
         except CodeTestsError as error:
             return EvaluateResult(is_score_valid=False, error=f"task {request.task_id}: {error}")
         answer = None if request.in_thoughts else graded_text(request.last_reply)
-        code = extract_code(answer or "", is_program=bool(tests.cases))
-        passed = await run_tests(self._sandbox, code, tests)
-        share = sum(passed) / len(passed)
+        try:
+            outcomes = await run_tests(self._sandbox, answer or "", tests)
+        except RewardCallError as error:
+            return error
+        counts = collections.Counter(outcomes)
+        passed, unanswered = (counts[outcome] / len(outcomes) for outcome in (Outcome.PASSED, Outcome.UNANSWERED))
         return EvaluateResult(
-            score=share if self._score is CodeScore.SHARE else float(all(passed)),
-            metrics={"passed_share": share},
-            reason=f"{sum(passed)} of {len(passed)} tests passed",
+            score=passed if self._score is CodeScore.SHARE else float(passed == 1.0),
+            metrics={"passed_share": passed, "unanswered_share": unanswered},
+            reason=f"{counts[Outcome.PASSED]} of {len(outcomes)} tests passed, "
+            f"{counts[Outcome.UNANSWERED]} without a result",
         )
 
 
-# The first alternative matches fences within a line, which do not begin a block.
-_OPENING = re.compile(r"```[^\n`]+```|(?P<indent>^[ \t]*)?```(?P<language>[^\n`]*)\n", re.MULTILINE)
-_LINE_FENCE = re.compile(r"^[ \t]*```(?P<language>\w)?", re.MULTILINE)
-_PYTHON = re.compile(r"py(thon)?[ ]?[\d.]*\b", re.IGNORECASE)
+class Outcome(enum.Enum):
+    """Outcome of a test."""
+
+    PASSED = enum.auto()
+    """The result is the expected one."""
+    WRONG = enum.auto()
+    """The result is another."""
+    UNANSWERED = enum.auto()
+    """There is no result: no code was found, it raised an error or exceeded a limit, or it sent something else."""
 
 
-def extract_code(reply: str, *, is_program: bool = False) -> str:
-    r"""Return the code of a reply: its Python blocks, else its last block without a language, else the whole reply.
-
-    Several Python blocks are joined, because a later block can use functions of an earlier one. Of several programs the
-    last counts.
-
-    Args:
-        reply: the reply, without thoughts.
-        is_program: whether the code is run as a program, so that joined blocks would print twice.
-
-    >>> extract_code("so:\n```python\nprint(1)\n```\ndone")
-    'print(1)\n'
-    """
-    tagged, untagged = [], []
-    for language, code in _blocks(reply):
-        if not language:
-            untagged.append(code)
-        elif _PYTHON.match(language):
-            tagged.append(code)
-    if is_program:
-        tagged = tagged[-1:]
-    return "\n".join(tagged) if tagged else untagged[-1] if untagged else reply
-
-
-def _blocks(reply: str) -> Iterator[tuple[str, str]]:
-    """Yield language and code of the blocks of all languages.
-
-    A block ends with a fence that starts a line, because code can contain fences in strings. If there is none before
-    the next block, it ends with any fence, the next block or the reply. The time is linear in the length of the reply.
-    """
-    fences = list(_LINE_FENCE.finditer(reply))
-    starts = [fence.start() for fence in fences]
-    position = 0
-    while (opening := _OPENING.search(reply, position)) is not None:
-        begin = position = opening.end()
-        if opening["language"] is None:
-            continue
-        index = bisect.bisect_left(starts, begin)
-        if index < len(fences) and fences[index]["language"] is None:
-            end, position = fences[index].span()
-        else:
-            limit = starts[index] if index < len(fences) else len(reply)
-            end = reply.find("```", begin, limit)
-            end, position = (end, end + 3) if end >= 0 else (limit, limit)
-        lines = reply[begin:end].splitlines(keepends=True)
-        yield opening["language"].strip(), "".join(line.removeprefix(opening["indent"] or "") for line in lines)
-
-
+# Tests of a task are used by all rollouts of its group.
+@functools.lru_cache(maxsize=64)
 def parse_tests(ground_truth: str) -> CodeTests:
     """Parse the tests in a ground truth.
 
     Raises:
-        CodeTestsError: if there are no tests, or a test cannot be checked outside the tested code's process.
+        CodeTestsError: if there are no tests, or an assert statement cannot be converted.
     """
     try:
         tests = CodeTests.model_validate_json(ground_truth)
     except pydantic.ValidationError as error:
         raise CodeTestsError(
-            f"the ground truth {ground_truth[:200]!r} holds no tests; use JSON with `asserts` (a list of assert "
-            f"statements), `cases` (a list of objects with stdin and stdout) or both: {error}"
+            f"the ground truth {ground_truth[:200]!r} holds no tests; use JSON with `calls` (a list of objects with "
+            "function, args and returns), `asserts` (a list of assert statements) or `cases` (a list of objects with "
+            f"stdin and stdout): {error}"
         ) from error
-    if not tests.asserts and not tests.cases:
-        raise CodeTestsError(f"the ground truth {ground_truth[:200]!r} has neither asserts nor cases; add some")
-    for line in tests.asserts:
-        split_assert(line)
+    if not tests.call_tests and not tests.cases:
+        raise CodeTestsError(f"the ground truth {ground_truth[:200]!r} has no calls, asserts or cases; add some")
     return tests
 
 
-async def run_tests(sandbox: Sandbox, code: str, tests: CodeTests) -> list[bool]:
-    """Run the tests of a program.
+async def run_tests(sandbox: Sandbox, reply: str, tests: CodeTests) -> list[Outcome]:
+    """Run the tests of the program in a reply.
 
     Args:
         sandbox: sandbox to run the program in.
-        code: the program.
+        reply: the reply, without thoughts.
         tests: its tests.
 
     Returns:
-        Whether each test passes: first the asserts, then the cases.
+        The outcome of each test: first of the calls, then of the asserts and the cases.
 
     Raises:
         RewardCallError: if the sandbox itself failed.
     """
-    asserts = await _run_asserts(sandbox, code, tests.asserts)
-    cases = await asyncio.gather(*(_run_case(sandbox, code, case) for case in tests.cases))
-    return [*asserts, *cases]
+    calls, cases = await asyncio.gather(_run_calls(sandbox, reply, tests.call_tests), _run_cases(sandbox, reply, tests))
+    return [*calls, *cases]
 
 
-async def _run_case(sandbox: Sandbox, code: str, case: StdinCase) -> bool:
-    result = await _run(sandbox, code, case.stdin)
-    printed, expected = (
-        [line.rstrip() for line in text.rstrip().splitlines()] for text in (result.stdout, case.stdout)
-    )
-    return result.failure is None and printed == expected
-
-
-async def _run(sandbox: Sandbox, code: str, stdin: str) -> PythonResult:
+async def _run(sandbox: Sandbox, code: str, stdin: str = "") -> PythonResult:
     result = await sandbox.run_python(code, stdin)
     if result.failure is not None and result.failure.cause is RewardFailure.WORKER:
         # The sandbox failed, not the program.
@@ -232,29 +241,43 @@ async def _run(sandbox: Sandbox, code: str, stdin: str) -> PythonResult:
     return result
 
 
-async def _run_asserts(sandbox: Sandbox, code: str, lines: Sequence[str]) -> list[bool]:
-    if not lines:
+async def _run_calls(sandbox: Sandbox, reply: str, tests: Sequence[CallTest]) -> list[Outcome]:
+    if not tests:
         return []
-    tests = [split_assert(line) for line in lines]
-    expressions = [expression for test in tests for expression in test.expressions]
-    token = secrets.token_hex(16)
-    evaluated = await _run(sandbox, evaluation(code, expressions, token), "")
-    answers = iter(_parse_answers(evaluated, token, len(expressions)))
-    checks = [(test.condition, [next(answers) for _ in test.expressions]) for test in tests]
-    checked = await _run(sandbox, CHECK, json.dumps(checks))
-    if checked.failure is not None:
-        # An answer that breaks the checking process, for example by its size, counts as no answer.
-        return [False] * len(tests)
-    return json.loads(checked.stdout)
+    calls = json.dumps([code_harness.encode([test.function, [*test.args], {**test.kwargs}]) for test in tests])
+    # The literals are ASCII: text of a reply can contain characters that UTF-8 cannot encode.
+    result = await _run(sandbox, f"{_HARNESS}\nrun_calls({reply!a}, {calls!a})")
+    # The last line may be incomplete. Lines in excess do not belong to any call.
+    lines = result.stdout.split("\n")[:-1]
+    if len(lines) > len(tests):
+        return [Outcome.UNANSWERED] * len(tests)
+    outcomes = [_outcome(test, line, number) for number, (test, line) in enumerate(zip(tests, lines, strict=False))]
+    return outcomes + [Outcome.UNANSWERED] * (len(tests) - len(outcomes))
 
 
-def _parse_answers(result: PythonResult, token: str, count: int) -> list[str | None]:
-    """Parse the untrusted values that the tested code reported; None for each missing value."""
-    _, separator, text = result.stdout.rpartition(token)
+def _outcome(test: CallTest, line: str, number: int) -> Outcome:
+    """Compare an untrusted line: JSON of the number of the call and its value, if it has one."""
     try:
-        answers = json.loads(text) if separator and result.failure is None else None
+        answer = json.loads(line)
     except (ValueError, RecursionError):
-        answers = None
-    if not isinstance(answers, list) or len(answers) != count:
-        return [None] * count
-    return [answer if isinstance(answer, str) else None for answer in answers]
+        return Outcome.UNANSWERED
+    if not isinstance(answer, list) or len(answer) != 2 or type(answer[0]) is not int or answer[0] != number:
+        return Outcome.UNANSWERED
+    return Outcome.PASSED if test.passes(answer[1]) else Outcome.WRONG
+
+
+async def _run_cases(sandbox: Sandbox, reply: str, tests: CodeTests) -> list[Outcome]:
+    if not tests.cases:
+        return []
+    chosen = await _run(sandbox, f"{_HARNESS}\nprint_program({reply!a})")
+    code = None if chosen.failure else json.loads(chosen.stdout)
+    if code is None:
+        return [Outcome.UNANSWERED] * len(tests.cases)
+
+    async def run(case: StdinCase) -> Outcome:
+        result = await _run(sandbox, code, case.stdin)
+        if result.failure is not None:
+            return Outcome.UNANSWERED
+        return Outcome.PASSED if same_output(case.stdout, result.stdout, tests.tolerance) else Outcome.WRONG
+
+    return await asyncio.gather(*map(run, tests.cases))

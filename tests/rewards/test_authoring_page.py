@@ -149,7 +149,7 @@ def test_the_other_sections_can_be_read():
 
 def test_the_tests_can_be_read():
     [tests] = blocks("text")
-    assert len(parse_tests(json.dumps(json.loads(tests))).asserts) == 2
+    assert len(parse_tests(json.dumps(json.loads(tests))).call_tests) == 4
 
 
 def test_page_lists_all_failures():

@@ -14,17 +14,20 @@ from marin_rl.rewards.code import (
     CodeRewardConfig,
     CodeScore,
     CodeTests,
+    Outcome,
     StdinCase,
-    extract_code,
     parse_tests,
     run_tests,
 )
 from marin_rl.rewards.code_asserts import CodeTestsError
+from marin_rl.rewards.component import RewardConfigError
 from marin_rl.rewards.functions import EvaluateResult
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.types import Task
 
+PASSED, WRONG, UNANSWERED = Outcome
 ADDS = CodeTests(asserts=("assert add(2, 3) == 5", "assert add(-1, 1) == 0", "assert add('a', 'b') == 'ab'"))
 SUMS = CodeTests(cases=(StdinCase(stdin="2 3\n", stdout="5\n"), StdinCase(stdin="10 -4\n", stdout="6\n")))
 
@@ -42,8 +45,11 @@ class Grading:
     def wait(self, coroutine: Any) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, 300))
 
+    def outcomes(self, code: str, tests: CodeTests) -> list[Outcome]:
+        return self.wait(run_tests(self.sandbox, f"```python\n{code}\n```", tests))
+
     def passed(self, code: str, tests: CodeTests) -> list[bool]:
-        return self.wait(run_tests(self.sandbox, code, tests))
+        return [outcome is PASSED for outcome in self.outcomes(code, tests)]
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +102,6 @@ def test_partly_right_code_passes_in_part(grading: Grading):
         "import builtins\nbuiltins.eval = builtins.repr = lambda *a: 'True'\ndef add(a, b): return 7",
         # Answers that break the parser.
         "def add(a, b):\n    x = []\n    for _ in range(100000): x = [x]\n    return x",
-        "import builtins\nbuiltins.repr = lambda *a: '(' * 100000\ndef add(a, b): return 7",
-        "import builtins\nbuiltins.repr = lambda *a: '__import__(\"os\")._exit(0)'\ndef add(a, b): return 7",
         "def add(a, b): return float('nan')",
         "def add(a, b): return 10**100000",
     ],
@@ -106,94 +110,156 @@ def test_wrong_code_fails(grading: Grading, code: str):
     assert grading.passed(code, ADDS) == [False, False, False]
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        "float('inf')",
-        "[1, (-float('inf'),)]",
-        "7 ** 10_000",
-        "{'a': [-(7 ** 10_000)]}",
-        "[(), [], {}, set(), '', b'', None]",
-        "((1,), [2.5], {3: True}, {'inf'}, 4j, 'é', b'x')",
-        "(5e-324, 1.7976931348623157e308, 0.1)",
-    ],
-)
-def test_plain_values_are_reported(grading: Grading, value: str):
-    tests = CodeTests(asserts=(f"assert f() == {value}", f"assert f() != {value}"))
-    assert grading.passed(f"def f(): return {value}", tests) == [True, False]
-
-
-CONVERTED = [
-    ("import collections\ndef f(): return collections.Counter('aab')", "f() == {'a': 2, 'b': 1}"),
-    (
-        "import collections\ndef f():\n    d = collections.defaultdict(list); d[1].append(2); return d",
-        "f() == {1: [2]}",
-    ),
-    ("import collections\ndef f(): return collections.OrderedDict(a=1)", "f() == {'a': 1}"),
-    ("import collections\nP = collections.namedtuple('P', 'a b')\ndef f(): return [P(1, 2)]", "f() == [(1, 2)]"),
-    ("def f(): return frozenset([1, 2])", "f() == {1, 2}"),
-    ("def f(): return frozenset()", "f() == set()"),
-    ("def f(): return frozenset()", "isinstance(f(), frozenset)"),
-    ("def f(): return {frozenset([1]): [{'frozenset('}, ()]}", "f() == {frozenset([1]): [{'frozenset('}, ()]}"),
-    ("class L(list): pass\ndef f(): return L([1])", "f() == [1]"),
-    ("import enum\nclass E(enum.IntEnum):\n    A = 3\ndef f(): return E.A", "f() == 3"),
-    ("import enum\nclass E(enum.StrEnum):\n    A = 'a'\ndef f(): return E.A", "f() == 'a'"),
-    ("from fractions import Fraction\ndef f(): return Fraction(1, 2)", "f() == 0.5"),
-    ("from fractions import Fraction\ndef f(): return Fraction(2**70 + 1)", "f() == 2**70 + 1"),
-    ("from decimal import Decimal\ndef f(): return Decimal('2.5')", "f() == 2.5"),
-    ("def f(): yield from range(3)", "list(f()) == [0, 1, 2]"),
-    ("def f(): return map(str, [1, 2])", "list(f()) == ['1', '2']"),
-    ("import collections\ndef f(): return collections.deque([1])", "list(f()) == [1]"),
-    ("def f(): return range(3)", "list(f()) == [0, 1, 2]"),
-    ("def f(): return {'b': 1, 'a': 2}.keys()", "sorted(f()) == ['a', 'b']"),
-    ("def f(): return bytearray(b'x')", "f() == b'x'"),
-    ("def f(): return float('nan')", "math.isnan(f())"),
-    ("def f(): return 'baa'", "Counter(f()) == Counter('aab')"),
-    ("def f(): return 'a1b'", "re.sub('[0-9]', '', f()) == 'ab'"),
-    ("import numpy as np\ndef f(): return np.all(np.arange(3) < 3)", "f() == True"),
-    ("import numpy as np\ndef f(): return [np.int64(2), np.float64(0.5), np.arange(2)]", "f() == [2, 0.5, [0, 1]]"),
-    (
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
-        "def f(): return P(3).x",
-        "f() == 3",
-    ),
+# `send` writes to the channel of the answers, and ends the process.
+SEND = r"""
+import atexit, builtins, json, os, sys, threading
+RIGHT = '[0, 5]\n[1, 0]\n[2, "ab"]\n'
+def send(text, ends=True):
+    os.write(3, text.encode("utf-8", "surrogatepass"))
+    if ends: os._exit(0)
+"""
+NOT_OF_THE_PROTOCOL = [
+    r"send('')",
+    r"send('[]\n')",
+    r"send('5\n0\nab\n')",
+    r"send('null\n' * 3)",
+    r"send(RIGHT[:6])",
+    r"send('[true, true, true]\n')",
+    r"send(RIGHT + '[3, 1]\n')",
+    r"send(RIGHT * 2)",
+    r"send('[0, 5]\n' * 4)",
+    r"send(RIGHT, ends=False); return 7",
+    r"send('[0.0, 5]\n[true, 0]\n[null, 1]\n')",
+    r"send('[1, 5]\n[2, 0]\n[0, 1]\n')",
+    r"send('[0, 5, 5]\n' * 3)",
+    r"send(json.dumps({'0': 5, '1': 0, '2': 'ab'}) + '\n')",
+    r"send(RIGHT.replace('\n', ' '))",
+    r"send('[' * 500_000 + '\n')",
+    r"send('[0, ' + '1' * 500_000 + ']\n')",
+    r"send('[0, ' + '[' * 400 + ']' * 400 + ']\n')",
+    r"send('[0, NaN]\n[1, Infinity]\n[2, -Infinity]\n')",
+    r"send('[0, 1e999]\n[1, \ud800]\n')",
+    r"send('\0' * 1000 + '\n\r\n\x85\u2028\n')",
+    r"send('\n' * 3)",
+    r"send('x' * 3_000_000)",
+    "os.close(3); return 7",
+    "os.closerange(0, 10); return 7",
+    "os.dup2(2, 3); return 7",
+    "os._exit(0)",
+    "sys.exit(0)",
+    "exit(0)",
+    "raise KeyboardInterrupt",
+    "raise GeneratorExit",
+    "raise BaseException",
+    "raise type('E', (Exception,), {'__str__': lambda self: 1 / 0})",
+    "raise RecursionError",
+    "raise MemoryError",
+    "return add(a, b)",
+    "return [0] * 10**9",
+    "return 10**1_000_000",
+    "return '5' * 3_000_000",
+    "x = []; x.append(x); return x",
+    "x = {}; x[0] = x; return x",
+    "return (i for i in [5])",
+    "return object()",
+    "return type('I', (int,), {'__eq__': lambda *_: True, '__index__': lambda _: 5, '__int__': lambda _: 5})(7)",
+    "return type('S', (str,), {'__eq__': lambda *_: True, '__str__': lambda _: 'ab'})('x')",
+    "return type('L', (list,), {'__iter__': lambda _: 1 / 0})()",
+    "return type('O', (), {'__class__': int, '__eq__': lambda *_: True, '__reduce__': lambda _: (int, (5,))})()",
+    "return type('F', (float,), {'__eq__': lambda *_: True, '__repr__': lambda _: '5'})(7)",
+    "json.dumps = lambda *_: 5",
+    "json.dumps = lambda *_: RIGHT",
+    "json.dumps = lambda *_: 1 / 0",
+    "builtins.print = builtins.all = builtins.isinstance = lambda *_: True; return 7",
+    "builtins.len = builtins.zip = builtins.type = None; return 7",
+    "sys.modules['__main__'].encode = lambda *_: '5'; return 7",
+    "sys.modules['numpy'] = sys.modules['numbers'] = type('M', (), {'generic': object, 'Real': object}); return 7",
+    "atexit.register(send, RIGHT); return 7",
+    "threading.Thread(target=send, args=(RIGHT * 3,)).start(); threading.Event().wait(0.1); return 7",
+    "print(RIGHT); sys.stderr.write(RIGHT); return 7",
+    "sys.setrecursionlimit(10**9); sys.stdout = sys.stderr = None; return 7",
 ]
 
 
-@pytest.mark.parametrize(("code", "condition"), CONVERTED)
-def test_values_of_derived_types_are_reported(grading: Grading, code: str, condition: str):
-    tests = CodeTests(asserts=(f"assert {condition}", f"assert not ({condition})"))
-    assert grading.passed(code, tests) == [True, False]
+@pytest.mark.medium
+@pytest.mark.parametrize("body", NOT_OF_THE_PROTOCOL)
+def test_results_that_are_not_of_the_protocol_are_counted(grading: Grading, body: str):
+    outcomes = grading.outcomes(f"{SEND}\ndef add(a, b): {body}", ADDS)
+    assert len(outcomes) == 3
+    assert PASSED not in outcomes
 
 
-@pytest.mark.parametrize("value", ["iter([1])", "(i for i in [1])", "range(1, 2)", "{1: 2}.keys()", "object()"])
-def test_iterables_are_not_lists(grading: Grading, value: str):
-    assert grading.passed(f"def f(): return {value}", CodeTests(asserts=("assert f() == [1]",))) == [False]
+def test_right_answers_count_wherever_they_come_from(grading: Grading):
+    # Only a program that knows the right values can send them.
+    assert grading.passed(f"{SEND}\ndef add(a, b): send(RIGHT)", ADDS) == [True, True, True]
 
 
-def test_functions_can_have_names_of_builtins(grading: Grading):
-    tests = CodeTests(asserts=("assert solution.sum(10, 15) == 6", "assert solution.sum(2, 3) == 5"))
-    assert grading.passed("def sum(a, b): return 6", tests) == [True, False]
-    assert grading.passed("", tests) == [False, False]
+def test_a_program_cannot_choose_the_value_of_a_test():
+    for line in ("assert eval(f(4)) == 24", "assert f(4)(24)", "assert str(f(1)) == '1'", "assert f(1) == f(1)"):
+        with pytest.raises(CodeTestsError, match="cannot be converted"):
+            parse_tests(json.dumps({"asserts": [line]}))
 
 
-def test_exit_in_one_call_costs_one_test(grading: Grading):
-    code = "import sys\ndef f(x):\n    if x < 0: sys.exit('bad')\n    return x + 1"
-    tests = CodeTests(asserts=("assert f(1) == 2", "assert f(-1) == 0", "assert f(2) == 3"))
-    assert grading.passed(code, tests) == [True, False, True]
+def test_failing_calls_cost_their_own_tests(grading: Grading):
+    calls = tuple({"function": "f", "args": [value], "returns": value + 1} for value in range(4))
+    tests = CodeTests.model_validate_json(json.dumps({"calls": calls}))
+    code = "import sys, os\ndef f(x):\n    if x == 1: {}\n    return x + 1"
+    for failure in ("raise ValueError", "sys.exit()", "1 / 0", "return object()"):
+        assert grading.outcomes(code.format(failure), tests) == [PASSED, UNANSWERED, PASSED, PASSED]
+    # After the end of the process there are no more answers.
+    for failure in ("os._exit(0)", "os.kill(os.getpid(), 9)", "print('x' * 3_000_000); x = y"):
+        assert grading.outcomes(code.format(failure), tests)[:2] == [PASSED, UNANSWERED]
+    assert grading.outcomes(code.format("return 0"), tests) == [PASSED, WRONG, PASSED, PASSED]
 
 
-def test_calls_that_fail_count_only_if_the_condition_uses_them(grading: Grading):
-    code = "def f(x):\n    if x == 0: raise ValueError\n    return x"
-    tests = CodeTests(
-        asserts=(
-            "assert f(1) == 1 or f(0) == 0",
-            "assert f(1) == 2 or f(0) == 0",
-            "assert f(0) is None",
-            "assert not f(0)",
-        )
+RETURNED = [
+    ("import collections\ndef f(): return collections.Counter('aab')", "{'a': 2, 'b': 1}"),
+    ("import collections\ndef f():\n    d = collections.defaultdict(list); d[1].append(2); return d", "{1: [2]}"),
+    ("import collections\nP = collections.namedtuple('P', 'a b')\ndef f(): return [P(1, 2)]", "[(1, 2)]"),
+    ("def f(): return {frozenset([1]): [{'frozenset('}, ()]}", "{frozenset([1]): [{'frozenset('}, ()]}"),
+    ("class L(list): pass\ndef f(): return L([1])", "[1]"),
+    ("import enum\nclass E(enum.IntEnum):\n    A = 3\ndef f(): return E.A", "3"),
+    ("import enum\nclass E(enum.StrEnum):\n    A = 'a'\ndef f(): return E.A", "'a'"),
+    ("from fractions import Fraction\ndef f(): return [Fraction(1, 2), Fraction(2**70 + 1)]", f"[0.5, {2**70 + 1}]"),
+    ("from decimal import Decimal\ndef f(): return Decimal('2.5')", "2.5"),
+    ("def f(): return {'b': 1, 'a': 2}.keys()", "{'a', 'b'}"),
+    ("def f(): return float('nan')", "float('nan')"),
+    ("def f(): return 7 ** 2000", str(7**2000)),
+    ("import numpy as np\ndef f(): return np.all(np.arange(3) < 3)", "True"),
+    ("import numpy as np\ndef f(): return [np.int64(2), np.float64(0.5), np.arange(2)]", "[2, 0.5, [0, 1]]"),
+    ("def f(): print('noise'); return 1", "1"),
+    ("import sys\nsys.stdout.close()\nsys.stdout = None\ndef f(): return 1", "1"),
+    ("import os\nos.close(1)\ndef f(): return 1", "1"),
+    ("import json\njson.dumps = list = str = len = None\ndef f(): return [1]", None),
+    ("if __name__ == '__main__': raise ValueError\ndef f(): return 1", "1"),
+    ("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
+     "def f(): return P(3).x", "3"),
+    ("def sum(): return 6\ndef f(): return sum()", "6"),
+    ("def f(): return range(1)", None),
+    ("def f(): yield 1", None),
+    ("async def f(): return 1", None),
+    ("raise SystemExit\ndef f(): return 1", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "value"), RETURNED)
+def test_returned_values_are_compared_as_plain_data(grading: Grading, code: str, value: str | None):
+    tests = CodeTests(asserts=(f"assert f() == {value or 1}", f"assert f() == {[value]!r}"))
+    assert grading.outcomes(code, tests) == ([PASSED, WRONG] if value else [UNANSWERED, UNANSWERED])
+
+
+def test_calls_in_json(grading: Grading):
+    calls = [
+        {"function": "Solution().two_sum", "args": [[2, 7], 9], "returns": [0, 1]},
+        {"function": "Solution().two_sum", "kwargs": {"nums": [3, 3], "target": 6}, "returns": [0, 1]},
+        {"function": "Solution().two_sum", "args": [[]], "returns": None},
+    ]
+    tests = parse_tests(json.dumps({"calls": calls, "asserts": ["assert Solution().two_sum([1], 1) is None"]}))
+    code = (
+        "class Solution:\n    def two_sum(self, nums, target):\n"
+        "        nums.append(None)\n        return (0, 1) if target > 5 else None"
     )
-    assert grading.passed(code, tests) == [True, False, False, False]
+    assert grading.outcomes(code, tests) == [PASSED, PASSED, UNANSWERED, PASSED]
 
 
 INSPECTS_FRAMES = """
@@ -210,11 +276,16 @@ def find(backwards):
 
 
 def test_code_cannot_find_expected_results(grading: Grading):
-    expected_is_hidden = "assert find('64_DETCEPXE') == ('EXPECTED_46' == '')"
-    # The search works: it finds the evaluating function in an outer frame.
-    search_works = "assert find('etaulave_') == True"
-    tests = CodeTests(asserts=(expected_is_hidden, search_works))
-    assert grading.passed(INSPECTS_FRAMES, tests) == [True, True]
+    # The search works: it finds the arguments of other calls in an outer frame.
+    tests = CodeTests(
+        asserts=(
+            "assert find('64_DETCEPXE') is False",
+            "assert find('46_TNEMUGRA') is True",
+            "assert find('x') == 'EXPECTED_46'",
+            "assert find('ARGUMENT_64') == 1",
+        )
+    )
+    assert grading.passed(INSPECTS_FRAMES, tests) == [True, True, False, False]
 
 
 def test_early_exit_is_no_answer(grading: Grading):
@@ -222,65 +293,76 @@ def test_early_exit_is_no_answer(grading: Grading):
     assert grading.passed(code, SUMS) == [False, False]
 
 
-@pytest.mark.parametrize("printed", ["5\n", "5", "5  \n", "5\n\n\n"])
-def test_trailing_whitespace_is_ignored(grading: Grading, printed: str):
-    case = CodeTests(cases=(StdinCase(stdin="", stdout="5\n"),))
-    assert grading.passed(f"import sys; sys.stdout.write({printed!r})", case) == [True]
-
-
-@pytest.mark.parametrize("printed", [" 5", "5 5", "\n5", "55", ""])
-def test_other_white_space_counts(grading: Grading, printed: str):
-    case = CodeTests(cases=(StdinCase(stdin="", stdout="5\n"),))
-    assert grading.passed(f"import sys; sys.stdout.write({printed!r})", case) == [False]
+def test_output_can_have_a_tolerance(grading: Grading):
+    case = StdinCase(stdin="1 3\n", stdout="0.333333\n")
+    code = "a, b = map(int, input().split())\nprint(a / b)"
+    assert grading.outcomes(code, CodeTests(cases=(case,))) == [WRONG]
+    assert grading.outcomes(code, CodeTests(cases=(case,), tolerance=1e-5)) == [PASSED]
+    assert grading.outcomes(code + "\n1 / 0", CodeTests(cases=(case,), tolerance=1e-5)) == [UNANSWERED]
 
 
 @pytest.mark.parametrize(
     "ground_truth",
-    ["", "46", "[]", "{}", '{"asserts": []}', '{"asserts": [1]}', '{"tests": []}', '{"cases": [{"stdin": ""}]}'],
+    [
+        "",
+        "46",
+        "[]",
+        "{}",
+        '{"asserts": []}',
+        '{"asserts": [], "calls": [], "cases": []}',
+        '{"asserts": [1]}',
+        '{"tests": []}',
+        '{"cases": [{"stdin": ""}]}',
+        '{"calls": [{"function": "f"}]}',
+        '{"calls": [{"function": "f(1)", "returns": 1}]}',
+        '{"calls": [{"function": "f()", "returns": 1}]}',
+        '{"calls": [{"function": "f", "args": {}, "returns": 1}]}',
+        '{"calls": [{"function": "f", "returns": 1}], "tolerance": -1}',
+        '{"cases": [{"stdin": "\\ud800", "stdout": ""}]}',
+    ],
 )
 def test_ground_truths_without_tests(ground_truth: str):
     with pytest.raises(CodeTestsError, match="ground truth"):
         parse_tests(ground_truth)
 
 
+def test_deeply_nested_values_are_refused():
+    nested = "[" * 110 + "]" * 110
+    with pytest.raises(CodeTestsError, match="nested"):
+        parse_tests(f'{{"calls": [{{"function": "f", "args": [{nested}], "returns": 1}}]}}')
+
+
+def test_answers_are_checked_before_the_run():
+    def task(ground_truth: str) -> Task:
+        return Task("row_7", "arithmetic", ({"role": "user", "content": "Write f."},), ground_truth)
+
+    good, bad = '{"asserts": ["assert f(1) == 2"]}', '{"asserts": ["assert f(1) == 2", "assert sorted(f(1)) == [2]"]}'
+    CodeRewardConfig().check_answers([task(good)])
+    with pytest.raises(RewardConfigError, match=r"(?s)task 'row_7' .*'Write f.'.*'assert sorted\(f\(1\)\) == \[2\]'"):
+        CodeRewardConfig().check_answers([task(good), task(bad)])
+
+
+REPLY = "```python\ndef add(a, b): return a + b\n```"
+
+
 @pytest.mark.parametrize(
-    ("reply", "code"),
+    ("reply", "score"),
     [
-        ("```python\na\n```", "a\n"),
-        ("first\n```\na\n```\nbetter\n```py\nb\nc\n```\nbye", "b\nc\n"),
-        ("print(1)", "print(1)"),
-        ("```Python\na = '`'\n```", "a = '`'\n"),
-        ("", ""),
-        ("```bash\npip install a\n```\nThen:\n```python\nb\n```\ndone", "b\n"),
-        ("```python\na\n```\nIt prints\n```text\n7\n```\n", "a\n"),
-        ("Call ```f``` so:\n```python\na\n```", "a\n"),
-        ("so: ```python\na```", "a"),
-        ("```json\n{}\n```", "```json\n{}\n```"),
-        ("```python\na\n```\nIt prints:\n```\n2\n```\n", "a\n"),
-        ("```python\na\n```\nand\n```python\nb\n```", "a\n\nb\n"),
-        ("```\na\n```\nbetter\n```\nb\n```", "b\n"),
-        ("```python\ns = '```'\nt = 1\n```\ndone", "s = '```'\nt = 1\n"),
-        ('```python title="a.py"\na\n```', "a\n"),
-        ("```Python 3\na\n```", "a\n"),
-        ("```python3.11\na\n```", "a\n"),
-        ("```pytb\na\n```\n```py\nb\n```", "b\n"),
-        ("1. Code:\n   ```python\n   if a:\n       b\n   ```\n", "if a:\n    b\n"),
-        ("```python\r\na\r\nb\r\n```", "a\r\nb\r\n"),
-        ("```python\na\nb", "a\nb"),
-        ("```python\n```\n", ""),
-        ("so: ```python\na``` and", "a"),
-        ("so: ```python\na``` and\n```py\nb\n```", "a\nb\n"),
-        ("```python\na\n```python\nb\n``` end", "a\n\nb\n"),
+        ("def add(a, b): return a + b\n```\nThis adds two numbers.", 1.0),
+        ("```python\ndef add(a, b) return a\n```\nNo:\n" + REPLY + "\n```python\nprint(add(1, 2))\n```", 1.0),
+        (REPLY + "\n```python\ndef add(a, b): return 0", 1.0),
+        (REPLY + "\n```python\ndef add(a, b): return 0\n```", 0.0),
+        ("\ud800" + REPLY, 1.0),
+        ("```python\n\ud800\n```\n" + REPLY, 1.0),
+        ("```python\n\0\n```", 0.0),
+        ("", 0.0),
     ],
 )
-def test_code_is_extracted_from_replies(reply: str, code: str):
-    assert extract_code(reply) == code
-
-
-def test_the_last_of_several_programs_counts():
-    reply = "```python\nprint(1)\n```\nBetter:\n```python\nprint(2)\n```"
-    assert extract_code(reply, is_program=True) == "print(2)\n"
-    assert extract_code(reply) == "print(1)\n\nprint(2)\n"
+def test_the_last_block_with_the_function_is_run(grading: Grading, request_of: Any, reply: str, score: float):
+    component = CodeReward(CodeRewardConfig(), grading.sandbox)
+    request = request_of(reply, ground_truth=json.dumps({"asserts": list(ADDS.asserts)}))
+    [result] = grading.wait(component.score([request]))
+    assert result.score == score
 
 
 @pytest.mark.parametrize(
@@ -316,6 +398,10 @@ def test_scores(grading: Grading, request_of: Any, score: CodeScore, expected: f
     request = dataclasses.replace(request, messages=(*request.messages, {"role": "tool", "content": "no program"}))
     broken = request_of(reply, ground_truth="46")
     found, invalid = grading.wait(component.score([request, broken]))
-    assert found == EvaluateResult(score=expected, metrics={"passed_share": 1 / 3}, reason="1 of 3 tests passed")
+    assert found == EvaluateResult(
+        score=expected,
+        metrics={"passed_share": 1 / 3, "unanswered_share": 0.0},
+        reason="1 of 3 tests passed, 0 without a result",
+    )
     assert not invalid.is_score_valid
     assert "task t1: the ground truth '46' holds no tests" in str(invalid.error)

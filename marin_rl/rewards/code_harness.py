@@ -1,0 +1,289 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Test harness of model-written programs: chooses the code of a reply, runs it, and reports return values as data.
+
+The source of this file is sent to the sandbox and runs in the program's process, so that hostile text can at most
+exhaust that process. It imports the standard library only and holds no expected results. A program can read and replace
+everything here, which changes only the data that it sends.
+"""
+
+import ast
+import itertools
+import json
+import os
+import re
+import sys
+import textwrap
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+MAX_DEPTH = 100
+"""Maximum nesting of values."""
+
+MAX_ENDS = 20
+"""Number of fences that are tried as the end of one block."""
+
+_PYTHON = re.compile(r"\{?\s*\.?i?py(thon)?[ ]?[\d.]*\b", re.IGNORECASE)
+_LINE_START = re.compile(r"[ \t]*([-*+]|\d{1,9}[.)])?[ \t]*")
+
+
+class Candidate(NamedTuple):
+    """Text of a reply that is valid Python."""
+
+    code: str
+    """The text."""
+    tree: ast.Module
+    """Its syntax tree."""
+    is_tagged: bool
+    """Whether the text is a block tagged as Python."""
+
+
+class _Fence(NamedTuple):
+    line: int
+    mark: str
+    """The run of backticks or tildes."""
+    info: str
+    """The language, and the rest of the line."""
+    starts_line: bool
+
+
+def candidates(reply: str) -> list[Candidate]:
+    r"""Return the complete blocks of a reply that are valid Python, in their order.
+
+    The text before the first fence is a block if that fence has no language, because the prompt may have opened it; so
+    is a reply without fences. A fence in a string does not end a block: a block ends at the first fence before which
+    the text is valid. A fence without a language that does not end a tagged block may begin or end one.
+
+    >>> [candidate.code for candidate in candidates("so:\n```python\nprint(1)\n```\ndone")]
+    ['print(1)\n']
+    """
+    lines = reply.replace("\r\n", "\n").split("\n")
+    fences = [fence for number, line in enumerate(lines) if (fence := _fence(line, number)) is not None]
+    found: list[Candidate | None] = []
+    if not fences or (fences[0].starts_line and not fences[0].info):
+        found.append(_parse(lines[: fences[0].line] if fences else lines, is_tagged=False))
+    position = 0
+    while position < len(fences):
+        candidate, position = _block(lines, fences, position)
+        found.append(candidate)
+    return [candidate for candidate in found if candidate is not None]
+
+
+def _fence(line: str, number: int) -> _Fence | None:
+    """Return the last fence of a line, if it can begin or end a block."""
+    place = max(line.rfind("```"), line.rfind("~~~"))
+    if place < 0:
+        return None
+    before = line[: place + 1].rstrip(line[place])
+    info = line[place + 3 :].rstrip()
+    if info[:1].isspace():
+        # "``` python" names a language, "``` and so on" ends a block.
+        info = info.strip() if _PYTHON.fullmatch(info.strip()) else ""
+    starts_line = _LINE_START.fullmatch(before) is not None
+    if not starts_line and (not info or line[place : place + 3] in before):
+        return None
+    return _Fence(number, line[len(before) : place + 3], info, starts_line)
+
+
+def _block(lines: Sequence[str], fences: Sequence[_Fence], position: int) -> tuple[Candidate | None, int]:
+    """Return the block that a fence begins, or None if it is not valid Python, and the position of the next fence."""
+    opening = fences[position]
+    ends = itertools.islice(_ends(opening, fences, position + 1), MAX_ENDS)
+    first = next(ends, None)
+    after = len(fences) if first is None else first + (not fences[first].info)
+    if opening.info and not _PYTHON.match(opening.info):
+        return None, after
+    for end in () if first is None else itertools.chain([first], ends):
+        candidate = _parse(lines[opening.line + 1 : fences[end].line], bool(opening.info))
+        if candidate is not None:
+            may_begin = fences[end].info or not (opening.info or end > position + 1)
+            return candidate, end if may_begin else end + 1
+    # The block may end within a line.
+    limit = fences[position + 1].line if position + 1 < len(fences) else len(lines)
+    code, mark, _ = "\n".join(lines[opening.line + 1 : limit]).partition(opening.mark)
+    if mark:
+        return _parse([code], bool(opening.info)), position + 1
+    return None, after if opening.info else position + 1
+
+
+def _ends(opening: _Fence, fences: Sequence[_Fence], position: int) -> Iterator[int]:
+    for index in range(position, len(fences)):
+        if fences[index].starts_line and fences[index].mark.startswith(opening.mark):
+            yield index
+
+
+def _parse(lines: Sequence[str], is_tagged: bool) -> Candidate | None:
+    code = "\n".join(lines) + "\n"
+    # Blocks in lists are indented.
+    for form in dict.fromkeys((code, textwrap.dedent(code))):
+        try:
+            return Candidate(form, ast.parse(form), is_tagged)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+    return None
+
+
+def choose_definitions(reply: str, functions: Sequence[str]) -> str | None:
+    """Return the last block of a reply that defines the called functions, or None if no block defines any.
+
+    If no block defines all of them, it is the last that defines the most. Imported names count less than definitions,
+    because a block of examples can import the functions.
+
+    Args:
+        reply: the reply, without thoughts.
+        functions: paths of the functions, such as `add` and `Solution().add`.
+    """
+    roots = {re.split(r"[.(]", function)[0] for function in functions}
+    best: tuple[tuple[int, int], str | None] = (0, 0), None
+    for candidate in candidates(reply):
+        defined, imported = _names(candidate.tree)
+        rank = len(roots & defined), len(roots & imported)
+        if rank != (0, 0) and rank >= best[0]:
+            best = rank, candidate.code
+    return best[1]
+
+
+def _names(tree: ast.Module) -> tuple[set[str], set[str]]:
+    """Return the names that a module defines, and those that it imports."""
+    defined, imported = set(), set()
+    nodes: list[ast.AST] = [tree]
+    while nodes:
+        match nodes.pop():
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                defined.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                defined.add(name)
+            case ast.alias(name=name, asname=asname):
+                imported.add((asname or name).split(".")[0])
+            case ast.Lambda() | ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+                pass
+            case node:
+                nodes.extend(ast.iter_child_nodes(node))
+    return defined, imported
+
+
+def choose_program(reply: str) -> str | None:
+    """Return the last block of a reply that is tagged as Python, else the last without a tag; None if there is none.
+
+    Blocks without any call, such as sample input, count only if there are no others.
+
+    Args:
+        reply: the reply, without thoughts.
+    """
+    best: tuple[tuple[bool, bool], str | None] = (False, False), None
+    for candidate in candidates(reply):
+        rank = any(isinstance(node, ast.Call) for node in ast.walk(candidate.tree)), candidate.is_tagged
+        if rank >= best[0]:
+            best = rank, candidate.code
+    return best[1]
+
+
+def encode(value: Any, depth: int = 0) -> Any:
+    """Encode a value as JSON data.
+
+    Null, booleans, numbers, strings and lists are themselves; other values are objects with their kind as only key.
+    Values of derived types count as the plain types: a `Counter` as dict, a named tuple as tuple, a `Fraction` as
+    number. numpy's scalars and arrays count as numbers and lists, dictionary keys as a set.
+
+    Raises:
+        ValueError: if it is nested too deeply.
+        TypeError: if it is of another type.
+
+    >>> encode({1: (None, b"a")})
+    {'dict': [[1, {'tuple': [None, {'bytes': '61'}]}]]}
+    """
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested more than {MAX_DEPTH} deep")
+    if value is None or isinstance(value, bool | float | str):
+        return value
+    if _is_instance(value, "numpy", "generic", "ndarray"):
+        return encode(value.tolist(), depth)
+    if isinstance(value, int):
+        # JSON's decoder limits the number of decimal digits, but not of hexadecimal ones.
+        return value if int.bit_length(value) < 64 else {"int": hex(value)}
+    if _is_instance(value, "numbers", "Real") or _is_instance(value, "decimal", "Decimal"):
+        whole = int(value)
+        return encode(whole if whole == value else float(value))
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": value.hex()}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, dict):
+        return {"dict": [[encode(key, depth + 1), encode(item, depth + 1)] for key, item in dict.items(value)]}
+    kinds = (("list", list), ("tuple", tuple), ("frozenset", frozenset), ("set", set | type({}.keys())))
+    for kind, types_ in kinds:
+        if isinstance(value, types_):
+            items = [encode(item, depth + 1) for item in value]
+            return items if kind == "list" else {kind: items}
+    raise TypeError(f"{type(value)} is not plain data")
+
+
+def _is_instance(value: Any, module: str, *names: str) -> bool:
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(value, tuple(getattr(loaded, name) for name in names))
+
+
+def decode(data: Any) -> Any:
+    """Return the value that `encode` encoded."""
+    if isinstance(data, list):
+        return [decode(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    [(kind, content)] = data.items()
+    match kind:
+        case "int":
+            return int(content, 16)
+        case "bytes":
+            return bytes.fromhex(content)
+        case "complex":
+            return complex(*content)
+        case "dict":
+            return {decode(key): decode(item) for key, item in content}
+    return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](decode(content))
+
+
+def print_program(reply: str) -> None:
+    """Write the program of a reply to stdout, as JSON; null if it has none."""
+    print(json.dumps(choose_program(reply)))
+
+
+def run_calls(reply: str, calls: str) -> None:
+    """Call functions of a reply, and write one line for each call: JSON of its number and its value, if it has one.
+
+    Lines are written to stdout. What the code prints goes to stderr. The process ends with the last call.
+
+    Args:
+        reply: the reply, without thoughts.
+        calls: the calls as JSON: lists of function, arguments and keyword arguments, encoded.
+    """
+    output = os.fdopen(os.dup(1), "w", encoding="ascii")
+    os.dup2(2, 1)
+    requests = json.loads(calls)
+    code = choose_definitions(reply, [function for function, _, _ in requests])
+    if code is None:
+        sys.exit("the reply has no complete block of Python code that defines the functions")
+    # Dataclasses look up the module of their class.
+    module = sys.modules["solution"] = types.ModuleType("solution")
+    exec(compile(code, "solution.py", "exec", dont_inherit=True), module.__dict__)
+    for number, (function, args, kwargs) in enumerate(requests):
+        try:
+            value = _find(module, function)(*decode(args), **decode(kwargs))
+            line = json.dumps([number, encode(value)])
+        except BaseException:
+            line = json.dumps([number])
+        output.write(line + "\n")
+        output.flush()
+    os._exit(0)
+
+
+def _find(module: types.ModuleType, path: str) -> Any:
+    """Return the function at a path such as `Solution().add`, in which `()` calls a class without arguments."""
+    value: Any = None
+    for number, part in enumerate(path.split(".")):
+        name = part.removesuffix("()")
+        value = vars(module)[name] if number == 0 else getattr(value, name)
+        if part != name:
+            value = value()
+    return value
