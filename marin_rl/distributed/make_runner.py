@@ -5,10 +5,11 @@
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.environments.base import AbstractEnvironment
+from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.errors import Closing
 from marin_rl.event_loop import BackgroundLoop
 from marin_rl.rewards.sandbox.pool import Sandbox
@@ -18,6 +19,7 @@ from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.sampling.sampler import Sampler
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.types import Task
 
 
 def make_runner(
@@ -109,7 +111,7 @@ def open_reward_functions(
         Reward functions and event loop.
 
     Raises:
-        RewardConfigError: if a function is invalid.
+        RewardConfigError: if a function is invalid, or cannot use the answer of a task.
         IsolationError: if the machine provides less isolation than the sandbox requires.
     """
     loop = BackgroundLoop()
@@ -117,6 +119,13 @@ def open_reward_functions(
     sandbox = Sandbox(config.sandbox)
     runs_programs = environment.connect_sandbox(sandbox)
     components = config.environment.reward_components(environment)
+    for name, component in ((name, one) for name, configs in components.items() for one in configs):
+        component.check_answers(_tasks_of(environment, name))
     reward_functions = RewardFunctions(components, sandbox, loop, runs_programs=runs_programs)
     opened.enter_context(Closing(reward_functions.close))
     return reward_functions, loop
+
+
+def _tasks_of(environment: AbstractEnvironment, name: str) -> Iterator[Task]:
+    """Yield the tasks of all splits that the environment of a name scores."""
+    return (task for split in Split for task in environment.tasks(split) if task.environment == name)

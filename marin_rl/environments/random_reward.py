@@ -5,7 +5,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from marin_rl.environments.base import (
@@ -176,6 +176,10 @@ class UntrainedRewardConfig(RewardComponentConfig):
     def build(self, sandbox: Sandbox) -> "UntrainedReward":
         """Build the inner component."""
         return UntrainedReward(self.inner.build(sandbox), self.trained)
+
+    def check_answers(self, tasks: Iterable[Task]) -> None:
+        """Check the answers for the inner component."""
+        self.inner.check_answers(tasks)
 
 
 class UntrainedReward:

@@ -12,7 +12,7 @@ import enum
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,6 +27,7 @@ from marin_rl.rewards.functions import (
     RewardRequest,
 )
 from marin_rl.rewards.sandbox.pool import FunctionDescription, Sandbox, UserFunction
+from marin_rl.types import Task
 from marin_rl.user_code import UserFileError
 
 
@@ -92,6 +93,16 @@ class RewardComponentConfig(draccus.ChoiceRegistry, abc.ABC):
 
         Args:
             sandbox: sandbox for user code and model-written code; started before the component's `check`.
+        """
+
+    def check_answers(self, tasks: Iterable[Task]) -> None:
+        """Check the answers of tasks, before any rollout is sampled; by default every answer is valid.
+
+        Args:
+            tasks: the tasks of an environment.
+
+        Raises:
+            RewardConfigError: if the component cannot use an answer; the message names the task.
         """
 
 

@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import contextlib
+import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,15 @@ import pytest
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.distributed.make_runner import make_runner, open_reward_functions
 from marin_rl.environments.arithmetic import ArithmeticConfig
-from marin_rl.environments.base import Split, Step
+from marin_rl.environments.base import EnvironmentConfig, Split, Step
+from marin_rl.environments.dataset import JsonlConfig
+from marin_rl.environments.random_reward import RandomRewardConfig
 from marin_rl.environments.tool_use import ToolUseConfig
 from marin_rl.environments.tools import PythonConfig
 from marin_rl.event_loop import BackgroundLoop
+from marin_rl.rewards.code import CodeRewardConfig
 from marin_rl.rewards.component import FunctionRewardConfig, RewardConfigError
+from marin_rl.rewards.grading import NoGraderConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rollouts.attempt import Limits, StateHashingConfig, default_state_hash
 from marin_rl.rollouts.reward_functions import RewardFunctions
@@ -61,6 +67,24 @@ def test_event_loop_closes_after_invalid_reward_function(tmp_path: Path):
     ):
         open_reward_functions(config, config.environment.build(), opened)
     assert "episodes" not in {thread.name for thread in set(threading.enumerate()) - before}
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda inner: inner, RandomRewardConfig, ToolUseConfig], ids=["direct", "random", "tools"]
+)
+def test_answers_of_all_tasks_are_checked(tmp_path: Path, wrap: Callable[[EnvironmentConfig], EnvironmentConfig]):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"id": f"row{index}", "prompt": f"Write f{index}.", "answer": f'{{"asserts": ["assert f{index}(1) == 2"]}}'}
+            for index in range(200)]  # fmt: skip
+    rows[150]["answer"] = '{"asserts": ["assert eval(f(1)) == 2"]}'
+    path.write_text("\n".join(map(json.dumps, rows)))
+    questions = JsonlConfig(str(path), grader=NoGraderConfig(), rewards=(CodeRewardConfig(),))
+    config = make_config(environment=wrap(questions), sandbox=SandboxConfig(workers=1))
+    with (
+        pytest.raises(RewardConfigError, match=r"task 'row150' .*'assert eval\(f\(1\)\) == 2' cannot be converted"),
+        contextlib.ExitStack() as opened,
+    ):
+        open_reward_functions(config, config.environment.build(), opened)
 
 
 def test_tools_share_the_sandbox():
