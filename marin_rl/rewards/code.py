@@ -194,8 +194,8 @@ class Outcome(enum.Enum):
     """There is no result: no code was found, it raised an error or exceeded a limit, or it sent something else."""
 
 
-# Tests of a task are used by all rollouts of its group.
-@functools.lru_cache(maxsize=64)
+# The rollouts of a group use the same tests, which can have megabytes.
+@functools.lru_cache(maxsize=16)
 def parse_tests(ground_truth: str) -> CodeTests:
     """Parse the tests in a ground truth.
 
@@ -247,8 +247,14 @@ async def _run_calls(sandbox: Sandbox, reply: str, tests: Sequence[CallTest]) ->
     calls = json.dumps([code_harness.encode([test.function, [*test.args], {**test.kwargs}]) for test in tests])
     # The literals are ASCII: text of a reply can contain characters that UTF-8 cannot encode.
     result = await _run(sandbox, f"{_HARNESS}\nrun_calls({reply!a}, {calls!a})")
+    # In a thread, because comparing a megabyte can take a second.
+    return await asyncio.to_thread(_outcomes, tests, result.stdout)
+
+
+def _outcomes(tests: Sequence[CallTest], output: str) -> list[Outcome]:
+    """Compare the untrusted output of the process of the calls: a line for each call, until the process ended."""
     # The last line may be incomplete. Lines in excess do not belong to any call.
-    lines = result.stdout.split("\n")[:-1]
+    lines = output.split("\n")[:-1]
     if len(lines) > len(tests):
         return [Outcome.UNANSWERED] * len(tests)
     outcomes = [_outcome(test, line, number) for number, (test, line) in enumerate(zip(tests, lines, strict=False))]
@@ -278,6 +284,7 @@ async def _run_cases(sandbox: Sandbox, reply: str, tests: CodeTests) -> list[Out
         result = await _run(sandbox, code, case.stdin)
         if result.failure is not None:
             return Outcome.UNANSWERED
-        return Outcome.PASSED if same_output(case.stdout, result.stdout, tests.tolerance) else Outcome.WRONG
+        is_same = await asyncio.to_thread(same_output, case.stdout, result.stdout, tests.tolerance)
+        return Outcome.PASSED if is_same else Outcome.WRONG
 
     return await asyncio.gather(*map(run, tests.cases))

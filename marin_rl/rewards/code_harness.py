@@ -9,6 +9,7 @@ everything here, which changes only the data that it sends.
 """
 
 import ast
+import contextlib
 import itertools
 import json
 import os
@@ -52,18 +53,18 @@ class _Fence(NamedTuple):
 def candidates(reply: str) -> list[Candidate]:
     r"""Return the complete blocks of a reply that are valid Python, in their order.
 
-    The text before the first fence is a block if that fence has no language, because the prompt may have opened it; so
-    is a reply without fences. A fence in a string does not end a block: a block ends at the first fence before which
-    the text is valid. A fence without a language that does not end a tagged block may begin or end one.
+    The text before the first fence is a block, because the prompt may have opened it; so is a reply without fences. A
+    fence in a string does not end a block: a block ends at the first fence before which the text is valid. A fence
+    without a language that does not end a tagged block may begin or end one.
 
     >>> [candidate.code for candidate in candidates("so:\n```python\nprint(1)\n```\ndone")]
     ['print(1)\n']
     """
     lines = reply.replace("\r\n", "\n").split("\n")
     fences = [fence for number, line in enumerate(lines) if (fence := _fence(line, number)) is not None]
-    found: list[Candidate | None] = []
-    if not fences or (fences[0].starts_line and not fences[0].info):
-        found.append(_parse(lines[: fences[0].line] if fences else lines, is_tagged=False))
+    before = lines[: fences[0].line] if fences else lines
+    # The fence may end a line of code.
+    found = [_parse(before) or _parse(["\n".join(before).partition("```")[0]])]
     position = 0
     while position < len(fences):
         candidate, position = _block(lines, fences, position)
@@ -92,7 +93,7 @@ def _block(lines: Sequence[str], fences: Sequence[_Fence], position: int) -> tup
     opening = fences[position]
     ends = itertools.islice(_ends(opening, fences, position + 1), MAX_ENDS)
     first = next(ends, None)
-    after = len(fences) if first is None else first + (not fences[first].info)
+    after = position + 1 if first is None else first + (not fences[first].info)
     if opening.info and not _PYTHON.match(opening.info):
         return None, after
     for end in () if first is None else itertools.chain([first], ends):
@@ -114,14 +115,14 @@ def _ends(opening: _Fence, fences: Sequence[_Fence], position: int) -> Iterator[
             yield index
 
 
-def _parse(lines: Sequence[str], is_tagged: bool) -> Candidate | None:
+def _parse(lines: Sequence[str], is_tagged: bool = False) -> Candidate | None:
+    """Return the candidate of these lines; None if they are not valid Python, or hold no statement."""
     code = "\n".join(lines) + "\n"
     # Blocks in lists are indented.
     for form in dict.fromkeys((code, textwrap.dedent(code))):
-        try:
-            return Candidate(form, ast.parse(form), is_tagged)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            tree = ast.parse(form)
+            return Candidate(form, tree, is_tagged) if tree.body else None
     return None
 
 

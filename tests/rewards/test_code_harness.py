@@ -23,7 +23,10 @@ def block(code: str, language: str = "python", fence: str = "```") -> str:
 DEFINES_ADD = {
     "a single block": f"Here it is:\n{block(ADD)}It adds.",
     "the prompt opened the fence": f"{ADD}```\nThis function adds two numbers.\n",
+    "the prompt opened the fence, which ends in a line": f"{ADD.rstrip()}```\nThis adds two numbers.",
     "the prompt opened the fence, and an example follows": f"{ADD}```\nExample:\n```\nprint(add(1, 2))\n```\n",
+    "the prompt opened the fence, and a tagged example follows": f"{ADD.rstrip()}```\n{block(EXAMPLE)}",
+    "an unclosed block of tildes before it": f"~~~text\n{block(ADD)}",
     "the prompt opened the fence of a draft": f"{BROKEN}```\nBetter\n```\n{ADD}```\n",
     "a broken draft": f"{block(BROKEN)}Corrected:\n{block(ADD)}",
     "a wrong draft": f"{block(WRONG)}Corrected:\n{block(ADD)}",
@@ -120,7 +123,8 @@ def test_a_block_with_more_of_the_functions_is_preferred():
         (block("x = 1\n"), "x = 1\n"),
         ("It prints one.", None),
         ("```python\nprint(1)\n", None),
-        ("", "\n"),
+        ("", None),
+        (block("# nothing\n"), None),
     ],
 )
 def test_the_last_program_is_chosen(reply: str, code: str | None):
