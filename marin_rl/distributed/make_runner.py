@@ -5,13 +5,14 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.errors import Closing
 from marin_rl.event_loop import BackgroundLoop
+from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.attempt import Limits, default_state_hash
 from marin_rl.rollouts.episode import ConnectAgent
@@ -19,7 +20,6 @@ from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.sampling.sampler import Sampler
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.types import Task
 
 
 def make_runner(
@@ -119,13 +119,23 @@ def open_reward_functions(
     sandbox = Sandbox(config.sandbox)
     runs_programs = environment.connect_sandbox(sandbox)
     components = config.environment.reward_components(environment)
-    for name, component in ((name, one) for name, configs in components.items() for one in configs):
-        component.check_answers(_tasks_of(environment, name))
+    check_answers(components, environment)
     reward_functions = RewardFunctions(components, sandbox, loop, runs_programs=runs_programs)
     opened.enter_context(Closing(reward_functions.close))
     return reward_functions, loop
 
 
-def _tasks_of(environment: AbstractEnvironment, name: str) -> Iterator[Task]:
-    """Yield the tasks of all splits that the environment of a name scores."""
-    return (task for split in Split for task in environment.tasks(split) if task.environment == name)
+def check_answers(components: Mapping[str, Sequence[RewardComponentConfig]], environment: AbstractEnvironment) -> None:
+    """Check that the reward functions can use the answers of all tasks.
+
+    Args:
+        components: reward functions by environment name.
+        environment: the environment of the tasks.
+
+    Raises:
+        RewardConfigError: if one cannot use an answer; the message names the task.
+    """
+    for name, configs in components.items():
+        for config in configs:
+            tasks = (task for split in Split for task in environment.tasks(split))
+            config.check_answers(task for task in tasks if task.environment == name)

@@ -23,7 +23,7 @@ from marin_rl.batching.packing import RowLayout
 from marin_rl.config.device_settings import logprob_block, row_layout
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.make_runner import make_runner, open_reward_functions
+from marin_rl.distributed.make_runner import check_answers, make_runner, open_reward_functions
 from marin_rl.distributed.open_rollout_source import (
     make_history,
     make_replay_buffer,
@@ -236,6 +236,7 @@ def _open_parts(
         reward_functions, loop = open_reward_functions(config, environment, resources)
     else:
         # This process runs no episodes, so it needs no reward functions and no sandbox.
+        check_answers(config.environment.reward_components(environment), environment)
         reward_functions, loop = RewardFunctions(), BackgroundLoop()
     store = RolloutStore(folder / "rollouts", config.rollout_store, TokenPieces(tokenizer.tokenizer), check_lock)
     resources.enter_context(Closing(functools.partial(_close, store)))
