@@ -142,9 +142,9 @@ NOT_OF_THE_PROTOCOL = [
 
 
 @pytest.mark.parametrize("answer", NOT_OF_THE_PROTOCOL)
-@pytest.mark.parametrize("expected", [1, (1,), {1}, {(1,), 2}, {1: 2}, {1: 2, 3: 4}, 1j, b"a", [1], 0.5])
-def test_answers_that_are_not_of_the_protocol_fail(expected: Any, answer: Any):
-    assert not CallTest("f", (), {}, expected).passes(answer)
+def test_answers_that_are_not_of_the_protocol_fail(answer: Any):
+    for expected in (1, (1,), {1}, {(1,), 2}, {1: 2}, {1: 2, 3: 4}, 1j, b"a", [1], 0.5):
+        assert not CallTest("f", (), {}, expected).passes(answer)
 
 
 JSON = st.recursive(
@@ -159,10 +159,8 @@ JSON = st.recursive(
 
 @given(answer=JSON)
 def test_no_answer_raises(answer: Any):
-    for expected in (object, 1):
-        test = CallTest("f", (), {}, {(1, "a"): {2.5, None}, "b": [1j, b"c"]}, Comparison.LITERAL)
-        assert not test.passes(answer)
-        assert not CallTest("f", (), {}, {("x", expected is object)}).passes({"set": [answer]})
+    assert not CallTest("f", (), {}, {(1, "a"): {2.5, None}, "b": [1j, b"c"]}).passes(answer)
+    assert not CallTest("f", (), {}, {("x", True)}).passes({"set": [answer]})
     assert CallTest("f", (), {}, True, Comparison.TRUTH).passes(answer) in (True, False)
 
 
