@@ -1,23 +1,13 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Mathematical equality of a reply and an answer, checked in a process with resource limits.
-
-As a script this module is the worker process of [`MathVerifyGrader`][marin_rl.rewards.math_grader.MathVerifyGrader]: it
-reads JSON requests from standard input and writes JSON answers to standard output. It imports nothing else of marin_rl.
-"""
+"""Mathematical equality of a reply and an answer, which grading processes check."""
 
 import functools
-import json
 import logging
-import os
 import re
-import signal
-import sys
-from typing import Any, TextIO
-
-MEMORY_LIMIT = 4 * 2**30
-"""Bytes of address space of the worker: `9**9**9` needs more memory than any machine has."""
+from collections.abc import Callable, Mapping
+from typing import Any
 
 
 class GroundTruthError(ValueError):
@@ -140,7 +130,22 @@ def parse_answer(answer: str) -> tuple[Any, ...]:
     return tuple(expressions)
 
 
-def _answer(request: dict[str, str]) -> dict[str, Any]:
+def open_grader() -> Callable[[Mapping[str, str]], dict[str, Any]]:
+    """Import math-verify, whose import must not count towards a reply, and return `answer`."""
+    import math_verify  # noqa: F401
+
+    return answer
+
+
+def answer(request: Mapping[str, str]) -> dict[str, Any]:
+    """Answer a request of [`MathVerifyGrader`][marin_rl.rewards.math_grader.MathVerifyGrader].
+
+    Args:
+        request: the `reply`, and the `answer` that it is compared with. Without a reply only the answer is checked.
+
+    Returns:
+        `match`, whether they are equal; or `ground_truth_error` with the reason why the answer is not usable.
+    """
     try:
         if "reply" in request:
             return {"match": math_verify_match(request["reply"], request["answer"])}
@@ -148,29 +153,3 @@ def _answer(request: dict[str, str]) -> dict[str, Any]:
         return {"match": True}
     except GroundTruthError as error:
         return {"ground_truth_error": str(error)}
-
-
-def _serve(requests: TextIO, answers: TextIO, seconds: float) -> None:
-    import math_verify  # noqa: F401  # imported before "ready", so that the import time does not count towards a reply
-
-    if sys.platform == "linux":
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
-    answers.write("ready\n")
-    answers.flush()
-    for line in requests:
-        # SIGPROF has no handler, so the kernel kills the process, even inside C code. The timer counts CPU time of this
-        # process, so a busy machine does not change a grade.
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        answer = json.dumps(_answer(json.loads(line)))
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        answers.write(answer + "\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    _pipe = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    # Output of sympy must not mix with the answers.
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    _serve(sys.stdin, _pipe, float(sys.argv[1]))
