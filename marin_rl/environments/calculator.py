@@ -84,7 +84,8 @@ def calculate(expression: str) -> str:
 
 
 # Python accepts a letter directly after a number in some places, with a warning.
-_WORDS = re.compile(r"(?:(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?(?![\w.])|[a-z]+(?!\w)|[-+*/%(),\s])+")
+# The digits match in one way only; otherwise the time would be exponential in the number of numbers.
+_WORDS = re.compile(r"(?:(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?![\w.])|[a-z]+(?!\w)|[-+*/%(),\s])++")
 
 
 def _value(node: ast.expr, depth: int) -> Number:

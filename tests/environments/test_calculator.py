@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.environments.calculator import CalculatorConfig, calculate
+from marin_rl.environments.calculator import MAX_LENGTH, CalculatorConfig, calculate
 from marin_rl.environments.tools import Tool, ToolError, tool_schema
 
 
@@ -105,3 +105,10 @@ def test_values(expression: str, value: str):
 def test_invalid_expressions(expression: str, message: str):
     with pytest.raises(ToolError, match=message):
         calculate(expression)
+
+
+@pytest.mark.parametrize("unit", ["11+", "1.1 ", "11e11 ", "1 ", "a ", "1.", ".1", "(", "aa+11*"])
+def test_the_check_of_the_characters_takes_linear_time(unit: str):
+    # A pattern that matches digits in two ways would try them all for each number, and never end.
+    with pytest.raises(ToolError):
+        calculate((unit * MAX_LENGTH)[: MAX_LENGTH - 1] + "!")
