@@ -3,13 +3,14 @@
 
 """Parts shared by the environments of other packages: missing packages, actions in replies, and foreign text."""
 
+import asyncio
 import importlib.util
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from marin_rl.errors import UserError
 from marin_rl.event_loop import BackgroundLoop
-from marin_rl.rewards.reply_text import extract_last, graded_text
+from marin_rl.rewards.reply_text import graded_text, search_reply
 
 Result = TypeVar("Result")
 
@@ -48,7 +49,7 @@ def bounded_text(text: str, max_characters: int) -> str:
 
 
 def action_of(reply: str, regex: str | None) -> str:
-    r"""Return the action in a reply; empty if there is none.
+    r"""Return the action in a reply; empty if there is none. With a regular expression it blocks, see `find_action`.
 
     Args:
         reply: the reply; its thoughts are ignored.
@@ -60,9 +61,15 @@ def action_of(reply: str, regex: str | None) -> str:
     ''
     """
     text = graded_text(reply) or ""
-    if regex is not None:
-        return extract_last(regex, text) or ""
-    return text.strip()
+    if regex is None:
+        return text.strip()
+    found = search_reply(regex, text)
+    return "" if found is None else found.group or ""
+
+
+async def find_action(reply: str, regex: str | None) -> str:
+    """Return the action in a reply as `action_of` does, without blocking the event loop."""
+    return action_of(reply, None) if regex is None else await asyncio.to_thread(action_of, reply, regex)
 
 
 def run_in_thread(work: Coroutine[Any, Any, Result]) -> Result:

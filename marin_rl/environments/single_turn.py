@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from marin_rl.environments.base import CORRECT, FORMAT, AbstractSplitEnvironment, Episode, Step
 from marin_rl.rewards.grading import FormatConfig
-from marin_rl.rewards.reply_text import extract_last, graded_text
+from marin_rl.rewards.reply_text import graded_text, search_reply
 from marin_rl.types import Task
 
 
@@ -40,7 +40,8 @@ class SingleTurnEnvironment(AbstractSplitEnvironment):
         if self.score is not None:
             scored = graded_text(reply)
             if self.reply_regex is not None and scored is not None:
-                scored = extract_last(self.reply_regex, scored)
+                found = search_reply(self.reply_regex, scored)
+                scored = None if found is None else found.group
             rewards[CORRECT] = 0.0 if scored is None else self.score(task, scored)
         if self.format is not None:
             rewards[FORMAT] = self.format.reward(reply)
@@ -64,9 +65,11 @@ class SingleTurnEpisode:
         if self.over:
             raise RuntimeError(f"task {self.task.id!r}: the episode ended after one reply; start another")
         self.over = True
-        if self.environment.blocks:
-            return Step(rewards=await asyncio.to_thread(self.environment.rewards, self.task, reply))
-        return Step(rewards=self.environment.rewards(self.task, reply))
+        environment = self.environment
+        # Regular expressions are searched for in another process, for which the thread waits.
+        if environment.blocks or environment.format is not None or environment.reply_regex is not None:
+            return Step(rewards=await asyncio.to_thread(environment.rewards, self.task, reply))
+        return Step(rewards=environment.rewards(self.task, reply))
 
     async def close(self) -> None:
         """Do nothing; there are no resources."""

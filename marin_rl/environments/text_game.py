@@ -3,6 +3,7 @@
 
 """Text versions of gymnasium games: FrozenLake, Taxi, CliffWalking, and other games with discrete actions."""
 
+import asyncio
 import dataclasses
 import random
 import re
@@ -23,7 +24,7 @@ from marin_rl.environments.base import (
 from marin_rl.environments.external import action_of
 from marin_rl.environments.games import Board, Start, View, draw_start
 from marin_rl.environments.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
-from marin_rl.rewards.reply_text import check_pattern
+from marin_rl.rewards.reply_text import check_pattern, extract_last, graded_text
 from marin_rl.seeds import derive_seed
 from marin_rl.types import Message, Task
 
@@ -159,14 +160,16 @@ class TextGameEpisode:
         Raises:
             RuntimeError: if the game has ended.
         """
-        return self.take_turn(reply)
+        if self.config.action_regex is None:
+            return self.take_turn(reply)
+        return await asyncio.to_thread(self.take_turn, reply)
 
     async def close(self) -> None:
         """Close the game."""
         self.game.close()
 
     def take_turn(self, reply: str) -> Step:
-        """Synchronous version of `step`."""
+        """Synchronous version of `step`, which blocks if there is an `action_regex`."""
         if self.over:
             raise RuntimeError(f"the game {self.start.id!r} has ended; start another")
         board, config = self.start.prototype.board, self.config
@@ -219,8 +222,12 @@ def parse_action(reply: str, board: Board, view: View, action_regex: str | None)
         action_regex: group 1 of its last match is the name or first letter, case-insensitive; None takes the last
             action name that is a separate word.
     """
-    regex = action_regex or rf"(?i)\b({'|'.join(map(re.escape, board.names(view)))})\b"
-    name = action_of(reply, regex).strip().lower()
+    if action_regex is None:
+        alternatives = "|".join(map(re.escape, board.names(view)))
+        action = extract_last(rf"(?i)\b({alternatives})\b", graded_text(reply) or "") or ""
+    else:
+        action = action_of(reply, action_regex)
+    name = action.strip().lower()
     for names in (board.actions, board.names(View.COMPACT)):
         if name in names:
             return names.index(name)

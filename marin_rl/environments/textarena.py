@@ -27,7 +27,7 @@ from marin_rl.environments.base import (
     Episode,
     Step,
 )
-from marin_rl.environments.external import action_of, bounded_text, require_package
+from marin_rl.environments.external import bounded_text, find_action, require_package
 from marin_rl.environments.game_process import GameError, GameProcess, GameServer, call_each
 from marin_rl.environments.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.environments.text_game import GAME
@@ -211,10 +211,6 @@ class TextArenaConfig(EnvironmentConfig):
         """Return the message with the text of a response of the game."""
         return Message(role="user", content=bounded_text(shown["text"], self.max_characters))
 
-    def move(self, reply: str) -> str:
-        """Return the move in a reply; empty if there is none."""
-        return action_of(reply, self.action_regex)
-
 
 class ArenaStart(NamedTuple):
     """Start of a task."""
@@ -257,7 +253,7 @@ class TextArenaEpisode:
             GameError: if the game or the opponent raised an error.
         """
         self.moves += 1
-        move = self.config.move(reply)
+        move = await find_action(reply, self.config.action_regex)
         shown = await self.game.call("step", move=move)
         return Step(
             rewards={GAME: shown["reward"]},
@@ -319,7 +315,8 @@ class SelfPlayEpisode(AgentEpisode):
                     reply = response.raise_for_status().json()["choices"][0]["message"]["content"]
                     messages.append(Message(role="assistant", content=reply))
                     moves += player == self.seat
-                    shown = await game.call("step", move=self.config.move(reply))
+                    move = await find_action(reply, self.config.action_regex)
+                    shown = await game.call("step", move=move)
         finally:
             await game.close()
         return AgentResult({GAME: shown["reward"]}, _metrics(moves, shown), {"reason": shown["reason"]})

@@ -21,7 +21,7 @@ from marin_rl.environments.base import (
     Step,
     check_invalid_reward,
 )
-from marin_rl.environments.external import action_of, bounded_text, require_package
+from marin_rl.environments.external import bounded_text, find_action, require_package
 from marin_rl.environments.game_process import GameError, GameProcess, GameServer, call_each
 from marin_rl.environments.games import View
 from marin_rl.environments.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
@@ -170,10 +170,6 @@ class TextWorldConfig(EnvironmentConfig):
             text = shown["text"]
         return Message(role="user", content=bounded_text(notice + text, self.max_characters))
 
-    def command(self, reply: str) -> str:
-        """Return the command in a reply; empty if there is none."""
-        return action_of(reply, self.command_regex)
-
 
 @dataclasses.dataclass
 class TextWorldEpisode:
@@ -192,7 +188,7 @@ class TextWorldEpisode:
         Raises:
             GameError: if the game raised an error or its process ended.
         """
-        shown = await self.game.call("step", command=self.config.command(reply))
+        shown = await self.game.call("step", command=await find_action(reply, self.config.command_regex))
         self.steps += 1
         invalid = shown["command"] is None
         self.invalid += invalid

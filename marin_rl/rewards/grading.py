@@ -6,7 +6,6 @@
 import abc
 import dataclasses
 import math
-import re
 from typing import ClassVar, Protocol, runtime_checkable
 
 import draccus
@@ -14,7 +13,7 @@ import draccus
 from marin_rl.config_fields import check_finite
 from marin_rl.rewards.math_grader import MathVerifyGrader
 from marin_rl.rewards.math_worker import GroundTruthError
-from marin_rl.rewards.reply_text import check_pattern
+from marin_rl.rewards.reply_text import check_pattern, search_reply
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +30,12 @@ class FormatConfig:
         check_finite(self, "weight", name="format")
 
     def reward(self, reply: str) -> float:
-        """Return the reward component `format` of a reply.
+        """Return the reward component `format` of a reply. Blocks while another process searches the reply.
 
         >>> FormatConfig(regex=r"-?[0-9]+", weight=0.5).reward("46")
         0.5
         """
-        return self.weight if re.fullmatch(self.regex, reply) else 0.0
+        return 0.0 if search_reply(self.regex, reply, whole=True) is None else self.weight
 
 
 @runtime_checkable

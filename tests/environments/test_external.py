@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from marin_rl.environments.external import MissingPackageError, require_package, run_in_thread
+from marin_rl.environments.external import MissingPackageError, find_action, require_package, run_in_thread
+from marin_rl.rewards import reply_text
 
 
 def test_a_missing_package_names_the_extra():
@@ -17,6 +18,27 @@ def test_a_missing_package_names_the_extra():
         match=r"environment.type 'games' needs the package no_games.*pip install 'marin_rl\[games\]'",
     ):
         require_package("no_games", "games")
+
+
+@pytest.mark.parametrize(
+    ("regex", "reply", "action"),
+    [
+        (None, "<think>north?</think> go east ", "go east"),
+        (r"\[(\w+)\]", "go [east] or [west]", "west"),
+        (r"\[(\w+)\]", "go east", ""),
+        (r"(e)|(w)", "w", ""),
+        (r"(e+)+w", "e" * 100, ""),
+    ],
+)
+def test_an_action_is_found_beside_other_coroutines(monkeypatch, regex: str | None, reply: str, action: str):
+    monkeypatch.setattr(reply_text, "SEARCH_SECONDS", 0.2)
+
+    async def find() -> tuple[bool, str]:
+        found = asyncio.ensure_future(find_action(reply, regex))
+        await asyncio.sleep(0)
+        return found.done(), await found
+
+    assert asyncio.run(find()) == (regex is None, action)
 
 
 def test_coroutines_run_within_another_event_loop():

@@ -9,6 +9,7 @@ import pytest
 
 from marin_rl.environments.base import Split
 from marin_rl.environments.single_turn import SingleTurnEnvironment
+from marin_rl.rewards import reply_text
 from marin_rl.rewards.grading import FormatConfig
 from marin_rl.types import Message, Task
 from tests.one_reply import answer
@@ -52,6 +53,27 @@ def test_reply_regex_extracts_the_scored_text():
     made = environment(reply_regex=r"<a>(.*?)</a>", format=FormatConfig(regex=r"<a>.*</a>"))
     assert answer(made, TASK, "<a>2</a>").rewards == {"correct": 1.0, "format": 1.0}
     assert answer(made, TASK, "2").rewards == {"correct": 0.0, "format": 0.0}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"reply_regex": "(a+)+b"}, {"format": FormatConfig(regex="(a+)+b")}], ids=["reply_regex", "format"]
+)
+def test_a_search_without_end_does_not_block_other_episodes(monkeypatch, fields):
+    monkeypatch.setattr(reply_text, "SEARCH_SECONDS", 0.2)
+    finished = []
+
+    async def play(reply: str, made: SingleTurnEnvironment) -> dict[str, float]:
+        episode = await made.start(TASK, 0)
+        step = await episode.step(reply)
+        finished.append(reply)
+        return dict(step.rewards)
+
+    async def play_both() -> list[dict[str, float]]:
+        return await asyncio.gather(play("a" * 100, environment(**fields)), play("2", environment()))
+
+    slow, fast = asyncio.run(play_both())
+    assert finished == ["2", "a" * 100]
+    assert (set(slow.values()), fast) == ({0.0}, {"correct": 1.0})
 
 
 def test_exceptions_of_the_grader_propagate():

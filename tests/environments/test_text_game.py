@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from marin_rl.environments.base import Episode, Split, Step
 from marin_rl.environments.games import View, draw_start, make_prototype
 from marin_rl.environments.text_game import TextGameConfig, TextGameEnvironment, TextGameEpisode, parse_action
+from marin_rl.rewards import reply_text
 from marin_rl.types import Message, Task
 
 STILL = {"is_slippery": False}
@@ -349,8 +350,8 @@ LAKE = LINE_START.prototype.board
 CONFIG = TextGameConfig(id="FrozenLake-v1", view=View.COMPACT)
 
 
-def episode(max_steps: int | None = None, **rewards: float) -> TextGameEpisode:
-    config = dataclasses.replace(CONFIG, max_steps=max_steps, **rewards)
+def episode(max_steps: int | None = None, **fields: float | str) -> TextGameEpisode:
+    config = dataclasses.replace(CONFIG, max_steps=max_steps, **fields)
     return TextGameEpisode(config, LINE_START, *LINE_START.begin(0))
 
 
@@ -376,6 +377,19 @@ def episode(max_steps: int | None = None, **rewards: float) -> TextGameEpisode:
 def test_the_last_action_name_counts(view: View, regex: str | None, reply: str, action: str | None):
     number = parse_action(reply, LAKE, view, regex)
     assert (None if number is None else LAKE.actions[number]) == action
+
+
+def test_a_search_without_end_is_no_action_and_runs_in_a_thread(monkeypatch):
+    monkeypatch.setattr(reply_text, "SEARCH_SECONDS", 0.2)
+    game = episode(action_regex=r"(r+)+l")
+
+    async def step_beside_another() -> tuple[bool, Step]:
+        step = asyncio.ensure_future(game.step("r" * 100))
+        await asyncio.sleep(0)
+        return step.done(), await step
+
+    was_done, step = asyncio.run(step_beside_another())
+    assert (was_done, step.action) == (False, None)
 
 
 def test_a_reply_without_an_action_does_not_change_the_game():
