@@ -25,6 +25,7 @@ from marin_rl.event_loop import gather_all
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component
 from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.judge_answers import (
+    SCORE_REGEX,
     JudgeComparison,
     JudgeCriterion,
     RetryableError,
@@ -36,6 +37,7 @@ from marin_rl.rewards.judge_answers import (
     read_score,
     read_winner,
     shown_order,
+    verdict_text,
 )
 from marin_rl.rewards.reply_text import check_pattern
 from marin_rl.rewards.sandbox.pool import Sandbox
@@ -44,11 +46,6 @@ from marin_rl.types import MAX_REWARD
 T = TypeVar("T")
 
 _PLACEHOLDERS = re.compile(r"\{(conversation|conversations|ground_truth|rubric)\}")
-# A line such as `**Final score:** 0.8/1`; not a part of a number, a percentage or a range such as `0-1`.
-_SCORE_REGEX = (
-    r"(?im)^[^\w\n]*(?:(?:final|overall)\s+)?score[^\w\n:=]*[:=][ \t*`\"'(\[<$]*"
-    r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?)(?![\w%]|[.,]\d|[ \t]*-[ \t]*\d)"
-)
 _RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 
 
@@ -78,9 +75,10 @@ class LlmJudgeConfig(RewardComponentConfig):
     """With `scope: pointwise`, criteria that the judge scores one by one; the score is their weighted mean."""
     separate_criteria: bool = False
     """One call per criterion instead of one call for the whole rubric."""
-    score_regex: str = _SCORE_REGEX
+    score_regex: str = SCORE_REGEX
     """With `scope: pointwise` and no rubric, group 1 of its last match in the judge's answer is the score. By default
-    the last line that starts with `Score: <number>` or `Final score: <number>`, in Markdown or plain."""
+    `score` of a JSON object, or the last line that starts with `Score: <number>` or `Final score: <number>`, in
+    Markdown or plain. Thoughts of the judge (`<think>...</think>`) are not read."""
     lowest: float = 0.0
     """Minimum valid score; an answer with a lower score is invalid."""
     highest: float = 1.0
@@ -138,7 +136,7 @@ class LlmJudgeConfig(RewardComponentConfig):
                 f"rewards: the prompt of {self.name!r} contains {unused}, which is not replaced with scope: "
                 f"{self.scope.value}; use {placeholder}"
             )
-        if is_group and self.score_regex != _SCORE_REGEX:
+        if is_group and self.score_regex != SCORE_REGEX:
             form = "Winner" if self.comparison is JudgeComparison.PAIRWISE else self.comparison.value.capitalize()
             raise ValueError(
                 f"rewards: score_regex of {self.name!r} is not used with scope: group, because the judge answers with "
@@ -160,7 +158,7 @@ class LlmJudgeConfig(RewardComponentConfig):
                 wanted = "separate_criteria" if self.separate_criteria else "{rubric} in the prompt"
                 raise ValueError(f"rewards: {wanted} of {self.name!r} requires a rubric, but rubric is empty")
             return
-        if self.scope is not RewardScope.POINTWISE or self.score_regex != _SCORE_REGEX:
+        if self.scope is not RewardScope.POINTWISE or self.score_regex != SCORE_REGEX:
             found = "score_regex" if self.scope is RewardScope.POINTWISE else f"scope: {self.scope.value}"
             raise ValueError(
                 f"rewards: {self.name!r} has a rubric, whose criteria are read from a line `Scores: NAME=NUMBER, ...` "
@@ -342,7 +340,8 @@ class LlmJudge:
                     attempt += 1
                     try:
                         answer = await self._attempt(values, usage)
-                        return read(answer), answer
+                        # In a thread: the pattern of a config is searched for in another process.
+                        return await asyncio.to_thread(lambda text: read(verdict_text(text)), answer), answer
                     except RetryableError as error:
                         if attempt > self._config.retries:
                             detail = f"no score after {attempt} attempts; last problem: {error.detail}"
@@ -387,14 +386,14 @@ class LlmJudge:
             )
         if not isinstance(answer, str):
             raise RetryableError(RewardFailure.REQUEST, f"no chat completion: {text[:200]!r}")
-        return answer
+        return _without_surrogates(answer)
 
     def _body(self, values: dict[str, str]) -> dict[str, Any]:
         # Substitute all placeholders at once: a conversation that contains "{ground_truth}" must not receive it.
         prompt = _PLACEHOLDERS.sub(lambda match: values.get(match[1], match[0]), self._config.prompt)
         return {
             "model": self._config.model,
-            "messages": [{"role": "user", "content": prompt}],
+            "messages": [{"role": "user", "content": _without_surrogates(prompt)}],
             "temperature": self._config.temperature,
             "max_tokens": self._config.max_tokens,
         }
@@ -415,6 +414,11 @@ class LlmJudge:
             return read_api_key(self._config.api_key_env)
         except ValueError as error:
             raise RewardConfigError(f"reward {self.name!r}: {error}") from None
+
+
+def _without_surrogates(text: str) -> str:
+    """Replace lone surrogates, which neither a request nor a result can hold."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _as_json(value: Any) -> str:

@@ -1,21 +1,36 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Answers of an LLM judge as scores: numbers, named criteria, comparisons of a group and of pairs."""
+"""Answers of an LLM judge as scores: numbers, named criteria, comparisons of a group and of pairs.
+
+An answer is text that a model wrote. It is read in linear time: a JSON object if the answer is one or ends with one in
+a code block, otherwise its last line in the expected form.
+"""
 
 import dataclasses
 import enum
+import json
 import random
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from marin_rl.rewards.component import check_component
 from marin_rl.rewards.functions import RewardCallError, RewardFailure
+from marin_rl.rewards.reply_text import Found, graded_text, search_reply
 from marin_rl.seeds import derive_seed
 
-_LINE = re.compile(r"^\W*(scores|ranking|winner)\W*[:=]\s*(.*?)\W*$", re.IGNORECASE | re.MULTILINE)
+MAX_CHARACTERS = 2**16
+"""Characters at the end of an answer that are read."""
+# A line such as `**Final score:** 0.8/1`; not a part of a number, a percentage or a range such as `0-1`.
+SCORE_REGEX = (
+    r"(?im)^[^\w\n]*(?:(?:final|overall)\s+)?score[^\w\n:=]*[:=][ \t*`\"'(\[<$]*"
+    r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?)(?![\w%]|[.,]\d|[ \t]*-[ \t]*\d)"
+)
+"""The default pattern of a score, which needs linear time."""
+_KIND = re.compile(r"\W*(scores|ranking|winner)\W*[:=]", re.IGNORECASE)
+"""Start of a line with a verdict."""
 _OF = re.compile(r"[\s*_`\"')\]]*(?:/|out of)[\s*_`]*(\d+(?:\.\d+)?)", re.IGNORECASE)
 """The highest score, as in `0.8/1` and `8 out of 10`."""
 _SEPARATORS = re.compile(r"[\s,>]+")
@@ -81,31 +96,64 @@ class ScoreRange(NamedTuple):
             raise _unreadable(f"{name} {score} is not between {self.lowest} and {self.highest}")
 
 
-def read_score(answer: str, pattern: str, valid: ScoreRange) -> float:
-    """Read the score of one rollout: group 1 of the last match of a pattern.
+def verdict_text(answer: str) -> str:
+    r"""Return the part of an answer that holds its verdict: after its thoughts, at most `MAX_CHARACTERS` at the end.
+
+    Raises:
+        RetryableError: if its thoughts are not closed.
+
+    >>> verdict_text("<think>Score: 1?</think>Score: 0")
+    'Score: 0'
+    """
+    text = graded_text(answer)
+    if text is None:
+        raise _unreadable("the answer has a <think> that is not closed, and so no verdict; raise max_tokens")
+    if len(text) > MAX_CHARACTERS:
+        # A part of the first line could be another verdict.
+        text = text[-MAX_CHARACTERS:].partition("\n")[2]
+    return text
+
+
+def read_score(text: str, pattern: str, valid: ScoreRange) -> float:
+    """Read the score of one rollout: `score` of a JSON object, or group 1 of the last match of a pattern.
+
+    Blocks with another pattern than `SCORE_REGEX`, which is searched for in another process, and alone.
+
+    Args:
+        text: the verdict.
+        pattern: the pattern.
+        valid: the valid scores.
 
     Raises:
         RetryableError: if there is no match, it is not a number in the range, or `/` follows with another number than
             the highest score.
 
-    >>> read_score("Score: 0.8/1", r"Score: ([0-9.]+)", ScoreRange(0.0, 1.0))
+    >>> read_score("Score: 0.8/1", SCORE_REGEX, ScoreRange(0.0, 1.0))
     0.8
+    >>> read_score('{"score": 0.5}', SCORE_REGEX, ScoreRange(0.0, 1.0))
+    0.5
     """
-    match = deque(re.finditer(pattern, answer), 1)
-    score = _number(match[0][1]) if match else None
-    if score is None:
-        raise _unreadable(f"no score in {answer[-200:]!r}")
-    if (of := _OF.match(answer, match[0].end(1))) and float(of[1]) != valid.highest:
+    if pattern == SCORE_REGEX and (values := _json_object(text)) is not None:
+        found = Found(_member(values, "score"), "")
+    elif pattern == SCORE_REGEX:
+        matches = deque(re.finditer(pattern, text), 1)
+        found = Found(matches[0][1], text[matches[0].end(1) :][:100]) if matches else None
+    else:
+        found = search_reply(pattern, text)
+    score = None if found is None else _number(found.group)
+    if found is None or score is None:
+        raise _unreadable(f"no score in {text[-200:]!r}")
+    if (of := _OF.match(found.following)) and float(of[1]) != valid.highest:
         raise _unreadable(f"score {score} is one of {of[1]}, but the highest score is {valid.highest}")
     valid.check(score)
     return score
 
 
-def read_criteria(answer: str, names: Sequence[str], valid: ScoreRange) -> dict[str, float]:
-    r"""Read one score per criterion from the last line `Scores: NAME=0.5, NAME=1`, also as a JSON object.
+def read_criteria(text: str, names: Sequence[str], valid: ScoreRange) -> dict[str, float]:
+    r"""Read one score per criterion from the last line `Scores: NAME=0.5, NAME=1`, or from a JSON object.
 
     Args:
-        answer: the judge's answer.
+        text: the verdict.
         names: the criteria.
         valid: the valid scores.
 
@@ -119,13 +167,8 @@ def read_criteria(answer: str, names: Sequence[str], valid: ScoreRange) -> dict[
     >>> read_criteria("Good.\nScores: clear=1, short=0.5", ["short", "clear"], ScoreRange(0.0, 1.0))
     {'short': 0.5, 'clear': 1.0}
     """
-    line = _last_line(answer, "scores")
     scores: dict[str, float] = {}
-    for part in line.split(","):
-        name, _, text = (piece.strip(_QUOTES) for piece in part.replace(":", "=").partition("="))
-        score = _number(text)
-        if score is None:
-            raise _unreadable(f"{part.strip()[:100]!r} is not `criterion=score`")
+    for name, score in _scored_criteria(text, names):
         if name not in names:
             raise _unreadable(f"{name[:100]!r} is not a criterion; the criteria are {', '.join(names)}")
         if name in scores:
@@ -133,15 +176,34 @@ def read_criteria(answer: str, names: Sequence[str], valid: ScoreRange) -> dict[
         valid.check(score, f"score of {name!r}")
         scores[name] = score
     if missing := [name for name in names if name not in scores]:
-        raise _unreadable(f"no score for {', '.join(missing)} in {line[:200]!r}")
+        raise _unreadable(f"no score for {', '.join(missing)} in {text[-200:]!r}")
     return {name: scores[name] for name in names}
 
 
-def read_comparison(answer: str, count: int, comparison: JudgeComparison, valid: ScoreRange) -> list[float]:
-    """Read the scores of a group from the last line `Scores: ...` or `Ranking: ...`.
+def _scored_criteria(text: str, names: Sequence[str]) -> Iterable[tuple[str, float]]:
+    values = _json_object(text)
+    if values is None:
+        parts = [part.replace(":", "=").partition("=") for part in _last_line(text, "scores").split(",")]
+        pairs: Iterable[tuple[str, Any]] = [(name.strip(_QUOTES), score.strip(_QUOTES)) for name, _, score in parts]
+    else:
+        inner = _member(values, "scores", values)
+        if not isinstance(inner, Mapping):
+            raise _unreadable(f"`scores` of the JSON object is of type {type(inner).__name__}, not an object")
+        # Next to the criteria, the object of the answer may hold an explanation.
+        pairs = [item for item in inner.items() if inner is not values or item[0] in names]
+    for name, value in pairs:
+        score = _number(value)
+        if score is None:
+            shown = f"{name}={value}" if value and isinstance(value, str | int | float) else name
+            raise _unreadable(f"{shown[:100]!r} is not `criterion=score`")
+        yield name, score
+
+
+def read_comparison(text: str, count: int, comparison: JudgeComparison, valid: ScoreRange) -> list[float]:
+    """Read the scores of a group from the last line `Scores: ...` or `Ranking: ...`, or from a JSON object.
 
     Args:
-        answer: the judge's answer.
+        text: the verdict.
         count: number of rollouts shown.
         comparison: `SCORES` or `RANKING`.
         valid: the valid scores.
@@ -153,24 +215,30 @@ def read_comparison(answer: str, count: int, comparison: JudgeComparison, valid:
         RetryableError: if there is no such line, it does not have `count` numbers, a score is out of range, or the
             ranking is not a permutation.
     """
-    line = _last_line(answer, comparison.value)
-    numbers = [_number(part) for part in _SEPARATORS.split(line.lstrip("[(*` \t"))]
+    verdict = _json_object(text)
+    if verdict is None:
+        line = _last_line(text, comparison.value)
+        parts: Sequence[Any] = _SEPARATORS.split(line.lstrip("[(*` \t"))
+    else:
+        line, listed = text, _member(verdict, comparison.value)
+        parts = listed if isinstance(listed, list) else []
+    numbers = [_number(part) for part in parts]
     values = [number for number in numbers if number is not None]
     if len(values) != len(numbers) or len(values) != count:
-        raise _unreadable(f"{line[:200]!r} is not {count} numbers")
+        raise _unreadable(f"{line!r:.200} is not {count} numbers")
     if comparison is JudgeComparison.SCORES:
         for score in values:
             valid.check(score)
         return values
     if sorted(values) != list(range(1, count + 1)):
-        raise _unreadable(f"{line[:200]!r} does not rank each of 1 to {count} once")
+        raise _unreadable(f"{line!r:.200} does not rank each of 1 to {count} once")
     ranks = {int(number): rank for rank, number in enumerate(values)}
     step = (valid.highest - valid.lowest) / max(count - 1, 1)
     return [valid.highest - ranks[number] * step for number in range(1, count + 1)]
 
 
-def read_winner(answer: str) -> float:
-    """Read the points of rollout A from the last line `Winner: A`, `Winner: B` or `Winner: tie`.
+def read_winner(text: str) -> float:
+    """Read the points of rollout A from the last line `Winner: A`, `Winner: B` or `Winner: tie`, or a JSON object.
 
     Returns:
         1 if A wins, 0 if B wins, 0.5 for a tie.
@@ -178,10 +246,11 @@ def read_winner(answer: str) -> float:
     Raises:
         RetryableError: if there is no such line, or it names something else.
     """
-    line = _last_line(answer, "winner")
-    points = _POINTS.get(line.strip(_QUOTES).lower())
+    values = _json_object(text)
+    winner = _last_line(text, "winner") if values is None else _member(values, "winner")
+    points = _POINTS.get(winner.strip(_QUOTES).lower()) if isinstance(winner, str) else None
     if points is None:
-        raise _unreadable(f"the winner is {line[:100]!r}, expected A, B or tie")
+        raise _unreadable(f"the winner is {(winner if values is None else text)[:100]!r}, expected A, B or tie")
     return points
 
 
@@ -274,20 +343,58 @@ def pair_results(count: int, points: Mapping[tuple[int, int], tuple[float, float
     ]
 
 
-def _last_line(answer: str, kind: str) -> str:
-    """Return the text after the last `Kind:`."""
-    lines = [match[2] for match in _LINE.finditer(answer) if match[1].lower() == kind]
-    if not lines:
-        raise _unreadable(f"no line `{kind.capitalize()}: ...` in {answer[-200:]!r}")
-    return lines[-1]
+def _last_line(text: str, kind: str) -> str:
+    """Return the text after the last `Kind:` at the start of a line, without punctuation at its end."""
+    following = ""
+    for line in reversed(text.split("\n")):
+        match = _KIND.match(line)
+        if match is not None and match[1].lower() == kind:
+            value = line[match.end() :].strip() or following
+            # Not `re.sub(r"\W*$")`, whose time is quadratic.
+            end = next((place for place in range(len(value), 0, -1) if _is_word(value[place - 1])), 0)
+            return value[:end]
+        following = line.strip() or following
+    raise _unreadable(f"no line `{kind.capitalize()}: ...` in {text[-200:]!r}")
+
+
+def _is_word(character: str) -> bool:
+    return character.isalnum() or character == "_"
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that a verdict is, or with which it ends in a code block; None if there is none."""
+    text = text.strip()
+    if text.endswith("```") and (start := text.rfind("```", 0, -3)) >= 0:
+        block = text[start + 3 : -3]
+        text = block[max(block.find("{"), 0) :].strip()
+    if not text.startswith("{"):
+        return None
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise _unreadable("the JSON object repeats a key")
+    return values
+
+
+def _member(values: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """Return the value of a key in any case."""
+    return next((value for key, value in values.items() if key.lower() == name), default)
 
 
 def _unreadable(problem: str) -> RetryableError:
     return RetryableError(RewardFailure.INVALID_ANSWER, problem)
 
 
-def _number(text: str) -> float | None:
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
     try:
-        return float(text)
-    except ValueError:
+        return float(value)
+    except (ValueError, OverflowError):
         return None

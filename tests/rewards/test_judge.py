@@ -196,6 +196,13 @@ def test_judged_text_is_data(endpoint: Endpoint, request_of):
     assert json.loads(conversation)[1] == {"role": "assistant", "content": hostile}
 
 
+def test_lone_surrogates_are_replaced(endpoint: Endpoint, request_of):
+    endpoint.replies = lambda count: reply_with("\ud800 good\nScore: 0.5")
+    [result] = judge(config(endpoint), request_of("\ud800\udc00 \udfff", ground_truth="\ud800"))
+    assert (result.score, result.reason) == (0.5, "? good\nScore: 0.5")
+    assert "?? ?" in endpoint.received[0]["messages"][0]["content"]
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("first", "problem"),
