@@ -5,25 +5,29 @@
 
 import dataclasses
 import logging
+import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.environments.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
-from marin_rl.errors import nearest
 from marin_rl.rewards.grading import FormatConfig
+from marin_rl.rewards.grading_process import NoAnswerError, ask
+from marin_rl.rewards.reasoning_gym_worker import DatasetError
 from marin_rl.rewards.reply_text import check_pattern, extract_last
 from marin_rl.types import Message, Task
-
-if TYPE_CHECKING:
-    from reasoning_gym.dataset import ProceduralDataset
 
 logger = logging.getLogger(__name__)
 
 FULL_SCORE = 1.0
 """Score of a right answer in reasoning-gym."""
+SCORE_SECONDS = 10.0
+"""CPU time after which the scoring of a reply is given up. The first reply to a problem includes its creation."""
+_ITEMS_PER_REQUEST = 100
+_DRAW_SECONDS = 600.0
+"""CPU time for the creation of so many problems."""
 
 
 @EnvironmentConfig.register_subclass("reasoning_gym")
@@ -35,8 +39,8 @@ class ReasoningGymConfig(EnvironmentConfig):
     one or two digits has 16,400: 10,000 draws give 4,500 and 100,000 give 15,700, since half of the draws are among
     the 200 sums of one digit.
 
-    Some scorers (`countdown`, `puzzle24`, …) evaluate the reply as an expression in this process. Use them only with
-    models whose output you trust.
+    reasoning-gym runs in other processes. A reply that its scorer cannot grade within the limits on time and memory
+    scores 0.
     """
 
     task: str
@@ -96,59 +100,33 @@ class ReasoningGymConfig(EnvironmentConfig):
         Raises:
             ValueError: if reasoning-gym has no such task or option, or rejects the values.
         """
-        dataset = self._create_dataset()
         name = self.task if self.name is None else self.name
         source = f"reasoning-gym task {self.task!r}"
-        entries: dict[str, Mapping[str, Any]] = {}
-        problems = without_duplicates(self._problems(dataset, name, entries), source)
+        items: dict[str, _Item] = {}
+        problems = without_duplicates(self._problems(name, items), source)
         return SingleTurnEnvironment(
             name=name,
             splits=split_problems(problems, self.held_out, self.validation, source),
-            score=lambda task, reply: self._score(dataset, entries[task.id], task.answer, reply),
+            score=lambda task, reply: self._score(items[task.id], task.answer, reply),
             format=self.format,
             reply_regex=self.reply_regex,
+            blocks=True,
         )
 
-    def _create_dataset(self) -> "ProceduralDataset":
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-
-        if self.task not in DATASETS:
-            raise ValueError(f"reasoning-gym has no task {self.task!r}; {nearest(self.task, sorted(DATASETS))}")
-        known = {field.name for field in dataclasses.fields(DATASETS[self.task][1])} - {"seed", "size"}
-        for option in self.options:
-            if option not in known:
-                raise ValueError(
-                    f"reasoning-gym task {self.task!r} has no option {option!r}; {nearest(option, sorted(known))}"
-                )
-        try:
-            return reasoning_gym.create_dataset(self.task, seed=self.seed, size=self.size, **self.options)
-        except (AssertionError, TypeError, ValueError) as error:
-            raise ValueError(f"reasoning-gym task {self.task!r} rejects the options {self.options}: {error}") from error
-
-    def _problems(
-        self, dataset: "ProceduralDataset", name: str, entries: dict[str, Mapping[str, Any]]
-    ) -> Iterator[Problem]:
-        """Draw the problems, and add their entries of the dataset to `entries` by problem id."""
+    def _problems(self, name: str, items: dict[str, "_Item"]) -> Iterator[Problem]:
+        """Draw the problems, and add the item of each to `items` by problem id."""
         system = () if self.system_prompt is None else (Message(role="system", content=self.system_prompt),)
-        for index in range(self.size):
-            try:
-                entry = dataset[index]
-            except Exception as error:
-                raise ValueError(
-                    f"reasoning-gym task {self.task!r} with the options {self.options} cannot create item {index}: "
-                    f"{error!r}"
-                ) from error
-            text = self._prompt(entry["question"])
-            kept = entries.setdefault(problem_id(text), entry)
-            if kept["question"] != entry["question"] and kept["answer"] != entry["answer"]:
+        for item in self._draw():
+            text = self._prompt(item.question)
+            kept = items.setdefault(problem_id(text), item)
+            if kept.question != item.question and kept.answer != item.answer:
                 raise ValueError(
                     f"prompt_regex {self.prompt_regex!r} and remove_whitespace {self.remove_whitespace} map two "
-                    f"problems with the answers {kept['answer']!r} and {entry['answer']!r} to the same prompt "
+                    f"problems with the answers {kept.answer!r} and {item.answer!r} to the same prompt "
                     f"{text!r}; keep the difference in the prompt"
                 )
             # Tasks with many right answers (rubiks_cube, …) have no answer.
-            answer = "" if entry["answer"] is None else str(entry["answer"])
+            answer = item.answer or ""
             task = Task(
                 id=problem_id(text),
                 environment=name,
@@ -156,7 +134,29 @@ class ReasoningGymConfig(EnvironmentConfig):
                 answer=answer,
                 worked_answer=self._worked_answer(answer),
             )
-            yield Problem(text, task, where=f"{self.task} item {index}")
+            yield Problem(text, task, where=f"{self.task} item {item.index}")
+
+    def _draw(self) -> "Iterator[_Item]":
+        for start in range(0, self.size, _ITEMS_PER_REQUEST):
+            stop = min(start + _ITEMS_PER_REQUEST, self.size)
+            try:
+                response = self._ask({"items": [start, stop]}, _DRAW_SECONDS)
+            except NoAnswerError as error:
+                raise ValueError(
+                    f"reasoning-gym task {self.task!r} with the options {self.options} cannot create the items "
+                    f"{start} to {stop - 1}: {error}"
+                ) from error
+            for index, (question, answer) in enumerate(response["problems"], start):
+                yield _Item(index, question, answer)
+
+    def _ask(self, request: Mapping[str, Any], cpu_seconds: float) -> Mapping[str, Any]:
+        dataset = {"task": self.task, "options": self.options, "seed": self.seed, "size": self.size}
+        response = ask(
+            "marin_rl.rewards.reasoning_gym_worker:open_grader", {"dataset": dataset, **request}, cpu_seconds
+        )
+        if "error" in response:
+            raise DatasetError(response["error"])
+        return response
 
     def _prompt(self, question: str) -> str:
         prompt = question if self.prompt_regex is None else extract_last(self.prompt_regex, question)
@@ -172,18 +172,24 @@ class ReasoningGymConfig(EnvironmentConfig):
             return None
         return worked or None
 
-    def _score(self, dataset: "ProceduralDataset", entry: Mapping[str, Any], exact: str, reply: str) -> float:
+    def _score(self, item: "_Item", exact: str, reply: str) -> float:
         answer = reply[::-1] if self.reverse_answer else reply
         if self.exact_answer and answer != exact:
             return 0.0
+        request = {"item": item.index, "question": item.question, "reply": answer}
         try:
-            score = float(dataset.score_answer(answer, dict(entry)))
-        except Exception as error:
-            # Some scorers raise for text without the expected form (`int("hello")`). Such a reply is wrong; the rollout
-            # does not fail, provided that the scorer accepts the answer of this problem.
-            if entry["answer"] is None:
-                raise
-            dataset.score_answer(entry["answer"], dict(entry))
-            logger.debug("%s: the scorer raised for %.200r, scored 0: %r", self.task, answer, error)
+            score = self._ask(request, SCORE_SECONDS)["score"]
+        except NoAnswerError as error:
+            logger.warning("the scorer of %s gave up on a reply, graded 0: %.200r: %s", self.task, answer, error)
             return 0.0
-        return score if self.partial_credit else float(score >= FULL_SCORE)
+        if not self.partial_credit:
+            return float(score >= FULL_SCORE)
+        return min(score, FULL_SCORE) if math.isfinite(score) else 0.0
+
+
+class _Item(NamedTuple):
+    """A problem as reasoning-gym draws it."""
+
+    index: int
+    question: str
+    answer: str | None

@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import pytest
-import reasoning_gym.factory
 
+from marin_rl.environments import reasoning_gym
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.environments.reasoning_gym import ReasoningGymConfig
+from marin_rl.rewards.reasoning_gym_worker import DatasetError
 from tests.one_reply import answer
 
 TWO_TERMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
@@ -131,13 +132,45 @@ def test_tasks_without_one_right_answer_have_no_worked_answer():
 def test_a_scorer_that_fails_on_the_right_answer_propagates(monkeypatch):
     environment = chain_sum()
     task = environment.tasks(Split.TRAIN)[0]
-
-    def broken(self, answer, entry):
-        raise RuntimeError("broken scorer")
-
-    monkeypatch.setattr(reasoning_gym.factory.DATASETS["chain_sum"][0], "score_answer", broken)
-    with pytest.raises(RuntimeError, match="broken scorer"):
+    monkeypatch.setattr(reasoning_gym, "ask", lambda *arguments: {"error": "broken scorer"})
+    with pytest.raises(DatasetError, match="broken scorer"):
         answer(environment, task, "1")
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("task", "reply"),
+    [
+        ("countdown", "9**9**9"),
+        ("countdown", "(" * 5000 + "1" + ")" * 5000),
+        ("countdown", "__import__('os').abort()"),
+        ("puzzle24", "factorial(10**9)"),
+        ("puzzle24", "lambdify([], '24')()"),
+        ("simple_integration", "Integral(exp(exp(sin(x)**x)), (x, 0, 10**9)).doit()"),
+        ("polynomial_multiplication", "(x+1)**(10**9)"),
+        ("n_queens", "[[0] * 10**9] * 10**9"),
+        ("n_queens", "exit()"),
+        ("string_insertion", "print('a' * 10**6)"),
+        ("binary_matrix", "__import__('time').sleep(1000)"),
+        ("spiral_matrix", "[x for x in iter(int, 1)]"),
+    ],
+)
+def test_a_reply_without_end_scores_0_beside_other_episodes(monkeypatch, task: str, reply: str):
+    monkeypatch.setattr(reasoning_gym, "SCORE_SECONDS", 1.0)
+    environment = ReasoningGymConfig(task=task, size=10, held_out=0.0, validation=0.0).build()
+    [first, second, *_] = environment.tasks(Split.TRAIN)
+    # The problems of some tasks take long to create, which counts towards their first reply.
+    assert reward(environment, second, second.answer) == reward(environment, first, first.answer) == 1.0
+    assert reward(environment, first, reply) == 0.0
+    assert reward(environment, first, first.answer) == 1.0
+
+
+def test_scores_are_finite_and_at_most_the_full_score(monkeypatch):
+    environment = chain_sum(partial_credit=True)
+    task = environment.tasks(Split.TRAIN)[0]
+    for score, expected in ((0.25, 0.25), (7.0, 1.0), (float("nan"), 0.0), (float("inf"), 0.0)):
+        monkeypatch.setattr(reasoning_gym, "ask", lambda *arguments, score=score: {"score": score})
+        assert reward(environment, task, "1") == expected
 
 
 @pytest.mark.parametrize(
