@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
+from marin_rl.environments.garbage import refuse_garbage_rewards
 from marin_rl.environments.row_format import Row, RowFormat
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.environments.splits import (
@@ -62,6 +63,8 @@ class DatasetConfig(EnvironmentConfig):
     """Share of the (other) problems for validation, by hash of their text; in [0, 1)."""
     format: FormatConfig | None = dataclasses.field(default=None, kw_only=True)
     """Optional reward for the format of the reply."""
+    allow_garbage_rewards: bool = dataclasses.field(default=False, kw_only=True)
+    """Whether to accept problems for which the grader rewards empty replies, `nan`, noise or the question itself."""
     name: str | None = dataclasses.field(default=None, kw_only=True)
     """Name for metrics; default: the file name without its extension, or the last part of a dataset's name."""
 
@@ -91,7 +94,7 @@ class DatasetConfig(EnvironmentConfig):
 
         Raises:
             ValueError: if the dataset or its split does not exist, a line is invalid (with file and line number), a
-                column is missing, or a held-out problem is also a training problem.
+                column is missing, a held-out problem is also a training problem, or the grader rewards garbage.
             FileNotFoundError: if a file is missing.
         """
         name = self._default_name() if self.name is None else self.name
@@ -106,7 +109,7 @@ class DatasetConfig(EnvironmentConfig):
         grader = self.grader.build()
         if grader is not None:
             _check_answers(grader, (*problems[:CHECKED_ANSWERS], *separate[:CHECKED_ANSWERS]))
-        return SingleTurnEnvironment(
+        environment = SingleTurnEnvironment(
             name=name,
             splits=splits,
             score=None if grader is None else lambda task, reply: grader.grade(reply, task.answer),
@@ -115,6 +118,9 @@ class DatasetConfig(EnvironmentConfig):
             blocks=grader is not None and grader.blocks,
             problem_ids={problem.task.id: problem_id(problem.text) for problem in (*problems, *separate)},
         )
+        if not self.allow_garbage_rewards:
+            refuse_garbage_rewards(environment)
+        return environment
 
     def _problems(self, source: str, name: str) -> list[Problem]:
         return without_duplicates((self.rows.problem(row, name) for row in self._read(source)), self._describe(source))

@@ -10,6 +10,8 @@ import draccus
 
 from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
+from marin_rl.environments.garbage import refuse_garbage_rewards
+from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.user_code import UserFileError, load_from_file
 
 
@@ -28,13 +30,15 @@ class FileConfig(EnvironmentConfig):
     or such a config."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of the class, or arguments of the function."""
+    allow_garbage_rewards: bool = False
+    """Whether to accept a `SingleTurnEnvironment` whose `score` rewards empty replies, `nan`, noise and the like."""
 
     def build(self) -> AbstractEnvironment:
         """Import the file and build the environment.
 
         Raises:
             UserFileError: if the file or name is invalid.
-            ValueError: if the options are invalid.
+            ValueError: if the options are invalid, or `score` rewards garbage.
         """
         where = f"{self.name!r} of {self.path}"
         factory = load_from_file(self.path, self.name)
@@ -54,4 +58,6 @@ class FileConfig(EnvironmentConfig):
                 f"{where} returned {type(environment).__name__}, which is not an environment: extend "
                 "AbstractEnvironment"
             )
+        if isinstance(environment, SingleTurnEnvironment) and not self.allow_garbage_rewards:
+            refuse_garbage_rewards(environment)
         return environment

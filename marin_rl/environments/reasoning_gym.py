@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
+from marin_rl.environments.garbage import refuse_garbage_rewards
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.environments.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.rewards.grading import FormatConfig
@@ -76,6 +77,8 @@ class ReasoningGymConfig(EnvironmentConfig):
     """Share of problems for validation, by hash of the prompt; in [0, 1)."""
     format: FormatConfig | None = None
     """Optional reward for the format of the reply."""
+    allow_garbage_rewards: bool = False
+    """Whether to accept a task whose scorer rewards empty replies, `nan`, noise and the like."""
     name: str | None = None
     """Name for metrics; default: the task's name."""
 
@@ -98,13 +101,13 @@ class ReasoningGymConfig(EnvironmentConfig):
         """Draw the problems and split them.
 
         Raises:
-            ValueError: if reasoning-gym has no such task or option, or rejects the values.
+            ValueError: if reasoning-gym has no such task or option, rejects the values, or rewards garbage.
         """
         name = self.task if self.name is None else self.name
         source = f"reasoning-gym task {self.task!r}"
         items: dict[str, _Item] = {}
         problems = without_duplicates(self._problems(name, items), source)
-        return SingleTurnEnvironment(
+        environment = SingleTurnEnvironment(
             name=name,
             splits=split_problems(problems, self.held_out, self.validation, source),
             score=lambda task, reply: self._score(items[task.id], task.answer, reply),
@@ -112,6 +115,9 @@ class ReasoningGymConfig(EnvironmentConfig):
             reply_regex=self.reply_regex,
             blocks=True,
         )
+        if not self.allow_garbage_rewards:
+            refuse_garbage_rewards(environment)
+        return environment
 
     def _problems(self, name: str, items: dict[str, "_Item"]) -> Iterator[Problem]:
         """Draw the problems, and add the item of each to `items` by problem id."""
