@@ -27,10 +27,13 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RowFormat:
-    """Meaning of a dataset's columns. Optional columns may be absent if they have their default names."""
+    """Meaning of a dataset's columns. Optional columns may be absent if they have their default names.
+
+    A dot leads into a column of objects: `reward_model.ground_truth`.
+    """
 
     prompt_column: str = "prompt"
-    """Column with the question as text. A row has this one or `messages_column`."""
+    """Column with the question, as text or as a list of messages. A row has this one or `messages_column`."""
     messages_column: str = "messages"
     """Column with the question as a list of messages, each `{role: ..., content: ...}`."""
     answer_column: str = "answer"
@@ -73,30 +76,33 @@ class RowFormat:
             if messages[0]["role"] == "system":
                 raise ValueError(f"{row.where}: the row already has a system message; remove rows.system_prompt")
             messages = (Message(role="system", content=self.system_prompt), *messages)
-        given_id = _optional(row, self.id_column, default="id")
+        given_id = _optional(row, "id_column", self.id_column, default="id")
         task = Task(
             id=problem_id(text) if given_id is None else given_id,
             environment=environment,
             messages=messages,
             answer=self._answer(row),
-            worked_answer=_optional(row, self.worked_answer_column, default="worked_answer"),
+            worked_answer=_optional(row, "worked_answer_column", self.worked_answer_column, default="worked_answer"),
         )
         return Problem(text, task, row.where)
 
     def _question(self, row: Row) -> tuple[str, tuple[Message, ...]]:
-        if row.values.get(self.prompt_column) is None and row.values.get(self.messages_column) is not None:
-            messages = _messages(row, self.messages_column)
+        prompt = _value(row, self.prompt_column)
+        column = self.messages_column if prompt is None else self.prompt_column
+        if isinstance(prompt, list) or (prompt is None and _value(row, column) is not None):
+            messages = _messages(row, column)
             if self.prompt_template is not None:
                 raise ValueError(
-                    f"{row.where}: rows.prompt_template needs a {self.prompt_column!r} column; this row has messages"
+                    f"{row.where}: rows.prompt_template needs text in the {self.prompt_column!r} column; this row has "
+                    f"messages in {column!r}; put the text into the messages, or use rows.system_prompt"
                 )
             return question_text(messages), messages
-        prompt = _text(row, self.prompt_column)
+        prompt = _text(row, "prompt_column", self.prompt_column)
         content = prompt if self.prompt_template is None else self.prompt_template.replace(_PLACEHOLDER, prompt)
         return question_text([Message(role="user", content=prompt)]), (Message(role="user", content=content),)
 
     def _answer(self, row: Row) -> str:
-        text = _text(row, self.answer_column)
+        text = _text(row, "answer_column", self.answer_column)
         if self.answer_regex is None:
             return text
         answer = extract_last(self.answer_regex, text)
@@ -107,22 +113,40 @@ class RowFormat:
         return answer
 
 
-def _optional(row: Row, column: str, default: str) -> str | None:
-    if column == default and row.values.get(column) is None:
+def _value(row: Row, column: str) -> Any:
+    """Return the value of a column, or None if there is none; a dot leads into a column of objects."""
+    if column in row.values:
+        return row.values[column]
+    value: Any = row.values
+    for name in column.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _columns(row: Row) -> list[str]:
+    """Return the names of all columns, and of the members of objects."""
+    inner = [f"{name}.{key}" for name, value in row.values.items() if isinstance(value, Mapping) for key in value]
+    return [*row.values, *inner]
+
+
+def _optional(row: Row, setting: str, column: str, default: str) -> str | None:
+    if column == default and _value(row, column) is None:
         return None
-    return _text(row, column)
+    return _text(row, setting, column)
 
 
-def _text(row: Row, column: str) -> str:
-    if column not in row.values:
-        raise ValueError(f"{row.where}: there is no column {column!r}; {nearest(column, row.values)}")
-    value = row.values[column]
+def _text(row: Row, setting: str, column: str) -> str:
+    value = _value(row, column)
+    if value is None and column not in row.values:
+        raise ValueError(
+            f"{row.where}: there is no column {column!r}; {nearest(column, _columns(row))}; set rows.{setting}"
+        )
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
         raise ValueError(
-            f"{row.where}: column {column!r} holds {value!r} of type {type(value).__name__}; "
-            "it must be text or an integer"
+            f"{row.where}: column {column!r} holds {value!r:.200} of type {type(value).__name__}; "
+            f"it must be text or an integer; correct it, or set rows.{setting}"
         )
     if not value.strip():
         raise ValueError(f"{row.where}: column {column!r} is empty; fill it or remove the row")
@@ -130,7 +154,7 @@ def _text(row: Row, column: str) -> str:
 
 
 def _messages(row: Row, column: str) -> tuple[Message, ...]:
-    value = row.values[column]
+    value = _value(row, column)
     if not isinstance(value, list) or not value:
         raise ValueError(f"{row.where}: column {column!r} holds {value!r:.200}; it must be a list of messages")
     for index, item in enumerate(value):

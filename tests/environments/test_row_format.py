@@ -30,6 +30,34 @@ def test_messages_and_optional_columns():
     assert (made.task.id, made.task.answer, made.task.worked_answer) == ("7", "2", "so 2")
 
 
+@pytest.mark.parametrize("fields", [{}, {"messages_column": "prompt"}, {"prompt_column": "messages"}])
+def test_messages_in_the_prompt_column(fields):
+    system = {"role": "system", "content": "s"}
+    for messages in ([ASK], [system, ASK]):
+        values = {fields.get("prompt_column", "prompt"): messages, "answer": "2", "data_source": "sums"}
+        made = problem(values, **fields)
+        assert (made.task.messages, made.task.answer) == (tuple(messages), "2")
+        assert made.task.id == problem({"prompt": "1+1?", "answer": "2"}).task.id
+
+
+def test_columns_of_objects():
+    made = problem(
+        {
+            "data_source": "sums",
+            "prompt": [ASK],
+            "reward_model": {"style": "rule", "ground_truth": "2"},
+            "extra_info": {"index": 7, "answer": "so 2", "deep": {"er": 1}},
+        },
+        answer_column="reward_model.ground_truth",
+        id_column="extra_info.index",
+        worked_answer_column="extra_info.answer",
+    )
+    assert made.task.messages == (ASK,)
+    assert (made.task.id, made.task.answer, made.task.worked_answer) == ("7", "2", "so 2")
+    assert problem({"prompt": "a", "x": {"y.z": 1}, "x.y": "3"}, answer_column="x.y").task.answer == "3"
+    assert problem({"q": {"en": "1+1?"}, "answer": "2"}, prompt_column="q.en").task.messages == (ASK,)
+
+
 def test_gsm8k():
     made = problem(
         {"question": "q", "answer": "1+1=2\n#### 1,002"},
@@ -71,7 +99,21 @@ def test_problems_that_differ_in_white_space_are_equal():
         ({"prompt": "a", "answer": None}, {}, "column 'answer' holds None of type NoneType"),
         ({"prompt": "a", "answer": 2.5}, {}, "column 'answer' holds 2.5 of type float"),
         ({"prompt": "a", "answer": True}, {}, "column 'answer' holds True of type bool"),
-        ({"prompt": ["a"], "answer": "2"}, {}, r"column 'prompt' holds \['a'\] of type list"),
+        ({"prompt": ["a"], "answer": "2"}, {}, "column 'prompt', message 0 is 'a'"),
+        ({"prompt": [], "answer": "2"}, {}, r"column 'prompt' holds \[\]"),
+        ({"prompt": {"text": "a"}, "answer": "2"}, {}, "of type dict; it must be text .* set rows.prompt_column"),
+        ({"prompt": [ASK], "answer": "2"}, {"prompt_template": "{prompt}!"}, "has messages in 'prompt'; put the text"),
+        (
+            {"prompt": [ASK], "reward_model": {"style": "rule", "ground_truth": "2"}},
+            {},
+            "there is no column 'answer'; Valid here: .*, reward_model.ground_truth; set rows.answer_column",
+        ),
+        (
+            {"prompt": [ASK], "reward_model": {"ground_truth": "2"}},
+            {"answer_column": "reward_model.ground_truht"},
+            "no column 'reward_model.ground_truht'; did you mean 'reward_model.ground_truth'",
+        ),
+        ({"prompt": "a", "answer": "2"}, {"answer_column": "answer.value"}, "there is no column 'answer.value'"),
         ({"prompt": " ", "answer": "2"}, {}, "column 'prompt' is empty"),
         ({"prompt": "a", "answer": ""}, {}, "column 'answer' is empty"),
         ({"messages": [], "answer": "2"}, {}, r"column 'messages' holds \[\]"),
