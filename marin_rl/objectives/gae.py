@@ -90,7 +90,7 @@ def gae_advantages(
 
 
 def whitened(advantages: Sequence[Float64[np.ndarray, " _tokens"]]) -> list[Float64[np.ndarray, " _tokens"]]:
-    """Whiten advantages over all action tokens of the batch, `(A - mean A)/√(var A + 1e-8)`, with ddof = 1.
+    """Whiten advantages over all loss tokens of the step, `(A - mean A)/√(var A + 1e-8)`, with ddof = 1.
 
     The list has one array per rollout. The result has the same shapes and is exactly 0 if all advantages are equal.
 
@@ -118,7 +118,7 @@ class GaeConfig(AdvantageConfig):
     lam: float = 0.95
     """λ, in [0, 1]: 1 uses only the rewards (no bias), 0 bootstraps every step from the critic (low variance)."""
     whiten: bool = True
-    """Whether to scale advantages to mean 0 and variance 1 over the action tokens of the batch."""
+    """Whether to scale advantages to mean 0 and variance 1 over the loss tokens of the step."""
 
     def __post_init__(self) -> None:
         check_discount("advantage.gamma", self.gamma)

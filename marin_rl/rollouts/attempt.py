@@ -97,6 +97,11 @@ class Limits:
         """Maximum tokens of a task's prompt."""
         return self.max_length - 1 if self.max_prompt_length is None else self.max_prompt_length
 
+    @property
+    def prompt_setting(self) -> str:
+        """Setting that determines `longest_prompt`."""
+        return "rollouts.max_length" if self.max_prompt_length is None else "rollouts.max_prompt_length"
+
     def should_skip(self, task: Task, tokenizer: ChatTokenizer) -> bool:
         """Whether to skip a task because its prompt is too long; log the task if so.
 
@@ -132,7 +137,7 @@ class Limits:
             return tokens
         if self.long_prompts is LongPrompts.TRUNCATE_LEFT:
             return tokens[-longest:]
-        limit = "rollouts.max_length" if self.max_prompt_length is None else "rollouts.max_prompt_length"
+        limit = self.prompt_setting
         raise PromptTooLongError(
             f"task {task.id!r} of environment {task.environment!r}: its prompt has {len(tokens)} tokens, but {limit} "
             f"allows {longest}; raise {limit}, remove the task, or set rollouts.long_prompts: skip or truncate_left"

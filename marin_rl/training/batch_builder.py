@@ -25,7 +25,7 @@ from marin_rl.objectives.advantage_inputs import (
     sample_variance,
     split,
 )
-from marin_rl.objectives.importance import log_weight_statistics, mismatch_metrics
+from marin_rl.objectives.importance import OffPolicyCorrectionConfig, log_weight_statistics, mismatch_metrics
 from marin_rl.objectives.kl import MAX_LOG_RATIO
 from marin_rl.objectives.value_loss import explained_variance
 from marin_rl.rollouts.stored_rollout import StoredAdvantages
@@ -102,6 +102,7 @@ class BatchBuilder:
             metrics = self._reward_metrics(graded, k1)
             penalties = _constant(rollouts, 0.0) if k1 is None else [config.kl.reward_penalty(own) for own in k1]
             rollouts, weights = _mask_truncated(config, graded, rollouts, weights)
+            _warn_if_all_masked(config, step, rollouts, weights)
             inputs = _advantage_inputs(graded, rollouts, penalties)
             of_graded = iter(inputs)
             grouped = [
@@ -250,6 +251,7 @@ def _correct(
     log_weights = _split_actions(rollouts, difference)
     weights = config.off_policy_correction.weights(log_weights)
     metrics = mismatch_metrics(log_weight_statistics(log_weights), log_weights)
+    metrics["mismatch/zero_share"] = float(np.mean(np.concatenate(weights) == 0))
     corrected = [
         dataclasses.replace(rollout, policy_logprobs=scores.logprobs)
         for rollout, scores in zip(rollouts, own, strict=True)
@@ -287,6 +289,29 @@ def _mask_truncated(
         [without_loss(rollout) if cut else rollout for rollout, cut in zip(rollouts, cut_off, strict=True)],
         [np.zeros(0) if cut else kept for kept, cut in zip(weights, cut_off, strict=True)],
     )
+
+
+def _warn_if_all_masked(
+    config: TrainConfig, step: int, rollouts: Sequence[ProcessedRollout], weights: Sequence[Tokens]
+) -> None:
+    """Log a warning with the cause and the remedy if the policy learns nothing in a step because all is masked."""
+    if not any(rollout.num_loss_tokens for rollout in rollouts):
+        logger.warning(
+            "step %d makes no update: a limit cut off all %d rollouts, and truncation: {type: mask} masks them. Raise "
+            "sampling.max_new_tokens, rollouts.max_length, rollouts.max_tokens or rollouts.max_turns, or use "
+            "truncation: {type: keep}, which teaches the policy to stop",
+            step,
+            len(rollouts),
+        )
+    elif not any(own.any() for own in weights):
+        logger.warning(
+            "step %d has no policy gradient: off_policy_correction: {type: %s} masks all %d rollouts, because learner "
+            "and sampler give their tokens different probabilities (mismatch/weight_max). Find the cause, such as the "
+            "precision of the sampler or old weights, or widen the bounds of off_policy_correction",
+            step,
+            OffPolicyCorrectionConfig.get_choice_name(type(config.off_policy_correction)),
+            len(rollouts),
+        )
 
 
 def _k1(rollouts: Sequence[ProcessedRollout]) -> list[Tokens]:

@@ -16,6 +16,7 @@ from marin_rl.learner.scoring import Scores
 from marin_rl.objectives.pass_at_k import pass_at_k
 from marin_rl.rollouts.metrics import is_correct
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
+from marin_rl.sampling.sampler import PromptTooLongError
 from marin_rl.types import RolloutGroup, Task
 
 
@@ -145,6 +146,9 @@ def first_of_each(tasks: Sequence[Task], count: int, runner: RolloutRunner) -> l
 
     Returns:
         The selected tasks in their original order.
+
+    Raises:
+        PromptTooLongError: if there are tasks, and all of them are skipped.
     """
     counts: dict[str, int] = {}
     selected = []
@@ -152,6 +156,13 @@ def first_of_each(tasks: Sequence[Task], count: int, runner: RolloutRunner) -> l
         if counts.get(task.environment, 0) < count and not runner.limits.should_skip(task, runner.tokenizer):
             counts[task.environment] = counts.get(task.environment, 0) + 1
             selected.append(task)
+    if tasks and not selected:
+        limits = runner.limits
+        raise PromptTooLongError(
+            f"environment {runner.environment.name!r}: the prompts of all {len(tasks)} tasks to evaluate on have more "
+            f"than {limits.longest_prompt} tokens, and rollouts.long_prompts: skip skips them; raise "
+            f"{limits.prompt_setting}, or use rollouts.long_prompts: truncate_left"
+        )
     return selected
 
 

@@ -427,10 +427,30 @@ def test_penalty_of_a_masked_rollout_is_not_part_of_its_turn_rewards():
     assert (episode, returns.tolist(), steps.tolist()) == (0.5, [1.0], [0.5])
 
 
-def test_no_update_if_all_rollouts_are_masked():
+def test_no_update_if_all_rollouts_are_masked(caplog: pytest.LogCaptureFixture):
     builder = bare_builder(make_config(truncation=MaskTruncatedConfig()))
-    batch = build(builder, *(rollout(name, 1.0, truncated=True) for name in "ab"))
+    batch = build(builder, *(rollout(name, 1.0, truncated=True) for name in "ab"), step=7)
     assert list(builder.minibatches(batch, 1)) == []
+    assert "step 7 makes no update: a limit cut off all 2 rollouts" in caplog.text
+
+
+@pytest.mark.parametrize("truncated", [0, 1])
+@pytest.mark.parametrize(
+    ("correction", "name"), [(MaskMismatchConfig(cap=1.5), "mask"), (IcepopConfig(low=0.9, high=1.1), "icepop")]
+)
+def test_a_correction_that_masks_all_rollouts_is_named(
+    caplog: pytest.LogCaptureFixture, correction: Any, name: str, truncated: int
+):
+    config = make_config(off_policy_correction=correction, truncation=MaskTruncatedConfig())
+    rollouts = [rollout(f"r{index}", float(index), truncated=index < truncated) for index in range(2)]
+    far = bare_builder(config, learner=lambda processed: processed.policy_logprobs + 0.25)
+    batch = build(far, *rollouts)
+    assert f"off_policy_correction: {{type: {name}}} masks all 2 rollouts" in caplog.text
+    near = bare_builder(config, learner=lambda processed: processed.policy_logprobs)
+    caplog.clear()
+    mismatch = [batch.mismatch, build(near, *rollouts).mismatch]
+    assert [metrics and metrics["mismatch/zero_share"] for metrics in mismatch] == [1.0, 0.0]
+    assert not caplog.text
 
 
 # Minibatches.

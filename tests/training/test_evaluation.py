@@ -13,7 +13,7 @@ from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.learner.scoring import Scores
 from marin_rl.rollouts.attempt import Limits, LongPrompts
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, RolloutRunner
-from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.training.evaluation import describe_accuracy, evaluate, first_of_each, reference_loss
@@ -99,6 +99,15 @@ def test_long_prompts_are_replaced_by_next_tasks(caplog: pytest.LogCaptureFixtur
     assert [task.id for task in first_of_each(tasks, 2, skipping)] == ["b", "dd"]
     assert "skipping task aaaaa of environment exam: its prompt has 8 tokens, more than 5" in caplog.text
     assert "task e " not in caplog.text
+
+
+@pytest.mark.parametrize(("longest", "setting"), [(3, "max_prompt_length"), (None, "max_length")])
+def test_an_evaluation_whose_prompts_are_all_too_long_names_the_limit(longest: int | None, setting: str):
+    limits = Limits(4, 4, 1, max_prompt_length=longest, long_prompts=LongPrompts.SKIP)
+    skipping = RolloutRunner(Exam(), TOKENIZER, ScriptedSampler(lambda request: (END,), stop_token_ids=[END]), limits)
+    with pytest.raises(PromptTooLongError, match=rf"all 4 tasks .* more than 3 tokens.*raise rollouts\.{setting}, or"):
+        measure(skipping)
+    assert first_of_each([], 1, skipping) == []
 
 
 def test_sampled_and_greedy_accuracy():
