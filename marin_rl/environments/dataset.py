@@ -119,7 +119,7 @@ class DatasetConfig(EnvironmentConfig):
             problem_ids={problem.task.id: problem_id(problem.text) for problem in (*problems, *separate)},
         )
         if not self.allow_garbage_rewards:
-            refuse_garbage_rewards(environment)
+            refuse_garbage_rewards(environment, source)
         return environment
 
     def _problems(self, source: str, name: str) -> list[Problem]:

@@ -59,5 +59,5 @@ class FileConfig(EnvironmentConfig):
                 "AbstractEnvironment"
             )
         if isinstance(environment, SingleTurnEnvironment) and not self.allow_garbage_rewards:
-            refuse_garbage_rewards(environment)
+            refuse_garbage_rewards(environment, where)
         return environment

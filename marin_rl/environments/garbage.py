@@ -29,7 +29,7 @@ class GarbageRewardError(ValueError):
     """A scorer rewards garbage; the message names the environment, the reply and a task."""
 
 
-def refuse_garbage_rewards(environment: SingleTurnEnvironment) -> None:
+def refuse_garbage_rewards(environment: SingleTurnEnvironment, source: str) -> None:
     """Check that the scorer of an environment does not reward garbage.
 
     The scorer gets an empty reply, spaces, `nan`, `0`, noise and the question itself for the first `CHECKED_TASKS`
@@ -38,6 +38,7 @@ def refuse_garbage_rewards(environment: SingleTurnEnvironment) -> None:
 
     Args:
         environment: the environment.
+        source: origin of its tasks, for the message.
 
     Raises:
         GarbageRewardError: if a reply earns the full reward for more than half of those tasks.
@@ -51,8 +52,8 @@ def refuse_garbage_rewards(environment: SingleTurnEnvironment) -> None:
         if 2 * len(rewarded) > len(wrong):
             task, reward = rewarded[0]
             raise GarbageRewardError(
-                f"environment {environment.name!r} rewards garbage: {name} earns the full reward for {len(rewarded)} "
-                f"of {len(wrong)} tasks, such as {reward:g} for task {task.id!r} with the answer "
+                f"environment {environment.name!r} ({source}) rewards garbage: {name} earns the full reward for "
+                f"{len(rewarded)} of {len(wrong)} tasks, such as {reward:g} for task {task.id!r} with the answer "
                 f"{task.answer[:100]!r}. A policy would learn such replies: use another task or grader, or set "
                 "allow_garbage_rewards: true"
             )

@@ -116,7 +116,7 @@ class ReasoningGymConfig(EnvironmentConfig):
             blocks=True,
         )
         if not self.allow_garbage_rewards:
-            refuse_garbage_rewards(environment)
+            refuse_garbage_rewards(environment, source)
         return environment
 
     def _problems(self, name: str, items: dict[str, "_Item"]) -> Iterator[Problem]:

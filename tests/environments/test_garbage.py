@@ -47,10 +47,11 @@ def numeric(task: Task, reply: str) -> float:
     ],
 )
 def test_rewarded_garbage_is_named(score: Score, message: str):
+    made = environment(score, [str(number) for number in range(1, 20)], reply_regex="<a>(.*)</a>")
     with pytest.raises(
-        GarbageRewardError, match=r"environment 'sums' rewards garbage: .*allow_garbage_rewards"
+        GarbageRewardError, match=r"'sums' \(a test\) rewards garbage: .*allow_garbage_rewards"
     ) as raised:
-        refuse_garbage_rewards(environment(score, [str(number) for number in range(1, 20)], reply_regex="<a>(.*)</a>"))
+        refuse_garbage_rewards(made, "a test")
     assert message in str(raised.value)
 
 
@@ -74,12 +75,12 @@ def broken(task: Task, reply: str) -> float:
     ],
 )
 def test_other_scorers_are_accepted(score: Score | None, answers: list[str]):
-    refuse_garbage_rewards(environment(score, answers))
+    refuse_garbage_rewards(environment(score, answers), "a test")
 
 
 def test_garbage_is_no_answer_of_a_task_without_one():
     with pytest.raises(GarbageRewardError, match="an empty reply"):
-        refuse_garbage_rewards(environment(lambda task, reply: float(reply == ""), [""]))
+        refuse_garbage_rewards(environment(lambda task, reply: float(reply == ""), [""]), "a test")
 
 
 @pytest.mark.parametrize(
@@ -91,10 +92,10 @@ def test_garbage_is_no_answer_of_a_task_without_one():
     ],
 )
 def test_tasks_of_reasoning_gym(task: str, garbage: str):
-    fields = {"task": task, "size": 20, "held_out": 0.0, "validation": 0.0}
-    with pytest.raises(GarbageRewardError, match=f"environment '{task}' rewards garbage: {garbage}"):
+    fields = {"task": task, "name": "mine", "size": 20, "held_out": 0.0, "validation": 0.0}
+    with pytest.raises(GarbageRewardError, match=rf"'mine' \(reasoning-gym task '{task}'\) rewards garbage: {garbage}"):
         ReasoningGymConfig(**fields).build()
-    assert ReasoningGymConfig(**fields, allow_garbage_rewards=True).build().name == task
+    assert ReasoningGymConfig(**fields, allow_garbage_rewards=True).build().name == "mine"
 
 
 def test_files_of_problems_and_of_python(tmp_path: Path):
@@ -113,7 +114,7 @@ def test_files_of_problems_and_of_python(tmp_path: Path):
     of_problems = {"type": "jsonl", "path": str(problems), "grader": {"type": "math_verify"}}
     of_python = {"type": "file", "path": str(python), "name": "make"}
     for settings, name in ((of_problems, "problems"), (of_python, "mine")):
-        with pytest.raises(GarbageRewardError, match=f"environment '{name}' rewards garbage"):
+        with pytest.raises(GarbageRewardError, match=f"environment '{name}' .* rewards garbage"):
             decode(EnvironmentConfig, settings).build()
         allowed = decode(EnvironmentConfig, {**settings, "allow_garbage_rewards": True})
         assert allowed.build().name == name
