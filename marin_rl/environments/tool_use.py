@@ -34,12 +34,12 @@ from marin_rl.environments.tools import (
     ToolTimeoutError,
     check_arguments,
     describe_schemas,
-    find_calls,
     parse_call,
     tool_schema,
 )
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.functions import RewardCallError
+from marin_rl.rewards.reply_text import parse_reply
 from marin_rl.rewards.sandbox.pool import IsolationError, Sandbox
 from marin_rl.types import Message, Task
 
@@ -229,7 +229,7 @@ class ToolUseEpisode:
 
     async def step(self, reply: str) -> Step:
         """Return one message for each call in a reply, in order; score a reply without calls."""
-        texts = find_calls(reply)
+        texts = [call.text for call in parse_reply(reply).calls]
         if not texts:
             step = await self.question.step(reply)
             success = {"success": float(step.rewards[CORRECT] >= 1)} if CORRECT in step.rewards else {}

@@ -1,17 +1,16 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Tools for the policy: the interface, tool calls in text, argument validation, tools from files and the Python tool.
+"""Tools for the policy: the interface, calls, argument validation, tools from files and the Python tool.
 
-A call is `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Hermes, Qwen); a reply may contain several. A reply
-that consists of `{"name": …, "parameters": {…}}` (Llama) is one call. Thoughts (`<think>…</think>`) are ignored.
+A call is `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Hermes, Qwen) or an answer that consists of
+`{"name": …, "parameters": {…}}` (Llama). `rewards/reply_text.py` finds the calls of a reply.
 """
 
 import abc
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,7 +18,7 @@ import draccus
 
 from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.rewards.functions import RewardFailure
-from marin_rl.rewards.reply_text import without_thoughts
+from marin_rl.rewards.reply_text import CALL_END, CALL_START
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.user_code import UserFileError, load_from_file
 
@@ -78,9 +77,6 @@ def tool_schema(tool: Tool) -> dict[str, Any]:
     }
 
 
-CALL_START, CALL_END = "<tool_call>", "</tool_call>"
-
-
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
     """A tool call of the policy."""
@@ -89,32 +85,6 @@ class ToolCall:
     """Name of the tool."""
     arguments: Mapping[str, Any]
     """Arguments, not validated."""
-
-
-def find_calls(reply: str) -> list[str]:
-    """Return the texts of the calls in a reply, in order; a call that is not closed extends to the end of the reply.
-
-    >>> find_calls("Let me see. <tool_call>{}</tool_call>")
-    ['{}']
-    """
-    answer = without_thoughts(reply)
-    # An argument may contain the text `<think>`.
-    if "<think>" in _CALL.sub("", answer):
-        return []
-    calls = [match[1].strip() for match in _CALL.finditer(answer)]
-    return calls or ([answer.strip()] if _is_call(answer) else [])
-
-
-def _is_call(text: str) -> bool:
-    """Return whether the text is only a call: JSON with exactly the keys of a call. Other JSON is an answer."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(value, dict) and value.keys() - {"type"} in ({"name", "parameters"}, {"name", "arguments"})
-
-
-_CALL = re.compile(rf"{CALL_START}(.*?)(?:{CALL_END}|\Z)", re.DOTALL)
 
 
 def parse_call(text: str) -> ToolCall:
@@ -131,6 +101,8 @@ def parse_call(text: str) -> ToolCall:
     """
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
+        # Numbers such as 1e999 and half a character (an unpaired surrogate) can be read, but not written again.
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise ToolError(f"the call is not valid JSON: {error}") from error
     if not isinstance(value, dict):

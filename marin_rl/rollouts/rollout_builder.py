@@ -15,6 +15,7 @@ from marin_rl.environments.base import AgentResult, Step
 from marin_rl.objectives.shaping import TRUNCATED
 from marin_rl.rewards.functions import RewardRequest
 from marin_rl.rewards.pipeline import failure, turn_rewards, weighted_rewards
+from marin_rl.rewards.reply_text import parse_reply
 from marin_rl.rollouts.attempt import Attempt, Limits
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.seeds import derive_seed
@@ -304,7 +305,7 @@ class RolloutBuilder:
 
     def _is_in_thoughts(self, observation: Sequence[int], reply: str) -> bool:
         """Return whether the chat template opened the thoughts of a reply, which does not close them."""
-        return "</think>" not in reply and self._tokenizer.opens_thoughts(observation)
+        return self._tokenizer.opens_thoughts(observation) and parse_reply(reply, opens_thoughts=True).in_thoughts
 
     @property
     def _history(self) -> list[Message]:

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import pydantic
 
-from marin_rl.environments.tools import CALL_END, CALL_START, describe_schemas
+from marin_rl.environments.tools import describe_schemas
+from marin_rl.rewards.reply_text import CALL_END, CALL_START
 from marin_rl.sampling.config import MIN_TEMPERATURE
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.seeds import derive_seed

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from marin_rl.environments.tools import CALL_START, ToolCall, ToolError, find_calls, parse_call
-from marin_rl.rewards.reply_text import without_thoughts
+from marin_rl.environments.tools import ToolCall, ToolError, parse_call
+from marin_rl.rewards.reply_text import CALL_START, ReplyParser
 from marin_rl.types import StopReason, WeightVersion
 
 _REPLACEMENT = "\ufffd"
@@ -151,7 +151,7 @@ class ReplyReader:
 
 
 class ToolReader:
-    """Holds back the text of a reply that may be a tool call. Thoughts (`<think>…</think>`) have no calls."""
+    """Holds back the text of a reply that may be a tool call, up to the end of the reply."""
 
     def __init__(self, opens_thoughts: bool) -> None:
         """Start an empty reply.
@@ -159,53 +159,48 @@ class ToolReader:
         Args:
             opens_thoughts: whether the prompt ends with `<think>`, so that the reply begins in its thoughts.
         """
-        self._text = "<think>" if opens_thoughts else ""
-        self._passed = len(self._text)
+        self._parser = ReplyParser(opens_thoughts)
+        self._passed = 0
 
     def push(self, text: str) -> str:
         """Add text, and return the next text that is not part of a call."""
-        self._text += text
-        answer = without_thoughts(self._text)
-        may_be_call = answer.lstrip()[:1] in ("", "{")
-        end = len(self._text) - len(answer) + (0 if may_be_call else _end_before_call(answer))
-        passed, self._passed = self._text[self._passed : end], max(end, self._passed)
+        parser = self._parser
+        parser.add(text, is_last=False)
+        end = _end_before_call(parser.text) if parser.undecided is None else parser.undecided
+        if not parser.in_thoughts:
+            # White space before a call is dropped.
+            start = max(parser.answer_start, self._passed)
+            end = start + len(parser.text[start:end].rstrip())
+        passed, self._passed = parser.text[self._passed : end], max(end, self._passed)
         return passed
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """Return the rest of the text and the calls; a reply with a malformed call has none, and is all text."""
+        """Return the rest of the text and the calls; a reply with a malformed call has none, and is all text.
+
+        The text with calls is that before the first one.
+        """
+        self._parser.add("", is_last=True)
+        text, calls = self._parser.text, self._parser.calls
         try:
-            calls = [tool_call(parse_call(call)) for call in find_calls(self._text)]
+            found = [tool_call(parse_call(call.text)) for call in calls]
         except ToolError:
-            calls = []
-        if not calls:
-            return self._text[self._passed :], []
-        answer = without_thoughts(self._text)
-        end = len(self._text) - len(answer) + max(answer.find(CALL_START), 0)
-        return self._text[self._passed : end].rstrip(), calls
+            found = []
+        if not found:
+            return text[self._passed :], []
+        return text[self._passed : calls[0].start].rstrip(), found
 
 
 def _end_before_call(text: str) -> int:
-    """Return the length of the text before the first call, or before what may begin one, without white space.
+    """Return the length of a text without a beginning of `<tool_call>` at its end.
 
-    >>> [_end_before_call(text) for text in ("a <tool_call>{", "a <tool", "a <b", "a ")]
-    [1, 1, 4, 1]
+    >>> [_end_before_call(text) for text in ("a <tool", "a <b")]
+    [2, 4]
     """
-    start = text.find(CALL_START)
-    if start < 0:
-        begun = (count for count in range(len(CALL_START) - 1, 0, -1) if text.endswith(CALL_START[:count]))
-        start = len(text) - next(begun, 0)
-    return len(text[:start].rstrip())
+    begun = (count for count in range(len(CALL_START) - 1, 0, -1) if text.endswith(CALL_START[:count]))
+    return len(text) - next(begun, 0)
 
 
 def tool_call(call: ToolCall) -> dict[str, Any]:
-    """Return a tool call in OpenAI's format, with a unique id.
-
-    Raises:
-        ToolError: if JSON cannot contain it: half a character, or a number that is too large for a float.
-    """
-    try:
-        arguments = json.dumps(call.arguments, ensure_ascii=False, allow_nan=False)
-        (call.name + arguments).encode()
-    except ValueError as error:
-        raise ToolError(f"the call cannot be written as JSON: {error}") from error
+    """Return a tool call in OpenAI's format, with a unique id."""
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
     return {"id": f"call_{uuid4().hex}", "type": "function", "function": {"name": call.name, "arguments": arguments}}

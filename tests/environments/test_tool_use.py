@@ -16,10 +16,11 @@ from marin_rl.environments.base import AbstractEnvironment, NoSandboxError, Spli
 from marin_rl.environments.calculator import CalculatorConfig
 from marin_rl.environments.streams import MixturePartConfig
 from marin_rl.environments.tool_use import ToolDescription, ToolLimits, ToolUseEnvironment
-from marin_rl.environments.tools import PythonConfig, ToolConfig, ToolError, find_calls
+from marin_rl.environments.tools import PythonConfig, ToolConfig, ToolError
 from marin_rl.environments.verifiers import VerifiersConfig
 from marin_rl.event_loop import BackgroundLoop
 from marin_rl.rewards.functions import RewardCallError, RewardFailure
+from marin_rl.rewards.reply_text import parse_reply
 from marin_rl.rewards.sandbox.config import Isolation, SandboxConfig
 from marin_rl.rewards.sandbox.pool import IsolationError, PythonResult, Sandbox
 from marin_rl.rollouts.reward_functions import RewardFunctions
@@ -152,7 +153,7 @@ def test_failed_calls_return_an_error_and_are_counted(reply: str, answer: str):
     slow = float(reply == odd("hang"))
     assert dict(first.metrics) == {"tool_calls": 1.0, "tool_errors": 1.0, "tool_timeouts": slow, "success": 0.0}
     assert dict(second.metrics) == {"tool_calls": 2.0, "tool_errors": 2.0, "tool_timeouts": 2 * slow, "success": 0.0}
-    name = None if "nonsense" in reply else json.loads(find_calls(reply)[0])["name"]
+    name = None if "nonsense" in reply else json.loads(parse_reply(reply).calls[0].text)["name"]
     assert first.info == second.info == {"calls": [{"tool": name, "failed": True}]}
     # The error reward of each turn counts its own failed calls.
     assert dict(first.rewards) == dict(second.rewards) == {"tools": -0.5}

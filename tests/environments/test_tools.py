@@ -21,11 +21,11 @@ from marin_rl.environments.tools import (
     ToolTimeoutError,
     check_arguments,
     describe_schemas,
-    find_calls,
     parse_call,
     tool_schema,
 )
 from marin_rl.rewards.functions import RewardCallError, RewardFailure
+from marin_rl.rewards.reply_text import parse_reply
 from marin_rl.rewards.sandbox.pool import PythonResult, Sandbox
 from marin_rl.user_code import UserFileError
 
@@ -158,7 +158,7 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size
 def test_written_calls_are_parsed(before: str, calls: list):
     texts = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
     reply = before + "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
-    found = [parse_call(text) for text in find_calls(reply)]
+    found = [parse_call(call.text) for call in parse_reply(reply).calls]
     assert [(call.name, call.arguments) for call in found] == calls
 
 
@@ -166,36 +166,6 @@ def test_written_calls_are_parsed(before: str, calls: list):
 def test_any_text_is_a_call_or_raises_a_tool_error(text: str):
     with contextlib.suppress(ToolError):
         assert isinstance(parse_call(text), ToolCall)
-
-
-@pytest.mark.parametrize(
-    ("reply", "calls"),
-    [
-        ("4", []),
-        ("<tool_call>a</tool_call>", ["a"]),
-        ("<think><tool_call>a</tool_call></think> 4", []),
-        ("<think>or <tool_call>a</tool_call>", []),
-        ("<think>a</think><tool_call>the <think> token</tool_call>", ["the <think> token"]),
-        ("<think>a</think><think>b</think><tool_call> b </tool_call>", ["b"]),
-        ("so <tool_call>a</tool_call> and <tool_call>b", ["a", "b"]),
-        ("<tool_call>", [""]),
-        ("</tool_call>", []),
-        ('<think>so</think> {"name": "a", "parameters": {}}\n', ['{"name": "a", "parameters": {}}']),
-        (
-            '{"type": "function", "name": "a", "parameters": {}}',
-            ['{"type": "function", "name": "a", "parameters": {}}'],
-        ),
-        ('{"name": "a", "arguments": 3}', ['{"name": "a", "arguments": 3}']),
-        # JSON answers and text about calls contain no calls.
-        ('{"name": "Ada", "age": 36}', []),
-        ('{"name": "Ada", "parameters": {}, "age": 36}', []),
-        ('I call {"name": "a", "parameters": {}}', []),
-        ('{"name": "a", "parameters": {}', []),
-        ("[" * 100_000, []),
-    ],
-)
-def test_positions_of_calls(reply: str, calls: list[str]):
-    assert find_calls(reply) == calls
 
 
 def test_llama_calls_name_their_arguments_parameters():

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from marin_rl.environments.tools import find_calls
+from marin_rl.rewards.reply_text import parse_reply
 from marin_rl.serving.text import ReplyReader, TextPart, ToolReader
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
@@ -168,8 +168,7 @@ def test_tool_calls_are_separated_from_text(text: str, content: str, names: list
 def test_calls_are_those_of_the_environments(text: str, size: int, opens_thoughts: bool):
     """As in `RolloutBuilder.add_generation`: thoughts that the chat template opens have no calls."""
     content, calls = read_tools(text, size, opens_thoughts)
-    in_thoughts = opens_thoughts and "</think>" not in text
-    assert len(calls) == len(find_calls(f"<think>{text}" if in_thoughts else text))
+    assert len(calls) == len(parse_reply(text, opens_thoughts).calls)
     assert text.startswith(content) if calls else content == text
 
 
