@@ -159,7 +159,7 @@ def _load_folder(config: ServeConfig, folder: str) -> Policy:
     sampler = GroupSampler(
         model,
         config=sampling,
-        stop_sequences=[[token] for token in tokenizer.stop_token_ids],
+        stop_token_ids=tokenizer.stop_token_ids,
         max_context=max_context,
         trainer=trainer,
         call_seconds=CALL_SECONDS,

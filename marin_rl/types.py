@@ -104,7 +104,7 @@ class StopReason(enum.StrEnum):
     """Why the sampler stopped a generation."""
 
     STOP = "stop"
-    """A stop token was sampled; it is the generation's last token."""
+    """A stop token was sampled, or a token that completes a stop text; it is the generation's last token."""
     LENGTH = "length"
     """The limit on new tokens or the end of the context was reached first."""
     ABORT = "abort"

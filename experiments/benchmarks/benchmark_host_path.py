@@ -28,6 +28,7 @@ from marin_rl.rollouts.stored_rollout import as_table
 from marin_rl.sampling.group_sampler import DECODE_STEPS
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.sampling.slots import AcceptedRequest, SlotTable
+from marin_rl.sampling.stops import ENDED
 from marin_rl.timing import PhaseTimer
 from marin_rl.training.batch_builder import BatchBuilder
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, Task, Turn
@@ -88,11 +89,11 @@ class SampledStep:
                 table.assign(slot, AcceptedRequest(row, SampleRequest(prompts[row], row, length), length))
             for step in range(0, length, DECODE_STEPS):
                 steps = slice(step, step + DECODE_STEPS)
-                table.decode_inputs(0, DECODE_STEPS)
+                table.decode_inputs(DECODE_STEPS)
                 table.add(
                     self.tokens[rows.start : rows.stop, steps].T, self.logprobs[rows.start : rows.stop, steps].T, 3
                 )
-            yield from (generation for _, _, generation in table.end(np.ones(len(rows), bool)))
+            yield from (generation for _, _, generation in table.end(np.full(len(rows), ENDED)))
 
     def _group(self, number: int, prompt: tuple[int, ...], replies: Iterator[Generation]) -> RolloutGroup:
         question, answer = (

@@ -40,11 +40,6 @@ def check_combinations(config: "TrainConfig") -> None:
 
 
 def _check_model(config: "TrainConfig") -> None:
-    if config.sampling.stop and isinstance(config.sampler, OpenAiSamplerConfig):
-        raise ValueError(
-            f"sampling.stop is {list(config.sampling.stop)}, which sampler openai does not support; remove it, or "
-            "use sampler: {type: levanter}"
-        )
     if config.model is None and config.initialize_from is None:
         raise ValueError(
             "neither model nor initialize_from is set: name an architecture to start from scratch "

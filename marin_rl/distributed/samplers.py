@@ -18,6 +18,7 @@ from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.openai_sampler import OpenAiSampler
 from marin_rl.sampling.sampler import Sampler, WeightPoll
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import TokenPieces
 from marin_rl.types import WeightVersion
 from marin_rl.user_code import UserFileError, load_from_file
 
@@ -68,6 +69,7 @@ def open_worker_sampler(
         config=config.sampling,
         stop_token_ids=tokenizer.stop_token_ids,
         max_context=config.rollouts.max_length,
+        token_bytes=TokenPieces(tokenizer.tokenizer).in_text,
         vocab_size=model.vocab_size,
         load_weights=WeightReloader(server.reload, server.base_url, tokenizer, trainer),
     )
@@ -93,12 +95,12 @@ def open_group_sampler(
     `sampling` (sizes) and `max_context` (maximum number of prompt and new tokens) replace those of the config if given.
     `call_seconds` is that of `GroupSampler`. The other arguments are those of `open_worker_sampler`.
     """
-    texts = [tokenizer.stop_text_tokens(text) for text in config.sampling.stop]
     return GroupSampler(
         model,
         config=sampling or config.sampling,
-        stop_sequences=[*([token] for token in tokenizer.stop_token_ids), *texts],
+        stop_token_ids=tokenizer.stop_token_ids,
         max_context=max_context or config.rollouts.max_length,
+        token_bytes=TokenPieces(tokenizer.tokenizer).in_text,
         version=version,
         weight_poll=weight_poll,
         trainer=trainer,

@@ -37,6 +37,7 @@ from marin_rl.sampling.decoding import Programs, Slots, compile_programs, conver
 from marin_rl.sampling.group_sampler import DECODE_STEPS
 from marin_rl.sampling.prefill import PrefillShape
 from marin_rl.sampling.sizes import SamplerSizes, check_cache_size, sampler_sizes
+from marin_rl.sampling.stops import StopTable
 from marin_rl.training.open_run import make_learner, make_scorer
 from marin_rl.weights.publish import copy_program
 from marin_rl.weights.tree import named_leaves
@@ -216,13 +217,14 @@ def _lower_prefill(run: RunShapes, shape: PrefillShape) -> jax.stages.Lowered:
 
 
 def lower_decode(run: RunShapes) -> jax.stages.Lowered:
-    """Lower a call of `decode`, without stop sequences of several tokens."""
+    """Lower a call of `decode`, without stop texts, which enlarge a small table."""
     slots = run.sizes.slots
     keys, temperatures = jax.ShapeDtypeStruct((slots, 2), jnp.uint32), jax.ShapeDtypeStruct((slots,), jnp.float32)
     active = jax.ShapeDtypeStruct((slots,), jnp.bool_)
     numbers = _integers(slots)
-    state = Slots(*cast(Any, (active, numbers, numbers, _integers(slots, 0), numbers, keys, temperatures)))
-    inputs = run.sampler_weights, run.cache, state, _integers(1, 1), _integers()
+    state = Slots(*cast(Any, (active, numbers, numbers, numbers, numbers, keys, temperatures)))
+    stops = StopTable(*cast(Any, (_integers(run.vocab_size), _integers(2, 2))))
+    inputs = run.sampler_weights, run.cache, state, stops, _integers()
     with run.use_sampler_mesh():
         return cast(Any, run.sampler_programs.decode).lower(*inputs)
 

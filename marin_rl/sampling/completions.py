@@ -7,10 +7,11 @@ They use vLLM's extensions: `return_token_ids` adds `token_ids` and `prompt_toke
 and `ignore_eos` let the client define the stop tokens.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 from marin_rl.sampling.sampler import LOGPROB_ROUNDING, SampleRequest, SamplerError
+from marin_rl.sampling.stops import StopTable
 from marin_rl.types import Generation, StopReason, WeightVersion
 
 _ABORTED = "abort"
@@ -20,7 +21,7 @@ _MIN_LOGPROB = -9999.0
 
 
 def completion_body(
-    model: str, request: SampleRequest, allowed: int, stop_token_ids: Collection[int]
+    model: str, request: SampleRequest, allowed: int, stop_token_ids: Collection[int], stop: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Build the JSON body of a request.
 
@@ -29,6 +30,7 @@ def completion_body(
         request: the prompt and its sampling parameters.
         allowed: maximum number of new tokens.
         stop_token_ids: tokens that end a generation; the stop token is part of it.
+        stop: texts that end a generation, and are part of it.
     """
     return {
         "model": model,
@@ -48,6 +50,7 @@ def completion_body(
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
+        **({"stop": list(stop), "include_stop_str_in_output": True} if stop else {}),
     }
 
 
@@ -58,10 +61,13 @@ def read_completion(
     *,
     allowed: int,
     stop_token_ids: Collection[int],
-    vocab_size: int,
+    stops: StopTable,
     version: WeightVersion = 0,
 ) -> Generation:
     """Read a generation from a response, and validate it.
+
+    Tokens after the one that completes a stop text are dropped: some servers return them if they sample several tokens
+    at a time.
 
     Args:
         response: the server's response, parsed.
@@ -69,7 +75,7 @@ def read_completion(
         request: the request.
         allowed: maximum number of new tokens in the request.
         stop_token_ids: stop tokens in the request.
-        vocab_size: vocabulary size of the model.
+        stops: the end of a generation by stop tokens and stop texts, over the model's vocabulary.
         version: number of training steps that produced the server's weights.
 
     Raises:
@@ -82,25 +88,26 @@ def read_completion(
             f"request {index}: the server read the prompt as {_shown(prompt)}, but the request has "
             f"{_shown(list(request.prompt_tokens))}; it must use token ids unchanged"
         )
-    tokens = _token_ids(choice, index, vocab_size)
+    tokens = _token_ids(choice, index, len(stops.classes))
     logprobs = _token_logprobs(choice, index, len(tokens))
-    inner = next((token for token in tokens[:-1] if token in stop_token_ids), None)
-    if inner is not None:
+    end = stops.first_end(tokens)
+    if end is not None and end < len(tokens) and tokens[end - 1] in stop_token_ids:
         raise SamplerError(
-            f"request {index}: the server continued after stop token {inner}; it must honour stop_token_ids"
+            f"request {index}: the server continued after stop token {tokens[end - 1]}; it must honour stop_token_ids"
         )
-    stopped = bool(tokens) and tokens[-1] in stop_token_ids
+    stopped = end is not None
     reason = StopReason.STOP if stopped else StopReason.LENGTH
     if choice.get("finish_reason") == _ABORTED and not stopped:
         reason = StopReason.ABORT
-    # Only a stop token or an abort ends a generation early.
+    # Only a stop token, a stop text or an abort ends a generation early.
     if len(tokens) > allowed or (reason is StopReason.LENGTH and len(tokens) != allowed):
         raise SamplerError(
             f"request {index}: the server returned {len(tokens)} tokens without a final stop token, of {allowed} "
-            f"allowed, with finish_reason {choice.get('finish_reason')!r}; it must honour stop_token_ids, "
+            f"allowed, with finish_reason {choice.get('finish_reason')!r}; it must honour stop_token_ids, stop, "
             "ignore_eos and max_tokens, return the stop token, and add no other ones (vLLM: --generation-config vllm)"
         )
-    return Generation(tuple(tokens), tuple([min(value, 0.0) for value in logprobs]), reason, version, version)
+    kept = tuple([min(value, 0.0) for value in logprobs[:end]])
+    return Generation(tuple(tokens[:end]), kept, reason, version, version)
 
 
 def most_likely_logprob(response: object, index: int) -> float | None:

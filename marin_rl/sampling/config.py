@@ -28,8 +28,8 @@ class SamplingConfig:
     top_k: int | None = None
     """Must be null (no truncation), like `top_p`."""
     stop: tuple[str, ...] = ()
-    """Texts that end a reply, which then includes them. A reply ends when its last tokens are those of the text, so
-    choose texts that the tokenizer does not merge with their surroundings."""
+    """Texts that end a reply in any tokenization. The token that completes a text is the last one of the reply, with
+    everything in it, so the reply includes the text. Special tokens count as their text."""
     max_seqs: int = 64
     """Number of sequences that are decoded together, on all training hosts. The KV cache holds `max_seqs` times the
     maximum context. Every decode step costs as much as a full one; additional requests wait for free slots. An episode
@@ -57,6 +57,13 @@ class SamplingConfig:
                 )
         if "" in self.stop:
             raise ValueError("sampling.stop has an empty text, which would end every reply; remove it")
+        for text in self.stop:
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise ValueError(
+                    f"sampling.stop has {text!r}, with half a character (an unpaired surrogate); remove it"
+                ) from None
         if self.kv_cache_dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"sampling.kv_cache_dtype is {self.kv_cache_dtype!r}; use float32, bfloat16 or null")
         if self.max_cache_gib is not None and not self.max_cache_gib > 0:

@@ -25,6 +25,7 @@ from marin_rl.kernel_sharding import POSITION
 from marin_rl.sampling.attention import PADDING, AttentionForm, CacheAxes, Tokens, einsum_in_float32
 from marin_rl.sampling.cached_model import Cache, CachedModel, ModelArrays, empty_cache, with_cache
 from marin_rl.sampling.sizes import SamplerSizes
+from marin_rl.sampling.stops import ENDED, StopTable
 
 _SMALL_BLOCK = 64
 _LARGE_BLOCK = 512
@@ -39,8 +40,8 @@ class Slots(NamedTuple):
     """Number of tokens in the cache."""
     last_tokens: Int[Array, " slots"]
     """The token after those in the cache: the last one of the prompt, or the last sampled one."""
-    recent: Int[Array, "slots recent"]
-    """The last sampled tokens, from which stop sequences of several tokens are recognized; -1 before the first."""
+    stop_states: Int[Array, " slots"]
+    """State of the automaton of stop tokens and stop texts; see `StopTable`."""
     remaining: Int[Array, " slots"]
     """Number of tokens that may be sampled in this call."""
     keys: UInt32[Array, "slots 2"]
@@ -56,8 +57,8 @@ class Decoded(NamedTuple):
     """Sampled tokens; -1 after the end of a sequence."""
     logprobs: Float[Array, "steps slots"]
     """Their log-probabilities, in nats."""
-    stopped: Bool[Array, " slots"]
-    """Whether the sequence ended with a stop sequence."""
+    stop_states: Int[Array, " slots"]
+    """State of the automaton after the last token; `ENDED` if it ends the sequence."""
 
 
 def prefill(model: CachedModel, cache: Cache, tokens: Tokens) -> Cache:
@@ -91,7 +92,7 @@ def decode(
     model: CachedModel,
     cache: Cache,
     slots: Slots,
-    stop_sequences: Int[Array, "stops recent_and_one"],
+    stops: StopTable,
     exit_after: Int[Array, ""],
     *,
     steps: int,
@@ -102,7 +103,7 @@ def decode(
         model: the model in the layout for decoding.
         cache: the cache of each layer.
         slots: state of the slots.
-        stop_sequences: tokens that end a sequence, aligned at the end; -1 matches any token.
+        stops: tokens and texts that end a sequence.
         exit_after: number of sequences that end before the call does, so that their slots can be refilled.
         steps: maximum number of tokens per slot.
 
@@ -123,29 +124,28 @@ def decode(
         activations, cache = model.run(inputs, carry.cache, all_slots=True)
         logits = einsum_in_float32("se,ev->sv", activations[:, 0], model.lm_head.array)
         tokens, logprobs = draw(logits, slots.temperatures, _uniform(slots.keys, slots.lengths))
-        window = jnp.concatenate([slots.recent, tokens[:, None]], axis=1)
-        matches = (stop_sequences == window[:, None]) | (stop_sequences == -1)
-        stops = active & jnp.any(jnp.all(matches, axis=-1), axis=-1)
+        stop_states = jnp.asarray(stops.next_states)[slots.stop_states, jnp.asarray(stops.classes)[tokens]]
+        stop_states = jnp.where(active, stop_states, slots.stop_states)
         remaining = slots.remaining - active
         return _DecodeCarry(
             carry.step + 1,
             cache,
             slots._replace(
-                active=active & (remaining > 0) & ~stops,
+                active=active & (remaining > 0) & (stop_states != ENDED),
                 lengths=slots.lengths + active,
                 last_tokens=jnp.where(active, tokens, slots.last_tokens),
-                recent=jnp.where(active[:, None], window[:, 1:], slots.recent),
+                stop_states=stop_states,
                 remaining=remaining,
             ),
             Decoded(
                 carry.decoded.tokens.at[carry.step].set(jnp.where(active, tokens, -1)),
                 carry.decoded.logprobs.at[carry.step].set(logprobs),
-                carry.decoded.stopped | stops,
+                stop_states,
             ),
         )
 
     start = Decoded(
-        jnp.full((steps, num_slots), -1, jnp.int32), jnp.zeros((steps, num_slots)), jnp.zeros(num_slots, bool)
+        jnp.full((steps, num_slots), -1, jnp.int32), jnp.zeros((steps, num_slots)), jnp.asarray(slots.stop_states)
     )
     end = jax.lax.while_loop(unfinished, advance, _DecodeCarry(jnp.zeros((), jnp.int32), cache, slots, start))
     return end.cache, end.decoded

@@ -17,12 +17,13 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import equinox as eqx
 import haliax.partitioning
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
@@ -40,6 +41,7 @@ from marin_rl.sampling.sampler import (
 )
 from marin_rl.sampling.sizes import check_cache_size, sampler_sizes
 from marin_rl.sampling.slots import AcceptedRequest, SlotTable
+from marin_rl.sampling.stops import stop_table
 from marin_rl.types import Generation, WeightVersion
 
 DECODE_STEPS = 16
@@ -75,8 +77,9 @@ class GroupSampler(Sampler):
         model: LmHeadModel,
         *,
         config: SamplingConfig,
-        stop_sequences: Sequence[Sequence[int]],
+        stop_token_ids: Collection[int],
         max_context: int,
+        token_bytes: Callable[[int], bytes] | None = None,
         version: WeightVersion = 0,
         weight_poll: WeightPoll | None = None,
         trainer: TrainerConfig | None = None,
@@ -87,9 +90,10 @@ class GroupSampler(Sampler):
         Args:
             model: initial weights. They are shared, not copied: after the learner donates them, call `update_weights`
                 before the next request.
-            config: sizes, and the type of the KV cache.
-            stop_sequences: tokens that end a generation; each a sequence of one or more tokens. May be empty.
+            config: sizes, the type of the KV cache, and stop texts.
+            stop_token_ids: tokens that end a generation. May be empty.
             max_context: maximum number of prompt and new tokens of a sequence, at least 2.
+            token_bytes: returns the bytes that a token adds to a text; needed for stop texts.
             version: number of training steps that produced `model`.
             weight_poll: polls for newer weights during decoding; None disables polling. Polling without newer weights
                 does not change generations.
@@ -103,7 +107,7 @@ class GroupSampler(Sampler):
         """
         if max_context < 2:
             raise ValueError(f"max_context is {max_context}; it must be at least 2, one prompt token and one new token")
-        self._stop_sequences = _stop_table(stop_sequences, model.Vocab.size)
+        self._stops = stop_table(model.Vocab.size, stop_token_ids, config.stop, token_bytes)
         self._config = config
         self._vocab_size = model.Vocab.size
         self._weight_poll = weight_poll
@@ -218,6 +222,8 @@ class GroupSampler(Sampler):
 
     def prepare(self) -> None:
         """Copy the weights to the devices of this process, in the layout for decoding; see `Sampler.prepare`."""
+        whole = None if self._sizes.mesh is None else NamedSharding(self._sizes.mesh, PartitionSpec())
+        self._stops = jax.device_put(self._stops, whole)
         # GPT-2 has flags of its dropout layers among its weights; programs take arrays only.
         model = eqx.filter(self._source, eqx.is_array)
         if self._trainer is None or self._sizes.hosts == 1:
@@ -362,16 +368,16 @@ class GroupSampler(Sampler):
         steps = DECODE_STEPS
         if self._step_seconds * steps > self._call_seconds:
             steps = max(int(self._call_seconds / self._step_seconds), 1)
-        slots = self._slots.decode_inputs(self._stop_sequences.shape[1] - 1, steps)
+        slots = self._slots.decode_inputs(steps)
         model, cache = self._loaded()
         start = time.perf_counter()
-        self._cache, decoded = self._programs.decode(model, cache, slots, self._stop_sequences, np.int32(exit_after))
-        tokens, logprobs, stopped = map(np.asarray, decoded)
+        self._cache, decoded = self._programs.decode(model, cache, slots, self._stops, np.int32(exit_after))
+        tokens, logprobs, stop_states = map(np.asarray, decoded)
         counts = self._slots.add(tokens, logprobs, self._version)
         self._step_seconds = (time.perf_counter() - start) / int(counts.max())
         self.work.sampled_tokens += int(counts.sum())
         self.work.slot_steps += int(counts.max()) * self._sizes.slots
-        ended = self._slots.end(stopped)
+        ended = self._slots.end(stop_states)
         for slot, (_, request, _), generation in ended:
             if request.conversation is not None:
                 self._in_progress.discard(request.conversation)
@@ -385,22 +391,6 @@ def _prefix(prompt: tuple[int, ...]) -> bytes:
     Bytes keep their hash and compare as fast as memory, and the samples of a group have long equal prompts.
     """
     return np.fromiter(prompt[:-1], np.int32).tobytes()
-
-
-def _stop_table(sequences: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:
-    """Return stop sequences as rows, aligned at the end, with -1 before them."""
-    table = sorted({tuple(sequence) for sequence in sequences})
-    invalid = [sequence for sequence in table if not sequence or min(sequence) < 0 or max(sequence) >= vocab_size]
-    if invalid:
-        raise ValueError(
-            f"stop_sequences has {list(invalid[0])}; a stop sequence has one or more tokens of the model's vocabulary "
-            f"of {vocab_size}"
-        )
-    # A token of -2 is never sampled.
-    rows = np.full((max(len(table), 1), max(map(len, table), default=1)), -1 if table else -2, np.int32)
-    for row, sequence in zip(rows, table, strict=False):
-        row[len(row) - len(sequence) :] = sequence
-    return rows
 
 
 def _common_prefix(first: tuple[int, ...], second: tuple[int, ...]) -> int:

@@ -26,6 +26,7 @@ from marin_rl.sampling.sampler import (
     SamplerError,
     check_requests,
 )
+from marin_rl.sampling.stops import stop_table
 from marin_rl.types import Generation, WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class OpenAiSampler(Sampler):
         stop_token_ids: Sequence[int],
         max_context: int,
         vocab_size: int,
+        token_bytes: Callable[[int], bytes] | None = None,
         version: WeightVersion = 0,
         load_weights: Callable[[LmHeadModel, WeightVersion], None] = lambda model, version: None,
     ) -> None:
@@ -76,10 +78,11 @@ class OpenAiSampler(Sampler):
 
         Args:
             server: address, model name and retries.
-            config: limits, and the number of concurrent requests (`max_seqs`).
+            config: limits, stop texts, and the number of concurrent requests (`max_seqs`).
             stop_token_ids: tokens that end a generation. May be empty.
             max_context: maximum number of prompt and new tokens of a sequence.
             vocab_size: vocabulary size of the model.
+            token_bytes: returns the bytes that a token adds to the text; needed for stop texts.
             version: number of training steps that produced the server's weights.
             load_weights: makes the server load weights; the default is for a server with fixed weights.
 
@@ -92,6 +95,7 @@ class OpenAiSampler(Sampler):
         self._server = server
         self._config = config
         self._stop_ids = frozenset(stop_token_ids)
+        self._stops = stop_table(vocab_size, self._stop_ids, config.stop, token_bytes)
         self._max_context = max_context
         self._vocab_size = vocab_size
         self._key = None if server.api_key_env is None else _read_key(server.api_key_env)
@@ -135,7 +139,7 @@ class OpenAiSampler(Sampler):
 
     async def _continue(self, number: int, request: SampleRequest, allowed: int, version: WeightVersion) -> Generation:
         async with self._free:
-            body = completion_body(self._server.model, request, allowed, self._stop_ids)
+            body = completion_body(self._server.model, request, allowed, self._stop_ids, self._config.stop)
             response = await self._post(self._client, number, body)
         return read_completion(
             response,
@@ -143,7 +147,7 @@ class OpenAiSampler(Sampler):
             request,
             allowed=allowed,
             stop_token_ids=self._stop_ids,
-            vocab_size=self._vocab_size,
+            stops=self._stops,
             version=version,
         )
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from marin_rl.sampling.decoding import Slots
 from marin_rl.sampling.sampler import LOGPROB_ROUNDING, SampledTokens, SampleRequest, SamplerError
+from marin_rl.sampling.stops import ENDED, START
 from marin_rl.types import Generation, StopReason, WeightVersion
 
 
@@ -43,6 +44,7 @@ class SlotTable:
         self._requests: list[AcceptedRequest | None] = [None] * num_slots
         self._lengths = np.zeros(num_slots, np.int32)
         self._last_tokens = np.zeros(num_slots, np.int32)
+        self._stop_states = np.full(num_slots, START, np.int32)
         self._remaining = np.zeros(num_slots, np.int32)
         self._keys = np.zeros((num_slots, 2), np.uint32)
         self._temperatures = np.ones(num_slots, np.float32)
@@ -59,22 +61,20 @@ class SlotTable:
         self._requests[slot] = accepted
         self.active[slot] = True
         self._lengths[slot], self._last_tokens[slot] = len(request.prompt_tokens) - 1, request.prompt_tokens[-1]
+        self._stop_states[slot] = START
         self._remaining[slot] = accepted.allowed
         self._keys[slot] = divmod(request.seed, 2**32)
         self._temperatures[slot] = request.temperature
         self._counts[slot] = 0
         self._tokens[slot] = -1
 
-    def decode_inputs(self, recent: int, steps: int) -> Slots:
+    def decode_inputs(self, steps: int) -> Slots:
         """Return the state for `decode`.
 
         Args:
-            recent: number of last sampled tokens from which stop sequences are recognized.
             steps: maximum number of tokens of each slot in this call.
         """
-        ends = self._counts[:, None] - np.arange(recent, 0, -1)
-        last = np.where(ends < 0, -1, np.take_along_axis(self._tokens, np.maximum(ends, 0), axis=1)).astype(np.int32)
-        sizes = (self._lengths, self._last_tokens, last, np.minimum(self._remaining, steps))
+        sizes = (self._lengths, self._last_tokens, self._stop_states, np.minimum(self._remaining, steps))
         # Copies, because jax may still read an argument after the call has returned.
         copies = (np.array(array) for array in (self.active, *sizes, self._keys, self._temperatures))
         return Slots(*cast(tuple[jax.Array, ...], tuple(copies)))
@@ -117,15 +117,17 @@ class SlotTable:
         self._last_tokens = np.where(counts > 0, newest, self._last_tokens)
         return counts
 
-    def end(self, stopped: np.ndarray) -> list[tuple[int, AcceptedRequest, Generation]]:
+    def end(self, stop_states: np.ndarray) -> list[tuple[int, AcceptedRequest, Generation]]:
         """End the requests that are complete.
 
         Args:
-            stopped: as in `Decoded`.
+            stop_states: as in `Decoded`.
 
         Returns:
             Slot, request and generation of each.
         """
+        self._stop_states = np.array(stop_states)
+        stopped = self._stop_states == ENDED
         ended = np.flatnonzero(self.active & (stopped | (self._remaining == 0)))
         self.active[ended] = False
         return [(slot, *self._finish(slot, stopped=bool(stopped[slot]))) for slot in ended.tolist()]

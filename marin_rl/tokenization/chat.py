@@ -246,43 +246,6 @@ class ChatTokenizer:
         end = self.tokenizer.decode(list(prompt[-_THINK_TOKENS:]), clean_up_tokenization_spaces=False)
         return end.rstrip().endswith("<think>")
 
-    def stop_text_tokens(self, text: str) -> tuple[int, ...]:
-        """Tokenize a text of `sampling.stop` as it occurs inside a reply.
-
-        Some tokenizers (Llama 2, Mistral) begin every text with a space, which a reply does not have before its stop
-        text. Then the text is tokenized after another one, whose tokens are dropped.
-
-        Args:
-            text: the text that ends a reply.
-
-        Raises:
-            ValueError: if no tokens give the text, for example because the tokenizer lacks a character of it.
-
-        >>> from marin_rl.tokenization.load import byte_tokenizer
-        >>> ChatTokenizer(byte_tokenizer()).stop_text_tokens("##")
-        (35, 35)
-        """
-        alone = self._plain_tokens(text)
-        # A newline, because some texts are merged with a letter.
-        for before in ("a", "\n"):
-            start = self._plain_tokens(before)
-            both = self._plain_tokens(before + text)
-            expected = self._decode_all(start) + text
-            if self._decode_all([*start, *alone]) == expected:
-                return tuple(alone)
-            if both[: len(start)] == start and self._decode_all(both) == expected:
-                return tuple(both[len(start) :])
-        raise ValueError(
-            f"sampling.stop has the text {text!r}, but {self.name} has no tokens for it inside a reply: "
-            f"{alone} are {self._decode_all(alone)!r}; remove the text, or choose one that the tokenizer preserves"
-        )
-
-    def _plain_tokens(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def _decode_all(self, token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
-
     @functools.cached_property
     def _template(self) -> ChatTemplate:
         return ChatTemplate(self.tokenizer.get_chat_template(), self.tokenizer.special_tokens_map, self.name)

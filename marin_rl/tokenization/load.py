@@ -272,6 +272,7 @@ class TokenPieces:
         decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {"type": "Sequence", "decoders": []}
         steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         kinds = {step["type"] for step in steps}
+        self._local = bool(steps) and all(map(_is_local, steps))
         self._bytes = (
             {character: byte for byte, character in bytes_to_unicode().items()} if "ByteLevel" in kinds else None
         )
@@ -286,11 +287,32 @@ class TokenPieces:
             piece = self._cache[token_id] = self._look_up(token_id)
         return piece
 
+    def in_text(self, token_id: int) -> bytes:
+        r"""Return the bytes that a token adds to a text; none if the tokenizer does not have the id.
+
+        They do not depend on other tokens, except that some tokenizers drop a space at the start of the whole text.
+
+        Raises:
+            ValueError: if the tokenizer's decoder treats tokens according to their neighbours.
+
+        >>> TokenPieces(byte_tokenizer()).in_text(0xC3), TokenPieces(byte_tokenizer()).in_text(999)
+        (b'\xc3', b'')
+        """
+        if not self._local:
+            raise ValueError(
+                f"the text of a token of {self._tokenizer.name_or_path} depends on its neighbours (its decoder is "
+                f"{self._tokenizer.backend_tokenizer.decoder}), so stop texts are not supported; remove sampling.stop"
+            )
+        return b"" if self._text_of(token_id) is None else self(token_id)
+
+    def _text_of(self, token_id: int) -> str | None:
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        return token if isinstance(token, str) else None
+
     def _look_up(self, token_id: int) -> bytes:
         if token_id in self._special:
             return self._special[token_id]
-        token = self._tokenizer.convert_ids_to_tokens(token_id)
-        if not isinstance(token, str):
+        if (token := self._text_of(token_id)) is None:
             return f"<unknown {token_id}>".encode()
         if self._bytes is not None and all(character in self._bytes for character in token):
             return bytes(self._bytes[character] for character in token)
@@ -299,6 +321,15 @@ class TokenPieces:
         if self._space is not None:
             return token.replace(self._space, " ").encode()
         return self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False).encode()
+
+
+def _is_local(step: dict) -> bool:
+    """Whether a decoder step treats each token alike, except at the start of the text."""
+    if step["type"] == "Replace":
+        return _space_mark(step) is not None
+    if step["type"] == "Strip":
+        return step["stop"] == 0
+    return step["type"] in ("ByteLevel", "ByteFallback", "Fuse", "Metaspace")
 
 
 def _space_mark(step: dict) -> str | None:

@@ -237,13 +237,10 @@ def test_openai_sampler_needs_a_single_worker_and_no_in_flight_refresh():
         from_lines(sampler=OPENAI_SAMPLER, mode="async", workers="{refresh: in_flight}")
 
 
-def test_stop_texts_need_the_built_in_sampler():
+@pytest.mark.parametrize("sampler", [{}, {"sampler": OPENAI_SAMPLER}])
+def test_stop_texts(sampler: dict[str, str]):
     stop = "{stop: [</answer>, 'Question:']}"
-    assert from_lines(sampling=stop).sampling.stop == ("</answer>", "Question:")
-    with pytest.raises(
-        ConfigError, match=r"sampling.stop is \['</answer>', 'Question:'\], which sampler openai does not"
-    ):
-        from_lines(sampling=stop, sampler=OPENAI_SAMPLER)
+    assert from_lines(sampling=stop, **sampler).sampling.stop == ("</answer>", "Question:")
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def main() -> None:
     def sample(trainer: TrainerConfig) -> list[tuple[int, ...]]:
         settings = SamplingConfig(max_new_tokens=4, max_seqs=8)
         sampler = GroupSampler(
-            tiny.make_model(trainer), config=settings, stop_sequences=[[3]], max_context=12, trainer=trainer
+            tiny.make_model(trainer), config=settings, stop_token_ids=[3], max_context=12, trainer=trainer
         )
         sampler.prepare()
         requests = [SampleRequest((5, 6, 7), seed, 4, 0.9) for seed in range(8)]

@@ -34,7 +34,7 @@ def sample(model_axis: int) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
     sampler = GroupSampler(
         tiny.make_model(trainer),
         config=SamplingConfig(max_new_tokens=4, max_seqs=8),
-        stop_sequences=[[3]],
+        stop_token_ids=[3],
         max_context=12,
         trainer=trainer,
     )

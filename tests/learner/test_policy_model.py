@@ -139,9 +139,7 @@ def prompts() -> list[tuple[int, ...]]:
 def greedy(model: LmHeadModel, stop_token_ids: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return greedy generations as in evaluation."""
     config = SamplingConfig(max_new_tokens=NEW_TOKENS, max_seqs=len(prompts()))
-    sampler = GroupSampler(
-        model, config=config, stop_sequences=[[token] for token in stop_token_ids], max_context=CONTEXT
-    )
+    sampler = GroupSampler(model, config=config, stop_token_ids=stop_token_ids, max_context=CONTEXT)
     generations = sampler.sample([SampleRequest(prompt, 0, NEW_TOKENS, 0.0) for prompt in prompts()])
     return [generation.token_ids for generation in generations]
 
@@ -466,7 +464,7 @@ def test_log_probabilities_do_not_depend_on_the_version_that_wrote_the_config(
 def test_greedy_generations_equal_those_of_transformers(tmp_path, trainer, chat, case: str) -> None:
     model = load_hf_policy(write_checkpoint(tmp_path, case), chat, trainer, None)
     config = SamplingConfig(max_new_tokens=GREEDY_TOKENS, max_seqs=len(PROMPT_LENGTHS))
-    sampler = GroupSampler(model, config=config, stop_sequences=[], max_context=LENGTH, trainer=trainer)
+    sampler = GroupSampler(model, config=config, stop_token_ids=[], max_context=LENGTH, trainer=trainer)
     prompts = [tuple(row[:length].tolist()) for row, length in zip(token_ids(), PROMPT_LENGTHS, strict=True)]
     generations = sampler.sample([SampleRequest(prompt, 0, GREEDY_TOKENS, 0.0) for prompt in prompts])
     for generation, expected in zip(generations, record(case)["greedy"], strict=True):

@@ -16,7 +16,7 @@ from levanter.trainer import TrainerConfig
 
 from marin_rl.sampling.group_sampler import GroupSampler
 from tests.sampling.families import FAMILIES, random_model
-from tests.sampling.test_group_sampler import CONFIG, CONTEXT, STOPS, largest_error, make_requests
+from tests.sampling.test_group_sampler import CONFIG, CONTEXT, STOP_IDS, largest_error, make_requests
 
 LENGTHS = [1, 9, 17, 24, 31, 39, 3, 12, 20]
 
@@ -27,7 +27,7 @@ def measure(config: LmConfig) -> tuple[int, float]:
     trainer = TrainerConfig(require_accelerator=False, model_axis_size=2, tensor_parallel_axes=axes)
     with trainer.use_device_mesh(), levanter.tracker.current_tracker(NoopTracker()):
         model = hax.shard(random_model(config), trainer.parameter_axis_mapping)
-        sampler = GroupSampler(model, config=CONFIG, stop_sequences=STOPS, max_context=CONTEXT, trainer=trainer)
+        sampler = GroupSampler(model, config=CONFIG, stop_token_ids=STOP_IDS, max_context=CONTEXT, trainer=trainer)
         requests = make_requests(LENGTHS)
         generations = sampler.sample(requests)
         sharded = [leaf for leaf in jax.tree.leaves(model) if eqx.is_array(leaf) and not leaf.is_fully_replicated]

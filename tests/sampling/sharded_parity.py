@@ -48,7 +48,7 @@ def measure(model_axis_size: int) -> dict[str, float]:
             sampler = GroupSampler(
                 model,
                 config=SamplingConfig(max_new_tokens=6, max_seqs=8),
-                stop_sequences=[[62], [63]],
+                stop_token_ids=[62, 63],
                 max_context=32,
                 trainer=trainer,
             )

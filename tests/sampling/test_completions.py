@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from marin_rl.sampling.completions import completion_body, most_likely_logprob, read_completion
 from marin_rl.sampling.sampler import SampleRequest, SamplerError
+from marin_rl.sampling.stops import stop_table
 from marin_rl.types import Generation, StopReason
 
 VOCAB = 6
@@ -21,7 +22,9 @@ TWO = SampleRequest((1, 2), seed=2**63 - 1, max_new_tokens=4, temperature=0.1)
 
 
 def read(answer: object, allowed: int = 4) -> Any:
-    return read_completion(answer, 0, TWO, allowed=allowed, stop_token_ids=STOPS, vocab_size=VOCAB, version=3)
+    return read_completion(
+        answer, 0, TWO, allowed=allowed, stop_token_ids=STOPS, stops=stop_table(VOCAB, STOPS), version=3
+    )
 
 
 def outcome(reading: Callable[[object], Any], answer: object) -> Any:
@@ -75,6 +78,35 @@ def test_aborted_request_keeps_its_tokens(tokens: list[int]):
     assert read({"choices": [choice]}).stop_reason is StopReason.STOP
     choice = {"token_ids": [1] * 5, "logprobs": {"token_logprobs": [-1.0] * 5}, "finish_reason": "abort"}
     assert "returned 5 tokens without a final stop token" in outcome(read, {"choices": [choice]})
+
+
+PIECES = [b"a", b"b", b"ab", b"", b"", b""]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kept", "reason"),
+    [
+        ([0, 1], [0, 1], StopReason.STOP),
+        ([2], [2], StopReason.STOP),
+        # Some servers return the tokens that were sampled in the same step.
+        ([1, 2, 0, 4], [1, 2], StopReason.STOP),
+        ([1, 0, 0, 0], [1, 0, 0, 0], StopReason.LENGTH),
+        ([1, 4], [1, 4], StopReason.STOP),
+    ],
+)
+def test_a_stop_text_ends_a_generation(tokens: list[int], kept: list[int], reason: StopReason):
+    stops = stop_table(VOCAB, STOPS, ["ab"], PIECES.__getitem__)
+    values = [-0.5 - position for position in range(len(tokens))]
+    choice = {"token_ids": tokens, "logprobs": {"token_logprobs": values}, "finish_reason": "stop"}
+    answer = {"choices": [choice]}
+    read = read_completion(answer, 0, TWO, allowed=4, stop_token_ids=STOPS, stops=stops)
+    assert read == Generation(tuple(kept), tuple(values[: len(kept)]), reason, 0, 0)
+
+
+def test_stop_texts_are_sent():
+    body = completion_body("policy", TWO, 3, STOPS, ("</answer>",))
+    assert (body["stop"], body["include_stop_str_in_output"]) == (["</answer>"], True)
+    assert "stop" not in completion_body("policy", TWO, 3, STOPS)
 
 
 JSON = st.recursive(

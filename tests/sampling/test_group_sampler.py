@@ -3,9 +3,9 @@
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -35,7 +35,6 @@ from tests.cpu_host import cpu_host
 VOCAB = 64
 CONTEXT = 40
 STOP_IDS = (62, 63)
-STOPS = [[62], [63]]
 SLOTS = 8
 MAX_NEW = 12
 SIZES: dict[str, Any] = {
@@ -51,7 +50,7 @@ def build(config: LlamaConfig, seed: int = 0) -> LmHeadModel:
 
 
 def make_sampler(model: LmHeadModel) -> GroupSampler:
-    return GroupSampler(model, config=CONFIG, stop_sequences=STOPS, max_context=CONTEXT)
+    return GroupSampler(model, config=CONFIG, stop_token_ids=STOP_IDS, max_context=CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +222,7 @@ def test_long_prompts_are_hashed_at_most_once_per_request(sampler: GroupSampler)
 def test_prompts_of_all_lengths_take_the_same_calls_in_any_company(model: LmHeadModel):
     context = 200
     config = SamplingConfig(max_new_tokens=2, max_seqs=SLOTS)
-    sampler = GroupSampler(model, config=config, stop_sequences=[], max_context=context)
+    sampler = GroupSampler(model, config=config, stop_token_ids=[], max_context=context)
     long, short = prefill_shapes("cpu", SLOTS, context, config.max_new_tokens)
     requests = make_requests([190, 77, 129, 2, 20], max_new_tokens=2)
     together = sampler.sample(requests)
@@ -322,45 +321,74 @@ def test_conversation_has_one_request_at_a_time(sampler: GroupSampler):
     sampler.reset()
 
 
-def test_stop_sequences_of_several_tokens_end_a_generation(sampler: GroupSampler, model: LmHeadModel):
-    requests = make_requests([1, 4, 9, 17, 20, 25] * 8, temperature=2.0)
-    free = sampler.sample(requests)
-    first = next(g.token_ids for g in free if len(g.token_ids) > 5)
-    stops = [*STOPS, first[2:5], first[1:3], first[4:5] * 3]
-    stopped = GroupSampler(model, config=CONFIG, stop_sequences=stops, max_context=CONTEXT).sample(requests)
+PIECES = [
+    *(letter.encode() for letter in "ab<>/\n"),
+    "\u20ac".encode()[:1],
+    "\u20ac".encode()[1:],
+    b"</",
+    b"a>\n\n",
+    b"\n\nb",
+]
+"""Bytes of the first tokens; the others are repetitions of them."""
+
+
+def piece_of(token: int) -> bytes:
+    return PIECES[token % len(PIECES)]
+
+
+TEXTS = ("</a>", "\n\n", "\u20ac\u20ac", "abab")
+
+
+@pytest.mark.parametrize("call_seconds", [1e-9, math.inf])
+def test_the_first_token_that_completes_a_stop_text_ends_a_generation(model: LmHeadModel, call_seconds: float):
+    requests = make_requests([1, 4, 9, 17, 20, 25] * 8, temperature=5.0)
+    free = make_sampler(model).sample(requests)
+    config = dataclasses.replace(CONFIG, stop=TEXTS)
+    sampler = GroupSampler(
+        model,
+        config=config,
+        stop_token_ids=STOP_IDS,
+        token_bytes=piece_of,
+        max_context=CONTEXT,
+        call_seconds=call_seconds,
+    )
+    stopped, by_text = sampler.sample(requests), 0
     for one, whole in zip(stopped, free, strict=True):
-        ends = [
-            end
-            for end in range(1, len(whole.token_ids) + 1)
-            if any(len(stop) <= end and whole.token_ids[end - len(stop) : end] == tuple(stop) for stop in stops)
-        ]
-        assert one.token_ids == whole.token_ids[: ends[0] if ends else None]
-        assert one.stop_reason is (StopReason.STOP if ends else StopReason.LENGTH)
-    assert stopped[free.index(next(g for g in free if len(g.token_ids) > 5))].token_ids[-2:] == first[1:3]
+        said = [b"".join(map(piece_of, whole.token_ids[:end])) for end in range(len(whole.token_ids) + 1)]
+        ends = [end for end, text in enumerate(said) if any(stop.encode() in text for stop in TEXTS)]
+        count = ends[0] if ends else len(whole.token_ids)
+        assert (one.token_ids, one.logprobs) == (whole.token_ids[:count], whole.logprobs[:count])
+        assert one.stop_reason is (StopReason.STOP if ends else whole.stop_reason)
+        by_text += bool(ends)
+    assert by_text > 10
 
 
-def test_prompt_is_no_part_of_a_stop_sequence(model: LmHeadModel):
+def test_prompt_is_no_part_of_a_stop_text(model: LmHeadModel):
     [request] = make_requests([3], temperature=0.0)
-    plain = GroupSampler(model, config=CONFIG, stop_sequences=[], max_context=CONTEXT).sample([request])
-    stop = [request.prompt_tokens[-1], plain[0].token_ids[0]]
-    assert GroupSampler(model, config=CONFIG, stop_sequences=[stop], max_context=CONTEXT).sample([request]) == plain
+    plain = GroupSampler(model, config=CONFIG, stop_token_ids=[], max_context=CONTEXT).sample([request])
+    texts = {request.prompt_tokens[-1]: b"a", plain[0].token_ids[0]: b"b"}
+    config = dataclasses.replace(CONFIG, stop=("ab",))
+    sampler = GroupSampler(
+        model, config=config, stop_token_ids=[], token_bytes=lambda token: texts.get(token, b""), max_context=CONTEXT
+    )
+    assert sampler.sample([request]) == plain
 
 
 def test_cache_above_its_limit_is_refused(model: LmHeadModel):
     # 2 layers, keys and values, 8 slots, 40 positions, 2 heads of 8 float32 numbers.
     size = 2 * 2 * 8 * 40 * 2 * 8 * 4 / 2**30
     fits, too_small = (dataclasses.replace(CONFIG, max_cache_gib=size * factor) for factor in (1.0, 0.99))
-    GroupSampler(model, config=fits, stop_sequences=STOPS, max_context=CONTEXT)
+    GroupSampler(model, config=fits, stop_token_ids=STOP_IDS, max_context=CONTEXT)
     with pytest.raises(
         ValueError, match=r"the KV cache of 8 sequences .* of 40 tokens takes .* lower sampling.max_seqs"
     ):
-        GroupSampler(model, config=too_small, stop_sequences=STOPS, max_context=CONTEXT)
+        GroupSampler(model, config=too_small, stop_token_ids=STOP_IDS, max_context=CONTEXT)
 
 
 def test_bfloat16_cache_is_close_to_float32(model: LmHeadModel):
     requests = make_requests(LENGTHS)
     config = dataclasses.replace(CONFIG, kv_cache_dtype="bfloat16")
-    generations = GroupSampler(model, config=config, stop_sequences=STOPS, max_context=CONTEXT).sample(requests)
+    generations = GroupSampler(model, config=config, stop_token_ids=STOP_IDS, max_context=CONTEXT).sample(requests)
     assert 1e-5 < largest_error(model, requests, generations) < 0.1
 
 
@@ -438,7 +466,7 @@ def test_error_names_malformed_requests(sampler: GroupSampler, request_: SampleR
 def test_requests_after_compile_compile_nothing(model: LmHeadModel):
     # Calls for long prompts are small with few slots and little room for prompts. No other test has this context.
     context, config = CONTEXT - 1, dataclasses.replace(CONFIG, max_new_tokens=CONTEXT - 2, max_seqs=4)
-    sampler = GroupSampler(model, config=config, stop_sequences=STOPS, max_context=context)
+    sampler = GroupSampler(model, config=config, stop_token_ids=STOP_IDS, max_context=context)
     long = sampler_sizes(config, context, None).prefill.long_tokens(context - 2)
     assert 0 < long < context - 2, "the prompt has a long and a short call"
     with counted_compiles() as count:
@@ -513,7 +541,7 @@ def test_config_of_the_model_need_not_be_hashable():
 
 def test_calls_end_after_the_given_time_with_the_same_generations(model: LmHeadModel):
     requests = make_requests(LENGTHS[:SLOTS])
-    sampler = GroupSampler(model, config=CONFIG, stop_sequences=STOPS, max_context=CONTEXT, call_seconds=1e-9)
+    sampler = GroupSampler(model, config=CONFIG, stop_token_ids=STOP_IDS, max_context=CONTEXT, call_seconds=1e-9)
     assert sampler.sample(requests) == make_sampler(model).sample(requests)
     # The last call took longer, so each call has one step now.
     numbers = sampler.start(requests)
@@ -534,7 +562,7 @@ def test_an_interrupted_call_leaves_a_working_sampler(model: LmHeadModel, error:
             raise interrupt
 
     sampler = GroupSampler(
-        model, config=CONFIG, stop_sequences=STOPS, max_context=CONTEXT, weight_poll=WeightPoll(poll, DECODE_STEPS)
+        model, config=CONFIG, stop_token_ids=STOP_IDS, max_context=CONTEXT, weight_poll=WeightPoll(poll, DECODE_STEPS)
     )
     with pytest.raises(error, match="in the middle"):
         sampler.sample(requests)
@@ -551,15 +579,9 @@ def test_weights_with_nan_raise_and_do_not_affect_later_calls(sampler: GroupSamp
     assert sampler.sample(requests) == expected
 
 
-@pytest.mark.parametrize("sequence", [[3, VOCAB], [-1], []])
-def test_stop_tokens_must_be_in_the_vocabulary(model: LmHeadModel, sequence: list[int]):
-    with pytest.raises(ValueError, match=rf"stop_sequences has {re.escape(str(sequence))}; a stop sequence has one or"):
-        GroupSampler(model, config=CONFIG, stop_sequences=[[3], sequence], max_context=CONTEXT)
-
-
 def test_context_of_one_token_is_rejected(model: LmHeadModel):
     with pytest.raises(ValueError, match="max_context is 1"):
-        GroupSampler(model, config=CONFIG, stop_sequences=STOPS, max_context=1)
+        GroupSampler(model, config=CONFIG, stop_token_ids=STOP_IDS, max_context=1)
 
 
 @pytest.mark.parametrize("model_axis_size", [pytest.param(1, marks=pytest.mark.slow), 2])

@@ -26,7 +26,7 @@ from tests.sampling.test_group_sampler import (
     LLAMA,
     MAX_NEW,
     SLOTS,
-    STOPS,
+    STOP_IDS,
     build,
     full_logits,
     log_softmax,
@@ -49,7 +49,7 @@ class Watch:
         self.sampler = GroupSampler(
             model,
             config=CONFIG,
-            stop_sequences=STOPS,
+            stop_token_ids=STOP_IDS,
             max_context=CONTEXT,
             weight_poll=WeightPoll(self.poll, ROUNDS),
         )

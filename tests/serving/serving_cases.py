@@ -43,7 +43,7 @@ def tiny_sampler(weight_poll: WeightPoll | None = None, slots: int = SLOTS) -> G
     return GroupSampler(
         tiny_model(),
         config=SamplingConfig(max_new_tokens=MAX_NEW, max_seqs=slots),
-        stop_sequences=[[token] for token in TOKENIZER.stop_token_ids],
+        stop_token_ids=TOKENIZER.stop_token_ids,
         max_context=CONTEXT,
         weight_poll=weight_poll,
     )

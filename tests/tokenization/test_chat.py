@@ -510,28 +510,3 @@ def test_replies_of_a_demonstration_are_tokens_of_an_episode(messages: list[dict
     asked, _ = byte_oracle(messages)
     expected = (*[False] * len(asked), *mask[len(asked) :])
     assert BYTE_CHAT.encode_replies([*messages, *replies], len(messages)) == (ids, expected)
-
-
-@pytest.mark.parametrize("text", ["####", "answer:", " the", "n", "."])
-def test_stop_text_is_found_in_a_reply(any_chat: ChatTokenizer, text: str):
-    _check_stop_text(any_chat, text)
-    if any_chat.tokenizer.convert_ids_to_tokens(any_chat.tokenizer("#")["input_ids"][0]) == "#":
-        # Without a space at the start of each text, the tokens are those of the text alone.
-        assert list(any_chat.stop_text_tokens(text)) == any_chat.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-@pytest.mark.parametrize("text", ["####", "\n\n", "an", " an", "n", "\u00e4", "</s>"])
-def test_stop_text_is_found_although_texts_begin_with_a_space(prepending: ChatTokenizer, text: str):
-    _check_stop_text(prepending, text)
-
-
-def _check_stop_text(chat: ChatTokenizer, text: str) -> None:
-    before = chat.tokenizer("a #", add_special_tokens=False)["input_ids"]
-    tokens = chat.stop_text_tokens(text)
-    decoded = chat.tokenizer.decode([*before, *tokens], clean_up_tokenization_spaces=False)
-    assert decoded == f"a #{text}"
-
-
-def test_stop_text_without_tokens_is_refused(instruct: ChatTokenizer):
-    with pytest.raises(ValueError, match=r"sampling\.stop has the text '\u00e4', but .*; remove the text"):
-        instruct.stop_text_tokens("\u00e4")
