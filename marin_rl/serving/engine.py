@@ -42,6 +42,8 @@ class EngineRequest:
     """The prompt and its sampling parameters."""
     stop: tuple[str, ...] = ()
     """Texts that end the reply."""
+    keeps_stop: bool = False
+    """Whether the reply's text includes the text that ended it."""
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end the reply, in addition to the sampler's."""
     skip_special_tokens: bool = True
@@ -55,7 +57,12 @@ class EngineRequest:
         Args:
             decode: decodes the tokens of a reply; the second argument is `skip_special_tokens`.
         """
-        return ReplyReader(lambda tokens: decode(tokens, self.skip_special_tokens), self.stop, self.stop_token_ids)
+        return ReplyReader(
+            lambda tokens: decode(tokens, self.skip_special_tokens),
+            self.stop,
+            self.stop_token_ids,
+            keeps_stop=self.keeps_stop,
+        )
 
 
 class Engine:

@@ -59,7 +59,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "detokenize": (True,),
     "echo": (False,),
     "frequency_penalty": (0,),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "logit_bias": ({},),
     "logits_processors": ([],),
@@ -105,6 +104,7 @@ class SamplingParams(pydantic.BaseModel):
     seed: int | None = pydantic.Field(None, ge=0, lt=2**63)
     n: int = pydantic.Field(1, ge=1)
     stop: list[str] = pydantic.Field(default_factory=list)
+    include_stop_str_in_output: bool = False
     stop_token_ids: list[int] = pydantic.Field(default_factory=list)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -425,7 +425,13 @@ def engine_requests(
         for index in range(params.n):
             sample = SampleRequest(prompt, derive_seed(seed, index) if index else seed, allowed, params.temperature)
             requests.append(
-                EngineRequest(sample, tuple(params.stop), own - limits.stop_token_ids, params.skip_special_tokens)
+                EngineRequest(
+                    sample,
+                    stop=tuple(params.stop),
+                    keeps_stop=params.include_stop_str_in_output,
+                    stop_token_ids=own - limits.stop_token_ids,
+                    skip_special_tokens=params.skip_special_tokens,
+                )
             )
     return requests
 

@@ -56,16 +56,20 @@ class ReplyReader:
         decode: Callable[[Sequence[int]], str],
         stop: Sequence[str] = (),
         stop_token_ids: Collection[int] = (),
+        *,
+        keeps_stop: bool = False,
     ) -> None:
         """Start an empty reply.
 
         Args:
             decode: decodes tokens, without the sampler's stop token at their end.
-            stop: texts that end the reply and are not part of its text.
+            stop: texts that end the reply.
+            keeps_stop: whether the reply's text includes the text that ended it.
             stop_token_ids: tokens that end the reply and are not part of its text.
         """
         self._decode = decode
         self._stop = tuple(stop)
+        self._keeps_stop = keeps_stop
         self._stop_token_ids = frozenset(stop_token_ids)
         self._window: list[int] = []
         """The last tokens, with those that are not decoded yet."""
@@ -95,7 +99,8 @@ class ReplyReader:
         if any(stop in text for stop in self._stop):
             count, text = self._end_at_stop(shown, text)
             position, _, stop_reason = self._first_stop(text)[0]
-            tokens, text, end = tokens[:count], text[:position], StopReason.STOP
+            shown_end = position + (len(stop_reason) if self._keeps_stop else 0)
+            tokens, text, end = tokens[:count], text[:shown_end], StopReason.STOP
         if end is None:
             self._held = text[len(text) - self._num_held(text) :]
             self._advance(shown, decoded)

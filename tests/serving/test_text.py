@@ -17,6 +17,7 @@ from marin_rl.serving.text import ReplyReader, TextPart, ToolReader
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import StopReason
+from tests.sampling.test_stops import GROUPS, merging, table_of, tokenizations
 
 DECODE = ChatTokenizer(byte_tokenizer()).decode_reply
 
@@ -86,6 +87,43 @@ def test_parts_of_tokens_that_are_single_bytes(text: str, size: int, stop: list[
     found = [text.removeprefix(" ").index(one) for one in stop if one in text.removeprefix(" ")]
     assert reply.text == text.removeprefix(" ")[: min(found, default=len(text))]
     assert (reply.finish_reason == "stop") == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "text", "count"),
+    [
+        ([b"a", b"xEN", b"D!b"], "ax", 5),
+        ([b"END"], "", 3),
+        ([b"a", b"EN", b"EN", b"D"], "aEN", 6),
+    ],
+)
+@pytest.mark.parametrize("keeps_stop", [False, True])
+def test_the_text_may_include_the_stop_string(chunks: list[bytes], text: str, count: int, keeps_stop: bool):
+    reader = ReplyReader(DECODE, ["END"], keeps_stop=keeps_stop)
+    parts = [reader.push(chunk, [-1.0] * len(chunk)) for chunk in chunks]
+    assert "".join(part.text for part in parts) == text + ("END" if keeps_stop else "")
+    assert sum(len(part.token_ids) for part in parts) == count
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), texts=st.sampled_from(GROUPS), size=st.integers(1, 8), keeps_stop=st.booleans())
+def test_stop_strings_end_replies_in_any_tokenization(
+    data: st.DataObject, texts: tuple[str, ...], size: int, keeps_stop: bool
+):
+    tokens = data.draw(tokenizations(merging()))
+    end = table_of(merging(), texts).first_end(tokens)
+    reader = ReplyReader(merging().decode, texts, keeps_stop=keeps_stop)
+    parts: list[TextPart] = []
+    for at in range(0, len(tokens), size):
+        parts.append(reader.push(tokens[at : at + size], [-1.0] * len(tokens[at : at + size])))
+        if reader.finish_reason is not None:
+            break
+    said, kept = "".join(part.text for part in parts), sum(len(part.token_ids) for part in parts)
+    assert kept == (len(tokens) if end is None else end)
+    assert (reader.finish_reason is not None) == (end is not None)
+    if end is not None:
+        assert merging().decode(tokens[:end]).startswith(said)
+        assert any(text in said for text in texts) == keeps_stop
 
 
 def test_text_is_held_back_while_it_may_change():
