@@ -5,6 +5,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.serving.engine import CALL_SECONDS
 from marin_rl.storage import storage_path
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.tokenization.load import TokenizerConfig
+from marin_rl.tokenization.load import TokenizerConfig, TokenPieces
 from marin_rl.training.starting_weights import load_run, restore_checkpoint
 
 _PACKAGES = ("starlette", "uvicorn", "prometheus_client")
@@ -155,16 +156,27 @@ def _load_folder(config: ServeConfig, folder: str) -> Policy:
     trainer = start_devices(default_trainer(), rows_per_device=1, alone=True)
     model = load_hf_policy(folder, tokenizer, trainer, None)
     max_context = _max_context(config, model, min(model.Pos.size, _DEFAULT_CONTEXT))
-    sampling = _limited(config, SamplingConfig(max_new_tokens=max_context - 1))
+    sampling = _limited(config, SamplingConfig(max_new_tokens=max_context - 1, stop=_stop_texts(Path(folder))))
     sampler = GroupSampler(
         model,
         config=sampling,
         stop_token_ids=tokenizer.stop_token_ids,
         max_context=max_context,
+        token_bytes=TokenPieces(tokenizer.tokenizer).in_text,
         trainer=trainer,
         call_seconds=CALL_SECONDS,
     )
     return Policy(sampler, tokenizer, model.vocab_size, max_context, sampling)
+
+
+def _stop_texts(folder: Path) -> tuple[str, ...]:
+    """Read the stop texts of an exported policy."""
+    file = folder / "generation_config.json"
+    value = json.loads(file.read_bytes()).get("stop_strings") if file.exists() else None
+    texts = [value] if isinstance(value, str) else value or []
+    if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
+        raise UserError(f"stop_strings in {file} is {value!r}; it must be a list of texts")
+    return tuple(texts)
 
 
 def _max_context(config: ServeConfig, model: LmHeadModel, default: int) -> int:

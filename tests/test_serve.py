@@ -1,8 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -71,6 +73,23 @@ def test_a_run_and_its_export_are_the_same_policy(finished_run: TinyRun):
     assert first.token_ids == second.token_ids
     assert first.logprobs == pytest.approx(second.logprobs, abs=1e-5)
     assert (first.first_version, run.sampler.version) == (6, 6)
+
+
+@pytest.mark.medium
+def test_a_folder_is_served_with_its_stop_texts(finished_run: TinyRun, tmp_path: Path):
+    folder = shutil.copytree(finished_run.path / "hf", tmp_path / "hf")
+    request = SampleRequest((50, 120, 51), 7, 3)
+    [free] = load_policy(ServeConfig(model=str(folder))).sampler.sample([request])
+    file = folder / "generation_config.json"
+    settings = json.loads(file.read_bytes())
+    file.write_text(json.dumps({**settings, "stop_strings": [chr(free.token_ids[0])]}))
+    policy = load_policy(ServeConfig(model=str(folder)))
+    [stopped] = policy.sampler.sample([request])
+    assert (stopped.token_ids, stopped.logprobs) == (free.token_ids[:1], free.logprobs[:1])
+    assert policy.sampling.stop == (chr(free.token_ids[0]),)
+    file.write_text(json.dumps({**settings, "stop_strings": [3]}))
+    with pytest.raises(UserError, match=r"stop_strings in .* is \[3\]; it must be a list of texts"):
+        load_policy(ServeConfig(model=str(folder)))
 
 
 @pytest.mark.medium

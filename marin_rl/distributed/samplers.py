@@ -5,6 +5,7 @@
 
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from levanter.models.lm_model import LmHeadModel
@@ -71,7 +72,7 @@ def open_worker_sampler(
         max_context=config.rollouts.max_length,
         token_bytes=TokenPieces(tokenizer.tokenizer).in_text,
         vocab_size=model.vocab_size,
-        load_weights=WeightReloader(server.reload, server.base_url, tokenizer, trainer),
+        load_weights=WeightReloader(server.reload, server.base_url, tokenizer, trainer, config.sampling.stop),
     )
     sampler.update_weights(model, version)
     sampler.check_server()
@@ -111,7 +112,14 @@ def open_group_sampler(
 class WeightReloader:
     """Writes versions of the weights and makes a server load them."""
 
-    def __init__(self, config: ReloadConfig, base_url: str, tokenizer: ChatTokenizer, trainer: TrainerConfig) -> None:
+    def __init__(
+        self,
+        config: ReloadConfig,
+        base_url: str,
+        tokenizer: ChatTokenizer,
+        trainer: TrainerConfig,
+        stop: Sequence[str] = (),
+    ) -> None:
         """Import the user's function.
 
         Args:
@@ -119,6 +127,7 @@ class WeightReloader:
             base_url: address of the server; passed to the function.
             tokenizer: written with the weights.
             trainer: mesh and axis mapping of the weights.
+            stop: stop texts, written with the weights.
 
         Raises:
             UserFileError: if the function does not exist.
@@ -127,6 +136,7 @@ class WeightReloader:
         self._base_url = base_url
         self._tokenizer = tokenizer
         self._trainer = trainer
+        self._stop = stop
         self._written: list[Path] = []
         self._function = load_from_file(config.path, config.function)
         if not callable(self._function):
@@ -158,7 +168,7 @@ class WeightReloader:
         folder = Path(self._config.folder).absolute() / f"version-{version}"
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        save_hf_policy(model, self._tokenizer, partial, self._trainer)
+        save_hf_policy(model, self._tokenizer, partial, self._trainer, self._stop)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
         if folder in self._written:

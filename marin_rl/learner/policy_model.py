@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -116,22 +116,25 @@ def load_hf_policy(
     return _only_arrays(cast(LmHeadModel, model))
 
 
-def save_hf_policy(model: LmHeadModel, tokenizer: ChatTokenizer, folder: Path, trainer: TrainerConfig) -> None:
+def save_hf_policy(
+    model: LmHeadModel, tokenizer: ChatTokenizer, folder: Path, trainer: TrainerConfig, stop: Sequence[str] = ()
+) -> None:
     """Write a policy that is on devices in Hugging Face format; see `save_hf_folder`."""
-    save_hf_folder(DeviceWeights(model, trainer), tokenizer, folder)
+    save_hf_folder(DeviceWeights(model, trainer), tokenizer, folder, stop)
 
 
-def save_hf_folder(weights: WeightParts, tokenizer: ChatTokenizer, folder: Path) -> None:
+def save_hf_folder(weights: WeightParts, tokenizer: ChatTokenizer, folder: Path, stop: Sequence[str] = ()) -> None:
     """Write a policy in Hugging Face format: weights, model and generation configs, tokenizer, chat template.
 
-    Collective over all processes; the main process writes. `generation_config.json` lists every stop token, so that
-    transformers and inference servers end generations as training and evaluation did. It has no sampling settings. Its
-    `max_length` is the model's context, because without one transformers stops after 20 tokens.
+    Collective over all processes; the main process writes. `generation_config.json` lists every stop token and stop
+    text, so that transformers and inference servers end generations as training and evaluation did. It has no sampling
+    settings. Its `max_length` is the model's context, because without one transformers stops after 20 tokens.
 
     Args:
         weights: weights of the policy.
         tokenizer: its tokenizer.
         folder: the folder; created if it does not exist.
+        stop: texts that end a generation.
 
     Raises:
         PolicyModelError: if levanter cannot export this architecture.
@@ -157,7 +160,8 @@ def save_hf_folder(weights: WeightParts, tokenizer: ChatTokenizer, folder: Path)
         if multihost.is_main():
             tokenizer.tokenizer.save_pretrained(folder)
             (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-            GenerationConfig(**special_tokens, max_length=model.Pos.size).save_pretrained(folder)
+            stop_texts = {"stop_strings": list(stop)} if stop else {}
+            GenerationConfig(**special_tokens, **stop_texts, max_length=model.Pos.size).save_pretrained(folder)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@
 import dataclasses
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from haliax import Axis
@@ -22,13 +23,16 @@ from marin_rl.storage import StoragePath, replace_folder, upload_folder
 from marin_rl.tokenization.chat import ChatTokenizer
 
 
-def export_folder(weights: WeightParts, tokenizer: ChatTokenizer, output: StoragePath) -> None:
+def export_folder(
+    weights: WeightParts, tokenizer: ChatTokenizer, output: StoragePath, stop: Sequence[str] = ()
+) -> None:
     """Write a policy in Hugging Face format, in place of a former export; collective over all processes.
 
     Args:
         weights: weights of the policy.
         tokenizer: its tokenizer.
         output: the folder. One in an object store is written to a temporary folder of the main host and uploaded.
+        stop: texts that end a generation.
 
     Raises:
         OSError: if it cannot be written.
@@ -37,7 +41,7 @@ def export_folder(weights: WeightParts, tokenizer: ChatTokenizer, output: Storag
         partial = output.with_name(f".{output.name}.partial") if isinstance(output, Path) else Path(temporary)
         if multihost.is_main():
             shutil.rmtree(partial, ignore_errors=True)
-        save_hf_folder(weights, tokenizer, partial)
+        save_hf_folder(weights, tokenizer, partial, stop)
         multihost.on_main(lambda: _publish(output, partial))
 
 
@@ -71,7 +75,7 @@ def export_checkpoint(config: TrainConfig, checkpoints: Checkpoints, step: int |
     loaded = checkpoints.restore_newest(load) if step is None else load(checkpoints.open(step))
     assert loaded is not None
     with writing(output, "output"):
-        export_folder(loaded[1], config.tokenizer.build(), output)
+        export_folder(loaded[1], config.tokenizer.build(), output, config.sampling.stop)
     return loaded[0]
 
 

@@ -327,7 +327,7 @@ def _export(run: TrainingRun, directory: RunDirectory) -> None:
     policy, trainer = policy_of(run.trainer_state.model), run.learner.trainer.config
     weights = DeviceWeights(policy, trainer, run.config.export.numeric_dtype)
     with writing(directory.hf):
-        export_folder(weights, run.runner.tokenizer, directory.hf)
+        export_folder(weights, run.runner.tokenizer, directory.hf, run.config.sampling.stop)
 
 
 def _print_summary(display: ProgressDisplay, run: TrainingRun, directory: RunDirectory) -> None:

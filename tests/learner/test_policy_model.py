@@ -179,6 +179,12 @@ def test_the_export_has_no_sampling_settings_and_no_short_limit(speakers) -> Non
     assert written["max_length"] == CONTEXT
 
 
+def test_the_export_lists_stop_texts(tiny, chat, trainer, tmp_path) -> None:
+    save_hf_policy(tiny.make_model(trainer), chat, tmp_path / "hf", trainer, ("</answer>", "\n\n"))
+    assert GenerationConfig.from_pretrained(tmp_path / "hf").stop_strings == ["</answer>", "\n\n"]
+    assert TokenizerConfig(path=str(tmp_path / "hf")).build().stop_token_ids == chat.stop_token_ids
+
+
 @pytest.mark.parametrize(("policy", "dtype"), [("f32", "float32"), ("p=bf16,c=bf16", "bfloat16")])
 def test_the_export_names_its_precision(tiny, chat, tmp_path, policy: str, dtype: str) -> None:
     trainer = tiny.make_trainer(policy=policy)
