@@ -108,6 +108,19 @@ def test_calls_are_answered_and_the_final_reply_is_scored():
     assert wrong.metrics["success"] == 0.0
 
 
+@pytest.mark.parametrize("inner", ["</tool_call>", "<tool_call>", "<think>", "</think>", '"}}</tool_call>'])
+def test_tags_in_arguments_reach_the_tool(inner: str):
+    environment, task = build()
+    environment = dataclasses.replace(environment, tools={"odd": Odd()})
+    arguments = {"how": "raise"}
+    # `odd` raises only for this argument, so an argument that was cut is noticed.
+    reply = f"<think>\n{call('odd', how=inner)}</think>Now: {call('odd', how=inner)} {call('odd', **arguments)}"
+    asked, final = play(environment, task, reply, task.answer)
+    assert answers(asked) == ["fine", "Error: odd failed: KeyError: 'lost'"]
+    assert not asked.done
+    assert final.rewards["correct"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("parameters", "answered"),
     [

@@ -20,7 +20,13 @@ TASK = Task("t", "sums", (Message(role="user", content="2+3"),), "5")
 
 @pytest.mark.parametrize(
     ("opening", "reply", "reward"),
-    [("<think>\n", "5", 0.0), ("<think>\n", "3?</think>5", 1.0), ("<think>\n\n</think>\n\n", "5", 1.0), ("", "5", 1.0)],
+    [
+        ("<think>\n", "5", 0.0),
+        ("<think>\n", "3?</think>5", 1.0),
+        ("<think>\n", '<tool_call>{"a": "</think>"}</tool_call>5', 0.0),
+        ("<think>\n\n</think>\n\n", "5", 1.0),
+        ("", "5", 1.0),
+    ],
 )
 def test_a_reply_that_was_cut_off_in_its_thoughts_is_wrong(opening: str, reply: str, reward: float):
     tokenizer = byte_tokenizer()

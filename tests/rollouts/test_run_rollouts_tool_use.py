@@ -66,9 +66,13 @@ def tool_call(expression: str) -> str:
 
 # A call after thoughts that do not end is none, and would end the conversation; tests of the calls cover it.
 thoughts = st.text("ab \n<think>", max_size=8).filter(lambda text: "<think>" not in text)
-calls = st.lists(st.sampled_from(["1+1", "2*3", "1/0", "what", "<|im_end|>"]), min_size=1, max_size=2).map(
-    lambda expressions: "\n".join(map(tool_call, expressions))
-) | st.sampled_from(["<tool_call>", "<tool_call>{}</tool_call>", "<tool_call>\nnot json\n</tool_call>"])
+calls = st.lists(
+    st.sampled_from(["1+1", "2*3", "1/0", "what", "<|im_end|>", "</tool_call>", "<think>", "</think>"]),
+    min_size=1,
+    max_size=2,
+).map(lambda expressions: "\n".join(map(tool_call, expressions))) | st.sampled_from(
+    ["<tool_call>", "<tool_call>{}</tool_call>", "<tool_call>\nnot json\n</tool_call>"]
+)
 # In Llama's form the whole reply is the call.
 bare_calls = st.sampled_from(["1+1", "1/0", "<|eot_id|>"]).map(
     lambda expression: json.dumps({"name": "calculator", "parameters": {"expression": expression}})

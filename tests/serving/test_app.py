@@ -4,6 +4,7 @@
 """The `openai` SDK against the server: results equal those of the sampler bit for bit."""
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -19,8 +20,10 @@ from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig, Sampling
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.openai_sampler import OpenAiSampler
 from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.sampling.stops import stop_table
 from marin_rl.seeds import derive_seed
 from marin_rl.serving.protocol import NEUTRAL
+from marin_rl.tokenization.load import TokenPieces
 from marin_rl.types import Generation, StopReason
 from tests.scripted_sampler import ScriptedSampler
 from tests.serving.serving_cases import CONTEXT, MAX_NEW, SLOTS, TIMEOUT, TOKENIZER, Serving, serving, tiny_sampler
@@ -175,10 +178,14 @@ def test_concurrent_requests_equal_the_sampler(server: Serving, bare: GroupSampl
 
 
 @pytest.mark.medium
-def test_a_run_can_sample_from_the_server(server: Serving, bare: GroupSampler, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("stop", [(), ("e", "\n", "12")])
+def test_a_run_can_sample_from_the_server(
+    server: Serving, bare: GroupSampler, monkeypatch: pytest.MonkeyPatch, stop: tuple[str, ...]
+):
     """`sampler: {type: openai}` gets the generations of the built-in sampler."""
     monkeypatch.setenv("POLICY_KEY", "secret")
-    sampling = SamplingConfig(max_new_tokens=MAX_NEW, max_seqs=SLOTS)
+    sampling = SamplingConfig(max_new_tokens=MAX_NEW, max_seqs=SLOTS, stop=stop)
+    piece = TokenPieces(TOKENIZER.tokenizer).in_text
     reload = ReloadConfig(folder="weights", path="reload.py", function="reload")
     config = OpenAiSamplerConfig(
         f"{server.url}/v1", "policy", reload, "POLICY_KEY", retry=RetryConfig(give_up_seconds=0.0)
@@ -189,10 +196,22 @@ def test_a_run_can_sample_from_the_server(server: Serving, bare: GroupSampler, m
         stop_token_ids=TOKENIZER.stop_token_ids,
         max_context=CONTEXT,
         vocab_size=TOKENIZER.vocab_size,
+        token_bytes=piece,
     )
     client.check_server()
     requests = [SampleRequest((*PROMPT, seed), seed, 10 + seed, (0.0, 0.8)[seed % 2]) for seed in range(20)]
-    assert client.sample(requests) == bare.sample(requests)
+    table = stop_table(TOKENIZER.vocab_size, TOKENIZER.stop_token_ids, stop, piece)
+    whole = bare.sample(requests)
+    ends = [table.first_end(one.token_ids) for one in whole]
+    assert client.sample(requests) == [
+        one
+        if end is None
+        else dataclasses.replace(
+            one, token_ids=one.token_ids[:end], logprobs=one.logprobs[:end], stop_reason=StopReason.STOP
+        )
+        for one, end in zip(whole, ends, strict=True)
+    ]
+    assert (len({*ends}) > 3) == bool(stop)
 
 
 def test_stop_strings_end_a_reply(client: Any, bare: GroupSampler):
