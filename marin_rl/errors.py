@@ -23,6 +23,38 @@ class RunDirectoryError(UserError):
     """A run directory cannot be used. The message names the directory and the remedy."""
 
 
+MAX_DESCRIPTION = 2000
+"""Maximum characters of the description of an error."""
+
+
+def describe(error: BaseException) -> str:
+    r"""Return type and message of an error that other people's code raised, as text that can be stored and logged.
+
+    Their `__str__` may itself raise anything, and return text of any length, with lone surrogates.
+
+    >>> describe(KeyError("lost")), describe(ValueError("a\ud800"))
+    ("KeyError: 'lost'", 'ValueError: a\\ud800')
+    """
+    name = "an error"
+    try:
+        name = type(error).__name__
+        # Not `error.args` or slices of subclasses of `str`, which are other people's code again.
+        text = str.__getitem__(f"{name}: {error}", slice(MAX_DESCRIPTION + 1))
+    except BaseException as failed:
+        text = f"{name}: <its message cannot be read: {type(failed).__name__}>"
+    return storable(text, MAX_DESCRIPTION)
+
+
+def storable(text: str, max_characters: int) -> str:
+    r"""Return text without lone surrogates, of at most `max_characters` characters and a mark.
+
+    >>> storable("a\ud800bc", 3)
+    'a\\ud800b…'
+    """
+    cut = text[:max_characters] + ("…" if len(text) > max_characters else "")
+    return cut.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 USER_ERRORS = (UserError, ValueError, OSError)
 """Errors that a command line prints as one line; a traceback would hide the message."""
 

@@ -5,10 +5,15 @@
 
 import asyncio
 import concurrent.futures
+import logging
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from marin_rl.errors import describe
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
@@ -33,10 +38,102 @@ def call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arg
             raise
 
 
+class ForeignError(Exception):
+    """Code of an environment or agent raised an error, which is the cause; the message describes it."""
+
+
+class _ForeignCall(NamedTuple):
+    function: Callable[[], Awaitable[Any]]
+    answer: "asyncio.Future[tuple[Any, BaseException | None]]"
+    """Result and error; cancelled if the caller does not wait any more."""
+    ended: "asyncio.Future[None]"
+
+
+class ForeignTask:
+    """Runs other people's coroutines one after another in a task of its own, so that they cannot end their caller.
+
+    They may raise any error, cancel themselves, or ignore a cancellation. One task has all calls of an episode, because
+    context variables, and the cancel scopes of libraries, belong to a task. `end` must be called.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Start the task.
+
+        Args:
+            name: name of the task, for log messages.
+        """
+        self._calls: asyncio.Queue[_ForeignCall | None] = asyncio.Queue()
+        self._running: _ForeignCall | None = None
+        self._task = asyncio.create_task(self._run(), name=name)
+
+    async def call(self, function: Callable[[], Awaitable[Result]], grace: float) -> Result:
+        """Return the result of a coroutine function.
+
+        If the caller is cancelled, the coroutine is cancelled too; if it does not end in time, it is abandoned.
+
+        Args:
+            function: called in the task.
+            grace: seconds in which it must end after a cancellation.
+
+        Raises:
+            ForeignError: if it raises anything, a `CancelledError` of its own included.
+        """
+        loop = asyncio.get_running_loop()
+        call = _ForeignCall(function, loop.create_future(), loop.create_future())
+        self._calls.put_nowait(call)
+        try:
+            result, error = await call.answer
+        except asyncio.CancelledError:
+            if self._running is call:
+                self._task.cancel()
+                await asyncio.wait([call.ended], timeout=grace)
+            raise
+        if error is not None:
+            raise ForeignError(describe(error)) from error
+        return result
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a call was cancelled, and has not ended."""
+        return self._running is not None
+
+    def end(self) -> None:
+        """End the task after the call that runs, if any."""
+        self._calls.put_nowait(None)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                call = await self._calls.get()
+            except asyncio.CancelledError:
+                # Of a call that has ended; only `end` ends the task.
+                continue
+            if call is None:
+                return
+            if not call.answer.cancelled():
+                await self._answer(call)
+
+    async def _answer(self, call: _ForeignCall) -> None:
+        self._running = call
+        try:
+            outcome = await call.function(), None
+        except BaseException as error:
+            # A task that ends with SystemExit or KeyboardInterrupt would end the event loop.
+            outcome = None, error
+        self._running = None
+        task = asyncio.current_task()
+        while task is not None and task.cancelling():
+            task.uncancel()
+        call.ended.set_result(None)
+        if not call.answer.cancelled():
+            call.answer.set_result(outcome)
+
+
 class BackgroundLoop:
     """Runs coroutines in a background thread.
 
-    The thread starts with the first coroutine, and ends with `close`, with this object, or with the process.
+    The thread starts with the first coroutine, and ends with `close`, with this object, or with the process. Nothing
+    that runs in the loop can end it: not `loop.stop()`, nor `sys.exit()` in a task or callback.
 
     >>> loop = BackgroundLoop()
     >>> loop.submit(asyncio.sleep(0, "done")).result()
@@ -53,8 +150,9 @@ class BackgroundLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._loop.set_default_executor(_ThreadPerCall())
-            thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
-            self._end = weakref.finalize(self, _end, self._loop, thread)
+            is_closing = threading.Event()
+            thread = threading.Thread(target=_run, args=[self._loop, is_closing], name="episodes", daemon=True)
+            self._end = weakref.finalize(self, _end, self._loop, thread, is_closing)
             thread.start()
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
@@ -79,7 +177,15 @@ def _responds(loop: asyncio.AbstractEventLoop, seconds: float) -> bool:
     return answered.wait(seconds)
 
 
-def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+def _run(loop: asyncio.AbstractEventLoop, is_closing: threading.Event) -> None:
+    while not (is_closing.is_set() or loop.is_closed()):
+        try:
+            loop.run_forever()
+        except BaseException as error:
+            logger.warning("a task or callback in the event loop of the episodes raised %s", describe(error))
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, is_closing: threading.Event) -> None:
     if not _responds(loop, STOP_TIMEOUT):
         return
     try:
@@ -87,6 +193,7 @@ def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     except TimeoutError:
         # A coroutine that was cancelled blocks the thread.
         return
+    is_closing.set()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()

@@ -19,6 +19,8 @@ INTERNAL = {
     "ToolError": "reported to the policy",
     "ToolTimeoutError": "reported to the policy",
     "EnvironmentFault": "fails a rollout",
+    "ForeignError": "fails a rollout",
+    "HelpShown": "ends a command that has printed its help",
     "RewardCallError": "fails a reward",
     "RetryableError": "makes a judge ask again",
     "WorkerLostError": "makes the sandbox start another worker",

@@ -2,16 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import asyncio
+import contextvars
 import gc
 import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from marin_rl.event_loop import BackgroundLoop
+from marin_rl.event_loop import BackgroundLoop, ForeignError, ForeignTask
+from tests.hostile_errors import HOSTILE_ERRORS
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +124,96 @@ def test_stop_iteration_of_a_thread_is_an_error():
         loop.submit(call()).result(600)
     assert isinstance(raised.value.__cause__, StopIteration)
     loop.close()
+
+
+async def exit_in_a_task() -> None:
+    async def leave() -> None:
+        sys.exit(0)
+
+    await asyncio.create_task(leave())
+
+
+async def exit_in_a_callback() -> None:
+    asyncio.get_running_loop().call_soon(sys.exit, 0)
+    await asyncio.sleep(0)
+
+
+async def stop_the_loop() -> None:
+    asyncio.get_running_loop().stop()
+
+
+async def interrupt_the_loop() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("work", [exit_in_a_task, exit_in_a_callback, stop_the_loop, interrupt_the_loop])
+def test_nothing_that_runs_in_the_loop_ends_it(work: Callable[[], Coroutine[Any, Any, None]]):
+    loop = BackgroundLoop()
+    first = loop.submit(thread()).result(600)
+    loop.submit(work())
+    assert loop.submit(thread()).result(600) is first
+    loop.close()
+    assert not first.is_alive()
+
+
+async def call_twice(function: Callable[[], Coroutine[Any, Any, Any]]) -> tuple[str, str]:
+    """Call a function and then another in a `ForeignTask`; return the error and the task's name."""
+    task = ForeignTask("episode 7")
+    error = ""
+    try:
+        await task.call(function, 600.0)
+    except ForeignError as raised:
+        error = str(raised)
+
+    async def name() -> str:
+        current = asyncio.current_task()
+        return "" if current is None else current.get_name()
+
+    try:
+        return error, await task.call(name, 600.0)
+    finally:
+        task.end()
+
+
+@pytest.mark.parametrize("name", HOSTILE_ERRORS)
+def test_an_error_of_foreign_code_ends_neither_its_task_nor_the_caller(name: str):
+    error, text = HOSTILE_ERRORS[name]
+
+    async def fail() -> None:
+        raise error
+
+    described, task_name = asyncio.run(call_twice(fail))
+    assert text in described
+    assert len(described.encode()) < 10_000
+    assert task_name == "episode 7"
+
+
+def test_foreign_code_that_cancels_its_task_as_it_returns_leaves_it_usable():
+    async def cancel() -> None:
+        running = asyncio.current_task()
+        assert running is not None
+        running.cancel()
+
+    assert asyncio.run(call_twice(cancel)) == ("", "episode 7")
+
+
+def test_context_variables_persist_between_calls_of_foreign_code():
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+
+    async def write() -> None:
+        variable.set(5)
+
+    async def read() -> int:
+        return variable.get()
+
+    async def both() -> int:
+        task = ForeignTask("episode")
+        await task.call(write, 600.0)
+        value = await task.call(read, 600.0)
+        task.end()
+        return value
+
+    assert asyncio.run(both()) == 5
 
 
 STUCK = """

@@ -30,7 +30,7 @@ from marin_rl.environments.base import (
     EnvironmentConfig,
 )
 from marin_rl.environments.splits import Split
-from marin_rl.errors import UserError
+from marin_rl.errors import UserError, describe, storable
 from marin_rl.rewards.component import COMPONENT_NAME, RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.types import MAX_REWARD, Task
@@ -39,6 +39,8 @@ from marin_rl.user_code import UserFileError, load_from_file
 _PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 _MAX_OUTPUT = 8192
 """Last bytes of a program's output that an error message contains."""
+_MAX_FRAMES = 20
+"""Last frames of the traceback that an error message contains."""
 _GRACE_SECONDS = 2.0
 """Seconds between SIGTERM and SIGKILL, and for the rest of a program's output."""
 PASSED_ON = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
@@ -47,6 +49,10 @@ PASSED_ON = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR
 
 REWARD = "reward"
 """Reward component of a reward without a name."""
+MAX_REWARDS = 64
+"""Maximum number of rewards of an episode or a reply."""
+MAX_NAME = 128
+"""Maximum characters of a reward's name."""
 
 
 class AgentError(Exception):
@@ -195,21 +201,17 @@ class FunctionEpisode(AgentEpisode):
         If it is async, cancellation cancels it; a thread that blocks is abandoned.
 
         Raises:
-            AgentError: if it raises, or its reward is invalid.
+            AgentError: if it raises anything, or its reward is invalid.
         """
-        call = _Call(self.function, {**self.options, **_arguments(self.task, connection)})
+        call = _Call(self.function, {**self.options, **_arguments(self.task, connection)}, self.where)
         try:
-            reward = await asyncio.to_thread(call.run)
+            result = await asyncio.to_thread(call.run)
         except asyncio.CancelledError:
             call.cancel()
             raise
-        except Exception as error:
-            trace = "".join(traceback.format_exception(error)).strip()
-            raise AgentError(f"{self.where} raised {type(error).__name__}: {error}\n{trace}") from error
-        try:
-            return AgentResult(named_rewards(reward))
-        except ValueError as error:
-            raise AgentError(f"{self.where} returned an invalid reward: {error}") from error
+        if isinstance(result, AgentError):
+            raise result
+        return result
 
 
 def _arguments(task: Mapping[str, Any], connection: AgentConnection) -> dict[str, Any]:
@@ -219,12 +221,25 @@ def _arguments(task: Mapping[str, Any], connection: AgentConnection) -> dict[str
 class _Call:
     """A call of a plain or async function in a thread."""
 
-    def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-        self._function, self._arguments = function, arguments
+    def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> None:
+        self._function, self._arguments, self._where = function, arguments, where
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
         self._is_cancelled = False
 
-    def run(self) -> Any:
+    def run(self) -> AgentResult | AgentError:
+        """Return the result, or the error: in this thread, because to describe it may run code of the agent."""
+        try:
+            reward = self._run()
+        except BaseException as error:
+            return AgentError(f"{self._where} raised {describe(error)}\n{_trace_of(error)}".strip())
+        try:
+            return AgentResult(named_rewards(reward))
+        except BaseException as error:
+            return AgentError(
+                f"{self._where} returned an invalid reward: {describe(error).removeprefix('ValueError: ')}"
+            )
+
+    def _run(self) -> Any:
         if not inspect.iscoroutinefunction(self._function):
             result = self._function(**self._arguments)
             return asyncio.run(self._wait(result)) if inspect.iscoroutine(result) else result
@@ -245,6 +260,13 @@ class _Call:
         if self._is_cancelled:
             task.cancel()
         return await work
+
+
+def _trace_of(error: BaseException) -> str:
+    try:
+        return storable("".join(traceback.format_exception(error, limit=-_MAX_FRAMES)).strip(), _MAX_OUTPUT)
+    except BaseException as failed:
+        return f"<its traceback cannot be read: {type(failed).__name__}>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,6 +365,8 @@ def named_rewards(reward: object) -> dict[str, float]:
     if reward is None:
         return {}
     given = reward if isinstance(reward, Mapping) else {REWARD: reward}
+    if len(given) > MAX_REWARDS:
+        raise ValueError(f"there are {len(given)} rewards; give at most {MAX_REWARDS}, each of which is a metric")
     return {name: check_reward(name, value) for name, value in given.items()}
 
 
@@ -359,14 +383,16 @@ def check_reward(name: object, value: object) -> float:
     Raises:
         ValueError: if the name cannot be part of a metric's name, or the reward is not a finite number.
     """
-    if not isinstance(name, str) or not COMPONENT_NAME.fullmatch(name):
-        raise ValueError(f"invalid reward name {name!r}; use letters, digits, '_', '-' and '.'")
+    if not isinstance(name, str) or len(name) > MAX_NAME or not COMPONENT_NAME.fullmatch(name):
+        raise ValueError(
+            f"invalid reward name {name!r:.200}; use letters, digits, '_', '-' and '.', at most {MAX_NAME} of them"
+        )
     try:
         number = float(value) if isinstance(value, numbers.Real) else math.nan
     except OverflowError:
         number = math.inf
     if not abs(number) <= MAX_REWARD:
         raise ValueError(
-            f"reward {name!r} is {value!r}; it must be a finite number, at most {MAX_REWARD:g} in magnitude"
+            f"reward {name!r} is {value!r:.200}; it must be a finite number, at most {MAX_REWARD:g} in magnitude"
         )
     return number

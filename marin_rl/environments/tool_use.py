@@ -37,6 +37,7 @@ from marin_rl.environments.tools import (
     parse_call,
     tool_schema,
 )
+from marin_rl.errors import describe
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.functions import RewardCallError
 from marin_rl.rewards.reply_text import parse_reply
@@ -304,5 +305,5 @@ class ToolUseEpisode:
             if limit.expired():
                 message = f"{tool.name} took longer than {self.environment.limits.max_seconds:g} seconds"
                 raise ToolTimeoutError(message) from error
-            logger.warning("tool %s raised %s: %s", tool.name, type(error).__name__, error)
-            raise ToolError(f"{tool.name} failed: {type(error).__name__}: {error}") from error
+            logger.warning("tool %s raised %s", tool.name, describe(error))
+            raise ToolError(f"{tool.name} failed: {describe(error)}") from error

@@ -4,13 +4,16 @@
 """One rollout: the conversation between policy and environment, turn by turn, or an agent that requests replies."""
 
 import asyncio
+import contextlib
+import functools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
-from marin_rl.environments.base import AbstractEnvironment, AgentConnection, AgentEpisode, AgentResult, Episode
-from marin_rl.rollouts.agent_recorder import AgentRecorder, is_cancelled
+from marin_rl.environments.base import AbstractEnvironment, AgentConnection, AgentEpisode, AgentResult, Episode, Step
+from marin_rl.event_loop import ForeignError, ForeignTask
+from marin_rl.rollouts.agent_recorder import AgentRecorder
 from marin_rl.rollouts.attempt import Attempt, Limits
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.rollouts.rollout_builder import EnvironmentFault, RolloutBuilder
@@ -25,11 +28,7 @@ ConnectAgent = Callable[[AgentRecorder], AbstractAsyncContextManager[AgentConnec
 """Serves the policy to one agent."""
 
 CLOSING_SECONDS = 10.0
-"""Time limit for closing an episode."""
-
-_ENDS = (SystemExit, asyncio.CancelledError)
-"""Further errors of environments: `sys.exit`, and waiting for a cancelled task. In the event loop they would end all
-episodes."""
+"""Time limit for closing an episode, and for its code to end after a cancellation."""
 
 
 async def run_episode(
@@ -42,7 +41,8 @@ async def run_episode(
 ) -> RolloutBuilder:
     """Run one attempt until it ends.
 
-    An error or timeout of the environment ends only this rollout. Errors of the sampler and of this code propagate.
+    An error or timeout of the environment ends only this rollout, whatever it raises. Its code runs in a task of its
+    own, named after the rollout. Errors of the sampler and of this code propagate.
 
     Args:
         attempt: the inputs of the rollout.
@@ -56,48 +56,75 @@ async def run_episode(
         The builder of the rollout, to which reward functions may add rewards.
     """
     builder = RolloutBuilder(attempt, tokenizer, limits)
-    if (task := asyncio.current_task()) is not None:
-        # The log messages of environments name the rollout by the task's name.
-        task.set_name(f"rollout {attempt.id}")
+    code = ForeignTask(f"rollout {attempt.id}")
     episode: Episode | None = None
     try:
         started = await _await_environment(
-            environment.start(attempt.task, attempt.start_seed), builder, limits.max_seconds
+            code, lambda: environment.start(attempt.task, attempt.start_seed), builder, limits.max_seconds
         )
         if isinstance(started, AgentEpisode):
             recorder = AgentRecorder(attempt, builder, tokenizer, batcher, limits)
-            await _run_agent(started, recorder, builder, limits.max_seconds, connect)
+            await _run_agent(code, started, recorder, builder, limits.max_seconds, connect)
             return builder
-        episode = started
+        episode = _of_type(Episode, started, "start")
         while not builder.over:
             with builder.count_seconds("sample"):
                 generation = await batcher.submit(builder.request(), is_last_turn=builder.is_last_turn)
             reply = builder.add_generation(generation)
             if not builder.over:
-                builder.add_observation(await _await_environment(episode.step(reply), builder, limits.max_seconds))
+                step = await _await_environment(
+                    code, functools.partial(episode.step, reply), builder, limits.max_seconds
+                )
+                builder.add_observation(_of_type(Step, step, "step"))
     except EnvironmentFault as error:
         builder.fail(error.status, str(error))
     finally:
         batcher.leave(attempt.id)
-        if episode is not None:
-            await _close(episode, attempt.id)
+        if code.is_stuck:
+            logger.warning("rollout %s: its environment ignores its cancellation, and is abandoned", attempt.id)
+            code.end()
+            code = ForeignTask(f"rollout {attempt.id}")
+        try:
+            if episode is not None:
+                await _close(code, episode, attempt.id)
+        finally:
+            code.end()
     return builder
 
 
-async def _await_environment(work: Awaitable[Result], builder: RolloutBuilder, max_seconds: float) -> Result:
-    """Wait for the environment, at most for the rest of its time; its errors become `EnvironmentFault`."""
-    timeout = asyncio.timeout(max(max_seconds - builder.seconds["environment"], 0.0))
+async def _await_environment(
+    code: ForeignTask, function: Callable[[], Awaitable[Result]], builder: RolloutBuilder, max_seconds: float
+) -> Result:
+    """Call the environment, at most for the rest of its time; its errors become `EnvironmentFault`."""
+    with builder.count_seconds("environment"), _faults(max_seconds):
+        async with asyncio.timeout(max(max_seconds - builder.seconds["environment"], 0.0)):
+            return await code.call(function, CLOSING_SECONDS)
+
+
+@contextlib.contextmanager
+def _faults(max_seconds: float) -> Iterator[None]:
+    """Convert errors of `ForeignTask.call`, and the end of its time, to an `EnvironmentFault`."""
     try:
-        with builder.count_seconds("environment"):
-            async with timeout:
-                return await work
-    except (Exception, *_ENDS) as error:
-        if _is_cancelled(error):
-            raise
-        raise _fault(error, timeout.expired(), max_seconds) from error
+        yield
+    except ForeignError as error:
+        raise EnvironmentFault(RolloutStatus.FAILED, str(error)) from error.__cause__
+    except TimeoutError as error:
+        message = f"its environment took longer than {max_seconds:g} s (rollouts.max_seconds)"
+        raise EnvironmentFault(RolloutStatus.TIMED_OUT, message) from error
+
+
+def _of_type(kind: type[Result], value: object, method: str) -> Result:
+    """Check the result of a method of the environment."""
+    if not isinstance(value, kind):
+        raise EnvironmentFault(
+            RolloutStatus.FAILED,
+            f"{method} of its environment returned {type(value).__name__}; it must return {kind.__name__}",
+        )
+    return value
 
 
 async def _run_agent(
+    code: ForeignTask,
     episode: AgentEpisode,
     recorder: AgentRecorder,
     builder: RolloutBuilder,
@@ -110,20 +137,29 @@ async def _run_agent(
     result = AgentResult()
     try:
         async with connect(recorder) as connection:
-            result = await _await_agent(episode.play(connection), recorder, builder, max_seconds)
+            result = await _await_agent(code, lambda: episode.play(connection), recorder, builder, max_seconds)
     except EnvironmentFault as error:
         # An agent that is refused a further reply need not handle the error.
         if error.status is RolloutStatus.TIMED_OUT or not recorder.is_truncated:
             builder.fail(error.status, str(error))
         else:
-            result = episode.truncated_result(recorder.rollout_id)
+
+            async def truncated_result() -> AgentResult:
+                return episode.truncated_result(recorder.rollout_id)
+
+            with _faults(max_seconds):
+                result = await code.call(truncated_result, CLOSING_SECONDS)
     finally:
         recorder.close()
-    recorder.finish(result)
+    recorder.finish(_of_type(AgentResult, result, "play"))
 
 
 async def _await_agent(
-    work: Awaitable[AgentResult], recorder: AgentRecorder, builder: RolloutBuilder, max_seconds: float
+    code: ForeignTask,
+    function: Callable[[], Awaitable[AgentResult]],
+    recorder: AgentRecorder,
+    builder: RolloutBuilder,
+    max_seconds: float,
 ) -> AgentResult:
     """Wait for an agent as `_await_environment` does; its waits for replies do not count."""
     loop = asyncio.get_running_loop()
@@ -142,12 +178,9 @@ async def _await_agent(
 
     recorder.on_wait = on_wait
     try:
-        async with timeout:
-            return await work
-    except (Exception, *_ENDS) as error:
-        if _is_cancelled(error):
-            raise
-        raise _fault(error, timeout.expired(), max_seconds) from error
+        with _faults(max_seconds):
+            async with timeout:
+                return await code.call(function, CLOSING_SECONDS)
     finally:
         recorder.on_wait = lambda waits: None
         if waiting is not None:
@@ -156,24 +189,12 @@ async def _await_agent(
         builder.seconds["environment"] += loop.time() - start - sampled
 
 
-def _fault(error: BaseException, is_late: bool, max_seconds: float) -> EnvironmentFault:
-    if is_late:
-        message = f"its environment took longer than {max_seconds:g} s (rollouts.max_seconds)"
-        return EnvironmentFault(RolloutStatus.TIMED_OUT, message)
-    return EnvironmentFault(RolloutStatus.FAILED, f"{type(error).__name__}: {error}")
-
-
-def _is_cancelled(error: BaseException) -> bool:
-    """Whether the current task is cancelled, as opposed to a `CancelledError` raised by the environment."""
-    return isinstance(error, asyncio.CancelledError) and is_cancelled()
-
-
-async def _close(episode: Episode, id: str) -> None:
+async def _close(code: ForeignTask, episode: Episode, id: str) -> None:
     """Close an episode; an error is only logged."""
     try:
         async with asyncio.timeout(CLOSING_SECONDS):
-            await episode.close()
-    except (Exception, *_ENDS) as error:
-        if _is_cancelled(error):
-            raise
-        logger.warning("rollout %s: closing its episode failed: %s: %s", id, type(error).__name__, error)
+            await code.call(episode.close, CLOSING_SECONDS)
+    except ForeignError as error:
+        logger.warning("rollout %s: closing its episode failed: %s", id, error)
+    except TimeoutError:
+        logger.warning("rollout %s: closing its episode failed: TimeoutError after %g s", id, CLOSING_SECONDS)

@@ -5,13 +5,15 @@
 
 import contextlib
 import dataclasses
+import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from marin_rl.environments.agent import check_reward
 from marin_rl.environments.base import AgentResult, Step
+from marin_rl.errors import describe, storable
 from marin_rl.objectives.shaping import TRUNCATED
 from marin_rl.rewards.functions import RewardRequest
 from marin_rl.rewards.pipeline import failure, turn_rewards, weighted_rewards
@@ -34,6 +36,9 @@ from marin_rl.types import (
 )
 
 logger = logging.getLogger(__name__)
+
+MAX_ERROR = 20_000
+"""Maximum characters of the error message of a rollout."""
 
 
 class EnvironmentFault(Exception):
@@ -156,12 +161,14 @@ class RolloutBuilder:
             EnvironmentFault: if the step is invalid.
         """
         with _environment_errors():
-            rewards = {name: float(value) for name, value in step.rewards.items()}
-            metrics = {name: float(value) for name, value in step.metrics.items()}
+            rewards, metrics = _numbers("rewards", step.rewards), _numbers("metrics", step.metrics)
             _check_messages(step)
-            check_info(step.info)
             check_info(step.rollout_info)
-        turn = dataclasses.replace(self._turns[-1], action=step.action, rewards=rewards, info=dict(step.info))
+            if step.action is not None and not isinstance(step.action, str):
+                raise TypeError(
+                    f"the environment's step has an action of type {type(step.action).__name__}; use a text"
+                )
+            turn = dataclasses.replace(self._turns[-1], action=step.action, rewards=rewards, info=dict(step.info))
         self._turns[-1] = turn
         for name, value in rewards.items():
             self._rewards[name] = self._rewards.get(name, 0.0) + value
@@ -182,7 +189,8 @@ class RolloutBuilder:
             return
 
         sequence = self._context + self._observation + turn.generation.token_ids
-        tokens, starts_sequence = self._tokenizer.observation_tokens(self._history, sequence, step.messages)
+        with _environment_errors():
+            tokens, starts_sequence = self._tokenizer.observation_tokens(self._history, sequence, step.messages)
         context = () if starts_sequence else sequence
         no_room = len(context) + len(tokens) >= self._limits.max_length
         if no_room or len(self._turns) >= self._limits.max_turns or self._tokens_left < 1:
@@ -215,7 +223,7 @@ class RolloutBuilder:
             raise EnvironmentFault(RolloutStatus.FAILED, "the agent got no reply of the policy")
         with _environment_errors():
             check_info(result.info)
-            self._metrics |= {name: float(value) for name, value in result.metrics.items()}
+            self._metrics |= _numbers("metrics", result.metrics)
             for name, value in result.rewards.items():
                 self._rewards[name] = self._rewards.get(name, 0.0) + check_reward(name, value)
         self._info |= result.info
@@ -259,8 +267,8 @@ class RolloutBuilder:
             status: a status without reward.
             error: the error message.
         """
-        self._failure, self._error = status, error
-        logger.warning("rollout %s %s: %s", self._attempt.id, status.value.replace("_", " "), error)
+        self._failure, self._error = status, storable(error, MAX_ERROR)
+        logger.warning("rollout %s %s: %s", self._attempt.id, status.value.replace("_", " "), self._error)
 
     def finish(self) -> Rollout:
         """Build the rollout.
@@ -331,8 +339,17 @@ def _environment_errors() -> Iterator[None]:
     """Convert errors of invalid values from the environment to an `EnvironmentFault`."""
     try:
         yield
-    except (TypeError, ValueError, OverflowError) as error:
-        raise EnvironmentFault(RolloutStatus.FAILED, f"{type(error).__name__}: {error}") from error
+    except BaseException as error:
+        # A value of other people's classes may raise anything.
+        raise EnvironmentFault(RolloutStatus.FAILED, describe(error)) from error
+
+
+def _numbers(field: str, values: Mapping[str, float]) -> dict[str, float]:
+    """Return rewards or metrics of an environment as floats."""
+    for name in values:
+        if not isinstance(name, str):
+            raise TypeError(f"{field} of the environment have the name {name!r:.200}; a name must be a text")
+    return {name: float(value) for name, value in values.items()}
 
 
 def _check_messages(step: Step) -> None:
@@ -343,10 +360,12 @@ def _check_messages(step: Step) -> None:
         try:
             for text in (message["role"], message["content"]):
                 text.encode("utf-8")
+            # Further keys are stored as JSON.
+            json.dumps(message)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"message {index} of the environment's step is {message!r:.200}; role and content must be strings "
-                f"without lone surrogates ({type(error).__name__}: {error})"
+                f"without lone surrogates, and all values JSON ({type(error).__name__}: {error})"
             ) from error
     if any(message["role"] == "assistant" for message in step.messages):
         raise ValueError(

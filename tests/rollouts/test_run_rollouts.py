@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import math
+import re
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -14,7 +16,7 @@ import pytest
 
 from marin_rl.batching.processed_rollout import process_rollout
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
-from marin_rl.event_loop import BackgroundLoop
+from marin_rl.event_loop import BackgroundLoop, call_in
 from marin_rl.rollouts.attempt import Limits, LongPrompts, default_state_hash
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
@@ -32,6 +34,7 @@ from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Message, Rollout, RolloutGroup, RolloutStatus, StopReason, Task
+from tests.hostile_errors import HOSTILE_ERRORS
 from tests.scripted_sampler import ScriptedSampler
 
 END, USER, ASSISTANT = 257, 259, 260
@@ -388,14 +391,57 @@ async def leave() -> None:
     sys.exit("the game is over")
 
 
-@pytest.mark.parametrize(
-    ("end", "error"),
-    [(leave, "SystemExit: the game is over"), (wait_for_something_cancelled, "CancelledError: ")],
-)
+async def cancel_itself() -> None:
+    running = asyncio.current_task()
+    assert running is not None
+    running.cancel()
+    await asyncio.sleep(0)
+
+
+async def exit_in_a_task() -> None:
+    await asyncio.create_task(leave())
+
+
+async def stop_the_loop() -> None:
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(0)
+    raise ValueError("stopped")
+
+
+async def exit_in_a_callback() -> None:
+    asyncio.get_running_loop().call_soon(sys.exit, 0)
+    await asyncio.sleep(0)
+    raise ValueError("exited")
+
+
+def raise_at_once(*_: object) -> Any:
+    raise KeyboardInterrupt("no coroutine")
+
+
+def raising(error: BaseException) -> Callable[[], Coroutine[Any, Any, None]]:
+    async def end() -> None:
+        raise error
+
+    return end
+
+
+ENDS: dict[str, tuple[Callable[[], Any], str]] = {
+    "exit": (leave, "SystemExit: the game is over"),
+    "another task": (wait_for_something_cancelled, "CancelledError: "),
+    "itself": (cancel_itself, "CancelledError: "),
+    "task": (exit_in_a_task, "SystemExit: the game is over"),
+    "callback": (exit_in_a_callback, "ValueError: exited"),
+    "loop": (stop_the_loop, "ValueError: stopped"),
+    "at once": (raise_at_once, "KeyboardInterrupt: no coroutine"),
+    **{f"raises {name}": (raising(error), text) for name, (error, text) in HOSTILE_ERRORS.items()},
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
 @pytest.mark.parametrize("where", ["start", "step", "close"])
-def test_exits_and_cancellations_of_an_environment_fail_only_its_rollout(
-    end: Callable[[], Coroutine[Any, Any, None]], error: str, where: str, caplog: pytest.LogCaptureFixture
-):
+def test_whatever_an_environment_raises_fails_only_its_rollout(name: str, where: str, caplog: pytest.LogCaptureFixture):
+    end, error = ENDS[name]
+
     class Ending(Countdown):
         async def step(self, reply: str) -> Step:
             if self.task.id == "up1" and where == "step":
@@ -418,9 +464,94 @@ def test_exits_and_cancellations_of_an_environment_fail_only_its_rollout(
     assert other.status is RolloutStatus.COMPLETED
     if where == "close":
         assert hit.status is RolloutStatus.COMPLETED
-        assert f"closing its episode failed: {error}" in caplog.text
+        [message] = [one for one in caplog.messages if "closing its episode failed: " in one]
     else:
-        assert (hit.status, hit.error, hit.rewards) == (RolloutStatus.FAILED, error, {})
+        assert (hit.status, hit.rewards) == (RolloutStatus.FAILED, {})
+        message = str(hit.error)
+    assert error in message
+    assert len(message.encode()) < 10_000
+
+
+class Stubborn(Countdown):
+    """Ignores cancellations until it is released; records `close`."""
+
+    release: ClassVar[asyncio.Event]
+    closed: ClassVar[list[str]] = []
+
+    async def step(self, reply: str) -> Step:
+        while self.task.id == "up1" and not self.release.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.release.wait()
+        return await super().step(reply)
+
+    async def close(self) -> None:
+        self.closed.append(self.task.id)
+
+
+def test_an_environment_that_ignores_its_cancellation_is_abandoned(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    Stubborn.release, Stubborn.closed = asyncio.Event(), []
+    responds = BackgroundLoop.responds
+    monkeypatch.setattr(BackgroundLoop, "responds", lambda loop, seconds: responds(loop, 600.0))
+    monkeypatch.setattr("marin_rl.rollouts.episode.CLOSING_SECONDS", 0.1)
+    rollout_runner = runner(says("a"), Game(Stubborn), dataclasses.replace(LIMITS, max_seconds=0.1))
+    stuck, good = run(rollout_runner, [task(prompt="up"), task()])
+    assert stuck.rollouts[0].status is RolloutStatus.TIMED_OUT
+    assert good.rollouts[0].status is RolloutStatus.COMPLETED
+    assert sorted(Stubborn.closed) == ["go1", "up1"]
+    assert "rollout train-9-0-0: its environment ignores its cancellation, and is abandoned" in caplog.text
+    call_in(rollout_runner.loop.submit(running_loop()).result(600), Stubborn.release.set)
+    rollout_runner.loop.close()
+
+
+async def running_loop() -> asyncio.AbstractEventLoop:
+    return asyncio.get_running_loop()
+
+
+class Odd:
+    """Raises whatever is done with it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyboardInterrupt(name)
+
+    __iter__ = __float__ = __bool__ = __len__ = __str__ = __repr__ = raise_at_once  # type: ignore[assignment]
+
+
+NEXT = Message(role="user", content="on")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: None, "step of its environment returned NoneType; it must return Step"),
+        (lambda: Odd(), "step of its environment returned Odd"),
+        (lambda: Step({"won": Odd()}), "TypeError|KeyboardInterrupt"),
+        (lambda: Step(Odd()), "TypeError|KeyboardInterrupt"),
+        (lambda: Step({3: 1.0}), "rewards of the environment have the name 3"),
+        (lambda: Step({"won": 1.0}, metrics={None: 1.0}), "metrics of the environment have the name None"),
+        (lambda: Step({"won": 1.0}, metrics={"m": "much"}), "could not convert"),
+        (lambda: Step({"won": 1.0}, action=7), "has an action of type int"),
+        (lambda: Step({"won": 1.0}, info={"x": {1}}), r"info\['x'\] is not a JSON value"),
+        (lambda: Step({"won": 1.0}, info={"x": Odd()}), r"info\['x'\] is not a JSON value"),
+        (lambda: Step({"won": 1.0}, (Message(role="user", content=Odd()),)), "message 0|KeyboardInterrupt"),
+        (
+            lambda: Step({"won": 1.0}, ({"role": "user", "content": "a", "more": Odd()},)),
+            "not JSON serializable|KeyboardInt",
+        ),
+        (lambda: Step({"won": 1.0}, done=Odd()), "KeyboardInterrupt"),
+        (lambda: Step({}, (NEXT,), done=False, anchor_state=Odd()), "not JSON serializable"),
+    ],
+)
+def test_any_value_of_a_step_costs_only_its_rollout(make: Callable[[], Any], message: str):
+    class Mixed(Game):
+        async def start(self, task: Task, seed: int) -> Episode:
+            return Fixed(make()) if task.id == "up1" else await super().start(task, seed)
+
+    bad, good = run(runner(says("a"), Mixed()), [task(prompt="up"), task()])
+    assert bad.rollouts[0].status is RolloutStatus.FAILED
+    assert re.search(message, str(bad.rollouts[0].error))
+    assert good.rollouts[0].status is RolloutStatus.COMPLETED
 
 
 def test_an_error_cancels_running_episodes(caplog: pytest.LogCaptureFixture):

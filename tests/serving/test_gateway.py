@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from marin_rl.sampling.sampler import Sampler, SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Rollout, RolloutGroup, RolloutStatus, StopReason, Task
+from tests.hostile_errors import HOSTILE_ERRORS
 from tests.scripted_sampler import ScriptedSampler, TokenSampler
 from tests.serving import serving_cases
 
@@ -427,6 +428,57 @@ async def exits(task: Any, base_url: str, api_key: str) -> float:
     sys.exit(3)
 
 
+async def exits_in_a_task(task: Any, base_url: str, api_key: str) -> float:
+    await asyncio.create_task(exits(task, base_url, api_key))
+    return 1.0
+
+
+async def exits_in_a_callback(task: Any, base_url: str, api_key: str) -> float:
+    asyncio.get_running_loop().call_soon(sys.exit, 4)
+    await asyncio.Event().wait()
+    return 1.0
+
+
+async def stops_its_loop(task: Any, base_url: str, api_key: str) -> float:
+    asyncio.get_running_loop().stop()
+    await asyncio.Event().wait()
+    return 1.0
+
+
+async def cancels_itself(task: Any, base_url: str, api_key: str) -> float:
+    for one in asyncio.all_tasks():
+        one.cancel()
+    await asyncio.sleep(0)
+    return 1.0
+
+
+async def many(task: Any, base_url: str, api_key: str) -> dict[str, float]:
+    return {f"r{index}": 1.0 for index in range(100_000)}
+
+
+class Hostile(Mapping[str, float]):
+    """Rewards whose reading raises."""
+
+    def __len__(self) -> int:
+        raise KeyboardInterrupt
+
+    __getitem__ = __iter__ = __len__  # type: ignore[assignment]
+
+
+def hostile(task: Any, base_url: str, api_key: str) -> Mapping[str, float]:
+    return Hostile()
+
+
+def raising(error: BaseException, is_async: bool) -> Play:
+    def fails(task: Any, base_url: str, api_key: str) -> float:
+        raise error
+
+    async def fails_later(task: Any, base_url: str, api_key: str) -> float:
+        raise error
+
+    return fails_later if is_async else fails
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -435,7 +487,18 @@ async def exits(task: Any, base_url: str, api_key: str) -> float:
         (no_reward, "neither returned nor posted a reward"),
         (nan, "returned an invalid reward: reward 'reward' is nan"),
         (text, "returned an invalid reward: reward 'reward' is 'good'"),
-        (exits, "SystemExit"),
+        (exits, "play of agent.py raised SystemExit: 3"),
+        (exits_in_a_task, "play of agent.py raised SystemExit: 3"),
+        (exits_in_a_callback, "play of agent.py raised SystemExit: 4"),
+        (stops_its_loop, "RuntimeError: Event loop stopped before Future completed"),
+        (cancels_itself, "raised CancelledError"),
+        (many, "there are 100000 rewards; give at most 64"),
+        (hostile, "returned an invalid reward: KeyboardInterrupt"),
+        *(
+            pytest.param(raising(error, is_async), re.escape(text), id=f"{name}-{is_async}")
+            for name, (error, text) in HOSTILE_ERRORS.items()
+            for is_async in (False, True)
+        ),
     ],
 )
 def test_bad_agent_costs_only_its_rollout(bad: Play, message: str):
