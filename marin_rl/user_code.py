@@ -3,20 +3,40 @@
 
 """Imports a class or function from a user's Python file, which runs in this process without isolation."""
 
+import contextlib
 import hashlib
 import importlib.machinery
 import importlib.util
 import re
 import sys
+import threading
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from marin_rl.errors import nearest
+from marin_rl.errors import describe, nearest
 
 
 class UserFileError(ValueError):
     """Raised if a user's file is missing or invalid; the message names the file, and the cause is chained."""
+
+
+@contextlib.contextmanager
+def user_errors(what: str) -> Iterator[None]:
+    """Convert any error of a user's code to a `UserFileError`: SystemExit, too, which would end the process silently.
+
+    KeyboardInterrupt propagates in the main thread, where Ctrl-C raises it.
+
+    Args:
+        what: beginning of the message, which names the code.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise
+        raise UserFileError(f"{what} {describe(error)}") from error
 
 
 def load_from_file(path: str, name: str) -> Any:
@@ -53,10 +73,11 @@ def _import(path: str) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        with user_errors(f"{path} raised during import:"):
+            spec.loader.exec_module(module)
+    except BaseException:
         del sys.modules[name]
-        raise UserFileError(f"{path} raised during import: {type(error).__name__}: {error}") from error
+        raise
     return module
 
 

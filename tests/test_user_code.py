@@ -56,5 +56,8 @@ def test_errors_name_the_cause(tmp_path: Path):
         with pytest.raises(UserFileError, match="raised during import: ZeroDivisionError") as caught:
             load_from_file(broken, "X")
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    # A script without a main guard, for example.
+    with pytest.raises(UserFileError, match=r"script\.py raised during import: SystemExit: 0"):
+        load_from_file(write(tmp_path, "script.py", "import sys\nsys.exit(0)"), "X")
     with pytest.raises(UserFileError, match="SyntaxError"):
         load_from_file(write(tmp_path, "syntax.py", "def"), "X")

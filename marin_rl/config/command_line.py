@@ -37,7 +37,7 @@ from marin_rl.config.decode import (
 )
 from marin_rl.config.help import all_keys, help_text, overview_text
 from marin_rl.config.yaml_text import load_yaml, parse_value
-from marin_rl.errors import USER_ERRORS, nearest
+from marin_rl.errors import USER_ERRORS, describe, nearest
 from marin_rl.escaping import escape
 from marin_rl.logs import warnings_to_stderr
 
@@ -69,10 +69,24 @@ def run_command(
         except USER_ERRORS as error:
             print(f"error: {escape(str(error))}", file=sys.stderr)
             return 1
+        except (Exception, HelpShown):
+            raise
+        except BaseException as error:
+            # The process would end without a message, and after `sys.exit()` even with status 0.
+            print(f"error: code that the config names raised {escape(describe(error))}", file=sys.stderr)
+            return 1
+
+
+class HelpShown(SystemExit):
+    """A command has printed the text of `--help`."""
 
 
 class CommandParser(argparse.ArgumentParser):
     """Parser of a command with few options; raises ConfigError for wrong arguments instead of printing its usage."""
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """End the command after `--help`."""
+        raise HelpShown(status)
 
     def error(self, message: str) -> NoReturn:
         """Raise the error, with the remedy."""
@@ -116,13 +130,13 @@ def parse_config(
 
     Raises:
         ConfigError: if an argument, the file or a key is invalid; the message names all invalid keys.
-        SystemExit: with status 0, after `--help` has printed its text.
+        HelpShown: with status 0, after `--help` has printed its text.
     """
     flags = flags or {}
     arguments = _read_arguments(argv, flags)
     if arguments.help_section is not None:
         sys.stdout.write(help_text(config_class, flags, arguments.help_section))
-        raise SystemExit(0)
+        raise HelpShown(0)
     raw = dict(defaults or {})
     for layer in (*arguments.load_files(), arguments.overrides):
         raw = merge(config_class, raw, layer)
@@ -151,7 +165,7 @@ def check_command_line(argv: Sequence[str], flags: Mapping[str, str], module: st
 
     Raises:
         ConfigError: if the command line is invalid; the message names every problem.
-        SystemExit: with status 0, after `--help` without a section has printed the overview.
+        HelpShown: with status 0, after `--help` without a section has printed the overview.
     """
     arguments = _read_arguments(argv, flags)
     if arguments.help_section:
@@ -159,7 +173,7 @@ def check_command_line(argv: Sequence[str], flags: Mapping[str, str], module: st
     valid = _declared_fields(module, class_name)
     if arguments.help_section == "":
         sys.stdout.write(overview_text(flags, [name for name, annotation in valid.items() if "Config" in annotation]))
-        raise SystemExit(0)
+        raise HelpShown(0)
     if not arguments.config_paths and not arguments.overrides:
         raise ConfigError("no config; give its file with --config FILE. --help lists the most important keys")
     layers = (*arguments.load_files(), arguments.overrides)

@@ -21,7 +21,7 @@ from marin_rl.sampling.sampler import Sampler, WeightPoll
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenPieces
 from marin_rl.types import WeightVersion
-from marin_rl.user_code import UserFileError, load_from_file
+from marin_rl.user_code import UserFileError, load_from_file, user_errors
 
 
 def open_trainer_sampler(
@@ -156,11 +156,8 @@ class WeightReloader:
             UserFileError: if the function raises.
         """
         folder = self._write(model, version)
-        try:
+        with user_errors(f"sampler.reload: {self._config.function!r} of {self._config.path} raised"):
             self._function(folder, version, self._base_url)
-        except Exception as error:
-            label = f"sampler.reload: {self._config.function!r} of {self._config.path}"
-            raise UserFileError(f"{label} raised {type(error).__name__}: {error}") from error
         # Only after the call, because the server may read the older versions until then.
         self._delete_old()
 

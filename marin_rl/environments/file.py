@@ -12,7 +12,7 @@ from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.garbage import refuse_garbage_rewards
 from marin_rl.environments.single_turn import SingleTurnEnvironment
-from marin_rl.user_code import UserFileError, load_from_file
+from marin_rl.user_code import UserFileError, load_from_file, user_errors
 
 
 @EnvironmentConfig.register_subclass("file")
@@ -47,11 +47,9 @@ class FileConfig(EnvironmentConfig):
                 f"{where} is {type(factory).__name__}; it must be a function that returns an environment, or a class "
                 "that extends EnvironmentConfig"
             )
-        try:
+        with user_errors(f"{where} rejects options {self.options}:"):
             is_config = isinstance(factory, type) and issubclass(factory, EnvironmentConfig)
             built = draccus.decode(cast(Any, factory), self.options) if is_config else factory(**self.options)
-        except Exception as error:
-            raise UserFileError(f"{where} rejects options {self.options}: {type(error).__name__}: {error}") from error
         environment = built.build() if isinstance(built, EnvironmentConfig) else built
         if not isinstance(environment, AbstractEnvironment):
             raise UserFileError(

@@ -20,7 +20,7 @@ from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.rewards.functions import RewardFailure
 from marin_rl.rewards.reply_text import CALL_END, CALL_START
 from marin_rl.rewards.sandbox.pool import Sandbox
-from marin_rl.user_code import UserFileError, load_from_file
+from marin_rl.user_code import UserFileError, load_from_file, user_errors
 
 
 class ToolError(Exception):
@@ -202,10 +202,9 @@ class FileToolConfig(ToolConfig):
             UserFileError: if the result is not a tool.
         """
         where = f"{self.name!r} of {self.path}"
-        try:
-            tool = load_from_file(self.path, self.name)(**self.options)
-        except TypeError as error:
-            raise UserFileError(f"{where} rejects options {self.options}: {error}") from error
+        factory = load_from_file(self.path, self.name)
+        with user_errors(f"{where} rejects options {self.options}:"):
+            tool = factory(**self.options)
         if not isinstance(tool, Tool):
             raise UserFileError(
                 f"{where} returned {type(tool).__name__}, which is not a tool: it needs name, description, parameters "

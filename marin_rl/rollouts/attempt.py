@@ -13,7 +13,7 @@ from marin_rl.objectives.gigpo import anchor_of
 from marin_rl.sampling.sampler import PromptTooLongError
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Message, Task
-from marin_rl.user_code import UserFileError, load_from_file
+from marin_rl.user_code import UserFileError, load_from_file, user_errors
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +51,8 @@ class StateHashingConfig:
         source = f"rollouts.state_hashing: {self.function!r} of {self.path}"
 
         def hash_state(messages: tuple[Message, ...], anchor_state: object) -> str:
-            try:
+            with user_errors(f"{source} raised"):
                 hashed = function(messages, anchor_state)
-            except Exception as error:
-                raise UserFileError(f"{source} raised {type(error).__name__}: {error}") from error
             if not isinstance(hashed, str):
                 raise UserFileError(f"{source} returned {type(hashed).__name__}; it must return a str")
             return hashed

@@ -4,6 +4,7 @@
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import draccus
@@ -12,7 +13,8 @@ from levanter.models.lm_model import LmConfig
 from levanter.optim import AdamConfig, OptimizerConfig
 from levanter.trainer import TrainerConfig
 
-from marin_rl.config.command_line import ConfigError, merge, parse_config
+from marin_rl.config.command_line import ConfigError, HelpShown, merge, parse_config, run_command
+from tests.hostile_errors import HOSTILE_ERRORS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,3 +230,24 @@ def test_parsing_uses_no_device():
         "assert not xla_bridge.backends_are_initialized()\n"
     )
     subprocess.run([sys.executable, "-c", code, str(Path(__file__).parent)], check=True, stdout=subprocess.DEVNULL)
+
+
+def raising(error: BaseException) -> Callable[[Sequence[str]], int]:
+    def command(argv: Sequence[str]) -> int:
+        raise error
+
+    return command
+
+
+@pytest.mark.parametrize("name", ["exit", "generator", "cancelled", "group", "base"])
+def test_a_command_does_not_end_silently(name: str, capsys: pytest.CaptureFixture[str]):
+    """`sys.exit()` in a user's file would otherwise look like a complete run."""
+    error, text = HOSTILE_ERRORS[name]
+    assert run_command(raising(error), []) == 1
+    assert f"error: code that the config names raised {text}" in capsys.readouterr().err
+
+
+def test_ctrl_c_and_help_end_a_command():
+    assert run_command(raising(KeyboardInterrupt()), []) == 130
+    with pytest.raises(HelpShown):
+        run_command(raising(HelpShown(0)), [])
