@@ -230,6 +230,7 @@ def serve(config: ServeConfig) -> None:
             max_choices=config.max_choices,
             vocab_size=policy.vocab_size,
             stop_token_ids=frozenset(policy.tokenizer.stop_token_ids),
+            longest_token=policy.tokenizer.longest_token,
             has_stop_texts=bool(policy.sampling.stop),
         )
         options = ServerOptions(name, key, limits, config.max_sequences, config.max_body_bytes, config.client_seconds)

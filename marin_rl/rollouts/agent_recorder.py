@@ -24,6 +24,10 @@ from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Generation, Message, RolloutStatus, StopReason, Turn
 
+_LEAVING = 8
+"""Iterations of the event loop in which the end of a client's connection cancels its request: the loop reads the end,
+closes the connection, wakes the task that watches it, and that task cancels the request."""
+
 
 class AgentLimitError(ValueError):
     """A limit of the rollout allows no further request; the message names it."""
@@ -153,7 +157,7 @@ class AgentRecorder:
         self._prompts[_digest(tokens)] = messages, shown
         return tokens
 
-    def admit(self, sequences: int) -> None:
+    async def admit(self, sequences: int) -> None:
         """Check that the limits of the rollout allow further replies, and count them.
 
         Replies that are not recorded, for example because the client disconnected, are subtracted later.
@@ -162,6 +166,8 @@ class AgentRecorder:
             AgentLimitError: if they do not; the rollout then counts as truncated.
             EpisodeEndedError: if the episode has ended.
         """
+        # Requests of clients that have left do not count.
+        await notice_leaving()
         self._check_open()
         if self._num_requests + sequences > self._limits.max_turns:
             self.mark_truncated()
@@ -206,13 +212,14 @@ class AgentRecorder:
                 max_new_tokens = await self._allowed_tokens(max_new_tokens)
             sequence = self._take_sequence(prompt, is_trained)
             generation = await self._generate(sequence, self._request(sequence, prompt, max_new_tokens), ends)
+            self._check_open()
             self._record(sequence, prompt, generation, serve(generation), response)
 
     async def _generate(
         self, sequence: _Sequence, request: SampleRequest, ends: Callable[[SampledTokens], bool] | None
     ) -> Generation:
         parts: list[SampledTokens] = []
-        has_ended = False
+        has_ended = is_wanted = False
 
         def add(part: SampledTokens) -> None:
             nonlocal has_ended
@@ -228,7 +235,11 @@ class AgentRecorder:
         if sequence.is_trained:
             self._reserved[sampling] = request.max_new_tokens
         try:
-            return await sampling
+            generation = await sampling
+            # If the client has left, this cancels the request before its reply is recorded.
+            await notice_leaving()
+            is_wanted = True
+            return generation
         except asyncio.CancelledError:
             if self._is_closed and not is_cancelled():
                 raise EpisodeEndedError("the episode has ended") from None
@@ -238,19 +249,23 @@ class AgentRecorder:
             self._reserved.pop(sampling, None)
             sequence.is_busy = False
             # A conversation keeps its slot only while the episode waits for no other slot.
-            if self._in_progress or has_ended or not sampling.done() or sampling.cancelled():
+            if self._in_progress or has_ended or not is_wanted:
                 self._end_conversation(sequence)
             sampling.cancel()
             if not self._in_progress:
                 self.on_wait(False)
 
-    def discard(self, response: str) -> None:
+    def discard(self, response: str, received: int) -> None:
         """Remove the turns of a response that the agent does not receive; those that a request has continued stay.
 
         Args:
             response: id of the response.
+            received: number of its first turns that the agent has received, which stay.
         """
-        for sequence, index in self._turns.pop(response, []):
+        turns = self._turns.pop(response, [])
+        if received:
+            self._turns[response] = turns[:received]
+        for sequence, index in turns[received:]:
             if not sequence.is_busy and index == len(sequence.turns) - 1:
                 turn = sequence.turns.pop()
                 sequence.numbers.pop()
@@ -278,15 +293,15 @@ class AgentRecorder:
         self._check_open()
         rewards = named_rewards(reward)
         if response is None:
-            self._rewards |= rewards
+            self._rewards = named_rewards(self._rewards | rewards)
             return
         turns = self._turns.get(response, [])
         if len(turns) != 1:
             problem = f"has {len(turns)} choices" if turns else "is not the id of a response of this episode"
-            raise ValueError(f"completion_id {response!r} {problem}; give the id of a response with one choice")
+            raise ValueError(f"completion_id {response!r:.100} {problem}; give the id of a response with one choice")
         [(sequence, index)] = turns
         turn = sequence.turns[index]
-        sequence.turns[index] = dataclasses.replace(turn, rewards={**turn.rewards, **rewards})
+        sequence.turns[index] = dataclasses.replace(turn, rewards=named_rewards({**turn.rewards, **rewards}))
 
     def close(self) -> None:
         """Drop the requests in progress and end all conversations."""
@@ -464,6 +479,12 @@ def _join(parts: Sequence[SampledTokens]) -> Generation:
         first_version=parts[0].first_version,
         last_version=parts[-1].last_version,
     )
+
+
+async def notice_leaving() -> None:
+    """Wait until the event loop has cancelled the requests whose clients have closed their connection."""
+    for _ in range(_LEAVING):
+        await asyncio.sleep(0)
 
 
 def is_cancelled() -> bool:

@@ -21,10 +21,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from marin_rl.config_fields import is_loopback
-from marin_rl.serving.endpoints import Endpoints
+from marin_rl.serving.endpoints import Endpoints, reading_threads
 from marin_rl.serving.engine import Engine, EngineError
+from marin_rl.serving.json_body import ApiError
 from marin_rl.serving.metrics import ServerMetrics
-from marin_rl.serving.protocol import ApiError, RequestLimits
+from marin_rl.serving.protocol import RequestLimits
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenPieces
 
@@ -76,6 +77,7 @@ class Server:
             limits=options.limits,
             max_body_bytes=options.max_body_bytes,
             body_seconds=options.body_seconds,
+            threads=reading_threads(),
             check_model=self._check_model,
             admit=self._admit,
             release=self._release,
@@ -120,13 +122,13 @@ class Server:
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._options.model):
             raise ApiError(
-                f"the model {name!r} does not exist; the server has {self._options.model!r}",
+                f"the model {name!r:.100} does not exist; the server has {self._options.model!r}",
                 status=HTTPStatus.NOT_FOUND,
                 param="model",
                 code="model_not_found",
             )
 
-    def _admit(self, sequences: int) -> None:
+    async def _admit(self, sequences: int) -> None:
         # The engine counts a sequence only when its coroutine has started, too late for simultaneous requests.
         if self._admitted + sequences > self._options.max_sequences:
             raise _too_many("sequences", self._admitted)

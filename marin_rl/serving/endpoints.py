@@ -6,9 +6,10 @@
 import asyncio
 import contextlib
 import dataclasses
-import json
+import functools
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -19,8 +20,9 @@ from starlette.types import Receive, Scope, Send
 
 from marin_rl.event_loop import gather_all
 from marin_rl.serving.engine import EngineError, EngineRequest
+from marin_rl.serving.json_body import MAX_VALUES, ApiError, read_object
 from marin_rl.serving.protocol import (
-    ApiError,
+    BodyT,
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
@@ -36,6 +38,18 @@ from marin_rl.types import Message
 
 Result = TypeVar("Result")
 _SHORT_BYTES = 2**14
+"""Size of a body up to which it is read in the event loop, which takes less time than a thread."""
+_LONG_THREADS = 2
+"""Number of longer bodies that are read at a time; the event loop needs Python's lock, too."""
+
+
+def reading_threads() -> ThreadPoolExecutor:
+    """Return the threads that parse and tokenize long bodies. All endpoints of a server share them."""
+    return ThreadPoolExecutor(_LONG_THREADS, thread_name_prefix="request")
+
+
+async def accept_all(sequences: int) -> None:
+    """Accept a request with any number of sequences."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +72,11 @@ class Endpoints:
     """Maximum size of a request's body."""
     body_seconds: float
     """Maximum time in which a client sends the body of a request."""
+    threads: ThreadPoolExecutor
+    """Threads from `reading_threads`."""
     check_model: Callable[[str | None], None] = lambda name: None
     """Raises `ApiError` if there is no model of this name."""
-    admit: Callable[[int], None] = lambda sequences: None
+    admit: Callable[[int], Awaitable[None]] = accept_all
     """Accepts a request with this number of sequences, or raises `ApiError`."""
     release: Callable[[int], None] = lambda sequences: None
     """Called once for each accepted request, with its number of sequences, when its sampling has ended or failed."""
@@ -68,74 +84,134 @@ class Endpoints:
     """Called with numbers of prompt tokens and of sampled tokens, when they are accepted or sampled."""
     temperature: float | None = None
     """Temperature of all requests, which replaces their own; None: each has its own."""
-    discard: Callable[[str], None] = lambda completion: None
-    """Called with the id of a response that failed, or that was not sent because the client disconnected."""
+    discard: Callable[[str, int], None] = lambda completion, sent: None
+    """Called with the id of a response that failed or whose client disconnected, and the number of its first replies
+    that were sent."""
 
     async def completions(self, request: Request) -> "Response | EventStream":
         """Answer `/v1/completions`."""
-        values, size = await self.read(request)
-        body = parse_body(CompletionRequest, self._with_temperature(values))
-        self.check_model(body.model)
-        prompts = await _tokenize(lambda: body.prompts(self.tokenizer), "prompt", size)
-        return await self._respond(request, body, prompts)
+        data = await self.read(request)
+
+        async def prepare() -> tuple[CompletionRequest, list[tuple[int, ...]]]:
+            body = await self.parse(CompletionRequest, data)
+            self.check_model(body.model)
+            works = map(self._prompt_tokens, body.prompts(self.limits))
+            # One by one, so that other requests are read in between, and no work is left when the client leaves.
+            return body, [await self._call(work, len(data)) for work in works]
+
+        return await self._respond(request, prepare)
 
     async def chat(self, request: Request) -> "Response | EventStream":
         """Answer `/v1/chat/completions`."""
-        values, size = await self.read(request)
-        body = parse_body(ChatRequest, self._with_temperature(values))
-        self.check_model(body.model)
-        messages = body.conversation()
-        prompt = await _tokenize(lambda: self.chat_prompt(messages), "messages", size)
-        return await self._respond(request, body, [prompt])
+        data = await self.read(request)
+
+        async def prepare() -> tuple[ChatRequest, list[tuple[int, ...]]]:
+            body = await self.parse(ChatRequest, data)
+            self.check_model(body.model)
+            messages = await self._call(functools.partial(self._conversation, body), len(data))
+            return body, [await self._call(functools.partial(self.chat_prompt, messages), len(data), "messages")]
+
+        return await self._respond(request, prepare)
 
     async def generate(self, request: Request) -> Response:
         """Answer vLLM's `/inference/v1/generate`."""
-        values, _ = await self.read(request)
-        body = parse_body(GenerateRequest, values)
-        self.check_model(body.model)
+        data = await self.read(request)
         id = f"generate-{uuid.uuid4().hex}"
-        requests = self._requests([tuple(body.token_ids)], body.sampling_params, id)
-        self._admit(requests, len(body.token_ids))
-        parts = await _while_connected(request.receive, self._sample(requests))
+
+        async def prepare() -> tuple[GenerateRequest, list[EngineRequest]]:
+            body = await self.parse(GenerateRequest, data)
+            self.check_model(body.model)
+            self.limits.check_length("token_ids", body.token_ids)
+            requests = self._requests([tuple(body.token_ids)], body.sampling_params, id)
+            await self._admit(requests, len(body.token_ids))
+            return body, requests
+
+        body, requests = await while_connected(request.receive, prepare())
+        parts = await while_connected(request.receive, self._sample(requests))
         return JsonResponse(generate_body(id, requests, parts, body.sampling_params.logprobs is not None))
 
-    def _with_temperature(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        return values if self.temperature is None else {**values, "temperature": self.temperature}
+    async def parse(self, body_class: type[BodyT], data: bytes) -> BodyT:
+        """Parse and validate the body of a request.
+
+        Raises:
+            ApiError: if it is invalid.
+        """
+
+        def parsed() -> BodyT:
+            values = read_object(data, MAX_VALUES + self.limits.max_context)
+            if self.temperature is not None and issubclass(body_class, TextParams):
+                values["temperature"] = self.temperature
+            return parse_body(body_class, values)
+
+        return await self._call(parsed, len(data))
+
+    async def _call(self, function: Callable[[], Result], size: int, param: str = "prompt") -> Result:
+        """Do a part of the work for a body of `size` bytes; errors of the tokenizer name `param`."""
+        try:
+            if size <= _SHORT_BYTES:
+                return function()
+            return await asyncio.get_running_loop().run_in_executor(self.threads, function)
+        except ValueError as error:
+            raise ApiError(str(error), param=param) from error
+
+    def _conversation(self, body: ChatRequest) -> list[Message]:
+        """Return the messages of a chat, unless they are certainly too long."""
+        self.limits.check_choices(1, body)
+        self.limits.check_length("messages", body.messages)
+        messages = body.conversation()
+        text = "".join(message["content"] + message.get("tools_in_words", "") for message in messages)
+        self.limits.check_length("messages", text)
+        return messages
+
+    def _prompt_tokens(self, prompt: str | Sequence[int]) -> Callable[[], tuple[int, ...]]:
+        """Return the function that tokenizes a prompt, with special tokens if it is a text."""
+        if isinstance(prompt, str):
+            return lambda: tuple(self.tokenizer.tokenizer(prompt)["input_ids"])
+        return lambda: tuple(prompt)
 
     def _requests(self, prompts: Sequence[tuple[int, ...]], params: Any, response_id: str) -> list[EngineRequest]:
         requests = engine_requests(prompts, params, self.limits)
         return [dataclasses.replace(request, response_id=response_id) for request in requests]
 
-    def _admit(self, requests: Sequence[EngineRequest], num_prompt: int) -> None:
+    async def _admit(self, requests: Sequence[EngineRequest], num_prompt: int) -> None:
         """Accept a request; the caller must then start `_sample` or an `EventStream`, which release it."""
-        self.admit(len(requests))
+        await self.admit(len(requests))
         self.count_tokens(num_prompt, 0)
 
     async def _respond(
-        self, request: Request, body: TextParams, prompts: Sequence[tuple[int, ...]]
+        self, request: Request, prepare: Callable[[], Awaitable[tuple[TextParams, list[tuple[int, ...]]]]]
     ) -> "Response | EventStream":
-        head, num_prompt = response_head(body), sum(map(len, prompts))
-        requests = self._requests(prompts, body, head["id"])
+        """Answer a request whose body and prompts `prepare` returns."""
+
+        async def start() -> tuple[TextParams, list[tuple[int, ...]], dict[str, Any], list[EngineRequest]]:
+            body, prompts = await prepare()
+            head = response_head(body)
+            requests = self._requests(prompts, body, head["id"])
+            await self._admit(requests, sum(map(len, prompts)))
+            return body, prompts, head, requests
+
+        body, prompts, head, requests = await while_connected(request.receive, start())
+        num_prompt = sum(map(len, prompts))
         opens_thoughts = isinstance(body, ChatRequest) and self.tokenizer.opens_thoughts(prompts[0])
         choices = [
             make_choice(index, one.sample.prompt_tokens, body, self.piece, opens_thoughts)
             for index, one in enumerate(requests)
         ]
-        self._admit(requests, num_prompt)
         # As in vLLM, the prompt of a chat is not in the choice.
         has_prompt = isinstance(body, ChatRequest) and body.return_token_ids
         first = {**head, "prompt_token_ids": list(prompts[0])} if has_prompt else head
         if not body.stream:
-            parts = await _while_connected(request.receive, self._sample(requests))
+            parts = await while_connected(request.receive, self._sample(requests))
             usage = Usage(num_prompt, sum(len(part.token_ids) for part in parts))
             whole = [choice.whole(part) for choice, part in zip(choices, parts, strict=True)]
             return JsonResponse({**first, "choices": whole, "usage": usage.body()})
         has_usage = body.stream_options is not None and body.stream_options.include_usage
 
         async def produce(emit: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
-            counts = [0] * len(requests)
+            counts, sent = [0] * len(requests), 0
 
             async def stream(index: int) -> None:
+                nonlocal sent
                 shared = first
                 async with contextlib.aclosing(self.stream(requests[index])) as parts:
                     async for part in parts:
@@ -144,11 +220,13 @@ class Endpoints:
                         chunk = {**shared, "choices": [choices[index].chunk(part)]}
                         await emit(chunk | ({"usage": None} if has_usage else {}))
                         shared = head
+                        sent += part.finish_reason is not None
 
             try:
                 await _all([stream(index) for index in range(len(requests))])
-            except (ApiError, EngineError):
-                self.discard(head["id"])
+            except BaseException as error:
+                # A client that left has received some; one that is told of an error should not use any.
+                self.discard(head["id"], 0 if isinstance(error, ApiError | EngineError) else sent)
                 raise
             if has_usage:
                 await emit({**head, "choices": [], "usage": Usage(num_prompt, sum(counts)).body()})
@@ -160,22 +238,27 @@ class Endpoints:
         try:
             parts = await _all([self.reply(request) for request in requests])
         except BaseException:
-            self.discard(requests[0].response_id)
+            self.discard(requests[0].response_id, 0)
             raise
         finally:
             self.release(len(requests))
         self.count_tokens(0, sum(len(part.token_ids) for part in parts))
         return parts
 
-    async def read(self, request: Request) -> tuple[dict[str, Any], int]:
-        """Read the body of a request, a JSON object; return it with its size in bytes.
+    async def read(self, request: Request) -> bytes:
+        """Read the body of a request.
 
         Raises:
-            ApiError: if it is not JSON, too large, or late.
+            ApiError: if its type is not JSON, or it is too large or late.
         """
         # Browsers send JSON to another origin only after a preflight, which this server refuses.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError("the content type must be application/json", status=HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
+        if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+            raise ApiError(
+                f"the content encoding is {encoding!r:.100}; send the body without compression",
+                status=HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            )
         data, limit = bytearray(), self.max_body_bytes
         try:
             async with asyncio.timeout(self.body_seconds):
@@ -185,13 +268,7 @@ class Endpoints:
                         raise ApiError(f"the body exceeds {limit} bytes", status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         except TimeoutError as error:
             raise ApiError("the body did not arrive in time", status=HTTPStatus.REQUEST_TIMEOUT) from error
-        try:
-            body = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise ApiError(f"the body is not valid JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise ApiError(f"the body is a JSON {type(body).__name__}; it must be an object")
-        return body, len(data)
+        return bytes(data)
 
 
 class EventStream:
@@ -226,7 +303,7 @@ class EventStream:
             await send({"type": "http.response.body", "body": b"data: %b\n\n" % to_json(event), "more_body": True})
 
         try:
-            await _while_connected(receive, self._produce(emit))
+            await while_connected(receive, self._produce(emit))
             end = b"data: [DONE]\n\n"
         except ClientDisconnect:
             return
@@ -237,7 +314,7 @@ class EventStream:
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
 
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """Run a coroutine in this task, and cancel it when the client disconnects.
 
     Raises:
@@ -269,12 +346,3 @@ async def _while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) 
 async def _all(works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
     """Run coroutines concurrently, a single one in this task."""
     return [await works[0]] if len(works) == 1 else await gather_all(works)
-
-
-async def _tokenize(function: Callable[[], Result], param: str, size: int) -> Result:
-    """Call a function of the tokenizer for a body of `size` bytes; its errors name problems of the request."""
-    try:
-        # Long texts would delay other requests; for short ones a thread takes longer than the tokenizer.
-        return function() if size <= _SHORT_BYTES else await asyncio.to_thread(function)
-    except ValueError as error:
-        raise ApiError(str(error), param=param) from error

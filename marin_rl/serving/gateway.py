@@ -21,13 +21,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from marin_rl.environments.base import AgentConnection
-from marin_rl.rollouts.agent_recorder import AgentLimitError, AgentRecorder, EpisodeEndedError, Served
+from marin_rl.rollouts.agent_recorder import AgentLimitError, AgentRecorder, EpisodeEndedError, Served, notice_leaving
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.serving.app import EXCEPTION_HANDLERS, has_key, wrong_key
-from marin_rl.serving.endpoints import Endpoints, EventStream
+from marin_rl.serving.endpoints import Endpoints, EventStream, accept_all, reading_threads, while_connected
 from marin_rl.serving.engine import EngineError, EngineRequest
 from marin_rl.serving.http_server import listen, url_of
-from marin_rl.serving.protocol import ApiError, RequestLimits, parse_body, read_message
+from marin_rl.serving.json_body import MAX_BODY_BYTES, ApiError
+from marin_rl.serving.protocol import RequestLimits, read_message
 from marin_rl.serving.text import TextPart, ToolReader
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenPieces
@@ -36,7 +37,6 @@ from marin_rl.types import Generation
 logger = logging.getLogger(__name__)
 
 _MODEL = "policy"
-_MAX_BODY_BYTES = 64 * 2**20
 _BODY_SECONDS = 60.0
 
 
@@ -75,12 +75,14 @@ class Gateway:
         """
         self._tokenizer = tokenizer
         self._piece = TokenPieces(tokenizer.tokenizer)
+        self._threads = reading_threads()
         self._limits = RequestLimits(
             max_context=limits.max_length,
             max_new_tokens=limits.max_new_tokens,
             max_choices=limits.max_turns,
             vocab_size=vocab_size,
             stop_token_ids=frozenset(tokenizer.stop_token_ids),
+            longest_token=tokenizer.longest_token,
             has_stop_texts=has_stop_texts,
             reduces_max_tokens=True,
         )
@@ -178,9 +180,10 @@ class Gateway:
             chat_prompt=recorder.chat_prompt,
             piece=self._piece,
             limits=self._limits,
-            max_body_bytes=_MAX_BODY_BYTES,
+            max_body_bytes=MAX_BODY_BYTES,
             body_seconds=_BODY_SECONDS,
-            admit=recorder.admit if is_trained else lambda sequences: None,
+            threads=self._threads,
+            admit=recorder.admit if is_trained else accept_all,
             temperature=recorder.temperature,
             discard=recorder.discard,
         )
@@ -225,6 +228,7 @@ async def _answer(handler: Handler, episode: _Episode, request: Request, is_trai
             return await handler(episode, request)
     except ApiError as error:
         if is_trained and error.code == "context_length_exceeded":
+            await while_connected(request.receive, notice_leaving())
             episode.recorder.mark_truncated()
         raise
 
@@ -247,8 +251,7 @@ async def _models(episode: _Episode, request: Request) -> Response:
 
 
 async def _reward(episode: _Episode, request: Request) -> Response:
-    values, _ = await episode.endpoints.read(request)
-    body = parse_body(RewardBody, values)
+    body = await episode.endpoints.parse(RewardBody, await episode.endpoints.read(request))
     try:
         episode.recorder.post_reward(body.reward, body.completion_id)
     except ValueError as error:

@@ -6,9 +6,9 @@
 import json
 import math
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
-from http import HTTPStatus
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import pydantic
 
@@ -18,36 +18,26 @@ from marin_rl.sampling.config import MIN_TEMPERATURE
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.seeds import derive_seed
 from marin_rl.serving.engine import EngineRequest
-from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.serving.json_body import MAX_VALUES, ApiError, check_keys, read_value
 from marin_rl.types import Message
 
 MAX_STOPS = 16
 """Maximum number of stop strings of a request."""
-
-
-class ApiError(Exception):
-    """A request that is answered with an error in OpenAI's format."""
-
-    def __init__(
-        self, message: str, *, status: int = HTTPStatus.BAD_REQUEST, param: str | None = None, code: str | None = None
-    ) -> None:
-        """Create the error.
-
-        Args:
-            message: names the problem and the remedy.
-            status: HTTP status.
-            param: name of the invalid parameter.
-            code: OpenAI's error code.
-        """
-        super().__init__(message)
-        self.status = int(status)
-        self.param = param
-        self.code = code
-
-    def body(self) -> dict[str, Any]:
-        """Return the body of the response."""
-        kind = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+MAX_STOP_CHARACTERS = 1000
+"""Maximum number of characters of a stop string."""
+MAX_STOP_TOKENS = 1000
+"""Maximum number of stop tokens of a request."""
+MAX_KEYS = 128
+"""Maximum number of parameters of a request."""
+MAX_TOOLS = 128
+"""Maximum number of tools of a request, as in OpenAI's API."""
+MAX_NAME_CHARACTERS = 256
+"""Maximum number of characters of a model's name."""
+_FIRST_ERROR = pydantic.FailFast()
+"""Otherwise every item of a long list has an error of its own."""
+_Texts = Annotated[list[str], _FIRST_ERROR]
+_Tokens = Annotated[list[int], _FIRST_ERROR]
+_Objects = Annotated[list[dict[str, Any]], _FIRST_ERROR]
 
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -99,13 +89,13 @@ class SamplingParams(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
     default_tokens: ClassVar[float] = 16
     """Maximum number of new tokens without `max_tokens`, as in OpenAI's completions and in vLLM."""
-    max_tokens: int | None = pydantic.Field(None, ge=1)
+    max_tokens: int | None = pydantic.Field(None, ge=1, lt=2**31)
     temperature: float = pydantic.Field(1.0, ge=0, allow_inf_nan=False)
     seed: int | None = pydantic.Field(None, ge=0, lt=2**63)
-    n: int = pydantic.Field(1, ge=1)
-    stop: list[str] = pydantic.Field(default_factory=list)
+    n: int = pydantic.Field(1, ge=1, lt=2**31)
+    stop: _Texts = pydantic.Field(default_factory=list)
     include_stop_str_in_output: bool = False
-    stop_token_ids: list[int] = pydantic.Field(default_factory=list)
+    stop_token_ids: _Tokens = pydantic.Field(default_factory=list, max_length=MAX_STOP_TOKENS)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
 
@@ -124,8 +114,10 @@ class SamplingParams(pydantic.BaseModel):
     @pydantic.field_validator("stop")
     @classmethod
     def _check_stop(cls, value: list[str]) -> list[str]:
-        if len(value) > MAX_STOPS or "" in value:
-            raise ValueError(f"must be at most {MAX_STOPS} texts, none of them empty")
+        if len(value) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP_CHARACTERS for text in value):
+            raise ValueError(
+                f"must be at most {MAX_STOPS} texts of at most {MAX_STOP_CHARACTERS} characters, none of them empty"
+            )
         return value
 
     @property
@@ -137,7 +129,7 @@ class SamplingParams(pydantic.BaseModel):
 class TextParams(SamplingParams):
     """Parameters of the endpoints that return text."""
 
-    model: str
+    model: str = pydantic.Field(max_length=MAX_NAME_CHARACTERS)
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -153,26 +145,44 @@ class TextParams(SamplingParams):
 class CompletionRequest(TextParams):
     """Body of `/v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Any
     logprobs: int | None = pydantic.Field(None, ge=0, le=1)
 
-    def prompts(self, tokenizer: ChatTokenizer) -> list[tuple[int, ...]]:
-        """Return the tokens of each prompt; texts are tokenized with their special tokens."""
-        given: Sequence[Any] = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+    @pydantic.field_validator("prompt")
+    @classmethod
+    def _check_prompt(cls, value: object) -> object:
+        # A union of types would report an error for each item and type.
+        kinds: set[type] = set(map(type, value)) if isinstance(value, list) else {type(value)}
+        if isinstance(value, list) and kinds == {list}:
+            kinds.update(*(map(type, part) for part in value))
+        if kinds == {str} or (isinstance(value, list) and kinds in (set(), {int}, {list}, {list, int})):
+            return value
+        raise ValueError("it must be a text or a list of token ids, or a list of several of one kind")
+
+    def prompts(self, limits: "RequestLimits") -> Sequence[str | Sequence[int]]:
+        """Return the text or the tokens of each prompt.
+
+        Raises:
+            ApiError: if there are too many, or one is certainly too long.
+        """
+        given: Any = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         if all(isinstance(part, int) for part in given):
             given = [given]
-        return [_text_tokens(part, tokenizer) if isinstance(part, str) else tuple(part) for part in given]
+        limits.check_choices(len(given), self)
+        for part in given:
+            limits.check_length("prompt", part)
+        return given
 
 
 class ChatRequest(TextParams):
     """Body of `/v1/chat/completions`."""
 
     default_tokens: ClassVar[float] = math.inf
-    messages: list[dict[str, Any]] = pydantic.Field(min_length=1)
-    max_completion_tokens: int | None = pydantic.Field(None, ge=1)
+    messages: _Objects = pydantic.Field(min_length=1)
+    max_completion_tokens: int | None = pydantic.Field(None, ge=1, lt=2**31)
     logprobs: bool = False
     top_logprobs: int = pydantic.Field(0, ge=0, le=1)
-    tools: list[dict[str, Any]] = pydantic.Field(default_factory=list)
+    tools: _Objects = pydantic.Field(default_factory=list, max_length=MAX_TOOLS)
     tool_choice: Literal["auto", "none"] = "auto"
 
     @pydantic.model_validator(mode="after")
@@ -221,9 +231,9 @@ class GenerateRequest(pydantic.BaseModel):
     """Body of vLLM's `/inference/v1/generate`: tokens in, tokens out."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
-    token_ids: list[int]
+    token_ids: _Tokens
     sampling_params: GenerateParams
-    model: str | None = None
+    model: str | None = pydantic.Field(None, max_length=MAX_NAME_CHARACTERS)
     stream: Literal[False] = False
 
 
@@ -240,6 +250,10 @@ def parse_body(body_class: type[BodyT], body: Mapping[str, Any]) -> BodyT:
     Raises:
         ApiError: if a parameter is invalid, unknown, or not implemented; names the first one.
     """
+    check_keys(body, MAX_KEYS, None)
+    for name in ("sampling_params", "stream_options"):
+        if isinstance(part := body.get(name), Mapping):
+            check_keys(part, MAX_KEYS, name)
     values = _without_neutral(body, body_class.model_fields)
     if isinstance(params := values.get("sampling_params"), Mapping):
         values["sampling_params"] = _without_neutral(params, GenerateParams.model_fields)
@@ -249,9 +263,6 @@ def parse_body(body_class: type[BodyT], body: Mapping[str, Any]) -> BodyT:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         name = ".".join(str(part) for part in first["loc"]) or None
         message = "it is not a parameter of this server" if first["type"] == "extra_forbidden" else first["msg"]
-        if first["loc"][:1] == ("prompt",) and first["type"] != "missing":
-            # Pydantic names the first type that a prompt may have.
-            name, message = "prompt", "it must be a text or a list of token ids, or a list of several of one kind"
         message = message.removeprefix("Value error, ")
         raise ApiError(f"{name}: {message}" if name else message, param=name) from error
 
@@ -273,20 +284,6 @@ def _without_neutral(body: Mapping[str, Any], fields: Mapping[str, Any]) -> dict
     return values
 
 
-def _text_tokens(text: str, tokenizer: ChatTokenizer) -> tuple[int, ...]:
-    _check_text(text, "prompt")
-    return tuple(tokenizer.tokenizer(text)["input_ids"])
-
-
-def _check_text(text: str, param: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ApiError(
-            f"{param} has a lone surrogate at character {error.start}; repair the text", param=param
-        ) from error
-
-
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -299,7 +296,7 @@ def read_message(index: int, message: Mapping[str, Any]) -> Message:
     where = f"messages[{index}]"
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in _ROLES:
-        raise ApiError(f"{where}.role is {role!r}; use system, user, assistant or tool", param="messages")
+        raise ApiError(f"{where}.role is {role!r:.100}; use system, user, assistant or tool", param="messages")
     if isinstance(content, list):
         parts = [part if isinstance(part, dict) else {} for part in content]
         if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in parts):
@@ -349,10 +346,12 @@ def _place_of_call(index: int, id: object, caller: int | None, calls: Mapping[st
         return None
     if isinstance(id, str) and id in calls:
         return calls[id]
-    where = "there is no earlier assistant message" if caller is None else f"messages[{caller}] has {list(calls)}"
+    where = (
+        "there is no earlier assistant message" if caller is None else f"messages[{caller}] has {list(calls)!r:.300}"
+    )
     raise ApiError(
-        f"messages[{index}].tool_call_id is {id!r}, which is not the id of a tool call: {where}; use the id of a call "
-        "of the assistant message before it, or omit it",
+        f"messages[{index}].tool_call_id is {id!r:.200}, which is not the id of a tool call: {where}; use the id of a "
+        "call of the assistant message before it, or omit it",
         param="messages",
     )
 
@@ -362,11 +361,17 @@ def _call_text(where: str, call: object) -> str:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ApiError(f"{where}.tool_calls has a call without a function name", param="messages")
-    try:
-        arguments = json.loads(function.get("arguments") or "{}")
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ApiError(f"{where}.tool_calls has arguments that are not JSON: {error}", param="messages") from error
+    arguments = function.get("arguments") or "{}"
+    if not isinstance(arguments, str):
+        raise ApiError(f"{where}.tool_calls has arguments that are not a text of JSON", param="messages")
+    arguments = read_value(arguments, MAX_VALUES, f"the text of arguments in {where}.tool_calls", "messages")
     text = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ApiError(
+            f"{where}.tool_calls has arguments with a lone surrogate; repair them", param="messages"
+        ) from error
     return f"{CALL_START}\n{text}\n{CALL_END}"
 
 
@@ -383,10 +388,50 @@ class RequestLimits(NamedTuple):
     """Vocabulary size of the model."""
     stop_token_ids: frozenset[int]
     """Tokens that end every reply."""
+    longest_token: int = sys.maxsize
+    """Maximum number of characters of a token: longer texts than that times `max_context` are not tokenized."""
     has_stop_texts: bool = False
     """Whether texts of the run's config end every reply."""
     reduces_max_tokens: bool = False
     """Whether larger values of `max_tokens` are reduced to the limits instead of refused."""
+
+    def check_choices(self, num_prompts: int, params: "SamplingParams") -> None:
+        """Check the number of sequences of a request.
+
+        Raises:
+            ApiError: if it is not between 1 and `max_choices`.
+        """
+        if not 1 <= num_prompts * params.n <= self.max_choices:
+            raise ApiError(
+                f"{num_prompts} prompts with n: {params.n} are {num_prompts * params.n} sequences; a request has "
+                f"between 1 and {self.max_choices}",
+                param="n",
+            )
+
+    def check_length(self, param: str, items: str | Sequence[object]) -> None:
+        """Check that a text, or a list of tokens or messages, is not certainly longer than the context.
+
+        Args:
+            param: its parameter.
+            items: the text, or a list whose items have at least one token each.
+
+        Raises:
+            ApiError: if it is longer.
+        """
+        is_text = isinstance(items, str)
+        least = -(-len(items) // self.longest_token) if is_text else len(items)
+        if least > self.max_context:
+            what = (
+                f"{len(items)} characters"
+                if is_text
+                else f"{len(items)} {'messages' if param == 'messages' else 'tokens'}"
+            )
+            raise ApiError(
+                f"{param} has {what}, at least {least} tokens, but this model's maximum context length is "
+                f"{self.max_context} tokens, prompt and reply together",
+                param=param,
+                code="context_length_exceeded",
+            )
 
 
 def engine_requests(
@@ -404,12 +449,7 @@ def engine_requests(
     Raises:
         ApiError: if a request exceeds a limit or is invalid.
     """
-    if not 1 <= len(prompts) * params.n <= limits.max_choices:
-        raise ApiError(
-            f"{len(prompts)} prompts with n: {params.n} are {len(prompts) * params.n} sequences; a request has between "
-            f"1 and {limits.max_choices}",
-            param="n",
-        )
+    limits.check_choices(len(prompts), params)
     own = frozenset(params.stop_token_ids)
     if params.ignore_eos and (limits.has_stop_texts or not limits.stop_token_ids <= own):
         raise ApiError(
@@ -419,6 +459,7 @@ def engine_requests(
             code="unsupported_parameter",
         )
     seed = secrets.randbits(63) if params.seed is None else params.seed
+    stop, stop_token_ids = tuple(params.stop), own - limits.stop_token_ids
     requests = []
     for prompt in prompts:
         allowed = _allowed(prompt, params, limits)
@@ -427,9 +468,9 @@ def engine_requests(
             requests.append(
                 EngineRequest(
                     sample,
-                    stop=tuple(params.stop),
+                    stop=stop,
                     keeps_stop=params.include_stop_str_in_output,
-                    stop_token_ids=own - limits.stop_token_ids,
+                    stop_token_ids=stop_token_ids,
                     skip_special_tokens=params.skip_special_tokens,
                 )
             )
@@ -440,8 +481,7 @@ def _allowed(prompt: tuple[int, ...], params: SamplingParams, limits: RequestLim
     max_tokens = params.new_tokens
     if not prompt:
         raise ApiError("the prompt is empty; it needs at least one token", param="prompt")
-    invalid = next((token for token in prompt if not 0 <= token < limits.vocab_size), None)
-    if invalid is not None:
+    if (invalid := min(prompt)) < 0 or (invalid := max(prompt)) >= limits.vocab_size:
         raise ApiError(f"prompt token {invalid} is not in the vocabulary of {limits.vocab_size}", param="prompt")
     room = limits.max_context - len(prompt)
     if max_tokens is not None and limits.reduces_max_tokens:

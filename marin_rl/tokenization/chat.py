@@ -81,6 +81,11 @@ class ChatTokenizer:
         return max(len(self.tokenizer), 1 + max(self.tokenizer.get_vocab().values()))
 
     @functools.cached_property
+    def longest_token(self) -> int:
+        """Maximum number of characters of a token's text."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    @functools.cached_property
     def pad_token_id(self) -> int:
         """The padding token; if the tokenizer has none, the first stop token.
 

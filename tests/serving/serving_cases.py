@@ -95,7 +95,7 @@ def serving(
         send_buffer: bytes that the kernel holds of each response; its default if None.
         options: other fields of `ServerOptions`.
     """
-    limits = RequestLimits(CONTEXT, MAX_NEW, 64, TOKENIZER.vocab_size, frozenset(TOKENIZER.stop_token_ids))
+    limits = RequestLimits(CONTEXT, MAX_NEW, 64, TOKENIZER.vocab_size, frozenset(TOKENIZER.stop_token_ids), 13)
     values = {"max_sequences": 4096, "max_body_bytes": 100_000, "body_seconds": TIMEOUT, **options}
     engine = Engine(sampler, TOKENIZER.decode_reply)
     app = Server(engine, TOKENIZER, ServerOptions(model="policy", key=key, limits=limits, **values)).app()

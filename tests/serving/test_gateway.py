@@ -6,9 +6,11 @@
 import asyncio
 import json
 import re
+import socket
 import sys
 import threading
 import types
+import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from marin_rl.environments.random_reward import RANDOM, RandomRewardEnvironment
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.environments.splits import Split
 from marin_rl.event_loop import BackgroundLoop
+from marin_rl.rollouts import agent_recorder
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, RolloutRunner, run_tasks
 from marin_rl.sampling.sampler import Sampler, SampleRequest
@@ -621,6 +624,137 @@ def test_replies_of_disconnected_clients_do_not_count():
     limits = Limits(max_length=120, max_new_tokens=8, max_turns=2, max_seconds=serving_cases.TIMEOUT)
     sampler = TokenSampler(length=10**9)  # It would sample without an end.
     assert replies(only(play, sampler=sampler, limits=limits)) == ["ABCD", "ABCD"]
+
+
+def abandon(base_url: str, api_key: str, stream: bool) -> None:
+    """Send a request, and close the connection before the reply can arrive."""
+    address = urllib.parse.urlsplit(base_url)
+    body = json.dumps({"model": "any", "prompt": [65], "stream": stream}).encode()
+    head = f"POST {address.path}/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {api_key}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection((address.hostname, address.port)) as client:
+        client.sendall(head.encode() + body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_abandoned_requests_do_not_use_up_the_turns(stream: bool, monkeypatch: pytest.MonkeyPatch):
+    """The sampler replies at once, so that only the recorder's look at the connection can find that it is closed."""
+    has_left = threading.Event()
+    notice = agent_recorder.notice_leaving
+
+    async def notice_later() -> None:
+        while not has_left.is_set():
+            await asyncio.sleep(0.001)
+        await notice()
+
+    monkeypatch.setattr(agent_recorder, "notice_leaving", notice_later)
+
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        for _ in range(5):
+            has_left.clear()
+            await asyncio.to_thread(abandon, base_url, api_key, stream)
+            has_left.set()
+        async with Client(base_url, api_key) as client:
+            assert [await client.say("a"), await client.say("b")] == ["RA", "RB"]
+        return 1.0
+
+    rollout = only(play, limits=Limits(max_length=120, max_new_tokens=8, max_turns=2))
+    assert (rollout.status, replies(rollout)) == (RolloutStatus.COMPLETED, ["RA", "RB"])
+
+
+HALF = "a\ud83d"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("chat/completions", {"model": HALF}, "model has a lone surrogate"),
+        ("chat/completions", {"messages": [{"role": "user", "content": HALF}]}, "messages has a lone surrogate"),
+        ("chat/completions", {"messages": [{"role": HALF, "content": "a"}]}, "messages has a lone surrogate"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a", HALF: 1}]}, "messages has a lone"),
+        ("chat/completions", {"tools": [{"type": "function", "function": {"name": HALF}}]}, "tools has a lone"),
+        ("chat/completions", {"metadata": {HALF: "a"}}, "metadata has a lone surrogate"),
+        ("chat/completions", {"user": HALF}, "user has a lone surrogate"),
+        ("chat/completions", {"stop": [HALF]}, "stop has a lone surrogate"),
+        ("chat/completions", {HALF: 1}, "has a lone surrogate"),
+        ("chat/completions", {"model": "m" * 257}, "model: String should have at most 256 characters"),
+        (
+            "chat/completions",
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"x": "\\ud800"}'}}]},
+                ]
+            },
+            "arguments with a lone surrogate",
+        ),
+        ("completions", {"prompt": HALF}, "prompt has a lone surrogate"),
+        ("completions", {"prompt": ["b", HALF]}, "prompt has a lone surrogate"),
+    ],
+)
+def test_a_request_with_text_that_cannot_be_sent_is_refused_before_it_is_sampled(path: str, body: Any, message: str):
+    whole = {"model": "any", **({"prompt": "a"} if path == "completions" else {}), **body}
+    if path != "completions" and "messages" not in body:
+        whole["messages"] = [{"role": "user", "content": "a"}]
+
+    async def play(task: Any, base_url: str, api_key: str) -> float:
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        async with httpx.AsyncClient(headers=headers) as http, Client(base_url, api_key) as client:
+            response = await http.post(f"{base_url}/{path}", content=json.dumps(whole))
+            assert (response.status_code, message in response.json()["error"]["message"]) == (400, True), response.text
+            await client.say("b")
+        return 1.0
+
+    group, requests = run(play)
+    assert replies(group.rollouts[0]) == ["RB"]
+    assert len(requests) == 1
+
+
+REFUSED_REWARDS: dict[str, str] = {
+    "names": json.dumps({"reward": {f"r{index}": 1.0 for index in range(65)}}),
+    "many names": json.dumps({"reward": {f"r{index}": 1.0 for index in range(100_000)}}),
+    "values": json.dumps({"reward": {f"r{index}": 1.0 for index in range(200_000)}}),
+    "long name": json.dumps({"reward": {"r" * 129: 1.0}}),
+    "name": json.dumps({"reward": {"a/b": 1.0}}),
+    "no name": json.dumps({"reward": {"": 1.0}}),
+    "half a character": json.dumps({"reward": {HALF: 1.0}}),
+    "escape": json.dumps({"reward": {"\x1b[2J": 1.0}}),
+    "nan": '{"reward": NaN}',
+    "infinity": '{"reward": {"a": Infinity}}',
+    "overflow": '{"reward": 1e999}',
+    "large": '{"reward": -1.1e30}',
+    "digits": '{"reward": %s}' % ("9" * 4000),
+    "bool": '{"reward": true}',
+    "text": '{"reward": "1"}',
+    "null": '{"reward": null}',
+    "list": '{"reward": [1.0]}',
+    "nested": '{"reward": {"a": {"b": 1.0}}}',
+    "other field": '{"reward": 1.0, "rewards": 2.0}',
+    "id": json.dumps({"reward": 1.0, "completion_id": "c" * 100_000}),
+    "no json": "reward=1",
+}
+
+
+def test_invalid_rewards_are_refused_by_name():
+    statuses: dict[str, tuple[int, int]] = {}
+
+    async def play(task: Any, base_url: str, api_key: str) -> None:
+        url = base_url.removesuffix("/v1") + "/reward"
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        async with httpx.AsyncClient(headers=headers, timeout=serving_cases.TIMEOUT) as http:
+            await _ask(base_url, api_key)
+            for name, content in REFUSED_REWARDS.items():
+                response = await http.post(url, content=content)
+                statuses[name] = response.status_code, len(response.json()["error"]["message"])
+            # Several posts together keep the limit, too.
+            for start, stop, status in ((0, 40, 200), (40, 64, 200), (63, 65, 400), (0, 64, 200)):
+                rewards = {f"r{index}": 0.5 for index in range(start, stop)}
+                assert (await http.post(url, json={"reward": rewards})).status_code == status
+
+    rollout = only(play)
+    assert {status for status, _ in statuses.values()} == {400, 413}
+    assert max(length for _, length in statuses.values()) < 1100
+    assert dict(rollout.rewards) == {f"r{index}": 0.5 for index in range(64)}
 
 
 def test_untrained_replies_are_no_part_of_the_rollout():

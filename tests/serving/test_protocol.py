@@ -156,7 +156,7 @@ def test_an_invalid_role_is_named(role: Any):
     ("calls", "message"),
     [
         ([{}], "a call without a function name"),
-        ([{"function": {"name": "add", "arguments": "{"}}], "arguments that are not JSON"),
+        ([{"function": {"name": "add", "arguments": "{"}}], "arguments in .*tool_calls is not valid JSON"),
         ("add", "must be a text or a list of text parts"),
     ],
 )

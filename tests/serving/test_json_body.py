@@ -1,0 +1,97 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marin_rl.serving import json_body
+from marin_rl.serving.json_body import ApiError, check_keys, count_values, read_object
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('a",[{\\\n'))
+VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(st.sampled_from('b",[')), inner))
+
+
+def number_of(value: Any) -> int:
+    parts = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    # An empty container counts as if it had a value.
+    return 1 + sum(map(number_of, parts)) if parts or not isinstance(value, dict | list) else 2
+
+
+@given(VALUES)
+def test_values_are_counted_without_the_marks_in_texts(value: Any):
+    assert count_values(json.dumps(value).encode()) == number_of(value) - 1
+
+
+MANY = {
+    "list": b'{"prompt": [%b0]}' % (b"0," * 1000),
+    "nested lists": b'{"prompt": [%b[]]}' % (b"[]," * 1000),
+    "depth": b'{"a": %b%b}' % (b"[" * 1001, b"]" * 1001),
+    "keys": b"{%b}" % b",".join(b'"k%d": 0' % index for index in range(1002)),
+    "equal keys": b"{%b}" % b",".join([b'"k": 0'] * 1002),
+    "objects": b'{"messages": [%b{}]}' % (b"{}," * 1000),
+    "after an escape": b'{"a": "\\\\", "prompt": [%b0]}' % (b"0," * 1000),
+    "after a quote": b'{"a": "\\\\\\"", "prompt": [%b0]}' % (b"0," * 1000),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(json_body.json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
+    with pytest.raises(ApiError, match=r"the body has \d+ JSON values, more than 1000; send less") as raised:
+        read_object(MANY[name], 1000)
+    assert raised.value.status == 413
+
+
+def test_marks_in_texts_are_no_values():
+    text = ',[{\\"' * 5000
+    assert read_object(json.dumps({"prompt": text}).encode(), 10) == {"prompt": text}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "the body is not valid JSON"),
+        (b"[]", "the body is a JSON list; it must be an object"),
+        (b'{"a": NaN}', "NaN is not a JSON value"),
+        (b'{"a": -Infinity}', "-Infinity is not a JSON value"),
+        (b'{"a": %b}' % (b"1" * 5000), "Exceeds the limit"),
+        (b'{"a": %b1%b}' % (b"[" * 5000, b"]" * 5000), "nested too deeply"),
+        (b'{"a": %b1%b}' % (b'{"a":' * 5000, b"}" * 5000), "nested too deeply"),
+        (b'{"a": "\xff"}', "not valid JSON in UTF-8"),
+        # A surrogate as three bytes, which Python's decoder of JSON would accept.
+        (b'{"a": "\xed\xa0\x80"}', "not valid JSON in UTF-8"),
+        ('{"a": 1}'.encode("utf-16"), "not valid JSON in UTF-8"),
+        (b'{"a": "\\ud83d"}', "a has a lone surrogate"),
+        (b'{"a": [{"b": "\\uDFFF"}]}', "a has a lone surrogate"),
+        (b'{"a": [{"\\udc00": 1}]}', "a has a lone surrogate"),
+        (b'{"\\ud800": 1}', "has a lone surrogate"),
+        (b'{"a": "\\ude00\\ud83d"}', "a has a lone surrogate"),
+    ],
+)
+def test_invalid_bodies_are_named(data: bytes, message: str):
+    with pytest.raises(ApiError, match=message) as raised:
+        read_object(data, 100_000)
+    # The error itself can be sent.
+    json.dumps(raised.value.body(), ensure_ascii=False).encode()
+
+
+def test_text_with_escapes_is_read():
+    assert read_object(b'{"a": "\\ud83d\\ude00 \\\\ud83d", "b": 1e999}', 10) == {
+        "a": "\U0001f600 \\ud83d",
+        "b": float("inf"),
+    }
+
+
+def test_an_error_quotes_little_of_a_request():
+    error = ApiError("x" * 10**6, param="y" * 10**6)
+    assert len(json.dumps(error.body())) < 10_000
+
+
+def test_keys_are_counted():
+    check_keys({"a": 1}, 1, None)
+    with pytest.raises(ApiError, match="stream_options has 2 parameters; at most 1"):
+        check_keys({"a": 1, "b": 2}, 1, "stream_options")
