@@ -13,6 +13,7 @@ from typing import Any
 from marin_rl.config_fields import check_at_least, convert_enum_fields
 from marin_rl.errors import nearest
 from marin_rl.launch.gcloud import Gcloud, GcloudError, NotFoundError
+from marin_rl.planning.chips import GENERATIONS, accelerator_type
 
 
 class CapacityType(enum.Enum):
@@ -48,8 +49,8 @@ class SlicesConfig:
     """TPU slices."""
 
     tpu_type: str
-    """Type of each slice, such as v5p-32 or v5litepod-16; `gcloud compute tpus tpu-vm accelerator-types list` lists
-    those of a zone."""
+    """Type of each slice, such as v5p-32 or v5e-16 (Google's name is v5litepod-16); `gcloud compute tpus tpu-vm
+    accelerator-types list` lists those of a zone."""
     num_slices: int = 1
     """Number of slices. Those of a trainer are connected by the data center's network (Multislice)."""
     capacity_type: CapacityType = CapacityType.ON_DEMAND
@@ -63,12 +64,12 @@ class SlicesConfig:
     def __post_init__(self) -> None:
         convert_enum_fields(self)
         check_at_least(self, "slices", num_slices=1)
+        given = self.tpu_type
+        object.__setattr__(self, "tpu_type", accelerator_type(given))
         generation, _, size = self.tpu_type.partition("-")
-        # v5e is the name of the generation in texts, v5litepod that in types.
-        known = {**RUNTIME_VERSIONS, "v5e": ""}
-        if generation not in RUNTIME_VERSIONS or not size.isdigit():
-            hint = f"did you mean 'v5litepod-{size}'?" if generation == "v5e" else nearest(generation, known)
-            raise ValueError(f"tpu_type is {self.tpu_type!r}; it must be GENERATION-SIZE, such as v5p-32; {hint}")
+        if generation not in RUNTIME_VERSIONS or not size.isdecimal() or int(size) < 1:
+            hint = nearest(generation, dict.fromkeys([*RUNTIME_VERSIONS, *GENERATIONS]))
+            raise ValueError(f"tpu_type is {given!r}; it must be GENERATION-SIZE, such as v5p-32; {hint}")
         if wrong := [flag for flag in self.create_flags if not flag.startswith("--") or _OWN_FLAGS.fullmatch(flag)]:
             raise ValueError(
                 f"create_flags contains {wrong[0]!r}; give further flags as --NAME=VALUE, and use the keys of this "

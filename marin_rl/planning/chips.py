@@ -1,7 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Chips, and topologies of them: `v5p:2x2x4`, slices `2xv5p:2x2x4`, GPUs `h100:8`, or devices of a CPU `cpu:8`."""
+"""Chips, and topologies of them: `v5p:2x2x4`, slices `2xv5p:2x2x4`, GPUs `h100:8`, or devices of a CPU `cpu:8`.
+
+A slice of a TPU may also be named by its type: `v5p-32` is `v5p:2x2x4`, and `v5e-16` and `v5litepod-16` are `v5e:4x4`.
+"""
 
 import contextlib
 import dataclasses
@@ -55,7 +58,9 @@ class Chip:
     hosts_per_slice: int = 1
     """Largest number of hosts in a slice."""
     accelerator: str = ""
-    """Prefix of Google's name for a slice, which ends with the number of chips (v5p: of cores)."""
+    """Prefix of Google's name for a slice, which ends with the number of chips, or of cores."""
+    cores_in_name: int = 1
+    """Number that the name counts for a chip."""
 
 
 CHIPS = {
@@ -91,6 +96,7 @@ CHIPS = {
             host_bounds=(2, 2, 1),
             hosts_per_slice=1536,
             accelerator="v5p",
+            cores_in_name=2,
         ),
         Chip(
             name="v6e",
@@ -135,6 +141,20 @@ and v6e are one host, in larger slices hosts have four).
 H100: NVIDIA's data sheet of the SXM module (bfloat16 without sparsity, NVLink in one direction, PCIe of generation 5).
 Memory: the part that jax reserves unless `XLA_PYTHON_CLIENT_MEM_FRACTION` is set.
 """
+
+GENERATIONS = {"v5lite": "v5e"} | {name: chip.name for chip in CHIPS.values() for name in (chip.accelerator, chip.name)}
+"""Chip by the names of a TPU generation in the type of a slice; Google's own name is `Chip.accelerator`."""
+
+
+def accelerator_type(text: str) -> str:
+    """Return Google's name for the type of a slice, which may have a common name; other texts are not changed.
+
+    >>> accelerator_type("v5e-8"), accelerator_type("v5p-32"), accelerator_type("v4-8")
+    ('v5litepod-8', 'v5p-32', 'v4-8')
+    """
+    generation, dash, size = text.strip().lower().partition("-")
+    chip = GENERATIONS.get(generation)
+    return text if chip is None else f"{CHIPS[chip].accelerator}{dash}{size}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,9 +203,7 @@ class Topology:
         >>> [parse_topology(name).accelerator for name in ("v5e:4x4", "v5p:2x2x4", "v6e:8x8")]
         ['v5litepod-16', 'v5p-32', 'v6e-64']
         """
-        # The number in the name of a v5p slice counts cores, of which a chip has two.
-        count = self.chips_per_slice * (2 if self.chip.name == "v5p" else 1)
-        return f"{self.chip.accelerator}-{count}"
+        return f"{self.chip.accelerator}-{self.chips_per_slice * self.chip.cores_in_name}"
 
     def local(self) -> "Topology":
         """Return the topology of one host."""
@@ -196,6 +214,7 @@ class Topology:
 
 
 _NAME = re.compile(r"(?:(?P<slices>\d+)x)?(?P<chip>[a-z]\w*):(?P<shape>\d+(?:x\d+)*)")
+_TYPE = re.compile(r"(?P<slices>\d+x)?(?P<generation>[a-z]\w*)-(?P<size>\d+)")
 _EXAMPLES = ("v5e:2x2", "v5e:2x4", "v5e:4x4", "v5p:2x2x1", "v5p:2x2x2", "v5p:2x2x4", "v6e:2x2", "v6e:4x4", "v6e:8x8")
 
 
@@ -203,7 +222,8 @@ def parse_topology(text: str) -> Topology:
     """Parse the name of a topology.
 
     Args:
-        text: `CHIP:AxB`, `CHIP:AxBxC`, `h100:N` or `cpu:N`; before it `Nx` for N slices of a TPU.
+        text: `CHIP:AxB`, `CHIP:AxBxC`, the type of a slice such as `v5e-16`, `h100:N` or `cpu:N`; before it `Nx` for N
+            slices of a TPU.
 
     Raises:
         TopologyError: if the form, the chip or the shape is invalid; names the nearest valid ones.
@@ -212,7 +232,7 @@ def parse_topology(text: str) -> Topology:
     >>> topology.num_chips, topology.num_hosts, topology.chip.name
     (32, 8, 'v5p')
     """
-    match = _NAME.fullmatch(text)
+    match = _NAME.fullmatch(_with_shape(text))
     known = ["cpu", *CHIPS]
     if match is None:
         near = difflib.get_close_matches(text, _EXAMPLES, n=3, cutoff=0.5) or [*_EXAMPLES[2:6:3], "cpu:8"]
@@ -236,6 +256,30 @@ def parse_topology(text: str) -> Topology:
     else:
         _check_shape(text, chip, shape)
     return Topology(text, chip, shape, slices)
+
+
+def _with_shape(text: str) -> str:
+    """Replace the type of a slice by its chip and the shape that Google gives it by default."""
+    match = _TYPE.fullmatch(text.strip().lower())
+    if match is None or match["generation"] not in GENERATIONS:
+        return text
+    chip, size = CHIPS[GENERATIONS[match["generation"]]], int(match["size"])
+    smallest, largest = (hosts * math.prod(chip.host_bounds) for hosts in (1, chip.hosts_per_slice))
+    # Other numbers have no shape of their own: v5p-24 may be 2x2x3 or 12x1x1.
+    sizes = [2**power for power in range(smallest.bit_length() - 1, largest.bit_length())]
+    chips = size // chip.cores_in_name
+    if chips not in sizes or size % chip.cores_in_name:
+        near = sorted(sizes, key=lambda valid: abs(valid - chips))[:3]
+        names = (f"{chip.accelerator}-{valid * chip.cores_in_name}" for valid in sorted(near))
+        raise TopologyError(
+            f"{text!r}: a slice of {size} has no default shape; give the shape, such as "
+            f"{_fit_dimensions(chip, (chips,))}; nearest: {', '.join(names)}"
+        )
+    power = chips.bit_length() - 1
+    shape = [2 ** ((power + index) // chip.dimensions) for index in range(chip.dimensions)]
+    if any(length % host for length, host in zip(shape, chip.host_bounds, strict=True)):
+        shape.reverse()
+    return f"{match['slices'] or ''}{chip.name}:{'x'.join(map(str, shape))}"
 
 
 def _check_gpus(text: str, chip: Chip, shape: tuple[int, ...], slices: int) -> None:

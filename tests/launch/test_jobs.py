@@ -426,7 +426,11 @@ def test_not_logged_in(cloud: Cloud, project: Project, capsys: pytest.CaptureFix
     [
         ("--zone", "us-east5-z", "zone 'us-east5-z' has no TPUs or does not exist; did you mean 'us-east5-"),
         ("--slices.tpu_type", "v5p-17", "tpu_type 'v5p-17' does not exist in zone us-east5-a; did you mean 'v5p-16'"),
-        ("--slices.tpu_type", "v5e-16", "did you mean 'v5litepod-16'?"),
+        (
+            "--slices.tpu_type",
+            "v5e-17",
+            "tpu_type 'v5litepod-17' does not exist in zone us-east5-a; did you mean 'v5lite",
+        ),
         ("--slices.tpu_type", "v9-16", "slices: tpu_type is 'v9-16'; it must be GENERATION-SIZE"),
     ],
 )

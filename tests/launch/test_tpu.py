@@ -31,7 +31,10 @@ RUN = "environment: {type: arithmetic}\nmodel: {type: llama}\n"
         ),
         ({"zone": "us-east5"}, "zone is 'us-east5'; it must be a zone, such as us-east5-a"),
         ({"slices": {"tpu_type": "v5p"}}, "slices: tpu_type is 'v5p'; it must be GENERATION-SIZE, such as v5p-32"),
-        ({"slices": {"tpu_type": "v5lite-8"}}, "did you mean 'v5litepod'"),
+        ({"slices": {"tpu_type": "v5-8"}}, "tpu_type is 'v5-8'; it must be GENERATION-SIZE"),
+        ({"slices": {"tpu_type": "v5-8"}}, "did you mean 'v5p' or 'v5e'"),
+        ({"slices": {"tpu_type": "v5litpod-8"}}, "did you mean 'v5litepod'"),
+        ({"slices": {"tpu_type": "v5e-x"}}, "tpu_type is 'v5e-x'; it must be GENERATION-SIZE"),
         ({"slices": {"tpu_type": "v5p-8", "num_slices": 0}}, "slices.num_slices is 0; it must be at least 1"),
         ({"slices": {"tpu_type": "v5p-8", "capacity_type": "cheap"}}, "it takes one of on-demand, spot, reserved"),
         ({"slices": {"tpu_type": "v5p-8", "create_flags": ["--spot"]}}, "create_flags contains '--spot'"),
@@ -48,6 +51,14 @@ def test_bad_configs(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         decode(TpuConfig, VALID | changes)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("common", ["v5e-8", "v5lite-8", "V5E-8", "v5litepod-8"])
+def test_common_names_of_types_become_googles(common: str) -> None:
+    changes = {"slices": {"tpu_type": common}, "rollout_slices": {"tpu_type": common}}
+    config = decode(TpuConfig, VALID | changes)
+    assert config.rollout_slices is not None
+    assert config.slices.tpu_type == config.rollout_slices.tpu_type == "v5litepod-8"
 
 
 @pytest.mark.parametrize(("length", "num_slices"), [(52, 10), (51, 100)])
@@ -89,6 +100,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (ROLLOUTS, [*ASYNC, "--ray_address", "h:1"], "this command sets ray_address; remove it from the arguments"),
         (ROLLOUTS, [*ASYNC[:-2]], "weights.host is 127.0.0.1, which only this machine can reach"),
         (ROLLOUTS, ASYNC, "workers.resources has no TPU, so workers would run on the CPUs of the rollout slices"),
+        (
+            {"rollout_slices": {"tpu_type": "v5e-8"}},
+            [*ASYNC, "--workers.tpu_slice", "v6e:2x4"],
+            "a v6e-8, but rollout_slices.tpu_type is v5litepod-8",
+        ),
         (ROLLOUTS, [*ASYNC, "--workers.tpu_slice", "v6e:2x4"], "a v6e-8, but rollout_slices.tpu_type is v5litepod-8"),
         (
             ROLLOUTS,

@@ -4,7 +4,7 @@
 import pytest
 
 from marin_rl.config.workers_config import TpuSlice
-from marin_rl.planning.chips import CHIPS, GIB, TopologyError, parse_topology
+from marin_rl.planning.chips import CHIPS, GIB, TopologyError, accelerator_type, parse_topology
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,21 @@ def test_topologies_have_googles_names(name: str, chips: int, hosts: int, accele
     # Ray's description of a slice.
     kind = TpuSlice.parse(f"{topology.chip.name}:{'x'.join(map(str, topology.shape))}")
     assert (kind.num_hosts, kind.chips_per_host) == (topology.num_hosts // topology.slices, topology.chips_per_host)
+
+
+@pytest.mark.parametrize(
+    ("slice_type", "shape"),
+    [
+        *(("v5e-4", "v5e:2x2"), ("v5e-8", "v5e:2x4"), ("v5litepod-8", "v5e:2x4"), ("v5lite-16", "v5e:4x4")),
+        *(("V5E-32", "v5e:4x8"), ("v5litepod-256", "v5e:16x16"), ("v6e-64", "v6e:8x8"), ("v6e-128", "v6e:8x16")),
+        *(("v5p-8", "v5p:2x2x1"), ("v5p-16", "v5p:2x2x2"), ("v5p-32", "v5p:2x2x4"), ("v5p-64", "v5p:2x4x4")),
+        *(("v5p-128", "v5p:4x4x4"), ("v5p-1024", "v5p:8x8x8"), ("2xv5e-16", "2xv5e:4x4"), ("2xv5p-32", "2xv5p:2x2x4")),
+    ],
+)
+def test_type_of_a_slice_names_its_default_shape(slice_type: str, shape: str):
+    named, shaped = parse_topology(slice_type), parse_topology(shape)
+    assert (named.chip, named.shape, named.slices) == (shaped.chip, shaped.shape, shaped.slices)
+    assert accelerator_type(slice_type.partition("x")[2] if slice_type[0] == "2" else slice_type) == named.accelerator
 
 
 def test_devices_of_a_cpu_share_its_memory():
@@ -52,6 +67,11 @@ def test_local_topology_is_one_host():
     [
         ("v5p", r"'v5p' is not a topology.*nearest: v5p:2x2"),
         ("v5e:4,4", r"'v5e:4,4' is not a topology.*nearest: v5e:"),
+        ("v5p-24", r"'v5p-24': a slice of 24 has no default shape; give the shape.* nearest: .*v5p-16, v5p-32"),
+        ("v5p-17", "a slice of 17 has no default shape; .*nearest: .*v5p-16"),
+        ("v5e-512", "nearest: v5litepod-64, v5litepod-128, v5litepod-256"),
+        ("v5e-0", "nearest: v5litepod-4, "),
+        ("v5e8", r"'v5e8' is not a topology.*nearest: .*v5e"),
         ("", r"'' is not a topology.*nearest: v5e:4x4"),
         ("v5:2x2", r"'v5:2x2': there is no data of chip 'v5'; nearest: v5p, v5e|nearest: v5e, v5p"),
         ("a100:8", r"no data of chip 'a100'; nearest: h100"),
