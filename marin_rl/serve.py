@@ -21,6 +21,7 @@ from marin_rl.distributed.samplers import open_group_sampler
 from marin_rl.errors import UserError
 from marin_rl.learner.devices import exempt_from_collection, start_devices
 from marin_rl.learner.policy_model import load_hf_policy
+from marin_rl.output import go_on_without_output
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.serving.engine import CALL_SECONDS
@@ -219,6 +220,7 @@ def serve(config: ServeConfig) -> None:
             "a secret key, or use host 127.0.0.1"
         )
     # Before the weights are loaded, which may take minutes.
+    go_on_without_output()
     listener = listen(config.host, config.port, config.client_seconds)
     with listener:
         print(f"loading the weights of {config.run or config.model}", file=sys.stderr, flush=True)

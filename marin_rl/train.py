@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from marin_rl.config.command_line import check_command_line, parse_config, run_command
 from marin_rl.config.yaml_text import to_yaml
+from marin_rl.output import go_on_without_output
 
 FLAGS = {"dry_run": "Validate the config, print it with all defaults and the size of a step, and stop."}
 
@@ -48,6 +49,7 @@ def _run(arguments: Sequence[str]) -> int:
         sizes = describe_run(config, config.tokenizer.build(), len(environment.tasks(Split.TRAIN)))
         print(f"{to_yaml(config)}\n{sizes}")
         return 0
+    go_on_without_output()
     run_session(parsed.config, sys.stdout)
     return 0
 

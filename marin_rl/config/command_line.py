@@ -40,6 +40,7 @@ from marin_rl.config.yaml_text import load_yaml, parse_value
 from marin_rl.errors import USER_ERRORS, describe, nearest
 from marin_rl.escaping import escape
 from marin_rl.logs import warnings_to_stderr
+from marin_rl.output import guarded_output
 
 ConfigT = TypeVar("ConfigT")
 
@@ -50,7 +51,7 @@ CONFIG_OPTIONS = ("config", "config_path")
 def run_command(
     command: Callable[[Sequence[str]], int], argv: Sequence[str] | None, interrupted: str = "interrupted"
 ) -> int:
-    """Run a command, and print its errors as one line.
+    """Run a command, and print its errors as one line; see [`output`][marin_rl.output] for errors of its own output.
 
     Args:
         command: returns the exit status for the given arguments.
@@ -59,8 +60,11 @@ def run_command(
 
     Returns:
         Exit status: that of the command, 1 after an error, 130 after an interrupt.
+
+    Raises:
+        SystemExit: after `--help`, or if the command only prints and its output cannot be written.
     """
-    with warnings_to_stderr():
+    with guarded_output(), warnings_to_stderr():
         try:
             return command(sys.argv[1:] if argv is None else argv)
         except KeyboardInterrupt:

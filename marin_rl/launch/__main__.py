@@ -17,6 +17,7 @@ from marin_rl.launch.jobs import Launch
 from marin_rl.launch.local import LocalConfig, run_together, training_processes
 from marin_rl.launch.supervise import SupervisorConfig, supervise
 from marin_rl.launch.tpu import TpuConfig, open_launch, training_run
+from marin_rl.output import go_on_without_output
 
 USAGE = """\
 usage: python -m marin_rl.launch COMMAND [ACTION] [--config FILE] [--KEY VALUE ...] [--help] [-- ARGUMENTS]
@@ -93,6 +94,7 @@ def _local(own: Sequence[str], passed: Sequence[str]) -> int:
     if "dry_run" in parsed.flags:
         print("\n".join(map(str, processes)))
         return 0
+    go_on_without_output()
     return run_together(processes, parsed.config.stop_timeout, _write)
 
 
@@ -100,6 +102,7 @@ def _supervise(own: Sequence[str], passed: Sequence[str]) -> int:
     config = parse_config(SupervisorConfig, own).config
     if not passed:
         raise ConfigError("no command; give it after --, such as -- python -m marin_rl.train --config FILE")
+    go_on_without_output()
     return supervise(config, passed, lambda text: _write(f"{time.strftime('%F %T')} [supervisor] {text}\n"))
 
 
@@ -151,6 +154,7 @@ def _start(
     def same(action: str) -> str:
         return shlex.join(["python", "-m", "marin_rl.launch", command, action, *own])
 
+    go_on_without_output()
     try:
         launch.run(detach="detach" in flags)
     except KeyboardInterrupt:

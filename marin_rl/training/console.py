@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from marin_rl.escaping import escape, escape_line
+from marin_rl.output import report_lost_output
 from marin_rl.storage import StoragePath
 
 MAX_PLAIN_LINES = 50
@@ -87,10 +88,12 @@ class ProgressDisplay:
     def __exit__(self, *_: object) -> None:
         if self._live_lines:
             self._live.stop()
+        report_lost_output()
 
     def say(self, message: str) -> None:
         """Print a permanent line."""
         self.console.print(Text(escape(message)), soft_wrap=True)
+        report_lost_output()
 
     def update(self, step: int, metrics: Mapping[str, int | float]) -> None:
         """Display a finished step.
@@ -108,6 +111,7 @@ class ProgressDisplay:
         evaluated = any(name.startswith("eval/") for name in metrics)
         if self._live_lines:
             self._live.refresh()
+            report_lost_output()
         elif evaluated or step in (1, self._total) or step % self._every == 0:
             parts = [f"{name} {text}" for name, text in self._shown.items() if evaluated or name not in EVALUATED]
             self.say(SEPARATOR.join([f"step {step}/{self._total}", *parts, f"left {self._remaining()}"]))

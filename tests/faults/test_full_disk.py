@@ -10,6 +10,7 @@ import os
 import random
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from marin_rl.rollouts.store import read_rollouts
 from marin_rl.training import session
 from marin_rl.training.run_state import REPLAY
 from tests.faults.live_run import all_end, async_settings, live, started
-from tests.tiny_run import PROBLEMS, TinyRun, contents, copy_of, make_run, outcome
+from tests.fork_server import popen
+from tests.tiny_run import PROBLEMS, TinyRun, contents, copy_of, interrupted_after, make_run, outcome
 
 
 def mount(place: Path, size: str, *options: str) -> bool:
@@ -41,6 +43,17 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("only root can mount a small file system")
     yield place
     subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.medium
+def test_full_disk_of_the_console_output_does_not_stop_the_run(finished_run: TinyRun, tmp_path: Path) -> None:
+    run = interrupted_after(finished_run, 4, tmp_path / "run")
+    with open("/dev/full", "wb") as full:
+        process = popen([sys.executable, "-m", "marin_rl.train", *run.argv], stdout=full, env=os.environ)
+    assert process.wait() == 0
+    assert [record["step"] for record in run.records()] == list(range(7))
+    message = "standard output cannot be written: No space left on device; the command goes on without it"
+    assert (run.path / "log.txt").read_text().count(message) == 1
 
 
 @pytest.mark.medium
