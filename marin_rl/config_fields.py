@@ -20,6 +20,12 @@ from marin_rl.storage import storage_path
 LOCAL_PATH = {"local_path": True}
 """Metadata of a field that is a path on a mounted file system; `check_paths` validates it."""
 
+LOCAL_OUTPUT = {**LOCAL_PATH, "is_output": True}
+"""Metadata of a local path that the run writes, or whose files follow from the config."""
+
+NAMES_FILES = {"names_files": True}
+"""Metadata of a field with arguments of user code; texts in it that are paths of existing files are inputs."""
+
 STORAGE_PATH = {"storage_path": True}
 """Metadata of a field that is a path or an address such as `gs://bucket/run`; `check_paths` validates it."""
 
@@ -80,6 +86,37 @@ def check_paths(config: object) -> None:
                 local_path(value, f"{key}.{field.name}" if key else field.name)
             if STORAGE_PATH.items() <= field.metadata.items() and value is not None:
                 storage_path(value, f"{key}.{field.name}" if key else field.name)
+
+
+def local_inputs(config: object) -> Iterator[tuple[str, str]]:
+    """Dotted keys and values of the settings that name local files or folders which a run reads.
+
+    Some values of a field with the metadata `LOCAL_PATH` may be names on a hub.
+    """
+    for key, section in nested_sections(config):
+        for field in dataclasses.fields(section):
+            name, value = f"{key}.{field.name}" if key else field.name, getattr(section, field.name)
+            if LOCAL_PATH.items() <= field.metadata.items():
+                if value is not None and not LOCAL_OUTPUT.items() <= field.metadata.items():
+                    yield name, value
+            elif NAMES_FILES.items() <= field.metadata.items():
+                yield from ((name, text) for text in _texts(value) if _is_file(text))
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(part)
+
+
+def _is_file(text: str) -> bool:
+    """Return whether a text, of any length and with any characters, is the path of a file."""
+    try:
+        return Path(text).expanduser().is_file()
+    except (OSError, ValueError, RuntimeError):
+        return False
 
 
 def local_path(value: str, key: str) -> Path:

@@ -119,7 +119,8 @@ def _evaluate(
     trainer = start_devices(
         train_config.trainer_config(), rows_per_device=train_config.rollouts.rows_per_device, of_other_machine=True
     )
-    step, model = restore_checkpoint(checkpoints, config.step, train_config, trainer)
+    sections = ("tokenizer",) if config.environment is not None else ("tokenizer", "environment")
+    step, model = restore_checkpoint(checkpoints, config.step, train_config, trainer, sections)
     tokenizer = train_config.tokenizer.build()
     sampler = open_group_sampler(train_config, model, tokenizer, trainer, step)
     environment = train_config.environment.build()

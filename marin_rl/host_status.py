@@ -37,8 +37,8 @@ HEARTBEAT_TIMEOUT = 40.0
 """Seconds without a heartbeat of a process after which the main process reports its loss to the others, and without
 an answer of the main process after which the others end. jax itself waits for 100."""
 
-SOFTWARE = ("jax", "jaxlib", "libtpu", "haliax", "levanter", "marin_rl")
-"""Packages that must have the same version in all processes."""
+SOFTWARE = ("jax", "jaxlib", "libtpu", "haliax", "levanter", "transformers", "tokenizers", "marin_rl")
+"""Packages that must have the same version in all processes; another version at a resume is reported."""
 COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Environment variables that must be equal in all processes."""
 
@@ -182,7 +182,7 @@ def require_same_software() -> None:
     """
     if not multihost.is_multihost():
         return
-    own = {name: _version(name) for name in SOFTWARE} | {name: os.environ.get(name) for name in COMPILER_VARIABLES}
+    own = software_versions() | {name: os.environ.get(name) for name in COMPILER_VARIABLES}
     if multihost.is_main():
         _client().key_value_set(_SOFTWARE, json.dumps(own), allow_overwrite=True)
         return
@@ -224,6 +224,11 @@ def explain_errors() -> Iterator[None]:
             "Run the same command on all hosts to resume from the last checkpoint."
         )
         raise
+
+
+def software_versions() -> dict[str, str | None]:
+    """Return the versions of the packages that determine results; None for one that is not installed."""
+    return {name: _version(name) for name in SOFTWARE}
 
 
 def _version(package: str) -> str | None:

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import fsspec
 
@@ -299,6 +299,25 @@ def file_sizes(folder: StoragePath) -> dict[str, int]:
         return folder.sizes()
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
+
+
+class FileDigest(NamedTuple):
+    """Size and checksum of a file, or of its first bytes."""
+
+    size: int
+    """Number of bytes."""
+    sha256: str
+    """SHA-256 checksum in hexadecimal digits."""
+
+
+def digest_of(source: StoragePath | bytes) -> FileDigest:
+    """Return size and checksum of a file or of its content; a local file is read in parts."""
+    if isinstance(source, Path):
+        with source.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+            return FileDigest(file.tell(), digest.hexdigest())
+    data = source if isinstance(source, bytes) else source.read_bytes()
+    return FileDigest(len(data), hashlib.sha256(data).hexdigest())
 
 
 def read_range(path: StoragePath, start: int, stop: int) -> bytes:

@@ -7,11 +7,14 @@ import gc
 import sys
 from collections.abc import Sequence
 
-from marin_rl.config.command_line import check_command_line, parse_config, run_command
+from marin_rl.config.command_line import RESUME_FLAGS, check_command_line, parse_config, run_command
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.output import go_on_without_output
 
-FLAGS = {"dry_run": "Validate the config, print it with all defaults and the size of a step, and stop."}
+FLAGS = {
+    "dry_run": "Validate the config, print it with all defaults and the size of a step, and stop.",
+    **RESUME_FLAGS,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +53,7 @@ def _run(arguments: Sequence[str]) -> int:
         print(f"{to_yaml(config)}\n{sizes}")
         return 0
     go_on_without_output()
-    run_session(parsed.config, sys.stdout)
+    run_session(parsed.config, sys.stdout, accept_changed_files="accept_changed_files" in parsed.flags)
     return 0
 
 

@@ -217,9 +217,11 @@ def outcome(run: TinyRun) -> dict[str, Any]:
             name: [(box["bounds"], [piece["sha256"] for piece in box["pieces"]]) for box in array["boxes"]]
             for name, array in manifest["arrays"].items()
         },
-        # In an object store, their paths contain a random name of the save.
+        # In an object store, their paths contain a random name of the save. The digests of files depend on timings.
         "other files": {
-            name: {**file, "path": name} for name, file in manifest["files"].items() if not name.startswith("state/")
+            name: {**file, "path": name}
+            for name, file in manifest["files"].items()
+            if not name.startswith("state/") and name != "run_files.json"
         },
         "rollouts": stored(run.path / "rollouts"),
         "hf": {

@@ -47,6 +47,11 @@ ConfigT = TypeVar("ConfigT")
 CONFIG_OPTIONS = ("config", "config_path")
 """Names of the option for the config file; `config_path` is levanter's name."""
 
+RESUME_FLAGS = {
+    "accept_changed_files": "Resume although files that the run reads or has written were changed; log and record it."
+}
+"""Flags of marin_rl.train that commands which start it pass on."""
+
 
 def run_command(
     command: Callable[[Sequence[str]], int], argv: Sequence[str] | None, interrupted: str = "interrupted"

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
-from marin_rl.config_fields import LOCAL_PATH
+from marin_rl.config_fields import LOCAL_PATH, NAMES_FILES
 from marin_rl.environments.base import (
     AbstractEnvironment,
     AbstractSplitEnvironment,
@@ -78,9 +78,9 @@ class AgentConfig(EnvironmentConfig):
     """Name of the function in the file, called with `task`, `base_url`, `api_key` and the `options`. It returns the
     reward, rewards by name, or None. It runs in a thread of its own in the process that samples; if it is async, with
     an event loop of its own."""
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=NAMES_FILES)
     """Further keyword arguments of the function."""
-    command: tuple[str, ...] = ()
+    command: tuple[str, ...] = dataclasses.field(default=(), metadata=NAMES_FILES)
     """Program and arguments, instead of a function. It receives the task as JSON on its standard input, and
     `OPENAI_BASE_URL`, `OPENAI_API_KEY` and `REWARD_URL` as environment variables."""
     pass_env: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import draccus
 
-from marin_rl.config_fields import LOCAL_PATH
+from marin_rl.config_fields import LOCAL_PATH, NAMES_FILES
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.garbage import refuse_garbage_rewards
 from marin_rl.environments.single_turn import SingleTurnEnvironment
@@ -28,7 +28,7 @@ class FileConfig(EnvironmentConfig):
     name: str
     """Name in the file: a dataclass that extends `EnvironmentConfig`, or a function that returns an environment
     or such a config."""
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=NAMES_FILES)
     """Fields of the class, or arguments of the function."""
     allow_garbage_rewards: bool = False
     """Whether to accept a `SingleTurnEnvironment` whose `score` rewards empty replies, `nan`, noise and the like."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from marin_rl.config_fields import LOCAL_PATH, check_finite, convert_enum_fields
+from marin_rl.config_fields import LOCAL_OUTPUT, check_finite, convert_enum_fields
 from marin_rl.environments.base import (
     CORRECT,
     FORMAT,
@@ -59,7 +59,7 @@ class TextWorldConfig(EnvironmentConfig):
     """Number of games to generate, over all splits, repetitions included."""
     seed: int = 0
     """Seed of the games and their order. The split of a game does not depend on it."""
-    folder: str | None = dataclasses.field(default=None, metadata=LOCAL_PATH)
+    folder: str | None = dataclasses.field(default=None, metadata=LOCAL_OUTPUT)
     """Folder of the generated games, which later runs use again; null: a folder in the user's cache."""
     view: View = View.READABLE
     """`readable`: TextWorld's texts, for pretrained models; each game is compiled for an interpreter, which takes

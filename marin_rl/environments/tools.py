@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import draccus
 
-from marin_rl.config_fields import LOCAL_PATH
+from marin_rl.config_fields import LOCAL_PATH, NAMES_FILES
 from marin_rl.rewards.functions import RewardFailure
 from marin_rl.rewards.reply_text import CALL_END, CALL_START
 from marin_rl.rewards.sandbox.pool import Sandbox
@@ -192,7 +192,7 @@ class FileToolConfig(ToolConfig):
     """Path of the file, relative to the working directory."""
     name: str
     """Name of a class or function in the file that returns a tool."""
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=NAMES_FILES)
     """Its arguments."""
 
     def build(self) -> Tool:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from marin_rl.config.command_line import check_command_line, parse_config, run_command
+from marin_rl.config.command_line import RESUME_FLAGS, check_command_line, parse_config, run_command
 from marin_rl.config.decode import ConfigError
 from marin_rl.errors import USER_ERRORS, nearest
 from marin_rl.escaping import escape
@@ -89,7 +89,7 @@ def _local(own: Sequence[str], passed: Sequence[str]) -> int:
         raise ConfigError("no training arguments; give those of marin_rl.train after --, such as -- --config FILE")
     parsed = parse_config(LocalConfig, own, DRY_RUN)
     # Each process would report the same mistake.
-    check_command_line(passed, {"dry_run": ""}, "marin_rl.config.train_config", "TrainConfig")
+    check_command_line(passed, {"dry_run": "", **RESUME_FLAGS}, "marin_rl.config.train_config", "TrainConfig")
     processes = training_processes(parsed.config, passed)
     if "dry_run" in parsed.flags:
         print("\n".join(map(str, processes)))

@@ -20,7 +20,7 @@ from marin_rl.storage import StoragePath, file_sizes
 
 T = TypeVar("T")
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 STATE = "state"
 """The folder of the arrays in a checkpoint."""

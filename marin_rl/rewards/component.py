@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import draccus
 
-from marin_rl.config_fields import LOCAL_PATH, convert_enum_fields
+from marin_rl.config_fields import LOCAL_PATH, NAMES_FILES, convert_enum_fields
 from marin_rl.rewards.functions import (
     STANDARD_KEYWORDS,
     EvaluateResult,
@@ -141,7 +141,7 @@ class FunctionRewardConfig(RewardComponentConfig):
     scope: RewardScope | None = None
     """Rollouts per call: `pointwise` (one), `group` or `batch`. By default pointwise, or group for a function in batch
     mode."""
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=NAMES_FILES)
     """Further keyword arguments of the function; JSON values."""
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ from marin_rl.errors import UserError
 from marin_rl.remote_path import StorageError
 from marin_rl.rollouts.rollout_files import OtherVersionError, as_jsonl, as_parquet, from_jsonl, from_parquet
 from marin_rl.rollouts.stored_rollout import SCHEMA, PieceOf, StoredAdvantages, as_table
-from marin_rl.storage import StoragePath, file_sizes, write_bytes
+from marin_rl.storage import FileDigest, StoragePath, digest_of, file_sizes, write_bytes
 from marin_rl.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -214,6 +214,8 @@ class RolloutStore:
         self._config, self._piece, self._check_lock = config, piece, check_lock
         self._job = BackgroundJob("rollout-store")
         self._sizes: dict[StoredFile, int] = {}
+        self._digests: dict[str, FileDigest] = {}
+        """By name, of the files that this process has written or verified."""
         self._count_files()
 
     def write(
@@ -256,12 +258,24 @@ class RolloutStore:
         """Wait until all rollouts are on disk, and end the thread."""
         self._job.close()
 
-    def truncate(self, after_step: int) -> None:
+    def digests(self) -> dict[str, FileDigest]:
+        """Return size and checksum of all files by name; waits until they are on disk."""
+        self.flush()
+        names = {file.path.name: file.path for file in self._sizes}
+        self._digests = {name: self._digests.get(name) or digest_of(path) for name, path in names.items()}
+        return dict(self._digests)
+
+    def truncate(self, after_step: int, digests: Mapping[str, FileDigest] | None = None) -> None:
         """Remove the rollouts of steps after `after_step`, and incomplete files.
 
         A run that resumes from a checkpoint repeats those steps.
+
+        Args:
+            after_step: step of the checkpoint.
+            digests: size and checksum of verified files by name; other files are read when they are needed.
         """
         self.flush()
+        self._digests = dict(digests or {})
         for partial in self.folder.glob(".*.partial"):
             partial.unlink()
         for file in list_files(self.folder):
@@ -287,6 +301,7 @@ class RolloutStore:
         self._check_lock()
         write_bytes(target, bytes(data))
         self._sizes[StoredFile(step, purpose, target)] = len(data)
+        self._digests[target.name] = digest_of(bytes(data))
         self._make_room(target)
 
     def _make_room(self, newest: StoragePath) -> None:

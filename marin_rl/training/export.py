@@ -21,6 +21,7 @@ from marin_rl.learner.policy_model import model_shape, save_hf_folder
 from marin_rl.learner.saved_checkpoint import STATE, Checkpoint, DamagedCheckpointError
 from marin_rl.storage import StoragePath, replace_folder, upload_folder
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.training.run_files import warn_of_changed_inputs
 
 
 def export_folder(
@@ -70,6 +71,7 @@ def export_checkpoint(config: TrainConfig, checkpoints: Checkpoints, step: int |
     """
 
     def load(checkpoint: Checkpoint) -> tuple[int, SavedWeights]:
+        warn_of_changed_inputs(checkpoint, config, ("tokenizer",))
         return checkpoint.step, _saved_weights(config, checkpoint)
 
     loaded = checkpoints.restore_newest(load) if step is None else load(checkpoints.open(step))

@@ -38,11 +38,12 @@ from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.objectives.importance import mismatch_metrics
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.rollouts.store import EVALUATION, RolloutStore
-from marin_rl.storage import StoragePath
+from marin_rl.storage import FileDigest, StoragePath
 from marin_rl.timing import PhaseTimer
 from marin_rl.training.batch_builder import BatchBuilder, TrainingBatch
 from marin_rl.training.collect import GroupCollector
 from marin_rl.training.evaluation import evaluate
+from marin_rl.training.run_files import RunFiles
 from marin_rl.training.run_state import RunState
 from marin_rl.training.shared_run import require_same_batch
 from marin_rl.types import RolloutGroup
@@ -77,8 +78,10 @@ class TrainingRun:
     """Saves and loads checkpoints."""
     resources: contextlib.ExitStack
     """Closes the rollout source, the rollout store, the checkpoints, the reward functions and the event loop."""
-    before_save: Callable[[], None] = lambda: None
-    """Called before every checkpoint, to store the records of the steps up to it."""
+    files: RunFiles
+    """Files of the run at the checkpoint from which it started."""
+    store_records: Callable[[], FileDigest | None] = lambda: None
+    """Called before every checkpoint, to store the records of the steps up to it; returns their digest."""
 
     def publish_weights(self) -> None:
         """Send the weights to the sampler of this process, the weight history and the rollout source."""
@@ -90,10 +93,12 @@ class TrainingRun:
 
     def save(self) -> StoragePath:
         """Start to write a checkpoint, after all rollouts and records before it are stored."""
-        with writing(self.store.folder):
-            self.store.flush()
-        self.before_save()
-        return self.state.save(self.checkpoints, self.trainer_state, self.collector.rollout_source.counts)
+        files = self.files
+        if multihost.is_main():
+            with writing(self.store.folder):
+                rollouts = self.store.digests()
+            files = dataclasses.replace(files, metrics=self.store_records(), rollouts=rollouts)
+        return self.state.save(self.checkpoints, self.trainer_state, self.collector.rollout_source.counts, files)
 
     def close(self) -> None:
         """Stop the rollout source and the reward functions, and flush stored rollouts to disk."""
@@ -101,7 +106,7 @@ class TrainingRun:
 
 
 def train(
-    run: TrainingRun, record: Callable[[int, dict[str, float]], None], stop_requested: Callable[[], bool]
+    run: TrainingRun, record: Callable[[int, dict[str, float]], object], stop_requested: Callable[[], bool]
 ) -> bool:
     """Train until the configured number of steps is reached, or a stop is requested.
 
@@ -125,7 +130,7 @@ def train(
 
 
 def _train_steps(
-    run: TrainingRun, record: Callable[[int, dict[str, float]], None], stop_requested: Callable[[], bool]
+    run: TrainingRun, record: Callable[[int, dict[str, float]], object], stop_requested: Callable[[], bool]
 ) -> bool:
     config, progress = run.config, run.state.progress
     saved = progress.step

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from marin_rl.errors import RunDirectoryError, writing
-from marin_rl.storage import StoragePath
+from marin_rl.storage import FileDigest, StoragePath
 from marin_rl.training.run_directory import write_atomically
 
 
@@ -69,7 +69,7 @@ def _writable(value: float) -> float | str:
     return value
 
 
-def append_record(path: Path, step: int, metrics: Mapping[str, int | float]) -> None:
+def append_record(path: Path, step: int, metrics: Mapping[str, int | float]) -> bytes:
     """Append the record of a step, and flush it to disk.
 
     Args:
@@ -77,14 +77,18 @@ def append_record(path: Path, step: int, metrics: Mapping[str, int | float]) -> 
         step: the training step.
         metrics: values by name.
 
+    Returns:
+        The appended line.
+
     Raises:
         RunDirectoryError: if the file cannot be written.
     """
     with writing(path), path.open("ab", buffering=0) as file:
-        rest = f"{format_record(step, metrics)}\n".encode()
+        rest = line = f"{format_record(step, metrics)}\n".encode()
         while rest:
             rest = rest[file.write(rest) or 0 :]
         os.fsync(file.fileno())
+    return line
 
 
 def read_records(path: StoragePath) -> list[dict[str, int | float]]:
@@ -95,44 +99,74 @@ def read_records(path: StoragePath) -> list[dict[str, int | float]]:
     Raises:
         RunDirectoryError: if another line is not a record; the message names the line.
     """
-    return [record for _, record in _complete_lines(path)]
+    lines = _lines(path.read_bytes()) if path.exists() else []
+    return [_parse(line, path, number) for number, line in enumerate(lines, start=1)]
 
 
-def truncate_records(path: StoragePath, after_step: int) -> None:
-    """Drop the records of steps after `after_step`, and an incomplete last line.
+def rewind_records(path: StoragePath, written: FileDigest | None, after_step: int) -> None:
+    """Drop the records of steps after `after_step`, which a run that resumes from a checkpoint repeats.
 
-    A run that resumes from a checkpoint repeats these steps. Its file becomes equal to that of an uninterrupted run.
+    The file becomes equal to that of an uninterrupted run.
 
     Args:
         path: the file; it may be missing.
+        written: the records at the checkpoint, which the file begins with; None if the file was changed: then all lines
+            that are records, in increasing order, are kept.
         after_step: step of the checkpoint.
 
     Raises:
-        RunDirectoryError: if a line is not a record, or the file cannot be written.
+        RunDirectoryError: if the file cannot be written.
     """
-    if not path.exists():
-        return
-    kept = b"".join(line for line, record in _complete_lines(path) if record["step"] <= after_step)
-    if kept != path.read_bytes():
+    data = path.read_bytes() if path.exists() else b""
+    kept = _records_until(data, after_step) if written is None else data[: written.size]
+    if kept != data:
         write_atomically(path, kept)
 
 
-def _complete_lines(path: StoragePath) -> list[tuple[bytes, dict[str, int | float]]]:
-    if not path.exists():
-        return []
-    lines = path.read_bytes().splitlines(keepends=True)
-    if lines and not lines[-1].endswith(b"\n"):
-        del lines[-1]
-    return [(line, _parse(line, path, number)) for number, line in enumerate(lines, start=1)]
+def _records_until(data: bytes, step: int) -> bytes:
+    kept, last = b"", -1
+    for line in _lines(data):
+        found = _step_of(line)
+        if found is not None and last < found <= step:
+            kept, last = kept + line + b"\n", found
+    return kept
+
+
+def first_odd_line(data: bytes) -> int | None:
+    """Return the number of the first line that is not the record of the next step; None if there is none."""
+    steps = map(_step_of, _lines(data))
+    return next((number for number, step in enumerate(steps, start=1) if step != number - 1), None)
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a line; None if the line is not a record."""
+    try:
+        return int(_record(line)["step"])
+    except _NO_RECORD:
+        return None
+
+
+def _lines(data: bytes) -> list[bytes]:
+    """The complete lines, without their newlines."""
+    return data.split(b"\n")[:-1]
+
+
+def _record(line: bytes) -> dict[str, int | float]:
+    # Bytes could be in another encoding.
+    record: Any = json.loads(line.decode())
+    step = int(record["step"])
+    return {**{name: float(value) for name, value in record.items()}, "step": step}
 
 
 def _parse(line: bytes, path: StoragePath, number: int) -> dict[str, int | float]:
     try:
-        record: Any = json.loads(line)
-        step = int(record["step"])
-        return {**{name: float(value) for name, value in record.items()}, "step": step}
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        return _record(line)
+    except _NO_RECORD as error:
         raise RunDirectoryError(
-            f"{path}:{number} is not the record of a step ({error}); restore the line, or delete the file to "
-            "continue without the records of earlier steps"
+            f"{path}:{number} is not the record of a step ({error}); restore the line, or resume the run with "
+            "--accept_changed_files, which removes the lines that are not records"
         ) from error
+
+
+_NO_RECORD = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
+"""Errors of `_record` for a line that is not the record of a step."""

@@ -56,8 +56,9 @@ from marin_rl.training.batch_builder import BatchBuilder
 from marin_rl.training.collect import GroupCollector
 from marin_rl.training.evaluation import describe_accuracy, evaluate
 from marin_rl.training.loop import TrainingRun
+from marin_rl.training.run_files import RUN_FILES, Inputs, RunFiles, compare_on_resume, digest_inputs
 from marin_rl.training.run_state import REPLAY, Progress, RunState
-from marin_rl.training.shared_run import check_config, require_same_tasks
+from marin_rl.training.shared_run import check_config, require_same_inputs, require_same_tasks
 from marin_rl.training.starting_weights import first_policy, restore_policy, restore_state
 from marin_rl.training.warm_start import warm_start
 from marin_rl.types import RolloutGroup, WeightVersion
@@ -81,6 +82,7 @@ class _Parts(NamedTuple):
     store: RolloutStore
     checkpoints: Checkpoints
     learner: Learner
+    inputs: Inputs
 
 
 class _Loaded(NamedTuple):
@@ -90,6 +92,7 @@ class _Loaded(NamedTuple):
     progress: Progress
     state: TrainerState
     replay: bytes
+    files: RunFiles
 
 
 def open_run(
@@ -98,6 +101,8 @@ def open_run(
     report: Report,
     stop_requested: Callable[[], bool] = lambda: False,
     check_lock: Callable[[], None] = lambda: None,
+    *,
+    accept_changed_files: bool = False,
 ) -> TrainingRun:
     """Start a run, or resume it from its newest valid checkpoint.
 
@@ -109,17 +114,23 @@ def open_run(
         report: called with each progress message.
         stop_requested: returns whether this process was asked to stop; called during a warm start and evaluations.
         check_lock: called before rollouts are stored; raises RunDirectoryError if another process has taken the lock.
+        accept_changed_files: whether to resume although files that the run reads or has written were changed.
 
     Raises:
         KeyboardInterrupt: after SIGINT or SIGTERM while the run is prepared or its weights are loaded.
         StopRequestedError: in all processes, if one was asked to stop before a new run had its first checkpoint.
         ValueError: if components do not fit together (batch and mesh, tokenizer and model, reward functions and mode).
         CheckpointError: if the run has checkpoints and none is usable.
+        RunDirectoryError: if files of the run were changed since the checkpoint.
+        ProcessesDifferError: if the processes have different input files.
     """
     with contextlib.ExitStack() as resources:
         with _interruptible():
             parts = _open_parts(config, folder, report, check_lock, resources)
             loaded = parts.checkpoints.restore_newest(functools.partial(_load, config, parts))
+            files = RunFiles(parts.inputs)
+            if loaded is not None:
+                files = _compare_files(loaded, parts.inputs, report, accept=accept_changed_files)
         trainer_state, runner, progress = (
             _start(config, parts, report, stop_requested) if loaded is None else _resume(config, parts, loaded, report)
         )
@@ -135,9 +146,10 @@ def open_run(
         rollout_source.publish(policy_of(trainer_state.model), progress.step)
         rollout_source.submit(state.scheduler.outstanding)
         if loaded is None:
-            with writing(parts.store.folder):
-                parts.store.flush()
-            state.save(parts.checkpoints, trainer_state, rollout_source.counts)
+            if multihost.is_main():
+                with writing(parts.store.folder):
+                    files = dataclasses.replace(files, rollouts=parts.store.digests())
+            state.save(parts.checkpoints, trainer_state, rollout_source.counts, files)
         return TrainingRun(
             config=config,
             state=state,
@@ -150,6 +162,7 @@ def open_run(
             store=parts.store,
             checkpoints=parts.checkpoints,
             resources=resources.pop_all(),
+            files=files,
         )
 
 
@@ -230,6 +243,8 @@ def _open_parts(
     layout = row_layout(config, trainer)
     check_config(config)
     check_worker_devices(config, platform_of(trainer), os.environ)
+    inputs = digest_inputs(config)
+    require_same_inputs(inputs)
     tokenizer, environment = config.tokenizer.build(), _build_environment(config.environment, report)
     require_same_tasks(environment)
     if config.mode is Mode.SYNC or config.warm_start.max_steps > 0 or config.evaluation.tasks > 0:
@@ -243,7 +258,7 @@ def _open_parts(
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
     resources.enter_context(Closing(checkpoints.close))
     learner = make_learner(config, trainer, layout)
-    return _Parts(trainer, layout, tokenizer, environment, reward_functions, loop, store, checkpoints, learner)
+    return _Parts(trainer, layout, tokenizer, environment, reward_functions, loop, store, checkpoints, learner, inputs)
 
 
 def _build_environment(config: EnvironmentConfig, report: Report) -> AbstractEnvironment:
@@ -282,7 +297,20 @@ def _load(config: TrainConfig, parts: _Parts, checkpoint: Checkpoint) -> _Loaded
             f"the progress in checkpoint {checkpoint.path} is of another version: {error}; resume with the version "
             "that wrote it, or delete the run directory to start over"
         ) from error
-    return _Loaded(checkpoint, progress, restore_state(checkpoint, config, parts.learner), checkpoint.read(REPLAY))
+    state = restore_state(checkpoint, config, parts.learner)
+    return _Loaded(checkpoint, progress, state, checkpoint.read(REPLAY), RunFiles.decode(checkpoint.read(RUN_FILES)))
+
+
+def _compare_files(loaded: _Loaded, inputs: Inputs, report: Report, *, accept: bool) -> RunFiles:
+    """Compare the files of the run with those at its checkpoint, in the main process; report what is new."""
+
+    def compare() -> bytes:
+        files, messages = compare_on_resume(loaded.files, loaded.checkpoint.path, inputs, accept=accept)
+        for message in messages:
+            report(message)
+        return files.encode()
+
+    return RunFiles.decode(multihost.on_main(compare))
 
 
 def _resume(

@@ -41,6 +41,7 @@ from marin_rl.training.loop import (
 from marin_rl.training.metrics_file import read_records
 from marin_rl.training.open_run import make_learner, make_scorer
 from marin_rl.training.run_directory import RunDirectory, config_differences, holder
+from marin_rl.training.run_files import warn_of_changed_inputs
 from marin_rl.training.starting_weights import read_config, restore_model, restore_policy, restore_state
 from marin_rl.types import RolloutGroup
 
@@ -170,6 +171,7 @@ def replay_step(directory: RunDirectory, config: TrainConfig, step: int) -> Repl
     first = groups(start + 1)
     parts = start_trainer(config)
     checkpoint = checkpoints.open(start)
+    warn_of_changed_inputs(checkpoint, original, ("tokenizer",))
     vocab_size = int(checkpoint.progress["vocab_size"])
     state, metrics = restore_state(checkpoint, config, parts.learner), dict[str, float]()
     make_builder = functools.partial(

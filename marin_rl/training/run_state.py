@@ -16,6 +16,7 @@ from marin_rl.distributed.scheduler import RolloutScheduler
 from marin_rl.host_status import StopRequestedError
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.storage import StoragePath
+from marin_rl.training.run_files import RUN_FILES, RunFiles
 from marin_rl.types import RolloutGroup, WeightVersion
 
 REPLAY = "replay.parquet"
@@ -103,13 +104,20 @@ class RunState:
             self.scheduler, self.replay = RolloutScheduler(self.scheduler.limits, scheduler), replay
             raise
 
-    def save(self, checkpoints: Checkpoints, trainer_state: TrainerState, worker_counts: dict[str, int]) -> StoragePath:
+    def save(
+        self,
+        checkpoints: Checkpoints,
+        trainer_state: TrainerState,
+        worker_counts: dict[str, int],
+        run_files: RunFiles,
+    ) -> StoragePath:
         """Start to write a checkpoint with the complete state of the run.
 
         Args:
             checkpoints: checkpoint directory.
             trainer_state: weights, optimizer state and random key.
             worker_counts: counters of the rollout source.
+            run_files: files of the run up to the step.
 
         Returns:
             The folder of the checkpoint, which is complete when its files are written in the background.
@@ -120,5 +128,5 @@ class RunState:
             trainer_state,
             self.progress.step,
             dataclasses.asdict(self.progress),
-            {REPLAY: self.replay.encode()} if multihost.is_main() else {},
+            {REPLAY: self.replay.encode(), RUN_FILES: run_files.encode()} if multihost.is_main() else {},
         )

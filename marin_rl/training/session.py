@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import itertools
 import logging
 import os
@@ -34,11 +35,11 @@ from marin_rl.learner.devices import exempt_from_collection, join_processes
 from marin_rl.learner.hf_export import DeviceWeights
 from marin_rl.logs import log_to, module_levels
 from marin_rl.remote_path import RemotePath
-from marin_rl.storage import AppendedFile, StoragePath, storage_path
+from marin_rl.storage import AppendedFile, FileDigest, StoragePath, storage_path
 from marin_rl.training.console import ProgressDisplay, print_closing_table
 from marin_rl.training.export import export_folder
 from marin_rl.training.loop import TrainingRun, train
-from marin_rl.training.metrics_file import append_record, format_record, read_records, truncate_records
+from marin_rl.training.metrics_file import append_record, format_record, read_records, rewind_records
 from marin_rl.training.open_run import open_run
 from marin_rl.training.profiler import open_profiler
 from marin_rl.training.run_directory import RunDirectory, create_or_open, flatten, lock
@@ -48,12 +49,13 @@ from marin_rl.training.starting_weights import check_weight_files, resolve_model
 logger = logging.getLogger(__name__)
 
 
-def run_session(config: TrainConfig, stream: TextIO) -> None:
+def run_session(config: TrainConfig, stream: TextIO, *, accept_changed_files: bool = False) -> None:
     """Start or resume training in the configured run directory.
 
     Args:
         config: training config; if `model` is None, the architecture is read from `initialize_from`.
         stream: console output.
+        accept_changed_files: whether to resume although files that the run reads or has written were changed.
 
     Raises:
         PolicyModelError: if `initialize_from` cannot be loaded; its files are checked before devices start.
@@ -81,7 +83,7 @@ def run_session(config: TrainConfig, stream: TextIO) -> None:
         log = log_to(file, config.log_level.number, module_levels(config.logging), check_lock)
         console = stream if main else resources.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
         with log, logged_errors(), explain_errors(), ProgressDisplay(config.num_steps, console) as display:
-            finished = _train(config, directory, display, check_lock)
+            finished = _train(config, directory, display, check_lock, accept_changed_files=accept_changed_files)
         if main and finished is not None:
             _print_summary(display, finished, directory)
 
@@ -100,14 +102,26 @@ def _lock_on_main(directory: RunDirectory, config: TrainConfig, resources: conte
 
 
 def _train(
-    config: TrainConfig, directory: RunDirectory, display: ProgressDisplay, check_lock: Callable[[], None]
+    config: TrainConfig,
+    directory: RunDirectory,
+    display: ProgressDisplay,
+    check_lock: Callable[[], None],
+    *,
+    accept_changed_files: bool,
 ) -> TrainingRun | None:
     """Train, export and plot; return the run if it is complete."""
     report = functools.partial(_report, display)
     with contextlib.ExitStack() as closing:
         stop = closing.enter_context(stop_on_signals(report))
         try:
-            run = open_run(config, directory.path, report, stop.is_set, check_lock)
+            run = open_run(
+                config,
+                directory.path,
+                report,
+                stop.is_set,
+                check_lock,
+                accept_changed_files=accept_changed_files,
+            )
         except StopRequestedError:
             report("stopped before the first step, of which nothing is saved. Run the same command again to begin anew")
             return None
@@ -116,7 +130,7 @@ def _train(
         records = _open_records(run, directory, check_lock) if multihost.is_main() else None
         if records is not None:
             closing.enter_context(Closing(records.close))
-            run.before_save = records.flush
+            run.store_records = records.flush
         traces = directory.profile / f"process-{jax.process_index()}"
         before_step = closing.enter_context(open_profiler(config.trainer, traces))
         before_step(run.state.progress.step + 1)
@@ -221,6 +235,8 @@ class StepRecords:
         self._check_lock = check_lock
         self._uploaded = AppendedFile(path, check_lock) if isinstance(path, RemotePath) else None
         self._last_step = max((int(record["step"]) for record in read_records(path)), default=-1)
+        data = path.read_bytes() if path.exists() else b""
+        self._size, self._digest = len(data), hashlib.sha256(data)
 
     def record(self, step: int, metrics: Mapping[str, int | float]) -> None:
         """Write the metrics of one step.
@@ -234,15 +250,21 @@ class StepRecords:
             raise ValueError(
                 f"step {step} cannot be recorded: steps must increase, and step {self._last_step} is recorded already"
             )
-        if self._uploaded is not None:
-            self._uploaded.append(f"{format_record(step, metrics)}\n".encode())
-        elif isinstance(self._path, Path):
-            append_record(self._path, step, metrics)
+        if isinstance(self._path, Path):
+            line = append_record(self._path, step, metrics)
+        else:
+            line = f"{format_record(step, metrics)}\n".encode()
+            cast(AppendedFile, self._uploaded).append(line)
+        self._size += len(line)
+        self._digest.update(line)
         self._tracker.log(metrics, step=step)
         self._last_step = step
 
-    def flush(self) -> None:
+    def flush(self) -> FileDigest:
         """Upload the records to the object store, if the run is in one; a local file is complete after every record.
+
+        Returns:
+            Size and checksum of the records, of what was written and not of the file.
 
         Raises:
             RunDirectoryError: if the file cannot be written, or another process continues the run.
@@ -251,6 +273,7 @@ class StepRecords:
         if self._uploaded is not None:
             with writing(self._path):
                 self._uploaded.flush()
+        return FileDigest(self._size, self._digest.hexdigest())
 
     def close(self) -> None:
         """Upload the last records; raises RunDirectoryError like `flush`."""
@@ -310,9 +333,9 @@ def _open_records(run: TrainingRun, directory: RunDirectory, check_lock: Callabl
     """Open the metric records, truncated to the steps of the run's state; a new run gets a record of step 0."""
     progress, evaluations = run.state.progress, run.state.progress.evaluations
     step = progress.step - bool(progress.unrecorded)
-    truncate_records(directory.metrics, step if progress.step else -1)
+    rewind_records(directory.metrics, run.files.metrics, step)
     with writing(run.store.folder):
-        run.store.truncate(progress.step)
+        run.store.truncate(progress.step, run.files.rollouts)
     tracker = make_tracker(run.config.trainer.tracker, run.learner.trainer.run_id, encode(run.config), last_step=step)
     records = StepRecords(directory.metrics, tracker, check_lock)
     if progress.step == 0:

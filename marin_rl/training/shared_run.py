@@ -31,6 +31,7 @@ from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.storage import StoragePath
 from marin_rl.training.batch_builder import TrainingBatch
 from marin_rl.training.run_directory import config_differences
+from marin_rl.training.run_files import Inputs, input_changes
 from marin_rl.types import Task
 from marin_rl.weights.config import ArrowFlightConfig
 
@@ -108,6 +109,27 @@ def require_same_config(config: TrainConfig) -> None:
             "the training processes have different configs; compared with the main process (there), in "
             + "\n".join(differing)
             + "\nstart all of them with the same config"
+        )
+
+
+def require_same_inputs(inputs: Inputs) -> None:
+    """Check that all training processes have the same input files, each on its own host.
+
+    Args:
+        inputs: checksums of the inputs of this process.
+
+    Raises:
+        ProcessesDifferError: in every process; names the processes and files that differ from the main process.
+    """
+    if not multihost.is_multihost():
+        return
+    of_main = json.loads(multihost.on_main(lambda: json.dumps(inputs)))
+    changes = multihost.gather_texts("\n".join(input_changes(of_main, inputs)))
+    if differing := [f"process {index}:\n{text}" for index, text in enumerate(changes) if text]:
+        raise multihost.ProcessesDifferError(
+            "the training processes have different input files; compared with the main process, in "
+            + "\n".join(differing)
+            + "\ncopy the same files to all training hosts"
         )
 
 

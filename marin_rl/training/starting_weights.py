@@ -5,6 +5,7 @@
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import equinox as eqx
@@ -28,6 +29,7 @@ from marin_rl.seeds import derive_seed
 from marin_rl.storage import local_copy, storage_path, user_cache
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.training.run_directory import RunDirectory, open_existing
+from marin_rl.training.run_files import warn_of_changed_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -182,18 +184,24 @@ def require_checkpoint(run: str, checkpoints: Checkpoints, step: int | None) -> 
 
 
 def restore_checkpoint(
-    checkpoints: Checkpoints, step: int | None, config: TrainConfig, trainer: TrainerConfig
+    checkpoints: Checkpoints,
+    step: int | None,
+    config: TrainConfig,
+    trainer: TrainerConfig,
+    sections: Sequence[str] = ("tokenizer",),
 ) -> tuple[int, LmHeadModel]:
-    """Load the step and the policy of a checkpoint; see `require_checkpoint`.
+    """Load the step and the policy of a checkpoint, and warn of changed inputs; see `require_checkpoint`.
 
     Args:
         checkpoints: checkpoints of the run.
         step: step of the checkpoint; None for the newest one that is not damaged.
         config: training config of the run.
         trainer: as returned by `start_devices`.
+        sections: top-level keys of the config whose files the command reads.
     """
 
     def load(checkpoint: Checkpoint) -> tuple[int, LmHeadModel]:
+        warn_of_changed_inputs(checkpoint, config, sections)
         return checkpoint.step, restore_policy(checkpoint, config, trainer)
 
     restored = checkpoints.restore_newest(load) if step is None else load(checkpoints.open(step))

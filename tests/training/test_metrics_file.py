@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from marin_rl.errors import RunDirectoryError
-from marin_rl.training.metrics_file import append_record, read_records, truncate_records
+from marin_rl.storage import digest_of
+from marin_rl.training.metrics_file import append_record, first_odd_line, read_records, rewind_records
 
 
 def metrics_of(step: int) -> dict[str, float]:
@@ -51,11 +52,13 @@ def test_array_scalars_are_written_as_numbers(tmp_path):
 def test_resumed_run_has_the_file_of_an_uninterrupted_run(tmp_path, killed_after, torn):
     whole, resumed = tmp_path / "whole.jsonl", tmp_path / "resumed.jsonl"
     write_run(whole, range(1, 11))
-    write_run(resumed, range(1, killed_after + 1))
+    checkpoint = min(killed_after, 4)
+    write_run(resumed, range(1, checkpoint + 1))
+    written = digest_of(resumed) if checkpoint else digest_of(b"")
+    write_run(resumed, range(checkpoint + 1, killed_after + 1))
     with resumed.open("a") as file:
         file.write(torn)
-    checkpoint = min(killed_after, 4)
-    truncate_records(resumed, after_step=checkpoint)
+    rewind_records(resumed, written, after_step=checkpoint)
     write_run(resumed, range(checkpoint + 1, 11))
     assert resumed.read_bytes() == whole.read_bytes()
 
@@ -70,12 +73,13 @@ def test_incomplete_last_line_is_ignored(tmp_path):
 
 def test_truncating_a_missing_or_short_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    truncate_records(path, after_step=3)
+    rewind_records(path, None, after_step=3)
     assert not path.exists()
     assert read_records(path) == []
     write_run(path, [1, 2])
     inode = path.stat().st_ino
-    truncate_records(path, after_step=2)
+    for written in (None, digest_of(path)):
+        rewind_records(path, written, after_step=2)
     assert path.stat().st_ino == inode
 
 
@@ -94,10 +98,25 @@ def test_invalid_line_is_named_and_the_file_is_kept(tmp_path, line):
         file.write(f"{line}\n")
     write_run(path, [3])
     before = path.read_bytes()
-    for act in (read_records, lambda path: truncate_records(path, after_step=1)):
-        with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:2 is not the record of a step"):
-            act(path)
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:2 is not the record of a step"):
+        read_records(path)
     assert path.read_bytes() == before
+    # Accepted by the user.
+    rewind_records(path, None, after_step=3)
+    assert [record["step"] for record in read_records(path)] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("lines", "number"),
+    [
+        *(("012345", None), ("", None), ("12", 1), ("0124", 4), ("0132", 3), ("0112", 3), ("01x2", 3)),
+        ("\x0001", 1),
+    ],
+)
+def test_first_line_that_is_not_the_next_record(lines, number):
+    data = "".join(f'{{"step": {step}}}\n' if step.isdigit() else f"{step}\n" for step in lines)
+    assert first_odd_line(data.encode()) == number
+    assert first_odd_line(data.encode() + b'{"step": 9') == number
 
 
 def test_full_disk_is_reported(tmp_path):

@@ -1,0 +1,221 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Digests of the files that a run reads and has written; every checkpoint has them, and a resume compares them.
+
+Inputs are the local files that the config names: data files, chat templates, tokenizer folders, and Python files of
+users with the files that they import. Hub names and addresses are not read. Outputs are `metrics.jsonl` up to the step
+of the checkpoint, and the files in `rollouts/`.
+"""
+
+import dataclasses
+import fnmatch
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.config_fields import local_inputs
+from marin_rl.errors import RunDirectoryError
+from marin_rl.host_status import software_versions
+from marin_rl.learner.saved_checkpoint import Checkpoint
+from marin_rl.storage import FileDigest, StoragePath, digest_of, file_sizes
+from marin_rl.training.metrics_file import first_odd_line
+from marin_rl.user_code import imported_files
+
+logger = logging.getLogger(__name__)
+
+RUN_FILES = "run_files.json"
+"""File of the digests in a checkpoint."""
+
+IGNORED = (
+    *(".*", "__pycache__", "*.lock"),
+    # Weights next to a tokenizer, and results that the package `datasets` stores next to its files.
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "cache-*.arrow"),
+)
+"""Names in an input folder that are not compared."""
+_READERS = 16
+
+NO_RECORDS = digest_of(b"")
+"""Digest of the records of a new run."""
+
+Inputs = Mapping[str, Mapping[str, str]]
+"""SHA-256 checksums by section of the config and path."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFiles:
+    """Files of a run at a step, and the software that ran it."""
+
+    inputs: Inputs
+    """Checksums of the inputs."""
+    software: Mapping[str, str | None] = dataclasses.field(default_factory=software_versions)
+    """Versions of packages."""
+    metrics: FileDigest | None = NO_RECORDS
+    """The records of the steps so far, with which `metrics.jsonl` begins; None if they are not known."""
+    rollouts: Mapping[str, FileDigest] = dataclasses.field(default_factory=dict)
+    """Rollout files by name."""
+    accepted: Sequence[Mapping[str, Any]] = ()
+    """Accepted changes: the checkpoint before them, and a line for each change."""
+
+    def encode(self) -> bytes:
+        """Serialize as JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=1).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> "RunFiles":
+        """Parse the result of `encode`."""
+        values: dict[str, Any] = json.loads(data)
+        rollouts = {name: FileDigest(*digest) for name, digest in values["rollouts"].items()}
+        metrics = values["metrics"] and FileDigest(*values["metrics"])
+        return RunFiles(values["inputs"], values["software"], metrics, rollouts, values["accepted"])
+
+
+def digest_inputs(config: TrainConfig, sections: Sequence[str] = ()) -> dict[str, dict[str, str]]:
+    """Compute the checksums of the local files that a config names; each file is read once.
+
+    Args:
+        config: training config; relative paths start at the working directory.
+        sections: top-level keys of the config to read; empty for all.
+
+    Returns:
+        Checksums by top-level key and path. A path that does not exist is omitted: it may be a name on the hub.
+
+    Raises:
+        OSError: if a file cannot be read.
+    """
+    found: dict[str, dict[str, str]] = {}
+    known: dict[Path, str] = {}
+    for key, text in local_inputs(config):
+        section = key.partition(".")[0]
+        for file in _files_of(Path(text).expanduser()) if not sections or section in sections else ():
+            real = file.resolve()
+            if real not in known:
+                known[real] = digest_of(file).sha256
+            found.setdefault(section, {})[str(file)] = known[real]
+    return found
+
+
+def _files_of(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+        if path.suffix == ".py":
+            yield from imported_files(path)
+        return
+    visited: set[str] = set()
+    for folder, folders, names in os.walk(path, followlinks=True):
+        real = os.path.realpath(folder)
+        folders[:] = [] if real in visited else sorted(name for name in folders if not _is_ignored(name))
+        files = [] if real in visited else [Path(folder, name) for name in sorted(names) if not _is_ignored(name)]
+        visited.add(real)
+        yield from (file for file in files if file.is_file())
+
+
+def _is_ignored(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in IGNORED)
+
+
+def input_changes(before: Inputs, now: Inputs) -> list[str]:
+    """Return a line for each input that was changed, removed or added."""
+    lines = []
+    for section in sorted({*before, *now}):
+        old, new = before.get(section, {}), now.get(section, {})
+        for path in sorted({*old, *new}):
+            if old.get(path) != new.get(path):
+                change = "is missing" if path not in new else "was added" if path not in old else "was changed"
+                lines.append(f"{section}: {path} {change}")
+    return lines
+
+
+def compare_on_resume(
+    saved: RunFiles, checkpoint: StoragePath, inputs: Inputs, *, accept: bool
+) -> tuple[RunFiles, list[str]]:
+    """Compare the files of a run with those at its checkpoint; call it in the main process.
+
+    Args:
+        saved: files at the checkpoint from which the run resumes.
+        checkpoint: folder of the checkpoint.
+        inputs: checksums of the inputs now.
+        accept: whether to continue with changed files.
+
+    Returns:
+        The files from which the run continues, and messages for the user.
+
+    Raises:
+        RunDirectoryError: if a file was changed and `accept` is false; the message names all changed files.
+    """
+    folder = checkpoint.parent.parent
+    rollouts, altered, absent = _compare_rollouts(folder / "rollouts", saved.rollouts)
+    records = metrics_change(folder / "metrics.jsonl", saved.metrics)
+    changes = [*input_changes(saved.inputs, inputs), *([] if records is None else [records]), *altered]
+    if changes and not accept:
+        raise RunDirectoryError(
+            f"files of the run were changed since {checkpoint} was written:\n"
+            + "\n".join(f"  {line}" for line in changes)
+            + "\nrestore them, or choose another run_dir. --accept_changed_files resumes the run with the files as "
+            "they are: it omits lines of metrics.jsonl that are not records, and records the changes in log.txt and "
+            "in all further checkpoints"
+        )
+    messages = [f"changed file accepted: {line}" for line in changes]
+    if absent:
+        messages.append(f"{len(absent)} rollout files of former steps were removed, the last is {absent[-1]}")
+    software = software_versions()
+    messages += [
+        f"{name} is {software[name] or 'not installed'}, and was {saved.software.get(name) or 'not installed'}"
+        for name in software
+        if software[name] != saved.software.get(name)
+    ]
+    accepted = [*saved.accepted, *([{"checkpoint": checkpoint.name, "changes": changes}] if changes else [])]
+    metrics = saved.metrics if records is None else None
+    return RunFiles(inputs, software, metrics, rollouts, accepted), messages
+
+
+def metrics_change(path: StoragePath, saved: FileDigest | None) -> str | None:
+    """Return how `metrics.jsonl` differs from the records up to a checkpoint, which later records may follow."""
+    data = path.read_bytes() if path.exists() else b""
+    if saved is None or digest_of(data[: saved.size]) == saved:
+        return None
+    if not data:
+        return f"metrics.jsonl {'is empty' if path.exists() else 'is missing'}"
+    line = first_odd_line(data[: saved.size])
+    if line is None and len(data) < saved.size:
+        return f"metrics.jsonl was cut off: it has {len(data)} of {saved.size} bytes"
+    return f"metrics.jsonl was changed{'' if line is None else f', at line {line}'}"
+
+
+def _compare_rollouts(
+    folder: StoragePath, saved: Mapping[str, FileDigest]
+) -> tuple[dict[str, FileDigest], list[str], list[str]]:
+    """Return the unchanged files, a line for each changed one, and the names of removed ones."""
+    sizes = file_sizes(folder)
+    present = [name for name in sorted(saved) if name in sizes]
+    with ThreadPoolExecutor(_READERS) as readers:
+        same = [name for name in present if sizes[name] == saved[name].size]
+        found = dict(zip(same, readers.map(lambda name: digest_of(folder / name), same), strict=True))
+    unchanged = {name: saved[name] for name in present if found.get(name) == saved[name]}
+    lines = [
+        f"rollouts/{name} was changed"
+        + ("" if name in found else f": it has {sizes[name]} of {saved[name].size} bytes")
+        for name in present
+        if name not in unchanged
+    ]
+    # Not an error: old files are removed for rollout_store.max_mb, and users may delete them.
+    return unchanged, lines, [name for name in sorted(saved) if name not in sizes]
+
+
+def warn_of_changed_inputs(checkpoint: Checkpoint, config: TrainConfig, sections: Sequence[str]) -> None:
+    """Log a warning for each input of a run that differs from that of its checkpoint.
+
+    Args:
+        checkpoint: checkpoint of the run.
+        config: config of the run.
+        sections: top-level keys of the config whose files the command reads.
+    """
+    saved = RunFiles.decode(checkpoint.read(RUN_FILES)).inputs
+    before = {section: files for section, files in saved.items() if section in sections}
+    for line in input_changes(before, digest_inputs(config, sections)):
+        logger.warning("%s since %s was written; the results are those of the file as it is now", line, checkpoint.path)
