@@ -37,7 +37,7 @@ import dataclasses
 import enum
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NotRequired, TypedDict, TypeVar
 
 Record = TypeVar("Record")
@@ -57,6 +57,20 @@ def make_unchecked(kind: type[Record], **fields: Any) -> Record:
 
 Info = Mapping[str, Any]
 """Free metadata by name: JSON values (strings, finite numbers, booleans, null, lists, objects with string keys)."""
+
+
+def exact_sum(values: Collection[float]) -> float:
+    """Return the sum of rewards, rounded once, so that it does not depend on their order.
+
+    A sum that is not finite is the usual one, which the checks of rewards report.
+
+    >>> exact_sum([0.1, 0.2, 0.3]) == exact_sum([0.3, 0.2, 0.1]), 0.1 + 0.2 + 0.3 == 0.3 + 0.2 + 0.1
+    (True, False)
+    """
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return sum(values, 0.0)
 
 
 def check_info(info: Info) -> None:
@@ -259,7 +273,7 @@ class Turn:
     @property
     def reward(self) -> float | None:
         """The sum of the turn's rewards; None if it has none."""
-        return sum(self.rewards.values(), 0.0) if self.rewards else None
+        return exact_sum(self.rewards.values()) if self.rewards else None
 
     @property
     def num_tokens(self) -> int:
@@ -356,8 +370,8 @@ class Rollout:
 
     @property
     def total_reward(self) -> float | None:
-        """The scalar return: the sum of the rewards, or None if there are none."""
-        return sum(self.rewards.values()) if self.rewards else None
+        """The scalar return: the exact sum of the rewards, rounded once, or None if there are none."""
+        return exact_sum(self.rewards.values()) if self.rewards else None
 
     def score_of(self, component: str) -> float | None:
         """A component's score, not multiplied by a reward function's weight; None if the component has no score."""

@@ -25,7 +25,7 @@ from marin_rl.environments.splits import Problem, check_shares, split_problems, 
 from marin_rl.errors import UserError
 from marin_rl.rewards.reply_text import graded_text
 from marin_rl.seeds import derive_seed
-from marin_rl.types import Message, Task
+from marin_rl.types import Message, Task, exact_sum
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -271,8 +271,8 @@ class OpenEnvEpisode:
 
     config: OpenEnvConfig
     session: Session
-    total: float = 0.0
-    """Sum of the server's rewards."""
+    rewards: list[float] = dataclasses.field(default_factory=list)
+    """The server's rewards of all steps."""
     steps: int = 0
     """Number of replies."""
     invalid: int = 0
@@ -296,7 +296,7 @@ class OpenEnvEpisode:
                 raise
             return self._invalid(str(error))
         reward, done = float(response.get("reward") or 0.0), bool(response.get("done"))
-        self.total += reward
+        self.rewards.append(reward)
         messages = (Message(role="user", content=self.config.show(response)),)
         return Step(rewards=self._rewards(reward, 0.0), messages=messages, done=done, metrics=self._metrics())
 
@@ -318,7 +318,7 @@ class OpenEnvEpisode:
         return {OPENENV: reward} | ({FORMAT: format_reward} if self.config.invalid_reward else {})
 
     def _metrics(self) -> dict[str, float]:
-        success = float(self.total >= self.config.success_at)
+        success = float(exact_sum(self.rewards) >= self.config.success_at)
         return {"success": success, "steps": float(self.steps), "invalid_actions": float(self.invalid)}
 
 

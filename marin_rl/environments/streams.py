@@ -33,7 +33,7 @@ from marin_rl.errors import nearest
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.seeds import derive_seed
-from marin_rl.types import Message, RolloutGroup, Task
+from marin_rl.types import Message, RolloutGroup, Task, exact_sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,7 +357,7 @@ class CurriculumStream(TaskStream):
         for rollout in (rollout for group in groups for rollout in group.rollouts if rollout.rewards):
             lesson = self.lessons[rollout.task.environment]
             correct = rollout.score_of(CORRECT)
-            score = float(sum(rollout.rewards.values()) if correct is None else correct)
+            score = float(exact_sum(rollout.rewards.values()) if correct is None else correct)
             scores[lesson.name] = [*scores[lesson.name], score][-lesson.window :]
         state = {**state, "scores": scores}
         reached, graduated = set(state.get("reached", ())), set(state.get("graduated", ()))
@@ -385,4 +385,4 @@ def _is_open(lesson: LessonConfig, state: StreamState) -> bool:
 
 def _mean_score(lesson: LessonConfig, state: StreamState) -> float | None:
     scores = state.get("scores", {}).get(lesson.name, ())
-    return sum(scores) / len(scores) if len(scores) == lesson.window else None
+    return math.fsum(scores) / len(scores) if len(scores) == lesson.window else None

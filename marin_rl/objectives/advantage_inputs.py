@@ -80,6 +80,11 @@ class AdvantageInputs:
         penalty = math.fsum(self.penalties.tolist()) if np.count_nonzero(self.penalties) else self.masked_penalty
         return self.score - penalty
 
+    @property
+    def rest_of_score(self) -> float:
+        """The part of the score that is not a reward of a turn; 0 if the rollout failed."""
+        return 0.0 if self.score is None else self.score - math.fsum(self.turn_rewards)
+
 
 class TurnAdvantages(NamedTuple):
     """Components of the turn-level advantages of a rollout, `episode_advantage + ω·step_advantages`."""
@@ -175,6 +180,29 @@ def discounted_returns(rewards: Float[np.ndarray, " steps"], gamma: float) -> Fl
         following = reward + gamma * following
         returns.append(following)
     return np.array(returns[::-1], np.float64)
+
+
+def returns_of_turns(
+    rewards: Float64[np.ndarray, " turns"], rest: float, gamma: float
+) -> Float64[np.ndarray, " turns"]:
+    """Compute the discounted return from each turn, where the last turn also gets the rest of the score.
+
+    With γ = 1 each return is the exact sum, rounded once: rollouts that got equal rewards in another order are equal.
+
+    Args:
+        rewards: `[turns]`, reward of each turn.
+        rest: the part of the score that is not a reward of a turn.
+        gamma: γ, in [0, 1].
+
+    Returns:
+        `[turns]`, G of each turn.
+
+    >>> returns_of_turns(np.array([0.1, 0.2, 0.3]), 0.0, gamma=1.0)[0] == math.fsum([0.3, 0.2, 0.1])
+    True
+    """
+    if gamma == 1:
+        return np.array([math.fsum([*rewards[turn:], rest]) for turn in range(rewards.size)], np.float64)
+    return discounted_returns(np.append(rewards[:-1], rewards[-1:] + rest), gamma)
 
 
 def check_discount(name: str, value: float) -> None:

@@ -24,7 +24,7 @@ from marin_rl.objectives.advantage_inputs import (
     TokenAdvantages,
     centered,
     check_discount,
-    discounted_returns,
+    returns_of_turns,
     sample_variance,
     split,
     standardized,
@@ -156,9 +156,7 @@ def turn_returns(inputs: AdvantageInputs, gamma: float) -> Float64[np.ndarray, "
     """
     penalties = np.bincount(inputs.turn_ids, weights=inputs.penalties, minlength=inputs.turn_rewards.size)
     rewards = inputs.turn_rewards - penalties
-    if inputs.score is not None:
-        rewards[-1:] += inputs.score - math.fsum(inputs.turn_rewards)
-    return discounted_returns(rewards, gamma)
+    return returns_of_turns(rewards, inputs.rest_of_score, gamma)
 
 
 @AdvantageConfig.register_subclass("reinforce")

@@ -24,7 +24,7 @@ from marin_rl.objectives.advantage_inputs import (
     TurnAdvantages,
     centered,
     check_discount,
-    discounted_returns,
+    returns_of_turns,
     split,
     standardized,
     uniform_advantages,
@@ -133,7 +133,7 @@ class GigpoConfig(AdvantageConfig):
             return results
         totals = np.array([group[index].total_return for index in graded], np.float64)
         episodes = _relative(totals, self.normalize)
-        returns = [discounted_returns(self._rewards(group[index]), self.gamma) for index in graded]
+        returns = [self._returns(group[index]) for index in graded]
         steps = step_advantages(returns, [_anchors(group[index]) for index in graded], self.normalize)
         for index, episode, turn_returns, turns in zip(graded, episodes, returns, steps, strict=True):
             advantages = (episode + self.omega * turns)[group[index].turn_ids]
@@ -141,12 +141,10 @@ class GigpoConfig(AdvantageConfig):
             results[index] = TokenAdvantages(advantages, np.zeros(advantages.size), components)
         return results
 
-    def _rewards(self, inputs: AdvantageInputs) -> Float64[np.ndarray, " turns"]:
+    def _returns(self, inputs: AdvantageInputs) -> Float64[np.ndarray, " turns"]:
         rewards = inputs.turn_rewards.copy()
         rewards[list(inputs.unrewarded_turns)] = self.default_step_reward
-        if inputs.score is not None:
-            rewards[-1:] += inputs.score - math.fsum(inputs.turn_rewards)
-        return rewards
+        return returns_of_turns(rewards, inputs.rest_of_score, self.gamma)
 
 
 def _relative(values: Float64[np.ndarray, " count"], normalize: GigpoNormalization) -> Float64[np.ndarray, " count"]:

@@ -326,13 +326,9 @@ class AgentRecorder:
         turns = [*turns[:1], *map(_without_repetition, turns[1:])]
         if not result.takes_posted:
             turns = [dataclasses.replace(turn, rewards={}) for turn in turns]
-        total = dict(result.rewards)
-        for name, value in posted.items():
-            total[name] = total.get(name, 0.0) + value
         metrics = {"sequences": float(len(trained)), **result.metrics}
-        self._builder.add_agent_turns(
-            turns, dataclasses.replace(result, rewards=total, metrics=metrics), hit_limit=self._hit_limit
-        )
+        result = dataclasses.replace(result, metrics=metrics)
+        self._builder.add_agent_turns(turns, result, posted, hit_limit=self._hit_limit)
 
     @property
     def is_truncated(self) -> bool:

@@ -3,6 +3,7 @@
 
 """A rollout under construction: the builder that collects its turns and rewards."""
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -33,6 +34,7 @@ from marin_rl.types import (
     Task,
     Turn,
     check_info,
+    exact_sum,
 )
 
 logger = logging.getLogger(__name__)
@@ -81,7 +83,8 @@ class RolloutBuilder:
         self._turns: list[Turn] = []
         self._in_thoughts = False
         self._last_observation: Observation | None = None
-        self._rewards: dict[str, float] = {}
+        # All rewards by name; summed at the end, so that their order cannot change the return.
+        self._rewards: dict[str, list[float]] = collections.defaultdict(list)
         self._metrics: dict[str, float] = {}
         self._info: dict[str, Any] = {}
         self._evaluations: list[RewardResult] = []
@@ -170,8 +173,7 @@ class RolloutBuilder:
                 )
             turn = dataclasses.replace(self._turns[-1], action=step.action, rewards=rewards, info=dict(step.info))
         self._turns[-1] = turn
-        for name, value in rewards.items():
-            self._rewards[name] = self._rewards.get(name, 0.0) + value
+        self._add_rewards(rewards)
         self._metrics |= metrics
         self._info |= step.rollout_info
         logger.debug(
@@ -202,12 +204,15 @@ class RolloutBuilder:
         self._messages, self._anchor_state = step.messages, step.anchor_state
         self._observation, self._context = tokens, context
 
-    def add_agent_turns(self, turns: Sequence[Turn], result: AgentResult, *, hit_limit: bool) -> None:
+    def add_agent_turns(
+        self, turns: Sequence[Turn], result: AgentResult, posted: Mapping[str, float], *, hit_limit: bool
+    ) -> None:
         """Add the turns and the result of an agent's episode, and end the rollout.
 
         Args:
             turns: all turns, with their rewards; the turns of a sequence follow each other.
             result: rewards of the episode without those of the turns, metrics and metadata.
+            posted: further rewards of the episode.
             hit_limit: whether a limit of the rollout refused a request of the agent.
 
         Raises:
@@ -217,15 +222,14 @@ class RolloutBuilder:
         self._turns += turns
         for turn in turns:
             self._in_thoughts = self._is_in_thoughts(turn.observation_tokens, turn.messages[-1]["content"])
-            for name, value in turn.rewards.items():
-                self._rewards[name] = self._rewards.get(name, 0.0) + value
+            self._add_rewards(turn.rewards)
         if not (turns or self.has_failed):
             raise EnvironmentFault(RolloutStatus.FAILED, "the agent got no reply of the policy")
         with _environment_errors():
             check_info(result.info)
             self._metrics |= _numbers("metrics", result.metrics)
-            for name, value in result.rewards.items():
-                self._rewards[name] = self._rewards.get(name, 0.0) + check_reward(name, value)
+            for rewards in (posted, result.rewards):
+                self._add_rewards({name: check_reward(name, value) for name, value in rewards.items()})
         self._info |= result.info
 
     def reward_request(self) -> RewardRequest:
@@ -254,7 +258,7 @@ class RolloutBuilder:
         if missing is not None:
             self.fail(RolloutStatus.FAILED, missing)
             return
-        self._rewards |= weighted_rewards(evaluations)
+        self._add_rewards(weighted_rewards(evaluations))
         for index, rewards in enumerate(turn_rewards(evaluations, len(self._turns))):
             if rewards:
                 turn = self._turns[index]
@@ -285,13 +289,14 @@ class RolloutBuilder:
                 RolloutStatus.FAILED,
                 "the agent neither returned nor posted a reward, and there is no reward function (environment.rewards)",
             )
+        rewards = {name: exact_sum(values) for name, values in self._rewards.items()}
         rollout = Rollout(
             id=self._attempt.id,
             group_id=self._attempt.group_id,
             task=self.task,
             turns=tuple(self._turns),
             status=self._status,
-            rewards={} if self.has_failed else self._rewards or unrewarded,
+            rewards={} if self.has_failed else rewards or unrewarded,
             error=self._error,
             evaluations=tuple(self._evaluations),
             metrics=self._metrics,
@@ -310,6 +315,10 @@ class RolloutBuilder:
                 "none" if rollout.total_reward is None else f"{rollout.total_reward:g}",
             )
         return rollout
+
+    def _add_rewards(self, rewards: Mapping[str, float]) -> None:
+        for name, value in rewards.items():
+            self._rewards[name].append(value)
 
     def _is_in_thoughts(self, observation: Sequence[int], reply: str) -> bool:
         """Return whether the chat template opened the thoughts of a reply, which does not close them."""

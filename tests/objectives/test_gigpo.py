@@ -197,6 +197,20 @@ def test_results_are_bit_identical_for_any_rollout_order(groups, seed, normalize
         assert actual == [original[source] for source in order]
 
 
+@given(
+    rewards=st.lists(st.sampled_from([0.1, 0.2, 0.3, 0.7, -0.1]), min_size=1, max_size=6),
+    shaping=st.sampled_from([0.0, 1.0, -0.3]),
+    seed=st.integers(0, 99),
+)
+def test_undiscounted_rollouts_with_equal_rewards_in_another_order_have_no_signal(rewards, shaping, seed):
+    moved = np.random.default_rng(seed).permutation(rewards)
+    score = math.fsum([*rewards, shaping])
+    # Both rollouts meet only in their first state.
+    anchors = [["start", *(f"{name}{turn}" for turn in range(1, len(rewards)))] for name in "ab"]
+    group = [make_inputs(score, order, anchors=own) for order, own in zip((rewards, moved), anchors, strict=True)]
+    assert advantages(GigpoConfig(gamma=1.0).compute([group])) == [[[0.0] * len(rewards)] * 2]
+
+
 def test_a_missing_anchor_raises_an_error_that_names_the_rollout():
     bad = make_inputs(1.0, [0.0, 1.0], anchors=["s", ""], id="step-7-2")
     with pytest.raises(ValueError, match="rollout step-7-2: turn 1 has no anchor state"):

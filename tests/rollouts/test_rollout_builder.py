@@ -5,6 +5,7 @@
 
 import dataclasses
 import math
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -76,7 +77,7 @@ def test_reward_functions_receive_whether_the_prompt_opened_thoughts(opening: st
     assert (request.in_thoughts, request.last_reply) == (open, reply)
     agent = RolloutBuilder(attempt, TOKENIZER, LIMITS)
     turn = Turn(prompt, reply_of(reply), (*TASK.messages, Message(role="assistant", content=reply)))
-    agent.add_agent_turns([turn], AgentResult(), hit_limit=False)
+    agent.add_agent_turns([turn], AgentResult(), {}, hit_limit=False)
     assert agent.reward_request().in_thoughts == open
 
 
@@ -283,6 +284,27 @@ def test_rewards_of_the_same_name_are_added_and_a_missing_reward_is_not_zero():
     rollout = built(continues(hit=1.0), continues(), Step({"hit": 2.0, "end": -3.0}), Step({"end": 0.0})).finish()
     assert rollout.rewards == {"hit": 3.0, "end": -3.0}
     assert [turn.reward for turn in rollout.turns] == [1.0, None, -1.0, 0.0]
+
+
+@given(
+    st.lists(
+        st.fixed_dictionaries({"hit": st.floats(-1e3, 1e3), "style": st.floats(-1e3, 1e3)}), min_size=2, max_size=5
+    ),
+    st.randoms(),
+)
+@settings(max_examples=30)
+def test_turn_rewards_in_another_order_give_the_same_bits(rewards: list[dict[str, float]], random: Random):
+    moved = random.sample(rewards, len(rewards))
+
+    def returns(order: list[dict[str, float]]) -> list[Rollout]:
+        played = built(*(continues(**one) for one in order[:-1]), Step(order[-1])).finish()
+        agent = new_builder()
+        turns = [dataclasses.replace(turn, rewards=one) for turn, one in zip(played.turns, order, strict=True)]
+        agent.add_agent_turns(turns[:-1], AgentResult(rewards=order[-1]), {"hit": 0.1}, hit_limit=False)
+        return [played, agent.finish()]
+
+    for one, other in zip(returns(rewards), returns(moved), strict=True):
+        assert (one.rewards, one.total_reward) == (other.rewards, other.total_reward)
 
 
 def test_turns_with_equal_states_have_equal_anchors():
