@@ -124,10 +124,10 @@ class NoGraderConfig(GraderConfig):
 @GraderConfig.register_subclass("math_verify")
 @dataclasses.dataclass(frozen=True)
 class MathVerifyConfig(GraderConfig):
-    r"""The reply's result must equal the answer mathematically (`0.5` is `\frac{1}{2}`).
+    r"""The reply's final answer, as a whole, must equal the answer mathematically (`0.5` is `\frac{1}{2}`).
 
-    The result is the last `\boxed{X}` or `final answer is X`; else the last X after the word `answer`, with a colon or
-    without; else the last LaTeX expression or number.
+    The final answer is the last `\boxed{X}`, `<answer>X</answer>`, `#### X` or `final answer is X`; else the last
+    `answer is X` or `answer: X`; else the last sentence with one value.
     """
 
     timeout: float = 5.0

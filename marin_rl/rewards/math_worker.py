@@ -4,10 +4,13 @@
 """Mathematical equality of a reply and an answer, which grading processes check."""
 
 import functools
-import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
+
+from marin_rl.rewards.math_answers import find_answer
+from marin_rl.rewards.math_values import Answer, Group, Scalar, Value, Words, number
 
 
 class GroundTruthError(ValueError):
@@ -15,124 +18,237 @@ class GroundTruthError(ValueError):
 
 
 def math_verify_match(reply: str, answer: str) -> bool:
-    r"""Return whether the last expression of a reply equals the answer, according to math-verify.
+    r"""Return whether the final answer of a reply equals the ground truth.
 
-    The reply can contain any text. math-verify searches it for these forms, in this order: `final answer is X. I hope`;
-    `\boxed{X}` or `final answer is X`; `answer: X`; `answer X`; any number or LaTeX. The first form that occurs counts,
-    and of several expressions of that form the last. Dollar signs written as `\$` are ignored. Expressions are
-    simplified, so the text `12+34` equals 46. For tasks with an expression as the answer use `exact_match`.
+    `math_answers` defines the final answer; the whole of it is compared. Numbers are compared exactly, expressions by
+    their values at several points, lists without order, tuples, intervals and matrices element by element, words by
+    their letters. `5%` equals `0.05`. A sum or product is not a number: `12+34` is wrong if the truth is `46`.
 
-    math-verify's time limit uses signals, which work only in the main thread and cannot interrupt a single large power,
-    so it is disabled. This function works in any thread but has no time limit; `MathVerifyGrader` runs it in a process
-    that is killed at a limit.
+    This function works in any thread but has no time limit; `MathVerifyGrader` runs it in a process that is killed at a
+    limit.
 
     Args:
         reply: the model's text.
         answer: the ground truth, in LaTeX or plain: `42`, `\frac{1}{2}`, `(1, 2)`.
 
     Returns:
-        True if both are equal; False otherwise, or if the reply contains no expression.
+        True if both are equal; False otherwise, or if the reply has no final answer.
 
     Raises:
         GroundTruthError: if the answer cannot be parsed.
-
-    References:
-        Kydlíček, math-verify 0.9.0, `parser.parse` and `grader.verify`.
     """
-    from math_verify import parse, verify
-
-    gold = parse_answer(answer)
+    truth = parse_answer(answer)
     if reply.strip() == answer.strip():
-        # math-verify does not parse words, even if they are the answer.
         return True
-    text = _with_last_box(_ESCAPED_DOLLAR.sub("", reply))
-    # Without dollar signs math-verify finds only the numbers of an extracted `\sqrt{8}`, as in a ground truth.
-    texts = [text, f"${text.strip()}$"] if _is_bare_expression(text) else [text]
-    return any(
-        verify(list(gold), parse(text, parsing_timeout=_NO_TIMEOUT), timeout_seconds=_NO_TIMEOUT) for text in texts
-    )
-
-
-_COMMAND = re.compile(r"\\[A-Za-z]+")
-_PROSE = re.compile(r"[^\W\d_]{3}|[$\n]|\\[()\[\]]")
-
-
-def _is_bare_expression(text: str) -> bool:
-    r"""Return whether a text is one expression without words or LaTeX delimiters, such as one that a regex extracted.
-
-    >>> _is_bare_expression(r"2\sqrt{2}"), _is_bare_expression("so 7, not 8")
-    (True, False)
-    """
-    text = text.strip()
-    return _PROSE.search(_COMMAND.sub("", text)) is None and "\\boxed" not in text
-
-
-# A dollar sign as a currency, which math-verify does not remove outside of LaTeX; `\\$` is a line break and a dollar.
-_ESCAPED_DOLLAR = re.compile(r"(?<!\\)\\\$")
-_BOX = re.compile(r"\\boxed\s*\{")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-
-
-def _with_last_box(text: str) -> str:
-    r"""Remove all `\boxed{...}` except the last that is not empty: math-verify would combine them to a set.
-
-    >>> _with_last_box(r"\boxed{6}? No, \boxed{\sqrt{49}}.")
-    '? No, \\boxed{\\sqrt{49}}.'
-    """
-    spans: list[tuple[int, int]] = []
-    kept: tuple[int, int] | None = None
-    position = 0
-    while (box := _BOX.search(text, position)) is not None:
-        position = _closing_brace(text, box.end())
-        spans.append((box.start(), position))
-        if text[box.end() : position].strip("} \n"):
-            kept = spans[-1]
-    for start, end in reversed(spans):
-        if kept not in (None, (start, end)):
-            text = text[:start] + text[end:]
-    return text
-
-
-def _closing_brace(text: str, position: int) -> int:
-    """Return the position after the brace that closes the one before `position`; the end of the text if none does."""
-    depth = 1
-    for brace in _BRACE.finditer(text, position):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return brace.end()
-    return len(text)
-
-
-# 0 disables math-verify's timeout like None does, and matches the declared type.
-_NO_TIMEOUT = 0
+    found = find_answer(reply)
+    return found is not None and (_same_text(truth, found) or _equal(truth.value, found.value))
 
 
 @functools.lru_cache(maxsize=4096)
-def parse_answer(answer: str) -> tuple[Any, ...]:
-    """Parse the ground truth into math-verify's expressions, at least one of which is not a plain string.
+def parse_answer(answer: str) -> Answer:
+    """Parse the ground truth; if the grammar cannot read it, a reply has to contain the same text.
 
     Raises:
-        GroundTruthError: if it cannot be parsed.
+        GroundTruthError: if it is empty, or its brackets are not balanced.
     """
-    from math_verify import parse
-
-    # math-verify warns about the disabled timeout, and about every reply that it cannot parse.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    answer = _ESCAPED_DOLLAR.sub("", answer)
-    # Without an anchor math-verify parses only plain numbers; a bare `\sqrt{2}` needs dollar signs.
-    anchored = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
-    expressions = parse(anchored, parsing_timeout=_NO_TIMEOUT)
-    if all(isinstance(value, str) for value in expressions):
+    found = find_answer(answer, is_truth=True)
+    if found is None or not re.search(r"\w", found.text) or not _has_closed_braces(answer):
         raise GroundTruthError(
             f"math_verify cannot parse the ground truth {answer!r}; correct the answer column, set `answer_regex` to "
             "extract the result, or use `grader: {type: exact}`"
         )
-    return tuple(expressions)
+    return found
+
+
+def _has_closed_braces(text: str) -> bool:
+    braces = re.findall(r"(?<!\\)[{}]", text)
+    return braces.count("{") == braces.count("}")
+
+
+def _same_text(truth: Answer, found: Answer) -> bool:
+    return truth.text == found.text and (found.value is not None or truth.value is None)
+
+
+def _equal(truth: Value | None, reply: Value | None) -> bool:
+    if isinstance(truth, Words) and isinstance(reply, Words):
+        return truth.text == reply.text
+    if isinstance(truth, Group) and isinstance(reply, Group):
+        return _equal_groups(truth, reply)
+    if isinstance(truth, Scalar) and isinstance(reply, Scalar):
+        return _equal_scalars(truth, reply)
+    return False
+
+
+def _equal_groups(truth: Group, reply: Group) -> bool:
+    if truth.kind != reply.kind or len(truth.items) != len(reply.items):
+        return False
+    if reply.is_relation and not truth.is_relation and truth.kind == "()" and "\\infty" not in str(truth.items):
+        # (1, 2) may be a point.
+        return False
+    names = [item.name for item in truth.items if isinstance(item, Scalar) and item.name]
+    is_ordered = truth.kind != "{}" or (
+        len(set(names)) == len(truth.items) > 1
+        and not any(isinstance(item, Scalar) and item.name for item in reply.items)
+    )
+    if is_ordered:
+        return all(map(_equal, truth.items, reply.items))
+    rest: list[Value] = list(reply.items)
+    for item in truth.items:
+        match = next((other for other in rest if _equal(item, other)), None)
+        if match is None:
+            return False
+        rest.remove(match)
+    return True
+
+
+def _equal_scalars(truth: Scalar, reply: Scalar) -> bool:
+    if (truth.name and reply.name and truth.name != reply.name) or (
+        truth.unit and reply.unit and truth.unit != reply.unit
+    ):
+        return False
+    return _equal_texts(truth.text, reply.text) and all(_equal_texts(reply.text, part, True) for part in reply.equal_to)
+
+
+# Numbers in other bases, dates and ranges equal only themselves.
+_LITERAL = re.compile(r"[0-9]_|:|^[0-9]+(?:-[0-9]+)+$|^[0-9.]+/[0-9]+/[0-9]|^[0-9]+\.[0-9]+\.[0-9]")
+_COMPUTED = re.compile(r"(?<=[^{(^])[-+*/]|(?<=[0-9)])\(|\\(?:times|cdot|div|int|sum|prod|lim)(?![A-Za-z])")
+_DIGITS_OF_ROUNDED = 10
+
+
+def _equal_texts(truth: str, reply: str, computed: bool = False) -> bool:
+    """Compare two expressions.
+
+    Args:
+        truth: the expected expression.
+        reply: the other one.
+        computed: whether a sum or a product may equal a number.
+    """
+    if truth == reply:
+        return True
+    if _LITERAL.search(truth) or _LITERAL.search(reply):
+        return False
+    exact, given = number(truth), number(reply)
+    if exact is not None and given is not None:
+        return exact == given or _is_rounded(truth, given) or _is_rounded(reply, exact)
+    if exact is not None and not computed and _COMPUTED.search(reply.lstrip("+-")):
+        return False
+    return _is_small(truth) and _is_small(reply) and _equal_expressions(truth, reply)
+
+
+def _is_rounded(text: str, exact: Any) -> bool:
+    """Whether a text is a decimal number of at least 10 digits, and an exact value rounded or truncated."""
+    whole, _, decimals = text.partition(".")
+    has_digits = len(f"{whole}{decimals}".lstrip("-0")) >= _DIGITS_OF_ROUNDED
+    value = number(text)
+    return (
+        value is not None
+        and decimals.isdigit()
+        and has_digits
+        and abs(exact - value) < Fraction(1, 10 ** len(decimals))
+    )
+
+
+_LARGE = re.compile(r"[0-9]{31}|\^ ?\{?[-+(]*[0-9]{4}|!!|[0-9]{4}!|\)!|\}!|\\binom\{[0-9]{4}")
+
+
+def _is_small(text: str) -> bool:
+    """Whether sympy can evaluate an expression quickly: no large exponents, nested powers or factorials."""
+    if len(text) > 200 or _LARGE.search(text) or not text.isascii():
+        return False
+    for power in re.finditer(r"\^", text):
+        exponent = text[power.end() :]
+        depth = 0
+        for index, sign in enumerate(exponent):
+            depth += {"{": 1, "(": 1, "}": -1, ")": -1}.get(sign, 0)
+            if sign == "^" and (depth > 0 or index < 3):
+                return False
+            if depth < 0 or (depth == 0 and index > 2):
+                break
+    return True
+
+
+def _equal_expressions(one: str, other: str) -> bool:
+    """Compare the values of two expressions at several points; expressions of different variables differ."""
+    parsed = [_parse(text) for text in (one, other)]
+    if any(value is None for value in parsed):
+        return False
+    left, right = parsed
+    variables = sorted(left.free_symbols, key=str)
+    if variables != sorted(right.free_symbols, key=str):
+        return False
+    if left == right:
+        return True
+    if not variables:
+        return _equal_constants(_evaluate(left, {}), one, _evaluate(right, {}), other)
+    pairs = [(_evaluate(left, point), _evaluate(right, point)) for point in _points(variables)]
+    real = [(a, b) for a, b in pairs if a is not None and b is not None and a.is_real and b.is_real]
+    # Without real values (logarithms of negative numbers, powers of -1) complex ones are compared.
+    known = real if len(real) >= 3 else [(a, b) for a, b in pairs[:3] if a is not None and b is not None]
+    return len(known) >= 3 and all(_close(a, b) for a, b in known)
+
+
+def _equal_constants(one: Any, text: str, other: Any, other_text: str) -> bool:
+    if one is None or other is None:
+        return False
+    if _close(one, other):
+        return True
+    if not (one.is_real and other.is_real):
+        return False
+    return _is_rounded(text, Fraction(str(other))) or _is_rounded(other_text, Fraction(str(one)))
+
+
+def _parse(text: str) -> Any:
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+
+    try:
+        value = latex2sympy(
+            text.replace("%", r"\%"),
+            is_real=None,
+            convert_degrees=False,
+            normalization_config=None,
+            conversion_config=ConversionConfig(lowercase_symbols=False),
+        )
+    except Exception:  # the parser raises plain Exceptions, and errors of sympy, for text that it cannot parse
+        return None
+    from sympy import Expr
+
+    return value if isinstance(value, Expr) else None
+
+
+_PRECISION = 40
+
+
+def _points(variables: Sequence[Any]) -> list[dict[Any, Any]]:
+    from sympy import Integer, Rational
+
+    signs = [(1, 1), (1, 1), (1, 1), (-1, 1), (1, -1), (-1, -1)]
+    return [
+        {
+            variable: Integer(signs[row][index % 2])
+            * Rational(7919 * (row + 2) + 613 * (index + 1) ** 2, 6007 + 97 * row * index)
+            for index, variable in enumerate(variables)
+        }
+        for row in range(len(signs))
+    ]
+
+
+def _evaluate(expression: Any, point: dict[Any, Any]) -> Any:
+    """Return the value as a number, or None if it is not finite."""
+    try:
+        value = expression.subs(point).doit().evalf(_PRECISION)
+    except (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError):
+        return None
+    return value if value.is_number and value.is_finite else None
+
+
+def _close(one: Any, other: Any) -> bool:
+    difference, size = abs(one - other), abs(one) + abs(other)
+    return bool(size == 0 or difference <= size * 10 ** (10 - _PRECISION))
 
 
 def open_grader() -> Callable[[Mapping[str, str]], dict[str, Any]]:
-    """Import math-verify, whose import must not count towards a reply, and return `answer`."""
-    import math_verify  # noqa: F401
+    """Import the parser, whose import must not count towards a reply, and return `answer`."""
+    import latex2sympy2_extended.latex2sympy2  # noqa: F401
 
     return answer
 

@@ -1,0 +1,369 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+r"""Values of final answers: from the text of an answer to a number, an expression, words or a group of values.
+
+The grammar is that of `math_answers`. Everything here is linear in the length of the text and uses the standard library
+only.
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable
+from fractions import Fraction
+
+from marin_rl.rewards.math_text import CLOSERS, CURRENCY, MAX_TEXT, OPENERS, UNITS, normalize, split_items, word_set
+
+
+@dataclasses.dataclass(frozen=True)
+class Scalar:
+    """A number or an expression."""
+
+    text: str
+    """LaTeX without delimiters and superfluous spaces."""
+    name: str = ""
+    """Left side of `x = 5`."""
+    unit: str = ""
+    """Currency, degree or the words after it; compared only if both values have one."""
+    equal_to: tuple[str, ...] = ()
+    """Left sides of `9 * 2 = 18`, which must have the same value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Several values: a set or list (`kind` is `{}`), tuple `()`, interval `[)`, or rows of a matrix."""
+
+    kind: str
+    items: tuple["Value", ...]
+    is_relation: bool = False
+    """Whether it was an inequality."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """Text without mathematics, such as `no solution`."""
+
+    text: str
+
+
+Value = Scalar | Group | Words
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The text of a final answer and its value; None if the grammar cannot read it."""
+
+    text: str
+    value: Value | None
+
+
+_DOUBTS = word_set(
+    """not never nor neither either or maybe perhaps possibly probably might could cannot can't isn't don't doesn't
+    won't wouldn't aren't unless except if otherwise instead wrong incorrect false unknown unsure"""
+)
+"""Words that deny or restrict the value of a sentence."""
+_NUMERALS = word_set(
+    """two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen
+    nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred hundreds thousand thousands million
+    millions billion billions trillion trillions dozen dozens half halves third thirds quarter quarters fourth
+    fourths fifth fifths sixth sixths eighth eighths tenth tenths hundredth hundredths thousandth thousandths"""
+)
+_CHANGES = word_set(
+    """zero one no and but may between to through until versus vs about around approximately approx roughly nearly
+    almost circa least most less more greater fewer smaller larger bigger than over under below above exceeds beyond
+    plus minus negative times multiplied divided mod modulo remainder squared cubed power root cube factorial twice
+    double triple pair pairs couple score k st nd rd th choose base by out step question problem example case page
+    line figure exercise part chapter jan feb mar apr jun jul aug sep sept oct nov dec january february march april
+    june july august september october november december"""
+)
+"""Words that change the value next to them."""
+_FILLERS = word_set("of the a an be only exactly just")
+
+
+def read(text: str) -> Answer | None:
+    """Read the text of a final answer, with markers around mathematics; None if it is empty."""
+    text = text.strip()
+    if len(text) > MAX_TEXT:
+        return Answer("", None)
+    items = split_items(normalize(text))
+    while items and items[0][0] == "p":
+        items.pop(0)
+    while items and items[-1][0] == "p":
+        items.pop()
+    if not items:
+        return None
+    return Answer(" ".join(_compact(value) for _, value in items), _value(items))
+
+
+def _value(items: list[tuple[str, str]]) -> Value | None:
+    """Read `[words] value [unit] [words] ["because" anything]`."""
+    reasons = (
+        index for index, (kind, word) in enumerate(items) if kind == "w" and word.lower() in ("because", "since")
+    )
+    items = items[: next(reasons, len(items)) or len(items)]
+    if any(kind == "?" for kind, _ in items):
+        return None
+    runs = [index for index, (kind, _) in enumerate(items) if kind == "m"]
+    if not runs:
+        return Words(" ".join(word.casefold() for kind, word in items if kind == "w"))
+    lead, tail = (
+        [word.casefold() for kind, word in part if kind == "w"] for part in (items[: runs[0]], items[runs[-1] + 1 :])
+    )
+    if _changes(lead[::-1]) or _changes(tail) or not _NUMERALS.isdisjoint(tail):
+        return None
+    for first, second in itertools.pairwise(runs):
+        between = {value.casefold() for _, value in items[first + 1 : second]}
+        if not between or not between <= {",", ";", "and", "or"}:
+            return None
+    values = _parse_all([items[index][1] for index in runs])
+    if values is None or len(values) > 1:
+        return _list(values)
+    return _with_unit(values[0], tail)
+
+
+def _changes(words: list[str]) -> bool:
+    """Whether the words before or after a value, the nearest first, change it or leave it open."""
+    near = [word for word in words[:3] if word not in _FILLERS][:1]
+    is_equality = words[:2] in (["to", "equal"], ["to", "equals"])
+    return not (_DOUBTS.isdisjoint(words) and (is_equality or (_CHANGES | _NUMERALS).isdisjoint(near)))
+
+
+def _with_unit(value: Value, words: list[str]) -> Value | None:
+    if not words or not isinstance(value, Scalar):
+        return value
+    if not re.search(r"[0-9]", value.text):
+        return None
+    first = words[0]
+    if first in ("square", "sq", "cubic", "cu") and len(words) > 1:
+        power = 2 if first.startswith("s") else 3
+        unit, is_known = f"{UNITS.get(words[1], words[1])}^{power}", True
+    else:
+        base, _, power = first.partition("^")
+        is_known = base in UNITS
+        unit = UNITS.get(base, base.removesuffix("s")) + (f"^{power}" if power else "")
+    if value.unit and is_known and value.unit != unit:
+        return None
+    return dataclasses.replace(value, unit=value.unit or unit)
+
+
+def _parse_all(texts: Iterable[str], is_inner: bool = False) -> list[Value] | None:
+    values = [_parse(text, is_inner) for text in texts]
+    return None if None in values else [value for value in values if value is not None]
+
+
+def _list(values: list[Value] | None) -> Group | None:
+    r"""Return a list of values, whose members may be lists: `x = 1, \pm 2`."""
+    if values is None:
+        return None
+    nested = (value.items if isinstance(value, Group) and value.kind == "{}" else (value,) for value in values)
+    return Group("{}", tuple(itertools.chain.from_iterable(nested)))
+
+
+_THOUSANDS = re.compile(
+    r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-9])|(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?! ?[0-9])"
+)
+_RELATION = re.compile(r"=|<|>|\\leq|\\geq|\\neq|\\in|\\approx|\\equiv")
+_NAME = re.compile(r"(?:[^0-9]|(?<=_)[0-9]|(?<=_\{)[0-9]{1,3})+")
+_FUNCTION_VALUE = re.compile(r"[A-Za-z]{1,3}'?\([^()]{1,30}\)")
+_MATRIX = re.compile(r"\\begin ?\{([pbBvV]?matrix)\}(.*)\\end ?\{\1\}", re.DOTALL)
+
+
+def _parse(text: str, is_inner: bool = False) -> Value | None:
+    """Parse one run of mathematics; inside of brackets, a comma does not separate thousands."""
+    text = text.strip().rstrip(".,;:").removesuffix(r"\\").strip()
+    if not text or not _is_balanced(text):
+        return None
+    if (matrix := _MATRIX.fullmatch(text)) is not None and r"\begin" not in matrix[2]:
+        return _matrix(matrix[1], matrix[2])
+    if not is_inner and not re.search(r"[(\[{]", text):
+        text = _THOUSANDS.sub(lambda number: re.sub("[, ]", "", number[0]), text)
+    for separator in (re.compile(r"[,;]"), re.compile(r"\\cup")):
+        parts = _split(text, separator)
+        if len(parts) > 1:
+            values = _parse_all((part for part, _ in parts), is_inner)
+            return _list(values)
+    related = _split(text, _RELATION)
+    if len(related) > 1:
+        return _relation([part.strip() for part, _ in related], [sign for _, sign in related[:-1]], is_inner)
+    return _group(text) or _plus_minus(text, is_inner) or _scalar(text)
+
+
+def _is_balanced(text: str) -> bool:
+    """Whether all brackets of a text are closed; an interval may mix their kinds."""
+    depth = 0
+    for token in re.finditer(r"\\[A-Za-z]+|\\.|[()\[\]{}]", text):
+        depth += (token[0] in OPENERS) - (token[0] in CLOSERS)
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _split(text: str, separator: re.Pattern[str]) -> list[tuple[str, str]]:
+    """Split text at separators outside of brackets; each part comes with the separator after it."""
+    parts, depth, start = [], 0, 0
+    for token in re.finditer(r"\\[A-Za-z]+|\\.|.", text, re.DOTALL):
+        depth += (token[0] in OPENERS) - (token[0] in CLOSERS)
+        if depth == 0 and separator.fullmatch(token[0]):
+            parts.append((text[start : token.start()], token[0]))
+            start = token.end()
+    return [*parts, (text[start:], "")]
+
+
+def _matrix(kind: str, text: str) -> Group | None:
+    rows = [_parse_all(row.split("&"), is_inner=True) for row in text.split(r"\\") if row.strip()]
+    if None in rows:
+        return None
+    # Only a determinant differs from a matrix in other brackets.
+    return Group(
+        "determinant" if kind == "vmatrix" else "matrix",
+        tuple(Group("row", tuple(row)) for row in rows if row is not None),
+    )
+
+
+def _relation(parts: list[str], signs: list[str], is_inner: bool) -> Value | None:
+    if r"\approx" in signs:
+        # The exact value counts: x = \sqrt{2} \approx 1.41.
+        place = signs.index(r"\approx")
+        if not parts[place] or (_is_name(parts[place]) and "\\" not in parts[place]):
+            parts, signs = parts[place + 1 :], signs[place + 1 :]
+        else:
+            parts, signs = parts[: place + 1], signs[:place]
+    if not signs:
+        return _parse(parts[0], is_inner)
+    is_name = _is_name(parts[0])
+    if signs == [r"\in"] and is_name:
+        return _parse(parts[1], is_inner)
+    if set(signs) != {"="}:
+        return _inequality(parts, signs)
+    value = _parse(parts[-1], is_inner)
+    computed = [part for part in parts[:-1] if part and not _is_name(part)]
+    if not isinstance(value, Scalar):
+        return None if computed else value
+    return dataclasses.replace(
+        value, name=_compact(parts[0]) if is_name else "", equal_to=tuple(map(_compact, computed))
+    )
+
+
+def _is_name(text: str) -> bool:
+    r"""Whether the left side of an equation is a name: `x`, `a_5`, `m+n`, `f(2)`, `\\angle ABC`."""
+    has_other = re.search(r"\\(?:not|neg|sim|infty)(?![A-Za-z])", text)
+    return not has_other and bool(_NAME.fullmatch(text) or _FUNCTION_VALUE.fullmatch(text))
+
+
+_FLIPPED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
+
+
+def _inequality(parts: list[str], signs: list[str]) -> Value | None:
+    r"""Convert `a < x \leq b`, `x > a` or `a > x` to an interval."""
+    if not set(signs) <= set(_FLIPPED) or len(parts) > 3:
+        return None
+    if signs[-1] in (">", r"\geq"):
+        parts, signs = parts[::-1], [_FLIPPED[sign] for sign in reversed(signs)]
+    if not set(signs) <= {"<", r"\leq"}:
+        return None
+    if len(parts) == 2:
+        is_below = _is_name(parts[0])
+        parts = ["-\\infty", *parts] if is_below else [*parts, "\\infty"]
+        signs = ["<", *signs] if is_below else [*signs, "<"]
+    ends = [_scalar(parts[0]), _scalar(parts[2])]
+    if None in ends or not _is_name(parts[1]):
+        return None
+    kind = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
+    return Group(kind, tuple(end for end in ends if end is not None), is_relation=True)
+
+
+def _group(text: str) -> Value | None:
+    tokens = re.findall(r"\\[A-Za-z]+|\\.|.", text, re.DOTALL)
+    if tokens[0] not in OPENERS or tokens[-1] not in CLOSERS:
+        return None
+    depth = 0
+    for token in tokens[:-1]:
+        depth += (token in OPENERS) - (token in CLOSERS)
+        if depth == 0:
+            return None
+    inner = text[len(tokens[0]) : -len(tokens[-1])].strip()
+    kind = "".join(
+        "(" if token == r"\langle" else ")" if token == r"\rangle" else token[-1] for token in (tokens[0], tokens[-1])
+    )
+    if not inner:
+        return Words("empty set") if kind == "{}" else None
+    parts = [part for part, _ in _split(inner, re.compile("[,;]"))]
+    if len(parts) == 1 and kind in ("()", "{}") and tokens[0] in ("(", "{"):
+        return _parse(inner, is_inner=True)
+    values = _parse_all(parts, is_inner=True)
+    is_interval = kind in ("(]", "[)")
+    return None if values is None or (is_interval and len(values) != 2) else Group(kind, tuple(values))
+
+
+def _plus_minus(text: str, is_inner: bool) -> Value | None:
+    if len(re.findall(r"\\pm(?![A-Za-z])", text)) != 1:
+        return None
+    left, right = text.split(r"\pm")
+    values = _parse_all((f"{left}{sign}{right}" for sign in ("+" if left.strip() else "", "-")), is_inner)
+    return _list(values)
+
+
+def _scalar(text: str) -> Scalar | None:
+    unit = ""
+    if (money := re.match(rf"([-+]?) ?([{CURRENCY}€£¥₹]) ?", text)) is not None:
+        text, unit = money[1] + text[money.end() :], UNITS["$" if money[2] == CURRENCY else money[2]]
+    elif (money := re.search(rf"[{CURRENCY}€£¥₹]$", text)) is not None:
+        text, unit = text[:-1], UNITS["$" if money[0] == CURRENCY else money[0]]
+    elif (degrees := re.search(r" ?°( ?[CF])?$", text)) is not None:
+        text, unit = text[: degrees.start()], "degree" + (degrees[1] or "").strip()
+    text = _compact(text)
+    is_unknown = re.search(rf"[{CURRENCY}€£¥₹°&]|^[-+]{{2}}|[-+*/^]$", text) is not None
+    if not text or is_unknown or (re.search(r"[0-9] [0-9]", text) and number(text) is None):
+        return None
+    return Scalar(text.removeprefix("+"), unit=unit)
+
+
+def _compact(text: str) -> str:
+    """Remove spaces except between two digits, and those that end a command."""
+    text = re.sub(r"\s+", " ", text.strip())
+    needed = r"(\\[A-Za-z]+) (?=[A-Za-z])|([0-9]) (?=[0-9])| "
+    return re.sub(needed, lambda space: space[0] if space[1] or space[2] else "", text)
+
+
+# --- numbers ---
+
+_MAX_NUMBER = 120
+"""Characters of a number."""
+_DECIMAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+_NUMBER = re.compile(
+    rf"(?P<sign>[-+]?)(?:\\frac\{{(?P<fsign>-?)(?P<a>{_DECIMAL})\}}\{{(?P<b>{_DECIMAL})\}}"
+    rf"|(?P<c>{_DECIMAL})/(?P<d>{_DECIMAL})"
+    r"|(?P<whole>[0-9]+) ?(?:\\frac\{(?P<p>[0-9]+)\}\{(?P<q>[0-9]+)\})"
+    r"|(?P<whole2>[0-9]+) (?P<r>[0-9]+)/(?P<s>[0-9]+)"
+    rf"|(?P<n>{_DECIMAL})(?:[eE](?P<e>[-+]?[0-9]{{1,3}})"
+    r"|(?:\\times|\\cdot)10\^(?:\{(?P<t>-?[0-9]{1,3})\}|(?P<u>[0-9])))?)(?P<percent>%?)"
+)
+
+
+def number(text: str) -> Fraction | None:
+    r"""Return the exact value of a number; None if the text is another expression.
+
+    Numbers are `5`, `-0.5`, `3/4`, `\frac{3}{4}`, mixed numbers `2 2/3` with a proper fraction, `1.5e3`,
+    `1.5\times10^3`, each with `%`.
+
+    >>> number("2 2/3"), number("5%"), number("2 4/3")
+    (Fraction(8, 3), Fraction(1, 20), None)
+    """
+    if len(text) > _MAX_NUMBER or (found := _NUMBER.fullmatch(text)) is None:
+        return None
+    part = found.groupdict()
+    whole, top, bottom = (
+        part["whole"] or part["whole2"] or "0",
+        part["a"] or part["c"] or part["p"] or part["r"],
+        part["b"],
+    )
+    bottom = bottom or part["d"] or part["q"] or part["s"]
+    if top is not None and bottom is not None:
+        if Fraction(bottom) == 0 or ((part["whole"] or part["whole2"]) and int(top) >= int(bottom)):
+            return None
+        value = Fraction(whole) + Fraction(top) / Fraction(bottom)
+    else:
+        value = Fraction(part["n"]) * Fraction(10) ** int(part["e"] or part["t"] or part["u"] or 0)
+    is_negative = (part["sign"] == "-") != (part["fsign"] == "-")
+    return (-value if is_negative else value) / (100 if part["percent"] else 1)
