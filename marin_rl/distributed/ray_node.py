@@ -10,10 +10,12 @@ this module in a subprocess, which starts the node and stops it when the trainer
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,7 @@ def connected_to_local_node(num_cpus: int) -> Iterator[None]:
         # Ray reads the node's address from the folder, unless RAY_ADDRESS names another cluster.
         other = os.environ.pop("RAY_ADDRESS", None)
         try:
-            ray.init(address="auto", _temp_dir=folder, **SETTINGS)
+            connect(address="auto", _temp_dir=folder, **SETTINGS)
         finally:
             if other is not None:
                 os.environ["RAY_ADDRESS"] = other
@@ -67,6 +69,23 @@ def connected_to_local_node(num_cpus: int) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+def connect(**settings: Any) -> None:
+    """Connect to a node, and keep the program's handler of SIGTERM.
+
+    Ray replaces it by one that exits the program, and by one of its libraries that aborts the process after 3 seconds,
+    before a run has saved its last step.
+
+    Args:
+        **settings: arguments of `ray.init`.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(**settings)
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
 
 
 def _start(folder: str, num_cpus: int) -> "subprocess.Popen[str]":
@@ -115,7 +134,7 @@ def serve(folder: Path, num_cpus: int) -> None:
     """Run a node until standard input ends.
 
     Args:
-        folder: folder for Ray's sockets and logs, and for the address of the node.
+        folder: folder for Ray's sockets and logs, and for the address of the node; removed at the end.
         num_cpus: number of CPUs that Ray may assign.
     """
     ray.init(address="local", _temp_dir=str(folder), num_cpus=num_cpus, include_dashboard=False, **SETTINGS)
@@ -124,6 +143,8 @@ def serve(folder: Path, num_cpus: int) -> None:
     print(READY, flush=True)
     sys.stdin.read()
     ray.shutdown()
+    # A trainer that was killed does not remove it.
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from marin_rl.config.workers_config import CPU
 from marin_rl.config.yaml_text import from_yaml, to_yaml
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.coordinator_client import CoordinatorClient, RayLostError
-from marin_rl.distributed.ray_node import connected_to_local_node
+from marin_rl.distributed.ray_node import connect, connected_to_local_node
 from marin_rl.distributed.tpu_slices import SliceReservations
 from marin_rl.distributed.worker import run_worker
 from marin_rl.distributed.worker_devices import check_own_node, open_only_reserved, ray_options
@@ -57,7 +57,7 @@ def join_cluster(address: str) -> None:
     """
     find_cluster(address)
     with _no_cluster(address):
-        ray.init(address=address, log_to_driver=False)
+        connect(address=address, log_to_driver=False)
 
 
 def find_cluster(address: str) -> None:

@@ -4,6 +4,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,33 @@ with connected_to_local_node(3):
     print(len(ray.nodes()), int(ray.cluster_resources()["CPU"]))
 print(os.environ["RAY_ADDRESS"], len(forks), ray.is_initialized())
 """
+
+
+SIGTERM = """
+import os, signal
+received = []
+signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+from marin_rl.distributed.ray_node import connected_to_local_node
+with connected_to_local_node(1):
+    os.kill(os.getpid(), signal.SIGTERM)
+    # Ray's libraries abort the process by a timer.
+    print(*received, "pending:", signal.alarm(0))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_reaches_the_program_and_nothing_is_left_if_it_is_killed() -> None:
+    # Ray's sockets need a short path.
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "TMPDIR": folder}
+        # The output ends with the last process that Ray has started.
+        said = subprocess.run(
+            [sys.executable, "-c", SIGTERM], capture_output=True, text=True, check=False, timeout=600, env=environment
+        )
+        assert said.returncode == -9, said.stderr
+        assert said.stdout.splitlines() == ["15 pending: 0"]
+        assert os.listdir(folder) == []
 
 
 @pytest.mark.slow
