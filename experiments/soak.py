@@ -4,11 +4,13 @@
 """Inject faults at random times into an asynchronous run, and check the results.
 
     python -m experiments.soak --faults 100 --seed 0 --folder runs/soak
+    python -m experiments.soak --faults 10 --steps 300 --only worker --folder runs/soak
 
 A small model trains on sums, with two workers under Ray. Each fault kills a worker, all workers, the coordinator, the
 Ray node or the trainer, the last also during a weight transfer, or pauses workers. The run must continue, or resume
 with the same command if the trainer ended. At the end every step must have complete groups, without duplicates and
-within the staleness limit, and no process may be left. Prints a JSON object.
+within the staleness limit, and no process and no temporary file may be left. Prints a JSON object, with memory, open
+files and other usage over the steps.
 """
 
 import argparse
@@ -23,18 +25,22 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.soak_train import hold_transfers, reached, release_transfers
+from experiments.soak_usage import sampled, shared_memory, trends, usage
 from marin_rl.rollouts.store import read_rollouts
 
 CONFIG = Path(__file__).parent / "rloo_async.yaml"
 GROUPS, MEMBERS, STALENESS = 4, 4, 2
 HEARTBEAT_TIMEOUT = 3.0
 """Heartbeat timeout of workers, in seconds."""
+SAMPLE_SECONDS = 2.0
+"""Time between two measurements of memory and open files, in seconds."""
 TINY = {
     "model.hidden_dim": 32,
     "model.intermediate_dim": 64,
@@ -348,14 +354,24 @@ def _has_forgotten(run: LiveRun, step: int) -> bool:
     return run.steps <= step
 
 
-def soak(run: LiveRun, faults: int, chance: random.Random, report: Callable[[str], None]) -> dict[str, Any]:
+def soak(
+    run: LiveRun,
+    faults: int,
+    chance: random.Random,
+    report: Callable[[str], None],
+    *,
+    steps: int = 0,
+    kinds: Sequence[str] = tuple(FAULTS),
+) -> dict[str, Any]:
     """Train through faults.
 
     Args:
         run: a run that is not started.
-        faults: number of faults.
+        faults: least number of faults.
         chance: chooses the faults and their times.
         report: receives one line per fault.
+        steps: least number of steps; there are more faults until then.
+        kinds: faults to choose from.
 
     Returns:
         Counts and recovery times.
@@ -367,9 +383,11 @@ def soak(run: LiveRun, faults: int, chance: random.Random, report: Callable[[str
     starts, left = 1, set[Child]()
     run.start()
     run.wait_until(lambda: run.steps >= 1, "the first step")
-    for number in range(1, faults + 1):
+    number = 0
+    while number < faults or run.steps < steps:
+        number += 1
         time.sleep(chance.uniform(0, 2))
-        name = chance.choice(list(FAULTS))
+        name = chance.choice(kinds)
         left |= run.children()
         before, began = run.steps, time.monotonic()
         # If the run ended by itself, check_end below decides whether that is an error.
@@ -402,7 +420,7 @@ def soak(run: LiveRun, faults: int, chance: random.Random, report: Callable[[str
             raise SoakError(f"still running after the end: {still}")
         time.sleep(0.1)
     return {
-        "faults": faults,
+        "faults": number,
         "starts": starts,
         "steps": whole_and_once(run, groups=GROUPS, members=MEMBERS, staleness=STALENESS),
         "seconds_to_two_further_steps": {
@@ -417,17 +435,46 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the soak and print the results."""
     parser = argparse.ArgumentParser(description="Inject faults at random times into an asynchronous run.")
     parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=0, help="more faults until this step")
+    parser.add_argument("--only", default="", help="only faults with this word, such as worker")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("runs/soak"), help="a new folder for the run")
     arguments = parser.parse_args(argv)
     arguments.folder.mkdir(parents=True)
-    run_dir = arguments.folder / "run"
-    hold = arguments.folder / "hold"
-    run = LiveRun(arguments_of(run_dir, SETTINGS), run_dir, arguments.folder / "output.txt", hold=hold)
-    try:
-        results = soak(run, arguments.faults, random.Random(arguments.seed), lambda line: print(line, flush=True))
-    finally:
-        run.kill()
+    run_dir, hold = arguments.folder / "run", arguments.folder / "hold"
+    kinds = [name for name in FAULTS if arguments.only in name]
+    # Ray's sockets need a short path.
+    with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as folder:
+        run = LiveRun(
+            arguments_of(run_dir, SETTINGS),
+            run_dir,
+            arguments.folder / "output.txt",
+            environment={"TMPDIR": folder},
+            hold=hold,
+        )
+
+        def measure() -> dict[str, float]:
+            assert run.process is not None
+            names = {child.pid: child.name for child in run.children()}
+            return {"step": run.steps, **usage(run.process.pid, names, Path(folder))}
+
+        def report(line: str) -> None:
+            print(line, flush=True)
+
+        before = shared_memory()
+        try:
+            chance = random.Random(arguments.seed)
+            with sampled(measure, SAMPLE_SECONDS) as samples:
+                results = soak(run, arguments.faults, chance, report, steps=arguments.steps, kinds=kinds)
+        finally:
+            run.kill()
+        if left := sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*")):
+            raise SoakError(f"{len(left)} temporary files are left, the first {left[:5]}")
+    # One per step, and none of the last, after which processes end.
+    firsts = {sample["step"]: sample for sample in reversed(samples) if 1 <= sample["step"] < results["steps"]}
+    lines = [f"{json.dumps(firsts[step])}\n" for step in sorted(firsts)]
+    (arguments.folder / "usage.jsonl").write_text("".join(lines))
+    results |= {"shared_memory_mib": [before, shared_memory()], "usage": trends(list(map(json.loads, lines)))}
     print(json.dumps(results, indent=2))
 
 

@@ -26,6 +26,7 @@ from experiments.soak import (
     whole_and_once,
 )
 from experiments.soak_train import hold_transfers, reached
+from experiments.soak_usage import usage
 from marin_rl.weights.arrow_flight import FlightSource
 from marin_rl.weights.protocol import ServerLostError
 from tests.tiny_run import TinyRun, copy_of
@@ -182,6 +183,24 @@ def test_transfer_is_held_between_two_chunks_and_its_server_killed(tmp_path: Pat
         assert not hold.exists()
     finally:
         run.kill()
+
+
+def test_memory_files_and_temporary_files_are_measured(tmp_path: Path) -> None:
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "log").write_bytes(b"x" * 2**20)
+    program = "import time; held = [open('/dev/null') for _ in range(50)]; print('ready', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"ready\n"
+        children = {worker.pid: "ray::Worker.run", 2**22 + 1: "ended"}
+        measured = usage(os.getpid(), children, tmp_path)
+        worker.kill()
+    assert measured["workers_mib"] > 1
+    assert measured["trainer_mib"] > measured["workers_mib"]
+    assert measured["files"] > 50
+    assert measured["coordinator_mib"] == measured["ray_mib"] == 0
+    assert measured["temporary_files"] == 2
+    assert measured["temporary_mib"] >= 1
 
 
 def test_every_fault_needs_a_run_and_a_new_folder(tmp_path: Path) -> None:
