@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from marin_rl.storage import storage_path
+from marin_rl.storage import storage_path, user_path
 
 LOCAL_PATH = {"local_path": True}
 """Metadata of a field that is a path on a mounted file system; `check_paths` validates it."""
@@ -127,7 +127,8 @@ def local_path(value: str, key: str) -> Path:
         key: key of the setting, for the error message.
 
     Raises:
-        ValueError: if the value is an address such as `gs://bucket/data`, which `pathlib` would read as a folder `gs:`.
+        ValueError: if the value is an address such as `gs://bucket/data`, which `pathlib` would read as a folder `gs:`,
+            or no path can be that text.
 
     >>> local_path("runs/rloo", "run_dir")
     PosixPath('runs/rloo')
@@ -138,7 +139,7 @@ def local_path(value: str, key: str) -> Path:
             f"{key} is {value!r}, but it must be a path on a mounted file system: {scheme}:// is not supported here. "
             "Mount the bucket or share (gcsfuse, rclone, NFS) and use its path, or copy the files to this machine"
         )
-    return Path(value)
+    return user_path(value, key)
 
 
 def check_at_least(section: object, name: str, **minimums: int) -> None:

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import errno
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 
@@ -109,6 +110,33 @@ def writing(path: StoragePath, setting: str = "run_dir") -> Iterator[None]:
         else:
             reason = f"{error.strerror or error}; choose another {setting}, on a writable disk"
         raise RunDirectoryError(f"cannot write {str(path)!r}: {reason}") from error
+
+
+def require_threads(count: int) -> None:
+    """Check that this user can start threads, without which libraries abort the process or wait forever.
+
+    Args:
+        count: how many more, processes included.
+
+    Raises:
+        UserError: if fewer can be started.
+    """
+    release = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(count):
+            thread = threading.Thread(target=release.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        raise UserError(
+            f"this user can start only {len(started)} more threads and processes here, which is too few; raise the "
+            f"limit (`ulimit -u`, or the limit of the container) by at least {count - len(started)}"
+        ) from error
+    finally:
+        release.set()
+        for thread in started:
+            thread.join()
 
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from marin_rl.escaping import escape_line
 from marin_rl.storage import storage_path
 from marin_rl.training.fake_rollouts import FakeRun, parse_shape, train_on_fake
 from marin_rl.training.replay import ReplayedStep, replay_step
-from marin_rl.training.run_directory import RunDirectory, open_existing
+from marin_rl.training.run_directory import RunDirectory, open_existing, read_config_text
 from marin_rl.training.starting_weights import read_config, resolve_model
 
 
@@ -81,7 +81,7 @@ def _config_of(directory: RunDirectory | None) -> Mapping[str, object]:
         return {}
     # Errors in the file name the file; later ones are those of arguments.
     read_config(directory)
-    values = parse_yaml(directory.config.read_text(encoding="utf-8"), str(directory.config))
+    values = parse_yaml(read_config_text(directory), str(directory.config))
     trainer = {**values.get("trainer", {}), "distributed": {"initialize_jax_distributed": False}}
     return {**values, "trainer": trainer}
 

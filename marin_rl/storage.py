@@ -17,6 +17,7 @@ import hashlib
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -50,7 +51,8 @@ def storage_path(text: str, key: str = "path") -> StoragePath:
         key: key of the setting, for the error message.
 
     Raises:
-        ValueError: if the protocol is unknown, its package is not installed, or the address has no bucket.
+        ValueError: if no path can be that text, the protocol is unknown, its package is not installed, or the address
+            has no bucket.
 
     >>> storage_path("runs/rloo")
     PosixPath('runs/rloo')
@@ -59,9 +61,9 @@ def storage_path(text: str, key: str = "path") -> StoragePath:
     """
     protocol, separator, rest = text.partition("://")
     if not separator:
-        return Path(text).expanduser()
+        return user_path(text, key)
     if protocol in ("file", "local"):
-        return Path(rest)
+        return user_path(rest, key)
     if protocol not in fsspec.available_protocols():
         raise ValueError(
             f"{key} is {text!r}, but the protocol {protocol}:// is unknown; use a path on a mounted file system, gs:// "
@@ -79,13 +81,49 @@ def storage_path(text: str, key: str = "path") -> StoragePath:
     return RemotePath(f"{protocol}://{rest.rstrip('/')}")
 
 
+def user_path(text: str, key: str) -> Path:
+    """Return the local path of a user's text; `~` is a home folder.
+
+    Args:
+        text: the path.
+        key: key of the setting, for the error message.
+
+    Raises:
+        ValueError: if no path can be that text; the message names the key.
+
+    >>> user_path("~/runs#1/a b", "run_dir").name
+    'a b'
+    """
+    if not text or "\0" in text:
+        problem = "has a zero byte, which no path can contain" if text else "is empty"
+        raise ValueError(f"{key} {problem}; set it to a path (to . for the working directory)")
+    try:
+        os.fsencode(text)
+        return Path(text).expanduser()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{key} is {text!r}, which the file system's encoding ({sys.getfilesystemencoding()}) cannot represent; "
+            "choose another name, or set PYTHONUTF8=1"
+        ) from error
+    except RuntimeError as error:
+        raise ValueError(
+            f"{key} is {text!r}, but no home folder of that user is known; write the path without ~"
+        ) from error
+
+
 def user_cache(kind: str) -> Path:
     """Return the folder for one kind of files that runs of the user share, such as compiled programs.
 
     Args:
         kind: name of the folder.
+
+    Raises:
+        ValueError: if the user has no home folder.
     """
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "marin_rl" / kind
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "marin_rl" / kind
+    except RuntimeError as error:
+        raise ValueError(f"user {os.getuid()} has no home folder; set HOME to a folder that it can write") from error
 
 
 @contextlib.contextmanager

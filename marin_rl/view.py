@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from marin_rl.config.command_line import CommandParser, positive, run_command
+from marin_rl.escaping import escape_line
 from marin_rl.storage import storage_path
 from marin_rl.types import RolloutStatus
 from marin_rl.viewing.html_page import write_page
@@ -85,7 +86,7 @@ def _show(arguments: argparse.Namespace, source: StoredRollouts) -> None:
     steps = _steps(arguments)
     if arguments.html is not None:
         count = write_page(source, arguments.html, _selection(arguments, steps), arguments.max_rollouts)
-        console.print(f"{arguments.html}: {count} rollouts", markup=False, soft_wrap=True)
+        console.print(f"{escape_line(arguments.html)}: {count} rollouts", markup=False, soft_wrap=True)
         return
     ids = [*arguments.id, *arguments.compare]
     if ids:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from marin_rl import remote_path
+from marin_rl.config_fields import local_path
 from marin_rl.errors import RunDirectoryError
 from marin_rl.remote_path import RemotePath, StorageError
 from marin_rl.storage import (
@@ -356,3 +357,26 @@ def test_invalid_addresses(text: str, message: str) -> None:
 @pytest.mark.parametrize("text", ["runs/a", "/tmp/x", "file:///tmp/x"])
 def test_local_paths(text: str) -> None:
     assert storage_path(text) == Path(text.removeprefix("file://"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "run_dir is empty; set it to a path"),
+        ("a\0b", "run_dir has a zero byte, which no path can contain"),
+        ("a\ud800", r"run_dir is 'a\\ud800', which the file system's encoding"),
+        ("~nobody-of-this-name/a", "run_dir is '~nobody-of-this-name/a', but no home folder of that user is known"),
+    ],
+)
+def test_text_that_is_no_path_is_refused_by_key(text: str, message: str) -> None:
+    for check in (storage_path, local_path):
+        with pytest.raises(ValueError, match=message):
+            check(text, "run_dir")
+
+
+def test_a_user_without_a_home_folder_is_told_to_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    with pytest.raises(ValueError, match="has no home folder; set HOME to a folder that it can write"):
+        user_cache("jax")

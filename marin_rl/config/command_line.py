@@ -37,13 +37,15 @@ from marin_rl.config.decode import (
 )
 from marin_rl.config.help import all_keys, help_text, overview_text
 from marin_rl.config.yaml_text import load_yaml, parse_value
-from marin_rl.errors import USER_ERRORS, describe, nearest
+from marin_rl.errors import USER_ERRORS, describe, nearest, require_threads
 from marin_rl.escaping import escape
 from marin_rl.logs import warnings_to_stderr
 from marin_rl.output import guarded_output
 
 ConfigT = TypeVar("ConfigT")
 
+MIN_THREADS = 64
+"""Threads that a command must be able to start; a tiny run starts about 50. XLA aborts the process without them."""
 CONFIG_OPTIONS = ("config", "config_path")
 """Names of the option for the config file; `config_path` is levanter's name."""
 
@@ -71,6 +73,7 @@ def run_command(
     """
     with guarded_output(), warnings_to_stderr():
         try:
+            require_threads(MIN_THREADS)
             return command(sys.argv[1:] if argv is None else argv)
         except KeyboardInterrupt:
             print(interrupted, file=sys.stderr)
@@ -283,16 +286,26 @@ def _read_arguments(argv: Sequence[str], known_flags: Iterable[str]) -> _Argumen
 
 def _missing_value(name: str, known_flags: Iterable[str]) -> str:
     options = [*CONFIG_OPTIONS, *sorted(known_flags)]
+    if name.replace("-", "_") in CONFIG_OPTIONS:
+        return f"--{name} needs a value; write --{name} FILE, or --{name}=FILE if the file's name starts with --"
     close = difflib.get_close_matches(name.replace("-", "_"), options, n=1, cutoff=0.75)
     hint = f"; did you mean --{close[0]}?" if close else f"; write --{name} VALUE (for a switch: --{name} true)"
     return f"--{name} needs a value{hint}"
 
 
+_QUOTED = "'\"|>!"
+"""First characters of text with quotes or a tag of YAML."""
+
+
 def _override_value(name: str, text: str) -> Any:
     if text == "":
         return ""
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise ConfigError(f"--{name}: {text!r} is not UTF-8 text; rename the file or folder")
     try:
-        return parse_value(text)
+        value = parse_value(text)
+        # YAML drops comments, folds newlines and strips spaces, which may be part of a path.
+        return text if isinstance(value, str) and text.lstrip()[0] not in _QUOTED else value
     except yaml.YAMLError as error:
         problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else error
         raise ConfigError(f"--{name}: {text!r} is not valid YAML: {problem}; quote it to pass it as text") from error

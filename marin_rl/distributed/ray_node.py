@@ -22,7 +22,7 @@ from typing import Any
 
 import ray
 
-from marin_rl.errors import UserError
+from marin_rl.errors import UserError, require_threads
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,10 @@ READY = "ready"
 """Line that the subprocess prints when the node is running; Ray may print other lines before it."""
 STOP_SECONDS = 60.0
 """Seconds that a node has to stop before its processes are killed."""
+MIN_THREADS = 256
+"""Processes and threads of a node with a worker."""
+MAX_SOCKETS_PARENT = 107 - len("/ray-12345678/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
+"""Longest path, in bytes, of a folder in which Ray can create its sockets; Linux allows 107 for a socket."""
 ATTEMPTS = 3
 """Number of attempts to start a node: Ray gives up after 30 s, which a busy machine may exceed."""
 
@@ -54,9 +58,14 @@ def connected_to_local_node(num_cpus: int) -> Iterator[None]:
 
     Raises:
         RayStartError: if the node does not start.
+        UserError: if the user may start too few processes and threads.
     """
+    require_threads(MIN_THREADS)
+    _require_token_folder()
     with contextlib.ExitStack() as opened:
-        folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
+        folder = opened.enter_context(
+            tempfile.TemporaryDirectory(prefix="ray-", dir=_sockets_parent(), ignore_cleanup_errors=True)
+        )
         opened.callback(_stop, _start(folder, num_cpus))
         # Ray reads the node's address from the folder, unless RAY_ADDRESS names another cluster.
         other = os.environ.pop("RAY_ADDRESS", None)
@@ -69,6 +78,26 @@ def connected_to_local_node(num_cpus: int) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+def _require_token_folder() -> None:
+    """Check that Ray can store the token with which its processes authenticate each other."""
+    if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        return
+    token = Path(os.path.expanduser("~"), ".ray", "auth_token")
+    try:
+        token.parent.mkdir(parents=True, exist_ok=True)
+        is_usable = os.access(token if token.exists() else token.parent, os.R_OK | os.W_OK)
+    except OSError:
+        is_usable = False
+    if not is_usable:
+        raise RayStartError(f"Ray cannot write its token {str(token)!r}; set HOME to a folder that this user can write")
+
+
+def _sockets_parent() -> str:
+    """Return the folder for temporary files, or /tmp if its path is too long for Ray's sockets."""
+    parent = tempfile.gettempdir()
+    return parent if len(os.fsencode(parent)) <= MAX_SOCKETS_PARENT else "/tmp"
 
 
 def connect(**settings: Any) -> None:
@@ -137,7 +166,16 @@ def serve(folder: Path, num_cpus: int) -> None:
         folder: folder for Ray's sockets and logs, and for the address of the node; removed at the end.
         num_cpus: number of CPUs that Ray may assign.
     """
-    ray.init(address="local", _temp_dir=str(folder), num_cpus=num_cpus, include_dashboard=False, **SETTINGS)
+    # Ray would keep a record of each of the last 100,000 calls for its dashboard.
+    unrecorded = {"task_events_report_interval_ms": 0}
+    ray.init(
+        address="local",
+        _temp_dir=str(folder),
+        _system_config=unrecorded,
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        **SETTINGS,
+    )
     # Ray reads the address of a running node from this file.
     (folder / "ray_current_cluster").write_text(ray.get_runtime_context().gcs_address, encoding="utf-8")
     print(READY, flush=True)

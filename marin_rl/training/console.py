@@ -186,11 +186,15 @@ def print_closing_table(
         console.print(_accuracy_table(evaluations, console))
     if any(seconds.values()):
         console.print(_time_table(seconds))
-    facts = {name: f"{value:,.0f}" for name, value in totals.items()} | {"run directory": str(run_directory)}
+    facts = {name: f"{value:,.0f}" for name, value in totals.items()} | {
+        "run directory": escape_line(str(run_directory))
+    }
     column = max(map(len, facts))
     for name, text in facts.items():
         console.print(Text.assemble((f"{name:{column}}  ", "dim"), escape(text)), soft_wrap=True)
-    quoted = shlex.quote(str(run_directory))
+    # A leading dash would be read as an option.
+    path = f"./{run_directory}" if str(run_directory).startswith("-") else str(run_directory)
+    quoted = escape_line(shlex.quote(path))
     next_commands = {
         "View its rollouts": f"python -m marin_rl.view {quoted}",
         "Evaluate it again": f"python -m marin_rl.evaluate --run {quoted}",

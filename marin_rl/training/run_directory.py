@@ -95,12 +95,13 @@ def create_or_open(path: StoragePath, config_yaml: str, may_differ: Sequence[str
         RunDirectoryError: if the directory belongs to a run with another config, contains a run without a config, or
             cannot be written.
     """
-    directory = RunDirectory(path)
+    directory, old_yaml = RunDirectory(path), None
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
         if directory.config.exists():
+            old_yaml = read_config_text(directory)
             if directory.metrics.exists() or any(directory.checkpoints.glob("step-*")):
-                _require_same_config(directory, config_yaml, may_differ)
+                _require_same_config(directory, old_yaml, config_yaml, may_differ)
         elif directory.metrics.exists() or any(directory.checkpoints.glob("step-*")):
             raise RunDirectoryError(
                 f"run directory {str(path)!r} contains a run without config.yaml, so its config is unknown; "
@@ -108,7 +109,7 @@ def create_or_open(path: StoragePath, config_yaml: str, may_differ: Sequence[str
             )
         for folder in (directory.rollouts, directory.checkpoints):
             folder.mkdir(exist_ok=True)
-    if not directory.config.exists() or directory.config.read_text(encoding="utf-8") != config_yaml:
+    if old_yaml != config_yaml:
         write_atomically(directory.config, config_yaml)
     return directory
 
@@ -125,8 +126,24 @@ def open_existing(path: StoragePath) -> RunDirectory:
     return directory
 
 
-def _require_same_config(directory: RunDirectory, config_yaml: str, may_differ: Sequence[str]) -> None:
-    old_yaml = directory.config.read_text(encoding="utf-8")
+def read_config_text(directory: RunDirectory) -> str:
+    """Read the resolved config of a run directory.
+
+    Raises:
+        RunDirectoryError: if it cannot be read, or is not UTF-8 text.
+    """
+    try:
+        if not directory.config.is_file():
+            raise OSError("it is not a file")
+        return directory.config.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RunDirectoryError(
+            f"cannot read {str(directory.config)!r}: {reason}; choose another run_dir, or repair or delete the file"
+        ) from error
+
+
+def _require_same_config(directory: RunDirectory, old_yaml: str, config_yaml: str, may_differ: Sequence[str]) -> None:
     if differences := config_differences(old_yaml, config_yaml, may_differ, str(directory.config)):
         raise RunDirectoryError(
             f"run directory {str(directory.path)!r} belongs to a run with another config:\n"

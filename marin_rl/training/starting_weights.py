@@ -28,7 +28,7 @@ from marin_rl.remote_path import RemotePath
 from marin_rl.seeds import derive_seed
 from marin_rl.storage import local_copy, storage_path, user_cache
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.training.run_directory import RunDirectory, open_existing
+from marin_rl.training.run_directory import RunDirectory, open_existing, read_config_text
 from marin_rl.training.run_files import warn_of_changed_inputs
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ def read_config(directory: RunDirectory) -> TrainConfig:
     Raises:
         ConfigError: if it is invalid; the message names the file.
     """
-    return from_yaml(TrainConfig, directory.config.read_text(encoding="utf-8"), str(directory.config))
+    return from_yaml(TrainConfig, read_config_text(directory), str(directory.config))
 
 
 def load_run(run: str, step: int | None) -> tuple[TrainConfig, Checkpoints]:

@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -251,3 +253,54 @@ def test_ctrl_c_and_help_end_a_command():
     assert run_command(raising(KeyboardInterrupt()), []) == 130
     with pytest.raises(HelpShown):
         run_command(raising(HelpShown(0)), [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a #b",
+        " a ",
+        "a\nb\r\n",
+        "\ufeffa",
+        "&x y",
+        "a\x85b",
+        "-x",
+        "a:b",
+        "$HOME",
+        "~x",
+        "a\\nb",
+        "a%s [b]{c}*",
+        "a'b\"",
+        "a|b",
+    ],
+)
+def test_unquoted_text_is_taken_as_it_is(text):
+    for arguments in (["--name", text], [f"--name={text}"]):
+        assert parse(*arguments).config.name == text
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("'a #b'", "a #b"), ('"a\\tb"', "a\tb"), ("!!str 5", "5"), ("'#x' # note", "#x")]
+)
+def test_quoted_text_is_read_as_yaml(text, value):
+    assert parse("--name", text).config.name == value
+
+
+def test_text_that_is_not_utf8_is_refused_by_option():
+    with pytest.raises(ConfigError, match=r"--name: 'a\\udcff' is not UTF-8 text; rename the file or folder"):
+        parse("--name", os.fsdecode(b"a\xff"))
+
+
+def test_too_few_threads_are_reported(monkeypatch, capsys):
+    begin, begun = threading.Thread.start, []
+
+    def start(thread):
+        if len(begun) == 5:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert run_command(lambda _: 0, []) == 1
+    assert "error: this user can start only 5 more threads and processes here" in capsys.readouterr().err
+    assert not any(thread.is_alive() for thread in begun)

@@ -98,3 +98,27 @@ def test_node_that_prints_much_at_its_end_is_not_killed(monkeypatch: pytest.Monk
     with connected_to_local_node(1):
         pass
     assert (tmp_path / "ended").exists()
+
+
+def test_a_home_that_cannot_hold_the_token_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    with pytest.raises(RayStartError, match=r"Ray cannot write its token .*; set HOME"), connected_to_local_node(1):
+        raise AssertionError
+
+
+def test_sockets_get_a_short_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    used: list[str] = []
+    monkeypatch.setattr(ray_node, "_start", lambda folder, num_cpus: used.append(folder))
+    monkeypatch.setattr(ray_node, "_stop", lambda node: None)
+    monkeypatch.setattr(ray_node.ray, "init", lambda **settings: None)
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with connected_to_local_node(1):
+        (folder,) = used
+        socket = f"{folder}/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+        assert len(socket) <= 107
+    assert not Path(folder).exists()

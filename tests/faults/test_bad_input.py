@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from marin_rl import evaluate, view
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Episode, Split, Step
 from marin_rl.rollouts.store import read_rollouts
+from marin_rl.tokenization.load import CHAT_TEMPLATE
 from marin_rl.train import main
 from marin_rl.training.batch_builder import BatchBuilder
 from marin_rl.types import Message, Task
-from tests.tiny_run import TinyRun, contents, copy_of, outcome
+from tests.tiny_run import TinyRun, contents, copy_of, make_run, outcome
 
 Capture = pytest.CaptureFixture[str]
 
@@ -351,7 +353,26 @@ def test_diverging_weights_stop_the_run(quick: dict[str, Any], new_run: Callable
     assert run.steps() == [0]
 
 
-# Paths that cannot be written.
+# Odd paths, and paths that cannot be written.
+
+
+@pytest.mark.medium
+def test_a_run_with_odd_paths_trains_resumes_and_is_shown(
+    quick: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    name = "-x a b'\"$HOME ~*[x]{y}%20%s#?\\\ne\u0301 \U0001f600\u202e<&>;`touch x`$(touch y)!.."
+    monkeypatch.chdir(tmp_path)
+    folder = Path(name)
+    folder.mkdir()
+    (folder / name).write_text(CHAT_TEMPLATE)
+    run = make_run(folder, **{**quick, "num_steps": 1, "tokenizer": {"chat_template": str(folder / name)}})
+    assert run.train() == 0
+    assert run.train() == 0
+    assert [record["step"] for record in run.records()] == [0, 1]
+    assert view.main(["--html", str(folder / "page.html"), "--", str(run.path)]) == 0
+    assert evaluate.main(["--run", str(run.path)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert [line for line in "".join(capfd.readouterr()).splitlines() if "\u202e" in line] == []
 
 
 @pytest.mark.medium

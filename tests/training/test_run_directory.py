@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -148,6 +149,60 @@ def test_two_processes_cannot_lock_one_run_directory(tmp_path):
             pass
     with lock(directory):
         pass
+
+
+ODD_NAMES = [
+    *(" a b ", "e\u0301 \u00e9", "\U0001f600", "\u202eabc", "a\nb\r\t", "x" * 255, "-x", "--", "%20%s%(a)s", "a #b?c"),
+    *("'\"`", "$HOME ${HOME} $(id)", "~", "\\n", "*[a]{b,c}", "a;b&c|d<e>", "...", "\x1b[31m", "null", "a:b=c,d@e"),
+    "\ufeff\x7f\x85",
+]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_any_name_of_a_folder_is_taken_as_it_is(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    for path in (Path(name), tmp_path / name):
+        with lock(RunDirectory(path)):
+            begin(path)
+            assert create_or_open(path, CONFIG).config.read_text() == CONFIG
+            assert holder(RunDirectory(path)) is not None
+    assert [entry.name for entry in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("way", ["relative", "link", "dots", "mount"])
+def test_another_way_to_a_locked_folder_is_refused(tmp_path, monkeypatch, way):
+    directory = create_or_open(tmp_path / "run", CONFIG)
+    (tmp_path / "link").symlink_to("run")
+    (tmp_path / "mount").mkdir()
+    monkeypatch.chdir(tmp_path)
+    path = {"relative": "run", "dots": "link/../run"}.get(way, way)
+    code = (
+        "import pathlib, sys\n"
+        "from marin_rl.training.run_directory import RunDirectory, lock\n"
+        "with lock(RunDirectory(pathlib.Path(sys.argv[1]))): print('locked')"
+    )
+    command = [sys.executable, "-c", code, path]
+    if way == "mount":
+        if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
+            pytest.skip("no namespaces for mounts here")
+        command = ["unshare", "-rm", "sh", "-c", 'mount --bind run mount && exec "$@"', "sh", *command]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "locked\n"
+    with lock(directory):
+        said = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert said.stdout == ""
+    assert f"run directory {path!r} is in use by process {os.getpid()} on " in said.stderr
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "not text"])
+def test_a_config_that_cannot_be_read_is_named(tmp_path, kind):
+    if kind == "folder":
+        (tmp_path / "config.yaml").mkdir()
+    elif kind == "pipe":
+        os.mkfifo(tmp_path / "config.yaml")
+    else:
+        (tmp_path / "config.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(RunDirectoryError, match=r"cannot read .*config\.yaml': .*; choose another run_dir, or repair"):
+        create_or_open(tmp_path, CONFIG)
 
 
 def test_the_holder_of_a_lock_is_found_without_taking_it(tmp_path):
