@@ -4,7 +4,6 @@
 """A training session: run directory, log, signals, metric records, training and export."""
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -12,14 +11,13 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast
 
 import jax
-from levanter.tracker import CompositeTracker, Tracker, TrackerConfig
-from levanter.tracker.tensorboard import TensorboardConfig
+from levanter.tracker import Tracker
 
 from marin_rl import multihost
 from marin_rl.config.decode import encode
@@ -42,9 +40,10 @@ from marin_rl.training.loop import TrainingRun, train
 from marin_rl.training.metrics_file import append_record, format_record, read_records, rewind_records
 from marin_rl.training.open_run import open_run
 from marin_rl.training.profiler import open_profiler
-from marin_rl.training.run_directory import RunDirectory, create_or_open, flatten, lock
+from marin_rl.training.run_directory import RunDirectory, create_or_open, lock
 from marin_rl.training.shared_run import require_same_config, require_shared_folder
 from marin_rl.training.starting_weights import check_weight_files, resolve_model
+from marin_rl.training.trackers import make_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -285,48 +284,6 @@ class StepRecords:
         """Send the run's summary to the trackers, and close them."""
         self._tracker.log_summary(dict(summary))
         self._tracker.finish()
-
-
-def make_tracker(
-    configs: TrackerConfig | Sequence[TrackerConfig],
-    run_id: str,
-    hyperparameters: Mapping[str, Any],
-    last_step: int = 0,
-) -> Tracker:
-    """Start the configured trackers.
-
-    Args:
-        configs: levanter's tracker section: one config or a sequence, which may be empty.
-        run_id: id of the run; trackers use it to continue a resumed run.
-        hyperparameters: resolved config, as plain values.
-        last_step: last step before a resume; TensorBoard then hides events of later steps. 0 for a new run.
-
-    Returns:
-        A tracker that forwards to all configured trackers.
-
-    Raises:
-        ImportError: if a package of a tracker is missing; the message names the extra to install.
-    """
-    trackers = []
-    for config in [configs] if isinstance(configs, TrackerConfig) else configs:
-        if isinstance(config, TensorboardConfig) and config.purge_step is None and last_step:
-            config = dataclasses.replace(config, purge_step=last_step + 1)
-        try:
-            trackers.append(config.init(run_id))
-        except ImportError as error:
-            name = TrackerConfig.get_choice_name(type(config))
-            raise ImportError(
-                f"tracker {name!r} needs a package that is not installed ({error}); pip install 'marin_rl[{name}]'"
-            ) from error
-    tracker = CompositeTracker(trackers)
-    # TensorBoard requires scalars.
-    scalars = {
-        name: value if isinstance(value, bool | int | float | str) else str(value)
-        for name, value in flatten(hyperparameters).items()
-        if value != {}
-    }
-    tracker.log_hyperparameters(scalars)
-    return tracker
 
 
 def _open_records(run: TrainingRun, directory: RunDirectory, check_lock: Callable[[], None]) -> StepRecords:

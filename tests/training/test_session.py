@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from levanter.tracker import Tracker, TrackerConfig
-from levanter.tracker.tensorboard import TensorboardConfig
 from levanter.tracker.tracker import NoopTracker
 from transformers import AutoTokenizer
 
@@ -27,7 +26,8 @@ from marin_rl.rollouts.store import RolloutStore
 from marin_rl.training import session
 from marin_rl.training.metrics_file import append_record, read_records
 from marin_rl.training.run_directory import RunDirectory
-from marin_rl.training.session import StepRecords, logged_errors, make_tracker, stop_on_signals
+from marin_rl.training.session import StepRecords, logged_errors, stop_on_signals
+from marin_rl.training.trackers import make_tracker
 from tests.free_port import free_port
 from tests.tiny_run import TinyRun, contents, copy_of, interrupted_after, outcome
 
@@ -464,23 +464,3 @@ def test_zero_or_one_tracker(tmp_path):
     single = ListTracker()
     make_tracker(ListTrackerConfig(single), "a", {}).log({"a": 1}, step=1)
     assert single.calls[-1] == ("step 1", {"a": 1})
-
-
-def test_missing_package_names_the_extra_to_install(monkeypatch):
-    def fail(config, run_id):
-        raise ModuleNotFoundError("No module named 'absent'")
-
-    monkeypatch.setattr(TensorboardConfig, "init", fail)
-    with pytest.raises(
-        ImportError, match=r"tracker 'tensorboard' needs .*'absent'.*pip install 'marin_rl\[tensorboard"
-    ):
-        make_tracker((TensorboardConfig(),), "a", {})
-
-
-def test_tensorboard_hides_steps_that_are_repeated(monkeypatch):
-    seen = []
-    monkeypatch.setattr(TensorboardConfig, "init", lambda config, run_id: (seen.append(config), NoopTracker())[1])
-    make_tracker(TensorboardConfig(), "a", {}, last_step=7)
-    make_tracker(TensorboardConfig(), "a", {})
-    make_tracker(TensorboardConfig(purge_step=3), "a", {}, last_step=7)
-    assert [config.purge_step for config in seen] == [8, None, 3]
