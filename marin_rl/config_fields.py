@@ -11,7 +11,7 @@ import math
 import os
 import typing
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,11 @@ def changeable_keys(config_class: Any) -> list[str]:
         names = (*field.metadata.get("may_change", ()), *field.metadata.get("without_effect", ()))
         keys += [f"{field.name}.{name}" for name in names]
     return keys
+
+
+def is_within(key: str, keys: Iterable[str]) -> bool:
+    """Return whether a dotted key is one of some keys, or belongs to a section among them."""
+    return any(key == outer or key.startswith(f"{outer}.") for outer in keys)
 
 
 def nested_sections(value: object, key: str = "") -> Iterator[tuple[str, Any]]:

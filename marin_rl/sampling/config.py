@@ -8,7 +8,7 @@ import math
 
 import draccus
 
-from marin_rl.config_fields import LOCAL_OUTPUT, LOCAL_PATH, check_address, check_at_least
+from marin_rl.config_fields import LOCAL_PATH, check_address, check_at_least
 from marin_rl.retry import RetryConfig
 
 MIN_TEMPERATURE = 1e-30
@@ -89,7 +89,7 @@ class LevanterSamplerConfig(SamplerConfig):
 class ReloadConfig:
     """Reload of weights by an external server: weights are written to a folder and a user function is called."""
 
-    folder: str = dataclasses.field(metadata=LOCAL_OUTPUT)
+    folder: str = dataclasses.field(metadata=LOCAL_PATH)
     """Folder that the server reads, dedicated to this run. Version 7 is written atomically to `version-7` in it, in
     Hugging Face format."""
     path: str = dataclasses.field(metadata=LOCAL_PATH)

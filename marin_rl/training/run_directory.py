@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from marin_rl.config.yaml_text import parse_yaml
+from marin_rl.config_fields import is_within
 from marin_rl.errors import RunDirectoryError, writing
 from marin_rl.remote_path import RemotePath
 from marin_rl.storage import StoragePath, write_bytes
@@ -170,8 +171,7 @@ def config_differences(
     return [
         f"  {key}: {_shown(old, key)} there, {_shown(new, key)} now"
         for key in dict.fromkeys([*old, *new])
-        if (key not in old or key not in new or old[key] != new[key])
-        and not any(key == free or key.startswith(f"{free}.") for free in may_differ)
+        if (key not in old or key not in new or old[key] != new[key]) and not is_within(key, may_differ)
     ]
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config_fields import local_inputs
+from marin_rl.config_fields import changeable_keys, is_within, local_inputs
 from marin_rl.errors import RunDirectoryError
 from marin_rl.host_status import software_versions
 from marin_rl.learner.saved_checkpoint import Checkpoint
@@ -90,9 +90,12 @@ def digest_inputs(config: TrainConfig, sections: Sequence[str] = ()) -> dict[str
     """
     found: dict[str, dict[str, str]] = {}
     known: dict[Path, str] = {}
+    without_effect = changeable_keys(TrainConfig)
     for key, text in local_inputs(config):
         section = key.partition(".")[0]
-        for file in _files_of(Path(text).expanduser()) if not sections or section in sections else ():
+        if is_within(key, without_effect) or (sections and section not in sections):
+            continue
+        for file in _files_of(Path(text).expanduser()):
             real = file.resolve()
             if real not in known:
                 known[real] = digest_of(file).sha256
