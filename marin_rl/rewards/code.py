@@ -168,7 +168,7 @@ class CodeReward:
             tests = parse_tests(request.ground_truth)
         except CodeTestsError as error:
             return EvaluateResult(is_score_valid=False, error=f"task {request.task_id}: {error}")
-        answer = None if request.in_thoughts else graded_text(request.last_reply)
+        answer = graded_text(request.last_reply)
         try:
             outcomes = await run_tests(self._sandbox, answer or "", tests)
         except RewardCallError as error:

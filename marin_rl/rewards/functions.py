@@ -126,7 +126,7 @@ class RewardRequest:
     """Unique within the run."""
     messages: tuple[Message, ...]
     """The whole conversation: the prompt, then the messages of policy and environment, including the environment's last
-    answer."""
+    answer. The policy's messages begin with what the generation prompt adds to its turn, such as `<think>`."""
     ground_truth: str
     """Correct answer of the task."""
     task_id: str
@@ -139,9 +139,6 @@ class RewardRequest:
     """Number of prompt messages at the beginning of `messages`; assistant messages among them are examples."""
     group_seed: int = 0
     """Seed derived from the run's seed and the group; equal for the rollouts of a group."""
-    in_thoughts: bool = False
-    """Whether the chat template opened the thoughts of the last reply with `<think>`, and the reply does not close
-    them; `messages` contain the reply only."""
 
     @property
     def last_reply(self) -> str:

@@ -231,11 +231,15 @@ def parse_reply(reply: str, opens_thoughts: bool = False) -> ReplyParser:
 def graded_text(reply: str) -> str | None:
     """Return the part of a reply after its thoughts, or None if a `<think>` is not closed, as in a truncated reply.
 
+    Line breaks between the thoughts and the text are left out: templates without thoughts write them into the prompt.
+
     >>> graded_text("<think>Is it 41? No.</think> 42"), graded_text("<think>Is it 42?")
     (' 42', None)
     """
     parser = parse_reply(reply)
-    return None if parser.in_thoughts else parser.answer
+    if parser.in_thoughts:
+        return None
+    return parser.answer.lstrip("\n") if parser.answer_start else parser.answer
 
 
 def extract_last(pattern: str, text: str) -> str | None:

@@ -18,7 +18,6 @@ from marin_rl.errors import describe, storable
 from marin_rl.objectives.shaping import TRUNCATED
 from marin_rl.rewards.functions import RewardRequest
 from marin_rl.rewards.pipeline import failure, turn_rewards, weighted_rewards
-from marin_rl.rewards.reply_text import parse_reply
 from marin_rl.rollouts.attempt import Attempt, Limits
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.seeds import derive_seed
@@ -81,7 +80,8 @@ class RolloutBuilder:
         self._anchor_state = attempt.task.anchor_state
         self._anchor = attempt.anchor
         self._turns: list[Turn] = []
-        self._in_thoughts = False
+        # The text of the assistant's turn before each reply, which the generation prompt contains.
+        self._reply_starts: list[str] = []
         self._last_observation: Observation | None = None
         # All rewards by name; summed at the end, so that their order cannot change the return.
         self._rewards: dict[str, list[float]] = collections.defaultdict(list)
@@ -130,13 +130,13 @@ class RolloutBuilder:
         )
 
     def add_generation(self, generation: Generation) -> str:
-        """Add a turn with the policy's reply, and return the reply as text.
+        r"""Add a turn with the policy's reply, and return the assistant's turn as text.
 
-        If the prompt ends with `<think>` and the reply does not close its thoughts, the text begins with `<think>`:
-        environments would otherwise take thoughts for an answer.
+        The text is the reply, after what the generation prompt adds to the turn, such as `<think>\n`. Without it,
+        environments would take unclosed thoughts for an answer, and a reward for the format would miss the tag.
         """
         reply = self._tokenizer.decode_reply(generation.token_ids)
-        self._in_thoughts = self._is_in_thoughts(self._observation, reply)
+        self._reply_starts.append(self._tokenizer.reply_start(self._observation))
         number = len(self._turns)
         turn = Turn(
             observation_tokens=self._observation,
@@ -155,7 +155,7 @@ class RolloutBuilder:
                 f"the engine aborted the generation of turn {number} after {len(generation.token_ids)} tokens "
                 f"(stop reason {generation.stop_reason.value})",
             )
-        return f"<think>{reply}" if self._in_thoughts else reply
+        return self._reply_starts[-1] + reply
 
     def add_observation(self, step: Step) -> None:
         """Add the environment's step after the last reply, and prepare the next turn or end the rollout.
@@ -221,7 +221,7 @@ class RolloutBuilder:
         self.over, self._is_agent, self._hit_limit = True, True, hit_limit
         self._turns += turns
         for turn in turns:
-            self._in_thoughts = self._is_in_thoughts(turn.observation_tokens, turn.messages[-1]["content"])
+            self._reply_starts.append(self._tokenizer.reply_start(turn.observation_tokens))
             self._add_rewards(turn.rewards)
         if not (turns or self.has_failed):
             raise EnvironmentFault(RolloutStatus.FAILED, "the agent got no reply of the policy")
@@ -236,16 +236,19 @@ class RolloutBuilder:
         """Build the arguments of reward functions; call it after the last turn."""
         last = () if self._last_observation is None else self._last_observation.messages
         prompt = self._turns[0].messages[:-1] if self._turns else self.task.messages
+        history: list[Message] = []
+        for turn, start in zip(self._turns, self._reply_starts, strict=True):
+            *observed, reply = turn.messages
+            history += [*observed, Message(role=reply["role"], content=start + reply["content"])]
         return RewardRequest(
             rollout_id=self._attempt.id,
-            messages=(*self._history, *last),
+            messages=(*history, *last),
             ground_truth=self.task.answer,
             task_id=self.task.id,
             environment=self.task.environment,
             status=self._status.value,
             num_prompt_messages=len(prompt),
             group_seed=self._attempt.start_seed,
-            in_thoughts=self._in_thoughts,
         )
 
     def add_rewards(self, evaluations: Sequence[RewardResult]) -> None:
@@ -319,10 +322,6 @@ class RolloutBuilder:
     def _add_rewards(self, rewards: Mapping[str, float]) -> None:
         for name, value in rewards.items():
             self._rewards[name].append(value)
-
-    def _is_in_thoughts(self, observation: Sequence[int], reply: str) -> bool:
-        """Return whether the chat template opened the thoughts of a reply, which does not close them."""
-        return self._tokenizer.opens_thoughts(observation) and parse_reply(reply, opens_thoughts=True).in_thoughts
 
     @property
     def _history(self) -> list[Message]:

@@ -20,6 +20,8 @@ from marin_rl.tokenization.chat_template import (
 )
 from marin_rl.types import Message
 
+_HEADER_TOKENS = 128
+"""Largest number of tokens of the assistant's header and what the generation prompt adds to it."""
 _THINK_TOKENS = 16
 """Largest number of tokens of `<think>` and the white space after it."""
 
@@ -251,6 +253,23 @@ class ChatTokenizer:
         end = self.tokenizer.decode(list(prompt[-_THINK_TOKENS:]), clean_up_tokenization_spaces=False)
         return end.rstrip().endswith("<think>")
 
+    def reply_start(self, prompt: Sequence[int]) -> str:
+        r"""Return the text of the assistant's turn that a prompt already contains, such as `<think>\n`.
+
+        Args:
+            prompt: the tokens of the prompt, or its last ones.
+
+        >>> from marin_rl.tokenization.load import byte_tokenizer
+        >>> chat = ChatTokenizer(byte_tokenizer())
+        >>> prompt = chat.prompt_tokens([{"role": "user", "content": "2+3="}])
+        >>> chat.reply_start(prompt), chat.reply_start((*prompt, *b"<think>"))
+        ('', '<think>')
+        """
+        end = self.tokenizer.decode(list(prompt[-_HEADER_TOKENS:]), clean_up_tokenization_spaces=False)
+        if self._reply_header and self._reply_header in end:
+            return end.rpartition(self._reply_header)[2]
+        return end[end.rindex("<think>") :] if self.opens_thoughts(prompt) else ""
+
     @functools.cached_property
     def _template(self) -> ChatTemplate:
         return ChatTemplate(self.tokenizer.get_chat_template(), self.tokenizer.special_tokens_map, self.name)
@@ -262,6 +281,22 @@ class ChatTokenizer:
         if source == self._template.source:
             return self._template
         return ChatTemplate(source, self.tokenizer.special_tokens_map, self.name)
+
+    @functools.cached_property
+    def _reply_header(self) -> str:
+        """The text between a message and a reply; empty if the template has none."""
+        question = [{"role": "user", "content": "probe"}]
+        reply = {"role": "assistant", "content": "probe-reply"}
+        try:
+            before = self._template.render(question, add_generation_prompt=False)
+            prompt = self._template.render(question, add_generation_prompt=True)
+            # Templates add empty thoughts to the last reply, but not to earlier ones.
+            history = self._template.render([*question, reply, *question], add_generation_prompt=False)
+        except ChatTemplateError:
+            return ""
+        headers = [text.removeprefix(before).partition("probe-reply")[0] for text in (prompt, history)]
+        common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*headers, strict=False))
+        return "".join(character for character, _ in common).partition("<think>")[0]
 
     def _mark(self, messages: Sequence[Message]) -> str:
         return unused_mark(messages, self._template, self._tool_template)

@@ -382,8 +382,9 @@ def test_thoughts_are_not_run(grading: Grading, request_of: Any, reply: str, sco
 
 def test_thoughts_that_the_template_opened_are_not_run(grading: Grading, request_of: Any):
     component = CodeReward(CodeRewardConfig(), grading.sandbox)
-    reply = "Maybe\n```python\ndef add(a, b): return a + b\n```\nor"
-    request = request_of(reply, ground_truth=json.dumps({"asserts": list(ADDS.asserts)}), in_thoughts=True)
+    # Messages contain the text of the generation prompt.
+    reply = "<think>\n" + "Maybe\n```python\ndef add(a, b): return a + b\n```\nor"
+    request = request_of(reply, ground_truth=json.dumps({"asserts": list(ADDS.asserts)}))
     [result] = grading.wait(component.score([request]))
     assert result.score == 0.0
 

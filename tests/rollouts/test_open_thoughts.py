@@ -42,5 +42,5 @@ def test_a_reply_that_was_cut_off_in_its_thoughts_is_wrong(opening: str, reply: 
     [group] = run_tasks(runner, [TASK], group_size=1, temperature=1.0, seed_parts=(0, "training"))
     [rollout] = group.rollouts
     assert rollout.total_reward == reward
-    # Reward functions receive the reply as it was sampled.
+    # The record holds what was sampled.
     assert rollout.messages == (*TASK.messages, {"role": "assistant", "content": reply})

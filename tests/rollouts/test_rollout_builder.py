@@ -11,7 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marin_rl.environments.base import AgentResult, Step
+from marin_rl.environments.arithmetic import ArithmeticConfig
+from marin_rl.environments.base import CORRECT, FORMAT, AgentResult, Split, Step
+from marin_rl.environments.single_turn import SingleTurnEnvironment
+from marin_rl.rewards.grading import FormatConfig
 from marin_rl.rollouts.attempt import Attempt, Limits, default_state_hash
 from marin_rl.rollouts.rollout_builder import EnvironmentFault, RolloutBuilder
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -65,20 +68,49 @@ def built(*steps: Step, limits: Limits = LIMITS, reply: str = "abc") -> RolloutB
     return builder
 
 
-@pytest.mark.parametrize(
-    ("opening", "reply", "open"), [("<think>\n", "ab", True), ("<think>", "a</think>b", False), ("", "ab", False)]
-)
-def test_reward_functions_receive_whether_the_prompt_opened_thoughts(opening: str, reply: str, open: bool):
+OPENINGS = ["", "<think>", "<think>\n", "<think>\n\n", "<think> ", "<think>\n\n</think>\n\n", "<reasoning>\n", "Sure: "]
+
+
+@pytest.mark.parametrize("opening", OPENINGS)
+@pytest.mark.parametrize("reply", ["ab", "a</think>b", "<think>a</think>b"])
+def test_rewards_see_the_turn_from_its_start(opening: str, reply: str):
     prompt = (*PROMPT, *opening.encode())
     attempt = Attempt(TASK, prompt, group_id="g", id="r", seed=3, start_seed=4, temperature=1.0, anchor=ANCHOR)
     builder = RolloutBuilder(attempt, TOKENIZER, LIMITS)
-    assert builder.add_generation(reply_of(reply)) == ("<think>" if open else "") + reply
-    request = builder.reward_request()
-    assert (request.in_thoughts, request.last_reply) == (open, reply)
+    assert builder.add_generation(reply_of(reply)) == opening + reply
+    builder.add_observation(Step({"won": 1.0}))
+    assert builder.reward_request().messages == (*TASK.messages, Message(role="assistant", content=opening + reply))
+    # The record holds what was sampled.
+    assert builder.finish().messages[-1]["content"] == reply
     agent = RolloutBuilder(attempt, TOKENIZER, LIMITS)
     turn = Turn(prompt, reply_of(reply), (*TASK.messages, Message(role="assistant", content=reply)))
     agent.add_agent_turns([turn], AgentResult(), {}, hit_limit=False)
-    assert agent.reward_request().in_thoughts == open
+    assert agent.reward_request().last_reply == opening + reply
+
+
+@pytest.mark.parametrize(("reply", "reward"), [("let me see</think>5", 0.5), ("5", 0.0), ("</think>5", 0.5)])
+def test_the_format_reward_reads_thoughts_that_the_prompt_opened(reply: str, reward: float):
+    attempt = Attempt(TASK, (*PROMPT, *b"<think>"), "g", id="r", seed=3, start_seed=4, temperature=1.0, anchor=ANCHOR)
+    text = RolloutBuilder(attempt, TOKENIZER, LIMITS).add_generation(reply_of(reply))
+    environment = ArithmeticConfig(format=FormatConfig(regex=r"(?s)<think>.*</think>\d+", weight=0.5)).build()
+    assert isinstance(environment, SingleTurnEnvironment)
+    task = dataclasses.replace(environment.splits[Split.TRAIN][0], answer="5")
+    assert environment.rewards(task, text) == {CORRECT: float("</think>" in reply), FORMAT: reward}
+
+
+def test_every_turn_has_its_start():
+    template = byte_tokenizer()
+    template.chat_template = template.chat_template.replace("'<|assistant|>' -}}", "'<|assistant|><think>' -}}")
+    tokenizer = ChatTokenizer(template)
+    prompt = tokenizer.prompt_tokens(TASK.messages)
+    attempt = Attempt(TASK, prompt, group_id="g", id="r", seed=3, start_seed=4, temperature=1.0, anchor=ANCHOR)
+    builder = RolloutBuilder(attempt, tokenizer, dataclasses.replace(LIMITS, max_length=1000))
+    replies = [builder.add_generation(reply_of("a</think>b"))]
+    builder.add_observation(continues())
+    replies.append(builder.add_generation(reply_of("c")))
+    assert replies == ["<think>a</think>b", "<think>c"]
+    policy = [message["content"] for message in builder.reward_request().messages if message["role"] == "assistant"]
+    assert policy == replies
 
 
 # --- limits ---

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import copy
+import json
 import pickle
 
 import pytest
@@ -510,3 +511,21 @@ def test_replies_of_a_demonstration_are_tokens_of_an_episode(messages: list[dict
     asked, _ = byte_oracle(messages)
     expected = (*[False] * len(asked), *mask[len(asked) :])
     assert BYTE_CHAT.encode_replies([*messages, *replies], len(messages)) == (ids, expected)
+
+
+# --- the start of a reply in the prompt ---
+
+
+@pytest.mark.parametrize("start", ["", "<think>", "<think>\n", "<think>\n\n", "<think>\n\n</think>\n\n", "<plan>\n"])
+@pytest.mark.parametrize("asked", ["2+3=", "<think>", "Say <|im_start|>assistant\n<think>\n"])
+def test_the_start_of_a_reply_is_the_text_after_the_header(thinking: ChatTokenizer, start: str, asked: str):
+    tokenizer = copy.deepcopy(thinking.tokenizer)
+    header = r"'<|im_start|>assistant\n'"
+    source, _, rest = tokenizer.chat_template.rpartition(header)
+    assert source
+    tokenizer.chat_template = f"{source}{header} + {json.dumps(start)}{rest}"
+    chat = ChatTokenizer(tokenizer)
+    prompt = chat.prompt_tokens([message("user", asked)])
+    assert tokenizer.decode(prompt).endswith(f"<|im_start|>assistant\n{start}")
+    assert chat.reply_start(prompt) == start
+    assert chat.opens_thoughts(prompt) is start.rstrip().endswith("<think>")
