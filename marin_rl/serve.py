@@ -17,7 +17,7 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.config_fields import check_at_least, is_loopback, local_path
-from marin_rl.distributed.samplers import open_group_sampler
+from marin_rl.distributed.samplers import open_group_sampler, stop_text_bytes
 from marin_rl.errors import UserError
 from marin_rl.learner.devices import exempt_from_collection, start_devices
 from marin_rl.learner.policy_model import load_hf_policy
@@ -27,7 +27,7 @@ from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.serving.engine import CALL_SECONDS
 from marin_rl.storage import storage_path
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.tokenization.load import TokenizerConfig, TokenPieces
+from marin_rl.tokenization.load import TokenizerConfig
 from marin_rl.training.starting_weights import load_run, restore_checkpoint
 
 _PACKAGES = ("starlette", "uvicorn", "prometheus_client")
@@ -163,7 +163,7 @@ def _load_folder(config: ServeConfig, folder: str) -> Policy:
         config=sampling,
         stop_token_ids=tokenizer.stop_token_ids,
         max_context=max_context,
-        token_bytes=TokenPieces(tokenizer.tokenizer).in_text,
+        token_bytes=stop_text_bytes(sampling, tokenizer),
         trainer=trainer,
         call_seconds=CALL_SECONDS,
     )

@@ -5,7 +5,7 @@
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from levanter.models.lm_model import LmHeadModel
@@ -70,7 +70,7 @@ def open_worker_sampler(
         config=config.sampling,
         stop_token_ids=tokenizer.stop_token_ids,
         max_context=config.rollouts.max_length,
-        token_bytes=TokenPieces(tokenizer.tokenizer).in_text,
+        token_bytes=stop_text_bytes(config.sampling, tokenizer),
         vocab_size=model.vocab_size,
         load_weights=WeightReloader(server.reload, server.base_url, tokenizer, trainer, config.sampling.stop),
     )
@@ -96,17 +96,23 @@ def open_group_sampler(
     `sampling` (sizes) and `max_context` (maximum number of prompt and new tokens) replace those of the config if given.
     `call_seconds` is that of `GroupSampler`. The other arguments are those of `open_worker_sampler`.
     """
+    sampling = sampling or config.sampling
     return GroupSampler(
         model,
-        config=sampling or config.sampling,
+        config=sampling,
         stop_token_ids=tokenizer.stop_token_ids,
         max_context=max_context or config.rollouts.max_length,
-        token_bytes=TokenPieces(tokenizer.tokenizer).in_text,
+        token_bytes=stop_text_bytes(sampling, tokenizer),
         version=version,
         weight_poll=weight_poll,
         trainer=trainer,
         call_seconds=call_seconds,
     )
+
+
+def stop_text_bytes(sampling: SamplingConfig, tokenizer: ChatTokenizer) -> Callable[[int], bytes] | None:
+    """Return the bytes of tokens if there are stop texts, which need them; for a large tokenizer it takes a second."""
+    return TokenPieces(tokenizer.tokenizer).in_text if sampling.stop else None
 
 
 class WeightReloader:
