@@ -115,8 +115,9 @@ class GroupSampler(Sampler):
         self._version = version
         self._sizes = sampler_sizes(config, max_context, trainer)
         check_cache_size(model.config, self._sizes, config)
-        steps = DECODE_STEPS if weight_poll is None else min(weight_poll.decode_steps, DECODE_STEPS)
-        self._programs = compile_programs(trainer, model.config, self._sizes, steps=steps)
+        self._steps = DECODE_STEPS if weight_poll is None else min(weight_poll.decode_steps, DECODE_STEPS)
+        # The same program for any number of steps, because XLA rounds a loop of one step differently.
+        self._programs = compile_programs(trainer, model.config, self._sizes, steps=DECODE_STEPS)
         self._call_seconds = call_seconds
         self._step_seconds = 0.0
         """Time of a decode step in the last call."""
@@ -365,7 +366,7 @@ class GroupSampler(Sampler):
         # Refill slots before few are active: a call costs the same for any number of sequences.
         refills = bool(self._queue or self._slot_of)
         exit_after = max(self._sizes.shard_slots // REFILL_FRACTION, 1) if refills else self._sizes.shard_slots
-        steps = DECODE_STEPS
+        steps = self._steps
         if self._step_seconds * steps > self._call_seconds:
             steps = max(int(self._call_seconds / self._step_seconds), 1)
         slots = self._slots.decode_inputs(steps)

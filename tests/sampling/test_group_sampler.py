@@ -3,7 +3,6 @@
 
 import dataclasses
 import json
-import math
 import os
 import pathlib
 import subprocess
@@ -339,8 +338,8 @@ def piece_of(token: int) -> bytes:
 TEXTS = ("</a>", "\n\n", "\u20ac\u20ac", "abab")
 
 
-@pytest.mark.parametrize("call_seconds", [1e-9, math.inf])
-def test_the_first_token_that_completes_a_stop_text_ends_a_generation(model: LmHeadModel, call_seconds: float):
+@pytest.mark.parametrize("steps", [1, 5, DECODE_STEPS])
+def test_the_first_token_that_completes_a_stop_text_ends_a_generation(model: LmHeadModel, steps: int):
     requests = make_requests([1, 4, 9, 17, 20, 25] * 8, temperature=5.0)
     free = make_sampler(model).sample(requests)
     config = dataclasses.replace(CONFIG, stop=TEXTS)
@@ -350,7 +349,7 @@ def test_the_first_token_that_completes_a_stop_text_ends_a_generation(model: LmH
         stop_token_ids=STOP_IDS,
         token_bytes=piece_of,
         max_context=CONTEXT,
-        call_seconds=call_seconds,
+        weight_poll=WeightPoll(lambda: None, steps),
     )
     stopped, by_text = sampler.sample(requests), 0
     for one, whole in zip(stopped, free, strict=True):
