@@ -26,6 +26,7 @@ from jax._src import distributed
 
 from marin_rl import multihost
 from marin_rl.errors import UserError
+from marin_rl.escaping import escape
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +265,7 @@ def _watch(ended: threading.Event, heartbeats: "_Heartbeats") -> None:
         except OtherProcessError as error:
             if not ended.wait(GRACE):
                 logger.error("%s", error)
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {escape(str(error))}", file=sys.stderr)
                 # The others read the error up to `INTERVAL` seconds later.
                 with contextlib.suppress(jax.errors.JaxRuntimeError):
                     _wait_for_others(2 * INTERVAL)

@@ -125,6 +125,10 @@ class LogFormatter(logging.Formatter):
         return escape(super().format(record)).replace("\n", "\n    ")
 
 
+def _warn_of_lost_lines(file: str, error: Exception) -> None:
+    print(escape(f"warning: {file} cannot be written ({error}); lines are missing"), file=sys.stderr)
+
+
 class _LogFile(logging.FileHandler):
     """Log file that reports write errors, such as a full disk, once on stderr and does not stop the run."""
 
@@ -148,7 +152,7 @@ class _LogFile(logging.FileHandler):
     def _warn(self, error: OSError) -> None:
         if not self._has_warned:
             self._has_warned = True
-            print(f"warning: {self.baseFilename} cannot be written ({error}); lines are missing", file=sys.stderr)
+            _warn_of_lost_lines(self.baseFilename, error)
 
 
 class _RemoteLogFile(logging.Handler):
@@ -165,5 +169,5 @@ class _RemoteLogFile(logging.Handler):
         try:
             self._file.close()
         except (OSError, RuntimeError) as error:
-            print(f"warning: {self._file.path} cannot be written ({error}); lines are missing", file=sys.stderr)
+            _warn_of_lost_lines(str(self._file.path), error)
         super().close()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from marin_rl.config.command_line import CommandParser, positive, run_command
+from marin_rl.escaping import escape
 
 FITS, DOES_NOT_FIT = 0, 2
 """Exit statuses of a plan."""
@@ -87,10 +88,10 @@ def _run(argv: Sequence[str]) -> int:
         )
 
     plan = make(config)
-    print(describe(plan))
+    print(escape(describe(plan)))
     candidates = search(config, plan, make, most=arguments.most) if arguments.search else []
     if candidates:
-        print(f"\n{describe_search(candidates, topology)}")
+        print(f"\n{escape(describe_search(candidates, topology))}")
     if arguments.json is not None:
         found = {"search": [{"changes": dict(changes), **to_json(plan)} for changes, plan in candidates]}
         values = to_json(plan) | (found if candidates else {})

@@ -19,6 +19,7 @@ from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.config_fields import check_at_least, is_loopback, local_path
 from marin_rl.distributed.samplers import open_group_sampler, stop_text_bytes
 from marin_rl.errors import UserError
+from marin_rl.escaping import escape_line
 from marin_rl.learner.devices import exempt_from_collection, start_devices
 from marin_rl.learner.policy_model import load_hf_policy
 from marin_rl.output import go_on_without_output
@@ -223,7 +224,7 @@ def serve(config: ServeConfig) -> None:
     go_on_without_output()
     listener = listen(config.host, config.port, config.client_seconds)
     with listener:
-        print(f"loading the weights of {config.run or config.model}", file=sys.stderr, flush=True)
+        print(f"loading the weights of {escape_line(str(config.run or config.model))}", file=sys.stderr, flush=True)
         policy = load_policy(config)
         name = config.name or Path(str(config.run or config.model)).resolve().name
         limits = RequestLimits(
@@ -242,7 +243,7 @@ def serve(config: ServeConfig) -> None:
         app = Server(engine, policy.tokenizer, options).app()
         server = HttpServer(app, engine, config.drain_seconds, config.client_seconds)
         print(
-            f"serving {name} at {url_of(listener)}/v1 ({policy.max_context} tokens of context, "
+            f"serving {escape_line(name)} at {url_of(listener)}/v1 ({policy.max_context} tokens of context, "
             f"{policy.sampler.batch_size} sequences together, {'with' if key else 'no'} API key)",
             flush=True,
         )

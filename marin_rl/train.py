@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from marin_rl.config.command_line import RESUME_FLAGS, check_command_line, parse_config, run_command
 from marin_rl.config.yaml_text import to_yaml
+from marin_rl.escaping import escape
 from marin_rl.output import go_on_without_output
 
 FLAGS = {
@@ -50,7 +51,7 @@ def _run(arguments: Sequence[str]) -> int:
         environment = config.environment.build()
         check_tasks(config, environment)
         sizes = describe_run(config, config.tokenizer.build(), len(environment.tasks(Split.TRAIN)))
-        print(f"{to_yaml(config)}\n{sizes}")
+        print(escape(f"{to_yaml(config)}\n{sizes}"))
         return 0
     go_on_without_output()
     run_session(parsed.config, sys.stdout, accept_changed_files="accept_changed_files" in parsed.flags)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from marin_rl.config.command_line import CommandParser, positive, run_command
 from marin_rl.escaping import escape_line
@@ -86,7 +87,7 @@ def _show(arguments: argparse.Namespace, source: StoredRollouts) -> None:
     steps = _steps(arguments)
     if arguments.html is not None:
         count = write_page(source, arguments.html, _selection(arguments, steps), arguments.max_rollouts)
-        console.print(f"{escape_line(arguments.html)}: {count} rollouts", markup=False, soft_wrap=True)
+        console.print(Text(escape_line(f"{arguments.html}: {count} rollouts")), soft_wrap=True)
         return
     ids = [*arguments.id, *arguments.compare]
     if ids:
@@ -104,7 +105,7 @@ def _show(arguments: argparse.Namespace, source: StoredRollouts) -> None:
                 f"{source.path} has no stored {kind} yet: its first step has not finished, or rollout_store.every is 0 "
                 "in its config.yaml"
             )
-            console.print(message, markup=False, soft_wrap=True)
+            console.print(Text(escape_line(message)), soft_wrap=True)
             return
         steps = range(newest, newest + 1)
     listing = list_rollouts(

@@ -1,6 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import dataclasses
 import json
 import re
 import shlex
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from marin_rl.types import RolloutGroup
+from marin_rl.escaping import escape, escape_line
+from marin_rl.types import Observation, RewardResult, RolloutGroup, Task, TurnReward
 from marin_rl.view import main
 from tests.rollouts.rollout_cases import group_of, rollout_of, turn_of, write
 from tests.viewing.run_cases import empty_run, small_run
@@ -98,6 +100,58 @@ def test_texts_of_models_are_escaped(tmp_path, capsys):
     assert "\\x1b[2J" in listed
     assert "\\x1b[2J" in full
     assert "[red]red[/red][link=x]\\x9b31m\\r\\u202e:smile:" in full
+
+
+CONTROLS = {
+    "colour": "\x1b[31m",
+    "cursor": "\x1b[2J\x1b[1;1H",
+    "title": "\x1b]0;title\x07",
+    "link": "\x1b]8;;https://x\x1b\\here\x1b]8;;\x1b\\",
+    "clipboard": "\x1b]52;c;AAAA\x07",
+    "device": "\x1bP+q544e\x1b\\\x1b[6n\x1b[>c",
+    "8 bits": "\x9b31m\x9d52;c;AA\x9c\x90q\x9c\x85",
+    "overwriting": "wrong\rright\b\b\x7f\x0b\x0c",
+    "bidirectional": "\u202eabc\u202c\u2066d\u2069\u200f\u061c",
+    "invisible": "a\u200b\u2060\ufeff\u00ad\U000e0041",
+    "separators": "a\u2028b\u2029c\x1c\x1d\x1e",
+    "markup": "[red]red[/red][link=https://x]y[/link]:smile:[/]",
+    "zero": "a\x00b",
+    "not a character": "\ufffe\U0010ffff\ue000",
+}
+
+
+@pytest.mark.parametrize("kind", CONTROLS)
+def test_no_text_of_a_run_controls_the_terminal(kind: str, tmp_path, capsys):
+    """Every text of a rollout, the names of the folder and of the page, and errors."""
+    evil = CONTROLS[kind]
+    name = evil.replace("/", "").replace("\x00", "")
+    run = empty_run(tmp_path / f"run{name}")
+    task = Task(evil, evil, ({"role": "user", "content": evil},), evil)
+    reply = {"role": "assistant", "content": evil}
+    turn = dataclasses.replace(
+        turn_of(evil, evil, action=evil, anchor_state=evil, rewards={evil: 1.0, "other": 1.0}, info={evil: [evil]}),
+        messages=({"role": evil, "content": evil, "tools_in_words": evil}, reply),
+    )
+    result = RewardResult(evil, 1.0, 1.0, (TurnReward(0, 1.0, evil, {evil: 1.0}),), {evil: 1.0}, evil)
+    rollout = dataclasses.replace(
+        rollout_of("r", turns=(turn, turn), evaluations=(result,), rewards={evil: 1.0}, metrics={evil: 1.0}),
+        task=task,
+        info={evil: evil},
+        seconds={evil: 1.0},
+        last_observation=Observation(({"role": evil, "content": evil},), (65,)),
+    )
+    lost = dataclasses.replace(rollout_of("lost", reward=None, error=evil), task=task)
+    page = str(tmp_path / f"page{name}.html")
+    printed = [view(capsys, str(run))]
+    write(run / "rollouts", 1, [RolloutGroup("g", [rollout, lost])])
+    for options in ([], ["--id", "r", "--tokens"], ["--id", "lost"], ["--compare", "r", "lost"], ["--html", page]):
+        printed.append(view(capsys, str(run), *options))
+    for options in (["--id", evil], ["--environment", evil, "--step", "7"], ["--status", evil], [f"--{evil}"]):
+        main([str(run), *options])
+        printed.extend(capsys.readouterr())
+    for text in printed:
+        assert text == escape(text)
+    assert all(escape_line(evil).replace(" ", "") in re.sub(r"\s", "", text) for text in printed[2:4])
 
 
 def test_texts_of_an_edited_file_are_escaped(tmp_path, capsys):

@@ -19,6 +19,8 @@ import difflib
 import importlib.util
 import re
 import sys
+import traceback
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
@@ -71,6 +73,7 @@ def run_command(
     Raises:
         SystemExit: after `--help`, or if the command only prints and its output cannot be written.
     """
+    sys.excepthook = _print_escaped
     with guarded_output(), warnings_to_stderr():
         try:
             require_threads(MIN_THREADS)
@@ -87,6 +90,11 @@ def run_command(
             # The process would end without a message, and after `sys.exit()` even with status 0.
             print(f"error: code that the config names raised {escape(describe(error))}", file=sys.stderr)
             return 1
+
+
+def _print_escaped(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """Print a traceback, whose messages may quote replies of a policy, without control characters."""
+    print(escape("".join(traceback.format_exception(kind, error, trace))), file=sys.stderr, end="")
 
 
 class HelpShown(SystemExit):

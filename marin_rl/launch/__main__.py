@@ -92,7 +92,7 @@ def _local(own: Sequence[str], passed: Sequence[str]) -> int:
     check_command_line(passed, {"dry_run": "", **RESUME_FLAGS}, "marin_rl.config.train_config", "TrainConfig")
     processes = training_processes(parsed.config, passed)
     if "dry_run" in parsed.flags:
-        print("\n".join(map(str, processes)))
+        print(escape("\n".join(map(str, processes))))
         return 0
     go_on_without_output()
     return run_together(processes, parsed.config.stop_timeout, _write)

@@ -16,6 +16,7 @@ from levanter.optim import AdamConfig, OptimizerConfig
 from levanter.trainer import TrainerConfig
 
 from marin_rl.config.command_line import ConfigError, HelpShown, merge, parse_config, run_command
+from marin_rl.escaping import escape
 from tests.hostile_errors import HOSTILE_ERRORS
 
 
@@ -304,3 +305,16 @@ def test_too_few_threads_are_reported(monkeypatch, capsys):
     assert run_command(lambda _: 0, []) == 1
     assert "error: this user can start only 5 more threads and processes here" in capsys.readouterr().err
     assert not any(thread.is_alive() for thread in begun)
+
+
+def test_a_traceback_does_not_control_the_terminal():
+    code = (
+        "from marin_rl.config.command_line import run_command\n"
+        "def command(argv): raise RuntimeError('\\x1b]52;c;AAAA\\x07\\x9b2J\\u202e\\rreply')\n"
+        "run_command(command, [])\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=600)
+    shown = ended.stderr.decode()
+    assert ended.returncode == 1
+    assert "\nRuntimeError: \\x1b]52;c;AAAA\\x07\\x9b2J\\u202e\\rreply\n" in shown
+    assert shown == escape(shown)

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from marin_rl.escaping import escape
 from marin_rl.rollouts.stored_rollout import StoredAdvantages
-from marin_rl.types import RewardResult, RolloutGroup, Task, TurnReward
+from marin_rl.types import Observation, RewardResult, RolloutGroup, Task, TurnReward
 from marin_rl.view import main
 from tests.rollouts.rollout_cases import rollout_of, turn_of, write
 from tests.viewing.browser import Browser
@@ -250,6 +251,59 @@ def test_no_text_of_a_run_becomes_markup_or_code(tab, tmp_path):
     assert tab.run("typeof window.ran") == "undefined"
     assert tab.run("document.querySelectorAll('img, a, iframe, object, embed, form').length") == 0
     assert tab.run("document.scripts.length") == 2
+    assert tab.complaints() == []
+    assert tab.requests() == [page.resolve().as_uri()]
+
+
+INJECTIONS = (
+    "<!-- <script> --!> </script >",
+    "</script\n><script>window.ran = 1</script>",
+    "]]><svg><script href='data:,window.ran=1'/><style>*{background:url(https://x.test/a)}</style>",
+    "</style><style>@import 'https://x.test/b.css'; h1 { color: rgb(1, 2, 3) }</style>",
+    "<link rel=stylesheet href=https://x.test/c.css><link rel=prefetch href=https://x.test/d>",
+    "<meta http-equiv=refresh content='0;url=https://x.test/e'><base href=https://x.test/>",
+    "<iframe srcdoc='<script>parent.ran=1</script>'></iframe><object data=https://x.test/f></object>",
+    "<input autofocus onfocus=window.ran=1><details open ontoggle=window.ran=1><video src=x onerror=window.ran=1>",
+    "<form id=data action=https://x.test/g><input name=textContent></form><a id=run href=javascript:window.ran=1>",
+    "<math><mtext><table><mglyph><style><img src=x onerror=window.ran=1></style></mglyph></table></mtext></math>",
+    "<template><img src=x onerror=window.ran=1></template><noscript><img src=https://x.test/h></noscript>",
+    "\";window.ran=1;//\\';window.ran=1;//`;${window.ran=1}",
+    "\x00<\x00script>window.ran=1</script>\ufeff\u2029window.ran=1",
+    "url(https://x.test/i) expression(window.ran=1) -moz-binding:url(x) style=position:fixed",
+)
+
+
+def test_nothing_of_a_rollout_runs_loads_or_styles_anything(tab, tmp_path):
+    """Texts as replies, observations, metadata, and names, also those of JavaScript's own properties."""
+    run = empty_run(tmp_path / "run")
+    rollouts = []
+    for number, text in enumerate((*INJECTIONS, "__proto__", "constructor", "toString")):
+        message = {"role": text, "content": text, "tools_in_words": text}
+        turn = dataclasses.replace(
+            turn_of(text, text, rewards={text: 1.0, "other": 1.0}, info={text: text}, anchor_state=text, action=text),
+            messages=(message, {"role": "assistant", "content": text}),
+        )
+        rollout = rollout_of(f"r{number}", turns=(turn,), rewards={text: 1.0}, metrics={text: 1.0})
+        last = Observation(({"role": text, "content": text},), tuple(text.encode()))
+        rollouts.append(dataclasses.replace(rollout, info={text: [text]}, last_observation=last))
+    write(run / "rollouts", 1, [RolloutGroup("g", rollouts)])
+    write_records(run, [{"step": step, **dict.fromkeys(("__proto__", "constructor"), 1.0)} for step in (1, 2)])
+    page = page_of(run)
+    tab.open(page)
+    color, address = tab.run("getComputedStyle(document.querySelector('h1')).color"), tab.run("location.href")
+    choose(tab, "#metric", "__proto__")
+    for number in range(len(rollouts)):
+        tab.run(f"[...document.querySelectorAll('#rollouts tbody button')][{number}].click()")
+        name = texts(tab, "#h-one")[0]
+        text = next(one for one in rollouts if one.id == name).turns[0].action
+        assert texts(tab, "#one")[0].count(escape(text)) >= 8
+    tab.run("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)))")
+    assert tab.run("typeof window.ran") == "undefined"
+    assert tab.run("document.querySelectorAll('#one :is(script, style, link, meta, iframe, form, a, img)').length") == 0
+    assert tab.run("document.querySelectorAll('script, style, link').length") == 3
+    assert tab.run("getComputedStyle(document.querySelector('h1')).color") == color
+    assert tab.run("location.href").partition("#")[0] == address
+    assert tab.run("document.title") == "run"
     assert tab.complaints() == []
     assert tab.requests() == [page.resolve().as_uri()]
 
