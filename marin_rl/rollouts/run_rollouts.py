@@ -9,6 +9,7 @@ of others.
 """
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -40,6 +41,10 @@ class AllRolloutsFailedError(UserError):
 
 class BlockedEventLoopError(UserError):
     """An environment's code blocks the event loop of all episodes."""
+
+
+class CancelledEpisodesError(UserError):
+    """An environment's code has cancelled the episodes of other rollouts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +222,7 @@ def stream_groups(
         PromptTooLongError: if a task's prompt is too long and may not be truncated.
         ValueError: if a reward is NaN or infinite; names the rollout.
         BlockedEventLoopError: if an environment's code blocks the event loop for longer than `limits.max_seconds`.
+        CancelledEpisodesError: if an environment's code cancels the tasks of other episodes.
     """
 
     def attempts_of(request: GroupInput) -> list[Attempt]:
@@ -237,6 +243,11 @@ def stream_groups(
             runner.interrupt,
         )
         running.result()
+    except concurrent.futures.CancelledError as error:
+        raise CancelledEpisodesError(
+            f"code of environment {runner.environment.name!r} has cancelled all tasks of the event loop, also those "
+            "of other rollouts; cancel only tasks that it has created"
+        ) from error
     finally:
         # After an error no rollout may continue in the background.
         running.cancel()

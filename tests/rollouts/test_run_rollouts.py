@@ -23,6 +23,7 @@ from marin_rl.rollouts.rollout_builder import RolloutBuilder
 from marin_rl.rollouts.run_rollouts import (
     AllRolloutsFailedError,
     BlockedEventLoopError,
+    CancelledEpisodesError,
     GroupInput,
     RolloutRunner,
     run_groups,
@@ -581,6 +582,17 @@ def test_an_error_cancels_running_episodes(caplog: pytest.LogCaptureFixture):
     rollout_runner.loop.close()
     # A cancellation is not a failure of the environment.
     assert not caplog.records
+
+
+def test_code_that_cancels_other_episodes_is_an_error():
+    class Cancelling(Countdown):
+        async def step(self, reply: str) -> Step:
+            for one in asyncio.all_tasks():
+                one.cancel()
+            return await super().step(reply)
+
+    with pytest.raises(CancelledEpisodesError, match="code of environment 'countdown' has cancelled all tasks"):
+        run(runner(says("a"), Game(Cancelling)), [task(), task()])
 
 
 def test_code_that_blocks_the_event_loop_is_an_error():
