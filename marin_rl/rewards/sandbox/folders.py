@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Disk usage and removal of the folders of sandbox calls."""
+"""Disk usage of sandbox calls, and removal of their folders."""
 
 import array
 import contextlib
@@ -45,10 +45,13 @@ def exceeds_size(folder: str, limit: int, ignored: Collection[str]) -> bool:
 
     Args:
         folder: the folder.
-        limit: bytes. Every file and folder counts as at least one page, which also bounds their number.
+        limit: bytes, which may be negative. Every file and folder counts as at least one page, which also bounds their
+            number.
         ignored: names in the folder that do not count.
     """
     size = 0
+    if limit < 0:
+        return True
     with contextlib.ExitStack() as opened:
         pending = [folder]
         while pending:
@@ -69,6 +72,40 @@ def exceeds_size(folder: str, limit: int, ignored: Collection[str]) -> bool:
                 if error.errno == errno.EMFILE:
                     return True
     return False
+
+
+def deleted_files(process: int, folder: str, largest: int) -> dict[tuple[int, int], int]:
+    """Return the bytes of disk space of the files below a folder that a process uses though they have no name (Linux).
+
+    Args:
+        process: id of the process, which may have ended.
+        folder: the folder.
+        largest: size in bytes of a file that is mapped but not open: its actual size is unknown.
+
+    Returns:
+        The bytes by device and inode.
+
+    Raises:
+        PermissionError: if this process may not list the files of the other one.
+    """
+    sizes: dict[tuple[int, int], int] = {}
+    prefix = os.path.realpath(folder) + "/"
+    # Files can be closed, and the process can end, meanwhile.
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        with open(f"/proc/{process}/maps", encoding="utf-8", errors="surrogateescape") as lines:
+            mapped = [line.split(maxsplit=5) for line in lines if line.endswith(" (deleted)\n")]
+        for _, _, _, device, inode, path in mapped:
+            if path.startswith(prefix.replace("\n", "\\012")):
+                major, minor = device.split(":")
+                sizes[os.makedev(int(major, 16), int(minor, 16)), int(inode)] = largest
+        for name in os.listdir(f"/proc/{process}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                path = f"/proc/{process}/fd/{name}"
+                file = os.stat(path)
+                is_deleted = stat.S_ISREG(file.st_mode) and file.st_nlink == 0
+                if is_deleted and os.readlink(path).startswith(prefix):
+                    sizes[file.st_dev, file.st_ino] = max(_PAGE, 512 * file.st_blocks)
+    return sizes
 
 
 def _short_path(folder: str, opened: contextlib.ExitStack) -> str:

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Iterable
 
 from marin_rl.rewards.sandbox.protocol import CallLimits, WorkerSpec
-from marin_rl.rewards.sandbox.seccomp import PR_SET_PDEATHSIG, SystemCalls, filter_program
+from marin_rl.rewards.sandbox.seccomp import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, call_filter, import_filter
 
 
 class Isolation(enum.StrEnum):
@@ -95,7 +95,6 @@ def find_holes(printed: str, processes: int, has_namespaces: bool) -> list[str]:
 
 IS_LINUX = sys.platform == "linux"
 
-PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_SECCOMP = 22
 _PR_SET_NO_NEW_PRIVS = 38
@@ -160,13 +159,15 @@ def drop_capabilities() -> None:
     system_call(_SYS_CAPSET[machine], header, ctypes.create_string_buffer(24))
 
 
-def restrict_system_calls(allowed: SystemCalls) -> None:
-    """Block system calls for this process and its children; they fail with EPERM from now on.
+def restrict_system_calls(program: bytes) -> None:
+    """Add a filter of system calls to those of this process and its future children.
+
+    Args:
+        program: a filter of `seccomp`.
 
     Raises:
         OSError: if the kernel refuses.
     """
-    program = filter_program(os.uname().machine, allowed)
     code = ctypes.create_string_buffer(program, len(program))
     # struct sock_fprog: the number of instructions, then, aligned, their address.
     description = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(code)))
@@ -271,17 +272,17 @@ def confine_import(spec: WorkerSpec) -> None:
     if spec.seccomp:
         drop_capabilities()
         # The forkserver has to fork, and its children set their own limits.
-        restrict_system_calls(SystemCalls(processes=True, signals=_may_signal(spec), limits=True))
+        restrict_system_calls(import_filter(os.uname().machine, _may_signal(spec)))
 
 
 def prepare_call(spec: WorkerSpec) -> None:
     """Assemble the filter of `confine_call`, so that processes forked from this one need not do it."""
     if spec.seccomp:
-        filter_program(os.uname().machine, _system_calls(spec))
+        call_filter(os.uname().machine, spec.limits.processes > 0)
 
 
 def confine_call(spec: WorkerSpec, folder: str, loaded_bytes: int) -> None:
-    """Confine this process, which is about to run a call.
+    """Confine this process, which is about to run a call. It was forked from one that `confine_import` confined.
 
     Args:
         spec: settings of the worker.
@@ -310,18 +311,21 @@ def confine_call(spec: WorkerSpec, folder: str, loaded_bytes: int) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     if spec.landlock:
         restrict_files(None, (folder, os.devnull), spec.landlock)
+    if spec.counts_open_files:
+        # The worker lists its open files.
+        prctl(PR_SET_DUMPABLE, 1)
     if spec.seccomp:
-        restrict_system_calls(_system_calls(spec))
-
-
-def _system_calls(spec: WorkerSpec) -> SystemCalls:
-    return SystemCalls(processes=spec.limits.processes > 0, signals=_may_signal(spec), limits=False)
+        restrict_system_calls(call_filter(os.uname().machine, spec.limits.processes > 0))
 
 
 def _limit_files(limits: CallLimits) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limits.file_bytes, limits.file_bytes))
     resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES, _OPEN_FILES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # With 1, unlike 0, the kernel does not start the program that handles core dumps either; see core(5).
+    resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
+    if IS_LINUX:
+        # Timers of timer_create; their number is limited for all processes of the user together.
+        resource.setrlimit(resource.RLIMIT_SIGPENDING, (_OPEN_FILES, _OPEN_FILES))
 
 
 def _may_signal(spec: WorkerSpec) -> bool:

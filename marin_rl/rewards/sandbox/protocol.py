@@ -75,7 +75,7 @@ class CallLimits:
 
     @property
     def folder_bytes(self) -> int:
-        """Size in bytes of the call's folder."""
+        """Disk space in bytes of all files that the call writes."""
         return 4 * self.file_bytes
 
 
@@ -108,6 +108,11 @@ class WorkerSpec:
     def can_start_processes(self) -> bool:
         """Whether the kernel permits a call to start processes, which the worker may then count."""
         return self.limits.processes > 0 or not self.seccomp
+
+    @property
+    def counts_open_files(self) -> bool:
+        """Whether the worker counts the open files of a call that have no name; in namespaces, `tmpfs` does."""
+        return self.seccomp and not self.has_namespaces
 
     def to_json(self) -> str:
         """Encode the spec as one line of JSON."""

@@ -3,26 +3,39 @@
 
 """Seccomp: block system calls that reward functions do not need.
 
-The filter is a classic BPF program (`include/uapi/linux/filter.h`, seccomp(2)), assembled here because libseccomp is
-not installed everywhere. It is a deny list: it blocks system calls that reach other processes, the network, the
-kernel's configuration, a file's attributes, or the users of a file (leases, watches), which Landlock does not restrict,
-and allows all others. System call numbers are from `asm/unistd_64.h` (x86-64) and `asm-generic/unistd.h` (64-bit Arm).
+A filter is a classic BPF program (`include/uapi/linux/filter.h`, seccomp(2)), assembled here because libseccomp is not
+installed everywhere. It is a deny list: it blocks system calls that reach other processes, the network, the kernel's
+configuration, a file's attributes, or the users of a file (leases, watches, locks), which Landlock does not restrict,
+and those that use disk space or kernel memory without a limit; it allows all others. A process that loads a file has
+the first filter. Its calls inherit it, and add the second. System call numbers are from `asm/unistd_64.h` (x86-64) and
+`asm-generic/unistd.h` (64-bit Arm).
 """
 
-import dataclasses
 import errno
 import functools
 import os
 import struct
 import sys
+from collections.abc import Iterable, Mapping
 
 PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
 
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """Architecture numbers (`include/uapi/linux/audit.h`), in the order of the columns below."""
 
 # One row per system call: its number on x86-64 and on 64-bit Arm, or None if the machine does not have it.
-_NETWORK = {"socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201)}
+_NETWORK = {
+    "socket": (41, 198),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    # A message can hold descriptors, so that a file stays open though no process has it open. Options include the size
+    # of queues.
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
+    "setsockopt": (54, 208),
+}
 _SIGNALS = {
     "kill": (62, 129),
     "tkill": (200, 130),
@@ -60,6 +73,7 @@ _NAMESPACES = {
     "setns": (308, 268),
     "unshare": (272, 97),
     "open_tree": (428, 428),
+    "open_tree_attr": (467, 467),
     "move_mount": (429, 429),
     "fsopen": (430, 430),
     "fsconfig": (431, 431),
@@ -76,6 +90,7 @@ _KERNEL = {
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
+    "io_setup": (206, 0),
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
@@ -127,6 +142,8 @@ _SHARED_MEMORY = {
     "semtimedop": (220, 192),
     "mq_open": (240, 180),
     "mq_unlink": (241, 181),
+    # Pipes hold the pages of a process that has freed them.
+    "vmsplice": (278, 75),
 }
 _ATTRIBUTES = {
     "chmod": (90, None),
@@ -154,54 +171,64 @@ _ATTRIBUTES = {
 
 
 _FILTERED_BY_ARGUMENTS = {
+    "open": (2, None),
+    "openat": (257, 56),
     "clone": (56, 220),
-    "clone3": (435, 435),
     "prctl": (157, 167),
     "fcntl": (72, 25),
     "ioctl": (16, 29),
     "socketpair": (53, 199),
-    "setrlimit": (160, 164),
     "prlimit64": (302, 261),
 }
+# Programs fall back to clone, to openat, and to writing zeros.
+_UNKNOWN_CALLS = {"clone3": (435, 435), "openat2": (437, 437)}
+_UNSUPPORTED = {
+    # It reserves space beyond the end of a file, to which no limit applies.
+    "fallocate": (285, 47),
+}
+_FLOCK = {"flock": (73, 32)}
+_LIMITS = {"setrlimit": (160, 164)}
 
 _SIGNALS_BY_FCNTL = (8, 10, 15)
 """F_SETOWN, F_SETSIG and F_SETOWN_EX: make a file send signals to any process of the user."""
 _WATCHES_BY_FCNTL = (1024, 1026)
 """F_SETLEASE, which blocks processes that open the file to write, and F_NOTIFY, which reports changes in a folder."""
+_PIPE_SIZE_BY_FCNTL = (1031,)
+"""F_SETPIPE_SZ: the memory of pipes is limited for all processes of the user together."""
+_LOCKS_BY_FCNTL = (6, 7, 37, 38)
+"""F_SETLK, F_SETLKW and those of open file descriptions (F_OFD_SETLK, F_OFD_SETLKW)."""
 _SIGNALS_BY_IOCTL = (0x8901, 0x8902)
 """FIOSETOWN and SIOCSPGRP: the same by ioctl."""
 _ATTRIBUTES_BY_IOCTL = (0x40086602, 0x401C5820, 0x40087602, 0x40086604, 0x40806685, 0x800C6613)
 """FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR, FS_IOC_SETVERSION, EXT4_IOC_SETVERSION, FS_IOC_ENABLE_VERITY and
 FS_IOC_SET_ENCRYPTION_POLICY: change attributes of the user's files through a read-only descriptor."""
+_SPACE_BY_IOCTL = (0x4030580A, 0x40305824, 0x40305828, 0x4030582A, 0x40305839)
+"""XFS_IOC_ALLOCSP and its form of 64 bits, FS_IOC_RESVSP and its form of 64 bits, and FS_IOC_ZERO_RANGE: reserve space
+like `fallocate`."""
+_TEMPORARY_FILE = 0x400000
+"""The bit of `O_TMPFILE` that no other flag of open contains. Such a file has no name, by which it could be counted."""
 
 _UNIX_DOMAIN = 1
 _SOCKET_KIND_MASK = 0xF
 _STREAM, _SEQUENCED_PACKETS = 1, 5
 
 _X32_BIT = 0x40000000
+_CLONE_FILES = 0x00000400
 _CLONE_THREAD = 0x00010000
 _CLONE_NAMESPACES = 0x7E020000
 _CLONE_PARENT = 0x00008000
 """The child becomes a sibling of its creator, so that the forkserver would have to reap it."""
 
-_LOAD, _AND, _JUMP_EQUAL, _JUMP_SET, _JUMP_GREATER_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x45, 0x35, 0x06
+_LOAD, _AND, _JUMP, _JUMP_EQUAL, _JUMP_SET, _JUMP_GREATER_EQUAL, _RETURN = 0x20, 0x54, 0x05, 0x15, 0x45, 0x35, 0x06
 _ALLOW = 0x7FFF0000
 _KILL_PROCESS = 0x80000000
-_REFUSE = 0x00050000 | errno.EPERM
-_UNKNOWN = 0x00050000 | errno.ENOSYS
+_ERROR = 0x00050000
+_REFUSE = _ERROR | errno.EPERM
+_UNKNOWN = _ERROR | errno.ENOSYS
+_UNSUPPORTED_HERE = _ERROR | errno.EOPNOTSUPP
+_PRETEND = _ERROR
+"""The system call returns 0 and has no effect."""
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
-
-
-@dataclasses.dataclass(frozen=True)
-class SystemCalls:
-    """System calls that a filter allows."""
-
-    processes: bool
-    """Starting processes and programs; threads are always allowed."""
-    signals: bool
-    """Sending signals to all reachable processes."""
-    limits: bool
-    """Changing its own resource limits, its parent-death signal, and its session and process group."""
 
 
 def seccomp_is_supported() -> bool:
@@ -210,15 +237,70 @@ def seccomp_is_supported() -> bool:
 
 
 @functools.cache
-def filter_program(machine: str, allowed: SystemCalls) -> bytes:
-    """Assemble the filter, eight bytes per instruction.
+def import_filter(machine: str, may_signal: bool) -> bytes:
+    """Assemble the filter of a process that loads a file and forks its calls, eight bytes per instruction.
+
+    The process can start processes, and change its own limits, parent-death signal, session and process group.
 
     Args:
         machine: `x86_64` or `aarch64`.
-        allowed: optional groups of system calls that stay available.
+        may_signal: whether it may send signals to all reachable processes.
     """
+    tables = [_NETWORK, _OTHER_PROCESSES, _NAMESPACES, _KERNEL, _WATCHES, _SHARED_MEMORY, _ATTRIBUTES]
+    column, number = _numbers(machine)
+    program = _for_all((*tables, *([] if may_signal else [_SIGNALS])), column, _REFUSE)
+    # The arguments of these are in memory, which a filter cannot read.
+    program += _for_all((_UNKNOWN_CALLS,), column, _UNKNOWN)
+    program += _for_all((_UNSUPPORTED,), column, _UNSUPPORTED_HERE)
+    program += _for_all((_FLOCK,), column, _PRETEND)
+    for name, argument in (("open", 1), ("openat", 2)):
+        if name in number:
+            program += _when(number[name], _unless_set(argument, _TEMPORARY_FILE, _UNSUPPORTED_HERE))
+    program += _when(number["clone"], _unless_foreign())
+    refused = _SIGNALS_BY_FCNTL + _WATCHES_BY_FCNTL + _PIPE_SIZE_BY_FCNTL
+    program += _when(
+        number["fcntl"], [*_if_among(1, refused, _REFUSE), *_if_among(1, _LOCKS_BY_FCNTL, _PRETEND), _answer(_ALLOW)]
+    )
+    refused = _SIGNALS_BY_IOCTL + _ATTRIBUTES_BY_IOCTL
+    program += _when(
+        number["ioctl"],
+        [*_if_among(1, refused, _REFUSE), *_if_among(1, _SPACE_BY_IOCTL, _UNSUPPORTED_HERE), _answer(_ALLOW)],
+    )
+    program += _when(number["socketpair"], _if_permanently_connected())
+    # The process can change its own limits, but not those of other processes.
+    program += _when(number["prlimit64"], _unless_null(0))
+    return b"".join([*_check_machine(machine), *program, _answer(_ALLOW)])
+
+
+@functools.cache
+def call_filter(machine: str, may_start_processes: bool) -> bytes:
+    """Assemble the filter that a call adds to the one that it inherits.
+
+    It is short, because the kernel evaluates a new filter once for every system call number.
+
+    Args:
+        machine: `x86_64` or `aarch64`.
+        may_start_processes: whether the call may start processes and programs; threads are always allowed.
+    """
+    column, number = _numbers(machine)
+    program = _for_all((_GROUPS, _LIMITS, *([] if may_start_processes else [_PROGRAMS])), column, _REFUSE)
+    if not may_start_processes:
+        threads = [_instruction(_LOAD, _ARGUMENTS), _instruction(_JUMP_SET, _CLONE_THREAD, 1, 0), _answer(_REFUSE)]
+        program += _when(number["clone"], [*threads, _answer(_ALLOW)])
+    program += _when(number["prlimit64"], _unless_null(2))
+    program += _when(number["prctl"], [*_if_among(0, (PR_SET_PDEATHSIG, PR_SET_DUMPABLE), _REFUSE), _answer(_ALLOW)])
+    return b"".join([*_check_machine(machine), *program, _answer(_ALLOW)])
+
+
+def _numbers(machine: str) -> tuple[int, dict[str, int]]:
+    """Return the machine's column of the tables, and its numbers of `_FILTERED_BY_ARGUMENTS`."""
     column = list(_MACHINES).index(machine)
-    number = {name: row[column] for name, row in _FILTERED_BY_ARGUMENTS.items()}
+    numbers = {name: row[column] for name, row in _FILTERED_BY_ARGUMENTS.items()}
+    return column, {name: number for name, number in numbers.items() if number is not None}
+
+
+def _check_machine(machine: str) -> list[bytes]:
+    """Kill processes that use the numbers of another architecture, and load the system call's number."""
     program = [
         _instruction(_LOAD, _ARCHITECTURE),
         _instruction(_JUMP_EQUAL, _MACHINES[machine], 1, 0),
@@ -228,41 +310,29 @@ def filter_program(machine: str, allowed: SystemCalls) -> bytes:
     if machine == "x86_64":
         # System calls have other numbers in the x32 ABI.
         program += [_instruction(_JUMP_GREATER_EQUAL, _X32_BIT, 0, 1), _answer(_KILL_PROCESS)]
-    for refused in _refused(allowed, column):
-        program += _when(refused, [_answer(_REFUSE)])
-    # The flags of clone3 are in memory, which a filter cannot read. The C library falls back to clone.
-    program += _when(number["clone3"], [_answer(_UNKNOWN)])
-    program += _when(number["clone"], _clone_rule(allowed))
-    program += _when(number["fcntl"], _unless_among(1, _SIGNALS_BY_FCNTL + _WATCHES_BY_FCNTL))
-    program += _when(number["ioctl"], _unless_among(1, _SIGNALS_BY_IOCTL + _ATTRIBUTES_BY_IOCTL))
-    program += _when(number["socketpair"], _if_permanently_connected())
-    if allowed.limits:
-        # The process can change its own limits, but not those of other processes.
-        program += _when(number["prlimit64"], _unless_null(0))
-    else:
-        program += _when(number["setrlimit"], [_answer(_REFUSE)])
-        program += _when(number["prlimit64"], _unless_null(2))
-        program += _when(number["prctl"], _unless_among(0, (PR_SET_PDEATHSIG,)))
-    return b"".join([*program, _answer(_ALLOW)])
+    return program
 
 
-def _refused(allowed: SystemCalls, column: int) -> list[int]:
-    tables = [_NETWORK, _OTHER_PROCESSES, _NAMESPACES, _KERNEL, _WATCHES, _SHARED_MEMORY, _ATTRIBUTES]
-    if not allowed.signals:
-        tables.append(_SIGNALS)
-    if not allowed.processes:
-        tables.append(_PROGRAMS)
-    if not allowed.limits:
-        tables.append(_GROUPS)
+def _for_all(tables: Iterable[Mapping[str, tuple[int | None, int | None]]], column: int, value: int) -> list[bytes]:
     numbers = [row[column] for table in tables for row in table.values()]
-    return [number for number in numbers if number is not None]
+    return [line for number in numbers if number is not None for line in _when(number, [_answer(value)])]
 
 
-def _clone_rule(allowed: SystemCalls) -> list[bytes]:
-    flags = _instruction(_LOAD, _ARGUMENTS)
-    foreign = [_instruction(_JUMP_SET, _CLONE_NAMESPACES | _CLONE_PARENT, 0, 1), _answer(_REFUSE)]
-    processes = [] if allowed.processes else [_instruction(_JUMP_SET, _CLONE_THREAD, 1, 0), _answer(_REFUSE)]
-    return [flags, *foreign, *processes, _answer(_ALLOW)]
+def _unless_foreign() -> list[bytes]:
+    # A thread with its own table of descriptors could keep files open that its process does not list.
+    return [
+        _instruction(_LOAD, _ARGUMENTS),
+        _instruction(_JUMP_SET, _CLONE_NAMESPACES | _CLONE_PARENT, 2, 0),
+        _instruction(_JUMP_SET, _CLONE_THREAD, 0, 2),
+        _instruction(_JUMP_SET, _CLONE_FILES, 1, 0),
+        _answer(_REFUSE),
+        _answer(_ALLOW),
+    ]
+
+
+def _unless_set(argument: int, bits: int, value: int) -> list[bytes]:
+    test = _instruction(_JUMP_SET, bits, 0, 1)
+    return [_instruction(_LOAD, _ARGUMENTS + 8 * argument), test, _answer(value), _answer(_ALLOW)]
 
 
 def _unless_null(argument: int) -> list[bytes]:
@@ -277,10 +347,10 @@ def _unless_null(argument: int) -> list[bytes]:
     ]
 
 
-def _unless_among(argument: int, values: tuple[int, ...]) -> list[bytes]:
-    # Commands are ints: the kernel reads only the low half.
-    tests = [_instruction(_JUMP_EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)]
-    return [_instruction(_LOAD, _ARGUMENTS + 8 * argument), *tests, _answer(_ALLOW), _answer(_REFUSE)]
+def _if_among(argument: int, values: tuple[int, ...], value: int) -> list[bytes]:
+    """Return `value` if an argument is one of `values`; continue otherwise. Commands are ints: the low half counts."""
+    tests = [_instruction(_JUMP_EQUAL, one, len(values) - index, 0) for index, one in enumerate(values)]
+    return [_instruction(_LOAD, _ARGUMENTS + 8 * argument), *tests, _instruction(_JUMP, 1), _answer(value)]
 
 
 def _if_permanently_connected() -> list[bytes]:

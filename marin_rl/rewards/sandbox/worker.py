@@ -23,11 +23,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from marin_rl.rewards.sandbox import forkserver, protocol
-from marin_rl.rewards.sandbox.folders import exceeds_size, remove
+from marin_rl.rewards.sandbox.folders import deleted_files, exceeds_size, remove
 from marin_rl.rewards.sandbox.isolation import (
     IS_LINUX,
     PR_SET_CHILD_SUBREAPER,
-    PR_SET_DUMPABLE,
     address_space,
     prctl,
 )
@@ -38,10 +37,11 @@ from marin_rl.rewards.sandbox.processes import (
     list_descendants,
     pause,
     reap,
+    scan_descendants,
     wait_until_alone,
 )
 from marin_rl.rewards.sandbox.protocol import WorkerSpec
-from marin_rl.rewards.sandbox.seccomp import PR_SET_PDEATHSIG
+from marin_rl.rewards.sandbox.seccomp import PR_SET_DUMPABLE, PR_SET_PDEATHSIG
 
 POLL_SECONDS = 0.02
 """Interval in seconds of counting processes and threads while a call runs or a file is loaded."""
@@ -142,6 +142,7 @@ class Worker:
                 len(ready.data) >= protocol.HEADER_BYTES
                 and len(ready.data) >= protocol.HEADER_BYTES + protocol.length(bytes(ready.data))
             ),
+            exceeds_disk=lambda: self._exceeds_disk({}),
             cpu_seconds=self._spec.start_seconds,
         )
         if violation == "timeout":
@@ -253,7 +254,11 @@ class Worker:
             for descriptor in theirs[1:]:
                 os.close(descriptor)
         violation = self._watch(
-            streams, deadline, lambda: len(status.data) >= len(forkserver.ENDED), self._spec.limits.cpu_seconds
+            streams,
+            deadline,
+            lambda: len(status.data) >= len(forkserver.ENDED),
+            exceeds_disk=lambda: self._exceeds_disk(self._deleted_files(answer, theirs[0])),
+            cpu_seconds=self._spec.limits.cpu_seconds,
         )
         if not status.ended:
             self._end_call(status, violation)
@@ -284,7 +289,12 @@ class Worker:
         self._connection.sendall(data[protocol.HEADER_BYTES :])
 
     def _watch(
-        self, streams: Mapping[int, _Stream], deadline: float, finished: Callable[[], bool], cpu_seconds: float
+        self,
+        streams: Mapping[int, _Stream],
+        deadline: float,
+        finished: Callable[[], bool],
+        exceeds_disk: Callable[[], bool],
+        cpu_seconds: float,
     ) -> str | None:
         """Read until the forkserver has answered; returns the name of the exceeded limit, or None.
 
@@ -292,6 +302,7 @@ class Worker:
             streams: streams to read, by descriptor; the last is the forkserver's.
             deadline: time limit, on the monotonic clock.
             finished: returns whether the forkserver has answered.
+            exceeds_disk: returns whether files use too much space.
             cpu_seconds: CPU time that the forkserver may use meanwhile; the kernel limits the other processes.
         """
         limits = self._spec.limits
@@ -322,15 +333,48 @@ class Worker:
                 exceeded = exceeded_count(2 + limits.processes, limits.threads)
                 if exceeded is not None:
                     return exceeded
-                # In namespaces the size of the in-memory file system enforces this limit.
-                if not self._spec.has_namespaces and exceeds_size(
-                    self._spec.scratch, limits.folder_bytes, self._unremovable
-                ):
+                if exceeds_disk():
                     return "files"
                 if self._cpu_seconds() > cpu_end:
                     return "cpu"
                 reap(self._forkserver)
         return None
+
+    def _exceeds_disk(self, deleted: Mapping[tuple[int, int], int] | None) -> bool:
+        """Return whether the scratch folder, and files that have been deleted from it, use too much space.
+
+        Args:
+            deleted: the bytes of the deleted files, by device and inode; None if they cannot be counted.
+        """
+        if deleted is None:
+            return True
+        limit = self._spec.limits.folder_bytes
+        # In namespaces the size of the file system limits the bytes, so that only the number of files can exceed this.
+        limit = 2 * limit if self._spec.has_namespaces else limit - sum(deleted.values())
+        return exceeds_size(self._spec.scratch, limit, self._unremovable)
+
+    def _deleted_files(self, answer: _Stream, stdin: int) -> dict[tuple[int, int], int] | None:
+        """Return the bytes of deleted files of a call by device and inode; None if they cannot be counted.
+
+        Args:
+            answer: the call's answer pipe.
+            stdin: its standard input, which does not count.
+        """
+        found: dict[tuple[int, int], int] = {}
+        if not (self._spec.counts_open_files and answer.data.startswith(forkserver.CONFINED)):
+            return found
+        for process in set(scan_descendants(os.getpid())) - {self._forkserver}:
+            try:
+                found |= deleted_files(process, self._spec.scratch, self._spec.limits.file_bytes)
+            except PermissionError:
+                # Files are also hidden while a process exits, and then it has no memory. Otherwise it runs a program
+                # that it may not read.
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    if address_space(process):
+                        return None
+        state = os.fstat(stdin)
+        found.pop((state.st_dev, state.st_ino), None)
+        return found
 
     def _cpu_seconds(self) -> float:
         assert self._forkserver is not None

@@ -316,7 +316,7 @@ _VIOLATIONS = {
     "output": (RewardFailure.OUTPUT, "more output than sandbox.output_kb"),
     "cpu": (RewardFailure.CPU, "more CPU time than sandbox.cpu_seconds"),
     "threads": (RewardFailure.THREADS, "more threads than sandbox.threads"),
-    "files": (RewardFailure.FILE_SIZE, "its folder is larger than four times sandbox.file_mb"),
+    "files": (RewardFailure.FILE_SIZE, "its files use more space than four times sandbox.file_mb"),
     "processes": (RewardFailure.PROCESSES, "more processes than sandbox.processes"),
 }
 _SIGNALS = {

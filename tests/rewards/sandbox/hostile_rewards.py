@@ -4,6 +4,7 @@
 """Reward functions that attack the machine. Run them only in a sandbox."""
 
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -138,20 +139,47 @@ def forgets_its_children(messages, ground_truth, **kwargs):
     return 1.0
 
 
+NUMBERS = {
+    "clone": {"x86_64": 56, "aarch64": 220},
+    "inotify_init1": {"x86_64": 294, "aarch64": 26},
+    "inotify_add_watch": {"x86_64": 254, "aarch64": 27},
+    "fallocate": {"x86_64": 285, "aarch64": 47},
+    "flock": {"x86_64": 73, "aarch64": 32},
+    "timer_create": {"x86_64": 222, "aarch64": 107},
+    "memfd_create": {"x86_64": 319, "aarch64": 279},
+    "shmget": {"x86_64": 29, "aarch64": 194},
+    "msgget": {"x86_64": 68, "aarch64": 186},
+    "semget": {"x86_64": 64, "aarch64": 190},
+    "mq_open": {"x86_64": 240, "aarch64": 180},
+    "add_key": {"x86_64": 248, "aarch64": 217},
+    "io_setup": {"x86_64": 206, "aarch64": 0},
+    "io_uring_setup": {"x86_64": 425, "aarch64": 425},
+    "userfaultfd": {"x86_64": 323, "aarch64": 282},
+    "perf_event_open": {"x86_64": 298, "aarch64": 241},
+    "bpf": {"x86_64": 321, "aarch64": 280},
+    "vmsplice": {"x86_64": 278, "aarch64": 75},
+    "mount": {"x86_64": 165, "aarch64": 40},
+    "pivot_root": {"x86_64": 155, "aarch64": 41},
+    "unshare": {"x86_64": 272, "aarch64": 97},
+    "openat2": {"x86_64": 437, "aarch64": 437},
+}
+
+
 def system_call(name, *arguments):
     """Make a system call that Python does not wrap."""
     import ctypes
 
-    number = {
-        "clone": {"x86_64": 56, "aarch64": 220},
-        "inotify_init1": {"x86_64": 294, "aarch64": 26},
-        "inotify_add_watch": {"x86_64": 254, "aarch64": 27},
-    }[name][os.uname().machine]
+    number = NUMBERS[name][os.uname().machine]
     values = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
-    result = ctypes.CDLL(None, use_errno=True).syscall(number, *values)
+    result = ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(number), *values)
     if result < 0:
         raise OSError(ctypes.get_errno(), name)
     return result
+
+
+@reward_function
+def makes_a_system_call(messages, ground_truth, system, arguments=(), **kwargs):
+    return float(system_call(system, *arguments))
 
 
 @reward_function
@@ -555,3 +583,198 @@ def remembers_files(messages, ground_truth, **kwargs):
     with open(os.path.join(tempfile.gettempdir(), "left"), "w") as file:
         file.write("behind")
     return EvaluateResult(score=float(bool(found)))
+
+
+def fills(name):
+    """Open a new file that uses a mebibyte."""
+    descriptor = os.open(name, os.O_RDWR | os.O_CREAT)
+    os.write(descriptor, bytes(2**20))
+    return descriptor
+
+
+def maps(descriptor, flags):
+    import ctypes
+
+    library = ctypes.CDLL(None)
+    library.mmap.restype = ctypes.c_void_p
+    assert (
+        library.mmap(None, ctypes.c_size_t(4096), 1, flags, descriptor, ctypes.c_long(0)) != ctypes.c_void_p(-1).value
+    )
+    os.close(descriptor)
+
+
+def deletes_an_open_file():
+    fills("file")
+    os.remove("file")
+
+
+def replaces_an_open_file():
+    fills("new")
+    os.rename("new", "old")
+
+
+def deletes_a_mapped_file(flags):
+    descriptor = fills("file")
+    os.remove("file")
+    maps(descriptor, flags)
+
+
+def writes_through_a_mapping():
+    import mmap
+
+    with open("file", "w+b") as file:
+        file.truncate(2**20)
+        mapping = mmap.mmap(file.fileno(), 2**20)
+    mapping.write(bytes([1]) * 2**20)
+    os.remove("file")
+    CALLS.append(mapping)
+
+
+SPACE = {
+    "deletes_an_open_file": deletes_an_open_file,
+    "replaces_an_open_file": replaces_an_open_file,
+    "deletes_a_mapped_file": lambda: deletes_a_mapped_file(1),
+    "deletes_a_private_mapping": lambda: deletes_a_mapped_file(2),
+    "writes_through_a_mapping": writes_through_a_mapping,
+}
+
+
+@reward_function
+def uses_space(messages, ground_truth, kind, **kwargs):
+    for _ in range(40):
+        SPACE[kind]()
+    time.sleep(1e6)
+
+
+@reward_function
+def deletes_many_files(messages, ground_truth, **kwargs):
+    for _ in range(40):
+        os.close(fills("file"))
+        os.remove("file")
+    return 1.0
+
+
+@reward_function
+def creates(messages, ground_truth, kind, **kwargs):
+    """Creates entries of a folder that use no space of their own."""
+    create = {"files": os.mknod, "folders": os.mkdir, "links": functools.partial(os.symlink, "to"), "pipes": os.mkfifo}
+    for number in range(10**6):
+        create[kind](str(number))
+
+
+@reward_function
+def opens_without_a_name(messages, ground_truth, **kwargs):
+    os.open(".", os.O_TMPFILE | os.O_RDWR)
+
+
+@reward_function
+def reserves_space(messages, ground_truth, control=None, **kwargs):
+    import fcntl
+    import struct
+
+    descriptor = os.open("file", os.O_RDWR | os.O_CREAT)
+    if control is None:
+        # Without changing the size of the file.
+        system_call("fallocate", descriptor, 1, 0, 2**31)
+    else:
+        fcntl.ioctl(descriptor, control, struct.pack("hhqqiI16s", 0, 0, 0, 2**31, 0, 0, b""))
+
+
+@reward_function
+def sends_a_descriptor(messages, ground_truth, **kwargs):
+    ours, _ = socket.socketpair()
+    socket.send_fds(ours, [b"x"], [fills("file")])
+
+
+@reward_function
+def enlarges_a_queue(messages, ground_truth, kind, **kwargs):
+    import fcntl
+
+    if kind == "pipe":
+        fcntl.fcntl(os.pipe()[1], fcntl.F_SETPIPE_SZ, 2**20)
+    else:
+        socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
+
+
+@reward_function
+def fills_queues(messages, ground_truth, kind, **kwargs):
+    """Returns the bytes that all sockets or pipes of a process hold."""
+    total = 0
+    held = []
+    with contextlib.suppress(OSError):
+        while True:
+            held += socket.socketpair() if kind == "sockets" else map(open_writer, os.pipe(), "rw")
+    for one in held:
+        with contextlib.suppress(OSError):
+            os.set_blocking(one.fileno(), False)
+            while True:
+                total += os.write(one.fileno(), bytes(2**16))
+    return float(total)
+
+
+def open_writer(descriptor, mode):
+    return open(descriptor, mode + "b", buffering=0)
+
+
+@reward_function
+def counts_what_it_opens(messages, ground_truth, kind, **kwargs):
+    import ctypes
+    import select
+
+    held = []
+    open_one = {
+        "timers": lambda: system_call("timer_create", 0, None, ctypes.create_string_buffer(8)),
+        "files": lambda: os.open(os.devnull, os.O_RDONLY),
+        "polls": select.epoll,
+    }[kind]
+    with contextlib.suppress(OSError):
+        while len(held) < 10_000:
+            held.append(open_one())
+    return float(len(held))
+
+
+@reward_function
+def locks(messages, ground_truth, path, kind, **kwargs):
+    """Locks a file that others use, twice. A lock that has an effect excludes the second one."""
+    import fcntl
+    import struct
+
+    with open(path) as first, open(path) as second:
+        for file, how in ((first, fcntl.F_RDLCK), (second, fcntl.F_WRLCK)):
+            if kind == "flock":
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            else:
+                commands = {"lockf": fcntl.F_SETLK, "waits": fcntl.F_SETLKW, "ofd": fcntl.F_OFD_SETLK}
+                fcntl.fcntl(file, commands[kind], struct.pack("hhqqi", how, 0, 0, 0, 0))
+    return 1.0
+
+
+@reward_function
+def changes_attributes(messages, ground_truth, path, kind, **kwargs):
+    {
+        "utime": lambda: os.utime(path),
+        "xattr": lambda: os.setxattr(path, "user.x", b"x"),
+        "link": lambda: os.link(path, "link"),
+        "own xattr": lambda: os.setxattr(".", "user.x", b"x"),
+    }[kind]()
+
+
+@reward_function
+def uses_files(messages, ground_truth, **kwargs):
+    """Uses files in the ways of honest programs."""
+    import asyncio
+    import sqlite3
+
+    async def wait():
+        return await asyncio.to_thread(lambda: 1)
+
+    with tempfile.TemporaryFile() as file, tempfile.NamedTemporaryFile() as other, tempfile.TemporaryDirectory():
+        file.write(b"x")
+        os.posix_fallocate(other.fileno(), 0, 4096)
+    for mode in ("delete", "wal"):
+        with contextlib.closing(sqlite3.connect(f"{mode}.db")) as table:
+            table.execute(f"PRAGMA journal_mode={mode}")
+            table.execute("CREATE TABLE numbers (number)")
+            table.execute("INSERT INTO numbers VALUES (1)")
+            table.commit()
+    return float(asyncio.run(wait()))

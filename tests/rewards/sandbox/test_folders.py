@@ -1,6 +1,8 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import ctypes
+import mmap
 import os
 import resource
 import sys
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from marin_rl.rewards.sandbox.folders import exceeds_size, remove
+from marin_rl.rewards.sandbox.folders import deleted_files, exceeds_size, remove
 
 
 def test_files_links_and_folders_are_removed(tmp_path: Path):
@@ -49,6 +51,33 @@ def test_folder_size(tmp_path: Path):
     assert exceeds_size(str(tmp_path), 4 * 4096 - 1, {"stuck"})
     assert not exceeds_size(str(tmp_path), 4 * 4096, {"stuck"})
     assert not exceeds_size(str(tmp_path / "gone"), 0, set())
+    assert exceeds_size(str(tmp_path / "gone"), -1, set())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers measure files on Linux alone")
+@pytest.mark.parametrize("name", ["plain", "two words", "new\nline", "é", "(deleted)"])
+def test_deleted_files(name: str, tmp_path: Path):
+    folder = tmp_path / name
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    (folder / "kept").write_bytes(bytes(4096))
+    for file in ("open", "mapped"):
+        (folder / file).write_bytes(bytes(8192))
+    with open(folder / "kept", "rb"), open(folder / "open", "rb"):
+        # An object of `mmap` would keep the file open.
+        library = ctypes.CDLL(None)
+        library.mmap.restype = ctypes.c_void_p
+        with open(folder / "mapped", "rb") as file:
+            place = library.mmap(None, ctypes.c_size_t(4096), 1, mmap.MAP_PRIVATE, file.fileno(), ctypes.c_long(0))
+        identity = [(state.st_dev, state.st_ino) for state in (os.stat(folder / one) for one in ("open", "mapped"))]
+        os.remove(folder / "open")
+        os.remove(folder / "mapped")
+        expected = dict(zip(identity, (8192, 10**6), strict=True))
+        for path in (folder, tmp_path / "link"):
+            assert deleted_files(os.getpid(), str(path), 10**6) == expected
+        library.munmap(ctypes.c_void_p(place), ctypes.c_size_t(4096))
+        assert list(deleted_files(os.getpid(), str(folder), 10**6)) == identity[:1]
+    assert deleted_files(2**22 + 1, str(folder), 10**6) == {}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers measure folders on Linux alone")

@@ -10,8 +10,10 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,7 @@ from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.processes import list_descendants
 from tests.rewards.sandbox.conftest import LENIENT, TIGHT, Attack, Attacks, descendants, require
+from tests.rewards.sandbox.hostile_rewards import SPACE
 
 
 @pytest.fixture
@@ -271,7 +274,118 @@ def test_many_files(attack: Attack):
         assert "No space left" in failure.detail
     else:
         assert failure.cause is RewardFailure.FILE_SIZE
-        assert failure.detail == "its folder is larger than four times sandbox.file_mb"
+        assert failure.detail == "its files use more space than four times sandbox.file_mb"
+
+
+@pytest.mark.parametrize("kind", SPACE)
+def test_space_of_files_without_a_name(kind: str, confined: Attack):
+    failure = confined.failure("uses_space", kind=kind)
+    if confined.level is Isolation.PARTIAL:
+        assert failure.cause is RewardFailure.FILE_SIZE
+        assert failure.detail == "its files use more space than four times sandbox.file_mb"
+    else:
+        assert "No space left" in failure.detail or "SIGBUS" in failure.detail
+
+
+def test_many_deleted_files_one_after_another(confined: Attack):
+    assert confined.call("deletes_many_files").score == 1.0
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("kind", ["files", "folders", "links", "pipes"])
+def test_number_of_files(kind: str, confined: Attack):
+    assert confined.cause("creates", kind=kind) is RewardFailure.FILE_SIZE
+
+
+@pytest.mark.parametrize("control", [None, 0x4030580A, 0x40305824, 0x40305828, 0x4030582A, 0x40305839])
+def test_space_beyond_the_end_of_a_file(control: int | None, confined: Attack):
+    failure = confined.failure("reserves_space", control=control)
+    assert failure.cause is RewardFailure.RAISED
+    assert "Errno 95" in failure.detail
+
+
+def test_files_that_never_have_a_name(confined: Attack):
+    assert "Operation not supported" in confined.failure("opens_without_a_name").detail
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sends_a_descriptor", {}),
+        ("enlarges_a_queue", {"kind": "pipe"}),
+        ("enlarges_a_queue", {"kind": "socket"}),
+        ("changes_attributes", {"kind": "own xattr", "path": "."}),
+        *(
+            ("makes_a_system_call", {"system": name, "arguments": [0, 0, 0, 0]})
+            for name in (
+                "memfd_create",
+                "shmget",
+                "msgget",
+                "semget",
+                "mq_open",
+                "add_key",
+                "io_setup",
+                "io_uring_setup",
+                "userfaultfd",
+                "perf_event_open",
+                "bpf",
+                "vmsplice",
+                "mount",
+                "pivot_root",
+                "unshare",
+            )
+        ),
+    ],
+)
+def test_kernel_memory_without_a_limit(name: str, options: dict[str, Any], confined: Attack):
+    failure = confined.failure(name, **options)
+    assert failure.cause is RewardFailure.RAISED
+    assert "PermissionError" in failure.detail
+
+
+@pytest.mark.parametrize("kind", ["sockets", "pipes"])
+def test_memory_of_queues(kind: str, confined: Attack):
+    assert 0 < confined.call("fills_queues", kind=kind).score <= 16 * 2**20
+
+
+@pytest.mark.parametrize("kind", ["timers", "files", "polls"])
+def test_number_of_kernel_objects(kind: str, confined: Attack):
+    assert confined.call("counts_what_it_opens", kind=kind).score <= 64
+
+
+@pytest.mark.parametrize("kind", ["flock", "lockf", "waits", "ofd"])
+def test_locks_on_host_files_have_no_effect(kind: str, confined: Attack):
+    assert confined.call("locks", path=str(Path(__file__).with_name("hostile_rewards.py")), kind=kind).score == 1.0
+
+
+@pytest.mark.parametrize("kind", ["utime", "xattr", "link"])
+def test_attributes_of_host_files(kind: str, confined: Attack):
+    own = Path(__file__).with_name("hostile_rewards.py")
+    before = own.stat().st_mtime_ns, own.stat().st_ctime_ns, own.stat().st_nlink
+    assert confined.cause("changes_attributes", path=str(own), kind=kind) is RewardFailure.RAISED
+    assert (own.stat().st_mtime_ns, own.stat().st_ctime_ns, own.stat().st_nlink) == before
+
+
+def test_honest_use_of_files(confined: Attack):
+    assert confined.call("uses_files").score == 1.0
+
+
+WITHOUT_CAPABILITIES = """
+from marin_rl.rewards.sandbox.isolation import Isolation, drop_capabilities
+from tests.rewards.sandbox.conftest import TIGHT, Attacks
+
+drop_capabilities()
+attacks = Attacks()
+print(attacks.at(Isolation.PARTIAL, **TIGHT).cause("uses_space", kind="deletes_an_open_file"))
+attacks.close()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can drop the capability to see the files of other processes")
+def test_deleted_files_are_counted_without_capabilities():
+    require(Isolation.PARTIAL)
+    done = subprocess.run([sys.executable, "-c", WITHOUT_CAPABILITIES], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "file_size"
 
 
 @pytest.mark.medium

@@ -215,7 +215,8 @@ assert resource.getrlimit(resource.RLIMIT_NPROC) == processes
 assert resource.getrlimit(resource.RLIMIT_AS) == (taken + 2**27, taken + 2**27)
 assert resource.getrlimit(resource.RLIMIT_CPU) == (2, 3)
 assert resource.getrlimit(resource.RLIMIT_FSIZE) == (1000, 1000)
-assert resource.getrlimit(resource.RLIMIT_CORE) == (0, 0)
+assert resource.getrlimit(resource.RLIMIT_CORE) == (1, 1)
+assert resource.getrlimit(resource.RLIMIT_SIGPENDING) == (64, 64)
 confine_call(spec(2**27, 1000, has_namespaces=True), "", taken)
 # The worker, the forkserver, and nine threads of the call.
 limited = (11, 11) if counts_threads_by_namespace() else processes
