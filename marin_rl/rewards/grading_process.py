@@ -56,6 +56,7 @@ def ask(grader: str, request: Mapping[str, Any], cpu_seconds: float) -> Any:
 
     Raises:
         NoAnswerError: if the process was killed or ended, the function raised, or request or answer are too long.
+        RuntimeError: if no process can be started.
     """
     return _pool(grader).ask(request, cpu_seconds)
 
@@ -117,18 +118,14 @@ class _Process:
             raise
 
     def _start(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                # -P keeps the working directory off the Python path, where it could shadow other modules.
-                [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno()), self._grader],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=_environment(),
-                # Ctrl-C in the terminal must not reach the process: the trainer needs grades to finish its step.
-                start_new_session=True,
-            )
+        try:
+            ours, process = self._spawn()
+        except OSError as error:
+            # Not a property of the text: it must not be graded as wrong.
+            raise RuntimeError(
+                f"cannot start a process for {self._grader}: {error}; raise the limits on processes and open files "
+                "(ulimit -u, ulimit -n), or free memory"
+            ) from error
         self._socket, self._process = ours, process
         self._stop = weakref.finalize(self, _end, ours, process)
         try:
@@ -145,6 +142,25 @@ class _Process:
                 + sys.executable
             )
         return ours
+
+    def _spawn(self) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = subprocess.Popen(
+                    # -P keeps the working directory off the Python path, where it could shadow other modules.
+                    [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno()), self._grader],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env=_environment(),
+                    # Ctrl-C in the terminal must not reach the process: the trainer needs grades to finish its step.
+                    start_new_session=True,
+                )
+            except BaseException:
+                ours.close()
+                raise
+        return ours, process
 
     def _close(self) -> None:
         """Kill the process; the next request starts another."""

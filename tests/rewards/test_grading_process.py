@@ -77,6 +77,19 @@ def test_a_grader_that_cannot_start_is_named():
         ask("tests.rewards.fake_graders:open_broken", {}, 1.0)
 
 
+@pytest.mark.parametrize("failing", ["subprocess.Popen", "socket.socketpair"])
+def test_a_machine_that_starts_no_process_is_an_error_and_not_a_grade(monkeypatch, failing: str):
+    def refuse(*arguments, **options):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    grading_process._pool.cache_clear()
+    monkeypatch.setattr(failing, refuse)
+    with pytest.raises(RuntimeError, match=r"cannot start a process for .* Resource temporarily unavailable; raise"):
+        do("echo", text="46")
+    monkeypatch.undo()
+    assert do("echo", text="46") == "46"
+
+
 def test_requests_of_many_threads_are_not_mixed_up():
     answers: queue.Queue[tuple[str, str]] = queue.Queue()
     texts = [str(number) for number in range(50)]
