@@ -284,4 +284,6 @@ def _confine() -> None:
         isolation.restrict_files(None, (os.devnull,), version)
     if seccomp.seccomp_is_supported():
         isolation.drop_capabilities()
-        isolation.restrict_system_calls(seccomp.SystemCalls(processes=False, signals=False, limits=False))
+        machine = os.uname().machine
+        isolation.restrict_system_calls(seccomp.import_filter(machine, may_signal=False))
+        isolation.restrict_system_calls(seccomp.call_filter(machine, may_start_processes=False))
