@@ -72,7 +72,7 @@ class CodeTests(_Test):
     """Inputs and expected outputs of the whole program."""
     tolerance: Annotated[float, pydantic.Field(gt=0, lt=1)] | None = None
     """Relative or absolute error up to which floats are equal. By default returned floats are compared with a relative
-    error of 1e-9 or an absolute one of 1e-12, and printed numbers as text."""
+    error of 1e-9, or an absolute one of 1e-12 where 0 is expected, and printed numbers as text."""
 
     @functools.cached_property
     def call_tests(self) -> tuple[CallTest, ...]:

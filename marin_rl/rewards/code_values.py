@@ -7,6 +7,7 @@ Answers are untrusted data, as `code_harness.encode` encodes them. They are comp
 from them. The work is limited by the size of the expected value; that for sets and keys is n·log(n) in the answer's.
 """
 
+import cmath
 import dataclasses
 import enum
 import math
@@ -23,8 +24,15 @@ class Tolerance:
 
     relative: float = 1e-9
     """Relative to the larger magnitude."""
-    absolute: float = 1e-12
-    """Absolute."""
+    absolute: float | None = None
+    """Absolute. None is 1e-12 where 0 is expected, which has no relative error, and else 0: results can be tiny."""
+
+    def holds(self, expected: complex, answer: complex) -> bool:
+        """Return whether an answer differs from the expected number by at most this."""
+        absolute = self.absolute
+        if absolute is None:
+            absolute = 1e-12 if expected == 0 else 0.0
+        return cmath.isclose(expected, answer, rel_tol=self.relative, abs_tol=absolute)
 
 
 DEFAULT_TOLERANCE = Tolerance()
@@ -85,7 +93,10 @@ def _equal(expected: Any, answer: Any, test: CallTest) -> bool:
     if isinstance(expected, int | float):
         return _equal_numbers(expected, _number(answer), test.tolerance)
     if isinstance(expected, complex):
-        return _all_equal((expected.real, expected.imag), _content(answer, "complex"), test)
+        match _content(answer, "complex"):
+            case [float(real), float(imag)]:
+                return test.tolerance.holds(expected, complex(real, imag))
+        return False
     if isinstance(expected, bytes):
         return _content(answer, "bytes") == expected.hex()
     if isinstance(expected, list):
@@ -162,7 +173,7 @@ def _equal_numbers(expected: int | float, answer: int | float | None, tolerance:
         return answer == expected
     if math.isnan(expected):
         return answer != answer
-    return math.isclose(expected, answer, rel_tol=tolerance.relative, abs_tol=tolerance.absolute)
+    return tolerance.holds(expected, answer)
 
 
 def _is_true(answer: Any) -> bool:
