@@ -136,6 +136,8 @@ _CONSTRUCTORS = {"set": set, "frozenset": frozenset, "float": float}
 def _value(node: ast.expr) -> Any:
     """Return the value of a literal."""
     match node:
+        case ast.Constant(value) if value is not Ellipsis:
+            return value
         case ast.List(items) | ast.Tuple(items) | ast.Set(items):
             kind = {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(node)]
             return kind(_value(item) for item in items)
@@ -144,8 +146,6 @@ def _value(node: ast.expr) -> Any:
                 return {_value(key): _value(item) for key, item in zip(keys, values, strict=True) if key is not None}
         case ast.Call(ast.Name(name), arguments, []) if name in _CONSTRUCTORS and len(arguments) <= 1:
             return _CONSTRUCTORS[name](*map(_value, arguments))
-        case ast.Constant(value) if value is not Ellipsis:
-            return value
         case ast.UnaryOp() | ast.BinOp():
             # Numbers with a sign and complex numbers; other operations raise an error.
             with contextlib.suppress(ValueError):

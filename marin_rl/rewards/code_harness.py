@@ -197,13 +197,16 @@ def encode(value: Any, depth: int = 0) -> Any:
     """
     if depth > MAX_DEPTH:
         raise ValueError(f"nested more than {MAX_DEPTH} deep")
+    # The frequent types come first, because arguments and results can have millions of values.
     if value is None or isinstance(value, bool | float | str):
         return value
-    if _is_instance(value, "numpy", "generic", "ndarray"):
-        return encode(value.tolist(), depth)
     if isinstance(value, int):
         # JSON's decoder limits the number of decimal digits, but not of hexadecimal ones.
         return value if int.bit_length(value) < 64 else {"int": hex(value)}
+    if isinstance(value, list):
+        return [encode(item, depth + 1) for item in value]
+    if _is_instance(value, "numpy", "generic", "ndarray"):
+        return encode(value.tolist(), depth)
     if _is_instance(value, "numbers", "Real") or _is_instance(value, "decimal", "Decimal"):
         whole = int(value)
         return encode(whole if whole == value else float(value))
@@ -213,11 +216,9 @@ def encode(value: Any, depth: int = 0) -> Any:
         return {"complex": [value.real, value.imag]}
     if isinstance(value, dict):
         return {"dict": [[encode(key, depth + 1), encode(item, depth + 1)] for key, item in dict.items(value)]}
-    kinds = (("list", list), ("tuple", tuple), ("frozenset", frozenset), ("set", set | type({}.keys())))
-    for kind, types_ in kinds:
+    for kind, types_ in (("tuple", tuple), ("frozenset", frozenset), ("set", set | type({}.keys()))):
         if isinstance(value, types_):
-            items = [encode(item, depth + 1) for item in value]
-            return items if kind == "list" else {kind: items}
+            return {kind: [encode(item, depth + 1) for item in value]}
     raise TypeError(f"{type(value)} is not plain data")
 
 
