@@ -28,6 +28,10 @@ MAX_ENDS = 20
 
 _PYTHON = re.compile(r"\{?\s*\.?i?py(thon)?[ ]?[\d.]*\b", re.IGNORECASE)
 _LINE_START = re.compile(r"[ \t]*([-*+]|\d{1,9}[.)])?[ \t]*")
+_READS = {"input", "stdin", "open", "read", "fileinput"}
+"""Names in programs that read input."""
+_WRITES = {"print", "write", "writelines", "stdout"}
+"""Names in programs that print."""
 
 
 class Candidate(NamedTuple):
@@ -166,19 +170,30 @@ def _names(tree: ast.Module) -> tuple[set[str], set[str]]:
 
 
 def choose_program(reply: str) -> str | None:
-    """Return the last block of a reply that is tagged as Python, else the last without a tag; None if there is none.
+    """Return the last block of a reply that reads input and prints; None if the reply has no code.
 
-    Blocks without any call, such as sample input, count only if there are no others.
+    If no block does both, it is the last that does one of them, else the last of all: an excerpt or an example can
+    follow the program. Of these blocks, those tagged as Python come first.
 
     Args:
         reply: the reply, without thoughts.
     """
-    best: tuple[tuple[bool, bool], str | None] = (False, False), None
+    best: tuple[tuple[int, bool], str | None] = (0, False), None
     for candidate in candidates(reply):
-        rank = any(isinstance(node, ast.Call) for node in ast.walk(candidate.tree)), candidate.is_tagged
+        used = _used_names(candidate.tree)
+        rank = (not used.isdisjoint(_READS)) + (not used.isdisjoint(_WRITES)), candidate.is_tagged
         if rank >= best[0]:
             best = rank, candidate.code
     return best[1]
+
+
+def _used_names(tree: ast.Module) -> set[str]:
+    names = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name):
+                names.add(name)
+    return names
 
 
 def encode(value: Any, depth: int = 0) -> Any:

@@ -116,6 +116,18 @@ def test_a_block_with_more_of_the_functions_is_preferred():
         (block("print(1)\n") + block("print(2)\n", ""), "print(1)\n"),
         (block("print(1)\n", "") + block("print(2)\n", ""), "print(2)\n"),
         (block("print(1)\n") + block("5 \n"), "print(1)\n"),
+        (block("print(input())\n") + block("total = sum(a)\n"), "print(input())\n"),
+        (block("print(input())\n") + block("print(solve([1, 2]))\n"), "print(input())\n"),
+        (block("print(input())\n", "") + block("n = int(input())\n"), "print(input())\n"),
+        (block("print(input())\n") + block("n = input()\nprint(n)\n"), "n = input()\nprint(n)\n"),
+        (
+            block("n = input()\n") + block("from sys import stdin, stdout\nstdout.write(next(stdin))\n"),
+            "from sys import stdin, stdout\nstdout.write(next(stdin))\n",
+        ),
+        (
+            block("import sys\nsys.stdout.write(open(0).read())\n") + block("print(1)\n"),
+            "import sys\nsys.stdout.write(open(0).read())\n",
+        ),
         (block("print(1)\n") + block("print(2\n"), "print(1)\n"),
         (block("print(1)\n") + block("echo 1\n", "sh"), "print(1)\n"),
         ("print(1)\n```\nThis prints one.\n", "print(1)\n"),
