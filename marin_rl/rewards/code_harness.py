@@ -8,6 +8,8 @@ exhaust that process. It imports the standard library only and holds no expected
 everything here, which changes only the data that it sends.
 """
 
+import __future__
+
 import ast
 import contextlib
 import itertools
@@ -269,21 +271,25 @@ def print_program(reply: str) -> None:
 def run_calls(reply: str, calls: str) -> None:
     """Call functions of a reply, and write one line for each call: JSON of its number and its value, if it has one.
 
-    Lines are written to stdout. What the code prints goes to stderr. The process ends with the last call.
+    Lines are written to stdout. What the code prints is discarded. The process ends with the last call.
 
     Args:
         reply: the reply, without thoughts.
         calls: the calls as JSON: lists of function, arguments and keyword arguments, encoded.
     """
-    output = os.fdopen(os.dup(1), "w", encoding="ascii")
-    os.dup2(2, 1)
     requests = json.loads(calls)
     code = choose_definitions(reply, [function for function, _, _ in requests])
     if code is None:
         sys.exit("the reply has no complete block of Python code that defines the functions")
+    output = os.fdopen(os.dup(1), "w", encoding="ascii")
+    # The limit on output is for values.
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     # Dataclasses look up the module of their class.
     module = sys.modules["solution"] = types.ModuleType("solution")
-    exec(compile(code, "solution.py", "exec", dont_inherit=True), module.__dict__)
+    # Annotations are not evaluated: methods for LeetCode use `List` without importing it, as it is imported there.
+    flags = __future__.annotations.compiler_flag
+    exec(compile(code, "solution.py", "exec", flags, dont_inherit=True), module.__dict__)
     for number, (function, args, kwargs) in enumerate(requests):
         try:
             value = _find(module, function)(*decode(args), **decode(kwargs))
