@@ -89,7 +89,10 @@ _HEADING = re.compile(r"^[^\w\n]*(?P<final>final[ \t]+)?answers?[^\w\n]*$", re.I
 _DENIAL = re.compile(r"\b(?:not|never|no|cannot|may|might|could|unlikely)\b|n't\b", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?](?=[\s\ue001\"'*_)`<]|$)|\n")
 _NEXT_LINE = re.compile(r"[^\w\n\\]*\n(?:[^\w\n]*\n){0,3}([^\n]*\w[^\n]*)")
-_HEDGE = re.compile(r"\b(?:or|alternatively|maybe|perhaps|possibly|otherwise|not)\b|n't\b", re.IGNORECASE)
+_HEDGE = re.compile(
+    r"\b(?:or|alternatively|maybe|perhaps|possibly|otherwise|not|if|could|suppose|assume|whether)\b|n't\b",
+    re.IGNORECASE,
+)
 _CORRECTION = re.compile(
     r"(?:^|[.!?,;:\n\ue001(-])[ \t*_]*(?:wait|no(?=[,:;.! \n]+(?:[^a-z]|wait|it|that|the|this|i\b))|actually|"
     r"correction|scratch that|oops|sorry|hmm|on second thought)\b"
@@ -178,7 +181,7 @@ def _statements(text: str) -> Iterator[_Mark]:
             if following is None:
                 continue
             stop, content = following.end(), following[1]
-        if _DENIAL.search(stated.groupdict().get("words") or ""):
+        if text[stop : stop + 1] == "?" or _DENIAL.search(stated.groupdict().get("words") or ""):
             content = f"not {content}"
         yield _Mark(stated.start(), stop, content, bool(stated["final"]), "statement")
 

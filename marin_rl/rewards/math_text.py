@@ -51,13 +51,15 @@ _RULES = tuple(
         (r"</?(?:b|i|em|strong|u|code|span|p|answer|final_answer|br ?/?)>", " "),
         (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|boxed|fbox)(?![A-Za-z])\.?", ""),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"(?<![0-9A-Za-z])'([^']{1,100})'(?![0-9A-Za-z])", r"\1"),
+        (r"(?<![0-9A-Za-z])(['\"])([^'\"]{1,100})\1(?![0-9A-Za-z])", r"\2"),
+        (r"\^ ?(-[0-9]{1,20})", r"^{\1}"),
         (r"\.{2,}", r"\\ldots "),
         (r"(?<=[0-9 ])([km]?m|mi|ft|k?g) ?/ ?(h|hr|hour|s|sec|min|m?l)(?![A-Za-z^])", rf"{_UNIT_MARK}\1per\2"),
         (r"(?<=[0-9])(?:\\[,!]|\{,\})(?=[0-9]{3})", ","),
         (r"(?<=[0-9A-Za-z)\]}])\*\*(?=[0-9A-Za-z({-])", "^"),
         (r"(?<=[0-9A-Za-z)\]}]) ?\* ?(?=[0-9A-Za-z(\\{])", r"\\cdot "),
-        (r"\*+|(?<![0-9A-Za-z)\]}])_{1,2}(?=[^ ])|_{1,2}(?![0-9A-Za-z{\\])", ""),
+        (r"\*+", ""),
+        (r"(?<![0-9A-Za-z)\]}\\])(_{1,2})([^_]{1,200})\1(?![0-9A-Za-z{])", r"\2"),
         (r"(?<![\\A-Za-z0-9])~ ?(?=[0-9.])", " about "),
         (r"(?<!\\)\\[,;:! ]|\\q?quad(?![A-Za-z])|~", " "),
         (r"\\%|(?i:(?<=[0-9 ])per ?cent(?:age)?(?![A-Za-z])|(?<=[0-9 ])pct(?![A-Za-z]))", "%"),
@@ -94,6 +96,7 @@ def _plain_text(found: re.Match[str]) -> str:
 def normalize(text: str) -> str:
     """Return the text with LaTeX for Unicode signs, without emphasis, tags and spacing commands."""
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]{1,9}", lambda match: "^{" + match[0].translate(_SUPERSCRIPTS) + "}", text)
+    text = re.sub("[₀₁₂₃₄₅₆₇₈₉]{1,9}", lambda match: "_{" + unicodedata.normalize("NFKC", match[0]) + "}", text)
     text = re.sub(
         "[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]", lambda match: " " + unicodedata.normalize("NFKC", match[0]).replace("⁄", "/"), text
     )
@@ -127,6 +130,9 @@ def split_items(text: str) -> list[tuple[str, str]]:
                 items[-1] = ("m", items[-1][1] + " ")
             continue
         kind = _kind(token, text, in_math, depth > 0)
+        if token[0] == "(" and items and items[-1][0] == "w" and text[token.start() - 1].isalpha():
+            # A function, as in `print(6)`.
+            kind = "?"
         value = f"\\{token[0]} " if token[0] in _FUNCTIONS and kind == "m" else token[0].lstrip(_UNIT_MARK)
         if kind != "m":
             items.append((kind, value))
@@ -152,9 +158,9 @@ def _kind(token: re.Match[str], text: str, in_math: bool, in_brackets: bool) -> 
         return "m" if after.isdigit() and (before.isdigit() or not before.isalpha()) else "p"
     if value == ":":
         return "m" if in_math or (before.isdigit() and after.isdigit()) else "p"
-    if value == "'":
-        return "m" if in_math else "?" if before.isalnum() else "p"
-    return "p" if value in '?"' or (value == "#" and not after.isdigit()) else "?"
+    if value in "'\"":
+        return "m" if in_math and value == "'" else "?" if before.isalnum() else "p"
+    return "p" if value == "?" or (value == "#" and not after.isdigit()) else "?"
 
 
 def _is_word(word: str, before: str, after: str, in_math: bool) -> bool:

@@ -67,7 +67,8 @@ _NUMERALS = word_set(
     """two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen
     nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred hundreds thousand thousands million
     millions billion billions trillion trillions dozen dozens half halves third thirds quarter quarters fourth
-    fourths fifth fifths sixth sixths eighth eighths tenth tenths hundredth hundredths thousandth thousandths"""
+    fourths fifth fifths sixth sixths eighth eighths tenth tenths hundredth hundredths thousandth thousandths
+    tens bn mn lakh lakhs crore crores gross"""
 )
 _CHANGES = word_set(
     """zero one no and but may between to through until versus vs about around approximately approx roughly nearly
@@ -78,7 +79,7 @@ _CHANGES = word_set(
     june july august september october november december"""
 )
 """Words that change the value next to them."""
-_FILLERS = word_set("of the a an be only exactly just")
+_FILLERS = word_set("at of the a an be only exactly just")
 
 
 def read(text: str) -> Answer | None:
@@ -313,7 +314,7 @@ def _scalar(text: str) -> Scalar | None:
     elif (degrees := re.search(r" ?°( ?[CF])?$", text)) is not None:
         text, unit = text[: degrees.start()], "degree" + (degrees[1] or "").strip()
     text = _compact(text)
-    is_unknown = re.search(rf"[{CURRENCY}€£¥₹°&]|^[-+]{{2}}|[-+*/^]$", text) is not None
+    is_unknown = re.search(rf"[{CURRENCY}€£¥₹°&]|^[-+]{{2}}|^[_^*/]|[-+*/^]$", text) is not None
     if not text or is_unknown or (re.search(r"[0-9] [0-9]", text) and number(text) is None):
         return None
     return Scalar(text.removeprefix("+"), unit=unit)

@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from marin_rl.rewards.math_answers import find_answer
+from marin_rl.rewards.math_text import word_set
 from marin_rl.rewards.math_values import Answer, Group, Scalar, Value, Words, number
 
 
@@ -148,12 +149,19 @@ def _is_rounded(text: str, exact: Any) -> bool:
     )
 
 
+_COMMANDS = word_set(
+    """frac sqrt binom pi infty cdot times div pm sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp
+    lfloor rfloor lceil rceil alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda mu nu xi rho sigma
+    tau phi varphi chi psi omega Gamma Delta Theta Lambda Sigma Phi Psi Omega"""
+)
+"""Commands of expressions that are computed; others, such as `phantom` and `max`, are compared as text."""
 _LARGE = re.compile(r"[0-9]{31}|\^ ?\{?[-+(]*[0-9]{4}|!!|[0-9]{4}!|\)!|\}!|\\binom\{[0-9]{4}")
 
 
 def _is_small(text: str) -> bool:
-    """Whether sympy can evaluate an expression quickly: no large exponents, nested powers or factorials."""
-    if len(text) > 200 or _LARGE.search(text) or not text.isascii():
+    """Whether sympy can evaluate an expression, and quickly: no large exponents, nested powers or factorials."""
+    commands = re.findall(r"\\([A-Za-z]+)", text)
+    if len(text) > 200 or _LARGE.search(text) or not text.isascii() or not _COMMANDS.issuperset(commands):
         return False
     for power in re.finditer(r"\^", text):
         exponent = text[power.end() :]
@@ -197,12 +205,21 @@ def _equal_constants(one: Any, text: str, other: Any, other_text: str) -> bool:
     return _is_rounded(text, Fraction(str(other))) or _is_rounded(other_text, Fraction(str(one)))
 
 
+_DECIMALS = re.compile(r"[0-9]*\.[0-9]+")
+
+
+def _as_fraction(decimal: re.Match[str]) -> str:
+    """Write a decimal number as a fraction, because sympy would round it."""
+    value = Fraction(decimal[0])
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
 def _parse(text: str) -> Any:
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
     try:
         value = latex2sympy(
-            text.replace("%", r"\%"),
+            _DECIMALS.sub(_as_fraction, text.replace("%", r"\%")),
             is_real=None,
             convert_degrees=False,
             normalization_config=None,
