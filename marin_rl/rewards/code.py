@@ -32,6 +32,9 @@ from marin_rl.rewards.sandbox.pool import PythonResult, Sandbox
 from marin_rl.types import Task
 
 _HARNESS = Path(code_harness.__file__).read_text(encoding="utf-8")
+MAX_NAMED = 20
+"""Maximum number of tasks with invalid tests that an error names."""
+
 _NAME = r"[^\W\d]\w*"
 
 
@@ -124,17 +127,24 @@ class CodeRewardConfig(RewardComponentConfig):
         """Check that the answers are tests.
 
         Raises:
-            RewardConfigError: if one is not; the message names the task and the test.
+            RewardConfigError: if any are not; the message names a task and its test, and up to 19 further tasks.
         """
+        invalid = []
         for task in tasks:
             try:
                 parse_tests(task.answer)
             except CodeTestsError as error:
-                question = task.messages[-1]["content"] if task.messages else ""
-                raise RewardConfigError(
-                    f"reward {self.name!r}: task {task.id!r} of environment {task.environment!r}, with the question "
-                    f"{question[:100]!r}: {error}"
-                ) from error
+                invalid.append((task, error))
+            if len(invalid) == MAX_NAMED:
+                break
+        if invalid:
+            task, error = invalid[0]
+            question = task.messages[-1]["content"] if task.messages else ""
+            others = ", ".join(repr(other.id) for other, _ in invalid[1:])
+            raise RewardConfigError(
+                f"reward {self.name!r}: task {task.id!r} of environment {task.environment!r}, with the question "
+                f"{question[:100]!r}: {error}" + (f". Other tasks with invalid tests: {others}" if others else "")
+            ) from error
 
 
 class CodeReward:

@@ -336,13 +336,18 @@ def test_deeply_nested_values_are_refused():
 
 
 def test_answers_are_checked_before_the_run():
-    def task(ground_truth: str) -> Task:
-        return Task("row_7", "arithmetic", ({"role": "user", "content": "Write f."},), ground_truth)
+    def task(ground_truth: str, name: str = "row_7") -> Task:
+        return Task(name, "arithmetic", ({"role": "user", "content": "Write f."},), ground_truth)
 
     good, bad = '{"asserts": ["assert f(1) == 2"]}', '{"asserts": ["assert f(1) == 2", "assert sorted(f(1)) == [2]"]}'
     CodeRewardConfig().check_answers([task(good)])
     with pytest.raises(RewardConfigError, match=r"(?s)task 'row_7' .*'Write f.'.*'assert sorted\(f\(1\)\) == \[2\]'"):
         CodeRewardConfig().check_answers([task(good), task(bad)])
+    # One start finds all of them.
+    with pytest.raises(RewardConfigError, match=r"(?s)task 'row_1'.*: 'row_2', 'row_4'$"):
+        CodeRewardConfig().check_answers(
+            task(tests, f"row_{number}") for number, tests in enumerate((good, bad, bad, good, "{}"))
+        )
 
 
 REPLY = "```python\ndef add(a, b): return a + b\n```"
