@@ -8,13 +8,36 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 
 from marin_rl.errors import UserError, nearest
 from marin_rl.escaping import escape_line
 
 DETAIL = 400
 """Maximum characters of gcloud's message in an error."""
+
+
+_FLAG = re.compile(r"--([a-z][-a-z0-9]*)(=.*)?", re.DOTALL)
+
+
+def check_flags(key: str, flags: Iterable[str], own: Set[str]) -> None:
+    """Check further flags of a gcloud command.
+
+    Args:
+        key: key of the setting, for the error message.
+        flags: the flags.
+        own: names of the flags that the launch sets itself.
+
+    Raises:
+        ValueError: if one is not of the form --NAME or --NAME=VALUE, or is set by the launch.
+    """
+    for flag in flags:
+        match = _FLAG.fullmatch(flag)
+        if match is None or match[1] in own or "\0" in flag:
+            raise ValueError(
+                f"{key} contains {flag!r}; give further flags as --NAME=VALUE, and use the keys of this config for the "
+                "others"
+            )
 
 
 class GcloudError(UserError):
@@ -185,6 +208,8 @@ def check_writable(gcloud: Gcloud, folder: str) -> None:
     Raises:
         GcloudError: if it cannot be written.
     """
+    if wrong := sorted(set("*?[]#") & set(folder)):
+        raise GcloudError(f"run_dir is {folder!r}; gcloud reads {wrong[0]} as a pattern, so choose a name without it")
     file = f"{folder.rstrip('/')}/.launch_write_check"
     try:
         gcloud.run("storage", "cp", "-", file, stdin="written by marin_rl.launch\n")

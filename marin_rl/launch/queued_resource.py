@@ -12,7 +12,7 @@ from typing import Any
 
 from marin_rl.config_fields import check_at_least, convert_enum_fields
 from marin_rl.errors import nearest
-from marin_rl.launch.gcloud import Gcloud, GcloudError, NotFoundError
+from marin_rl.launch.gcloud import Gcloud, GcloudError, NotFoundError, check_flags
 from marin_rl.planning.chips import GENERATIONS, accelerator_type
 
 
@@ -39,9 +39,10 @@ RUNTIME_VERSIONS = {
 
 DELETE_TIMEOUT = 1800.0
 """Seconds in which a queued resource with its slices must be deleted."""
-_OWN_FLAGS = re.compile(
-    r"--(accelerator-type|runtime-version|node-id|node-count|node-prefix|spot|reserved|zone|project|async)\b.*"
-)
+_OWN_FLAGS = {
+    *("accelerator-type", "runtime-version", "node-id", "node-count", "node-prefix", "spot", "reserved", "zone"),
+    *("project", "async"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +68,13 @@ class SlicesConfig:
         given = self.tpu_type
         object.__setattr__(self, "tpu_type", accelerator_type(given))
         generation, _, size = self.tpu_type.partition("-")
-        if generation not in RUNTIME_VERSIONS or not size.isdecimal() or int(size) < 1:
+        is_number = size.isdecimal() and size.isascii() and int(size) > 0
+        if generation not in RUNTIME_VERSIONS or not is_number:
             hint = nearest(generation, dict.fromkeys([*RUNTIME_VERSIONS, *GENERATIONS]))
             raise ValueError(f"tpu_type is {given!r}; it must be GENERATION-SIZE, such as v5p-32; {hint}")
-        if wrong := [flag for flag in self.create_flags if not flag.startswith("--") or _OWN_FLAGS.fullmatch(flag)]:
-            raise ValueError(
-                f"create_flags contains {wrong[0]!r}; give further flags as --NAME=VALUE, and use the keys of this "
-                "config for the others"
-            )
+        if self.runtime_version is not None and not re.fullmatch(r"[a-z0-9][-.a-z0-9]*", self.runtime_version):
+            raise ValueError(f"runtime_version is {self.runtime_version!r}; it must be a name, such as v2-alpha-tpuv5")
+        check_flags("create_flags", self.create_flags, _OWN_FLAGS)
 
 
 class Stage(enum.Enum):

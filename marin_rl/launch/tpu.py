@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from marin_rl.config.decode import ConfigError
 from marin_rl.config_fields import check_at_least
-from marin_rl.launch.gcloud import Gcloud
+from marin_rl.launch.gcloud import Gcloud, check_flags
 from marin_rl.launch.hosts import Hosts
 from marin_rl.launch.jobs import Group, Job, JobsConfig, Launch
 from marin_rl.launch.queued_resource import QueuedResource, SlicesConfig
@@ -70,10 +70,13 @@ class TpuConfig:
                     f"tpu_name is {self.tpu_name!r}; it must have at most {_MAX_NODE_NAME - len(suffix)} characters, "
                     f"because the last of the rollout_slices is named TPU_NAME{suffix}; shorten it"
                 )
-        if not re.fullmatch(r"[a-z]+-[a-z]+\d+-[a-z]", self.zone):
+        if not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+-[a-z]", self.zone):
             raise ValueError(f"zone is {self.zone!r}; it must be a zone, such as us-east5-a")
-        if not re.fullmatch(r"all|\d+", self.worker):
+        if not re.fullmatch(r"all|[0-9]+", self.worker):
             raise ValueError(f"worker is {self.worker!r}; it must be the index of a host, or all")
+        if self.project is not None and not re.fullmatch(r"[a-z0-9][-.:a-z0-9]*", self.project):
+            raise ValueError(f"project is {self.project!r}; it must be the id of a project, such as my-project-123")
+        check_flags("ssh_flags", self.ssh_flags, {"command", "worker", "recurse", "zone", "project"})
         if self.supervisor.folder is not None:
             raise ValueError("supervisor.folder is set by this command; remove it")
         check_at_least(self, "tpu", log_lines=1)

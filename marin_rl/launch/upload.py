@@ -53,6 +53,8 @@ class CodeConfig:
         wrong = [name for name in (*self.env, *self.secrets) if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)]
         if wrong:
             raise ValueError(f"invalid name of an environment variable: {', '.join(map(repr, wrong))}")
+        if unfit := [name for name, value in self.env.items() if not _is_script_text(value)]:
+            raise ValueError(f"env.{unfit[0]} has a zero byte or half a character; correct its value")
         if both := sorted(set(self.env) & set(self.secrets)):
             raise ValueError(f"{', '.join(both)} is in both env and secrets; keep one of them")
 
@@ -130,15 +132,22 @@ def environment_script(config: CodeConfig, *, hide: bool = False) -> str:
         hide: whether to replace the values of secrets.
 
     Raises:
-        UploadError: if a secret is not set in the environment of this process.
+        UploadError: if a secret is not set in the environment of this process, or is not text.
     """
     if absent := [name for name in config.secrets if name not in os.environ]:
         raise UploadError(
             f"secrets names {', '.join(absent)}, which is not set in the environment of this command; export it, or "
             "remove it from secrets"
         )
+    if unfit := [name for name in config.secrets if not _is_script_text(os.environ[name])]:
+        raise UploadError(f"the value of the secret {unfit[0]} is not UTF-8 text; export it again")
     values = config.env | {name: HIDDEN if hide else os.environ[name] for name in config.secrets}
     return "".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items())
+
+
+def _is_script_text(text: str) -> bool:
+    """Whether a script can contain the text."""
+    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def job_script(command: Sequence[str]) -> str:

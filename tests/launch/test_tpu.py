@@ -61,6 +61,27 @@ def test_common_names_of_types_become_googles(common: str) -> None:
     assert config.slices.tpu_type == config.rollout_slices.tpu_type == "v5litepod-8"
 
 
+HOSTILE = [
+    *("$(touch x)", "`touch x`", "a;touch x", "a'b", 'a"b', "a\nb", "a\0b", "-x", "--x", "--", "a b", "a|b", "a&b"),
+    *("a>x", "*", "~", "$HOME", "a\\b", "#a", "!a", "{a,b}", "\ud800", "\u202e", "--zone=b", "--zone=b\nc", "=a"),
+    "--command=touch x",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize(
+    "key", ["tpu_name", "zone", "project", "worker", "ssh_flags", "tpu_type", "runtime_version", "create_flags"]
+)
+def test_text_for_gcloud_is_a_name_or_a_flag(key: str, text: str) -> None:
+    if (key == "create_flags" and text == "--command=touch x") or ("flags" in key and text == "--x"):
+        pytest.skip("gcloud refuses flags that it does not know")
+    value: Any = [text] if "flags" in key else text
+    in_slices = key in ("tpu_type", "runtime_version", "create_flags")
+    changes = {"slices": VALID["slices"] | {key: value}} if in_slices else {key: value}
+    with pytest.raises(ConfigError, match=rf"{key} (is|contains) "):
+        decode(TpuConfig, VALID | changes)
+
+
 @pytest.mark.parametrize(("length", "num_slices"), [(52, 10), (51, 100)])
 def test_names_of_rollout_slices_have_at_most_63_characters(length: int, num_slices: int) -> None:
     rollouts = {"tpu_type": "v5p-8", "num_slices": num_slices}

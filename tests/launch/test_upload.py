@@ -2,10 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from marin_rl.launch.upload import (
     CodeConfig,
@@ -17,12 +20,6 @@ from marin_rl.launch.upload import (
     write_upload,
 )
 from tests.launch.conftest import Project
-
-
-def evaluated(script: str, name: str) -> str:
-    """Value of a variable after a script."""
-    command = ["bash", "-c", f"set -a; . /dev/stdin; set +a; printenv {name}"]
-    return subprocess.run(command, input=script, capture_output=True, text=True, check=True).stdout[:-1]
 
 
 def test_tracked_and_untracked_files_are_listed_and_ignored_ones_are_not(project: Project) -> None:
@@ -46,11 +43,47 @@ def test_bad_folders(tmp_path: Path, project: Project, monkeypatch: pytest.Monke
         code_files(project.folder)
 
 
-@pytest.mark.parametrize("value", ["", "a b", "it's", 'say "x"', "$HOME `id` \\", "two\nlines", "-x=1"])
-def test_environment_values_are_exact(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKEN", value)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")) | st.sampled_from(
+    [
+        "$(touch x)",
+        "`touch x`",
+        "';touch x;'",
+        '";touch x;"',
+        "\ntouch x\n",
+        "-x=1",
+        "--",
+        "~",
+        "*",
+        "a\\",
+        "!!",
+        "\r",
+        "$'\\x41'",
+    ]
+)
+
+
+@hypothesis.given(value=TEXTS, other=TEXTS)
+@hypothesis.settings(max_examples=40, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+def test_no_shell_interprets_values_and_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, other: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOKEN", other)
     script = environment_script(CodeConfig(env={"A": value}, secrets=("TOKEN",)))
-    assert evaluated(script, "A") == evaluated(script, "TOKEN") == value
+    show = [sys.executable, "-c", "import os, sys; print(ascii([os.environ['A'], os.environ['TOKEN'], *sys.argv[1:]]))"]
+    script = f"set -a; {script}{job_script([*show, value, other])}"
+    said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert (said.stdout, said.stderr) == (f"{[value, other, value, other]!a}\n", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", ["a\0b", "a\udcff"])
+def test_values_that_no_script_can_contain_are_refused_by_name(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"env\.A has a zero byte or half a character"):
+        CodeConfig(env={"A": value})
+    monkeypatch.setattr("os.environ", {"TOKEN": value})
+    with pytest.raises(UploadError, match="the value of the secret TOKEN is not UTF-8 text"):
+        environment_script(CodeConfig(secrets=("TOKEN",)))
 
 
 def test_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
