@@ -367,6 +367,24 @@ def read_range(path: StoragePath, start: int, stop: int) -> bytes:
         return file.read(stop - start)
 
 
+MAX_DESCRIPTION_BYTES = 256 * 2**20
+"""Maximum size of a file that describes a model or a tokenizer; the largest tokenizers have 40 MB."""
+
+
+def check_descriptions(folder: Path) -> None:
+    """Check that the files of a model's folder that are read as a whole fit into memory.
+
+    Raises:
+        ValueError: if one is too large; the message names it.
+    """
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".json", ".jinja", ".model", ".txt") and path.stat().st_size > MAX_DESCRIPTION_BYTES:
+            raise ValueError(
+                f"{str(path)!r} has {path.stat().st_size / 2**20:,.0f} MiB, more than the "
+                f"{MAX_DESCRIPTION_BYTES // 2**20} MiB that such a file may have; use the original file of the model"
+            )
+
+
 def remove(path: StoragePath) -> None:
     """Remove a folder, file or symbolic link if it exists."""
     if isinstance(path, RemotePath):

@@ -17,6 +17,8 @@ from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.hub import cached_file
 
+from marin_rl.storage import check_descriptions
+
 logger = logging.getLogger(__name__)
 
 MODEL_TYPES = ("gemma", "gemma2", "gpt2", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3")
@@ -47,6 +49,7 @@ def read_hf_config(checkpoint: str) -> PretrainedConfig:
     Raises:
         PolicyModelError: if there is no readable config, its architecture is not supported, or a key in it cannot be
             translated.
+        ValueError: if a file is too large to be read.
     """
     folder = Path(checkpoint)
     if (folder.is_absolute() or folder.is_dir()) and not (folder / "config.json").is_file():
@@ -56,6 +59,8 @@ def read_hf_config(checkpoint: str) -> PretrainedConfig:
             f"no model in Hugging Face format at {checkpoint!r}: it {problem}; name a folder with config.json and "
             "safetensors files, a hub name or a finished run"
         )
+    if folder.is_dir():
+        check_descriptions(folder)
     try:
         path = cached_file(checkpoint, "config.json")
         raw = json.loads(Path(cast(str, path)).read_text(encoding="utf-8"))
@@ -106,14 +111,20 @@ def _is_positive(value: object) -> bool:
 
 
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+MAX_LAYERS = 10_000
+"""Maximum number of layers; the time to build a model grows with it."""
 _SETTINGS: _Rules = {
-    "a positive integer": (
-        lambda value: type(value) is int and value > 0,
+    "a positive integer below 2**31": (
+        lambda value: type(value) is int and 0 < value < 2**31,
         (
-            *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+            *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
             *("head_dim", "vocab_size", "max_position_embeddings", "sliding_window", "num_local_experts"),
-            *("num_experts_per_tok", "n_embd", "n_layer", "n_head", "n_inner", "n_positions"),
+            *("num_experts_per_tok", "n_embd", "n_head", "n_inner", "n_positions"),
         ),
+    ),
+    f"a positive integer of at most {MAX_LAYERS}": (
+        lambda value: type(value) is int and 0 < value <= MAX_LAYERS,
+        ("num_hidden_layers", "n_layer"),
     ),
     "a positive number": (
         _is_positive,

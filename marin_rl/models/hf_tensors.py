@@ -111,7 +111,10 @@ def _file_names(checkpoint: str) -> list[str]:
     if index is None:
         return ["model.safetensors"]
     weight_map: Mapping[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-    return sorted(set(weight_map.values()))
+    names = sorted(set(weight_map.values()))
+    if outside := [name for name in names if Path(name).name != name]:
+        raise ValueError(f"model.safetensors.index.json names {outside[0]!r}, which is not a file of the folder")
+    return names
 
 
 def _refuse_pickled(checkpoint: str) -> None:

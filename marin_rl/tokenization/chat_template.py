@@ -17,6 +17,8 @@ import functools
 import itertools
 import json
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,6 +37,7 @@ _BOUNDARY = "\ufdd0boundary\ufdd1"
 _ANCHOR = "\ufdd2"
 
 _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_GENERATION_BLOCKS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
 # transformers caches compiled templates per process and tracks generation blocks in the compiled template, so
 # concurrent renderings of one template would corrupt each other's masks.
@@ -61,6 +64,7 @@ _PROBE_TOOL: ToolSchema = {
     },
 }
 _PROBE = [{"role": "user", "content": "probe"}]
+_PROBE_REPLY = {"role": "assistant", "content": "probe-reply"}
 
 
 class ChatTemplateError(ValueError):
@@ -91,8 +95,7 @@ class ChatTemplate:
     @functools.cached_property
     def renders_tool_role(self) -> bool:
         """Whether the template renders messages with the role `tool`; other templates drop or reject them."""
-        reply = {"role": "assistant", "content": "probe-reply"}
-        return self._renders("probe-answer", [*_PROBE, reply, {"role": "tool", "content": "probe-answer"}])
+        return self._renders("probe-answer", [*_PROBE, _PROBE_REPLY, {"role": "tool", "content": "probe-answer"}])
 
     def _renders(self, text: str, messages: Sequence[dict[str, str]], tools: Sequence[ToolSchema] = ()) -> bool:
         try:
@@ -154,14 +157,70 @@ class ChatTemplate:
                     strftime_now=TEMPLATE_DATE.strftime,
                     **self.variables,
                 )
-        except (jinja2.TemplateError, TypeError) as error:
-            # Templates raise TypeError for tools that are not as they expect.
+        except Exception as error:
+            # Any exception type: a template is a program, which may divide by zero or recurse without end.
             roles = [message["role"] for message in messages]
+            kind = "" if isinstance(error, jinja2.TemplateError | TypeError) else f"{type(error).__name__}: "
             raise ChatTemplateError(
-                f"the chat template of {self.owner} rejects a conversation with roles {roles}: {error}"
+                f"the chat template of {self.owner} rejects a conversation with roles {roles}: {kind}{error}"
             ) from error
         texts, spans = rendered
         return texts[0], spans[0] if track else []
+
+
+def check_template_ends(source: str, owner: str) -> None:
+    """Render a template once in a process with limits, because it may loop, or build a text, without end.
+
+    A template that does so only for some conversations is not found.
+
+    Args:
+        source: source of the Jinja template.
+        owner: name of the tokenizer, for error messages.
+
+    Raises:
+        ChatTemplateError: if the process exceeds its time or memory; other problems of the template are not reported.
+    """
+    given = json.dumps({"source": _GENERATION_BLOCKS.sub("", source), "messages": [*_PROBE, _PROBE_REPLY, *_PROBE]})
+    command = [sys.executable, "-c", _TRIAL.format(seconds=TRIAL_SECONDS, memory=TRIAL_MEMORY)]
+    try:
+        trial = subprocess.run(command, input=given.encode(), capture_output=True, timeout=TRIAL_TIMEOUT, check=False)
+        is_within_limits = trial.returncode >= 0 and trial.returncode != _OUT_OF_MEMORY
+    except subprocess.TimeoutExpired:
+        is_within_limits = False
+    if not is_within_limits:
+        raise ChatTemplateError(
+            f"the chat template of {owner} does not render a message within {TRIAL_SECONDS} s and "
+            f"{TRIAL_MEMORY // 2**20} MiB; use another one with tokenizer.chat_template"
+        )
+
+
+TRIAL_SECONDS = 5
+"""CPU seconds for a template to render a short conversation; real ones take milliseconds."""
+TRIAL_MEMORY = 2**30
+"""Address space of that process, in bytes."""
+TRIAL_TIMEOUT = 120.0
+"""Wall-clock seconds of that process."""
+_OUT_OF_MEMORY = 3
+# As in transformers, which takes seconds to import; without the tags of generation blocks.
+_TRIAL = f"""
+import json, resource, sys
+import jinja2.ext, jinja2.sandbox
+resource.setrlimit(resource.RLIMIT_CPU, ({{seconds}}, {{seconds}}))
+resource.setrlimit(resource.RLIMIT_AS, ({{memory}}, {{memory}}))
+given = json.load(sys.stdin)
+def refuse(message):
+    raise jinja2.TemplateError(message)
+extensions = [jinja2.ext.loopcontrols]
+environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+environment.filters["tojson"] = lambda value, **_: json.dumps(value)
+environment.globals.update(raise_exception=refuse, strftime_now=lambda format: "")
+try:
+    environment.from_string(given["source"]).render(messages=given["messages"], add_generation_prompt=True)
+except MemoryError:
+    sys.exit({_OUT_OF_MEMORY})
+except Exception:
+    pass
+"""
 
 
 class TemplateEncoder:

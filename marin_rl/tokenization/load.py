@@ -17,7 +17,9 @@ from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 from transformers.utils.hub import cached_file
 
 from marin_rl.config_fields import LOCAL_PATH
+from marin_rl.storage import check_descriptions
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.chat_template import check_template_ends
 
 PAD = "<|pad|>"
 END = "<|end|>"
@@ -124,7 +126,7 @@ class TokenizerConfig:
 
         Raises:
             TokenizerLoadError: if the folder, the hub or the template file cannot be read.
-            ChatTemplateError: if there is no chat template.
+            ChatTemplateError: if there is no chat template, or it does not end.
 
         >>> TokenizerConfig().build().vocab_size
         264
@@ -134,6 +136,8 @@ class TokenizerConfig:
             tokenizer.chat_template = plain_template(tokenizer)
         elif self.chat_template is not None:
             tokenizer.chat_template = _read_template(Path(self.chat_template))
+        if tokenizer.chat_template != CHAT_TEMPLATE and self.chat_template != PLAIN:
+            _check_templates_end(tokenizer)
         chat = ChatTokenizer(tokenizer, () if self.path is None else _stop_ids(self.path))
         if unknown := [token for token in chat.more_stop_token_ids if token >= chat.vocab_size]:
             raise TokenizerLoadError(
@@ -141,6 +145,14 @@ class TokenizerConfig:
                 f"its tokenizer has {chat.vocab_size} tokens; use the tokenizer that belongs to the model"
             )
         return chat
+
+
+def _check_templates_end(tokenizer: PreTrainedTokenizerBase) -> None:
+    templates: object = tokenizer.chat_template
+    for template in templates.values() if isinstance(templates, dict) else [templates]:
+        # The tokenizer reports a missing template, and one that is not text.
+        if isinstance(template, str):
+            check_template_ends(template, tokenizer.name_or_path)
 
 
 def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -167,6 +179,8 @@ def _load(path: str) -> PreTrainedTokenizerBase:
     folder = Path(path).expanduser()
     if not folder.is_dir() and _HUB_NAME.fullmatch(path) is None:
         raise TokenizerLoadError(f"the tokenizer folder {path} does not exist; correct tokenizer.path")
+    if folder.is_dir():
+        check_descriptions(folder)
     try:
         return _from_files(str(folder) if folder.is_dir() else path)
     except TokenizerLoadError:

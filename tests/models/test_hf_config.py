@@ -12,6 +12,7 @@ from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, Llama3RotaryEm
 from marin_rl.models.conversion import levanter_config
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.rotary import LinearRotaryConfig, YarnRotaryConfig
+from marin_rl.tokenization.load import TokenizerConfig
 from tests.models.hf_checkpoint import record, write_config
 from tests.models.hf_oracle.make_oracle import CASES, LINEAR, YARN
 
@@ -161,3 +162,24 @@ def test_error_names_an_unreadable_config(tmp_path: Path, text: str):
     (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(PolicyModelError, match=r"no model in Hugging Face format at|is not a JSON object"):
         read_hf_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_hidden_layers", 10**9), ("hidden_size", 2**40), ("vocab_size", 10**400), ("max_position_embeddings", 2**62)],
+)
+def test_sizes_without_limit_are_rejected(tmp_path: Path, name: str, value: int):
+    with pytest.raises(PolicyModelError, match=rf"sets {name} to {value}; it must be a positive integer"):
+        read(tmp_path, {**record("llama")["config"], name: value})
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "model.safetensors.index.json", "chat_template.jinja"]
+)
+def test_a_description_that_fills_the_memory_is_rejected(tmp_path: Path, name: str):
+    (tmp_path / "config.json").touch()
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(20 * 2**30)
+    for read_folder in (read_hf_config, lambda folder: TokenizerConfig(folder).build()):
+        with pytest.raises(ValueError, match=rf"{name}' has 20,480 MiB, more than the 256 MiB"):
+            read_folder(str(tmp_path))

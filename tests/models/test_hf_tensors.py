@@ -97,6 +97,19 @@ def test_error_names_a_damaged_index(tmp_path: Path, index: str):
         read_tensor_shapes(checkpoint)
 
 
+@pytest.mark.parametrize(
+    "place", ["../outside.safetensors", "{folder}/outside.safetensors", "a/../../outside.safetensors"]
+)
+def test_an_index_names_no_file_outside_of_the_folder(tmp_path: Path, place: str):
+    (tmp_path / "model").mkdir()
+    checkpoint = write_checkpoint(tmp_path / "model", "llama")
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    files = dict.fromkeys(record("llama")["tensors"], place.format(folder=tmp_path))
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(PolicyModelError, match="which is not a file of the folder"):
+        read_tensor_shapes(checkpoint)
+
+
 @pytest.mark.parametrize("data", [b"", b"\xff" * 7, (2**60).to_bytes(8, "little") + b"{}"])
 def test_error_names_a_damaged_file(tmp_path: Path, data: bytes):
     checkpoint = write_checkpoint(tmp_path, "llama")

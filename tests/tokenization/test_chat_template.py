@@ -6,8 +6,15 @@ import sys
 
 import pytest
 
+from marin_rl.tokenization import chat_template
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.tokenization.chat_template import ChatTemplate, ChatTemplateError, TemplateEncoder, unused_mark
+from marin_rl.tokenization.chat_template import (
+    ChatTemplate,
+    ChatTemplateError,
+    TemplateEncoder,
+    check_template_ends,
+    unused_mark,
+)
 from marin_rl.tokenization.load import CHAT_TEMPLATE, byte_tokenizer
 
 TEMPLATE = ChatTemplate(CHAT_TEMPLATE, {}, "the test's tokenizer")
@@ -29,6 +36,48 @@ def test_a_broken_template_is_an_error_that_names_the_tokenizer():
     broken = ChatTemplate("{% for %}", {}, "broken-tokenizer")
     with pytest.raises(ChatTemplateError, match="broken-tokenizer"):
         broken.render([{"role": "user", "content": "u"}], add_generation_prompt=True)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 1/0 }}",
+        "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages[9].x }}",
+        "{% for a in range(10**9) %}{% endfor %}",
+        "{{ cycler.__init__.__globals__.os.popen('touch x').read() }}",
+    ],
+)
+def test_errors_of_a_template_are_its_own(source: str, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ChatTemplateError, match="the chat template of t rejects a conversation"):
+        ChatTemplate(source, {}, "t").render([{"role": "user", "content": "u"}], add_generation_prompt=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% generation %}{{ 'x' * 20000000000 }}{% endgeneration %}",
+        "{% set a = namespace(b='x') %}{% for i in range(60) %}{% set a.b = a.b + a.b %}{% endfor %}",
+        "{{ range(99999) | join('x' * 100000) }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ '%20000000000d' % 1 }}",
+    ],
+)
+def test_a_template_without_end_is_refused(source: str, monkeypatch):
+    monkeypatch.setattr(chat_template, "TRIAL_SECONDS", 1)
+    with pytest.raises(ChatTemplateError, match="the chat template of t does not render a message within 1 s"):
+        check_template_ends(source, "t")
+
+
+@pytest.mark.parametrize(
+    "source", [CHAT_TEMPLATE, "{% if", "{{ 1/0 }}", "{{ raise_exception('no') }}", "{%- generation -%}"]
+)
+def test_the_trial_reports_no_other_problem(source: str):
+    check_template_ends(source, "t")
 
 
 def test_templates_with_the_date_do_not_depend_on_the_clock():
