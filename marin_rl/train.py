@@ -54,7 +54,7 @@ def _run(arguments: Sequence[str]) -> int:
         print(escape(f"{to_yaml(config)}\n{sizes}"))
         return 0
     go_on_without_output()
-    run_session(parsed.config, sys.stdout, accept_changed_files="accept_changed_files" in parsed.flags)
+    run_session(parsed.config, sys.stdout, accept_changes="accept_changes" in parsed.flags)
     return 0
 
 

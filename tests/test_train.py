@@ -152,7 +152,7 @@ def test_training_starts_from_the_weights_of_a_finished_run(
 def test_interrupt_before_the_first_update_exits_with_130(
     new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ):
-    def interrupted(config: object, stream: object) -> None:
+    def interrupted(config: object, stream: object, **options: bool) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("marin_rl.training.session.run_session", interrupted)
@@ -161,7 +161,7 @@ def test_interrupt_before_the_first_update_exits_with_130(
 
 
 def test_errors_are_escaped(new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capfd: Capture):
-    def failed(config: object, stream: object) -> None:
+    def failed(config: object, stream: object, **options: bool) -> None:
         raise ValueError("task \x1b[2J\nis wrong")
 
     monkeypatch.setattr("marin_rl.training.session.run_session", failed)
@@ -177,7 +177,7 @@ def test_early_warnings_have_the_format_of_the_log(
 ):
     from marin_rl import evaluate
 
-    def warn(*arguments: object) -> None:
+    def warn(*arguments: object, **options: bool) -> None:
         logging.getLogger("marin_rl.models").warning("key \x1b[2J is ignored")
         raise ValueError("stopped")
 
@@ -192,7 +192,7 @@ def test_early_warnings_have_the_format_of_the_log(
 
 
 def test_internal_errors_keep_their_traceback(new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch):
-    def broken(config: object, stream: object) -> None:
+    def broken(config: object, stream: object, **options: bool) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr("marin_rl.training.session.run_session", broken)

@@ -51,9 +51,7 @@ MIN_THREADS = 64
 CONFIG_OPTIONS = ("config", "config_path")
 """Names of the option for the config file; `config_path` is levanter's name."""
 
-RESUME_FLAGS = {
-    "accept_changed_files": "Resume although files that the run reads or has written were changed; log and record it."
-}
+RESUME_FLAGS = {"accept_changes": "Resume although files of the run were changed, and record the changes."}
 """Flags of marin_rl.train that commands which start it pass on."""
 
 

@@ -86,7 +86,6 @@ def overview_text(flags: Mapping[str, str], sections: Iterable[str]) -> str:
     Returns:
         The text, ending with a newline.
     """
-    usage = " ".join(f"[--{flag}]" for flag in flags)
     options = {
         "--config FILE": "YAML file with the config; of several files, later ones have precedence",
         "--KEY VALUE": "override a key of the file, such as --rollouts.group_size 16; VALUE is YAML",
@@ -97,9 +96,9 @@ def overview_text(flags: Mapping[str, str], sections: Iterable[str]) -> str:
     names = textwrap.fill(", ".join(sections), OVERVIEW_WIDTH, initial_indent="  ", subsequent_indent="  ")
     return "\n".join(
         [
-            f"usage: python -m marin_rl.train --config FILE [--KEY VALUE ...] {usage} [--help [SECTION]]",
+            "usage: python -m marin_rl.train --config FILE [--KEY VALUE ...] [OPTIONS] [--help [SECTION]]",
             "",
-            *(f"  {option:15} {doc}" for option, doc in options.items()),
+            *(f"  {option:16} {doc}" for option, doc in options.items()),
             "",
             "Most important keys, with their defaults:",
             *(f"  {key:26} {default:10} {doc}" for key, default, doc in COMMON_KEYS),

@@ -164,7 +164,7 @@ def _parse(line: bytes, path: StoragePath, number: int) -> dict[str, int | float
     except _NO_RECORD as error:
         raise RunDirectoryError(
             f"{path}:{number} is not the record of a step ({error}); restore the line, or resume the run with "
-            "--accept_changed_files, which removes the lines that are not records"
+            "--accept_changes, which removes the lines that are not records"
         ) from error
 
 

@@ -102,7 +102,7 @@ def open_run(
     stop_requested: Callable[[], bool] = lambda: False,
     check_lock: Callable[[], None] = lambda: None,
     *,
-    accept_changed_files: bool = False,
+    accept_changes: bool = False,
 ) -> TrainingRun:
     """Start a run, or resume it from its newest valid checkpoint.
 
@@ -114,7 +114,7 @@ def open_run(
         report: called with each progress message.
         stop_requested: returns whether this process was asked to stop; called during a warm start and evaluations.
         check_lock: called before rollouts are stored; raises RunDirectoryError if another process has taken the lock.
-        accept_changed_files: whether to resume although files that the run reads or has written were changed.
+        accept_changes: whether to resume although files that the run reads or has written were changed.
 
     Raises:
         KeyboardInterrupt: after SIGINT or SIGTERM while the run is prepared or its weights are loaded.
@@ -130,7 +130,7 @@ def open_run(
             loaded = parts.checkpoints.restore_newest(functools.partial(_load, config, parts))
             files = RunFiles(parts.inputs)
             if loaded is not None:
-                files = _compare_files(loaded, parts.inputs, report, accept=accept_changed_files)
+                files = _compare_files(loaded, parts.inputs, report, accept=accept_changes)
         trainer_state, runner, progress = (
             _start(config, parts, report, stop_requested) if loaded is None else _resume(config, parts, loaded, report)
         )

@@ -159,7 +159,7 @@ def compare_on_resume(
         raise RunDirectoryError(
             f"files of the run were changed since {checkpoint} was written:\n"
             + "\n".join(f"  {line}" for line in changes)
-            + "\nrestore them, or choose another run_dir. --accept_changed_files resumes the run with the files as "
+            + "\nrestore them, or choose another run_dir. --accept_changes resumes the run with the files as "
             "they are: it omits lines of metrics.jsonl that are not records, and records the changes in log.txt and "
             "in all further checkpoints"
         )

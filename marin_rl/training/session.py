@@ -48,13 +48,13 @@ from marin_rl.training.trackers import make_tracker
 logger = logging.getLogger(__name__)
 
 
-def run_session(config: TrainConfig, stream: TextIO, *, accept_changed_files: bool = False) -> None:
+def run_session(config: TrainConfig, stream: TextIO, *, accept_changes: bool = False) -> None:
     """Start or resume training in the configured run directory.
 
     Args:
         config: training config; if `model` is None, the architecture is read from `initialize_from`.
         stream: console output.
-        accept_changed_files: whether to resume although files that the run reads or has written were changed.
+        accept_changes: whether to resume although files that the run reads or has written were changed.
 
     Raises:
         PolicyModelError: if `initialize_from` cannot be loaded; its files are checked before devices start.
@@ -82,7 +82,7 @@ def run_session(config: TrainConfig, stream: TextIO, *, accept_changed_files: bo
         log = log_to(file, config.log_level.number, module_levels(config.logging), check_lock)
         console = stream if main else resources.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
         with log, logged_errors(), explain_errors(), ProgressDisplay(config.num_steps, console) as display:
-            finished = _train(config, directory, display, check_lock, accept_changed_files=accept_changed_files)
+            finished = _train(config, directory, display, check_lock, accept_changes=accept_changes)
         if main and finished is not None:
             _print_summary(display, finished, directory)
 
@@ -106,7 +106,7 @@ def _train(
     display: ProgressDisplay,
     check_lock: Callable[[], None],
     *,
-    accept_changed_files: bool,
+    accept_changes: bool,
 ) -> TrainingRun | None:
     """Train, export and plot; return the run if it is complete."""
     report = functools.partial(_report, display)
@@ -119,7 +119,7 @@ def _train(
                 report,
                 stop.is_set,
                 check_lock,
-                accept_changed_files=accept_changed_files,
+                accept_changes=accept_changes,
             )
         except StopRequestedError:
             report("stopped before the first step, of which nothing is saved. Run the same command again to begin anew")

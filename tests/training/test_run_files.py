@@ -169,7 +169,7 @@ def test_altered_records_are_named_and_can_be_accepted(finished_run: TinyRun, tm
     with pytest.raises(RunDirectoryError) as raised:
         compare_on_resume(saved, run.checkpoint(6), saved.inputs, accept=False)
     assert message in str(raised.value)
-    assert "--accept_changed_files" in str(raised.value)
+    assert "--accept_changes" in str(raised.value)
     assert path.read_bytes() == altered
     files, messages = compare_on_resume(saved, run.checkpoint(6), saved.inputs, accept=True)
     assert [message in line for line in messages] == [True]
@@ -245,7 +245,7 @@ def test_resume_with_a_changed_data_file(
     assert f"environment: {data} was added" in error
     assert f"environment: {original} is missing" in error
     assert len(run.records()) == 5
-    assert run.train("--accept_changed_files") == 0
+    assert run.train("--accept_changes") == 0
     assert "changed file accepted: environment: " in (run.path / "log.txt").read_text()
     assert [record["step"] for record in run.records()] == list(range(7))
     assert run.train() == 0

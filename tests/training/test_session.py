@@ -81,7 +81,7 @@ def test_closing_table_without_metric_records(
     monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
     again = copy_of(finished_run, tmp_path / "copy")
     (again.path / "metrics.jsonl").unlink()
-    assert again.train("--accept_changed_files") == 0
+    assert again.train("--accept_changes") == 0
     assert "Held-out accuracy" in capfd.readouterr().out
 
 
