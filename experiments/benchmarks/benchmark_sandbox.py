@@ -4,11 +4,11 @@
 """The cost of the sandbox: a reward function called directly, and through the pool at every isolation level.
 
     python -m experiments.benchmarks.benchmark_sandbox
-    python -m experiments.benchmarks.benchmark_sandbox --calls 2000 --workers 4 --shared 1 8 64 --imports numpy sympy
+    python -m experiments.benchmarks.benchmark_sandbox --calls 2000 --workers 4 --imports numpy sympy
 
-The function compares two strings, so the benchmark measures the pool: single calls, and a batch of calls for every
-number of calls per process, in turn. `--imports` adds a round per module with a file that imports it: a larger process
-takes longer to fork. Seconds of CPU time are those of the trainer, the workers and all their processes.
+The function compares two strings, so the benchmark measures the pool: single calls, and groups of calls, with a process
+for each call and with shared processes, in turn. `--imports` adds a round per module with a file that imports it: a
+larger process takes longer to fork. Seconds of CPU time are those of the trainer, the workers and all their processes.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,15 @@ FILE = """
 from marin_rl.rewards import EvaluateResult, reward_function
 {imports}
 
-@reward_function
-def exact(messages, ground_truth, **kwargs):
+def compare(messages, ground_truth, **kwargs):
     return EvaluateResult(score=float(messages[-1]["content"] == ground_truth))
+
+separate = reward_function(compare)
+shared = reward_function(stateless=True)(compare)
 """
+
+FUNCTIONS = ("separate", "shared")
+"""Each call has a process, or up to 64 calls have one."""
 
 DIRECT_CALLS = 1000
 """Direct calls that are timed together, because a single call is too short for the clock."""
@@ -63,7 +68,7 @@ def measure_direct(file: Path, request: RewardRequest, repeats: int) -> dict[str
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    function: RewardFunction = module.exact
+    function: RewardFunction = module.separate
     milliseconds = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -77,18 +82,19 @@ async def measure_pool(file: Path, request: RewardRequest, level: Isolation, arg
     """Time calls through the pool; None if the machine does not support the isolation level.
 
     Args:
-        file: file with the function `exact`.
+        file: file with the functions.
         request: request to score.
         level: isolation level.
         arguments: command-line arguments.
     """
     start = time.perf_counter()
     async with contextlib.AsyncExitStack() as stack:
-        sandbox = await _open_sandbox(stack, level, arguments.workers, arguments.shared[0])
+        config = SandboxConfig(require=Isolation.NONE, workers=arguments.workers)
+        sandbox = await stack.enter_async_context(Sandbox(config, strongest=level))
         if sandbox.isolation is not level:
             return None
         started = time.perf_counter() - start
-        call = functools.partial(sandbox.call, UserFunction(str(file), "exact"), [request], {})
+        call = functools.partial(sandbox.call, UserFunction(str(file), "separate"), [request], {})
         start = time.perf_counter()
         await call()
         first = time.perf_counter() - start
@@ -97,56 +103,45 @@ async def measure_pool(file: Path, request: RewardRequest, level: Isolation, arg
             start = time.perf_counter()
             await call()
             milliseconds.append(1000 * (time.perf_counter() - start))
-        sandboxes = {arguments.shared[0]: sandbox}
-        for count in arguments.shared[1:]:
-            sandboxes[count] = await _open_sandbox(stack, level, arguments.workers, count)
-        batches = await _measure_batches(sandboxes, UserFunction(str(file), "exact"), request, arguments)
+        groups = await _measure_groups(sandbox, str(file), request, arguments)
     return {
         "start_seconds": started,
         "first_call_seconds": first,
         "call_milliseconds": spread(milliseconds) | {"p90": statistics.quantiles(milliseconds, n=10)[-1]},
-        "batches": batches,
+        "groups": groups,
     }
 
 
-async def _open_sandbox(
-    stack: contextlib.AsyncExitStack, level: Isolation, workers: int, calls_per_process: int
-) -> Sandbox:
-    config = SandboxConfig(require=Isolation.NONE, workers=workers, calls_per_process=calls_per_process)
-    return await stack.enter_async_context(Sandbox(config, strongest=level))
+async def _measure_groups(sandbox: Sandbox, file: str, request: RewardRequest, arguments: Any) -> dict[str, Any]:
+    """Return wall and CPU milliseconds of a call, by function.
 
-
-async def _measure_batches(
-    sandboxes: Mapping[int, Sandbox], function: UserFunction, request: RewardRequest, arguments: Any
-) -> dict[str, Any]:
-    """Return wall and CPU milliseconds of a call in a batch, by the number of calls per process.
-
-    The sandboxes take turns, so that their ratios do not depend on the load of the machine.
+    The functions take turns, so that their ratios do not depend on the load of the machine.
     """
-    wall: dict[int, list[float]] = {count: [] for count in sandboxes}
-    cpu: dict[int, list[float]] = {count: [] for count in sandboxes}
-    for sandbox in sandboxes.values():
-        # Let every worker load the file.
-        await asyncio.gather(*(sandbox.call(function, [request], {}) for _ in range(2 * arguments.workers)))
+    wall: dict[str, list[float]] = {name: [] for name in FUNCTIONS}
+    cpu: dict[str, list[float]] = {name: [] for name in FUNCTIONS}
+    await sandbox.functions(file)
+    # Let every worker load the file.
+    await asyncio.gather(
+        *(sandbox.call(UserFunction(file, "separate"), [request], {}) for _ in range(2 * arguments.workers))
+    )
     for _ in range(arguments.rounds):
-        for count, sandbox in sandboxes.items():
+        for name in FUNCTIONS:
             start, used = time.perf_counter(), _cpu_seconds()
-            results = await sandbox.call_each(function, [request] * arguments.calls, {})
-            wall[count].append(1000 * (time.perf_counter() - start) / arguments.calls)
+            results = await sandbox.call_each(UserFunction(file, name), [request] * arguments.calls, {})
+            wall[name].append(1000 * (time.perf_counter() - start) / arguments.calls)
             # At least the resolution of /proc.
             spent = max(_cpu_seconds() - used, 1 / os.sysconf("SC_CLK_TCK"))
-            cpu[count].append(1000 * spent / arguments.calls)
+            cpu[name].append(1000 * spent / arguments.calls)
             assert [result.score for result in results if isinstance(result, EvaluateResult)] == [1.0] * arguments.calls
-            assert count == 1 or sandbox.shares_processes(function)
-    first = next(iter(sandboxes))
+    assert sandbox.batches_calls(UserFunction(file, "shared"))
     return {
-        str(count): {
-            "call_milliseconds": spread(wall[count]),
-            "call_cpu_milliseconds": spread(cpu[count]),
-            "wall_speedup": ratios(wall[first], wall[count]),
-            "cpu_speedup": ratios(cpu[first], cpu[count]),
+        name: {
+            "call_milliseconds": spread(wall[name]),
+            "call_cpu_milliseconds": spread(cpu[name]),
+            "wall_speedup": ratios(wall["separate"], wall[name]),
+            "cpu_speedup": ratios(cpu["separate"], cpu[name]),
         }
-        for count in sandboxes
+        for name in FUNCTIONS
     }
 
 
@@ -181,12 +176,11 @@ def measure_file(imports: str, arguments: Any) -> dict[str, Any]:
 def _summary(measured: dict[str, Any] | None) -> str:
     if measured is None:
         return "not offered"
-    batches = (
-        f"{one['call_milliseconds']['median']:.3f} ms ({one['call_cpu_milliseconds']['median']:.3f} CPU) with {count}"
-        for count, one in measured["batches"].items()
+    groups = (
+        f"{name} {one['call_milliseconds']['median']:.3f} ms ({one['call_cpu_milliseconds']['median']:.3f} CPU)"
+        for name, one in measured["groups"].items()
     )
-    single = measured["call_milliseconds"]["median"]
-    return f"{single:.2f} ms a single call; a call in a batch, by calls per process: {', '.join(batches)}"
+    return f"{measured['call_milliseconds']['median']:.2f} ms a single call; in a group: {', '.join(groups)}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -194,8 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = benchmark_parser("A reward function called directly and through the sandbox")
     parser.add_argument("--calls", type=int, default=512, help="calls of each kind, at least 2")
-    parser.add_argument("--rounds", type=int, default=5, help="batches of each kind")
-    parser.add_argument("--shared", type=int, nargs="+", default=[1, 8, 64], help="calls per process")
+    parser.add_argument("--rounds", type=int, default=5, help="groups of each kind")
     parser.add_argument("--workers", type=int, default=2, help="worker processes of the pool")
     parser.add_argument("--characters", type=int, default=2000, help="length of the judged reply")
     parser.add_argument("--imports", nargs="*", default=["numpy"], help="modules that a file of its own imports")

@@ -196,7 +196,7 @@ class FunctionReward:
     @property
     def waits_for_group(self) -> bool:
         """Whether its calls share processes, and so start when a group is complete."""
-        return self.scope is RewardScope.POINTWISE and self._sandbox.shares_processes(self._function)
+        return self.scope is RewardScope.POINTWISE and self._sandbox.batches_calls(self._function)
 
     async def score(self, requests: Sequence[RewardRequest]) -> Sequence[EvaluateResult | RewardCallError]:
         """Score the rollouts with one call for each if the function is pointwise, else with one call for all."""

@@ -18,7 +18,7 @@ from marin_rl.event_loop import STOP_TIMEOUT, BackgroundLoop
 from marin_rl.rewards.component import RewardComponent, RewardComponentConfig, RewardScope
 from marin_rl.rewards.pipeline import build_components, score_rollouts
 from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.rewards.sandbox.pool import BATCH_CALLS, Sandbox
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
 
 logger = logging.getLogger(__name__)
@@ -73,9 +73,7 @@ class RewardFunctions:
     @property
     def rollouts_per_process(self) -> int:
         """Maximum number of rollouts whose calls share a process; 1 if no calls do."""
-        if any(component.waits_for_group for component in self._components()):
-            return self._sandbox.config.calls_per_process
-        return 1
+        return BATCH_CALLS if any(component.waits_for_group for component in self._components()) else 1
 
     def _components(self) -> list[RewardComponent]:
         return [component for components in self._by_environment.values() for component in components]

@@ -162,4 +162,4 @@ def test_page_lists_default_limits():
     table = dict(re.findall(r"^\| `(\w+)` \| (\d+) \|", PAGE, re.MULTILINE))
     config = SandboxConfig()
     assert {name: float(value) for name, value in table.items()} == {name: getattr(config, name) for name in table}
-    assert len(table) == 9
+    assert len(table) == 8

@@ -87,10 +87,10 @@ def test_function_components_are_checked_early(tmp_path: Path):
 SHARING = """
 from marin_rl.rewards import reward_function
 
-@reward_function
+@reward_function(stateless=True)
 def shares(messages, ground_truth, **kwargs): return 1.0
 
-@reward_function(own_process=True)
+@reward_function
 def own(messages, ground_truth, **kwargs): return 1.0
 
 @reward_function(mode="batch")
@@ -99,18 +99,13 @@ def batch(messages, ground_truth, **kwargs): return [1.0 for _ in messages]
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("calls_per_process", "waiting"), [(2, ["shares"]), (1, [])])
-def test_functions_whose_calls_share_processes_wait_for_the_group(
-    calls_per_process: int, waiting: list[str], tmp_path: Path, request_of: Any
-):
+def test_functions_whose_calls_share_processes_wait_for_the_group(tmp_path: Path, request_of: Any):
     file = tmp_path / "my_rewards.py"
     file.write_text(SHARING)
     names = ["shares", "own", "batch"]
 
     async def run() -> list[str]:
-        sandbox_config = SandboxConfig(
-            require=Isolation.NONE, workers=1, wall_seconds=600.0, calls_per_process=calls_per_process
-        )
+        sandbox_config = SandboxConfig(require=Isolation.NONE, workers=1, wall_seconds=600.0)
         async with Sandbox(sandbox_config, strongest=Isolation.NONE) as sandbox:
             components = [FunctionRewardConfig(path=str(file), function=name).build(sandbox) for name in names]
             for component in components:
@@ -119,7 +114,7 @@ def test_functions_whose_calls_share_processes_wait_for_the_group(
                 assert [result.score for result in results if isinstance(result, EvaluateResult)] == [1.0, 1.0]
             return [component.name for component in components if component.waits_for_group]
 
-    assert asyncio.run(run()) == waiting
+    assert asyncio.run(run()) == ["shares"]
 
 
 @pytest.mark.parametrize(

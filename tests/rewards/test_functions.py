@@ -132,8 +132,10 @@ def test_pointwise_outside_the_sandbox(request_of):
         return abs(float(messages[-1]["content"]) - float(ground_truth)) <= tolerance
 
     assert (exact.name, exact.mode, exact.__doc__) == ("exact", RewardMode.POINTWISE, "Doc.")
-    assert not exact.own_process
-    assert reward_function(own_process=True)(exact.function).own_process
+    assert not exact.stateless
+    assert reward_function(stateless=True)(exact.function).stateless
+    with pytest.raises(RewardFunctionError, match="exact: stateless=True is for functions with mode 'pointwise'"):
+        reward_function(mode="batch", stateless=True)(exact.function)
     assert required_options(exact) == ["tolerance"]
     requests = [request_of("46"), request_of("47")]
     assert [result.score for result in evaluate(exact, requests, {"tolerance": 0})] == [1.0, 0.0]

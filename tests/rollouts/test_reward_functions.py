@@ -231,9 +231,8 @@ class Recorder:
         pass
 
 
-def recording(*components: Recorder, environment: str = "countdown", calls_per_process: int = 64) -> RewardFunctions:
-    config = SandboxConfig(require=Isolation.NONE, calls_per_process=calls_per_process)
-    sandbox = Sandbox(config, strongest=Isolation.NONE)
+def recording(*components: Recorder, environment: str = "countdown") -> RewardFunctions:
+    sandbox = Sandbox(SandboxConfig(require=Isolation.NONE), strongest=Isolation.NONE)
     return RewardFunctions({environment: [Built(component) for component in components]}, sandbox)
 
 
@@ -261,7 +260,7 @@ def test_rewards_of_a_group_start_while_other_groups_are_sampled(waits_for_group
 
 
 @pytest.mark.parametrize(
-    ("waits_for_group", "calls_per_process", "expected"),
+    ("waits_for_group", "batch_calls", "expected"),
     [
         (True, 4, [ids(0, 1), ids(2, 3), ids(4)]),
         (True, 5, [ids(0, 1), ids(2, 3), ids(4)]),
@@ -271,11 +270,12 @@ def test_rewards_of_a_group_start_while_other_groups_are_sampled(waits_for_group
     ],
 )
 def test_small_groups_are_scored_together_if_all_are_needed_at_the_end(
-    waits_for_group: bool, calls_per_process: int, expected: list[list[str]]
+    waits_for_group: bool, batch_calls: int, expected: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr("marin_rl.rollouts.reward_functions.BATCH_CALLS", batch_calls)
     component = Recorder(waits_for_group)
     per_group = Recorder(False, name="per_group", scope=RewardScope.GROUP)
-    reward_functions = recording(component, per_group, calls_per_process=calls_per_process)
+    reward_functions = recording(component, per_group)
     rollout_runner = dataclasses.replace(runner(says("a", "b", "c")), reward_functions=reward_functions)
     # Groups that end in another order.
     groups = run(rollout_runner, [task(count) for count in (3, 1, 2, 1, 3)], 2)

@@ -35,7 +35,7 @@ FUNCTION = """
     from marin_rl.rewards import reward_function
 
 
-    @reward_function(own_process=True)
+    @reward_function
     def patient(messages, ground_truth, task_id, gates, **kwargs):
         reply = messages[-1]["content"]
         gate = os.path.join(gates, hashlib.sha256(f"{task_id} {reply}".encode()).hexdigest())

@@ -3,8 +3,6 @@
 
 """Answers of the processes of calls, which are untrusted: parsed and validated in the trainer."""
 
-from typing import NamedTuple
-
 import pydantic
 
 from marin_rl.rewards.functions import (
@@ -24,12 +22,6 @@ class _Answer(pydantic.BaseModel):
     results: list[EvaluateResult] | None = None
     raised: str | None = None
     memory: bool = False
-    own_process: str | None = None
-    """Reason for which calls of the function must not share a process."""
-    stopped: bool = False
-    """Whether the process made no further calls because its time was up."""
-    answers: int = 0
-    """Number of calls that the process had made when it stopped or ended the sharing."""
 
 
 def validated(answer: str, count: int) -> list[EvaluateResult]:
@@ -63,47 +55,26 @@ def validated(answer: str, count: int) -> list[EvaluateResult]:
     return parsed.results
 
 
-class SharedResults(NamedTuple):
-    """Results of the calls of one process."""
-
-    results: list[EvaluateResult | None]
-    """The result of each call; None if it has no valid one."""
-    failure: RewardCallError | None
-    """The first failure of a call that was made; None if all succeeded."""
-    own_process: str | None
-    """Reason for which further calls of the function must not share a process, if any."""
+_ANSWERS = pydantic.TypeAdapter(list[str])
 
 
-def shared_results(answer: str, count: int) -> SharedResults:
-    """Parse the untrusted answers of a process of several calls, one per line.
+def answers_of_calls(text: str, count: int) -> list[str]:
+    """Parse the untrusted answers of a process that made several calls.
 
     Args:
-        answer: the lines; the last can say that the process made no further calls.
+        text: a JSON list.
         count: number of calls.
 
+    Returns:
+        The untrusted answer of each call that was made, in order.
+
     Raises:
-        RewardCallError: if lines are missing or were added, so that their order does not identify the calls.
+        RewardCallError: if the text is not a list of at most `count` answers.
     """
-    *lines, rest = answer.split("\n")
-    last = _parse(lines[-1]) if lines else None
-    has_stopped = last is not None and (last.stopped or last.own_process is not None)
-    if has_stopped:
-        lines.pop()
-    expected = count if last is None or not has_stopped else last.answers
-    if rest or len(lines) != expected or len(lines) > count:
-        raise RewardCallError(RewardFailure.INVALID_ANSWER, f"{len(lines)} answers of {count} calls")
-    results: list[EvaluateResult | None] = [None] * count
-    failure = None
-    for index, line in enumerate(lines):
-        try:
-            [results[index]] = validated(line, 1)
-        except RewardCallError as error:
-            failure = failure or error
-    return SharedResults(results, failure, None if last is None else last.own_process)
-
-
-def _parse(line: str) -> _Answer | None:
     try:
-        return _Answer.model_validate_json(line)
-    except pydantic.ValidationError:
-        return None
+        answers = _ANSWERS.validate_json(text)
+    except pydantic.ValidationError as error:
+        raise RewardCallError(RewardFailure.INVALID_ANSWER, f"{text[:200]!r} is not a list of answers") from error
+    if len(answers) > count:
+        raise RewardCallError(RewardFailure.INVALID_ANSWER, f"{len(answers)} answers of {count} calls")
+    return answers

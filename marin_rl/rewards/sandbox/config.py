@@ -20,9 +20,6 @@ class SandboxConfig:
     """Minimum isolation: `full`, `partial` or `none`. The run does not start on a machine that offers less."""
     workers: int = 2
     """Number of worker processes, and so of concurrent calls; at least 1."""
-    calls_per_process: int = 64
-    """Maximum number of calls of a pointwise function that share a process; at least 1. With 1 each call has a
-    separate process and starts as soon as its rollout has ended, else when its group is complete."""
     wall_seconds: float = 10.0
     """Seconds from the start of a call to its answer; above 0."""
     cpu_seconds: float = 10.0
@@ -37,8 +34,8 @@ class SandboxConfig:
     threads: int = 64
     """Concurrent threads of a call, including those of its processes; at least 1. Enforced on Linux only."""
     file_mb: int = 16
-    """Mebibytes of a single file that a call writes; at least 1. The call's folder holds at most four times as much,
-    which is enforced on Linux only."""
+    """Mebibytes of a single file that a call writes; at least 1. All its files together, including deleted ones that
+    are still open, use at most four times as much, and each counts as at least 4 KiB; enforced on Linux only."""
     output_kb: int = 1024
     """Kibibytes of a call's answer, of its stdout and of its stderr, each; at least 1."""
     start_seconds: float = 60.0
@@ -51,7 +48,6 @@ class SandboxConfig:
         convert_enum_fields(self)
         for field, minimum in (
             ("workers", 1),
-            ("calls_per_process", 1),
             ("memory_mb", 64),
             ("processes", 0),
             ("threads", 1),

@@ -1,16 +1,16 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Forkserver: loads a user's file once and forks a child process for every call, or for several pointwise calls.
+"""Forkserver: loads a user's file once and forks a child process for every call.
 
-A process therefore pays for no import, has its own limits, and cannot affect later ones. The file is loaded in a
+A call therefore pays for no import, starts from the state after the file was loaded, has its own limits, and cannot
+affect later ones. Several calls of a function that is declared stateless can have one process. The file is loaded in a
 separate process, which forks the forkserver. The worker then kills the loading process with all threads and processes
 that the file started.
 """
 
 import atexit
 import contextlib
-import functools
 import gc
 import importlib.util
 import json
@@ -21,12 +21,13 @@ import struct
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import types
 from collections.abc import Mapping
 from typing import Any, cast
 
-from marin_rl.rewards.sandbox import protocol, shared_calls
+from marin_rl.rewards.sandbox import protocol
 from marin_rl.rewards.sandbox.isolation import IS_LINUX, confine_call, confine_import, exit_with_parent, prepare_call
 from marin_rl.rewards.sandbox.protocol import WorkerSpec
 
@@ -57,10 +58,13 @@ def run(spec: WorkerSpec, source: str, connection: socket.socket, parent: int) -
         parent: process id of the worker.
     """
     connection = _leave_worker(connection, parent)
+    maps = _open_maps(spec)
     confine_import(spec)
     sys.path.extend(spec.python_path)
     try:
         module = None if spec.file is None else _load(spec.file, source)
+        if maps is not None:
+            _check_maps(maps)
     except BaseException as error:
         connection.sendall(protocol.encode({"forkserver": None, "failed": _explain(error)}))
         return
@@ -86,6 +90,22 @@ def _leave_worker(connection: socket.socket, parent: int) -> socket.socket:
     return socket.socket(fileno=descriptor)
 
 
+def _open_maps(spec: WorkerSpec) -> int | None:
+    """Open the list of this process's mappings, which is not readable once the process is confined."""
+    return os.open("/proc/self/maps", os.O_RDONLY) if spec.seccomp and spec.file is not None else None
+
+
+def _check_maps(maps: int) -> None:
+    """Check that this process shares no memory with the processes that will be forked from it."""
+    with open(maps, encoding="utf-8", errors="replace") as lines:
+        shared = [line.strip() for line in lines if line.split()[1] in ("rw-s", "rwxs")]
+    if shared:
+        raise MemoryError(
+            f"the file maps shared memory when it is imported ({shared[0]}), through which calls could affect each "
+            "other; map it in the function, or use a private mapping (mmap.MAP_PRIVATE)"
+        )
+
+
 def _load(file: str, source: str) -> types.ModuleType:
     sys.path.append(os.path.dirname(file))
     name = "reward_file_" + os.path.basename(file).removesuffix(".py")
@@ -109,6 +129,8 @@ def _serve(spec: WorkerSpec, connection: socket.socket, module: types.ModuleType
 
         functions = {name: value for name, value in vars(module).items() if isinstance(value, RewardFunction)}
     prepare_call(spec)
+    # With a handler of the file, its code would run here when a call ends.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Freeze the objects, so that the garbage collector of a child does not write to pages that it shares with this
     # process.
     gc.collect()
@@ -206,11 +228,9 @@ def _be_child(
         if request["kind"] == "python":
             os.close(_ANSWER)
             status = _run_program(request["code"], spec)
-        elif request["kind"] == "calls":
-            _run_calls(spec, request, functions)
-            status = 0
         else:
-            protocol.write(_ANSWER, _answer(request, functions).encode("utf-8", errors="replace"))
+            answer = _run_calls(request, functions) if request["kind"] == "calls" else _answer(request, functions)
+            protocol.write(_ANSWER, answer.encode("utf-8", errors="replace"))
             status = 0
     except BaseException:
         traceback.print_exc()
@@ -242,7 +262,7 @@ def _describe(functions: Mapping[str, Any]) -> str:
                 name: {
                     "mode": function.mode.value,
                     "required": required_options(function),
-                    "own_process": function.own_process,
+                    "stateless": function.stateless,
                 }
                 for name, function in functions.items()
             }
@@ -250,23 +270,20 @@ def _describe(functions: Mapping[str, Any]) -> str:
     )
 
 
-def _run_calls(spec: WorkerSpec, request: dict[str, Any], functions: Mapping[str, Any]) -> None:
-    def write(line: str) -> None:
-        protocol.write(_ANSWER, line.encode("utf-8", errors="replace") + b"\n")
+def _run_calls(request: dict[str, Any], functions: Mapping[str, Any]) -> str:
+    """Make several calls in this process, and return a JSON list of their answers.
 
-    function = functions.get(request["function"])
-    if function is not None and function.own_process:
-        write('{"own_process": "the function is declared with own_process=True", "answers": 0}')
-        return
+    No call starts after half of the time limit, so there can be fewer answers than calls.
+    """
+    last_start = time.monotonic() + request["seconds"] / 2
     options = json.dumps(request["options"])
-
-    def answer(fields: dict[str, Any]) -> str:
+    answers: list[str] = []
+    for fields in request["requests"]:
+        if answers and time.monotonic() > last_start:
+            break
         # A call can change its options, so each gets a copy.
-        call = {**request, "kind": "call", "requests": [fields], "options": json.loads(options)}
-        return _answer(call, functions)
-
-    answers = [functools.partial(answer, fields) for fields in request["requests"]]
-    shared_calls.run_calls(answers, write, spec, request["seconds"])
+        answers.append(_answer({**request, "requests": [fields], "options": json.loads(options)}, functions))
+    return json.dumps(answers)
 
 
 def _run_function(request: dict[str, Any], functions: Mapping[str, Any]) -> str:

@@ -4,13 +4,13 @@
 """Sandbox of the trainer: a pool of worker processes for user code and model-written programs.
 
 ```
-trainer ── bubblewrap ── worker ── forkserver ── one child per call, or per chunk of pointwise calls
+trainer ── bubblewrap ── worker ── forkserver ── one child per call
 ```
 
 The worker (trusted, never runs user code) enforces the limits on time, output, processes and threads. A separate
 process loads the user's file, forks the forkserver and is killed, with every thread and process that the file started.
-The forkserver is stopped between calls. The child runs its calls under the kernel's limits and exits. Answers are sent
-as JSON and validated here.
+The forkserver is stopped between calls. The child runs one call, or several of a function that is declared stateless,
+under the kernel's limits and exits. Answers are sent as JSON and validated here.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from marin_rl.rewards.functions import (
     RewardMode,
     RewardRequest,
 )
-from marin_rl.rewards.sandbox.answers import shared_results, validated
+from marin_rl.rewards.sandbox.answers import answers_of_calls, validated
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import OLDEST_LANDLOCK, Isolation, find_holes, landlock_version, self_test
 from marin_rl.rewards.sandbox.seccomp import seccomp_is_supported
@@ -49,7 +49,10 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS = 20.0
 """Seconds to wait for a worker's answer after the worker's own deadline."""
 
-SHARED_SECONDS = 2.0
+BATCH_CALLS = 64
+"""Maximum number of calls of a stateless function in one process."""
+
+BATCH_SECONDS = 2.0
 """Time limit in seconds of a process of several calls. Calls that it does not answer run in separate processes."""
 
 ATTEMPTS = 3
@@ -79,8 +82,8 @@ class FunctionDescription(pydantic.BaseModel):
     """Whether one call scores one rollout or several."""
     required: tuple[str, ...]
     """Names of its required options."""
-    own_process: bool
-    """Whether each call runs in a separate process."""
+    stateless: bool
+    """Whether several of its calls may run in one process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +123,7 @@ class Sandbox:
         self._workers: set[WorkerProcess] = set()
         self._starting = 0
         self._sources: dict[str, bytes] = {}
-        self._own_process: set[UserFunction] = set()
+        self._stateless: set[UserFunction] = set()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -201,15 +204,15 @@ class Sandbox:
             }
         except (RewardCallError, pydantic.ValidationError) as error:
             raise UserFileError(f"{file} cannot be loaded: {error}") from error
-        self._own_process |= {UserFunction(file, name) for name, one in found.items() if one.own_process}
+        self._stateless |= {UserFunction(file, name) for name, one in found.items() if one.stateless}
         return found
 
-    def shares_processes(self, function: UserFunction) -> bool:
-        """Whether several calls of a pointwise function run in one process.
+    def batches_calls(self, function: UserFunction) -> bool:
+        """Whether several calls of a function run in one process: if it is declared stateless, and is not slow.
 
-        False after a call did something that could affect other calls, or if its calls are slow.
+        Its file must have been loaded by `functions`.
         """
-        return self.config.calls_per_process > 1 and function not in self._own_process
+        return function in self._stateless
 
     async def call(
         self, function: UserFunction, requests: Sequence[RewardRequest], options: Mapping[str, Any]
@@ -234,10 +237,9 @@ class Sandbox:
     async def call_each(
         self, function: UserFunction, requests: Sequence[RewardRequest], options: Mapping[str, Any]
     ) -> list[EvaluateResult | RewardCallError]:
-        """Score rollouts with one call of a pointwise function for each, up to `calls_per_process` in one process.
+        """Score rollouts with one call of a pointwise function for each.
 
-        The order of the requests alone determines which calls share a process. A call without a valid result is
-        repeated in a separate process; the failures that are returned are those of such calls.
+        Each call has a separate process, or up to `BATCH_CALLS` have one if the function is declared stateless.
 
         Args:
             function: the reward function.
@@ -247,57 +249,49 @@ class Sandbox:
         Returns:
             The result of each request, or the failure of its call, which is counted in `failures`.
         """
-        count = max(math.ceil(len(requests) / self.config.calls_per_process), 1)
-        bounds = [len(requests) * chunk // count for chunk in range(count + 1)]
-        chunks = [requests[start:end] for start, end in itertools.pairwise(bounds)]
-        outcomes = await asyncio.gather(*(self._call_chunk(function, chunk, options) for chunk in chunks))
-        return [outcome for chunk in outcomes for outcome in chunk]
+        count = math.ceil(len(requests) / BATCH_CALLS) if self.batches_calls(function) else len(requests)
+        bounds = [len(requests) * batch // count for batch in range(count + 1)] if count else []
+        batches = [requests[start:end] for start, end in itertools.pairwise(bounds)]
+        outcomes = await asyncio.gather(*(self._call_batch(function, batch, options) for batch in batches))
+        return [outcome for batch in outcomes for outcome in batch]
 
-    async def _call_chunk(
+    async def _call_batch(
         self, function: UserFunction, requests: Sequence[RewardRequest], options: Mapping[str, Any]
     ) -> list[EvaluateResult | RewardCallError]:
-        async def call_alone(request: RewardRequest) -> EvaluateResult | RewardCallError:
+        """Make several calls in one process, and those that it does not answer in separate processes."""
+
+        async def outcome(request: RewardRequest, answer: str | None) -> EvaluateResult | RewardCallError:
             try:
-                [result] = await self.call(function, [request], options)
+                if answer is None:
+                    [result] = await self.call(function, [request], options)
+                else:
+                    with self._counting_failures():
+                        [result] = validated(answer, 1)
             except RewardCallError as error:
                 return error
             return result
 
-        if len(requests) == 1 or not self.shares_processes(function):
-            return await asyncio.gather(*map(call_alone, requests))
-        shared, failure = await self._call_together(function, requests, options)
-        missing = [request for request, result in zip(requests, shared, strict=True) if result is None]
-        repeated = await asyncio.gather(*map(call_alone, missing))
-        if failure is not None and not any(isinstance(outcome, RewardCallError) for outcome in repeated):
-            self._stop_sharing(function, f"calls failed that succeed in separate processes ({failure})")
-        repetitions = iter(repeated)
-        return [next(repetitions) if result is None else result for result in shared]
+        answers = await self._batch_answers(function, requests, options) if len(requests) > 1 else []
+        missing = [None] * (len(requests) - len(answers))
+        return await asyncio.gather(*map(outcome, requests, [*answers, *missing]))
 
-    async def _call_together(
+    async def _batch_answers(
         self, function: UserFunction, requests: Sequence[RewardRequest], options: Mapping[str, Any]
-    ) -> tuple[list[EvaluateResult | None], RewardCallError | None]:
-        """Make calls in one process.
-
-        Returns:
-            The result of each call, or None if it has no valid one; and the first failure of a call, if any, or that of
-            the process.
-        """
-        seconds = min(SHARED_SECONDS, self.config.wall_seconds)
+    ) -> list[str]:
+        """Make several calls in one process, and return the untrusted answers; the last ones can be missing."""
+        seconds = min(BATCH_SECONDS, self.config.wall_seconds)
         try:
-            answer = await self._answer(function, {"kind": "calls", "seconds": seconds}, requests, options)
-            shared = shared_results(answer, len(requests))
+            text = await self._answer(function, {"kind": "calls", "seconds": seconds}, requests, options)
+            answers = answers_of_calls(text, len(requests))
         except RewardCallError as error:
-            # A worker can die, and a busy machine can be slow, for reasons that have nothing to do with the calls.
-            unrelated = error.cause in (RewardFailure.WORKER, RewardFailure.TIMEOUT)
-            return [None] * len(requests), None if unrelated else error
-        if shared.own_process is not None:
-            self._stop_sharing(function, shared.own_process)
-        return shared.results, shared.failure
-
-    def _stop_sharing(self, function: UserFunction, reason: str) -> None:
-        if function not in self._own_process:
-            self._own_process.add(function)
-            logger.info("sandbox: %s: each call has its own process from now on, because %.300s", function.name, reason)
+            # A call can exceed a limit for all of them. Its own process will tell.
+            answers = []
+            if error.cause is not RewardFailure.TIMEOUT:
+                return answers
+        if len(answers) < len(requests) and function in self._stateless:
+            self._stateless.discard(function)
+            logger.info("sandbox: %s is slow: each call has its own process from now on", function.name)
+        return answers
 
     async def _answer(
         self,

@@ -11,9 +11,7 @@ from marin_rl.rewards.sandbox.isolation import Isolation
 
 @pytest.mark.medium
 def test_figures(capsys: pytest.CaptureFixture[str]):
-    benchmark_sandbox.main(
-        ["--calls", "3", "--rounds", "2", "--shared", "1", "2", "--characters", "10", "--imports", "json"]
-    )
+    benchmark_sandbox.main(["--calls", "3", "--rounds", "2", "--characters", "10", "--imports", "json"])
     report = json.loads(capsys.readouterr().out)
     assert report["benchmark"] == "benchmark_sandbox"
     assert set(report["figures"]) == {"plain", "json"}
@@ -23,7 +21,7 @@ def test_figures(capsys: pytest.CaptureFixture[str]):
         for level in Isolation:
             if measured[level.value] is not None:
                 assert measured[level.value]["call_milliseconds"]["count"] == 3
-                assert set(measured[level.value]["batches"]) == {"1", "2"}
-                for batch in measured[level.value]["batches"].values():
-                    assert batch["call_milliseconds"]["count"] == batch["cpu_speedup"]["count"] == 2
-                    assert batch["call_milliseconds"]["min"] > 0
+                assert set(measured[level.value]["groups"]) == {"separate", "shared"}
+                for group in measured[level.value]["groups"].values():
+                    assert group["call_milliseconds"]["count"] == group["cpu_speedup"]["count"] == 2
+                    assert group["call_milliseconds"]["min"] > 0

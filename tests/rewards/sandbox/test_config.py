@@ -13,7 +13,6 @@ from marin_rl.rewards.sandbox.protocol import CallLimits
     ("fields", "message"),
     [
         ({"workers": 0}, "sandbox.workers must be at least 1, got 0"),
-        ({"calls_per_process": 0}, "sandbox.calls_per_process must be at least 1, got 0"),
         ({"memory_mb": 63}, "sandbox.memory_mb must be at least 64, got 63"),
         ({"processes": -1}, "sandbox.processes must be at least 0, got -1"),
         ({"threads": 0}, "sandbox.threads must be at least 1, got 0"),
