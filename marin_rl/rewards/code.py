@@ -244,11 +244,34 @@ async def run_tests(sandbox: Sandbox, reply: str, tests: CodeTests) -> list[Outc
 
 
 async def _run(sandbox: Sandbox, code: str, stdin: str = "") -> PythonResult:
-    result = await sandbox.run_python(code, stdin)
-    if result.failure is not None and result.failure.cause is RewardFailure.WORKER:
-        # The sandbox failed, not the program.
-        raise result.failure
-    return result
+    """Run a program.
+
+    A program that lost its worker is repeated, because the machine can be the reason. If that happens again, and an
+    empty program runs afterwards, the program is the reason; otherwise it could avoid a score of 0.
+
+    Raises:
+        RewardCallError: if the sandbox itself failed.
+    """
+    result = await _attempt(sandbox, code, stdin)
+    if _lost_worker(result):
+        result = await _attempt(sandbox, code, stdin)
+    if not _lost_worker(result):
+        return result
+    if (failure := (await _attempt(sandbox, "", "")).failure) is not None:
+        raise failure
+    # How much of the output was read depends on chance.
+    return dataclasses.replace(result, stdout="")
+
+
+async def _attempt(sandbox: Sandbox, code: str, stdin: str) -> PythonResult:
+    try:
+        return await sandbox.run_python(code, stdin)
+    except RewardCallError as error:
+        return PythonResult("", "", error, 0.0)
+
+
+def _lost_worker(result: PythonResult) -> bool:
+    return result.failure is not None and result.failure.cause is RewardFailure.WORKER
 
 
 async def _run_calls(sandbox: Sandbox, reply: str, tests: Sequence[CallTest]) -> list[Outcome]:

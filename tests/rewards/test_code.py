@@ -21,10 +21,10 @@ from marin_rl.rewards.code import (
 )
 from marin_rl.rewards.code_asserts import CodeTestsError
 from marin_rl.rewards.component import RewardConfigError
-from marin_rl.rewards.functions import EvaluateResult
+from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
-from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.rewards.sandbox.pool import PythonResult, Sandbox
 from marin_rl.types import Task
 
 PASSED, WRONG, UNANSWERED = Outcome
@@ -294,6 +294,45 @@ def test_code_cannot_find_expected_results(grading: Grading):
 def test_early_exit_is_no_answer(grading: Grading):
     code = "import atexit, os, sys\nprint('5'); sys.stdout.flush(); os._exit(1)"
     assert grading.passed(code, SUMS) == [False, False]
+
+
+def test_a_program_that_kills_its_worker_has_no_answers():
+    async def outcomes(end: str) -> list[Outcome]:
+        async with Sandbox(SandboxConfig(require=Isolation.NONE, workers=1), strongest=Isolation.NONE) as sandbox:
+            calls = await run_tests(sandbox, f"import os\n{end}\ndef add(a, b): return a + b", ADDS)
+            return calls + await run_tests(sandbox, f"import os\n{end}\nprint(sum(map(int, input().split())))", SUMS)
+
+    assert asyncio.run(outcomes("os.kill(os.getppid(), 9)")) == [UNANSWERED] * 5
+    assert asyncio.run(outcomes("")) == [PASSED] * 5
+
+
+class FailingSandbox:
+    """A sandbox whose first workers die."""
+
+    def __init__(self, failures: int, raises: bool):
+        self.failures = failures
+        self.raises = raises
+
+    async def run_python(self, code: str, stdin: str = "") -> PythonResult:
+        self.failures -= 1
+        failure = RewardCallError(RewardFailure.WORKER, "the worker died") if self.failures >= 0 else None
+        if failure and self.raises:
+            raise failure
+        return PythonResult("[0, 5]\n[1, 0]\n" if code else "", "", failure, 0.1)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_failures_of_the_machine_are_no_outcome(raises: bool):
+    tests = CodeTests(asserts=ADDS.asserts[:2])
+
+    def outcomes(failures: int) -> list[Outcome]:
+        sandbox: Any = FailingSandbox(failures, raises)
+        return asyncio.run(run_tests(sandbox, "", tests))
+
+    assert outcomes(failures=1) == [PASSED, PASSED]
+    assert outcomes(failures=2) == [UNANSWERED, UNANSWERED]
+    with pytest.raises(RewardCallError, match="the worker died"):
+        outcomes(failures=3)
 
 
 def test_output_can_have_a_tolerance(grading: Grading):
