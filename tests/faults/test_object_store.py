@@ -51,14 +51,20 @@ def same_outcome(found: TinyRun, expected: TinyRun) -> None:
 
 
 @pytest.fixture
-def stored(gcs: Gcs, finished_run: TinyRun, tmp_path: Path) -> Gcs:
+def stored(gcs: Gcs, finished_run: TinyRun) -> Gcs:
     """The finished run, copied into the bucket."""
     for name, data in contents(finished_run.path).items():
         if name != ".lock":
             gcs.put(PREFIX + name, data)
     text = (finished_run.path / "config.yaml").read_text().replace(str(finished_run.path), ADDRESS)
-    gcs.put(f"{PREFIX}config.yaml", text.replace(str(finished_run.path.parent), str(tmp_path / "here")).encode())
+    gcs.put(f"{PREFIX}config.yaml", text.encode())
     return gcs
+
+
+@pytest.fixture
+def stored_run(stored: Gcs, finished_run: TinyRun, tmp_path: Path) -> TinyRun:
+    """The command that resumes the run in the bucket, with the data file of the finished run."""
+    return remote_run(tmp_path / "here", environment__path=str(finished_run.path.parent / "problems.jsonl"))
 
 
 @pytest.mark.medium
@@ -145,11 +151,13 @@ def test_run_killed_5_times_in_other_folders_equals_an_uninterrupted_run(
     assert kept == {"step-00000005", "step-00000006"}
 
 
-def test_second_process_is_refused(stored: Gcs, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_second_process_is_refused(
+    stored: Gcs, stored_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from marin_rl.remote_path import RemotePath
     from marin_rl.training.lease import hold
 
-    run = remote_run(tmp_path / "here")
+    run = stored_run
     with hold(RemotePath(f"{ADDRESS}/.lock")):
         before = dict(stored.objects)
         assert run.train() == 1
@@ -162,9 +170,14 @@ def test_second_process_is_refused(stored: Gcs, tmp_path: Path, capfd: pytest.Ca
 
 @pytest.mark.medium
 def test_failing_requests_are_repeated(
-    stored: Gcs, finished_run: TinyRun, tmp_path: Path, no_curves: None, capfd: pytest.CaptureFixture[str]
+    stored: Gcs,
+    stored_run: TinyRun,
+    finished_run: TinyRun,
+    tmp_path: Path,
+    no_curves: None,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    run = remote_run(tmp_path / "here")
+    run = stored_run
     for name in stored.names(PREFIX):
         if name.startswith(("hf/", "checkpoints/step-00000006/", "rollouts/step-00000006")):
             del stored.objects[PREFIX + name]
@@ -237,6 +250,7 @@ def drop(gcs: Gcs, name: str) -> None:
 )
 def test_torn_checkpoint_falls_back(
     stored: Gcs,
+    stored_run: TinyRun,
     finished_run: TinyRun,
     tmp_path: Path,
     no_curves: None,
@@ -244,7 +258,7 @@ def test_torn_checkpoint_falls_back(
     kind: str,
     message: str,
 ) -> None:
-    run = remote_run(tmp_path / "here")
+    run = stored_run
     folder = f"{PREFIX}checkpoints/step-00000006/"
     damage(stored, folder + next(name for name in stored.names(folder) if name.startswith(kind)))
     for name in stored.names(f"{PREFIX}hf/"):
@@ -256,15 +270,17 @@ def test_torn_checkpoint_falls_back(
 
 
 @pytest.mark.medium
-def test_resume_reads_each_byte_of_a_checkpoint_once(stored: Gcs, tmp_path: Path, no_curves: None) -> None:
-    run = remote_run(tmp_path / "here")
+def test_resume_reads_each_byte_of_a_checkpoint_once(
+    stored: Gcs, stored_run: TinyRun, tmp_path: Path, no_curves: None
+) -> None:
+    run = stored_run
     for name in stored.names(f"{PREFIX}hf/"):
         del stored.objects[f"{PREFIX}hf/{name}"]
     assert run.train() == 0
     folder = f"{PREFIX}checkpoints/step-00000006/"
     for name in stored.names(folder):
         assert stored.downloads[folder + name] == [(0, len(stored.read(folder + name)))], name
-    assert not [name for name in stored.downloads if "step-00000005" in name]
+    assert not [name for name in stored.downloads if "checkpoints/step-00000005" in name]
 
 
 @pytest.mark.medium
@@ -288,11 +304,16 @@ def test_compiled_programs_are_cached_in_a_bucket(gcs: Gcs) -> None:
 
 @pytest.mark.medium
 def test_process_that_lost_its_lock_ends_without_writing(
-    stored: Gcs, tmp_path: Path, no_curves: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    stored: Gcs,
+    stored_run: TinyRun,
+    tmp_path: Path,
+    no_curves: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     from marin_rl.training.batch_builder import BatchBuilder
 
-    run = remote_run(tmp_path / "here")
+    run = stored_run
     for name in stored.names(PREFIX):
         if name.startswith(("hf/", "checkpoints/step-00000006/", "checkpoints/step-00000005/")):
             del stored.objects[PREFIX + name]
