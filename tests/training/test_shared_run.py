@@ -23,6 +23,7 @@ from marin_rl.training.run_directory import config_differences
 from marin_rl.training.shared_run import (
     check_config,
     require_same_config,
+    require_same_inputs,
     require_same_tasks,
     require_shared_folder,
 )
@@ -108,6 +109,17 @@ def test_processes_may_differ_only_in_what_they_do_alone(monkeypatch: pytest.Mon
     assert sent == [""]
     with pytest.raises(RunDirectoryError, match=r"process 1:\n  checkpoint.every: \d+ there, 7 now\nstart all"):
         require_same_config(dataclasses.replace(FITTING, checkpoint=CheckpointConfig(every=7)))
+
+
+def test_error_names_other_input_files(monkeypatch: pytest.MonkeyPatch):
+    of_main = {"environment": {"a.jsonl": "1", "b.jsonl": "2"}, "tokenizer": {"t/tokenizer.json": "3"}}
+    monkeypatch.setattr(multihost, "is_multihost", lambda: True)
+    monkeypatch.setattr(multihost, "on_main", lambda work: json.dumps(of_main))
+    monkeypatch.setattr(multihost, "gather_texts", lambda own: ("", own))
+    require_same_inputs(of_main)
+    with pytest.raises(multihost.ProcessesDifferError) as raised:
+        require_same_inputs({"environment": {"a.jsonl": "1", "b.jsonl": "other"}})
+    assert "process 1:\nenvironment: b.jsonl was changed\ntokenizer: t/tokenizer.json is missing" in str(raised.value)
 
 
 def test_error_names_splits_with_other_tasks(monkeypatch: pytest.MonkeyPatch):
