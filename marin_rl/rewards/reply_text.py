@@ -111,6 +111,8 @@ class ReplyParser:
         """Whether thoughts have been closed."""
         self._malformed_end = 0
         """End of the last malformed call."""
+        self._next_closing = -1
+        """Index of the first closing tag after the last malformed call's text, or the end of the reply."""
 
     @property
     def answer(self) -> str:
@@ -181,9 +183,15 @@ class ReplyParser:
             return
         end = self._position
         if json_end is None or not self._ends_call(json_end):
-            closing = self.text.find(CALL_END, end)
-            end = self._malformed_end = closing if closing >= 0 else len(self.text)
+            end = self._malformed_end = self._closing_after(end)
         self.calls.append(CallText(start, self.text[opened:end].strip()))
+
+    def _closing_after(self, start: int) -> int:
+        # Many malformed calls may have the same end. To search for it each time would take quadratic time.
+        if self._next_closing < start:
+            closing = self.text.find(CALL_END, start)
+            self._next_closing = closing if closing >= 0 else len(self.text)
+        return self._next_closing
 
     def _ends_call(self, json_end: int) -> bool:
         """Return whether a call ends after its JSON."""

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from marin_rl.rewards.reply_text import parse_reply
+
 
 def open_behaviors() -> Callable[[Mapping[str, Any]], Any]:
     return lambda request: globals()[request["do"]](**{name: request[name] for name in request if name != "do"})
@@ -22,6 +24,10 @@ def open_broken() -> Callable[[Mapping[str, Any]], Any]:
 
 def echo(text: str) -> str:
     return text
+
+
+def parse(reply: str) -> int:
+    return len(parse_reply(reply).calls)
 
 
 def process_id() -> int:

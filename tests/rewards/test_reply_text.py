@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from marin_rl.rewards import reply_text
+from marin_rl.rewards.grading_process import ask
 from marin_rl.rewards.reply_text import (
     CALL_END,
     CALL_START,
@@ -221,6 +222,13 @@ def test_the_decoder_reads_hostile_replies_in_linear_time(unit: str, opens_thoug
         patch.setattr(reply_text, "_SYNTAX", Counting())
         parse_reply(reply, opens_thoughts)
     assert read <= 4 * len(reply)
+
+
+@pytest.mark.parametrize("unit", ["<tool_call>x</think>", "<tool_call>{}x", '<tool_call>{"</think>'])
+def test_a_long_reply_of_malformed_calls_is_read_within_a_time_limit(unit: str):
+    # In quadratic time the first takes 25 seconds of CPU time.
+    request = {"do": "parse", "reply": unit * (1_200_000 // len(unit))}
+    assert ask("tests.rewards.fake_graders:open_behaviors", request, 8.0) in (0, 1)
 
 
 @given(st.lists(st.sampled_from([*HOSTILE, call("</think>"), "x", "\n"]), max_size=10), st.booleans())
