@@ -13,8 +13,9 @@ import dataclasses
 import functools
 import json
 import random
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ def _score(dataset: str, item: int, question: str, reply: str) -> float:
             f"reasoning-gym task {task!r} is not repeatable: item {item} is {entry['question'][:200]!r} in one process "
             f"and {question[:200]!r} in another; use another task"
         )
+    if task in _NUMBER_TASKS and not uses_numbers(reply, entry["metadata"]["numbers"]):
+        return 0.0
     try:
         return float(source.score_answer(reply, dict(entry)))
     except Exception:
@@ -117,6 +120,22 @@ def _score(dataset: str, item: int, question: str, reply: str) -> float:
         except Exception as error:
             raise DatasetError(f"the scorer of reasoning-gym task {task!r} raised for {right!r}: {error!r}") from error
         return 0.0
+
+
+_NUMBER_TASKS = ("countdown", "puzzle24")
+"""Tasks that ask for an expression of given numbers, whose scorers do not read the expression. That of puzzle24 accepts
+any four numbers; neither sees those in `True + True`, `1e2`, `0x5e`, `ceiling(pi)` and `~3`."""
+_ARITHMETIC = re.compile(r"(?:[-+()0-9\s]|\*(?!\*)|/(?!/))*+")
+
+
+def uses_numbers(reply: str, numbers: Sequence[int]) -> bool:
+    """Return whether an expression has only `+ - * /`, brackets, and each of the numbers once.
+
+    >>> uses_numbers("(8 - 5) * 10 - 6", [5, 6, 8, 10]), uses_numbers("(8 - 5) * 10 - 6 + 1", [5, 6, 8, 10])
+    (True, False)
+    """
+    used = re.findall(r"[0-9]+", reply)
+    return _ARITHMETIC.fullmatch(reply) is not None and sorted(used) == sorted(map(str, numbers))
 
 
 _SYNTAX = (

@@ -4,6 +4,7 @@
 import builtins
 
 import pytest
+import reasoning_gym
 import reasoning_gym.factory
 import sympy
 
@@ -84,6 +85,30 @@ def test_a_reply_is_wrong_if_only_its_scoring_raises(monkeypatch, right: str | N
     response = answer(request("chain_sum", item=0, question="3+4=", reply="odd"))
     reasoning_gym_worker._entry.cache_clear()
     assert response == {"score": 0.0} if raised is None else raised in response["error"]
+
+
+@pytest.mark.parametrize("task", ["countdown", "puzzle24"])
+def test_only_arithmetic_with_the_given_numbers_is_right(task: str):
+    source = reasoning_gym.create_dataset(task, seed=0, size=20)
+    for item in range(20):
+        entry = source[item]
+        numbers = entry["metadata"]["numbers"]
+        difference = entry["metadata"].get("target", 24) - sum(numbers)
+        total, steps = "+".join(map(str, numbers)), abs(difference)
+        if steps == 0:
+            continue
+        wrong = [
+            f"{' and '.join(map(str, numbers))} and {'+'.join(['True'] * (difference + sum(numbers)))}",
+            f"{'-~' * steps if difference > 0 else '~-' * steps}({total})",
+            f"{total}{'+' if difference > 0 else '-'}{steps}e0",
+            f"{total}{'+' if difference > 0 else '-'}{hex(steps)}",
+            total + ("+sign(pi)" if difference > 0 else "-sign(pi)") * steps,
+            f"{total}{'+' if difference > 0 else '-'}{steps}",
+            "6*4+1-1" if sorted(numbers) != [1, 1, 4, 6] else "24",
+        ]
+        fields = {"item": item, "question": entry["question"]}
+        assert [answer(request(task, 20, reply=reply, **fields))["score"] for reply in wrong] == [0.0] * len(wrong)
+        assert answer(request(task, 20, reply=f" {entry['answer']}\n", **fields))["score"] == 1.0
 
 
 def test_another_problem_of_the_same_number_is_an_error():
