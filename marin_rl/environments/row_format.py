@@ -35,7 +35,9 @@ class RowFormat:
     prompt_column: str = "prompt"
     """Column with the question, as text or as a list of messages. A row has this one or `messages_column`."""
     messages_column: str = "messages"
-    """Column with the question as a list of messages, each `{role: ..., content: ...}`."""
+    """Column with the question as a list of messages, each `{role: ..., content: ...}`. The content is text, or a list
+    of parts `{type: text, text: ...}`, which are joined. Instead of a list of messages, the column may hold lists by
+    key, `{role: [...], content: [...]}`."""
     answer_column: str = "answer"
     """Column with the ground truth: text or an integer."""
     answer_regex: str | None = None
@@ -89,7 +91,7 @@ class RowFormat:
     def _question(self, row: Row) -> tuple[str, tuple[Message, ...]]:
         prompt = _value(row, self.prompt_column)
         column = self.messages_column if prompt is None else self.prompt_column
-        if isinstance(prompt, list) or (prompt is None and _value(row, column) is not None):
+        if isinstance(prompt, list) or _has_lists(prompt) or (prompt is None and _value(row, column) is not None):
             messages = _messages(row, column)
             if self.prompt_template is not None:
                 raise ValueError(
@@ -153,14 +155,26 @@ def _text(row: Row, setting: str, column: str) -> str:
     return value
 
 
+def _has_lists(value: Any) -> bool:
+    """Return whether a value is a struct of lists, as which `datasets` returns a sequence of structs."""
+    return isinstance(value, Mapping) and bool(value) and all(isinstance(items, list) for items in value.values())
+
+
 def _messages(row: Row, column: str) -> tuple[Message, ...]:
     value = _value(row, column)
+    if _has_lists(value):
+        if len({len(items) for items in value.values()}) > 1:
+            raise ValueError(f"{row.where}: column {column!r} holds lists of different lengths: {value!r:.200}")
+        value = [dict(zip(value, items, strict=True)) for items in zip(*value.values(), strict=True)]
     if not isinstance(value, list) or not value:
         raise ValueError(f"{row.where}: column {column!r} holds {value!r:.200}; it must be a list of messages")
     for index, item in enumerate(value):
         where = f"{row.where}: column {column!r}, message {index}"
-        if not isinstance(item, Mapping) or not isinstance(item.get("content"), str):
-            raise ValueError(f"{where} is {item!r:.200}; it must be {{role: ..., content: text}}")
+        if not isinstance(item, Mapping) or _content(item) is None:
+            raise ValueError(
+                f"{where} is {item!r:.200}; it must be {{role: ..., content: text}}, or have a list of parts "
+                "{type: text, text: ...} as content"
+            )
         if item.get("role") not in _ROLES:
             raise ValueError(f"{where} has the role {item.get('role')!r}; choose one of {', '.join(_ROLES)}")
         # In a dataset of structs every message has all keys, most of them null.
@@ -174,4 +188,13 @@ def _messages(row: Row, column: str) -> tuple[Message, ...]:
             f"{row.where}: column {column!r} ends with an assistant message; end with the question, and move the "
             "reply to the worked answer"
         )
-    return tuple(Message(role=item["role"], content=item["content"]) for item in value)
+    return tuple(Message(role=item["role"], content=_content(item) or "") for item in value)
+
+
+def _content(message: Mapping[str, Any]) -> str | None:
+    """Return the text of a message; None if it has other content."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+    return "".join(texts) if len(texts) == len(content) and all(isinstance(text, str) for text in texts) else None

@@ -40,6 +40,26 @@ def test_messages_in_the_prompt_column(fields):
         assert made.task.id == problem({"prompt": "1+1?", "answer": "2"}).task.id
 
 
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"role": ["system", "user"], "content": ["s", "1+1?"]},
+        {"content": ["s", "1+1?"], "role": ["system", "user"], "name": [None, None]},
+        {"role": ["system", "user"], "content": ["s", [{"type": "text", "text": "1+1?"}]]},
+        [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "1+1?"}]}],
+        [
+            {"role": "system", "content": [{"type": "text", "text": "s", "image": None}]},
+            {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]},
+        ],
+    ],
+)
+def test_other_forms_of_messages(column: str, value: object):
+    made = problem({column: value, "answer": "2"})
+    assert made.task.messages == ({"role": "system", "content": "s"}, ASK)
+    assert made.task.id == problem({"prompt": "1+1?", "answer": "2"}).task.id
+
+
 def test_columns_of_objects():
     made = problem(
         {
@@ -101,6 +121,16 @@ def test_problems_that_differ_in_white_space_are_equal():
         ({"prompt": "a", "answer": True}, {}, "column 'answer' holds True of type bool"),
         ({"prompt": ["a"], "answer": "2"}, {}, "column 'prompt', message 0 is 'a'"),
         ({"prompt": [], "answer": "2"}, {}, r"column 'prompt' holds \[\]"),
+        ({"prompt": {"role": ["user"], "content": ["a", "b"]}, "answer": "2"}, {}, "holds lists of different lengths"),
+        ({"prompt": {"role": [], "content": []}, "answer": "2"}, {}, r"holds \[\]; it must be a list of messages"),
+        ({"prompt": {"text": ["a"]}, "answer": "2"}, {}, "message 0 is {'text': 'a'}"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "2"},
+            {},
+            "or have a list of parts {type: text, text: ...} as content",
+        ),
+        ({"prompt": [{"role": "user", "content": ["a"]}], "answer": "2"}, {}, "message 0 is"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text", "text": None}]}], "answer": "2"}, {}, "message 0"),
         ({"prompt": {"text": "a"}, "answer": "2"}, {}, "of type dict; it must be text .* set rows.prompt_column"),
         ({"prompt": [ASK], "answer": "2"}, {"prompt_template": "{prompt}!"}, "has messages in 'prompt'; put the text"),
         (
