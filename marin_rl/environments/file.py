@@ -57,5 +57,5 @@ class FileConfig(EnvironmentConfig):
                 "AbstractEnvironment"
             )
         if isinstance(environment, SingleTurnEnvironment) and not self.allow_garbage_rewards:
-            refuse_garbage_rewards(environment, where)
+            refuse_garbage_rewards(environment, where, may_raise=True)
         return environment

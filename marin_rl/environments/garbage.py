@@ -4,10 +4,11 @@
 """Check at the start of a run that a scorer does not reward replies that are no answers: a policy would learn them."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from marin_rl.environments.base import Split
 from marin_rl.environments.single_turn import SingleTurnEnvironment
+from marin_rl.rewards.grading_process import NoAnswerError
 from marin_rl.types import Task
 
 CHECKED_TASKS = 8
@@ -29,41 +30,48 @@ class GarbageRewardError(ValueError):
     """A scorer rewards garbage; the message names the environment, the reply and a task."""
 
 
-def refuse_garbage_rewards(environment: SingleTurnEnvironment, source: str) -> None:
+def refuse_garbage_rewards(environment: SingleTurnEnvironment, source: str, *, may_raise: bool = False) -> None:
     """Check that the scorer of an environment does not reward garbage.
 
     The scorer gets an empty reply, spaces, `nan`, `0`, noise and the question itself for the first `CHECKED_TASKS`
-    training tasks. Each may earn the full reward for at most half of the tasks whose answer it is not, because it can
-    be right by chance, or another form of the answer.
+    training tasks. Each may earn the full reward for at most half of the tasks, not counting those whose answer it is,
+    because it can be right by chance, or another form of the answer.
 
     Args:
         environment: the environment.
         source: origin of its tasks, for the message.
+        may_raise: whether the scorer may raise for garbage, because an error fails the rollout, which then has no
+            reward. Other errors are errors of the grading, such as a process that cannot be started.
 
     Raises:
-        GarbageRewardError: if a reply earns the full reward for more than half of those tasks.
+        GarbageRewardError: if a reply earns the full reward for more than half of the tasks.
     """
+    if environment.score is None:
+        return
     tasks = environment.tasks(Split.TRAIN)[:CHECKED_TASKS]
     for name in (*_TEXTS, "the question as the reply"):
         replies = [(task, _TEXTS.get(name, task.messages[-1]["content"])) for task in tasks]
         wrong = [(task, reply) for task, reply in replies if not _is_answer(reply, task.answer)]
-        rewards = [(task, _reward(environment, task, reply)) for task, reply in wrong]
+        rewards = [(task, _reward(environment.score, task, reply, may_raise)) for task, reply in wrong]
         rewarded = [(task, reward) for task, reward in rewards if reward >= FULL_REWARD]
-        if 2 * len(rewarded) > len(wrong):
+        if 2 * len(rewarded) > len(tasks):
             task, reward = rewarded[0]
             raise GarbageRewardError(
                 f"environment {environment.name!r} ({source}) rewards garbage: {name} earns the full reward for "
-                f"{len(rewarded)} of {len(wrong)} tasks, such as {reward:g} for task {task.id!r} with the answer "
+                f"{len(rewarded)} of {len(tasks)} tasks, such as {reward:g} for task {task.id!r} with the answer "
                 f"{task.answer[:100]!r}. A policy would learn such replies: use another task or grader, or set "
                 "allow_garbage_rewards: true"
             )
 
 
-def _reward(environment: SingleTurnEnvironment, task: Task, reply: str) -> float:
+def _reward(score: Callable[[Task, str], float], task: Task, reply: str, may_raise: bool) -> float:
     try:
-        return 0.0 if environment.score is None else environment.score(task, reply)
+        return float(score(task, reply))
+    except NoAnswerError:
+        return 0.0
     except Exception:
-        # A rollout with such a reply fails, and has no reward.
+        if not may_raise:
+            raise
         return 0.0
 
 

@@ -1,9 +1,12 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import asyncio
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -12,6 +15,8 @@ from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.environments.garbage import GarbageRewardError, refuse_garbage_rewards
 from marin_rl.environments.reasoning_gym import ReasoningGymConfig
 from marin_rl.environments.single_turn import SingleTurnEnvironment
+from marin_rl.rewards import math_grader
+from marin_rl.rewards.grading_process import NoAnswerError
 from marin_rl.types import Message, Task
 
 Score = Callable[[Task, str], float]
@@ -55,10 +60,6 @@ def test_rewarded_garbage_is_named(score: Score, message: str):
     assert message in str(raised.value)
 
 
-def broken(task: Task, reply: str) -> float:
-    raise ZeroDivisionError
-
-
 @pytest.mark.parametrize(
     ("score", "answers"),
     [
@@ -68,14 +69,44 @@ def broken(task: Task, reply: str) -> float:
         # Garbage that is the answer.
         (lambda task, reply: float(reply.strip() == task.answer), ["0", "0", "nan"]),
         (lambda task, reply: float(reply == "0"), ["0", "0.0", "-0", "0e1"]),
+        (lambda task, reply: float(reply.strip() == task.answer.strip("$%")), ["0", "0", "0%", "0", "$0$", "1"]),
         (lambda task, reply: float(reply.lower() == "nan"), ["NaN"]),
-        (broken, ["1", "2"]),
         (None, ["1", "2"]),
         (lambda task, reply: 0.0, []),
     ],
 )
 def test_other_scorers_are_accepted(score: Score | None, answers: list[str]):
     refuse_garbage_rewards(environment(score, answers), "a test")
+
+
+@pytest.mark.parametrize("error", [ValueError, ZeroDivisionError, NoAnswerError])
+def test_an_error_for_garbage_is_no_reward(error: type[Exception]):
+    def score(task: Task, reply: str) -> float:
+        raise error("for this reply")
+
+    made = environment(score, ["1", "2"])
+    refuse_garbage_rewards(made, "a test", may_raise=True)
+    with contextlib.nullcontext() if error is NoAnswerError else pytest.raises(error, match="for this reply"):
+        refuse_garbage_rewards(made, "a test")
+
+
+@pytest.mark.parametrize("result", [None, "1", [1.0], asyncio.sleep])
+def test_a_result_that_is_no_number_is_no_reward(result: object):
+    score = cast(Score, lambda task, reply: result)
+    with pytest.raises(GarbageRewardError) if result == "1" else contextlib.nullcontext():
+        refuse_garbage_rewards(environment(score, ["1", "2"]), "a test", may_raise=True)
+
+
+def test_a_grading_process_that_cannot_start_is_an_error(monkeypatch, tmp_path: Path):
+    def refuse(*arguments: object) -> None:
+        raise RuntimeError("cannot start a process")
+
+    monkeypatch.setattr(math_grader, "ask", refuse)
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("\n".join(json.dumps({"prompt": str(number), "answer": "7"}) for number in range(100)))
+    config = decode(EnvironmentConfig, {"type": "jsonl", "path": str(problems), "grader": {"type": "math_verify"}})
+    with pytest.raises(RuntimeError, match="cannot start a process"):
+        config.build()
 
 
 def test_garbage_is_no_answer_of_a_task_without_one():
