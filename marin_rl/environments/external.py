@@ -5,12 +5,16 @@
 
 import asyncio
 import importlib.util
+import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from marin_rl.errors import UserError
 from marin_rl.event_loop import BackgroundLoop
+from marin_rl.rewards.grading_process import NoAnswerError
 from marin_rl.rewards.reply_text import graded_text, search_reply
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -49,7 +53,9 @@ def bounded_text(text: str, max_characters: int) -> str:
 
 
 def action_of(reply: str, regex: str | None) -> str:
-    r"""Return the action in a reply; empty if there is none. With a regular expression it blocks, see `find_action`.
+    r"""Return the action in a reply; empty if there is none, or if the search for it exceeds a limit.
+
+    With a regular expression it blocks, see `find_action`.
 
     Args:
         reply: the reply; its thoughts are ignored.
@@ -63,7 +69,11 @@ def action_of(reply: str, regex: str | None) -> str:
     text = graded_text(reply) or ""
     if regex is None:
         return text.strip()
-    found = search_reply(regex, text)
+    try:
+        found = search_reply(regex, text)
+    except NoAnswerError as error:
+        logger.warning("the search for an action was given up, no action: %s: %.200r", error, text)
+        return ""
     return "" if found is None else found.group or ""
 
 

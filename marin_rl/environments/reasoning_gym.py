@@ -4,7 +4,6 @@
 """Procedural tasks of reasoning-gym, by name, graded by reasoning-gym."""
 
 import dataclasses
-import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -19,8 +18,6 @@ from marin_rl.rewards.grading_process import NoAnswerError, ask
 from marin_rl.rewards.reasoning_gym_worker import DatasetError
 from marin_rl.rewards.reply_text import check_pattern, extract_last
 from marin_rl.types import Message, Task
-
-logger = logging.getLogger(__name__)
 
 FULL_SCORE = 1.0
 """Score of a right answer in reasoning-gym."""
@@ -183,11 +180,7 @@ class ReasoningGymConfig(EnvironmentConfig):
         if self.exact_answer and answer != exact:
             return 0.0
         request = {"item": item.index, "question": item.question, "reply": answer}
-        try:
-            score = self._ask(request, SCORE_SECONDS)["score"]
-        except NoAnswerError as error:
-            logger.warning("the scorer of %s gave up on a reply, graded 0: %.200r: %s", self.task, answer, error)
-            return 0.0
+        score = self._ask(request, SCORE_SECONDS)["score"]
         if not self.partial_credit:
             return float(score >= FULL_SCORE)
         return min(score, FULL_SCORE) if math.isfinite(score) else 0.0

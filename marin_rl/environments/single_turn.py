@@ -5,12 +5,20 @@
 
 import asyncio
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable, Mapping
 
 from marin_rl.environments.base import CORRECT, FORMAT, AbstractSplitEnvironment, Episode, Step
 from marin_rl.rewards.grading import FormatConfig
+from marin_rl.rewards.grading_process import NoAnswerError
 from marin_rl.rewards.reply_text import graded_text, search_reply
 from marin_rl.types import Task
+
+logger = logging.getLogger(__name__)
+
+GIVEN_UP = "grading_given_up"
+"""Metric: 1 if a part of the grading exceeded a limit, so that its reward is 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +27,7 @@ class SingleTurnEnvironment(AbstractSplitEnvironment):
 
     score: Callable[[Task, str], float] | None
     """Returns the reward `correct` of a reply to a task, given the text after its thoughts; None if only reward
-    functions score replies."""
+    functions score replies. If it raises `NoAnswerError`, the reward is 0."""
     format: FormatConfig | None = None
     """Optional reward `format`, for the complete reply."""
     reply_regex: str | None = None
@@ -34,18 +42,37 @@ class SingleTurnEnvironment(AbstractSplitEnvironment):
         self.require_own(task)
         return SingleTurnEpisode(self, task)
 
-    def rewards(self, task: Task, reply: str) -> dict[str, float]:
-        """Return the rewards of a reply by component."""
-        rewards = {}
+    @property
+    def asks_processes(self) -> bool:
+        """Whether grading may block, because a grader does, or another process searches for a regular expression."""
+        return self.blocks or self.format is not None or self.reply_regex is not None
+
+    def grade(self, task: Task, reply: str) -> Step:
+        """Return the rewards of a reply by component. A part of the grading that exceeds a limit gives 0."""
+        graders: dict[str, Callable[[], float]] = {}
         if self.score is not None:
-            scored = graded_text(reply)
-            if self.reply_regex is not None and scored is not None:
-                found = search_reply(self.reply_regex, scored)
-                scored = None if found is None else found.group
-            rewards[CORRECT] = 0.0 if scored is None else self.score(task, scored)
+            graders[CORRECT] = lambda: self._correct(task, reply)
         if self.format is not None:
-            rewards[FORMAT] = self.format.reward(reply)
-        return rewards
+            graders[FORMAT] = functools.partial(self.format.reward, reply)
+        rewards, given_up = {}, False
+        for name, grader in graders.items():
+            try:
+                rewards[name] = grader()
+            except NoAnswerError as error:
+                logger.warning(
+                    "%s, task %s: the grading of %r was given up, graded 0: %s: %.200r",
+                    *(self.name, task.id, name, error, reply),
+                )
+                rewards[name], given_up = 0.0, True
+        return Step(rewards=rewards, metrics={GIVEN_UP: float(given_up)} if self.asks_processes else {})
+
+    def _correct(self, task: Task, reply: str) -> float:
+        assert self.score is not None
+        scored = graded_text(reply)
+        if self.reply_regex is not None and scored is not None:
+            found = search_reply(self.reply_regex, scored)
+            scored = None if found is None else found.group
+        return 0.0 if scored is None else self.score(task, scored)
 
 
 @dataclasses.dataclass
@@ -66,10 +93,9 @@ class SingleTurnEpisode:
             raise RuntimeError(f"task {self.task.id!r}: the episode ended after one reply; start another")
         self.over = True
         environment = self.environment
-        # Regular expressions are searched for in another process, for which the thread waits.
-        if environment.blocks or environment.format is not None or environment.reply_regex is not None:
-            return Step(rewards=await asyncio.to_thread(environment.rewards, self.task, reply))
-        return Step(rewards=environment.rewards(self.task, reply))
+        if environment.asks_processes:
+            return await asyncio.to_thread(environment.grade, self.task, reply)
+        return environment.grade(self.task, reply)
 
     async def close(self) -> None:
         """Do nothing; there are no resources."""

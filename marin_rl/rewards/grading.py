@@ -32,6 +32,9 @@ class FormatConfig:
     def reward(self, reply: str) -> float:
         """Return the reward component `format` of a reply. Blocks while another process searches the reply.
 
+        Raises:
+            NoAnswerError: if the search exceeds a limit.
+
         >>> FormatConfig(regex=r"-?[0-9]+", weight=0.5).reward("46")
         0.5
         """
@@ -62,6 +65,7 @@ class Grader(Protocol):
 
         Raises:
             GroundTruthError: if the answer is not a usable ground truth.
+            NoAnswerError: if the grading of the reply exceeds a limit.
         """
         ...
 

@@ -12,12 +12,12 @@ import enum
 import json
 import random
 import re
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from marin_rl.rewards.component import check_component
 from marin_rl.rewards.functions import RewardCallError, RewardFailure
+from marin_rl.rewards.grading_process import NoAnswerError
 from marin_rl.rewards.reply_text import Found, graded_text, search_reply
 from marin_rl.seeds import derive_seed
 
@@ -28,7 +28,7 @@ SCORE_REGEX = (
     r"(?im)^[^\w\n]*(?:(?:final|overall)\s+)?score[^\w\n:=]*[:=][ \t*`\"'(\[<$]*"
     r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?)(?![\w%]|[.,]\d|[ \t]*-[ \t]*\d)"
 )
-"""The default pattern of a score, which needs linear time."""
+"""The default pattern of a score."""
 _KIND = re.compile(r"\W*(scores|ranking|winner)\W*[:=]", re.IGNORECASE)
 """Start of a line with a verdict."""
 _OF = re.compile(r"[\s*_`\"')\]]*(?:/|out of)[\s*_`]*(\d+(?:\.\d+)?)", re.IGNORECASE)
@@ -117,7 +117,7 @@ def verdict_text(answer: str) -> str:
 def read_score(text: str, pattern: str, valid: ScoreRange) -> float:
     """Read the score of one rollout: `score` of a JSON object, or group 1 of the last match of a pattern.
 
-    Blocks with another pattern than `SCORE_REGEX`, which is searched for in another process, and alone.
+    Blocks while another process searches the text. JSON is read only for `SCORE_REGEX`.
 
     Args:
         text: the verdict.
@@ -135,11 +135,11 @@ def read_score(text: str, pattern: str, valid: ScoreRange) -> float:
     """
     if pattern == SCORE_REGEX and (values := _json_object(text)) is not None:
         found = Found(_member(values, "score"), "")
-    elif pattern == SCORE_REGEX:
-        matches = deque(re.finditer(pattern, text), 1)
-        found = Found(matches[0][1], text[matches[0].end(1) :][:100]) if matches else None
     else:
-        found = search_reply(pattern, text)
+        try:
+            found = search_reply(pattern, text)
+        except NoAnswerError as error:
+            raise _unreadable(f"the search for score_regex was given up: {error}") from error
     score = None if found is None else _number(found.group)
     if found is None or score is None:
         raise _unreadable(f"no score in {text[-200:]!r}")

@@ -3,14 +3,11 @@
 
 """Grading of mathematical answers by math-verify, in processes with a time limit."""
 
-import logging
 import re
 from typing import ClassVar
 
 from marin_rl.rewards.grading_process import NoAnswerError, ask
 from marin_rl.rewards.math_worker import GroundTruthError
-
-logger = logging.getLogger(__name__)
 
 _PLAIN_NUMBER = re.compile(r"-?(0|[1-9]\d*)")
 
@@ -42,15 +39,12 @@ class MathVerifyGrader:
     def grade(self, reply: str, answer: str) -> float:
         """Return 1 if reply and answer are mathematically equal, else 0.
 
-        A reply that exceeds the time limit or the memory of a process scores 0 and is logged as a warning.
+        Raises:
+            NoAnswerError: if the reply exceeds the time limit or the memory of a process.
         """
         if _PLAIN_NUMBER.fullmatch(answer) and reply == answer:
             return 1.0
-        try:
-            return float(self._ask({"reply": reply, "answer": answer}))
-        except NoAnswerError as error:
-            logger.warning("math_verify gave up on a reply, graded 0: %.200r: %s", reply, error)
-            return 0.0
+        return float(self._ask({"reply": reply, "answer": answer}))
 
     def _ask(self, request: dict[str, str]) -> bool:
         response = ask("marin_rl.rewards.math_worker:open_grader", request, self._timeout)

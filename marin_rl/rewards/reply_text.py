@@ -20,15 +20,12 @@ searched in a [grading process][marin_rl.rewards.grading_process]: `search_reply
 """
 
 import json
-import logging
 import re
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from marin_rl.rewards.grading_process import NoAnswerError, ask
-
-logger = logging.getLogger(__name__)
+from marin_rl.rewards.grading_process import ask
 
 SEARCH_SECONDS = 1.0
 """CPU time after which the search of a reply is given up."""
@@ -286,17 +283,16 @@ def search_reply(pattern: str, text: str, *, whole: bool = False) -> Found | Non
         whole: whether the whole text must match.
 
     Returns:
-        The last match. None if there is none, or the search exceeds a limit, which is logged as a warning.
+        The last match, or None if there is none.
+
+    Raises:
+        NoAnswerError: if the search exceeds a limit on time or memory.
 
     >>> search_reply(r"is (\d+)", "it is 41, no, it is 42.")
     Found(group='42', following='.')
     """
     request = {"pattern": pattern, "text": text, "whole": whole}
-    try:
-        found = ask("marin_rl.rewards.reply_text:open_search", request, SEARCH_SECONDS)
-    except NoAnswerError as error:
-        logger.warning("the search for %r in a reply was given up, no match: %s: %.200r", pattern, error, text)
-        return None
+    found = ask("marin_rl.rewards.reply_text:open_search", request, SEARCH_SECONDS)
     return None if found is None else Found(*found)
 
 

@@ -11,6 +11,7 @@ from marin_rl.environments.base import Split
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.rewards import reply_text
 from marin_rl.rewards.grading import FormatConfig
+from marin_rl.rewards.grading_process import NoAnswerError
 from marin_rl.types import Message, Task
 from tests.one_reply import answer
 
@@ -43,7 +44,7 @@ def test_only_the_text_after_the_thoughts_is_scored(regex: str | None):
     right = "3" if regex is None else "<a>3</a>"
     task = made.tasks(Split.TRAIN)[0]
     scored = [
-        made.rewards(dataclasses.replace(task, answer="3"), reply)["correct"]
+        made.grade(dataclasses.replace(task, answer="3"), reply).rewards["correct"]
         for reply in (right, f"<think><a>2</a></think>{right}", f"<think>{right}", f"{right}<think>")
     ]
     assert scored == [1.0, 1.0, 0.0, 0.0]
@@ -74,6 +75,22 @@ def test_a_search_without_end_does_not_block_other_episodes(monkeypatch, fields)
     slow, fast = asyncio.run(play_both())
     assert finished == ["2", "a" * 100]
     assert (set(slow.values()), fast) == ({0.0}, {"correct": 1.0})
+
+
+def test_a_part_of_the_grading_without_end_is_counted_and_leaves_the_others(monkeypatch, caplog):
+    def without_end(task: Task, reply: str) -> float:
+        raise NoAnswerError("too slow")
+
+    monkeypatch.setattr(reply_text, "SEARCH_SECONDS", 0.2)
+    right = "a" * 100
+    made = environment(score=lambda task, reply: float(reply == right), format=FormatConfig(regex="(a+)+b"))
+    for broken in (made, environment(score=without_end, blocks=True)):
+        step = answer(broken, TASK, right)
+        assert step.metrics == {"grading_given_up": 1.0}
+        assert step.rewards == ({"correct": 1.0, "format": 0.0} if broken is made else {"correct": 0.0})
+    assert "task a: the grading of 'format' was given up" in caplog.text
+    assert answer(made, TASK, "b").metrics == {"grading_given_up": 0.0}
+    assert answer(environment(), TASK, "2").metrics == {}
 
 
 def test_exceptions_of_the_grader_propagate():

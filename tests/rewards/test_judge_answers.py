@@ -99,7 +99,7 @@ def test_hostile_answers_are_read_in_linear_time(read: Callable[[str], object], 
 
 def test_a_configured_pattern_has_a_time_limit(monkeypatch):
     monkeypatch.setattr(reply_text, "SEARCH_SECONDS", 0.1)
-    with pytest.raises(RetryableError, match="no score"):
+    with pytest.raises(RetryableError, match="score_regex was given up"):
         read_score("a" * 100, r"((?:a+)+)b", VALID)
     assert read_score(json.dumps({"score": 1}) + " so <0.25>", r"<(.*?)>", VALID) == 0.25
 

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from marin_rl.rewards.grading_process import NoAnswerError
 from marin_rl.rewards.math_grader import MathVerifyGrader
 from marin_rl.rewards.math_worker import GroundTruthError
 
@@ -28,18 +29,17 @@ def test_math_verify(grader: MathVerifyGrader, reply: str, answer: str, reward: 
     assert grader.grade(reply, answer) == reward
 
 
-def test_a_reply_that_takes_too_long_is_wrong_and_the_next_is_graded(caplog):
+def test_a_reply_that_takes_too_long_has_no_grade_and_the_next_is_graded():
     grader = MathVerifyGrader(timeout=0.2)
     nested = r"\sin(" * 30 + "x" + ")" * 30
-    assert grader.grade(nested, "x + 1") == 0.0
-    assert "gave up on a reply" in caplog.text
+    with pytest.raises(NoAnswerError, match=r"more than 0\.2 s of CPU time"):
+        grader.grade(nested, "x + 1")
     assert grader.grade("it is 46", "46") == 1.0
 
 
 @pytest.mark.parametrize("reply", ["9**9**9**9", "$9^{387420489}$", r"999999999!", r"\binom{99999999999}{9999999999}"])
-def test_a_large_result_is_not_computed(grader: MathVerifyGrader, reply: str, caplog):
+def test_a_large_result_is_not_computed(grader: MathVerifyGrader, reply: str):
     assert grader.grade(reply, "46") == 0.0
-    assert "gave up" not in caplog.text
 
 
 def test_math_verify_names_a_broken_ground_truth(grader: MathVerifyGrader):

@@ -95,7 +95,7 @@ def test_the_format_reward_reads_thoughts_that_the_prompt_opened(reply: str, rew
     environment = ArithmeticConfig(format=FormatConfig(regex=r"(?s)<think>.*</think>\d+", weight=0.5)).build()
     assert isinstance(environment, SingleTurnEnvironment)
     task = dataclasses.replace(environment.splits[Split.TRAIN][0], answer="5")
-    assert environment.rewards(task, text) == {CORRECT: float("</think>" in reply), FORMAT: reward}
+    assert environment.grade(task, text).rewards == {CORRECT: float("</think>" in reply), FORMAT: reward}
 
 
 def test_every_turn_has_its_start():
