@@ -196,5 +196,6 @@ def _content(message: Mapping[str, Any]) -> str | None:
     content = message.get("content")
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
-    texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
-    return "".join(texts) if len(texts) == len(content) and all(isinstance(text, str) for text in texts) else None
+    parts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+    texts = [text for text in parts if isinstance(text, str)]
+    return "".join(texts) if len(texts) == len(content) else None
