@@ -69,7 +69,7 @@ def _reward(score: Callable[[Task, str], float], task: Task, reply: str, may_rai
         return float(score(task, reply))
     except NoAnswerError:
         return 0.0
-    except Exception:
+    except (Exception, SystemExit):
         if not may_raise:
             raise
         return 0.0

@@ -107,7 +107,9 @@ def _score(dataset: str, item: int, question: str, reply: str) -> float:
             f"reasoning-gym task {task!r} is not repeatable: item {item} is {entry['question'][:200]!r} in one process "
             f"and {question[:200]!r} in another; use another task"
         )
-    if task in _NUMBER_TASKS and not uses_numbers(reply, entry["metadata"]["numbers"]):
+    # The name of the task, also if the problem is of a task that combines several.
+    metadata = entry.get("metadata", {})
+    if metadata.get("source_dataset") in _NUMBER_TASKS and not uses_numbers(reply, metadata["numbers"]):
         return 0.0
     try:
         return float(source.score_answer(reply, dict(entry)))

@@ -79,8 +79,8 @@ def test_other_scorers_are_accepted(score: Score | None, answers: list[str]):
     refuse_garbage_rewards(environment(score, answers), "a test")
 
 
-@pytest.mark.parametrize("error", [ValueError, ZeroDivisionError, NoAnswerError])
-def test_an_error_for_garbage_is_no_reward(error: type[Exception]):
+@pytest.mark.parametrize("error", [ValueError, ZeroDivisionError, SystemExit, NoAnswerError])
+def test_an_error_for_garbage_is_no_reward(error: type[BaseException]):
     def score(task: Task, reply: str) -> float:
         raise error("for this reply")
 

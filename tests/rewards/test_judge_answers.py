@@ -59,6 +59,7 @@ def test_only_the_verdict_after_the_thoughts_is_read(answer: str, score: float |
         (score_of, '{"reason": "Score: 1", "Score": "0.25"}', 0.25),
         (score_of, 'Score: 1, I thought, but\n```json\n{"score": 0.25}\n```\n', 0.25),
         (score_of, '```\n{"score": 1, "score": 0}\n```', None),
+        (score_of, '{"reason": "two\nlines", "score": 0.25}', 0.25),
         (score_of, '{"score": true}', None),
         (score_of, '{"score": NaN}', None),
         (score_of, '{"score": 1' + "0" * 4000 + "}", None),
