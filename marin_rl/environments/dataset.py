@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
+from marin_rl.environments.data_files import check_data_files
 from marin_rl.environments.garbage import refuse_garbage_rewards
 from marin_rl.environments.row_format import Row, RowFormat
 from marin_rl.environments.single_turn import SingleTurnEnvironment
@@ -138,6 +139,10 @@ class DatasetConfig(EnvironmentConfig):
         """Read the rows of a source."""
 
 
+MAX_LINE_BYTES = 64 * 2**20
+"""Maximum size of a line of a JSONL file."""
+
+
 @EnvironmentConfig.register_subclass("jsonl")
 @dataclasses.dataclass(frozen=True)
 class JsonlConfig(DatasetConfig):
@@ -154,13 +159,19 @@ class JsonlConfig(DatasetConfig):
         return Path(self.path).stem
 
     def _read(self, source: str) -> Iterator[Row]:
-        if not Path(source).exists():
+        if not Path(source).is_file():
+            problem = "is not a file" if Path(source).exists() else "does not exist"
             keys = " or ".join(self.source_keys)
-            raise ValueError(f"the file {source!r} of a jsonl environment does not exist; correct {keys}")
+            raise ValueError(f"the file {source!r} of a jsonl environment {problem}; correct {keys}")
         # Binary mode, so that errors can report invalid UTF-8 with its line.
         with open(source, "rb") as file:
-            for number, raw in enumerate(file, start=1):
+            for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
                 where = f"{source}:{number}"
+                if len(raw) > MAX_LINE_BYTES:
+                    raise ValueError(
+                        f"{where}: the line has more than {MAX_LINE_BYTES // 2**20} MiB: {raw[:200]!r}; shorten it, or "
+                        "write one object per line"
+                    )
                 try:
                     # -sig: editors on Windows may write a byte order mark.
                     line = raw.decode("utf-8-sig").strip()
@@ -216,12 +227,14 @@ class HuggingFaceConfig(DatasetConfig):
                 choices = ", ".join(repr(name) for name in splits)
                 raise ValueError(f"dataset {self.path!r} has no split {split!r}; it has {choices}")
             return splits[split]
+        if folder.is_dir():
+            check_data_files(folder)
         try:
             return datasets.load_dataset(self.path, self.subset, split=split, revision=self.revision)
-        except (ValueError, FileNotFoundError, ConnectionError) as error:
+        except (ValueError, OSError, MemoryError, datasets.exceptions.DatasetGenerationError) as error:
             raise ValueError(
                 f"cannot load dataset {self.path!r} (subset {self.subset!r}, split {split!r}, revision "
-                f"{self.revision!r}): {error}"
+                f"{self.revision!r}): {error.__cause__ or error or 'out of memory'}"
             ) from error
 
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import json
+import os
 import runpy
 from pathlib import Path
 from typing import Any
@@ -330,3 +331,19 @@ def test_hf_missing_split_and_dataset(tmp_path: Path, offline):
 def test_hf_held_out_excludes_a_share():
     with pytest.raises(ValueError, match=r"held_out 0\.2 and held_out_split 'test' exclude each other"):
         HuggingFaceConfig(path="a", held_out_split="test", held_out=0.2)
+
+
+def test_a_line_that_fills_the_memory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("marin_rl.environments.dataset.MAX_LINE_BYTES", 2**20)
+    path = write(tmp_path / "a.jsonl", sums(3))
+    with open(path, "r+b") as file:
+        file.truncate(50 * 2**30)
+    with pytest.raises(ValueError, match=r"a\.jsonl:4: the line has more than 1 MiB: b'.*'; shorten it"):
+        JsonlConfig(path=path).build()
+
+
+def test_a_folder_and_a_pipe_are_not_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ValueError, match=rf"^the file '{path}' of a jsonl environment is not a file; correct path"):
+            JsonlConfig(path=str(path)).build()
