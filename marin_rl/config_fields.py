@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from marin_rl.storage import storage_path, user_path
+from marin_rl.storage import refuse_credentials, storage_path, user_path
 
 LOCAL_PATH = {"local_path": True}
 """Metadata of a field that is a path on a mounted file system; `check_paths` validates it."""
@@ -140,6 +140,7 @@ def local_path(value: str, key: str) -> Path:
     """
     scheme, separator, _ = value.partition("://")
     if separator:
+        refuse_credentials(value, key)
         raise ValueError(
             f"{key} is {value!r}, but it must be a path on a mounted file system: {scheme}:// is not supported here. "
             "Mount the bucket or share (gcsfuse, rclone, NFS) and use its path, or copy the files to this machine"
@@ -192,18 +193,19 @@ def check_address(key: str, address: str, key_setting: str) -> None:
     Raises:
         ValueError: if it is no address, or contains a user or a password; the message names the setting.
     """
-    parts = urllib.parse.urlsplit(address)
+    # The message of another mistake would contain the password.
+    if "@" in address or "?" in address or "#" in address:
+        raise ValueError(
+            f"{key} holds a user, a password or parameters, which would be written to the run's files; "
+            f"name the environment variable that holds the key in {key_setting}"
+        )
     try:
+        parts = urllib.parse.urlsplit(address)
         is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         is_valid = False
     if not is_valid:
         raise ValueError(f"{key} is {address!r}; it must be an address such as http://localhost:8000/v1")
-    if parts.username is not None or parts.password is not None:
-        raise ValueError(
-            f"{key} holds a user or a password, which would be written to the run's files; "
-            f"name the environment variable that holds the key in {key_setting}"
-        )
 
 
 def is_loopback(host: str) -> bool:

@@ -16,6 +16,7 @@ import errno
 import hashlib
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -51,8 +52,8 @@ def storage_path(text: str, key: str = "path") -> StoragePath:
         key: key of the setting, for the error message.
 
     Raises:
-        ValueError: if no path can be that text, the protocol is unknown, its package is not installed, or the address
-            has no bucket.
+        ValueError: if no path can be that text, the address holds a password or has no bucket, or its protocol is
+            unknown or not installed.
 
     >>> storage_path("runs/rloo")
     PosixPath('runs/rloo')
@@ -62,6 +63,7 @@ def storage_path(text: str, key: str = "path") -> StoragePath:
     protocol, separator, rest = text.partition("://")
     if not separator:
         return user_path(text, key)
+    refuse_credentials(text, key)
     if protocol in ("file", "local"):
         return user_path(rest, key)
     if protocol not in fsspec.available_protocols():
@@ -79,6 +81,24 @@ def storage_path(text: str, key: str = "path") -> StoragePath:
     if not rest.strip("/"):
         raise ValueError(f"{key} is {text!r}, which names no bucket and no folder; use {protocol}://BUCKET/FOLDER")
     return RemotePath(f"{protocol}://{rest.rstrip('/')}")
+
+
+def refuse_credentials(address: str, key: str) -> None:
+    """Refuse an address with a password, which would be written to logs and configs.
+
+    Args:
+        address: such as `s3://key:secret@bucket/run`.
+        key: key of the setting, for the error message.
+
+    Raises:
+        ValueError: if it has a password; the message does not contain it.
+    """
+    # A password may contain slashes.
+    if re.match(r"\w+://[^/@]*:[^@]*@|.*[?&][-\w]*(key|token|secret|sig|password)[-\w]*=", address, re.I | re.S):
+        raise ValueError(
+            f"{key} holds a password or a key, which would be written to the run's files; remove it, and give "
+            "credentials as the store's client expects them, in environment variables or its own files"
+        )
 
 
 def user_path(text: str, key: str) -> Path:

@@ -269,9 +269,9 @@ class OpenAiSampler(Sampler):
                 f"request {index}: the server at {base_url} does not respond ({type(error).__name__}: {error}); check "
                 "that it is running, and check sampler.base_url and sampler.timeout"
             ) from error
-        status, text = response.status_code, response.text[:500]
-        if self._key is not None:
-            text = text.replace(self._key, "***")
+        # A server may repeat the key; it is replaced before the cut, which could leave a part of it.
+        status, text = response.status_code, response.text
+        text = (text if self._key is None else text.replace(self._key, "***"))[:500]
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status in _RETRIED_STATUSES:
             raise ServerLostError(f"request {index}: the server at {base_url} returned status {status}: {text}")
         if status != HTTPStatus.OK:

@@ -82,7 +82,7 @@ def test_invalid_settings_are_rejected(fields: dict[str, Any], problem: str):
 
 @pytest.mark.parametrize("url", ["http://user:secret@host/v1", "http://secret@host/v1"])
 def test_secret_in_the_address_is_rejected_and_not_printed(url: str):
-    with pytest.raises(ValueError, match=r"sampler.base_url holds a user or a password.*api_key_env") as raised:
+    with pytest.raises(ValueError, match=r"sampler.base_url holds a user, a password.*api_key_env") as raised:
         dataclasses.replace(GOOD, base_url=url)
     assert "secret" not in str(raised.value)
 

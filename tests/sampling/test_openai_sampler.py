@@ -398,6 +398,11 @@ def test_api_key_is_sent_and_never_logged(
     monkeypatch.setenv("ENGINE_KEY", "wrong-key")
     with pytest.raises(SamplerError, match=r"status 401: .*Unauthorized: Bearer \*\*\*.*sampler.api_key_env"):
         sampler_of(server, api_key_env="ENGINE_KEY").sample([REQUEST])
+    # The server's message is cut to 500 characters, within this key.
+    monkeypatch.setenv("ENGINE_KEY", "wrong-key" * 100)
+    with pytest.raises(SamplerError, match=r"Bearer \*\*\*") as raised:
+        sampler_of(server, api_key_env="ENGINE_KEY").sample([REQUEST])
+    assert "wrong-key" not in str(raised.value)
     assert "key-1" not in caplog.text
     assert "wrong-key" not in caplog.text
 
