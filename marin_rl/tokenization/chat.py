@@ -6,6 +6,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
@@ -267,7 +268,8 @@ class ChatTokenizer:
         """
         end = self.tokenizer.decode(list(prompt[-_HEADER_TOKENS:]), clean_up_tokenization_spaces=False)
         if self._reply_header and self._reply_header in end:
-            return end.rpartition(self._reply_header)[2]
+            # Templates may end the header with other spaces in the generation prompt than in the history.
+            return end.rpartition(self._reply_header)[2].lstrip()
         return end[end.rindex("<think>") :] if self.opens_thoughts(prompt) else ""
 
     @functools.cached_property
@@ -294,9 +296,14 @@ class ChatTokenizer:
             history = self._template.render([*question, reply, *question], add_generation_prompt=False)
         except ChatTemplateError:
             return ""
+        if not (prompt.startswith(before) and history.startswith(before)):
+            return ""
         headers = [text.removeprefix(before).partition("probe-reply")[0] for text in (prompt, history)]
         common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*headers, strict=False))
-        return "".join(character for character, _ in common).partition("<think>")[0]
+        header = "".join(character for character, _ in common).partition("<think>")[0]
+        # Two different tags may begin with the same letters.
+        header = re.sub("<[^>]*$", "", header)
+        return header if header.strip() else ""
 
     def _mark(self, messages: Sequence[Message]) -> str:
         return unused_mark(messages, self._template, self._tool_template)

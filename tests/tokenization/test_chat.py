@@ -529,3 +529,30 @@ def test_the_start_of_a_reply_is_the_text_after_the_header(thinking: ChatTokeniz
     assert tokenizer.decode(prompt).endswith(f"<|im_start|>assistant\n{start}")
     assert chat.reply_start(prompt) == start
     assert chat.opens_thoughts(prompt) is start.rstrip().endswith("<think>")
+
+
+@pytest.mark.parametrize(
+    ("before_user", "prompt_header", "reply_header", "start"),
+    [
+        ("", "<|assistant|>\\n", "<|assistant|>", ""),
+        ("", "ASSISTANT: ", "ASSISTANT:", ""),
+        ("", "<|assistant|>\\n<think>\\n", "<|assistant|>", "<think>\n"),
+        ("", "<|assistant|><reasoning>", "<|assistant|><response>", "<reasoning>"),
+        ("", "\\n<think>\\n", "\\n", "<think>\n"),
+        # The text before the last question is another one than that before earlier questions.
+        ("{% if loop.last %}[Think] {% endif %}", "<|assistant|>", "<|assistant|>", ""),
+        ("{% if loop.last %}[Think] {% endif %}", "<|assistant|><think>", "<|assistant|>", "<think>"),
+    ],
+)
+def test_a_part_of_the_header_is_not_the_start_of_a_reply(
+    before_user: str, prompt_header: str, reply_header: str, start: str
+):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{%- for message in messages -%}{%- if message['role'] == 'user' -%}"
+        + f"<|user|>{before_user}{{{{- message['content'] + '<|end|>' -}}}}"
+        + f"{{%- else -%}}{{{{- '{reply_header}' + message['content'] + '<|end|>' -}}}}{{%- endif -%}}{{%- endfor -%}}"
+        + f"{{%- if add_generation_prompt -%}}{{{{- '{prompt_header}' -}}}}{{%- endif -%}}"
+    )
+    chat = ChatTokenizer(tokenizer)
+    assert chat.reply_start(chat.prompt_tokens([message("user", "2+3=")])) == start
