@@ -281,12 +281,12 @@ class TokenPieces:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
-        self._special = {id: token.content.encode() for id, token in tokenizer.added_tokens_decoder.items()}
         # The decoder of the backend is only accessible as JSON.
         decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {"type": "Sequence", "decoders": []}
         steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         kinds = {step["type"] for step in steps}
-        self._local = bool(steps) and all(map(_is_local, steps))
+        # Without `Fuse`, `Strip` changes each token, and not only the first one.
+        self._local = bool(steps) and all(map(_is_local, steps)) and ("Fuse" in kinds or "Strip" not in kinds)
         self._bytes = (
             {character: byte for byte, character in bytes_to_unicode().items()} if "ByteLevel" in kinds else None
         )
@@ -324,8 +324,6 @@ class TokenPieces:
         return token if isinstance(token, str) else None
 
     def _look_up(self, token_id: int) -> bytes:
-        if token_id in self._special:
-            return self._special[token_id]
         if (token := self._text_of(token_id)) is None:
             return f"<unknown {token_id}>".encode()
         if self._bytes is not None and all(character in self._bytes for character in token):

@@ -186,9 +186,17 @@ def test_impossible_stops_are_refused(arguments: tuple, message: str):
         stop_table(264, *arguments)
 
 
-def test_tokenizers_whose_tokens_depend_on_each_other_are_refused():
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.WordPiece(),
+        # Without `Fuse`, it drops the space of each token.
+        decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Strip(" ", 1, 0)]),
+    ],
+)
+def test_tokenizers_whose_tokens_depend_on_each_other_are_refused(decoder: decoders.Decoder):
     backend = Tokenizer(models.WordPiece(vocab={"[UNK]": 0, "play": 1, "##ing": 2}, unk_token="[UNK]"))
-    backend.decoder = decoders.WordPiece()
+    backend.decoder = decoder
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, name_or_path="pieces")
     with pytest.raises(ValueError, match=re.escape("the text of a token of pieces depends on its neighbours")):
         table_of(tokenizer, ("ing",))

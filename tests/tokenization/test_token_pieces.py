@@ -4,7 +4,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from marin_rl.tokenization.load import TokenPieces, byte_tokenizer
@@ -63,3 +63,20 @@ def test_word_pieces_are_decoded_by_the_tokenizer():
 def test_a_tokenizer_without_a_decoder():
     piece = TokenPieces(fast(models.WordLevel(vocab={"a": 0, "b": 1}, unk_token="a"), None))
     assert (piece(0), piece(1)) == (b"a", b"b")
+
+
+@pytest.mark.parametrize(
+    ("decoder", "content"),
+    [
+        (decoders.ByteLevel(), "\u0120tool"),
+        (decoders.ByteLevel(), "<\uff5ctool\uff5c>"),
+        (decoders.ByteLevel(), " tool"),
+        (decoders.Metaspace(), "\u2581<PRE>"),
+        (decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse()]), "\u2581<PRE>"),
+    ],
+)
+@pytest.mark.parametrize("is_special", [True, False])
+def test_added_tokens_are_decoded_like_others(decoder: decoders.Decoder, content: str, is_special: bool):
+    tokenizer = fast(models.BPE(vocab={"a": 0}, merges=[]), decoder)
+    tokenizer.add_tokens([AddedToken(content, special=is_special)])
+    assert TokenPieces(tokenizer).in_text(2) == tokenizer.decode([0, 2]).removeprefix("a").encode()
