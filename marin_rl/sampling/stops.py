@@ -68,8 +68,10 @@ def stop_table(
     if texts and token_bytes is None:
         raise ValueError(f"the stop texts {list(texts)} need token_bytes, the bytes of the tokens")
     pieces = [b""] * vocab_size if token_bytes is None or not texts else [token_bytes(id) for id in range(vocab_size)]
+    # With a token for each byte any text can be written, and no table is needed to see that.
+    single_bytes = b"".join({piece for piece in pieces if len(piece) == 1})
     for text in texts:
-        if not _can_end(_tabulate([text.encode()], pieces, [])):
+        if text.encode().translate(None, single_bytes) and not _can_end(_tabulate([text.encode()], pieces, [])):
             raise ValueError(f"no tokens of the tokenizer give the stop text {text!r}; remove it from sampling.stop")
     return _tabulate([text.encode() for text in texts], pieces, stop_token_ids)
 
