@@ -155,10 +155,11 @@ def _load_folder(config: ServeConfig, folder: str) -> Policy:
     if not Path(folder).is_dir():
         raise UserError(f"--model is {folder!r}, which is not a folder; give a folder in Hugging Face format")
     tokenizer = TokenizerConfig(path=folder).build()
+    stop = _stop_texts(Path(folder))
     trainer = start_devices(default_trainer(), rows_per_device=1, alone=True)
     model = load_hf_policy(folder, tokenizer, trainer, None)
     max_context = _max_context(config, model, min(model.Pos.size, _DEFAULT_CONTEXT))
-    sampling = _limited(config, SamplingConfig(max_new_tokens=max_context - 1, stop=_stop_texts(Path(folder))))
+    sampling = _limited(config, SamplingConfig(max_new_tokens=max_context - 1, stop=stop))
     sampler = GroupSampler(
         model,
         config=sampling,
@@ -172,13 +173,20 @@ def _load_folder(config: ServeConfig, folder: str) -> Policy:
 
 
 def _stop_texts(folder: Path) -> tuple[str, ...]:
-    """Read the stop texts of an exported policy."""
+    """Read the stop texts of an exported policy.
+
+    Raises:
+        UserError: if they are not usable texts.
+    """
     file = folder / "generation_config.json"
     value = json.loads(file.read_bytes()).get("stop_strings") if file.exists() else None
     texts = [value] if isinstance(value, str) else value or []
     if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
         raise UserError(f"stop_strings in {file} is {value!r}; it must be a list of texts")
-    return tuple(texts)
+    try:
+        return SamplingConfig(max_new_tokens=1, stop=tuple(texts)).stop
+    except ValueError as error:
+        raise UserError(f"stop_strings in {file} is {value!r}: {error}") from error
 
 
 def _max_context(config: ServeConfig, model: LmHeadModel, default: int) -> int:

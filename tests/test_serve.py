@@ -87,6 +87,9 @@ def test_a_folder_is_served_with_its_stop_texts(finished_run: TinyRun, tmp_path:
     [stopped] = policy.sampler.sample([request])
     assert (stopped.token_ids, stopped.logprobs) == (free.token_ids[:1], free.logprobs[:1])
     assert policy.sampling.stop == (chr(free.token_ids[0]),)
+    file.write_text(json.dumps({**settings, "stop_strings": [""]}))
+    with pytest.raises(UserError, match=r"stop_strings in .*generation_config\.json is \[''\]"):
+        load_policy(ServeConfig(model=str(folder)))
     file.write_text(json.dumps({**settings, "stop_strings": [3]}))
     with pytest.raises(UserError, match=r"stop_strings in .* is \[3\]; it must be a list of texts"):
         load_policy(ServeConfig(model=str(folder)))
