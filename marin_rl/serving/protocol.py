@@ -3,6 +3,7 @@
 
 """Requests in OpenAI's protocol and vLLM's extensions, validated. A parameter that has no exact effect is refused."""
 
+import itertools
 import json
 import math
 import secrets
@@ -152,10 +153,10 @@ class CompletionRequest(TextParams):
     @classmethod
     def _check_prompt(cls, value: object) -> object:
         # A union of types would report an error for each item and type.
-        kinds: set[type] = set(map(type, value)) if isinstance(value, list) else {type(value)}
-        if isinstance(value, list) and kinds == {list}:
-            kinds.update(*(map(type, part) for part in value))
-        if kinds == {str} or (isinstance(value, list) and kinds in (set(), {int}, {list}, {list, int})):
+        parts: list[Any] = value if isinstance(value, list) else [value]
+        kinds = set(map(type, parts))
+        tokens = itertools.chain.from_iterable(parts) if kinds == {list} else parts
+        if kinds == {str} or (isinstance(value, list) and set(map(type, tokens)) <= {int}):
             return value
         raise ValueError("it must be a text or a list of token ids, or a list of several of one kind")
 
