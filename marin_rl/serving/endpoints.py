@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from marin_rl.event_loop import gather_all
 from marin_rl.serving.engine import EngineError, EngineRequest
-from marin_rl.serving.json_body import MAX_VALUES, ApiError, read_object
+from marin_rl.serving.json_body import ApiError, read_object
 from marin_rl.serving.protocol import (
     BodyT,
     ChatRequest,
@@ -138,7 +138,7 @@ class Endpoints:
         """
 
         def parsed() -> BodyT:
-            values = read_object(data, MAX_VALUES + self.limits.max_context)
+            values = read_object(data)
             if self.temperature is not None and issubclass(body_class, TextParams):
                 values["temperature"] = self.temperature
             return parse_body(body_class, values)

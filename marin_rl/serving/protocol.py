@@ -19,7 +19,7 @@ from marin_rl.sampling.config import MIN_TEMPERATURE
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.seeds import derive_seed
 from marin_rl.serving.engine import EngineRequest
-from marin_rl.serving.json_body import MAX_VALUES, ApiError, check_keys, read_value
+from marin_rl.serving.json_body import ApiError, check_keys, read_value
 from marin_rl.types import Message
 
 MAX_STOPS = 16
@@ -365,7 +365,7 @@ def _call_text(where: str, call: object) -> str:
     arguments = function.get("arguments") or "{}"
     if not isinstance(arguments, str):
         raise ApiError(f"{where}.tool_calls has arguments that are not a text of JSON", param="messages")
-    arguments = read_value(arguments, MAX_VALUES, f"the text of arguments in {where}.tool_calls", "messages")
+    arguments = read_value(arguments, f"the text of arguments in {where}.tool_calls", "messages")
     text = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
     try:
         text.encode()

@@ -111,7 +111,7 @@ class Refusing:
 
 USER = {"role": "user", "content": "a"}
 TOO_LARGE: dict[str, tuple[str, dict[str, Any], str]] = {
-    "prompts": ("completions", {"prompt": ["a"] * 200_001}, "the body has 200003 JSON values, more than 133072"),
+    "prompts": ("completions", {"prompt": ["a"] * 200_001}, "the body has 200006 texts, keys, lists"),
     "prompts of a short body": ("completions", {"prompt": ["a"] * 3}, "3 prompts with n: 1 are 3 sequences"),
     "long prompts": ("completions", {"prompt": ["ab" * 9000] * 3}, "3 prompts with n: 1 are 3 sequences"),
     "choices": ("completions", {"prompt": ["a"], "n": 10**9}, "are 1000000000 sequences"),
@@ -137,7 +137,7 @@ TOO_LARGE: dict[str, tuple[str, dict[str, Any], str]] = {
     "arguments": (
         "chat",
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 140_000}}]}]},
-        "the text of arguments in messages[0].tool_calls has 140000 JSON values",
+        "the text of arguments in messages[0].tool_calls has 140000 texts",
     ),
     "tools": ("chat", {"messages": [USER], "tools": [{"type": "function", "function": {}}] * 129}, "tools: List"),
     "size of a tool": (
@@ -164,7 +164,7 @@ TOO_LARGE: dict[str, tuple[str, dict[str, Any], str]] = {
     "characters of a stop": ("completions", {"prompt": "a", "stop": "b" * 1001}, "stop: must be at most 16 texts"),
     "stop tokens": ("completions", {"prompt": "a", "stop_token_ids": [1] * 1001}, "stop_token_ids: List should have"),
     "logit bias": ("completions", {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(9000)), 1)}, "logit_bias"),
-    "metadata": ("completions", {"prompt": "a", "metadata": [0] * 140_000}, "the body has 140003 JSON values"),
+    "metadata": ("completions", {"prompt": "a", "metadata": [""] * 140_000}, "the body has 140007 texts"),
     "a list in a prompt": ("completions", {"prompt": [1, [2]]}, "prompt: it must be a text or a list of token ids"),
     "lists in a list": ("completions", {"prompt": [[1], [2, [3]]]}, "prompt: it must be a text or a list of token ids"),
     "lists in lists": ("completions", {"prompt": [[[1]]]}, "prompt: it must be a text or a list of token ids"),
