@@ -63,7 +63,7 @@ def stored(gcs: Gcs, finished_run: TinyRun) -> Gcs:
 
 @pytest.fixture
 def stored_run(stored: Gcs, finished_run: TinyRun, tmp_path: Path) -> TinyRun:
-    """The command that resumes the run in the bucket, with the data file of the finished run."""
+    """The command that resumes the run in the bucket, with the problems that it has read so far."""
     return remote_run(tmp_path / "here", environment__path=str(finished_run.path.parent / "problems.jsonl"))
 
 
@@ -151,16 +151,13 @@ def test_run_killed_5_times_in_other_folders_equals_an_uninterrupted_run(
     assert kept == {"step-00000005", "step-00000006"}
 
 
-def test_second_process_is_refused(
-    stored: Gcs, stored_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_second_process_is_refused(stored: Gcs, stored_run: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     from marin_rl.remote_path import RemotePath
     from marin_rl.training.lease import hold
 
-    run = stored_run
     with hold(RemotePath(f"{ADDRESS}/.lock")):
         before = dict(stored.objects)
-        assert run.train() == 1
+        assert stored_run.train() == 1
         assert stored.objects == before
     assert re.search(
         rf"error: run directory '{ADDRESS}' is in use by process {os.getpid()} on .*; wait for it to end",
@@ -177,7 +174,6 @@ def test_failing_requests_are_repeated(
     no_curves: None,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    run = stored_run
     for name in stored.names(PREFIX):
         if name.startswith(("hf/", "checkpoints/step-00000006/", "rollouts/step-00000006")):
             del stored.objects[PREFIX + name]
@@ -189,10 +185,10 @@ def test_failing_requests_are_repeated(
         Fault(r"POST .*rollouts/step-00000006", 429, 1),
         Fault(r"POST .*hf/config.json", 503, 1),
     ]
-    assert run.train() == 0
+    assert stored_run.train() == 0
     assert [fault.times for fault in stored.faults] == [0] * 6
     assert capfd.readouterr().err == ""
-    same_outcome(local_copy(stored, run, tmp_path / "copy"), finished_run)
+    same_outcome(local_copy(stored, stored_run, tmp_path / "copy"), finished_run)
 
 
 @pytest.mark.parametrize(
@@ -258,29 +254,25 @@ def test_torn_checkpoint_falls_back(
     kind: str,
     message: str,
 ) -> None:
-    run = stored_run
     folder = f"{PREFIX}checkpoints/step-00000006/"
     damage(stored, folder + next(name for name in stored.names(folder) if name.startswith(kind)))
     for name in stored.names(f"{PREFIX}hf/"):
         del stored.objects[f"{PREFIX}hf/{name}"]
-    assert run.train() == 0
-    copy = local_copy(stored, run, tmp_path / "copy")
+    assert stored_run.train() == 0
+    copy = local_copy(stored, stored_run, tmp_path / "copy")
     assert re.search(message, (copy.path / "log.txt").read_text())
     same_outcome(copy, finished_run)
 
 
 @pytest.mark.medium
-def test_resume_reads_each_byte_of_a_checkpoint_once(
-    stored: Gcs, stored_run: TinyRun, tmp_path: Path, no_curves: None
-) -> None:
-    run = stored_run
+def test_resume_reads_each_byte_of_a_checkpoint_once(stored: Gcs, stored_run: TinyRun, no_curves: None) -> None:
     for name in stored.names(f"{PREFIX}hf/"):
         del stored.objects[f"{PREFIX}hf/{name}"]
-    assert run.train() == 0
+    assert stored_run.train() == 0
     folder = f"{PREFIX}checkpoints/step-00000006/"
     for name in stored.names(folder):
         assert stored.downloads[folder + name] == [(0, len(stored.read(folder + name)))], name
-    assert not [name for name in stored.downloads if "checkpoints/step-00000005" in name]
+    assert not [name for name in stored.downloads if name.startswith(f"{PREFIX}checkpoints/step-00000005")]
 
 
 @pytest.mark.medium
@@ -306,14 +298,12 @@ def test_compiled_programs_are_cached_in_a_bucket(gcs: Gcs) -> None:
 def test_process_that_lost_its_lock_ends_without_writing(
     stored: Gcs,
     stored_run: TinyRun,
-    tmp_path: Path,
     no_curves: None,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     from marin_rl.training.batch_builder import BatchBuilder
 
-    run = stored_run
     for name in stored.names(PREFIX):
         if name.startswith(("hf/", "checkpoints/step-00000006/", "checkpoints/step-00000005/")):
             del stored.objects[PREFIX + name]
@@ -328,7 +318,7 @@ def test_process_that_lost_its_lock_ends_without_writing(
         return build(*arguments)
 
     monkeypatch.setattr(BatchBuilder, "build", suspended)
-    assert run.train() == 1
+    assert stored_run.train() == 1
     assert f"error: run directory '{ADDRESS}' was taken over by another process" in capfd.readouterr().err
     for name in others:
         assert stored.read(PREFIX + name) == b"of the other process\n", name
