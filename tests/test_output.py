@@ -13,7 +13,7 @@ import pytest
 PROGRAM = """
 import os, sys
 from pathlib import Path
-from marin_rl.config.command_line import run_command
+from marin_rl.config.command_line import HelpShown, run_command
 from marin_rl.output import go_on_without_output, report_lost_output
 
 def command(argv):
@@ -22,7 +22,7 @@ def command(argv):
         go_on_without_output()
     if kind == "help":
         sys.stdout.write("usage")
-        raise SystemExit(0)
+        raise HelpShown(0)
     if kind == "fails":
         raise ValueError("wrong argument")
     with open(file, "w") as other:
