@@ -67,7 +67,12 @@ def _is_module(module: str) -> bool:
 
 @contextlib.contextmanager
 def warnings_to_stderr() -> Iterator[None]:
-    """Print warnings and errors of this package to stderr until a log file is open, in the format of the log file."""
+    """Print warnings and errors of this package to stderr until a log file is open, in the format of the log file.
+
+    Those of other packages, such as asyncio, are printed in this format at any time, if they have no handler.
+    """
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(LogFormatter(FORMAT))
     logger, handler = logging.getLogger("marin_rl"), logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogFormatter(FORMAT))
     handler.setLevel(logging.WARNING)

@@ -19,6 +19,7 @@ import difflib
 import importlib.util
 import re
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -71,7 +72,7 @@ def run_command(
     Raises:
         SystemExit: after `--help`, or if the command only prints and its output cannot be written.
     """
-    sys.excepthook = _print_escaped
+    _report_escaped()
     with guarded_output(), warnings_to_stderr():
         try:
             require_threads(MIN_THREADS)
@@ -90,7 +91,21 @@ def run_command(
             return 1
 
 
-def _print_escaped(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+def _report_escaped() -> None:
+    """Print errors that nothing handles with `_print_escaped`, unless another program has replaced Python's hooks."""
+    sys.excepthook = _print_escaped
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = _print_unhandled
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _print_unhandled
+
+
+def _print_unhandled(unhandled: "threading.ExceptHookArgs | sys.UnraisableHookArgs") -> None:
+    if unhandled.exc_type is not SystemExit:
+        _print_escaped(unhandled.exc_type, unhandled.exc_value, unhandled.exc_traceback)
+
+
+def _print_escaped(kind: type[BaseException], error: BaseException | None, trace: types.TracebackType | None) -> None:
     """Print a traceback, whose messages may quote replies of a policy, without control characters."""
     print(escape("".join(traceback.format_exception(kind, error, trace))), file=sys.stderr, end="")
 

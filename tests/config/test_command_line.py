@@ -307,14 +307,31 @@ def test_too_few_threads_are_reported(monkeypatch, capsys):
     assert not any(thread.is_alive() for thread in begun)
 
 
-def test_a_traceback_does_not_control_the_terminal():
+UNHANDLED = {
+    "command": ("fail()", 1),
+    "thread": ("import threading; thread = threading.Thread(target=fail); thread.start(); thread.join()", 0),
+    "finalizer": ("type('Object', (), {'__del__': lambda self: fail()})()", 0),
+    "task": (
+        "import asyncio\n"
+        "    async def failing(): fail()\n"
+        "    async def main(): asyncio.create_task(failing()); await asyncio.sleep(0); await asyncio.sleep(0)\n"
+        "    asyncio.run(main())",
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("place", UNHANDLED)
+def test_an_error_that_nothing_handles_does_not_control_the_terminal(place: str):
+    statements, status = UNHANDLED[place]
     code = (
         "from marin_rl.config.command_line import run_command\n"
-        "def command(argv): raise RuntimeError('\\x1b]52;c;AAAA\\x07\\x9b2J\\u202e\\rreply')\n"
-        "run_command(command, [])\n"
+        "def fail(): raise RuntimeError('\\x1b]52;c;AAAA\\x07\\x9b2J\\u202e\\rreply')\n"
+        f"def command(argv):\n    {statements}\n    return 0\n"
+        "raise SystemExit(run_command(command, []))\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=600)
     shown = ended.stderr.decode()
-    assert ended.returncode == 1
-    assert "\nRuntimeError: \\x1b]52;c;AAAA\\x07\\x9b2J\\u202e\\rreply\n" in shown
+    assert ended.returncode == status
+    assert "RuntimeError: \\x1b]52;c;AAAA\\x07\\x9b2J\\u202e\\rreply\n" in shown
     assert shown == escape(shown)
