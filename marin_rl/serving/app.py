@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from marin_rl.config_fields import is_loopback
 from marin_rl.serving.endpoints import Endpoints, reading_threads
@@ -32,6 +32,8 @@ from marin_rl.tokenization.load import TokenPieces
 logger = logging.getLogger(__name__)
 _HOST = re.compile(r"\[?([^\[\]]*?)\]?(?::\d+)?")
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
+MAX_BODIES = 256
+"""Maximum size of the bodies of all requests in progress together, as a multiple of that of one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,12 +145,12 @@ class Server:
 
 
 class _Guard:
-    """Checks the API key or the host, and limits the number of concurrent requests."""
+    """Checks the API key or the host, and limits the number of concurrent requests and the size of their bodies."""
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app = app
         self._options = options
-        self._active = 0
+        self._active = self._body_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] == "/health":
@@ -159,11 +161,27 @@ class _Guard:
         elif self._active >= 2 * self._options.max_sequences:
             await _error_response(_too_many("requests", self._active))(scope, receive, send)
         else:
-            self._active += 1
-            try:
-                await self._app(scope, receive, send)
-            finally:
-                self._active -= 1
+            await self._count(scope, receive, send)
+
+    async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request; its body counts until then, because its texts are kept."""
+        size = 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            size += (more := len(message.get("body", b"")))
+            self._body_bytes += more
+            if self._body_bytes > MAX_BODIES * self._options.max_body_bytes:
+                raise _too_many("bytes of requests", self._body_bytes)
+            return message
+
+        self._active += 1
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            self._active -= 1
+            self._body_bytes -= size
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)

@@ -22,6 +22,7 @@ from experiments.benchmarks.benchmark_serving import ask_all, request_bytes
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampleRequest, WeightPoll
 from marin_rl.seeds import derive_seed
+from marin_rl.serving import app
 from marin_rl.serving.engine import Engine
 from marin_rl.serving.http_server import HttpServer, listen, url_of
 from marin_rl.types import Generation
@@ -78,7 +79,9 @@ def open_sockets() -> int:
     return sum(link.startswith("socket:") for link in links)
 
 
-def raw_request(server: Serving, data: dict[str, object], receive_buffer: int | None = None) -> socket.socket:
+def raw_request(
+    server: Serving, data: dict[str, object], receive_buffer: int | None = None, missing: int = 0
+) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
     client = socket.socket()
     if receive_buffer is not None:
@@ -87,7 +90,7 @@ def raw_request(server: Serving, data: dict[str, object], receive_buffer: int | 
     content = json.dumps(data).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += "Connection: close\r\n"
-    client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content[: len(content) - missing])
     return client
 
 
@@ -216,6 +219,28 @@ def test_requests_above_the_limit_are_refused(held: Held):
         assert response.json()["error"]["code"] == "rate_limit_exceeded"
         client.close()
         held.open.set()
+
+
+def test_bodies_above_the_limit_of_all_are_refused(held: Held, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(app, "MAX_BODIES", 2)
+    held.open.clear()
+    large = body(metadata={"text": "a" * 1800})
+    with serving(held.sampler, max_body_bytes=2000) as server:
+        # A part of a body counts, and a body whose reply is sampled.
+        parts = raw_request(server, large, missing=10)
+        sampled = raw_request(server, large)
+        until(lambda: server.engine.in_progress == 1)
+
+        def ask() -> httpx.Response:
+            return httpx.post(f"{server.url}/v1/completions", json=large, timeout=TIMEOUT)
+
+        refused = ask()
+        assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        parts.close()
+        held.open.set()
+        until(lambda: ask().status_code == 200)
+        sampled.close()
 
 
 @pytest.mark.medium
