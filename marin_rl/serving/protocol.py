@@ -225,6 +225,8 @@ class ChatRequest(TextParams):
 class GenerateParams(SamplingParams):
     """`sampling_params` of vLLM's generate endpoint."""
 
+    detokenize: bool = True
+    """No effect: the response has no text."""
     logprobs: int | None = pydantic.Field(None, ge=0, le=1)
 
 
@@ -405,7 +407,7 @@ class RequestLimits(NamedTuple):
         if not 1 <= num_prompts * params.n <= self.max_choices:
             raise ApiError(
                 f"{num_prompts} prompts with n: {params.n} are {num_prompts * params.n} sequences; a request has "
-                f"between 1 and {self.max_choices}",
+                f"between 1 and {self.max_choices}: send the others in further requests",
                 param="n",
             )
 

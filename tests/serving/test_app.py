@@ -232,7 +232,7 @@ def test_stop_strings_end_a_reply(client: Any, bare: GroupSampler):
 
 
 def test_generate_takes_and_returns_tokens(server: Serving, bare: GroupSampler):
-    """The body of `renderers.client.generate`."""
+    """The body of `renderers.client.generate`, with `detokenize` as in vLLM's examples."""
     wanted = expected(bare, PROMPT, 9, 12, 1.0)
     params = {
         "max_tokens": 12,
@@ -241,6 +241,7 @@ def test_generate_takes_and_returns_tokens(server: Serving, bare: GroupSampler):
         "stop_token_ids": [257],
         "logprobs": 1,
         "skip_special_tokens": False,
+        "detokenize": False,
     }
     body = {"model": "policy", "token_ids": list(PROMPT), "sampling_params": params, "cache_salt": "7"}
     answer = post(server, "/inference/v1/generate", body).json()
