@@ -155,8 +155,10 @@ class CompletionRequest(TextParams):
         # A union of types would report an error for each item and type.
         parts: list[Any] = value if isinstance(value, list) else [value]
         kinds = set(map(type, parts))
-        tokens = itertools.chain.from_iterable(parts) if kinds == {list} else parts
-        if kinds == {str} or (isinstance(value, list) and set(map(type, tokens)) <= {int}):
+        if kinds == {str}:
+            return value
+        tokens = set(map(type, itertools.chain.from_iterable(parts))) if kinds == {list} else kinds
+        if isinstance(value, list) and tokens <= {int}:
             return value
         raise ValueError("it must be a text or a list of token ids, or a list of several of one kind")
 
@@ -167,7 +169,7 @@ class CompletionRequest(TextParams):
             ApiError: if there are too many, or one is certainly too long.
         """
         given: Any = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        if all(isinstance(part, int) for part in given):
+        if not given or isinstance(given[0], int):
             given = [given]
         limits.check_choices(len(given), self)
         for part in given:
