@@ -7,12 +7,14 @@ r"""The final answer of a reply: the grammar of `grader: {type: math_verify}`.
 reply     the last of \boxed{text}, <answer>text</answer>, `#### text`, "final answer is text"; else the last "answer is
           text" or "answer: text"; else the last sentence with mathematics. Text before "wait", "no," or another
           correction does not count.
-text      [words] value [unit] [words] ["because" anything], without emphasis, quotes, code ticks and LaTeX delimiters
-value     scalar | words | list | group | relation
+text      [words] value [unit] [words] ["because" anything], without emphasis, quotes, code ticks and LaTeX delimiters;
+          or words with values, a verb or `=`, and such a text
+value     scalar | words | list | group | relation | choice
 scalar    number | LaTeX or plain expression
 list      values between commas, "and", "or", \cup; x = \pm 2 is the list 2, -2
 group     (a, b), [a, b), {a, b} or a matrix
-relation  name = value, an inequality, or numbers = their value
+relation  name = value, an equation, an inequality, or numbers = their value
+choice    (A) value
 ```
 
 The whole text has to be a value: two values without a separator, a word that changes a value ("5 million", "not 5",
@@ -90,13 +92,14 @@ _DENIAL = re.compile(r"\b(?:not|never|no|cannot|may|might|could|unlikely)\b|n't\
 _SENTENCE_END = re.compile(r"[.!?](?=[\s\ue001\"'*_)`<]|$)|\n")
 _NEXT_LINE = re.compile(r"[^\w\n\\]*\n(?:[^\w\n]*\n){0,3}([^\n]*\w[^\n]*)")
 _HEDGE = re.compile(
-    r"\b(?:or|alternatively|maybe|perhaps|possibly|otherwise|not|if|could|suppose|assume|whether)\b|n't\b",
+    r"\b(?:or|alternatively|maybe|perhaps|possibly|otherwise|not|if|could|suppose|assume|whether|wrong|incorrect|"
+    r"false|doubt)\b|n't\b",
     re.IGNORECASE,
 )
 _CORRECTION = re.compile(
     r"(?:^|[.!?,;:\n\ue001(-])[ \t*_]*(?:wait|no(?=[,:;.! \n]+(?:[^a-z]|wait|it|that|the|this|i\b))|actually|"
     r"correction|scratch that|oops|sorry|hmm|on second thought)\b"
-    r"|\b(?:that|this|it|which)(?:'s| is| was) (?:wrong|incorrect|not right|not correct|a mistake)\b"
+    r"|\b(?:that|this|it|which)(?:'s| is| was) (?:wrong|incorrect|not right|not correct|a mistake)\b(?! (?:that|to)\b)"
     r"|\bi made an? (?:mistake|error)\b",
     re.IGNORECASE,
 )

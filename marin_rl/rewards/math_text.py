@@ -26,7 +26,7 @@ _ALIASES = """
     ° degrees deg; mm millimeter millimeters; cm centimeter centimeters; m meter meters metre metres; km kilometer
     kilometers; g gram grams; kg kilogram kilograms; mg; in inch inches; ft foot feet; yd yard yards; mi mile miles;
     s second seconds sec secs; min minute minutes mins; h hour hours hr hrs; ml milliliters mL; l liter liters; oz
-    ounce ounces; mph; kph; am; pm; sq square; cu cubic; rad radian radians
+    ounce ounces; mi/h mph; km/h kph; am; pm; sq square; cu cubic; rad radian radians; unit units
 """
 """Units and their other names."""
 UNITS = {alias: unit for unit, *aliases in map(str.split, _ALIASES.split(";")) for alias in (unit, *aliases)}
@@ -54,10 +54,19 @@ _RULES = tuple(
         (r"(?<![0-9A-Za-z])(['\"])([^'\"]{1,100})\1(?![0-9A-Za-z])", r"\2"),
         (r"\^ ?(-[0-9]{1,20})", r"^{\1}"),
         (r"\.{2,}", r"\\ldots "),
-        (r"(?<=[0-9 ])([km]?m|mi|ft|k?g) ?/ ?(h|hr|hour|s|sec|min|m?l)(?![A-Za-z^])", rf"{_UNIT_MARK}\1per\2"),
-        (r"(?<=[0-9])(?:\\[,!]|\{,\})(?=[0-9]{3})", ","),
+        (
+            r"(?<=[0-9 {])([kcm]?m|mi|ft|k?g) ?/ ?([kcm]?m|h|s|hr|sec|min|m?l)(?![A-Za-z])",
+            rf" {_UNIT_MARK}\1 per {_UNIT_MARK}\2",
+        ),
+        (r"(?<=[0-9A-Za-z]) ?/ ?(?=[a-z]{4})(?!sqrt|sinh|cosh|tanh|arc)", " per "),
+        (r"(?<=[0-9]),?(?:\\[,!]|\{,\})(?=[0-9]{3})", ","),
+        (r"(?<=[0-9]) ?: ?(?=[0-9])", ":"),
+        (r"\\(?:emptyset|varnothing)(?![A-Za-z])", r"\\{\\}"),
+        (r"(?<![A-Za-z\\])(?:I|i)nf(?:inity)?(?![A-Za-z])", r"\\infty "),
+        (r"\\(begin|end) ?\{array\}(?: ?\{[clr| ]{0,20}\})?", r"\\\1{matrix}"),
+        (r"(?<=[0-9A-Za-z}%] )\(([A-Za-z]{4,20}(?: [A-Za-z]{1,20}){0,9})\)", r"\1"),
         (r"(?<=[0-9A-Za-z)\]}])\*\*(?=[0-9A-Za-z({-])", "^"),
-        (r"(?<=[0-9A-Za-z)\]}]) ?\* ?(?=[0-9A-Za-z(\\{])", r"\\cdot "),
+        (r"(?<=[0-9A-Za-z)\]}]) ?\* ?(?=[0-9A-Za-z(\\{$€£\ue002])", r"\\cdot "),
         (r"\*+", ""),
         (r"(?<![0-9A-Za-z)\]}\\])(_{1,2})([^_]{1,200})\1(?![0-9A-Za-z{])", r"\2"),
         (r"(?<![\\A-Za-z0-9])~ ?(?=[0-9.])", " about "),
@@ -66,7 +75,8 @@ _RULES = tuple(
         (r" ?\^ ?(?:\{ ?)?\\circ(?![A-Za-z])(?: ?\})?|\\degree(?![A-Za-z])|º", "°"),
         (r"\\frac ?([0-9])([0-9])", r"\\frac{\1}{\2}"),
         (r"\\frac ?([0-9])\{", r"\\frac{\1}{"),
-        (r"_ ?([0-9])(?: (?=[0-9])|(?=\())", r"_{\1}"),
+        (r"(\\log ?_) ?([0-9]) ?", r"\1{\2}"),
+        (r"_ ?([0-9]{1,20})", r"_{\1}"),
         (r"(\\frac ?\{[^{}]{0,100}\}) ?([0-9])", r"\1{\2}"),
         (r"(?<![A-Za-z\\])sqrt(?![A-Za-z])", r"\\sqrt"),
         (r"\\sqrt ?\(([^()]{1,100})\)", r"\\sqrt{\1}"),
@@ -78,10 +88,22 @@ _RULES = tuple(
         (r"\\gt(?![A-Za-z])", ">"),
     )
 )
+_REPEATING = re.compile(
+    r"(?<![0-9.,])([0-9]{0,10})\.(?:([0-9]{0,10}?)([0-9]{1,6}?)\3{2,} ?\\l?dots(?![A-Za-z])"
+    r"|([0-9]{0,10}) ?\\(?:overline|bar) ?\{([0-9]{1,10})\})"
+)
 _TEXT = re.compile(
     r"(?P<before>[0-9] ?)?\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|rm|operatorname|mbox)(?![A-Za-z]) ?"
     r"\{(?P<text>[^{}]{0,200})\}"
 )
+
+
+def _as_fraction(found: re.Match[str]) -> str:
+    r"""Convert a repeating decimal number, `0.1\overline{6}` or `0.1666\ldots`, to a fraction."""
+    fixed, repeated = f"{found[1]}{found[2] or found[4] or ''}", found[3] or found[5]
+    places = len(fixed) - len(found[1])
+    top = int(f"{fixed}{repeated}") - int(fixed or "0")
+    return rf"\frac{{{top}}}{{{(10 ** len(repeated) - 1) * 10**places}}}"
 
 
 def _plain_text(found: re.Match[str]) -> str:
@@ -103,12 +125,12 @@ def normalize(text: str) -> str:
     text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS))
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
-    return _TEXT.sub(_plain_text, text)
+    return _TEXT.sub(_plain_text, _REPEATING.sub(_as_fraction, text))
 
 
 _TOKEN = re.compile(
     rf"(?P<mode>[{OPEN}{CLOSE}])|(?P<command>\\(?:begin|end) ?\{{[a-z]+\}}|\\[A-Za-z]+|\\[^A-Za-z\s])"
-    rf"|(?P<word>{_UNIT_MARK}?[^\W\d_]+(?:['-][^\W\d_]{{2,}})*)|(?P<number>[0-9]+)|(?P<space>\s+)|(?P<other>.)",
+    rf"|(?P<word>[0-9]+(?:st|nd|rd|th)(?![A-Za-z])|{_UNIT_MARK}?[^\W\d_]+(?:'[a-z](?![A-Za-z])|['-][^\W\d_]{{2,}})*)|(?P<number>[0-9]+)|(?P<space>\s+)|(?P<other>.)",
     re.DOTALL,
 )
 _SIGNS = frozenset("+-*/^_=<>()[]{}|!%°&$€£¥₹" + CURRENCY)
@@ -159,7 +181,7 @@ def _kind(token: re.Match[str], text: str, in_math: bool, in_brackets: bool) -> 
     if value == ":":
         return "m" if in_math or (before.isdigit() and after.isdigit()) else "p"
     if value in "'\"":
-        return "m" if in_math and value == "'" else "?" if before.isalnum() else "p"
+        return "m" if in_math and value == "'" else "?" if before.isdigit() else "p"
     return "p" if value == "?" or (value == "#" and not after.isdigit()) else "?"
 
 

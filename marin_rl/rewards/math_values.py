@@ -13,7 +13,18 @@ import re
 from collections.abc import Iterable
 from fractions import Fraction
 
-from marin_rl.rewards.math_text import CLOSERS, CURRENCY, MAX_TEXT, OPENERS, UNITS, normalize, split_items, word_set
+from marin_rl.rewards.math_text import (
+    CLOSE,
+    CLOSERS,
+    CURRENCY,
+    MAX_TEXT,
+    OPEN,
+    OPENERS,
+    UNITS,
+    normalize,
+    split_items,
+    word_set,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +36,9 @@ class Scalar:
     name: str = ""
     """Left side of `x = 5`."""
     unit: str = ""
-    """Currency, degree or the words after it; compared only if both values have one."""
+    """`%`, currency, degree or the words after it, as in `km/h`; compared only if both values have one."""
     equal_to: tuple[str, ...] = ()
-    """Left sides of `9 * 2 = 18`, which must have the same value."""
+    """Left sides of `9 * 2 = 18`, which must have the same value, or of the equation `2x + 3y = 5`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +58,15 @@ class Words:
     text: str
 
 
-Value = Scalar | Group | Words
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A label of a multiple choice question and its text, such as `(A) 12`."""
+
+    label: Scalar
+    value: "Value"
+
+
+Value = Scalar | Group | Words | Choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +79,8 @@ class Answer:
 
 _DOUBTS = word_set(
     """not never nor neither either or maybe perhaps possibly probably might could cannot can't isn't don't doesn't
-    won't wouldn't aren't unless except if otherwise instead wrong incorrect false unknown unsure"""
+    won't wouldn't aren't unless except if otherwise instead wrong incorrect false unknown unsure none likely
+    presumably guess"""
 )
 """Words that deny or restrict the value of a sentence."""
 _NUMERALS = word_set(
@@ -72,13 +92,17 @@ _NUMERALS = word_set(
 )
 _CHANGES = word_set(
     """zero one no and but may between to through until versus vs about around approximately approx roughly nearly
-    almost circa least most less more greater fewer smaller larger bigger than over under below above exceeds beyond
+    almost circa least most than over under below above exceeds beyond
     plus minus negative times multiplied divided mod modulo remainder squared cubed power root cube factorial twice
-    double triple pair pairs couple score k st nd rd th choose base by out step question problem example case page
-    line figure exercise part chapter jan feb mar apr jun jul aug sep sept oct nov dec january february march april
+    double triple pair pairs couple score k choose base out near within like digit step question problem example case
+    page line figure exercise part chapter jan feb mar apr jun jul aug sep sept oct nov dec january february march april
     june july august september october november december"""
 )
 """Words that change the value next to them."""
+_CHANGES_AFTER_THEM = _CHANGES | word_set("by square multiple factor any")
+"""Words that change the value after them."""
+_VERBS = word_set("is are was were be equals")
+_COMPARATIVES = word_set("more less fewer additional extra")
 _FILLERS = word_set("at of the a an be only exactly just")
 
 
@@ -94,7 +118,39 @@ def read(text: str) -> Answer | None:
         items.pop()
     if not items:
         return None
-    return Answer(" ".join(_compact(value) for _, value in items), _value(items))
+    return Answer(" ".join(_compact(value) for _, value in items), _choice(text) or _value(items) or _predicate(items))
+
+
+_LABEL = re.compile(r"(?:(?:option|choice) )?(?:\(([A-H])\)|([A-H])(?:[.):](?= |$)))[ .:]*(?P<text>.*)", re.DOTALL)
+_OTHER_LABEL = re.compile(r"(?<![A-Za-z])[A-H](?![A-Za-z])")
+
+
+def _choice(text: str) -> Value | None:
+    """Read the label of a multiple choice question and its text, as in `(A) 12`."""
+    text = re.sub(rf"[{OPEN}{CLOSE} ]+", " ", normalize(text)).strip()
+    found = _LABEL.fullmatch(text)
+    if found is None or _OTHER_LABEL.search(found["text"]):
+        return None
+    label = Scalar(found[1] or found[2])
+    if not found["text"]:
+        return label
+    items = split_items(found["text"])
+    words = {word.casefold() for kind, word in items if kind == "w"}
+    value = _value(items) if _DOUBTS.isdisjoint(words) and not re.match(r"[-+*/^_=<>,;&|]", items[0][1]) else None
+    return None if value is None else Choice(label, value)
+
+
+def _predicate(items: list[tuple[str, str]]) -> Value | None:
+    """Read the value after the only verb or the last `=`, as in `The value of x is 5`."""
+    verbs = [index for index, (kind, word) in enumerate(items) if kind == "w" and word.casefold() in _VERBS]
+    equations = [index for index, (kind, text) in enumerate(items) if kind == "m" and "=" in text]
+    if len(verbs) + bool(equations) != 1:
+        return None
+    index = (verbs or equations)[-1]
+    if not _DOUBTS.isdisjoint(value.casefold() for _, value in items[:index]):
+        return None
+    right = [("m", items[index][1].rpartition("=")[2])] if equations else []
+    return _value([*right, *items[index + 1 :]])
 
 
 def _value(items: list[tuple[str, str]]) -> Value | None:
@@ -111,7 +167,7 @@ def _value(items: list[tuple[str, str]]) -> Value | None:
     lead, tail = (
         [word.casefold() for kind, word in part if kind == "w"] for part in (items[: runs[0]], items[runs[-1] + 1 :])
     )
-    if _changes(lead[::-1]) or _changes(tail) or not _NUMERALS.isdisjoint(tail):
+    if _changes(lead[::-1], _CHANGES_AFTER_THEM) or _changes(tail, _CHANGES) or not _NUMERALS.isdisjoint(tail):
         return None
     for first, second in itertools.pairwise(runs):
         between = {value.casefold() for _, value in items[first + 1 : second]}
@@ -123,15 +179,17 @@ def _value(items: list[tuple[str, str]]) -> Value | None:
     return _with_unit(values[0], tail)
 
 
-def _changes(words: list[str]) -> bool:
+def _changes(words: list[str], changes: frozenset[str]) -> bool:
     """Whether the words before or after a value, the nearest first, change it or leave it open."""
     near = [word for word in words[:3] if word not in _FILLERS][:1]
     is_equality = words[:2] in (["to", "equal"], ["to", "equals"])
-    return not (_DOUBTS.isdisjoint(words) and (is_equality or (_CHANGES | _NUMERALS).isdisjoint(near)))
+    return not (_DOUBTS.isdisjoint(words) and (is_equality or (changes | _NUMERALS).isdisjoint(near)))
 
 
 def _with_unit(value: Value, words: list[str]) -> Value | None:
-    if not words or not isinstance(value, Scalar):
+    words = list(itertools.dropwhile(_COMPARATIVES.__contains__, words))
+    # "5 in total" are not inches.
+    if not words or not isinstance(value, Scalar) or (words[0] == "in" and len(words) > 1):
         return value
     if not re.search(r"[0-9]", value.text):
         return None
@@ -145,6 +203,8 @@ def _with_unit(value: Value, words: list[str]) -> Value | None:
         unit = UNITS.get(base, base.removesuffix("s")) + (f"^{power}" if power else "")
     if value.unit and is_known and value.unit != unit:
         return None
+    if words[1:2] == ["per"] and len(words) > 2:
+        unit += "/" + UNITS.get(words[2], words[2])
     return dataclasses.replace(value, unit=value.unit or unit)
 
 
@@ -166,7 +226,7 @@ _THOUSANDS = re.compile(
 )
 _RELATION = re.compile(r"=|<|>|\\leq|\\geq|\\neq|\\in|\\approx|\\equiv")
 _NAME = re.compile(r"(?:[^0-9]|(?<=_)[0-9]|(?<=_\{)[0-9]{1,3})+")
-_FUNCTION_VALUE = re.compile(r"[A-Za-z]{1,3}'?\([^()]{1,30}\)")
+_FUNCTION_VALUE = re.compile(r"[A-Za-z]{1,3}(?:'|\^\{-1\})?\((?:[^()]|\([^()]{1,30}\)){1,30}\)")
 _MATRIX = re.compile(r"\\begin ?\{([pbBvV]?matrix)\}(.*)\\end ?\{\1\}", re.DOTALL)
 
 
@@ -242,8 +302,13 @@ def _relation(parts: list[str], signs: list[str], is_inner: bool) -> Value | Non
     if not isinstance(value, Scalar):
         return None if computed else value
     return dataclasses.replace(
-        value, name=_compact(parts[0]) if is_name else "", equal_to=tuple(map(_compact, computed))
+        value, name=_compact(parts[0]) if is_name else "", equal_to=tuple(map(_without_units, computed))
     )
+
+
+def _without_units(text: str) -> str:
+    text = re.sub(r"([0-9.]{1,20}) ?°", r"\\frac{\1\\pi}{180}", text)
+    return _compact(re.sub(rf"[{CURRENCY}€£¥₹]", "", text))
 
 
 def _is_name(text: str) -> bool:
@@ -290,7 +355,7 @@ def _group(text: str) -> Value | None:
     if not inner:
         return Words("empty set") if kind == "{}" else None
     parts = [part for part, _ in _split(inner, re.compile("[,;]"))]
-    if len(parts) == 1 and kind in ("()", "{}") and tokens[0] in ("(", "{"):
+    if len(parts) == 1 and (kind in ("()", "{}") or r"\begin" in inner):
         return _parse(inner, is_inner=True)
     values = _parse_all(parts, is_inner=True)
     is_interval = kind in ("(]", "[)")
@@ -311,10 +376,12 @@ def _scalar(text: str) -> Scalar | None:
         text, unit = money[1] + text[money.end() :], UNITS["$" if money[2] == CURRENCY else money[2]]
     elif (money := re.search(rf"[{CURRENCY}€£¥₹]$", text)) is not None:
         text, unit = text[:-1], UNITS["$" if money[0] == CURRENCY else money[0]]
+    elif text.endswith("%"):
+        text, unit = text[:-1], "%"
     elif (degrees := re.search(r" ?°( ?[CF])?$", text)) is not None:
         text, unit = text[: degrees.start()], "degree" + (degrees[1] or "").strip()
     text = _compact(text)
-    is_unknown = re.search(rf"[{CURRENCY}€£¥₹°&]|^[-+]{{2}}|^[_^*/]|[-+*/^]$", text) is not None
+    is_unknown = re.search(rf"[{CURRENCY}€£¥₹°%&]|^[-+]{{2}}|^[_^*/]|[-+*/^]$", text) is not None
     if not text or is_unknown or (re.search(r"[0-9] [0-9]", text) and number(text) is None):
         return None
     return Scalar(text.removeprefix("+"), unit=unit)
@@ -338,7 +405,7 @@ _NUMBER = re.compile(
     r"|(?P<whole>[0-9]+) ?(?:\\frac\{(?P<p>[0-9]+)\}\{(?P<q>[0-9]+)\})"
     r"|(?P<whole2>[0-9]+) (?P<r>[0-9]+)/(?P<s>[0-9]+)"
     rf"|(?P<n>{_DECIMAL})(?:[eE](?P<e>[-+]?[0-9]{{1,3}})"
-    r"|(?:\\times|\\cdot)10\^(?:\{(?P<t>-?[0-9]{1,3})\}|(?P<u>[0-9])))?)(?P<percent>%?)"
+    r"|(?:\\times|\\cdot)10\^(?:\{(?P<t>-?[0-9]{1,3})\}|(?P<u>[0-9])))?)"
 )
 
 
@@ -346,9 +413,9 @@ def number(text: str) -> Fraction | None:
     r"""Return the exact value of a number; None if the text is another expression.
 
     Numbers are `5`, `-0.5`, `3/4`, `\frac{3}{4}`, mixed numbers `2 2/3` with a proper fraction, `1.5e3`,
-    `1.5\times10^3`, each with `%`.
+    `1.5\times10^3`.
 
-    >>> number("2 2/3"), number("5%"), number("2 4/3")
+    >>> number("2 2/3"), number("0.05"), number("2 4/3")
     (Fraction(8, 3), Fraction(1, 20), None)
     """
     if len(text) > _MAX_NUMBER or (found := _NUMBER.fullmatch(text)) is None:
@@ -367,4 +434,4 @@ def number(text: str) -> Fraction | None:
     else:
         value = Fraction(part["n"]) * Fraction(10) ** int(part["e"] or part["t"] or part["u"] or 0)
     is_negative = (part["sign"] == "-") != (part["fsign"] == "-")
-    return (-value if is_negative else value) / (100 if part["percent"] else 1)
+    return -value if is_negative else value

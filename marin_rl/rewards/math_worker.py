@@ -3,6 +3,7 @@
 
 """Mathematical equality of a reply and an answer, which grading processes check."""
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from marin_rl.rewards.math_answers import find_answer
 from marin_rl.rewards.math_text import word_set
-from marin_rl.rewards.math_values import Answer, Group, Scalar, Value, Words, number
+from marin_rl.rewards.math_values import Answer, Choice, Group, Scalar, Value, Words, number
 
 
 class GroundTruthError(ValueError):
@@ -23,7 +24,7 @@ def math_verify_match(reply: str, answer: str) -> bool:
 
     `math_answers` defines the final answer; the whole of it is compared. Numbers are compared exactly, expressions by
     their values at several points, lists without order, tuples, intervals and matrices element by element, words by
-    their letters. `5%` equals `0.05`. A sum or product is not a number: `12+34` is wrong if the truth is `46`.
+    their letters. `5%` equals `5` and `0.05`. A sum or product is not a number: `12+34` is wrong if the truth is `46`.
 
     This function works in any thread but has no time limit; `MathVerifyGrader` runs it in a process that is killed at a
     limit.
@@ -53,7 +54,7 @@ def parse_answer(answer: str) -> Answer:
         GroundTruthError: if it is empty, or its brackets are not balanced.
     """
     found = find_answer(answer, is_truth=True)
-    if found is None or not re.search(r"\w", found.text) or not _has_closed_braces(answer):
+    if found is None or not (found.value or re.search(r"\w", found.text)) or not _has_closed_braces(answer):
         raise GroundTruthError(
             f"math_verify cannot parse the ground truth {answer!r}; correct the answer column, set `answer_regex` to "
             "extract the result, or use `grader: {type: exact}`"
@@ -71,6 +72,12 @@ def _same_text(truth: Answer, found: Answer) -> bool:
 
 
 def _equal(truth: Value | None, reply: Value | None) -> bool:
+    if isinstance(truth, Choice) and isinstance(reply, Choice):
+        return truth.label == reply.label and _equal(truth.value, reply.value)
+    if isinstance(truth, Choice):
+        return _equal(truth.label, reply) or _equal(truth.value, reply)
+    if isinstance(reply, Choice):
+        return _equal(truth, reply.label) or _equal(truth, reply.value)
     if isinstance(truth, Words) and isinstance(reply, Words):
         return truth.text == reply.text
     if isinstance(truth, Group) and isinstance(reply, Group):
@@ -81,6 +88,7 @@ def _equal(truth: Value | None, reply: Value | None) -> bool:
 
 
 def _equal_groups(truth: Group, reply: Group) -> bool:
+    truth, reply = _as_tuple(truth, reply.kind), _as_tuple(reply, truth.kind)
     if truth.kind != reply.kind or len(truth.items) != len(reply.items):
         return False
     if reply.is_relation and not truth.is_relation and truth.kind == "()" and "\\infty" not in str(truth.items):
@@ -102,12 +110,48 @@ def _equal_groups(truth: Group, reply: Group) -> bool:
     return True
 
 
+def _as_tuple(group: Group, kind: str) -> Group:
+    """Convert `y = 2, x = 1` to (1, 2) if it is compared with a tuple."""
+    names = {item.name: item for item in group.items if isinstance(item, Scalar) and item.name}
+    if (group.kind, kind) != ("{}", "()") or len(names) != len(group.items):
+        return group
+    return Group("()", tuple(dataclasses.replace(item, name="") for _, item in sorted(names.items())))
+
+
 def _equal_scalars(truth: Scalar, reply: Scalar) -> bool:
-    if (truth.name and reply.name and truth.name != reply.name) or (
-        truth.unit and reply.unit and truth.unit != reply.unit
-    ):
+    # "12 dollars" equals "12 dollars per hour".
+    units = zip(truth.unit.split("/"), reply.unit.split("/"), strict=False)
+    if truth.unit and reply.unit and any(one != other for one, other in units):
         return False
-    return _equal_texts(truth.text, reply.text) and all(_equal_texts(reply.text, part, True) for part in reply.equal_to)
+    sides = _sides(truth), _sides(reply)
+    if sides[0] is not None or (truth.name and sides[1] is not None):
+        left = truth.name if sides[0] is None else sides[0]
+        right = reply.name if sides[1] is None else sides[1]
+        one, other = f"{left}-({truth.text})", f"{right}-({reply.text})"
+        return bool(left and right) and (one == other or _equal_expressions(one, other, is_equation=True))
+    if truth.name and reply.name and truth.name != reply.name:
+        return False
+    expected, given = _amounts(truth, reply.unit), _amounts(reply, truth.unit)
+    return any(_equal_texts(one, other) for one in expected for other in given) and all(
+        any(_equal_texts(other, part, True) for other in _amounts(reply, "")) for part in reply.equal_to
+    )
+
+
+def _amounts(scalar: Scalar, other_unit: str) -> list[str]:
+    """Return the text of a value; compared with a value without `%`, that of 40% is 40 or 2/5."""
+    value = number(scalar.text) if scalar.unit == "%" != other_unit else None
+    return [scalar.text] if value is None else [scalar.text, str(value / 100)]
+
+
+_VARIABLE = re.compile(r"(?<!\\)\b[a-df-hj-zA-Z]|[0-9)}_][a-df-hj-zA-Z]")
+_SUM = re.compile(r"[A-Za-z0-9)}][-+]")
+
+
+def _sides(scalar: Scalar) -> str | None:
+    """Return the left side of an equation such as `2x + 3y = 5`; None for a value."""
+    left = scalar.equal_to[0] if len(scalar.equal_to) == 1 else scalar.name
+    is_equation = _VARIABLE.search(left) and (scalar.equal_to or _SUM.search(left))
+    return left if is_equation else None
 
 
 # Numbers in other bases, dates and ranges equal only themselves.
@@ -175,8 +219,11 @@ def _is_small(text: str) -> bool:
     return True
 
 
-def _equal_expressions(one: str, other: str) -> bool:
-    """Compare the values of two expressions at several points; expressions of different variables differ."""
+def _equal_expressions(one: str, other: str, is_equation: bool = False) -> bool:
+    """Compare the values of two expressions at several points; expressions of different variables differ.
+
+    The sides of an equation are also equal with a common factor.
+    """
     parsed = [_parse(text) for text in (one, other)]
     if any(value is None for value in parsed):
         return False
@@ -192,7 +239,8 @@ def _equal_expressions(one: str, other: str) -> bool:
     real = [(a, b) for a, b in pairs if a is not None and b is not None and a.is_real and b.is_real]
     # Without real values (logarithms of negative numbers, powers of -1) complex ones are compared.
     known = real if len(real) >= 3 else [(a, b) for a, b in pairs[:3] if a is not None and b is not None]
-    return len(known) >= 3 and all(_close(a, b) for a, b in known)
+    scale = known[0] if is_equation and known else (1, 1)
+    return len(known) >= 3 and 0 not in scale and all(_close(a * scale[1], b * scale[0]) for a, b in known)
 
 
 def _equal_constants(one: Any, text: str, other: Any, other_text: str) -> bool:
@@ -214,6 +262,7 @@ def _as_fraction(decimal: re.Match[str]) -> str:
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
+@functools.lru_cache(maxsize=4096)
 def _parse(text: str) -> Any:
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
