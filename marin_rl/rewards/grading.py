@@ -131,7 +131,8 @@ class MathVerifyConfig(GraderConfig):
     r"""The reply's final answer, as a whole, must equal the answer mathematically (`0.5` is `\frac{1}{2}`).
 
     The final answer is the last `\boxed{X}`, `<answer>X</answer>`, `#### X` or `final answer is X`; else the last
-    `answer is X` or `answer: X`; else the last sentence with one value.
+    `answer is X` or `answer: X`; else the last sentence with one value. The type has the name of the package
+    math-verify, which graded in earlier versions; now this package reads answers, with the LaTeX parser of math-verify.
     """
 
     timeout: float = 5.0

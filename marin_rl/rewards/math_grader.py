@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Grading of mathematical answers by math-verify, in processes with a time limit."""
+"""Grading of mathematical answers, in processes with a time limit."""
 
 import re
 from typing import ClassVar
@@ -25,7 +25,7 @@ class MathVerifyGrader:
         self._timeout = timeout
 
     def check(self, answer: str) -> None:
-        """Check that math-verify can parse the answer."""
+        """Check that the answer can be parsed."""
         if _PLAIN_NUMBER.fullmatch(answer):
             return
         try:

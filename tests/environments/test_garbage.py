@@ -141,7 +141,7 @@ def test_files_of_problems_and_of_python(tmp_path: Path):
         f"    built = JsonlConfig(path={str(problems)!r}).build()\n"
         "    return dataclasses.replace(built, name='mine', score=lambda task, reply: 1.0)\n"
     )
-    # The question contains the answer, which math-verify finds.
+    # The question contains the answer, which the grader finds.
     of_problems = {"type": "jsonl", "path": str(problems), "grader": {"type": "math_verify"}}
     of_python = {"type": "file", "path": str(python), "name": "make"}
     for settings, name in ((of_problems, "problems"), (of_python, "mine")):
