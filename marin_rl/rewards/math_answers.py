@@ -115,7 +115,7 @@ _JOINED_AFTER = re.compile(
 _ATTACHED_BEFORE = re.compile(
     r"(?:\\(?:approx|sim|pm|mp|times|cdot|div|neq?|leq?|geq?|lt|gt|sqrt|frac|notin)|[-+*/^_<>~±≈≤≥×÷≠({\[|0-9])\s*$"
 )
-_ATTACHED_AFTER = re.compile(r"\s*(?:[-+*/^_!%<>≤≥×÷±0-9({\[]|\\(?:%|times|cdot|div|pm|approx|neq?|leq?|geq?))")
+_ATTACHED_AFTER = re.compile(r"\s*(?:[-+*/^_!%<>≤≥×÷±0-9({\[]|\\(?:%|times|cdot|div|pm|neq?|leq?|geq?))")
 
 
 def find_answer(reply: str, is_truth: bool = False) -> Answer | None:

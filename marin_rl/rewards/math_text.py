@@ -47,7 +47,6 @@ _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "012345678
 _RULES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"<<[^<>]{0,200}>>", ""),
         (r"</?(?:b|i|em|strong|u|code|span|p|answer|final_answer|br ?/?)>", " "),
         (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|boxed|fbox)(?![A-Za-z])\.?", ""),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
@@ -75,7 +74,6 @@ _RULES = tuple(
         (r" ?\^ ?(?:\{ ?)?\\circ(?![A-Za-z])(?: ?\})?|\\degree(?![A-Za-z])|º", "°"),
         (r"\\frac ?([0-9])([0-9])", r"\\frac{\1}{\2}"),
         (r"\\frac ?([0-9])\{", r"\\frac{\1}{"),
-        (r"(\\log ?_) ?([0-9]) ?", r"\1{\2}"),
         (r"_ ?([0-9]{1,20})", r"_{\1}"),
         (r"(\\frac ?\{[^{}]{0,100}\}) ?([0-9])", r"\1{\2}"),
         (r"(?<![A-Za-z\\])sqrt(?![A-Za-z])", r"\\sqrt"),
@@ -93,7 +91,7 @@ _REPEATING = re.compile(
     r"|([0-9]{0,10}) ?\\(?:overline|bar) ?\{([0-9]{1,10})\})"
 )
 _TEXT = re.compile(
-    r"(?P<before>[0-9] ?)?\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|rm|operatorname|mbox)(?![A-Za-z]) ?"
+    r"(?P<before>[0-9}] ?)?\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|rm|operatorname|mbox)(?![A-Za-z]) ?"
     r"\{(?P<text>[^{}]{0,200})\}"
 )
 
@@ -196,7 +194,7 @@ def _is_word(word: str, before: str, after: str, in_math: bool) -> bool:
         return word in "aI" and not (before + after[:1]).strip(" .,")
     if len(word) < 4 and word.isupper() and after.lstrip(" ")[:1] in ("=", "<", ">"):
         return False
-    signs = frozenset("0123456789+-*/^_=()\\")
+    signs = frozenset("0123456789+-*/^_=(){}\\")
     return len(word) > 3 or not (before in signs or after[:1] in signs)
 
 

@@ -135,8 +135,10 @@ def _choice(text: str) -> Value | None:
     if not found["text"]:
         return label
     items = split_items(found["text"])
-    words = {word.casefold() for kind, word in items if kind == "w"}
-    value = _value(items) if _DOUBTS.isdisjoint(words) and not re.match(r"[-+*/^_=<>,;&|]", items[0][1]) else None
+    words = [word.casefold() for kind, word in items if kind == "w"]
+    # "None of the above" and "cannot be determined" are texts of choices.
+    doubts = words[1:] if words[:1] in (["none"], ["cannot"]) else words
+    value = _value(items) if _DOUBTS.isdisjoint(doubts) and not re.match(r"[-+*/^_=<>,;&|]", items[0][1]) else None
     return None if value is None else Choice(label, value)
 
 
@@ -147,7 +149,9 @@ def _predicate(items: list[tuple[str, str]]) -> Value | None:
     if len(verbs) + bool(equations) != 1:
         return None
     index = (verbs or equations)[-1]
-    if not _DOUBTS.isdisjoint(value.casefold() for _, value in items[:index]):
+    subject = [value.casefold() for _, value in items[:index]]
+    is_list = bool(equations) and not {",", ";", "and"}.isdisjoint(subject[equations[0] :])
+    if is_list or not _DOUBTS.isdisjoint(subject):
         return None
     right = [("m", items[index][1].rpartition("=")[2])] if equations else []
     return _value([*right, *items[index + 1 :]])
@@ -191,8 +195,8 @@ def _with_unit(value: Value, words: list[str]) -> Value | None:
     # "5 in total" are not inches.
     if not words or not isinstance(value, Scalar) or (words[0] == "in" and len(words) > 1):
         return value
-    if not re.search(r"[0-9]", value.text):
-        return None
+    if not re.search(r"[0-9]", value.text) and words[0] not in UNITS:
+        return value if words[-2:] in (["is", "correct"], ["is", "right"]) else None
     first = words[0]
     if first in ("square", "sq", "cubic", "cu") and len(words) > 1:
         power = 2 if first.startswith("s") else 3

@@ -133,7 +133,9 @@ def _equal_scalars(truth: Scalar, reply: Scalar) -> bool:
         return False
     expected, given = _amounts(truth, reply.unit), _amounts(reply, truth.unit)
     return any(_equal_texts(one, other) for one in expected for other in given) and all(
-        any(_equal_texts(other, part, True) for other in _amounts(reply, "")) for part in reply.equal_to
+        any(_equal_texts(other, part, True) for other in _amounts(reply, ""))
+        for part in reply.equal_to
+        if _NOT_COMPUTED.isdisjoint(_COMMAND.findall(part))
     )
 
 
@@ -199,12 +201,15 @@ _COMMANDS = word_set(
     tau phi varphi chi psi omega Gamma Delta Theta Lambda Sigma Phi Psi Omega"""
 )
 """Commands of expressions that are computed; others, such as `phantom` and `max`, are compared as text."""
+_NOT_COMPUTED = word_set("sum prod int lim gcd max min cdots ldots dots")
+"""Commands of left sides that are not compared with their right side, as in `\\gcd(12, 18) = 6`."""
+_COMMAND = re.compile(r"\\([A-Za-z]+)")
 _LARGE = re.compile(r"[0-9]{31}|\^ ?\{?[-+(]*[0-9]{4}|!!|[0-9]{4}!|\)!|\}!|\\binom\{[0-9]{4}")
 
 
 def _is_small(text: str) -> bool:
     """Whether sympy can evaluate an expression, and quickly: no large exponents, nested powers or factorials."""
-    commands = re.findall(r"\\([A-Za-z]+)", text)
+    commands = _COMMAND.findall(text)
     if len(text) > 200 or _LARGE.search(text) or not text.isascii() or not _COMMANDS.issuperset(commands):
         return False
     for power in re.finditer(r"\^", text):

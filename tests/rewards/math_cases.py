@@ -63,6 +63,9 @@ GROUPS = {
     "stated": Group(
         "The forms in which models state an answer, with emphasis, tags, headings and code ticks.",
         (
+            ("<answer><b>5</b></answer>", "5"),
+            ("## Answer\n\n12\n\nHere 3 * 4 = 12 and 12 / 2 = 6.", "12"),
+            ("**Answer:**\n\n12\n\nNote that half of it is 6.", "12"),
             ("The answer is **3/4**.", "3/4"),
             ("The answer is 3/4.", "3/4"),
             ("The answer is *8*", "8"),
@@ -102,6 +105,7 @@ GROUPS = {
             ("Ans: 5", "5"),
         ),
         (
+            ("## Answer\n\n12\n\nHere 3 * 4 = 12 and 12 / 2 = 6.", "6"),
             ("The answer is **3/4**.", "3"),
             ("The answer is **3/4**.", "4"),
             ("<answer>8</answer>", "88"),
@@ -193,6 +197,7 @@ GROUPS = {
     "fractions": Group(
         "Fractions, mixed numbers and unicode fractions are one number; their parts are not.",
         (
+            (r"\boxed{\frac1{2}}", "0.5"),
             (r"0.\overline{3}", r"\frac{1}{3}"),
             (r"0.1\overline{6}", "1/6"),
             ("0.272727...", r"\frac{3}{11}"),
@@ -311,6 +316,9 @@ GROUPS = {
     "choices": Group(
         "A choice is its letter, its text or both, if the letter is alone.",
         (
+            ("(E) none of these", "E"),
+            ("(D) Cannot be determined", "D"),
+            ("Therefore, option (C) is correct.", "C"),
             (r"\boxed{\textbf{(C)}\ 12}", "C"),
             (r"\boxed{\textbf{(C)}\ 12}", r"\textbf{(C)}"),
             (r"\boxed{\text{(C) Paris}}", "C"),
@@ -325,6 +333,8 @@ GROUPS = {
             ("The correct option is **(C)**, because the others fail.\n\nAnswer: C) 12", "C"),
         ),
         (
+            ("Therefore, option (C) is wrong.", "C"),
+            ("(D) cannot be right or wrong", "D"),
             ("(C) 12", "B"),
             ("(C) 12", "(C) 13"),
             ("(C) 12", "(B) 12"),
@@ -362,6 +372,7 @@ GROUPS = {
             ("So the answer is 18 (which is an integer).", "18"),
         ),
         (
+            ("x = 5 apples, y = 6 apples", "6"),
             ("If x is 5, y is 6.", "6"),
             ("The value of x is 5 or 6.", "5"),
             ("The value of x is not 5.", "5"),
@@ -384,6 +395,8 @@ GROUPS = {
     "units": Group(
         "A unit may be missing on one side; two different units differ, and words such as `million` change the value.",
         (
+            (r"\boxed{\frac{3}{2}\text{ m}}", "1.5"),
+            (r"\pi\text{ cm}", r"\pi"),
             (r"\boxed{9.8\ \text{m/s}^2}", "9.8"),
             ("60 miles per hour", "60 mph"),
             ("60 km/h", r"60\text{ km per hour}"),
@@ -520,6 +533,8 @@ GROUPS = {
     "expressions": Group(
         "Expressions are equal if they have the same value for all values of their variables.",
         (
+            (r"\boxed{\frac{1}{x} + \frac{1}{y}}", r"\frac{x+y}{xy}"),
+            (r"\boxed{\frac{1}{3}} \approx 0.333", "1/3"),
             ("x+1", "1+x"),
             ("2x", "2*x"),
             (r"\sqrt{8}", r"2\sqrt{2}"),
@@ -569,6 +584,8 @@ GROUPS = {
     "equations": Group(
         "A left side without numbers is a name; another one must equal the right side.",
         (
+            (r"\boxed{\gcd(12,18) = 6}", "6"),
+            (r"\boxed{\sum_{k=1}^{10} k = 55}", "55"),
             (r"\boxed{(x-1)^2+(y+2)^2=9}", "(x - 1)^2 + (y + 2)^2 = 9"),
             (r"\boxed{2x + 3y - 5 = 0}", "2x+3y=5"),
             (r"\boxed{4x+6y=10}", "2x+3y=5"),
@@ -611,6 +628,7 @@ GROUPS = {
     "lists": Group(
         "Several values are compared as a whole; lists and sets have no order, and names count.",
         (
+            (r"\boxed{2 or 3}", "2, 3"),
             (r"\emptyset", r"\{\}"),
             (r"\varnothing", r"\emptyset"),
             (r"\{0\}", "0"),
@@ -662,6 +680,8 @@ GROUPS = {
     "tuples": Group(
         "Brackets count: a point, an interval, a set and a list differ.",
         (
+            (r"x \lt 5", r"(-\infty, 5)"),
+            (r"x \gt 5", r"(5, \infty)"),
             ("x = 1, y = 2", "(1, 2)"),
             ("y = 2, x = 1", "(1, 2)"),
             ("(1, 2)", "x = 1, y = 2"),
