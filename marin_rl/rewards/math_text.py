@@ -3,6 +3,7 @@
 
 """Text of final answers: normal forms of Unicode, Markdown and LaTeX, and the split into mathematics and words."""
 
+import functools
 import re
 import unicodedata
 
@@ -113,6 +114,7 @@ def _plain_text(found: re.Match[str]) -> str:
     return f"{before} {_UNIT_MARK}{letter} " if before and letter in "mgslhLNJWVAK" else before + letter
 
 
+@functools.lru_cache(maxsize=256)
 def normalize(text: str) -> str:
     """Return the text with LaTeX for Unicode signs, without emphasis, tags and spacing commands."""
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]{1,9}", lambda match: "^{" + match[0].translate(_SUPERSCRIPTS) + "}", text)

@@ -111,7 +111,8 @@ def read(text: str) -> Answer | None:
     text = text.strip()
     if len(text) > MAX_TEXT:
         return Answer("", None)
-    items = split_items(normalize(text))
+    text = normalize(text)
+    items = split_items(text)
     while items and items[0][0] == "p":
         items.pop(0)
     while items and items[-1][0] == "p":
@@ -126,8 +127,8 @@ _OTHER_LABEL = re.compile(r"(?<![A-Za-z])[A-H](?![A-Za-z])")
 
 
 def _choice(text: str) -> Value | None:
-    """Read the label of a multiple choice question and its text, as in `(A) 12`."""
-    text = re.sub(rf"[{OPEN}{CLOSE} ]+", " ", normalize(text)).strip()
+    """Read the label of a multiple choice question and its text, as in `(A) 12`, from normalized text."""
+    text = re.sub(rf"[{OPEN}{CLOSE} ]+", " ", text).strip()
     found = _LABEL.fullmatch(text)
     if found is None or _OTHER_LABEL.search(found["text"]):
         return None
@@ -367,9 +368,10 @@ def _group(text: str) -> Value | None:
 
 
 def _plus_minus(text: str, is_inner: bool) -> Value | None:
-    if len(re.findall(r"\\pm(?![A-Za-z])", text)) != 1:
+    sides = re.split(r"\\pm(?![A-Za-z])", text)
+    if len(sides) != 2:
         return None
-    left, right = text.split(r"\pm")
+    left, right = sides
     values = _parse_all((f"{left}{sign}{right}" for sign in ("+" if left.strip() else "", "-")), is_inner)
     return _list(values)
 
@@ -403,13 +405,10 @@ def _compact(text: str) -> str:
 _MAX_NUMBER = 120
 """Characters of a number."""
 _DECIMAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+_FRACTION = re.compile(rf"\\frac\{{(-?{_DECIMAL})\}}\{{({_DECIMAL})\}}")
 _NUMBER = re.compile(
-    rf"(?P<sign>[-+]?)(?:\\frac\{{(?P<fsign>-?)(?P<a>{_DECIMAL})\}}\{{(?P<b>{_DECIMAL})\}}"
-    rf"|(?P<c>{_DECIMAL})/(?P<d>{_DECIMAL})"
-    r"|(?P<whole>[0-9]+) ?(?:\\frac\{(?P<p>[0-9]+)\}\{(?P<q>[0-9]+)\})"
-    r"|(?P<whole2>[0-9]+) (?P<r>[0-9]+)/(?P<s>[0-9]+)"
-    rf"|(?P<n>{_DECIMAL})(?:[eE](?P<e>[-+]?[0-9]{{1,3}})"
-    r"|(?:\\times|\\cdot)10\^(?:\{(?P<t>-?[0-9]{1,3})\}|(?P<u>[0-9])))?)"
+    rf"(?P<sign>[-+]?)(?: ?(?:(?P<whole>[0-9]+) )?(?P<top>{_DECIMAL})/(?P<bottom>{_DECIMAL})|(?P<decimal>{_DECIMAL})"
+    r"(?:[eE](?P<e>[-+]?[0-9]{1,3})|(?:\\times|\\cdot)10\^(?:\{(?P<power>-?[0-9]{1,3})\}|(?P<digit>[0-9])))?)"
 )
 
 
@@ -422,20 +421,14 @@ def number(text: str) -> Fraction | None:
     >>> number("2 2/3"), number("0.05"), number("2 4/3")
     (Fraction(8, 3), Fraction(1, 20), None)
     """
-    if len(text) > _MAX_NUMBER or (found := _NUMBER.fullmatch(text)) is None:
+    if len(text) > _MAX_NUMBER or (found := _NUMBER.fullmatch(_FRACTION.sub(r" \1/\2 ", text).strip())) is None:
         return None
     part = found.groupdict()
-    whole, top, bottom = (
-        part["whole"] or part["whole2"] or "0",
-        part["a"] or part["c"] or part["p"] or part["r"],
-        part["b"],
-    )
-    bottom = bottom or part["d"] or part["q"] or part["s"]
-    if top is not None and bottom is not None:
-        if Fraction(bottom) == 0 or ((part["whole"] or part["whole2"]) and int(top) >= int(bottom)):
-            return None
-        value = Fraction(whole) + Fraction(top) / Fraction(bottom)
+    if part["decimal"]:
+        value = Fraction(part["decimal"]) * Fraction(10) ** int(part["e"] or part["power"] or part["digit"] or 0)
     else:
-        value = Fraction(part["n"]) * Fraction(10) ** int(part["e"] or part["t"] or part["u"] or 0)
-    is_negative = (part["sign"] == "-") != (part["fsign"] == "-")
-    return -value if is_negative else value
+        top, bottom = Fraction(part["top"]), Fraction(part["bottom"])
+        if bottom == 0 or (part["whole"] and top >= bottom):
+            return None
+        value = int(part["whole"] or 0) + top / bottom
+    return -value if part["sign"] == "-" else value

@@ -219,6 +219,8 @@ GROUPS = {
             (r"\frac{\pi}{2}", r"\pi/2"),
         ),
         (
+            (r"\frac{1}{2}3", "1/23"),
+            (r"\frac{1}{2}\frac{1}{3}", "1/21/3"),
             (r"0.\overline{3}", "0.3"),
             (r"0.\overline{34}", "1/3"),
             ("0.334...", "1/3"),
@@ -882,6 +884,7 @@ GROUPS = {
             ("12 is the answer.", "12"),
         ),
         (
+            (r"1\pm 2\pmx", "5"),
             ("### Answer\n\n-1", "1"),
             ("The answer is 6?", "6"),
             ("If the answer is 6, then", "6"),
