@@ -535,6 +535,8 @@ GROUPS = {
     "expressions": Group(
         "Expressions are equal if they have the same value for all values of their variables.",
         (
+            (r"\frac{\pi}{4}", "pi/4"),
+            ("2sin(x)", r"2\sin x"),
             (r"\boxed{\frac{1}{x} + \frac{1}{y}}", r"\frac{x+y}{xy}"),
             (r"\boxed{\frac{1}{3}} \approx 0.333", "1/3"),
             ("x+1", "1+x"),
