@@ -140,9 +140,11 @@ def _equal_scalars(truth: Scalar, reply: Scalar) -> bool:
 
 
 def _amounts(scalar: Scalar, other_unit: str) -> list[str]:
-    """Return the text of a value; compared with a value without `%`, that of 40% is 40 or 2/5."""
+    """Return the text of a value; compared with one without `%`, that of 40% is 40 or 2/5, and of 0.5% only 1/200."""
     value = number(scalar.text) if scalar.unit == "%" != other_unit else None
-    return [scalar.text] if value is None else [scalar.text, str(value / 100)]
+    if value is None:
+        return [scalar.text]
+    return [scalar.text, str(value / 100)] if abs(value) >= 1 else [str(value / 100)]
 
 
 _VARIABLE = re.compile(r"(?<!\\)\b[a-df-hj-zA-Z]|[0-9)}_][a-df-hj-zA-Z]")
