@@ -30,13 +30,13 @@ import jmp
 import matplotlib
 from levanter.models.llama import LlamaConfig
 
+from marin_rl.chips import CHIPS, GIB, parse_topology
 from marin_rl.config.device_settings import logprob_block
 from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments import ArithmeticConfig
 from marin_rl.planning.absent_devices import absent_devices
-from marin_rl.planning.chips import CHIPS, GIB, parse_topology
 from marin_rl.planning.compiling import temporaries_at_peak
 from marin_rl.planning.hlo import collective_bytes
 from marin_rl.planning.memory_traffic import memory_traffic

@@ -54,7 +54,7 @@ def argument_parser() -> argparse.ArgumentParser:
 def _run(argv: Sequence[str]) -> int:
     arguments, rest = argument_parser().parse_known_args(argv)
     # Imported here because jax and levanter take seconds to import.
-    from marin_rl.planning.chips import parse_topology
+    from marin_rl.chips import parse_topology
 
     topology = parse_topology(arguments.topology)
     worker_topology = None if arguments.worker_topology is None else parse_topology(arguments.worker_topology)

@@ -24,6 +24,7 @@ import pytest
 import yaml
 
 from marin_rl import evaluate, export, plan, replay, serve, train
+from marin_rl.chips import parse_topology
 from marin_rl.config.command_line import merge, parse_config
 from marin_rl.config.decode import ConfigError, decode
 from marin_rl.config.train_config import TrainConfig
@@ -36,7 +37,6 @@ from marin_rl.launch.supervise import SupervisorConfig
 from marin_rl.launch.tpu import TpuConfig
 from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs
 from marin_rl.objectives.policy_loss import PolicyLossConfig, TokenBatch
-from marin_rl.planning.chips import parse_topology
 from marin_rl.rewards import EvaluateResult, StepOutput
 from marin_rl.training.fake_rollouts import parse_shape
 from tests.config_classes import config_classes

@@ -18,12 +18,12 @@ from levanter.models.llama import LlamaConfig
 from levanter.models.qwen import Qwen3Config
 
 from experiments.benchmarks.measurement import program_bytes
+from marin_rl.chips import parse_topology
 from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments import ArithmeticConfig
 from marin_rl.planning.absent_devices import absent_devices
-from marin_rl.planning.chips import parse_topology
 from marin_rl.planning.compiling import chip_bytes
 from marin_rl.planning.hlo import count_collectives
 from marin_rl.planning.memory_traffic import loop_bytes

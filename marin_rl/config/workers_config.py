@@ -16,6 +16,7 @@ from levanter.trainer import TrainerConfig
 from ray._private.accelerators.tpu import TPUAcceleratorManager, infer_tpu_pod_type_from_topology
 from ray.util.tpu import VALID_TPU_TYPES, get_tpu_worker_resources
 
+from marin_rl.chips import TopologyError, with_shape
 from marin_rl.config_fields import check_at_least, convert_enum_fields
 
 CPU, GPU, TPU = "CPU", "GPU", "TPU"
@@ -61,21 +62,26 @@ class TpuSlice:
         """Parse a topology.
 
         Args:
-            text: `GENERATION:AxB` or `GENERATION:AxBxC`.
+            text: `GENERATION:AxB`, `GENERATION:AxBxC`, or the type of a slice, such as `v5e-16`.
 
         Raises:
-            ValueError: if Ray does not know the generation or the shape.
+            ValueError: if Ray does not know the generation or the shape, or slices of the type have no default shape.
 
         >>> TpuSlice.parse("v5e:4x4")
         TpuSlice(version='v5litepod', topology='4x4', num_hosts=4, chips_per_host=4)
+        >>> TpuSlice.parse("v5e-16") == TpuSlice.parse("v5litepod-16") == TpuSlice.parse("v5e:4x4")
+        True
         """
-        name, _, topology = text.partition(":")
+        try:
+            name, _, topology = with_shape(text).partition(":")
+        except TopologyError as error:
+            raise ValueError(f"workers.tpu_slice: {error}") from error
         version = _RAY_VERSIONS.get(name, name)
         if version not in VALID_TPU_TYPES or not re.fullmatch(r"\d+(x\d+)+", topology):
             known = ", ".join(name for name in (*_RAY_VERSIONS, *VALID_TPU_TYPES) if name not in _RAY_VERSIONS.values())
             raise ValueError(
                 f"workers.tpu_slice is {text!r}; it must be a generation ({known}) and a shape in chips, such as "
-                "v6e:4x4 or v5p:2x2x2"
+                "v6e:4x4 or v5p:2x2x2, or the type of a slice, such as v6e-16"
             )
         if not TPUAcceleratorManager.is_valid_tpu_accelerator_topology(version, topology):
             raise ValueError(f"workers.tpu_slice is {text!r}, but there are no {name} slices of shape {topology}")
@@ -109,9 +115,9 @@ class WorkersConfig:
     host), and custom resources of the cluster's machines. A worker opens only what it reserves: without `GPU` and `TPU`
     it runs on the CPU."""
     tpu_slice: str | None = None
-    """Topology of a TPU slice, such as v5e:4x4 or v5p:2x2x2. Slices of the cluster are then reserved as a whole, with
-    a worker on each host that has all chips of the host; `num_workers` is a multiple of a slice's hosts. Null: Ray
-    chooses the machine of each worker by `resources`."""
+    """Topology of a TPU slice, such as v5e:4x4, or its type, such as v5e-16. Slices of the cluster are then reserved as
+    a whole, with a worker on each host that has all chips of the host; `num_workers` is a multiple of a slice's hosts.
+    Null: Ray chooses the machine of each worker by `resources`."""
     mesh: WorkerMeshConfig | None = None
     """Mesh of the devices of each worker; null: the axes of `trainer`, which must then divide them."""
     precision: jmp.Policy | None = None

@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
+from marin_rl.chips import machine_memory
 from marin_rl.config_fields import check_at_least
 from marin_rl.launch.supervise import exit_status
-from marin_rl.planning.chips import machine_memory
 
 DEVICES_FLAG = "--xla_force_host_platform_device_count"
 PROCESS_BYTES = 500_000_000

@@ -10,10 +10,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from marin_rl.chips import GENERATIONS, accelerator_type
 from marin_rl.config_fields import check_at_least, convert_enum_fields
 from marin_rl.errors import nearest
 from marin_rl.launch.gcloud import Gcloud, GcloudError, NotFoundError, check_flags
-from marin_rl.planning.chips import GENERATIONS, accelerator_type
 
 
 class CapacityType(enum.Enum):

@@ -16,7 +16,7 @@ from jax._src.core import trace_state_clean
 from jax.experimental import mesh_utils
 from jax.experimental.topologies import get_topology_desc
 
-from marin_rl.planning.chips import Topology, TopologyError
+from marin_rl.chips import Topology, TopologyError
 
 
 @contextlib.contextmanager

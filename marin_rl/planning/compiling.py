@@ -15,7 +15,7 @@ from haliax import NamedArray
 from haliax.partitioning import ResourceMapping
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.planning.chips import Number
+from marin_rl.chips import Number
 from marin_rl.planning.hlo import CollectiveBytes, collective_bytes
 from marin_rl.planning.memory_traffic import loop_bytes, memory_traffic
 from marin_rl.planning.programs import LOWER, UNROLLED, RunShapes

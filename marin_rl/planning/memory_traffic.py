@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from marin_rl.planning.chips import Number
+from marin_rl.chips import Number
 from marin_rl.planning.hlo import CALL, LOOP, SHAPE, array_bytes, called_computations, executions, split_computations
 
 _INSTRUCTION = re.compile(r"^  (?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(?:, (.*)|$)", re.MULTILINE)

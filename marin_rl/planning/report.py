@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from marin_rl.planning.chips import Number
+from marin_rl.chips import Number
 from marin_rl.planning.compiling import Failure
 from marin_rl.planning.run_plan import Phase, Plan
 

@@ -8,8 +8,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from marin_rl.chips import Topology
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.planning.chips import Topology
 from marin_rl.planning.compiling import Failure
 from marin_rl.planning.programs import LOWER
 from marin_rl.planning.report import table

@@ -20,7 +20,7 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 
-from marin_rl.planning.chips import Chip, Number
+from marin_rl.chips import Chip, Number
 from marin_rl.planning.compiling import Measured
 from marin_rl.planning.programs import RunShapes, own_scorings
 from marin_rl.sampling.prefill import PrefillShape
@@ -59,7 +59,7 @@ class Bound(NamedTuple):
 def bound(work: Work, chip: Chip) -> Bound:
     """Return the roofline of some work; for a CPU the sum of all terms.
 
-    >>> from marin_rl.planning.chips import CHIPS
+    >>> from marin_rl.chips import CHIPS
     >>> bound(Work(flops=197e12, traffic=1638e9), CHIPS["v5e"])
     Bound(seconds=2.0, limit='memory')
     """

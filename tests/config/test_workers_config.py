@@ -43,6 +43,8 @@ def test_refresh_modes_are_selected_by_name() -> None:
         ({"tpu_slice": "v6e"}, "workers.tpu_slice is 'v6e'; it must be a generation .* such as v6e:4x4"),
         ({"tpu_slice": "v9:2x2"}, r"workers.tpu_slice is 'v9:2x2'; it must be a generation \(v5e, v2, .*v6e"),
         ({"tpu_slice": "v5e:3x3"}, "workers.tpu_slice is 'v5e:3x3', but there are no v5e slices of shape 3x3"),
+        ({"tpu_slice": "v5e-24"}, "workers.tpu_slice: 'v5e-24': a slice of 24 has no default shape"),
+        ({"tpu_slice": "h100-8"}, "workers.tpu_slice is 'h100-8'; it must be a generation .* such as v6e-16"),
         ({"tpu_slice": "v6e:2x2", "resources": {"TPU": 4.0}}, "workers.resources has TPU, but workers.tpu_slice is"),
         ({"tpu_slice": "v5e:4x4", "num_workers": 6}, "is 6, but a slice .* has 4 hosts .* such as 8"),
         ({"heartbeat_timeout": 0.0}, "workers.heartbeat_timeout is 0.0; it must be a number of seconds above 0"),
@@ -61,6 +63,8 @@ def test_invalid_settings_are_refused(changes: dict[str, Any], message: str) -> 
         (WorkersConfig(resources={"CPU": 0.0, "GPU": 0.5}), {"GPU": 0.5}),
         (WorkersConfig(num_workers=4, tpu_slice="v5p:2x2x4"), {"CPU": 1.0, "TPU": 4.0}),
         (WorkersConfig(tpu_slice="v5e:2x4", resources={"spot": 1.0}), {"CPU": 1.0, "TPU": 8.0, "spot": 1.0}),
+        (WorkersConfig(tpu_slice="v5e-8"), {"CPU": 1.0, "TPU": 8.0}),
+        (WorkersConfig(num_workers=4, tpu_slice="V5litepod-16"), {"CPU": 1.0, "TPU": 4.0}),
     ],
 )
 def test_reserved_resources(workers: WorkersConfig, reserved: dict[str, float]) -> None:

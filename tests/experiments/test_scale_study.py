@@ -21,7 +21,7 @@ from experiments.scale_study import (
     times,
     to_row,
 )
-from marin_rl.planning.chips import parse_topology
+from marin_rl.chips import parse_topology
 
 EIGHT = Point(
     "8B",

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from marin_rl import chips
 from marin_rl.launch.local import LocalConfig, Process, run_together, training_processes
-from marin_rl.planning import chips
 from tests.tiny_run import TinyRun, set_num_steps
 
 TIMEOUT = 400.0

@@ -4,8 +4,8 @@
 import jax
 import pytest
 
+from marin_rl.chips import TopologyError, parse_topology
 from marin_rl.planning import absent_devices
-from marin_rl.planning.chips import TopologyError, parse_topology
 
 
 def test_cpu_with_another_number_of_devices_needs_a_new_process():

@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from marin_rl.planning.chips import CHIPS, GIB, parse_topology
+from marin_rl.chips import CHIPS, GIB, parse_topology
 from marin_rl.planning.compiling import Failure, Measured
 from marin_rl.planning.hlo import CollectiveBytes
 from marin_rl.planning.report import describe, to_json

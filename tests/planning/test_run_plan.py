@@ -4,7 +4,7 @@
 import jax
 import pytest
 
-from marin_rl.planning.chips import Number, parse_topology
+from marin_rl.chips import Number, parse_topology
 from marin_rl.planning.compiling import Failure, Measured
 from marin_rl.planning.hlo import CollectiveBytes
 from marin_rl.planning.programs import LOWER

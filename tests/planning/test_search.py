@@ -5,8 +5,8 @@ import dataclasses
 
 import pytest
 
+from marin_rl.chips import CHIPS, parse_topology
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.planning.chips import CHIPS, parse_topology
 from marin_rl.planning.compiling import Failure, Measured
 from marin_rl.planning.hlo import CollectiveBytes
 from marin_rl.planning.run_plan import Phase, Plan

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from marin_rl.batching.packing import GroupRow, RowLayout
-from marin_rl.planning.chips import CHIPS
+from marin_rl.chips import CHIPS
 from marin_rl.planning.compiling import Measured
 from marin_rl.planning.hlo import CollectiveBytes
 from marin_rl.planning.programs import RunShapes, lower_score, open_shapes, programs_of

@@ -142,7 +142,9 @@ H100: NVIDIA's data sheet of the SXM module (bfloat16 without sparsity, NVLink i
 Memory: the part that jax reserves unless `XLA_PYTHON_CLIENT_MEM_FRACTION` is set.
 """
 
-GENERATIONS = {"v5lite": "v5e"} | {name: chip.name for chip in CHIPS.values() for name in (chip.accelerator, chip.name)}
+GENERATIONS = {"v5lite": "v5e"} | {
+    name: chip.name for chip in CHIPS.values() if chip.platform == "tpu" for name in (chip.accelerator, chip.name)
+}
 """Chip by the names of a TPU generation in the type of a slice; Google's own name is `Chip.accelerator`."""
 
 
@@ -232,7 +234,7 @@ def parse_topology(text: str) -> Topology:
     >>> topology.num_chips, topology.num_hosts, topology.chip.name
     (32, 8, 'v5p')
     """
-    match = _NAME.fullmatch(_with_shape(text))
+    match = _NAME.fullmatch(with_shape(text))
     known = ["cpu", *CHIPS]
     if match is None:
         near = difflib.get_close_matches(text, _EXAMPLES, n=3, cutoff=0.5) or [*_EXAMPLES[2:6:3], "cpu:8"]
@@ -258,8 +260,17 @@ def parse_topology(text: str) -> Topology:
     return Topology(text, chip, shape, slices)
 
 
-def _with_shape(text: str) -> str:
-    """Replace the type of a slice by its chip and the shape that Google gives it by default."""
+def with_shape(text: str) -> str:
+    """Replace the type of a slice by its chip and the shape that Google gives it by default.
+
+    Other texts are not changed.
+
+    Raises:
+        TopologyError: if slices of this size have no default shape; names those that have one.
+
+    >>> with_shape("v5p-32"), with_shape("2xv5e-16"), with_shape("v4:2x2x1")
+    ('v5p:2x2x4', '2xv5e:4x4', 'v4:2x2x1')
+    """
     match = _TYPE.fullmatch(text.strip().lower())
     if match is None or match["generation"] not in GENERATIONS:
         return text

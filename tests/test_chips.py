@@ -3,8 +3,8 @@
 
 import pytest
 
+from marin_rl.chips import CHIPS, GIB, TopologyError, accelerator_type, parse_topology
 from marin_rl.config.workers_config import TpuSlice
-from marin_rl.planning.chips import CHIPS, GIB, TopologyError, accelerator_type, parse_topology
 
 
 @pytest.mark.parametrize(
