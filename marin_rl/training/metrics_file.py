@@ -124,12 +124,13 @@ def rewind_records(path: StoragePath, written: FileDigest | None, after_step: in
 
 
 def _records_until(data: bytes, step: int) -> bytes:
-    kept, last = b"", -1
+    kept, last = list[bytes](), -1
     for line in _lines(data):
         found = _step_of(line)
         if found is not None and last < found <= step:
-            kept, last = kept + line + b"\n", found
-    return kept
+            kept.append(line + b"\n")
+            last = found
+    return b"".join(kept)
 
 
 def first_odd_line(data: bytes) -> int | None:
