@@ -18,6 +18,7 @@ from levanter.trainer_state import TrainerState
 from marin_rl.config.device_settings import trained_model
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import from_yaml
+from marin_rl.errors import USER_ERRORS
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import ActorCritic, with_critic
 from marin_rl.learner.policy_model import initialize_policy, load_hf_policy, model_shape, read_hf_architecture
@@ -37,7 +38,8 @@ logger = logging.getLogger(__name__)
 def resolve_model(config: TrainConfig) -> TrainConfig:
     """Read `model` from the starting weights if it is not set; otherwise check that the two agree.
 
-    A run that was started with `model` set resumes from its checkpoints and does not read `initialize_from` again.
+    A run that was started with `model` set resumes from its checkpoints and does not read `initialize_from` again. One
+    that was started without reads the architecture in its directory if the starting weights are gone.
 
     Args:
         config: training config; `model` may be None.
@@ -49,11 +51,16 @@ def resolve_model(config: TrainConfig) -> TrainConfig:
         PolicyModelError: if `initialize_from` cannot be loaded, or differs from `model`.
         ValueError: if `initialize_from` is the directory of an unfinished run, or does not fit the config.
     """
-    if config.initialize_from is None or (
-        config.model is not None and (storage_path(config.run_dir) / "config.yaml").exists()
-    ):
+    directory = RunDirectory(storage_path(config.run_dir))
+    if config.initialize_from is None or (config.model is not None and directory.config.exists()):
         return config
-    model = read_hf_architecture(hf_folder(config.initialize_from), config.model)
+    try:
+        model = read_hf_architecture(hf_folder(config.initialize_from), config.model)
+    except USER_ERRORS:
+        # They may be deleted when the run has a checkpoint.
+        if not (directory.config.exists() and any(directory.checkpoints.glob("step-*"))):
+            raise
+        model = read_config(directory).model
     return config if config.model is not None else dataclasses.replace(config, model=model)
 
 

@@ -59,6 +59,14 @@ def test_missing_model_section_is_read_from_weights(finished_run: TinyRun):
         assert (model.Pos.size, model.Embed.size) == (16, 16)
 
 
+def test_a_run_resumes_without_its_starting_weights(finished_run: TinyRun, tmp_path: Path):
+    config = config_of(finished_run)
+    left_out = dataclasses.replace(config, model=None, initialize_from=str(tmp_path / "deleted"))
+    assert resolve_model(left_out).model == config.model
+    with pytest.raises(PolicyModelError):
+        resolve_model(dataclasses.replace(left_out, run_dir=str(tmp_path / "new run")))
+
+
 def test_weights_on_the_hub_are_checked_without_the_run_directory(monkeypatch: pytest.MonkeyPatch):
     def refuse(path: RemotePath, pattern: str) -> Iterator[RemotePath]:
         raise PermissionError(f"no credentials for {path}")
