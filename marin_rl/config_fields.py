@@ -96,16 +96,25 @@ def check_paths(config: object) -> None:
 def local_inputs(config: object) -> Iterator[tuple[str, str]]:
     """Dotted keys and values of the settings that name local files or folders which a run reads.
 
-    Some values of a field with the metadata `LOCAL_PATH` may be names on a hub.
+    Some values may be names on a hub.
     """
     for key, section in nested_sections(config):
         for field in dataclasses.fields(section):
-            name, value = f"{key}.{field.name}" if key else field.name, getattr(section, field.name)
-            if LOCAL_PATH.items() <= field.metadata.items():
-                if value is not None and not LOCAL_OUTPUT.items() <= field.metadata.items():
-                    yield name, value
-            elif NAMES_FILES.items() <= field.metadata.items():
-                yield from ((name, text) for text in _texts(value) if _is_file(text))
+            value = getattr(section, field.name)
+            is_input = (
+                LOCAL_PATH.items() <= field.metadata.items() and not LOCAL_OUTPUT.items() <= field.metadata.items()
+            )
+            if is_input and value is not None:
+                yield f"{key}.{field.name}" if key else field.name, value
+
+
+def named_files(config: object) -> Iterator[str]:
+    """Texts in the fields with the metadata `NAMES_FILES` that are paths of files, also as `--option=PATH`."""
+    for _, section in nested_sections(config):
+        for field in dataclasses.fields(section):
+            if NAMES_FILES.items() <= field.metadata.items():
+                for text in _texts(getattr(section, field.name)):
+                    yield from filter(_is_file, (text, text.partition("=")[2]))
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -18,6 +18,7 @@ from marin_rl import multihost
 from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.config.decode import encode
 from marin_rl.config.device_settings import logprob_block, row_layout
+from marin_rl.config.input_files import NAMED
 from marin_rl.config.sections import EvaluationConfig, Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.make_runner import make_runner, open_reward_functions
@@ -119,7 +120,7 @@ def _evaluate(
     trainer = start_devices(
         train_config.trainer_config(), rows_per_device=train_config.rollouts.rows_per_device, of_other_machine=True
     )
-    sections = ("tokenizer",) if config.environment is not None else ("tokenizer", "environment")
+    sections = ("tokenizer",) if config.environment is not None else ("tokenizer", "environment", NAMED)
     step, model = restore_checkpoint(checkpoints, config.step, train_config, trainer, sections)
     tokenizer = train_config.tokenizer.build()
     sampler = open_group_sampler(train_config, model, tokenizer, trainer, step)

@@ -82,7 +82,8 @@ def imported_files(path: Path) -> list[Path]:
 def _imports_of(file: Path) -> Iterator[Path]:
     try:
         tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        # Python cannot import it either. The last two: expressions that are nested too deeply.
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):

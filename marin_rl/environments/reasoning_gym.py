@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from marin_rl.config_fields import NAMES_FILES
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.garbage import refuse_garbage_rewards
 from marin_rl.environments.single_turn import SingleTurnEnvironment
@@ -43,7 +44,7 @@ class ReasoningGymConfig(EnvironmentConfig):
 
     task: str
     """Name of the task in reasoning-gym: `chain_sum`, `gcd`, `spell_backward`, …"""
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=NAMES_FILES)
     """Options of the task, such as `{min_terms: 2, max_terms: 2}`; other options keep the task's defaults."""
     size: int = 10_000
     """Number of problems to draw, over all splits, repetitions included."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from marin_rl.config_fields import check_finite, convert_enum_fields
+from marin_rl.config_fields import NAMES_FILES, check_finite, convert_enum_fields
 from marin_rl.environments.base import (
     CORRECT,
     FORMAT,
@@ -45,7 +45,7 @@ class TextGameConfig(EnvironmentConfig):
 
     id: str
     """Name of the game in gymnasium: `FrozenLake-v1`, `Taxi-v4`, `CliffWalking-v1`, …"""
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=NAMES_FILES)
     """Options of the game, such as `{is_slippery: false}`. FrozenLake without `map_name` and `desc` draws a map for
     each task, and also accepts `size` (side length in cells, 4) and `p` (probability of ice, 0.8)."""
     num_tasks: int = 1000

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import draccus
 import httpx
 
-from marin_rl.config_fields import LOCAL_PATH
+from marin_rl.config_fields import LOCAL_PATH, NAMES_FILES
 from marin_rl.environments.agent import require_server
 from marin_rl.environments.base import (
     AbstractEnvironment,
@@ -120,7 +120,7 @@ class TextArenaConfig(EnvironmentConfig):
 
     id: str
     """Name of the game in TextArena: `TicTacToe-v0`, `ConnectFour-v0`, `KuhnPoker-v0`, `Mastermind-v0`, …"""
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=NAMES_FILES)
     """Options of the game's constructor."""
     num_players: int = 2
     """Number of players; 1 for games without an opponent."""

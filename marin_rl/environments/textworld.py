@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from marin_rl.config_fields import LOCAL_OUTPUT, check_finite, convert_enum_fields
+from marin_rl.config_fields import LOCAL_OUTPUT, NAMES_FILES, check_finite, convert_enum_fields
 from marin_rl.environments.base import (
     CORRECT,
     FORMAT,
@@ -49,7 +49,7 @@ class TextWorldConfig(EnvironmentConfig):
 
     challenge: str = CUSTOM
     """Kind of games: `custom`, `tw-simple`, `tw-coin_collector`, `tw-treasure_hunter`, `tw-cooking`."""
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=NAMES_FILES)
     """Options of the challenge, such as `{level: 5}`; for `custom`, `nb_rooms`, `nb_objects`, `quest_length`,
     `quest_breadth`, `nb_parallel_quests`."""
     grammar: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from marin_rl.config_fields import LOCAL_PATH, check_finite
+from marin_rl.config_fields import LOCAL_PATH, NAMES_FILES, check_finite
 from marin_rl.environments.agent import require_server
 from marin_rl.environments.base import (
     AbstractEnvironment,
@@ -55,11 +55,11 @@ class VerifiersConfig(EnvironmentConfig):
     """Id of the taskset: the name of an installed package, or of a module in `folder`."""
     folder: str | None = dataclasses.field(default=None, metadata=LOCAL_PATH)
     """Folder that is added to Python's module search path, relative to the working directory."""
-    env: dict[str, Any] = dataclasses.field(default_factory=dict)
+    env: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=NAMES_FILES)
     """Further options of the environment, those that `vf-eval` takes as `--env.…`:
     `{agent: {harness: {id: "null"}, runtime: {type: subprocess}}}`. By default an agent runs in a runtime that needs an
     account."""
-    client: dict[str, Any] = dataclasses.field(default_factory=dict)
+    client: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=NAMES_FILES)
     """Further options of verifiers' client, those that `vf-eval` takes as `--client.…`. With `{type: train,
     renderer_model_name: FOLDER}` verifiers tokenizes the conversations itself and sends tokens. Default: it sends
     messages."""

@@ -21,6 +21,7 @@ from levanter.trainer_state import TrainerState
 from marin_rl import multihost
 from marin_rl.batching.packing import RowLayout
 from marin_rl.config.device_settings import logprob_block, row_layout
+from marin_rl.config.input_files import Inputs, digest_inputs
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.make_runner import check_answers, make_runner, open_reward_functions
@@ -56,7 +57,7 @@ from marin_rl.training.batch_builder import BatchBuilder
 from marin_rl.training.collect import GroupCollector
 from marin_rl.training.evaluation import describe_accuracy, evaluate
 from marin_rl.training.loop import TrainingRun
-from marin_rl.training.run_files import RUN_FILES, Inputs, RunFiles, compare_on_resume, digest_inputs
+from marin_rl.training.run_files import RUN_FILES, RunFiles, compare_on_resume
 from marin_rl.training.run_state import REPLAY, Progress, RunState
 from marin_rl.training.shared_run import check_config, require_same_inputs, require_same_tasks
 from marin_rl.training.starting_weights import first_policy, restore_policy, restore_state

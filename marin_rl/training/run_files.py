@@ -3,48 +3,34 @@
 
 """Digests of the files that a run reads and has written; every checkpoint has them, and a resume compares them.
 
-Inputs are the local files that the config names: data files, chat templates, tokenizer folders, and Python files of
-users with the files that they import. Hub names and addresses are not read. Outputs are `metrics.jsonl` up to the step
-of the checkpoint, and the files in `rollouts/`.
+Inputs are the files of [`input_files`][marin_rl.config.input_files]. Outputs are `metrics.jsonl` up to the step of the
+checkpoint, and the files in `rollouts/`.
 """
 
 import dataclasses
-import fnmatch
 import json
 import logging
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+from marin_rl.config.input_files import NAMED, Inputs, digest_inputs, input_changes
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config_fields import changeable_keys, is_within, local_inputs
 from marin_rl.errors import RunDirectoryError
 from marin_rl.host_status import software_versions
 from marin_rl.learner.saved_checkpoint import Checkpoint
 from marin_rl.storage import FileDigest, StoragePath, digest_of, file_sizes
 from marin_rl.training.metrics_file import first_odd_line
-from marin_rl.user_code import imported_files
 
 logger = logging.getLogger(__name__)
 
 RUN_FILES = "run_files.json"
 """File of the digests in a checkpoint."""
 
-IGNORED = (
-    *(".*", "__pycache__", "*.lock"),
-    # Weights next to a tokenizer, and results that the package `datasets` stores next to its files.
-    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "cache-*.arrow"),
-)
-"""Names in an input folder that are not compared."""
 _READERS = 16
 
 NO_RECORDS = digest_of(b"")
 """Digest of the records of a new run."""
-
-Inputs = Mapping[str, Mapping[str, str]]
-"""SHA-256 checksums by section of the config and path."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,65 +59,6 @@ class RunFiles:
         rollouts = {name: FileDigest(*digest) for name, digest in values["rollouts"].items()}
         metrics = values["metrics"] and FileDigest(*values["metrics"])
         return RunFiles(values["inputs"], values["software"], metrics, rollouts, values["accepted"])
-
-
-def digest_inputs(config: TrainConfig, sections: Sequence[str] = ()) -> dict[str, dict[str, str]]:
-    """Compute the checksums of the local files that a config names; each file is read once.
-
-    Args:
-        config: training config; relative paths start at the working directory.
-        sections: top-level keys of the config to read; empty for all.
-
-    Returns:
-        Checksums by top-level key and path. A path that does not exist is omitted: it may be a name on the hub.
-
-    Raises:
-        OSError: if a file cannot be read.
-    """
-    found: dict[str, dict[str, str]] = {}
-    known: dict[Path, str] = {}
-    without_effect = changeable_keys(TrainConfig)
-    for key, text in local_inputs(config):
-        section = key.partition(".")[0]
-        if is_within(key, without_effect) or (sections and section not in sections):
-            continue
-        for file in _files_of(Path(text).expanduser()):
-            real = file.resolve()
-            if real not in known:
-                known[real] = digest_of(file).sha256
-            found.setdefault(section, {})[str(file)] = known[real]
-    return found
-
-
-def _files_of(path: Path) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-        if path.suffix == ".py":
-            yield from imported_files(path)
-        return
-    visited: set[str] = set()
-    for folder, folders, names in os.walk(path, followlinks=True):
-        real = os.path.realpath(folder)
-        folders[:] = [] if real in visited else sorted(name for name in folders if not _is_ignored(name))
-        files = [] if real in visited else [Path(folder, name) for name in sorted(names) if not _is_ignored(name)]
-        visited.add(real)
-        yield from (file for file in files if file.is_file())
-
-
-def _is_ignored(name: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in IGNORED)
-
-
-def input_changes(before: Inputs, now: Inputs) -> list[str]:
-    """Return a line for each input that was changed, removed or added."""
-    lines = []
-    for section in sorted({*before, *now}):
-        old, new = before.get(section, {}), now.get(section, {})
-        for path in sorted({*old, *new}):
-            if old.get(path) != new.get(path):
-                change = "is missing" if path not in new else "was added" if path not in old else "was changed"
-                lines.append(f"{section}: {path} {change}")
-    return lines
 
 
 def compare_on_resume(
@@ -174,7 +101,9 @@ def compare_on_resume(
     ]
     accepted = [*saved.accepted, *([{"checkpoint": checkpoint.name, "changes": changes}] if changes else [])]
     metrics = saved.metrics if records is None else None
-    return RunFiles(inputs, software, metrics, rollouts, accepted), messages
+    # A named file that was absent at the start may be an output, which would differ at every resume.
+    named = {path: digest for path, digest in inputs.get(NAMED, {}).items() if path in saved.inputs.get(NAMED, {})}
+    return RunFiles({**inputs, NAMED: named}, software, metrics, rollouts, accepted), messages
 
 
 def metrics_change(path: StoragePath, saved: FileDigest | None) -> str | None:

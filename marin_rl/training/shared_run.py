@@ -20,6 +20,7 @@ import numpy as np
 
 from marin_rl import multihost
 from marin_rl.batching.rl_example import PackedBatch
+from marin_rl.config.input_files import Inputs, input_changes
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import to_yaml
@@ -31,7 +32,6 @@ from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.storage import StoragePath
 from marin_rl.training.batch_builder import TrainingBatch
 from marin_rl.training.run_directory import config_differences
-from marin_rl.training.run_files import Inputs, input_changes
 from marin_rl.types import Task
 from marin_rl.weights.config import ArrowFlightConfig
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from marin_rl.config.input_files import digest_inputs, input_changes
 from marin_rl.environments.agent import AgentConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.dataset import HuggingFaceConfig, JsonlConfig
@@ -22,7 +23,7 @@ from marin_rl.evaluate import main as evaluate
 from marin_rl.rewards.component import FunctionRewardConfig
 from marin_rl.tokenization.load import TokenizerConfig
 from marin_rl.training.metrics_file import read_records, rewind_records
-from marin_rl.training.run_files import RUN_FILES, RunFiles, compare_on_resume, digest_inputs, input_changes
+from marin_rl.training.run_files import RUN_FILES, RunFiles, compare_on_resume
 from tests.tiny_run import TinyRun, copy_of, interrupted_after, outcome
 from tests.training.bare_run import make_config
 
@@ -30,7 +31,9 @@ from tests.training.bare_run import make_config
 def configs_with_files() -> list[Any]:
     """Configs with every kind of local input; relative paths start at the working directory."""
     rewards = (FunctionRewardConfig("code/reward.py", "score", options={"words": ["lists/words.txt", "not a file"]}),)
-    command = AgentConfig(ArithmeticConfig(), command=("python", "code/agent.py", "--data=x", "lists/agent.txt"))
+    command = AgentConfig(
+        ArithmeticConfig(), command=("python", "code/agent.py", "--data=lists/data.txt", "lists/agent.txt")
+    )
     return [
         make_config(environment=JsonlConfig("data/train.jsonl", "data/held_out.jsonl", rewards=rewards)),
         make_config(environment=HuggingFaceConfig("data/folder")),
@@ -59,6 +62,7 @@ FILES = {
     "lists/words.txt": "a",
     "lists/agent.txt": "a",
     "lists/game.txt": "a",
+    "lists/data.txt": "a",
     "tokenizer/tokenizer.json": "{}",
     "tokenizer/chat_template.jinja": "{}",
     "chat.jinja": "{{ x }}",
@@ -70,6 +74,12 @@ OTHER_FILES = {
     "tokenizer/.cache/x": "",
     "data/other.jsonl": "",
     "data/folder/cache-1.arrow": "",
+    "data/folder/dataset_info.json~": "",
+    "tokenizer/#tokenizer.json#": "",
+    "tokenizer/tokenizer.json.bak": "",
+    "tokenizer/runs/other/config.yaml": "",
+    "tokenizer/runs/other/metrics.jsonl": "",
+    "tokenizer/runs/other/checkpoints/step-1/manifest.json": "",
 }
 
 
@@ -127,6 +137,34 @@ def test_added_files_and_targets_of_links_are_named(folder: Path):
         "environment: data/folder/linked/part.parquet was changed",
         "environment: data/folder/new.parquet was added",
     ]
+
+
+def test_another_user_has_the_same_inputs(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    environment = FileConfig("~/code/environment.py", "make", options={"a": "~/lists/game.txt"})
+    config = make_config(environment=environment, tokenizer=TokenizerConfig(path="~/tokenizer"))
+    shutil.copytree(folder, folder / "home")
+    monkeypatch.setenv("HOME", str(folder))
+    before = digest_inputs(config)
+    monkeypatch.setenv("HOME", str(folder / "home"))
+    assert input_changes(before, digest_inputs(config)) == []
+    (folder / "home/code/game/rules.py").write_text("x = 1")
+    assert input_changes(before, digest_inputs(config)) == ["environment: ~/code/game/rules.py was changed"]
+
+
+def test_a_named_file_that_the_run_creates_is_an_output(folder: Path):
+    config = make_config(environment=FileConfig("code/environment.py", "make", options={"log": "log.txt"}))
+    checkpoint = folder / "run/checkpoints/step-1"
+    files = RunFiles(digest_inputs(config))
+    for text in ("a", "b"):
+        (folder / "log.txt").write_text(text)
+        files, messages = compare_on_resume(files, checkpoint, digest_inputs(config), accept=False)
+        assert messages == []
+
+
+def test_code_that_python_cannot_parse_is_an_input(folder: Path):
+    (folder / "code/environment.py").write_text(f"x = {'+'.join('1' * 20_000)}")
+    config = make_config(environment=FileConfig("code/environment.py", "make"))
+    assert [*digest_inputs(config)["environment"]] == ["code/environment.py"]
 
 
 def test_names_on_the_hub_have_no_digest(folder: Path):
