@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl import multihost
+from marin_rl.config.input_files import Inputs
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.ray_workers import ray_workers
@@ -25,6 +26,7 @@ from marin_rl.weights.publish import MultiHostSender, TrainingHost
 
 def open_rollout_source(
     config: TrainConfig,
+    inputs: Inputs,
     runner: RolloutRunner,
     vocab_size: int,
     worker_counts: Mapping[str, int],
@@ -34,6 +36,7 @@ def open_rollout_source(
 
     Args:
         config: mode, number of workers and weight transfer.
+        inputs: checksums of the input files, with which workers compare theirs.
         runner: runs the trainer's rollouts.
         vocab_size: vocabulary size of the model.
         worker_counts: worker counts of the run so far.
@@ -55,7 +58,7 @@ def open_rollout_source(
     client = None
     if multihost.is_main():
         # Workers are stopped before their weight server.
-        client = opened.enter_context(ray_workers(config, vocab_size, secret))
+        client = opened.enter_context(ray_workers(config, inputs, vocab_size, secret))
     rollout_source = WorkerPool(
         client,
         sender,

@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from marin_rl.config.input_files import Inputs
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.workers_config import CPU
 from marin_rl.config.yaml_text import from_yaml, to_yaml
@@ -92,6 +93,8 @@ class Worker:
 
     config: str
     """Config of the run, as YAML."""
+    inputs: Inputs
+    """Checksums of the trainer's input files."""
     vocab_size: int
     """Vocabulary size of the model."""
     secret: str
@@ -109,15 +112,16 @@ class Worker:
         with log_to(file, config.log_level.number, module_levels(config.logging)):
             open_only_reserved(config.workers.reserved, os.environ)
             client = CoordinatorClient(ray.get_actor(self.coordinator), config.workers.no_progress_timeout)
-            run_worker(config, self.vocab_size, self.secret, client, self.name)
+            run_worker(config, self.inputs, self.vocab_size, self.secret, client, self.name)
 
 
 @contextlib.contextmanager
-def ray_workers(config: TrainConfig, vocab_size: int, secret: str) -> Iterator[CoordinatorClient]:
+def ray_workers(config: TrainConfig, inputs: Inputs, vocab_size: int, secret: str) -> Iterator[CoordinatorClient]:
     """Start coordinator and workers, and stop them at the end of the block.
 
     Args:
         config: number of workers, and the cluster to join.
+        inputs: checksums of the trainer's input files.
         vocab_size: vocabulary size of the model.
         secret: the run's secret.
 
@@ -148,7 +152,7 @@ def ray_workers(config: TrainConfig, vocab_size: int, secret: str) -> Iterator[C
         def start(index: int, place: PlacementGroupSchedulingStrategy | None = None) -> None:
             options = ray_options(workers.reserved) | ({} if place is None else {"scheduling_strategy": place})
             worker = _actor(Worker, max_task_retries=-1, **options)
-            actors.append(worker.remote(to_yaml(config), vocab_size, secret, f"worker-{index}", name))
+            actors.append(worker.remote(to_yaml(config), inputs, vocab_size, secret, f"worker-{index}", name))
             running[f"worker-{index}"] = actors[-1].run.remote()
 
         client = CoordinatorClient(coordinator, SHUTDOWN_TIMEOUT)

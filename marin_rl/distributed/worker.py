@@ -6,6 +6,7 @@
 import asyncio
 import contextlib
 import logging
+import socket
 import threading
 import time
 import uuid
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from haliax import Axis
 from levanter.models.lm_model import LmHeadModel
 
+from marin_rl.config.input_files import Inputs, digest_inputs, input_changes
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.workers_config import Refresh
 from marin_rl.distributed.coordinator import Announcement, Coordinator
@@ -27,6 +29,7 @@ from marin_rl.errors import Closing
 from marin_rl.learner.devices import exempt_from_collection, start_devices
 from marin_rl.learner.policy_model import model_shape
 from marin_rl.learner.train_step import placed_shape
+from marin_rl.multihost import ProcessesDifferError
 from marin_rl.rollouts.group_codec import encode_group
 from marin_rl.rollouts.run_rollouts import GroupInput, stream_groups
 from marin_rl.sampling.sampler import Sampler, WeightPoll
@@ -45,17 +48,21 @@ NextRequests = Callable[[RolloutGroup], Sequence[GroupRequest]]
 """Called from any thread with each finished group; returns the requests to start in its place."""
 
 
-def run_worker(config: TrainConfig, vocab_size: int, secret: str, client: CoordinatorClient, name: str) -> None:
+def run_worker(
+    config: TrainConfig, inputs: Inputs, vocab_size: int, secret: str, client: CoordinatorClient, name: str
+) -> None:
     """Run a worker until the run ends. An error that ends it is logged and reported to the trainer.
 
     Args:
         config: config of the run.
+        inputs: checksums of the trainer's input files.
         vocab_size: vocabulary size of the model.
         secret: the run's secret.
         client: client of the coordinator.
         name: name of the worker, unique in the run.
     """
     try:
+        _require_same_inputs(config, inputs)
         policy = WorkerPolicy(config, vocab_size, secret, lambda: client.call(Coordinator.announced))
         with Closing(policy.close), exempt_from_collection():
             RolloutWorker(client, name, policy).run(config.workers.heartbeat_timeout)
@@ -65,6 +72,15 @@ def run_worker(config: TrainConfig, vocab_size: int, secret: str, client: Coordi
         if isinstance(error, Exception) and not isinstance(error, RayLostError):
             client.call(Coordinator.fail, name, f"{type(error).__name__}: {error}")
         raise
+
+
+def _require_same_inputs(config: TrainConfig, inputs: Inputs) -> None:
+    if changes := input_changes(inputs, digest_inputs(config)):
+        raise ProcessesDifferError(
+            f"host {socket.gethostname()} has other input files than the trainer had when it started:\n"
+            + "\n".join(f"  {line}" for line in changes)
+            + "\ncopy the trainer's files to all hosts of workers, and resume the run"
+        )
 
 
 class RolloutWorker:

@@ -135,7 +135,9 @@ def open_run(
         trainer_state, runner, progress = (
             _start(config, parts, report, stop_requested) if loaded is None else _resume(config, parts, loaded, report)
         )
-        rollout_source = open_rollout_source(config, runner, progress.vocab_size, progress.worker_counts, resources)
+        rollout_source = open_rollout_source(
+            config, parts.inputs, runner, progress.vocab_size, progress.worker_counts, resources
+        )
         scheduler = RolloutScheduler(make_staleness_limits(config), progress.scheduler)
         state = RunState(progress, scheduler, make_replay_buffer(config))
         if loaded is not None:

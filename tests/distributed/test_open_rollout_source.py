@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from marin_rl import multihost
+from marin_rl.config.input_files import Inputs
 from marin_rl.config.sections import Mode, ReplayConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.workers_config import WorkersConfig
@@ -93,7 +94,7 @@ def workers_of(said: list[str], fail: bool = False) -> Any:
     """Fake of `ray_workers`."""
 
     @contextlib.contextmanager
-    def workers(config: TrainConfig, vocab_size: int, token: str) -> Iterator[CoordinatorClient]:
+    def workers(config: TrainConfig, inputs: Inputs, vocab_size: int, token: str) -> Iterator[CoordinatorClient]:
         if fail:
             raise OSError("no workers to be had")
         said.append(f"workers of a model of {vocab_size} tokens begin")
@@ -108,7 +109,7 @@ def workers_of(said: list[str], fail: bool = False) -> Any:
 def open_it(config: TrainConfig, opened: contextlib.ExitStack) -> Any:
     environment = ArithmeticConfig(digits=1, size=50).build()
     runner = make_runner(config, {}, environment)
-    return open_rollout_source(config, runner, 264, {"lost": 3}, opened)
+    return open_rollout_source(config, {}, runner, 264, {"lost": 3}, opened)
 
 
 def asynchronous(weights: Weights) -> TrainConfig:

@@ -14,12 +14,15 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
+from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.sections import Mode
 from marin_rl.config.workers_config import WorkersConfig
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.distributed import ray_workers
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.ray_workers import NoClusterError, find_cluster, join_cluster
+from marin_rl.environments.dataset import JsonlConfig
+from marin_rl.multihost import ProcessesDifferError
 from tests.distributed.fake_ray import Actor, Cluster
 from tests.free_port import free_port
 from tests.training.bare_run import make_config
@@ -44,7 +47,7 @@ def actors(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> dict[type, dict
 @pytest.mark.medium
 def test_coordinator_concurrency_exceeds_number_of_workers(actors: dict[type, dict[str, Any]]) -> None:
     config = make_config(mode=Mode.ASYNC, workers=WorkersConfig(num_workers=500))
-    with ray_workers.ray_workers(config, 10, "token"):
+    with ray_workers.ray_workers(config, {}, 10, "token"):
         # Each worker may have a waiting call and still send heartbeats and groups.
         assert actors[Coordinator]["max_concurrency"] > 500
 
@@ -57,9 +60,26 @@ def test_shutdown_does_not_wait_for_a_dead_coordinator(
 ) -> None:
     monkeypatch.setattr(ray_workers, "SHUTDOWN_TIMEOUT", 0.01)
     config = make_config(mode=Mode.ASYNC, workers=WorkersConfig(no_progress_timeout=1e9))
-    with ray_workers.ray_workers(config, 10, "token"):
+    with ray_workers.ray_workers(config, {}, 10, "token"):
         cluster.answers = [RayActorError()]
     assert "the coordinator could not be stopped" in caplog.text
+
+
+def test_a_worker_with_other_input_files_ends_the_run(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ray, "get_actor", lambda name: Actor())
+    monkeypatch.chdir(tmp_path)
+    data = tmp_path / "data.jsonl"
+    data.write_text("of the trainer")
+    config = make_config(mode=Mode.ASYNC, run_dir=str(tmp_path), environment=JsonlConfig("data.jsonl"))
+    inputs = digest_inputs(config)
+    data.write_text("of the worker")
+    with pytest.raises(ProcessesDifferError):
+        ray_workers.Worker(to_yaml(config), inputs, 10, "token", "worker-0", "coordinator").run()
+    [(kind, name, message)] = cluster.questions
+    assert (kind, name) == ("fail", "worker-0")
+    assert "environment: data.jsonl was changed" in message
 
 
 def test_worker_start_error_is_logged_and_reported(
@@ -74,7 +94,7 @@ def test_worker_start_error_is_logged_and_reported(
     monkeypatch.setattr("marin_rl.distributed.worker.WorkerPolicy", no_policy)
     config = make_config(mode=Mode.ASYNC, run_dir=str(tmp_path), logging={"marin_rl.environments": "debug"})
     with pytest.raises(OSError, match="there is no bubblewrap"):
-        ray_workers.Worker(to_yaml(config), 10, "token", "worker-0", "coordinator").run()
+        ray_workers.Worker(to_yaml(config), {}, 10, "token", "worker-0", "coordinator").run()
     assert cluster.questions == [("fail", "worker-0", "OSError: there is no bubblewrap")]
     log = (tmp_path / "workers" / "worker-0.txt").read_text()
     assert "there is no bubblewrap" in log
