@@ -298,7 +298,7 @@ def test_failed_export_keeps_previous_export(
     again = copy_of(finished_run, tmp_path / "copy")
     before = contents(again.path / "hf")
 
-    def fail(weights: object, tokenizer: object, folder: Path) -> None:
+    def fail(weights: object, tokenizer: object, folder: Path, stop: object) -> None:
         folder.mkdir()
         (folder / "half").write_text("")
         raise OSError(28, "No space left on device", str(folder))
