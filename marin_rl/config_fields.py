@@ -109,12 +109,17 @@ def local_inputs(config: object) -> Iterator[tuple[str, str]]:
 
 
 def named_files(config: object) -> Iterator[str]:
-    """Texts in the fields with the metadata `NAMES_FILES` that are paths of files, also as `--option=PATH`."""
+    """Paths of files that are texts in the fields with the metadata `NAMES_FILES`.
+
+    Also those in `--option=PATH`, and the files of a module after `-m`.
+    """
     for _, section in nested_sections(config):
         for field in dataclasses.fields(section):
-            if NAMES_FILES.items() <= field.metadata.items():
-                for text in _texts(getattr(section, field.name)):
-                    yield from filter(_is_file, (text, text.partition("=")[2]))
+            texts = list(_texts(getattr(section, field.name))) if NAMES_FILES.items() <= field.metadata.items() else []
+            for before, text in zip(["", *texts], texts, strict=False):
+                module = text.replace(".", "/")
+                files = f"{module}.py", f"{module}/__main__.py", f"{module}/__init__.py"
+                yield from filter(_is_file, files if before == "-m" else (text, text.partition("=")[2]))
 
 
 def _texts(value: object) -> Iterator[str]:

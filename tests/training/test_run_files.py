@@ -31,9 +31,8 @@ from tests.training.bare_run import make_config
 def configs_with_files() -> list[Any]:
     """Configs with every kind of local input; relative paths start at the working directory."""
     rewards = (FunctionRewardConfig("code/reward.py", "score", options={"words": ["lists/words.txt", "not a file"]}),)
-    command = AgentConfig(
-        ArithmeticConfig(), command=("python", "code/agent.py", "--data=lists/data.txt", "lists/agent.txt")
-    )
+    words = "python", "code/agent.py", "--data=lists/data.txt", "lists/agent.txt", "-m", "own_library.main"
+    command = AgentConfig(ArithmeticConfig(), command=words)
     return [
         make_config(environment=JsonlConfig("data/train.jsonl", "data/held_out.jsonl", rewards=rewards)),
         make_config(environment=HuggingFaceConfig("data/folder")),
@@ -55,6 +54,8 @@ FILES = {
     "code/deeper/module.py": "from ..shared import y\n",
     "code/shared.py": "import own_library.part\n",
     "own_library/part.py": "",
+    "own_library/main.py": "from . import of_main\n",
+    "own_library/of_main.py": "",
     "code/environment.py": "from .game import rules\n",
     "code/game/rules.py": "",
     "code/agent.py": "import agent_tools\n",
