@@ -249,7 +249,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
         os.close(descriptor)
 
 
-_DEVICES_READ = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_DEVICES_READ = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 _OPEN_FILES = 64
 _TASKS_OF_WORKER = 2
 """Tasks in the namespaces of a call besides its own: the worker and the forkserver."""

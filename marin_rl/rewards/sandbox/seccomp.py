@@ -6,7 +6,7 @@
 A filter is a classic BPF program (`include/uapi/linux/filter.h`, seccomp(2)), assembled here because libseccomp is not
 installed everywhere. It is a deny list: it blocks system calls that reach other processes, the network, the kernel's
 configuration, a file's attributes, or the users of a file (leases, watches, locks), which Landlock does not restrict,
-and those that use disk space or kernel memory without a limit; it allows all others. A process that loads a file has
+and those that use disk space or memory without a limit; it allows all others. A process that loads a file has
 the first filter. Its calls inherit it, and add the second. System call numbers are from `asm/unistd_64.h` (x86-64) and
 `asm-generic/unistd.h` (64-bit Arm).
 """
@@ -179,15 +179,26 @@ _FILTERED_BY_ARGUMENTS = {
     "ioctl": (16, 29),
     "socketpair": (53, 199),
     "prlimit64": (302, 261),
+    "mmap": (9, 222),
+    "close_range": (436, 436),
 }
-# Programs fall back to clone, to openat, and to writing zeros.
-_UNKNOWN_CALLS = {"clone3": (435, 435), "openat2": (437, 437)}
+_UNKNOWN_CALLS = {
+    # The arguments of these are in memory, which a filter cannot read. Programs fall back to clone and openat.
+    "clone3": (435, 435),
+    "openat2": (437, 437),
+    # Pipes and sockets hold the pages of a file that has been truncated. Programs fall back to read and write.
+    "splice": (275, 76),
+    "tee": (276, 77),
+    "sendfile": (40, 71),
+}
 _UNSUPPORTED = {
     # It reserves space beyond the end of a file, to which no limit applies.
     "fallocate": (285, 47),
 }
 _FLOCK = {"flock": (73, 32)}
 _LIMITS = {"setrlimit": (160, 164)}
+# A call is already restricted, and the rules of further rulesets are memory of the kernel.
+_LANDLOCK = {"landlock_create_ruleset": (444, 444)}
 
 _SIGNALS_BY_FCNTL = (8, 10, 15)
 """F_SETOWN, F_SETSIG and F_SETOWN_EX: make a file send signals to any process of the user."""
@@ -207,6 +218,12 @@ _SPACE_BY_IOCTL = (0x4030580A, 0x40305824, 0x40305828, 0x4030582A, 0x40305839)
 like `fallocate`."""
 _TEMPORARY_FILE = 0x400000
 """The bit of `O_TMPFILE` that no other flag of open contains. Such a file has no name, by which it could be counted."""
+
+_SHARED_ANONYMOUS = 0x01 | 0x20
+"""MAP_SHARED and MAP_ANONYMOUS: the memory stays allocated while a single page of it is mapped, which alone counts as
+address space."""
+_CLOSE_RANGE_UNSHARE = 0x2
+"""The calling thread gets its own table of descriptors; see `_unless_foreign`."""
 
 _UNIX_DOMAIN = 1
 _SOCKET_KIND_MASK = 0xF
@@ -249,13 +266,14 @@ def import_filter(machine: str, may_signal: bool) -> bytes:
     tables = [_NETWORK, _OTHER_PROCESSES, _NAMESPACES, _KERNEL, _WATCHES, _SHARED_MEMORY, _ATTRIBUTES]
     column, number = _numbers(machine)
     program = _for_all((*tables, *([] if may_signal else [_SIGNALS])), column, _REFUSE)
-    # The arguments of these are in memory, which a filter cannot read.
     program += _for_all((_UNKNOWN_CALLS,), column, _UNKNOWN)
     program += _for_all((_UNSUPPORTED,), column, _UNSUPPORTED_HERE)
     program += _for_all((_FLOCK,), column, _PRETEND)
     for name, argument in (("open", 1), ("openat", 2)):
         if name in number:
             program += _when(number[name], _unless_set(argument, _TEMPORARY_FILE, _UNSUPPORTED_HERE))
+    program += _when(number["mmap"], _unless_set(3, _SHARED_ANONYMOUS, _REFUSE))
+    program += _when(number["close_range"], _unless_set(2, _CLOSE_RANGE_UNSHARE, _REFUSE))
     program += _when(number["clone"], _unless_foreign())
     refused = _SIGNALS_BY_FCNTL + _WATCHES_BY_FCNTL + _PIPE_SIZE_BY_FCNTL
     program += _when(
@@ -283,7 +301,7 @@ def call_filter(machine: str, may_start_processes: bool) -> bytes:
         may_start_processes: whether the call may start processes and programs; threads are always allowed.
     """
     column, number = _numbers(machine)
-    program = _for_all((_GROUPS, _LIMITS, *([] if may_start_processes else [_PROGRAMS])), column, _REFUSE)
+    program = _for_all((_GROUPS, _LIMITS, _LANDLOCK, *([] if may_start_processes else [_PROGRAMS])), column, _REFUSE)
     if not may_start_processes:
         threads = [_instruction(_LOAD, _ARGUMENTS), _instruction(_JUMP_SET, _CLONE_THREAD, 1, 0), _answer(_REFUSE)]
         program += _when(number["clone"], [*threads, _answer(_ALLOW)])
@@ -331,8 +349,9 @@ def _unless_foreign() -> list[bytes]:
 
 
 def _unless_set(argument: int, bits: int, value: int) -> list[bytes]:
-    test = _instruction(_JUMP_SET, bits, 0, 1)
-    return [_instruction(_LOAD, _ARGUMENTS + 8 * argument), test, _answer(value), _answer(_ALLOW)]
+    """Return `value` if an argument has all of the bits."""
+    tests = [_instruction(_AND, bits), _instruction(_JUMP_EQUAL, bits, 0, 1)]
+    return [_instruction(_LOAD, _ARGUMENTS + 8 * argument), *tests, _answer(value), _answer(_ALLOW)]
 
 
 def _unless_null(argument: int) -> list[bytes]:

@@ -128,7 +128,8 @@ def worker_command(spec: WorkerSpec, bubblewrap: str | None) -> list[str]:
         return command
     size = str(spec.limits.folder_bytes)
     arguments = ["--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
-    arguments += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    # Writing to a shared mapping of /dev/zero takes memory that no limit counts. Nothing mounted here is a device.
+    arguments += ["--proc", "/proc", "--dev", "/dev", "--ro-bind", os.devnull, "/dev/zero", "--remount-ro", "/dev"]
     arguments += ["--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", _SCRATCH]
     # The worker itself imports this package, even if it runs no user code.
     for path in sorted({*spec.read, _PACKAGE}):

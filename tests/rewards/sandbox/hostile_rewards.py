@@ -162,6 +162,8 @@ NUMBERS = {
     "pivot_root": {"x86_64": 155, "aarch64": 41},
     "unshare": {"x86_64": 272, "aarch64": 97},
     "openat2": {"x86_64": 437, "aarch64": 437},
+    "close_range": {"x86_64": 436, "aarch64": 436},
+    "landlock_create_ruleset": {"x86_64": 444, "aarch64": 444},
 }
 
 
@@ -750,6 +752,27 @@ def locks(messages, ground_truth, path, kind, **kwargs):
 
 
 @reward_function
+def keeps_shared_pages(messages, ground_truth, kind, **kwargs):
+    """Holds memory of shared mappings of which only a page is still mapped, and so counts as address space."""
+    import mmap
+
+    if kind == "anonymous":
+        mmap.mmap(-1, 4096)
+    with open("/dev/zero", "r+b") as file:
+        mmap.mmap(file.fileno(), 4096)
+
+
+@reward_function
+def keeps_pages_in_a_pipe(messages, ground_truth, kind, **kwargs):
+    _, writing = os.pipe()
+    file = fills("file")
+    if kind == "splice":
+        os.splice(file, writing, 1, offset_src=0)
+    else:
+        os.sendfile(writing, file, 0, 1)
+
+
+@reward_function
 def changes_attributes(messages, ground_truth, path, kind, **kwargs):
     {
         "utime": lambda: os.utime(path),
@@ -763,6 +786,7 @@ def changes_attributes(messages, ground_truth, path, kind, **kwargs):
 def uses_files(messages, ground_truth, **kwargs):
     """Uses files in the ways of honest programs."""
     import asyncio
+    import shutil
     import sqlite3
 
     async def wait():
@@ -771,6 +795,7 @@ def uses_files(messages, ground_truth, **kwargs):
     with tempfile.TemporaryFile() as file, tempfile.NamedTemporaryFile() as other, tempfile.TemporaryDirectory():
         file.write(b"x")
         os.posix_fallocate(other.fileno(), 0, 4096)
+        shutil.copyfile(other.name, "copy")
     for mode in ("delete", "wal"):
         with contextlib.closing(sqlite3.connect(f"{mode}.db")) as table:
             table.execute(f"PRAGMA journal_mode={mode}")

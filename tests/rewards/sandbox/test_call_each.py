@@ -87,16 +87,21 @@ def test_a_reply_that_is_run_cannot_change_the_scores_of_others(reply: str, leve
 
 @pytest.mark.parametrize("level", CONFINED_LEVELS)
 @pytest.mark.parametrize(
-    "shared",
-    ["mmap.mmap(-1, 4096)", "mmap.mmap(file.fileno(), 4096)"],
+    ("shared", "error"),
+    [
+        ("mmap.mmap(-1, 4096)", "PermissionError"),
+        ("mmap.mmap(file.fileno(), 4096)", "maps shared memory when it is imported"),
+    ],
 )
-def test_a_file_that_maps_shared_memory_is_not_loaded(shared: str, level: Isolation, attacks: Attacks, tmp_path: Path):
+def test_a_file_that_maps_shared_memory_is_not_loaded(
+    shared: str, error: str, level: Isolation, attacks: Attacks, tmp_path: Path
+):
     file = tmp_path / "rewards.py"
     file.write_text(
         "import mmap, tempfile\nfile = tempfile.TemporaryFile()\nfile.truncate(4096)\n"
         f"private = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE)\nshared = {shared}\n"
     )
-    with pytest.raises(pool.UserFileError, match="maps shared memory when it is imported"):
+    with pytest.raises(pool.UserFileError, match=error):
         attacks.at(level, **TIGHT).wait(attacks.at(level, **TIGHT).sandbox.functions(str(file)))
 
 

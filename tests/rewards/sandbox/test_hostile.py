@@ -315,6 +315,9 @@ def test_files_that_never_have_a_name(confined: Attack):
         ("enlarges_a_queue", {"kind": "pipe"}),
         ("enlarges_a_queue", {"kind": "socket"}),
         ("changes_attributes", {"kind": "own xattr", "path": "."}),
+        ("keeps_shared_pages", {"kind": "anonymous"}),
+        ("keeps_shared_pages", {"kind": "zeros"}),
+        ("makes_a_system_call", {"system": "close_range", "arguments": [60, 60, 2]}),
         *(
             ("makes_a_system_call", {"system": name, "arguments": [0, 0, 0, 0]})
             for name in (
@@ -333,6 +336,7 @@ def test_files_that_never_have_a_name(confined: Attack):
                 "mount",
                 "pivot_root",
                 "unshare",
+                "landlock_create_ruleset",
             )
         ),
     ],
@@ -341,6 +345,21 @@ def test_kernel_memory_without_a_limit(name: str, options: dict[str, Any], confi
     failure = confined.failure(name, **options)
     assert failure.cause is RewardFailure.RAISED
     assert "PermissionError" in failure.detail
+
+
+def test_shared_pages_without_landlock(monkeypatch: pytest.MonkeyPatch):
+    require(Isolation.FULL)
+    monkeypatch.setattr("marin_rl.rewards.sandbox.pool.landlock_version", lambda: 0)
+    attack = Attack(Isolation.FULL, SandboxConfig(require=Isolation.FULL, workers=1, **TIGHT))
+    try:
+        assert "PermissionError" in attack.failure("keeps_shared_pages", kind="zeros").detail
+    finally:
+        attack.close()
+
+
+@pytest.mark.parametrize("kind", ["splice", "sendfile"])
+def test_pages_in_a_pipe(kind: str, confined: Attack):
+    assert "Errno 38" in confined.failure("keeps_pages_in_a_pipe", kind=kind).detail
 
 
 @pytest.mark.parametrize("kind", ["sockets", "pipes"])

@@ -5,6 +5,7 @@
 
 import errno
 import fcntl
+import mmap
 import os
 import socket
 import struct
@@ -40,6 +41,11 @@ NUMBERS = {
         "setsockopt": 54,
         "io_setup": 206,
         "vmsplice": 278,
+        "splice": 275,
+        "tee": 276,
+        "sendfile": 40,
+        "close_range": 436,
+        "landlock_create_ruleset": 444,
         "memfd_create": 319,
         "shmget": 29,
         "add_key": 248,
@@ -78,6 +84,11 @@ NUMBERS = {
         "setsockopt": 208,
         "io_setup": 0,
         "vmsplice": 75,
+        "splice": 76,
+        "tee": 77,
+        "sendfile": 71,
+        "close_range": 436,
+        "landlock_create_ruleset": 444,
         "memfd_create": 279,
         "shmget": 194,
         "add_key": 217,
@@ -247,7 +258,8 @@ def test_system_calls_that_use_space_without_a_limit_are_blocked(machine: str, l
     for name in names:
         assert verdict(machine, left, name) == REFUSED
     assert verdict(machine, left, "fallocate") == UNSUPPORTED
-    assert verdict(machine, left, "openat2") == UNKNOWN
+    for name in ("openat2", "splice", "tee", "sendfile"):
+        assert verdict(machine, left, name) == UNKNOWN
     assert verdict(machine, left, "flock") == PRETENDED
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECTORY | os.O_CLOEXEC
     for name, before in (("open", (0,)), ("openat", (0, 0))):
@@ -258,6 +270,27 @@ def test_system_calls_that_use_space_without_a_limit_are_blocked(machine: str, l
     for number in (10, 36, 40, 42, 57):
         request = 1 << 30 | 48 << 16 | ord("X") << 8 | number
         assert verdict(machine, left, "ioctl", 3, request) == UNSUPPORTED
+
+
+@pytest.mark.parametrize("left", [NOTHING, EVERYTHING])
+def test_anonymous_mappings_are_private(machine: str, left: str):
+    shared, private, fixed, anonymous = mmap.MAP_SHARED, mmap.MAP_PRIVATE, 0x10, mmap.MAP_ANONYMOUS
+    for flags in (shared, private, private | anonymous, private | anonymous | fixed, 0):
+        assert verdict(machine, left, "mmap", 0, 4096, 3, flags) == ALLOWED
+    for flags in (shared | anonymous, shared | anonymous | fixed, 1 << 32 | shared | anonymous):
+        assert verdict(machine, left, "mmap", 0, 4096, 3, flags) == REFUSED
+
+
+@pytest.mark.parametrize("left", [NOTHING, EVERYTHING])
+def test_no_thread_gets_its_own_table_of_descriptors(machine: str, left: str):
+    for flags, expected in ((0, ALLOWED), (4, ALLOWED), (2, REFUSED), (6, REFUSED), (1 << 32 | 2, REFUSED)):
+        assert verdict(machine, left, "close_range", 3, 5, flags) == expected
+
+
+def test_calls_cannot_add_rules_for_files(machine: str):
+    # The forkserver's children restrict themselves.
+    assert verdict(machine, EVERYTHING, "landlock_create_ruleset") == ALLOWED
+    assert verdict(machine, NOTHING, "landlock_create_ruleset") == REFUSED
 
 
 @pytest.mark.parametrize("left", [NOTHING, EVERYTHING])
