@@ -35,7 +35,7 @@ class SandboxConfig:
     """Concurrent threads of a call, including those of its processes; at least 1. Enforced on Linux only."""
     file_mb: int = 16
     """Mebibytes of a single file that a call writes; at least 1. All its files together, including deleted ones that
-    are still open, use at most four times as much, and each counts as at least 4 KiB; enforced on Linux only."""
+    are still open, use at most four times as much, and each counts as at least 32 KiB; enforced on Linux only."""
     output_kb: int = 1024
     """Kibibytes of a call's answer, of its stdout and of its stderr, each; at least 1."""
     start_seconds: float = 60.0

@@ -15,6 +15,9 @@ import sys
 from collections.abc import Collection
 
 _PAGE = 4096
+_SMALLEST = 32 * 1024
+"""Bytes for which every file and folder counts at least. To remove one takes milliseconds on some disks, so that more
+of them would occupy the worker for a minute after the call."""
 _LONGEST_PATH = 3000
 """Longest path in bytes that is passed to the kernel; the kernel's limit is 4,096."""
 _GET_FLAGS, _SET_FLAGS = 0x80086601, 0x40086602
@@ -45,8 +48,7 @@ def exceeds_size(folder: str, limit: int, ignored: Collection[str]) -> bool:
 
     Args:
         folder: the folder.
-        limit: bytes, which may be negative. Every file and folder counts as at least one page, which also bounds their
-            number.
+        limit: bytes, which may be negative. Every file and folder counts as at least 32 KiB, which bounds their number.
         ignored: names in the folder that do not count.
     """
     size = 0
@@ -61,7 +63,7 @@ def exceeds_size(folder: str, limit: int, ignored: Collection[str]) -> bool:
                     for entry in entries:
                         if current == folder and entry.name in ignored:
                             continue
-                        size += max(_PAGE, 512 * entry.stat(follow_symlinks=False).st_blocks)
+                        size += max(_SMALLEST, 512 * entry.stat(follow_symlinks=False).st_blocks)
                         if size > limit:
                             return True
                         if entry.is_dir(follow_symlinks=False):

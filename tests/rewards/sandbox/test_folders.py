@@ -44,12 +44,12 @@ def test_remove_returns_the_error():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers measure folders on Linux alone")
 def test_folder_size(tmp_path: Path):
-    (tmp_path / "stuck").write_bytes(bytes(10 * 4096))
-    (tmp_path / "file").write_bytes(bytes(2 * 4096))
+    (tmp_path / "stuck").write_bytes(bytes(10 * 2**15))
+    (tmp_path / "file").write_bytes(bytes(2 * 2**15))
     (tmp_path / "empty").touch()
     (tmp_path / "link").symlink_to(tmp_path / "stuck")
-    assert exceeds_size(str(tmp_path), 4 * 4096 - 1, {"stuck"})
-    assert not exceeds_size(str(tmp_path), 4 * 4096, {"stuck"})
+    assert exceeds_size(str(tmp_path), 4 * 2**15 - 1, {"stuck"})
+    assert not exceeds_size(str(tmp_path), 4 * 2**15, {"stuck"})
     assert not exceeds_size(str(tmp_path / "gone"), 0, set())
     assert exceeds_size(str(tmp_path / "gone"), -1, set())
 
