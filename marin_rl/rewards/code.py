@@ -160,7 +160,10 @@ class CodeReward:
 
     async def check(self) -> None:
         """Check that the sandbox can run programs."""
-        result = await self._sandbox.run_python("print(6 * 7)")
+        try:
+            result = await self._sandbox.run_python("print(6 * 7)")
+        except RewardCallError as error:
+            raise RewardConfigError(f"reward {self.name!r}: the sandbox cannot run programs: {error}") from error
         if result.stdout != "42\n":
             raise RewardConfigError(
                 f"reward {self.name!r}: the sandbox cannot run programs: {result.failure}, {result.stderr}"

@@ -330,6 +330,8 @@ class Sandbox:
         with self._counting_failures():
             limit = min(seconds, self.config.wall_seconds)
             report = await self._ask(None, {"kind": "python", "code": code, "stdin": stdin, "seconds": limit})
+            if "not_loaded" in report:
+                raise RewardCallError(RewardFailure.WORKER, f"programs cannot be started: {report['not_loaded']}")
         failure = failure_of(report, self.config.cpu_seconds)
         return PythonResult(report["stdout"], report["stderr"], failure, report["seconds"])
 

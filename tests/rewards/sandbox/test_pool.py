@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from marin_rl.rewards.code import CodeRewardConfig
+from marin_rl.rewards.component import RewardConfigError
 from marin_rl.rewards.functions import RewardCallError, RewardFailure, RewardMode
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
@@ -680,6 +682,20 @@ class TestPrograms:
         self.run(attacks, level, "import json, builtins; builtins.left = json.left = 1; open('left', 'w').close()")
         code = "import json, builtins, os; print(hasattr(builtins, 'left'), hasattr(json, 'left'), os.listdir())"
         assert self.run(attacks, level, code).stdout == "False False []\n"
+
+
+def test_programs_that_cannot_be_started():
+    async def run() -> None:
+        config = SandboxConfig(require=Isolation.NONE, start_seconds=1e-9)
+        async with Sandbox(config, strongest=Isolation.NONE) as sandbox:
+            with pytest.raises(RewardCallError, match="programs cannot be started: loading it took longer") as raised:
+                await sandbox.run_python("print(1)")
+            assert raised.value.cause is RewardFailure.WORKER
+            assert sandbox.failures == {RewardFailure.WORKER: 1}
+            with pytest.raises(RewardConfigError, match="the sandbox cannot run programs: worker: programs cannot be"):
+                await CodeRewardConfig().build(sandbox).check()
+
+    asyncio.run(run())
 
 
 def test_a_loop_in_another_thread():
