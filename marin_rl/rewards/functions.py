@@ -14,7 +14,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, overload
+from typing import Annotated, Any, SupportsFloat, overload
 
 import pydantic
 
@@ -236,7 +236,8 @@ class RewardFunction:
         return [self._result(item) for item in answer]
 
     def _result(self, answer: Any) -> EvaluateResult:
-        if isinstance(answer, numbers.Real):
+        # Not `numbers.Real`, because numpy's booleans are none.
+        if isinstance(answer, SupportsFloat):
             return EvaluateResult(score=float(answer))
         if not isinstance(answer, EvaluateResult):
             raise RewardFunctionError(

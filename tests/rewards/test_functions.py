@@ -104,10 +104,11 @@ def test_sum_of_step_rewards_is_bounded():
     assert EvaluateResult(score=0.0, step_outputs=steps).total_score == 0.0
 
 
-@pytest.mark.parametrize("score", [1, True, np.float32(1.0), np.int64(1), np.float64(1.0)])
+@pytest.mark.parametrize("score", [1, True, np.float32(1.0), np.int64(1), np.float64(1.0), np.bool_(True), np.array(1)])
 def test_scores_can_be_any_real_number(score):
-    found = EvaluateResult(score=score).score
-    assert (type(found), found) == (float, 1.0)
+    returns = reward_function(lambda messages, ground_truth, **kwargs: score)
+    for found in (EvaluateResult(score=score).score, returns(messages=[], ground_truth="").score):
+        assert (type(found), found) == (float, 1.0)
 
 
 @pytest.mark.parametrize("index", [-1, 1.5, "1", None, True])
