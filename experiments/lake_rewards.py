@@ -6,7 +6,7 @@
 from marin_rl.rewards import EvaluateResult, StepOutput, reward_function
 
 
-@reward_function
+@reward_function(stateless=True)
 def wasted_moves(messages, ground_truth, penalty=0.2, num_prompt_messages=0, **kwargs):
     """Reward each move that does not change the map, such as a move into the border, with `-penalty`.
 
