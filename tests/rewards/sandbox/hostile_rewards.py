@@ -233,9 +233,9 @@ def makes_readable(messages, ground_truth, path, **kwargs):
 
 
 @reward_function
-def looks_for_secrets(messages, ground_truth, **kwargs):
+def looks_for_secrets(messages, ground_truth, processes=100_000, **kwargs):
     found = [json.dumps(dict(os.environ))]
-    for place in range(1, 100_000):
+    for place in range(1, processes):
         for name in ("environ", "cmdline"):
             with contextlib.suppress(OSError), open(f"/proc/{place}/{name}", errors="replace") as file:
                 found.append(file.read())

@@ -173,7 +173,7 @@ def test_environment_of_the_trainer(attack: Attack, monkeypatch: pytest.MonkeyPa
     # The pool's processes started earlier; the test checks inherited and readable variables.
     assert os.environ["PYTEST_CURRENT_TEST"]
     if attack.level is Isolation.NONE:
-        reason = attack.call("reads", path="/proc/self/environ").reason
+        reason = attack.call("looks_for_secrets", processes=0).reason
     else:
         reason = attack.call("looks_for_secrets").reason
         assert "/proc" not in (reason or "")

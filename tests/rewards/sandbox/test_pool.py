@@ -544,9 +544,10 @@ def test_broken_bubblewrap_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_bubblewrap_without_isolation_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pretending = tmp_path / "bwrap"
-    pretending.write_text('#!/bin/sh\nwhile [ "$1" != "--" ]; do shift; done\nshift\nmkdir -p /run/calls\nexec "$@"\n')
+    pretending.write_text('#!/bin/sh\nwhile [ "$1" != "--" ]; do shift; done\nshift\nexec "$@"\n')
     pretending.chmod(0o755)
     monkeypatch.setattr("shutil.which", lambda name: str(pretending))
+    monkeypatch.setattr("marin_rl.rewards.sandbox.worker_process._SCRATCH", str(tmp_path))
     # The call's own Landlock rules would hide that nothing else is in force.
     monkeypatch.setattr("marin_rl.rewards.sandbox.pool.landlock_version", lambda: 0)
 
