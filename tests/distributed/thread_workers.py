@@ -5,8 +5,10 @@
 
 import concurrent.futures
 import contextlib
+import functools
 from collections.abc import Iterator
 
+from marin_rl.config.input_files import Inputs
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.coordinator_client import CoordinatorClient
@@ -15,11 +17,12 @@ from tests.distributed.local_client import LocalClient
 
 
 @contextlib.contextmanager
-def thread_workers(config: TrainConfig, vocab_size: int, secret: str) -> Iterator[CoordinatorClient]:
+def thread_workers(config: TrainConfig, inputs: Inputs, vocab_size: int, secret: str) -> Iterator[CoordinatorClient]:
     """Replacement of `marin_rl.distributed.ray_workers.ray_workers`."""
     client, count = LocalClient(Coordinator(config.workers.heartbeat_timeout)), config.workers.num_workers
     with concurrent.futures.ThreadPoolExecutor(count, "worker") as pool:
-        running = [pool.submit(run_worker, config, vocab_size, secret, client, f"worker-{i}") for i in range(count)]
+        run = functools.partial(run_worker, config, inputs, vocab_size, secret, client)
+        running = [pool.submit(run, f"worker-{i}") for i in range(count)]
         try:
             yield client
         finally:

@@ -168,7 +168,7 @@ def test_trainer_opens_reward_functions_only_if_it_runs_episodes(
 
     monkeypatch.setattr(open_run, "open_reward_functions", open_reward_functions)
     monkeypatch.setattr(
-        open_run, "open_rollout_source", lambda config, runner, *arguments: LocalRollouts(config, runner)
+        open_run, "open_rollout_source", lambda config, inputs, runner, *arguments: LocalRollouts(config, runner)
     )
     run = reopen(
         finished_run,
