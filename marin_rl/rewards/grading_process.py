@@ -247,10 +247,13 @@ def run_process(descriptor: int, grader: str) -> None:
 
 def _receive(connection: socket.socket, lines: "queue.SimpleQueue[bytes]") -> None:
     """Read requests; end the process at the end of the connection, even if a function sleeps or waits."""
-    with connection.makefile("rb") as requests:
-        for line in requests:
-            lines.put(line)
-    os._exit(0)
+    try:
+        with connection.makefile("rb") as requests:
+            for line in requests:
+                lines.put(line)
+    finally:
+        # Also after an error: if the trainer is killed before it has read an answer, the connection is reset.
+        os._exit(0)
 
 
 def _answer(call: Any, message: Mapping[str, Any]) -> bytes:

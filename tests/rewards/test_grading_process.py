@@ -1,6 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import contextlib
 import os
 import queue
 import signal
@@ -167,6 +168,35 @@ def test_processes_end_with_the_trainer(number: signal.Signals):
     while any(_is_alive(process) for process in processes):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+KILLED_BEFORE_ANSWER = f"""
+import os, select, signal
+from marin_rl.rewards import grading_process
+
+def exchange(connection, request, deadline):
+    connection.sendall(request)
+    select.select([connection], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+print(grading_process.ask({BEHAVIORS!r}, {{"do": "process_id"}}, 5.0), flush=True)
+grading_process._exchange = exchange
+grading_process.ask({BEHAVIORS!r}, {{"do": "echo", "text": "46"}}, 5.0)
+"""
+
+
+def test_processes_end_with_a_trainer_that_has_not_read_an_answer():
+    trainer = subprocess.run([sys.executable, "-c", KILLED_BEFORE_ANSWER], stdout=subprocess.PIPE, timeout=600)
+    assert trainer.returncode == -signal.SIGKILL
+    process = int(trainer.stdout)
+    deadline = time.monotonic() + 60
+    try:
+        while _is_alive(process):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 def _is_alive(process: int) -> bool:
