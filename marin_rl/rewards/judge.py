@@ -46,6 +46,8 @@ from marin_rl.types import MAX_REWARD
 T = TypeVar("T")
 
 _PLACEHOLDERS = re.compile(r"\{(conversation|conversations|ground_truth|rubric)\}")
+MAX_RESPONSE = 2**22
+"""Maximum number of bytes of a response after decompression. A few compressed kilobytes can be gigabytes."""
 _RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 
 
@@ -358,21 +360,23 @@ class LlmJudge:
         try:
             # httpx limits each read only, and an endpoint may send a little now and then.
             async with asyncio.timeout(self._config.timeout_seconds):
-                response = await self._connected().post(
-                    f"{self._config.base_url.rstrip('/')}/chat/completions", json=self._body(values)
-                )
+                url = f"{self._config.base_url.rstrip('/')}/chat/completions"
+                async with self._connected().stream("POST", url, json=self._body(values)) as response:
+                    content = await _read_content(response)
         except TimeoutError as error:
             detail = f"no answer within {self._config.timeout_seconds:g} s"
             raise RetryableError(RewardFailure.REQUEST, detail) from error
         except (httpx.TransportError, httpx.DecodingError) as error:
             raise RetryableError(RewardFailure.REQUEST, f"{type(error).__name__}: {error}") from error
-        text = response.text if self._key is None else response.text.replace(self._key, "***")
+        text = content.decode("utf-8", "replace")
+        if self._key is not None:
+            text = text.replace(self._key, "***")
         if response.status_code in _RETRIED_STATUSES:
             raise RetryableError(RewardFailure.REQUEST, f"status {response.status_code}: {text[:200]}")
         if response.status_code != 200:
             raise RewardCallError(RewardFailure.REQUEST, f"status {response.status_code}: {text[:500]}")
         try:
-            completion = response.json()
+            completion = json.loads(content)
             usage.add(completion)
             choice = completion["choices"][0]
             answer, is_cut = choice["message"]["content"], choice.get("finish_reason") == "length"
@@ -414,6 +418,20 @@ class LlmJudge:
             return read_api_key(self._config.api_key_env)
         except ValueError as error:
             raise RewardConfigError(f"reward {self.name!r}: {error}") from None
+
+
+async def _read_content(response: httpx.Response) -> bytes:
+    """Return the decompressed content of a response.
+
+    Raises:
+        RetryableError: if it is longer than `MAX_RESPONSE`; the rest is not read.
+    """
+    content = bytearray()
+    async for part in response.aiter_bytes():
+        content += part
+        if len(content) > MAX_RESPONSE:
+            raise RetryableError(RewardFailure.REQUEST, f"a response of more than {MAX_RESPONSE} bytes")
+    return bytes(content)
 
 
 def _without_surrogates(text: str) -> str:

@@ -6,6 +6,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import gzip
 import json
 import threading
 import time
@@ -18,7 +19,7 @@ import pytest
 from marin_rl.config.decode import ConfigError, decode, encode
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope
 from marin_rl.rewards.functions import RewardCallError, RewardFailure
-from marin_rl.rewards.judge import LlmJudge, LlmJudgeConfig
+from marin_rl.rewards.judge import MAX_RESPONSE, LlmJudge, LlmJudgeConfig
 from marin_rl.rewards.judge_answers import JudgeComparison, JudgeCriterion, shown_order
 from marin_rl.rewards.pipeline import evaluation_metrics, score_rollouts
 from marin_rl.rewards.sandbox.pool import Sandbox
@@ -238,6 +239,20 @@ def test_retried_failures(endpoint: Endpoint, request_of, first: Reply, problem:
 def test_answer_with_a_wrong_encoding(endpoint: Endpoint, request_of):
     endpoint.encoding = "gzip"
     with pytest.raises(RewardCallError, match="no score after 3 attempts; last problem: DecodingError") as raised:
+        judge(config(endpoint), request_of())
+    assert raised.value.cause is RewardFailure.REQUEST
+
+
+@pytest.mark.parametrize("is_compressed", [False, True])
+@pytest.mark.parametrize("status", [200, 400])
+def test_a_long_response_is_not_read(endpoint: Endpoint, request_of, status: int, is_compressed: bool):
+    data = json.dumps(reply_with("Score: 1" + "\n" * 10 * MAX_RESPONSE)[1]).encode()
+    if is_compressed:
+        endpoint.encoding, data = "gzip", gzip.compress(data)
+        assert len(data) < MAX_RESPONSE
+    endpoint.replies = lambda count: (status, data)
+    problem = f"last problem: a response of more than {MAX_RESPONSE} bytes"
+    with pytest.raises(RewardCallError, match=f"no score after 3 attempts; {problem}") as raised:
         judge(config(endpoint), request_of())
     assert raised.value.cause is RewardFailure.REQUEST
 
