@@ -23,10 +23,11 @@ from marin_rl.seeds import derive_seed
 
 MAX_CHARACTERS = 2**16
 """Characters at the end of an answer that are read."""
-# A line such as `**Final score:** 0.8/1`; not a part of a number, a percentage or a range such as `0-1`.
+# A line such as `**Final score:** 0.8/1`; not a part of a number, a percentage or a range such as `0-1`. Neither digits
+# of other scripts are read nor a number before their decimal point, or an Arabic 0.5 would be 0.
 SCORE_REGEX = (
     r"(?im)^[^\w\n]*(?:(?:final|overall)\s+)?score[^\w\n:=]*[:=][ \t*`\"'(\[<$]*"
-    r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?)(?![\w%]|[.,]\d|[ \t]*-[ \t]*\d)"
+    r"([-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:e[-+]?[0-9]+)?)(?![\w%]|[.,\u066b\uff0e]\d|[ \t]*-[ \t]*\d)"
 )
 """The default pattern of a score."""
 _KIND = re.compile(r"\W*(scores|ranking|winner)\W*[:=]", re.IGNORECASE)

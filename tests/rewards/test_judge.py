@@ -170,6 +170,10 @@ def test_a_score(endpoint: Endpoint, request_of, monkeypatch: pytest.MonkeyPatch
         ("Score: 80%", None),
         ("Score: 0,8", None),
         ("Score: 0-1", None),
+        ("Score: \u0660\u066b\u0665", None),  # 0.5 in Arabic
+        ("Score: \uff11", None),  # 1 in full width
+        ("Score: 0\uff0e5", None),
+        ("Score: 0\u066b5", None),
         ("Score: 0.8.1", None),
         ("Score: 1e", None),
         ("Score: -.5", None),
