@@ -298,7 +298,11 @@ class ToolUseEpisode:
             # An invalid schema of the tool raises here too.
             check_arguments(tool.parameters, call.arguments)
             async with limit:
-                return await tool.call(call.arguments)
+                answer = await tool.call(call.arguments)
+            # Tools are other people's code.
+            if not isinstance(answer, str):
+                raise TypeError(f"returned {type(answer).__name__}, expected str")
+            return answer
         except (ToolError, RewardCallError, IsolationError):
             raise
         except Exception as error:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -55,6 +55,8 @@ class Odd:
                 return "x" * 5000
             case "half":
                 return "a\ud800b"
+            case "nothing":
+                return cast(str, None)
         return "fine"
 
 
@@ -155,6 +157,7 @@ def test_several_calls_are_answered_in_order_up_to_the_limit():
         (call("calculator", expression="1/0"), "Error: division by zero"),
         (odd("raise"), "Error: odd failed: KeyError: 'lost'"),
         (odd("refuse"), "Error: not today"),
+        (odd("nothing"), "Error: odd failed: TypeError: returned NoneType, expected str"),
         (odd("hang"), "Error: odd took longer than 0.01 seconds"),
     ],
 )
