@@ -76,6 +76,15 @@ def exceeds_size(folder: str, limit: int, ignored: Collection[str]) -> bool:
     return False
 
 
+def has_inner_folders(folder: str) -> bool:
+    """Return whether a folder inside of `folder` contains another one."""
+    for name in os.listdir(folder):
+        with contextlib.suppress(OSError), os.scandir(os.path.join(folder, name)) as inner:
+            if any(entry.is_dir(follow_symlinks=False) for entry in inner):
+                return True
+    return False
+
+
 def deleted_files(process: int, folder: str, largest: int) -> dict[tuple[int, int], int]:
     """Return the bytes of disk space of the files below a folder that a process uses though they have no name (Linux).
 

@@ -267,6 +267,9 @@ def confine_import(spec: WorkerSpec) -> None:
     if IS_LINUX:
         used, memory = address_space(), spec.limits.memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + 2 * memory))
+    if spec.counts_open_files:
+        # The worker lists its open files, and those of the calls.
+        prctl(PR_SET_DUMPABLE, 1)
     if spec.landlock:
         restrict_files((*spec.read, *_DEVICES_READ), (spec.scratch, os.devnull), spec.landlock)
     if spec.seccomp:
@@ -311,9 +314,6 @@ def confine_call(spec: WorkerSpec, folder: str, loaded_bytes: int) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     if spec.landlock:
         restrict_files(None, (folder, os.devnull), spec.landlock)
-    if spec.counts_open_files:
-        # The worker lists its open files.
-        prctl(PR_SET_DUMPABLE, 1)
     if spec.seccomp:
         restrict_system_calls(call_filter(os.uname().machine, spec.limits.processes > 0))
 

@@ -8,6 +8,7 @@ import functools
 import os
 import signal
 import time
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 _GONE = ("Z", "X")
@@ -23,6 +24,8 @@ class Process(NamedTuple):
     """Id of its process group."""
     has_ended: bool
     """Whether it has ended but was not reaped."""
+    is_stopped: bool
+    """Whether a signal has stopped it."""
     threads: int
     """Number of its threads, including the main thread."""
     cpu_seconds: float
@@ -89,6 +92,7 @@ def _read(process: int) -> Process:
         parent=int(fields[1]),
         group=int(fields[2]),
         has_ended=fields[0] in _GONE,
+        is_stopped=fields[0] == "T",
         threads=int(fields[17]),
         cpu_seconds=(int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"),
     )
@@ -168,6 +172,40 @@ def pause(process: int, seconds: float) -> bool:
     return False
 
 
+@contextlib.contextmanager
+def stopped_descendants(spare: int | None, seconds: float) -> Iterator[None]:
+    """Stop the descendants of this process while a `with` block runs, so that they change nothing meanwhile.
+
+    Whole process groups are stopped at once, which a process that forks cannot outrun.
+
+    Args:
+        spare: a process to leave running, if any; the process group that it leads is left running too.
+        seconds: time limit in seconds for stopping them. A process that waits for a device may not stop.
+    """
+    deadline = time.monotonic() + seconds
+    # Negative numbers are process groups.
+    stopped: set[int] = set()
+    try:
+        while time.monotonic() < deadline:
+            found = {number: one for number, one in scan_descendants(os.getpid()).items() if number != spare}
+            groups = {-process.group for process in found.values() if process.group not in (os.getpgrp(), spare)}
+            running = {number for number, one in found.items() if not (one.has_ended or one.is_stopped)}
+            if not running and groups <= stopped:
+                break
+            _signal(groups | running, signal.SIGSTOP)
+            stopped |= groups | running
+            time.sleep(0.0001)
+        yield
+    finally:
+        _signal(stopped, signal.SIGCONT)
+
+
+def _signal(processes: Iterable[int], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
 def end_descendants(spare: int | None, seconds: float) -> bool:
     """Kill and reap all descendants of this process, including those that start meanwhile.
 
@@ -193,12 +231,7 @@ def end_descendants(spare: int | None, seconds: float) -> bool:
             return True
         if time.monotonic() > deadline:
             return False
-        for group in groups:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGKILL)
+        _signal([*(-group for group in groups), *alive], signal.SIGKILL)
         ended |= groups
-        for number in alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(number, signal.SIGKILL)
         reap(spare)
         time.sleep(0.001)

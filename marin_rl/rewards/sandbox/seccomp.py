@@ -284,6 +284,8 @@ def import_filter(machine: str, may_signal: bool) -> bytes:
         number["ioctl"],
         [*_if_among(1, refused, _REFUSE), *_if_among(1, _SPACE_BY_IOCTL, _UNSUPPORTED_HERE), _answer(_ALLOW)],
     )
+    # It would hide its open files.
+    program += _when(number["prctl"], [*_if_among(0, (PR_SET_DUMPABLE,), _REFUSE), _answer(_ALLOW)])
     program += _when(number["socketpair"], _if_permanently_connected())
     # The process can change its own limits, but not those of other processes.
     program += _when(number["prlimit64"], _unless_null(0))
@@ -306,7 +308,7 @@ def call_filter(machine: str, may_start_processes: bool) -> bytes:
         threads = [_instruction(_LOAD, _ARGUMENTS), _instruction(_JUMP_SET, _CLONE_THREAD, 1, 0), _answer(_REFUSE)]
         program += _when(number["clone"], [*threads, _answer(_ALLOW)])
     program += _when(number["prlimit64"], _unless_null(2))
-    program += _when(number["prctl"], [*_if_among(0, (PR_SET_PDEATHSIG, PR_SET_DUMPABLE), _REFUSE), _answer(_ALLOW)])
+    program += _when(number["prctl"], [*_if_among(0, (PR_SET_PDEATHSIG,), _REFUSE), _answer(_ALLOW)])
     return b"".join([*_check_machine(machine), *program, _answer(_ALLOW)])
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from marin_rl.rewards.sandbox import forkserver, protocol
-from marin_rl.rewards.sandbox.folders import deleted_files, exceeds_size, remove
+from marin_rl.rewards.sandbox.folders import deleted_files, exceeds_size, has_inner_folders, remove
 from marin_rl.rewards.sandbox.isolation import (
     IS_LINUX,
     PR_SET_CHILD_SUBREAPER,
@@ -38,6 +38,7 @@ from marin_rl.rewards.sandbox.processes import (
     pause,
     reap,
     scan_descendants,
+    stopped_descendants,
     wait_until_alone,
 )
 from marin_rl.rewards.sandbox.protocol import WorkerSpec
@@ -142,7 +143,7 @@ class Worker:
                 len(ready.data) >= protocol.HEADER_BYTES
                 and len(ready.data) >= protocol.HEADER_BYTES + protocol.length(bytes(ready.data))
             ),
-            exceeds_disk=lambda: self._exceeds_disk({}),
+            exceeds_disk=lambda: self._exceeds_disk(None),
             cpu_seconds=self._spec.start_seconds,
         )
         if violation == "timeout":
@@ -257,7 +258,7 @@ class Worker:
             streams,
             deadline,
             lambda: len(status.data) >= len(forkserver.ENDED),
-            exceeds_disk=lambda: self._exceeds_disk(self._deleted_files(answer, theirs[0])),
+            exceeds_disk=lambda: self._exceeds_disk(theirs[0]),
             cpu_seconds=self._spec.limits.cpu_seconds,
         )
         if not status.ended:
@@ -340,30 +341,37 @@ class Worker:
                 reap(self._forkserver)
         return None
 
-    def _exceeds_disk(self, deleted: Mapping[tuple[int, int], int] | None) -> bool:
+    def _exceeds_disk(self, stdin: int | None) -> bool:
         """Return whether the scratch folder, and files that have been deleted from it, use too much space.
 
         Args:
-            deleted: the bytes of the deleted files, by device and inode; None if they cannot be counted.
+            stdin: the standard input of the call, which does not count; None while a file is loaded.
         """
-        if deleted is None:
-            return True
         limit = self._spec.limits.folder_bytes
-        # In namespaces the size of the file system limits the bytes, so that only the number of files can exceed this.
-        limit = 2 * limit if self._spec.has_namespaces else limit - sum(deleted.values())
-        return exceeds_size(self._spec.scratch, limit, self._unremovable)
+        if self._spec.has_namespaces:
+            # The size of the file system limits the bytes, so that only the number of files can exceed this.
+            return exceeds_size(self._spec.scratch, 2 * limit, self._unremovable)
+        with contextlib.ExitStack() as stack:
+            if has_inner_folders(self._spec.scratch):
+                # Running processes could hide files by renaming folders.
+                spare = None if stdin is None else self._forkserver
+                stack.enter_context(stopped_descendants(spare, ALONE_SECONDS))
+            deleted = self._deleted_files(stdin)
+            if deleted is None:
+                # Nothing can be listed before the loading process is confined.
+                return stdin is not None
+            return exceeds_size(self._spec.scratch, limit - sum(deleted.values()), self._unremovable)
 
-    def _deleted_files(self, answer: _Stream, stdin: int) -> dict[tuple[int, int], int] | None:
-        """Return the bytes of deleted files of a call by device and inode; None if they cannot be counted.
+    def _deleted_files(self, stdin: int | None) -> dict[tuple[int, int], int] | None:
+        """Return the bytes of deleted files by device and inode; None if they cannot be counted.
 
         Args:
-            answer: the call's answer pipe.
-            stdin: its standard input, which does not count.
+            stdin: a file that does not count.
         """
         found: dict[tuple[int, int], int] = {}
-        if not (self._spec.counts_open_files and answer.data.startswith(forkserver.CONFINED)):
+        if not self._spec.counts_open_files:
             return found
-        for process in set(scan_descendants(os.getpid())) - {self._forkserver}:
+        for process in scan_descendants(os.getpid()):
             try:
                 found |= deleted_files(process, self._spec.scratch, self._spec.limits.file_bytes)
             except PermissionError:
@@ -372,8 +380,9 @@ class Worker:
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                     if address_space(process):
                         return None
-        state = os.fstat(stdin)
-        found.pop((state.st_dev, state.st_ino), None)
+        if stdin is not None:
+            state = os.fstat(stdin)
+            found.pop((state.st_dev, state.st_ino), None)
         return found
 
     def _cpu_seconds(self) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from marin_rl.rewards.sandbox.folders import deleted_files, exceeds_size, remove
+from marin_rl.rewards.sandbox.folders import deleted_files, exceeds_size, has_inner_folders, remove
 
 
 def test_files_links_and_folders_are_removed(tmp_path: Path):
@@ -52,6 +52,16 @@ def test_folder_size(tmp_path: Path):
     assert not exceeds_size(str(tmp_path), 4 * 2**15, {"stuck"})
     assert not exceeds_size(str(tmp_path / "gone"), 0, set())
     assert exceeds_size(str(tmp_path / "gone"), -1, set())
+
+
+def test_inner_folders(tmp_path: Path):
+    (tmp_path / "file").touch()
+    (tmp_path / "call").mkdir()
+    (tmp_path / "call" / "file").touch()
+    (tmp_path / "call" / "link").symlink_to(tmp_path)
+    assert not has_inner_folders(str(tmp_path))
+    (tmp_path / "call" / "folder").mkdir()
+    assert has_inner_folders(str(tmp_path))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers measure files on Linux alone")

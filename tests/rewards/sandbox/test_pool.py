@@ -345,6 +345,8 @@ def say(message):
         (SAY + 'threading.stack_size(32768)\n'
          'while True: threading.Thread(target=time.sleep, args=(1e6,)).start()', "limit on threads"),
         ("open('large', 'wb').write(bytes(2**21))", "File too large"),
+        ("import tempfile, time\nfiles = [tempfile.TemporaryFile() for _ in range(8)]\n"
+         "for file in files: file.write(bytes(2**20))\ntime.sleep(1e6)", "limit on files|No space left"),
         (IMPORT + "@reward_function\ndef f(messages): ...", "a reward function takes messages, ground_truth"),
     ],
 )  # fmt: skip

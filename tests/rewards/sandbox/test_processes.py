@@ -67,6 +67,53 @@ def test_a_process_without_children():
     assert child.pid not in descendants(os.getpid())
 
 
+STOPPED = """
+import os, time
+from marin_rl.rewards.sandbox.isolation import PR_SET_CHILD_SUBREAPER, prctl
+from marin_rl.rewards.sandbox.processes import end_descendants, list_descendants, stopped_descendants
+
+prctl(PR_SET_CHILD_SUBREAPER, 1)
+spared = os.fork()
+if spared == 0:
+    time.sleep(1e6)
+ticking, ticks = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() != 0:
+        time.sleep(1e6)
+    # Each process starts the next one and ends.
+    while os.fork() == 0:
+        os.write(ticks, b"x")
+    os._exit(0)
+os.set_blocking(ticking, False)
+
+def wait_for_a_tick():
+    while True:
+        try:
+            return os.read(ticking, 1)
+        except BlockingIOError:
+            time.sleep(0.001)
+
+for _ in range(20):
+    wait_for_a_tick()
+    with stopped_descendants(spared, 600):
+        found = {number: one for number, one in list_descendants(os.getpid()).items() if not one.has_ended}
+        assert not found.pop(spared).is_stopped
+        assert found and all(one.is_stopped for one in found.values()), found
+        try:
+            while os.read(ticking, 1 << 16):
+                pass
+        except BlockingIOError:
+            pass
+    wait_for_a_tick()
+assert end_descendants(None, 30)
+"""
+
+
+def test_descendants_are_stopped_except_the_spared_one():
+    subprocess.run([sys.executable, "-c", STOPPED], check=True)
+
+
 WALKS = """
 import os, threading
 from marin_rl.rewards.sandbox.processes import end_descendants, list_descendants, scan_descendants

@@ -207,7 +207,8 @@ def test_limits(machine: str):
     assert verdict(machine, NOTHING, "prlimit64", 0, 9, 0) == ALLOWED
     assert verdict(machine, NOTHING, "setrlimit") == REFUSED
     assert verdict(machine, NOTHING, "prctl", PR_SET_PDEATHSIG) == REFUSED
-    assert verdict(machine, NOTHING, "prctl", PR_SET_DUMPABLE) == REFUSED
+    for left in (NOTHING, EVERYTHING):
+        assert verdict(machine, left, "prctl", PR_SET_DUMPABLE) == REFUSED
     # The kernel reads prctl's first argument as an int.
     assert verdict(machine, NOTHING, "prctl", (1 << 32) | PR_SET_PDEATHSIG) == REFUSED
     assert verdict(machine, NOTHING, "prctl", 15) == ALLOWED
