@@ -111,7 +111,7 @@ class ReasoningGymConfig(EnvironmentConfig):
             score=lambda task, reply: self._score(items[task.id], task.answer, reply),
             format=self.format,
             reply_regex=self.reply_regex,
-            blocks=True,
+            blocks=not self.exact_answer,
         )
         if not self.allow_garbage_rewards:
             refuse_garbage_rewards(environment, source)
@@ -144,14 +144,14 @@ class ReasoningGymConfig(EnvironmentConfig):
         for start in range(0, self.size, _ITEMS_PER_REQUEST):
             stop = min(start + _ITEMS_PER_REQUEST, self.size)
             try:
-                response = self._ask({"items": [start, stop]}, _DRAW_SECONDS)
+                response = self._ask({"items": [start, stop], "score_answers": self.exact_answer}, _DRAW_SECONDS)
             except NoAnswerError as error:
                 raise ValueError(
                     f"reasoning-gym task {self.task!r} with the options {self.options} cannot create the items "
                     f"{start} to {stop - 1}: {error}"
                 ) from error
-            for index, (question, answer) in enumerate(response["problems"], start):
-                yield _Item(index, question, answer)
+            for index, (question, answer, score) in enumerate(response["problems"], start):
+                yield _Item(index, question, answer, score is not None and score >= FULL_SCORE)
 
     def _ask(self, request: Mapping[str, Any], cpu_seconds: float) -> Mapping[str, Any]:
         dataset = {"task": self.task, "options": self.options, "seed": self.seed, "size": self.size}
@@ -178,8 +178,9 @@ class ReasoningGymConfig(EnvironmentConfig):
 
     def _score(self, item: "_Item", exact: str, reply: str) -> float:
         answer = reply[::-1] if self.reverse_answer else reply
-        if self.exact_answer and answer != exact:
-            return 0.0
+        if self.exact_answer:
+            # Without a process, which would take most of the time of grading a short reply.
+            return float(answer == exact and item.accepts_answer)
         request = {"item": item.index, "question": item.question, "reply": answer}
         score = self._ask(request, SCORE_SECONDS)["score"]
         if not self.partial_credit:
@@ -193,3 +194,5 @@ class _Item(NamedTuple):
     index: int
     question: str
     answer: str | None
+    accepts_answer: bool
+    """Whether the scorer gives the answer the full score; only known for `exact_answer`."""

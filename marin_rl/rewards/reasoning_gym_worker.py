@@ -43,23 +43,30 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         request: `dataset` with `task`, `options`, `seed` and `size`. To create problems, `items`: the first item and
-            the one after the last. To score, `item`, its `question`, and the `reply`.
+            the one after the last, and `score_answers`. To score, `item`, its `question`, and the `reply`.
 
     Returns:
-        `problems`, a list of questions and answers; or `score`; or `error` with the reason why there is none.
+        `problems`, a list of questions, answers and, with `score_answers`, the scores of the answers; or `score`; or
+        `error` with the reason why there is none.
     """
     dataset = json.dumps(request["dataset"])
     try:
         if "items" in request:
-            entries = [_entry(dataset, item) for item in range(*request["items"])]
-            return {"problems": [[entry["question"], _text(entry["answer"])] for entry in entries]}
+            problem = _scored_problem if request.get("score_answers") else _problem
+            return {"problems": [problem(dataset, item) for item in range(*request["items"])]}
         return {"score": _score(dataset, request["item"], request["question"], request["reply"])}
     except DatasetError as error:
         return {"error": str(error)}
 
 
-def _text(answer: Any) -> str | None:
-    return None if answer is None else str(answer)
+def _problem(dataset: str, item: int) -> tuple[str, str | None, float | None]:
+    entry = _entry(dataset, item)
+    return entry["question"], None if entry["answer"] is None else str(entry["answer"]), None
+
+
+def _scored_problem(dataset: str, item: int) -> tuple[str, str | None, float | None]:
+    question, answer, _ = _problem(dataset, item)
+    return question, answer, _score(dataset, item, question, answer or "")
 
 
 @functools.lru_cache(maxsize=16)

@@ -6,6 +6,7 @@ import pytest
 from marin_rl.environments import reasoning_gym
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.environments.reasoning_gym import ReasoningGymConfig
+from marin_rl.rewards import grading_process
 from marin_rl.rewards.reasoning_gym_worker import DatasetError
 from tests.one_reply import answer
 
@@ -94,6 +95,28 @@ def test_exact_answer_rejects_other_spellings_of_the_number(spell: str):
     assert reward(full, task, spell.format(task.answer)) == 1.0
     assert reward(exact, task, spell.format(task.answer)) == 0.0
     assert reward(exact, task, task.answer) == 1.0
+
+
+def test_exact_answer_is_graded_without_a_process(monkeypatch):
+    exact = chain_sum(exact_answer=True)
+    task = two_digit_task(exact)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a process was asked")
+
+    monkeypatch.setattr("marin_rl.environments.reasoning_gym.ask", refuse)
+    assert (reward(exact, task, task.answer), reward(exact, task, f"0{task.answer}")) == (1.0, 0.0)
+
+
+def test_exact_answer_rejects_an_answer_that_the_scorer_rejects(monkeypatch):
+    def reject_answers(grader: str, request: dict, cpu_seconds: float) -> dict:
+        problems = grading_process.ask(grader, request, cpu_seconds)["problems"]
+        return {"problems": [[question, answer, 0.5] for question, answer, _ in problems]}
+
+    monkeypatch.setattr("marin_rl.environments.reasoning_gym.ask", reject_answers)
+    exact = chain_sum(exact_answer=True)
+    task = two_digit_task(exact)
+    assert reward(exact, task, task.answer) == 0.0
 
 
 def test_reply_regex():
