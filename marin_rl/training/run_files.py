@@ -83,12 +83,12 @@ def compare_on_resume(
     records = metrics_change(folder / "metrics.jsonl", saved.metrics)
     changes = [*input_changes(saved.inputs, inputs), *([] if records is None else [records]), *altered]
     if changes and not accept:
+        omitted = "" if records is None else ", without the lines of metrics.jsonl that are not records"
         raise RunDirectoryError(
             f"files of the run were changed since {checkpoint} was written:\n"
             + "\n".join(f"  {line}" for line in changes)
             + "\nrestore them, or choose another run_dir. --accept_changes resumes the run with the files as "
-            "they are: it omits lines of metrics.jsonl that are not records, and records the changes in log.txt and "
-            "in all further checkpoints"
+            f"they are{omitted}, and records the changes in log.txt and in all further checkpoints"
         )
     messages = [f"changed file accepted: {line}" for line in changes]
     if absent:
