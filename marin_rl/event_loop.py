@@ -129,6 +129,26 @@ class ForeignTask:
             call.answer.set_result(outcome)
 
 
+class DirectCalls:
+    """Awaits other people's coroutines that never wait, so that they need no task; used as `ForeignTask`."""
+
+    is_stuck = False
+
+    async def call(self, function: Callable[[], Awaitable[Result]], grace: float) -> Result:
+        """Return the result of a coroutine function that never waits.
+
+        Raises:
+            ForeignError: if it raises anything.
+        """
+        try:
+            return await function()
+        except BaseException as error:
+            raise ForeignError(describe(error)) from error
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
 class BackgroundLoop:
     """Runs coroutines in a background thread.
 

@@ -152,6 +152,11 @@ class AbstractEnvironment(abc.ABC):
             """Name for metrics."""
             ...
 
+    @property
+    def waits(self) -> bool:
+        """Whether its episodes may wait for anything; calls that never do are cheaper. True by default."""
+        return True
+
     @abc.abstractmethod
     def tasks(self, split: Split) -> Sequence[Task]:
         """Return the tasks of a split in a fixed order; no problem text is in two splits."""

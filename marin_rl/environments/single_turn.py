@@ -37,6 +37,11 @@ class SingleTurnEnvironment(AbstractSplitEnvironment):
     problem_ids: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Problem ids by task id, for tasks that may have other ids."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether replies are scored in a thread."""
+        return self.blocks
+
     async def start(self, task: Task, seed: int) -> Episode:
         """Start an attempt; the seed is unused because nothing is random."""
         self.require_own(task)

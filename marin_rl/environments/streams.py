@@ -47,6 +47,11 @@ class CompositeEnvironment(AbstractEnvironment):
     make_stream: Callable[[int], TaskStream]
     """Creates the stream of training tasks from a seed."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether episodes of any part may wait."""
+        return any(part.waits for part in self.parts.values())
+
     def tasks(self, split: Split) -> Sequence[Task]:
         """Return the tasks of all parts, in the order of the parts."""
         return [task for part in self.parts.values() for task in part.tasks(split)]

@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
 from marin_rl.environments.base import AbstractEnvironment, AgentConnection, AgentEpisode, AgentResult, Episode, Step
-from marin_rl.event_loop import ForeignError, ForeignTask
+from marin_rl.event_loop import DirectCalls, ForeignError, ForeignTask
 from marin_rl.rollouts.agent_recorder import AgentRecorder
 from marin_rl.rollouts.attempt import Attempt, Limits
 from marin_rl.rollouts.request_batcher import RequestBatcher
@@ -41,8 +41,8 @@ async def run_episode(
 ) -> RolloutBuilder:
     """Run one attempt until it ends.
 
-    An error or timeout of the environment ends only this rollout, whatever it raises. Its code runs in a task of its
-    own, named after the rollout. Errors of the sampler and of this code propagate.
+    An error or timeout of the environment ends only this rollout, whatever it raises. Code that may wait runs in a
+    separate task, named after the rollout. Errors of the sampler and of this code propagate.
 
     Args:
         attempt: the inputs of the rollout.
@@ -56,7 +56,7 @@ async def run_episode(
         The builder of the rollout, to which reward functions may add rewards.
     """
     builder = RolloutBuilder(attempt, tokenizer, limits)
-    code = ForeignTask(f"rollout {attempt.id}")
+    code = ForeignTask(f"rollout {attempt.id}") if environment.waits else DirectCalls()
     episode: Episode | None = None
     try:
         started = await _await_environment(
@@ -93,7 +93,10 @@ async def run_episode(
 
 
 async def _await_environment(
-    code: ForeignTask, function: Callable[[], Awaitable[Result]], builder: RolloutBuilder, max_seconds: float
+    code: ForeignTask | DirectCalls,
+    function: Callable[[], Awaitable[Result]],
+    builder: RolloutBuilder,
+    max_seconds: float,
 ) -> Result:
     """Call the environment, at most for the rest of its time; its errors become `EnvironmentFault`."""
     with builder.count_seconds("environment"), _faults(max_seconds):
@@ -124,7 +127,7 @@ def _of_type(kind: type[Result], value: object, method: str) -> Result:
 
 
 async def _run_agent(
-    code: ForeignTask,
+    code: ForeignTask | DirectCalls,
     episode: AgentEpisode,
     recorder: AgentRecorder,
     builder: RolloutBuilder,
@@ -155,7 +158,7 @@ async def _run_agent(
 
 
 async def _await_agent(
-    code: ForeignTask,
+    code: ForeignTask | DirectCalls,
     function: Callable[[], Awaitable[AgentResult]],
     recorder: AgentRecorder,
     builder: RolloutBuilder,
@@ -189,7 +192,7 @@ async def _await_agent(
         builder.seconds["environment"] += loop.time() - start - sampled
 
 
-async def _close(code: ForeignTask, episode: Episode, id: str) -> None:
+async def _close(code: ForeignTask | DirectCalls, episode: Episode, id: str) -> None:
     """Close an episode; an error is only logged."""
     try:
         async with asyncio.timeout(CLOSING_SECONDS):

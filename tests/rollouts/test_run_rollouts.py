@@ -16,6 +16,7 @@ import pytest
 
 from marin_rl.batching.processed_rollout import process_rollout
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
+from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.event_loop import BackgroundLoop, call_in
 from marin_rl.rollouts.attempt import Limits, LongPrompts, default_state_hash
 from marin_rl.rollouts.reward_functions import RewardFunctions
@@ -436,6 +437,24 @@ ENDS: dict[str, tuple[Callable[[], Any], str]] = {
     "at once": (raise_at_once, "KeyboardInterrupt: no coroutine"),
     **{f"raises {name}": (raising(error), text) for name, (error, text) in HOSTILE_ERRORS.items()},
 }
+
+
+@pytest.mark.parametrize("name", HOSTILE_ERRORS)
+def test_whatever_a_scorer_raises_fails_only_its_rollout(name: str):
+    """Episodes that never wait run without a task of their own."""
+    error, text = HOSTILE_ERRORS[name]
+
+    def score(task: Task, reply: str) -> float:
+        if task.id == "up1":
+            raise error
+        return 1.0
+
+    tasks = [task(prompt="up"), task()]
+    environment = SingleTurnEnvironment("countdown", {Split.TRAIN: tasks}, score)
+    hit, other = (group.rollouts[0] for group in run(runner(says("a"), environment), tasks))
+    assert (other.status, other.rewards) == (RolloutStatus.COMPLETED, {"correct": 1.0})
+    assert (hit.status, hit.rewards) == (RolloutStatus.FAILED, {})
+    assert text in str(hit.error)
 
 
 @pytest.mark.parametrize("name", ENDS)
