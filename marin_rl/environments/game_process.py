@@ -26,12 +26,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 from marin_rl.environments.external import run_in_thread
 from marin_rl.errors import UserError
 from marin_rl.event_loop import gather_all
+from marin_rl.rewards.grading_process import process_environment
 
 _COMMAND = struct.Struct("!cQ")
 """A command to the game server: `_START` or `_STOP`, and the number of the game. `_START` also carries a socket."""
@@ -139,7 +139,7 @@ class GameServer:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    env=_server_environment(),
+                    env=process_environment(),
                     # Ctrl-C reaches the training process only, which ends the server.
                     start_new_session=True,
                 )
@@ -228,19 +228,6 @@ def _end(control: socket.socket, process: "subprocess.Popen[bytes]") -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _server_environment() -> Mapping[str, str]:
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        # The iteration order of sets must not change games between runs.
-        "PYTHONHASHSEED": "0",
-        # A process with threads cannot be forked safely.
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-    }
 
 
 _MAIN = """

@@ -153,7 +153,7 @@ class _Process:
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    env=_environment(),
+                    env=process_environment(),
                     # Ctrl-C in the terminal must not reach the process: the trainer needs grades to finish its step.
                     start_new_session=True,
                 )
@@ -200,13 +200,14 @@ def _end(connection: socket.socket, process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def _environment() -> Mapping[str, str]:
+def process_environment() -> Mapping[str, str]:
+    """Return the environment variables of a process that runs code of this package and of libraries repeatably."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path),
-        # The iteration order of sets must not change grades or problems between processes.
+        # The iteration order of sets must not change grades, problems or games between processes.
         "PYTHONHASHSEED": "0",
-        # The threads of numerical libraries would use up the address space.
+        # Threads of numerical libraries would use up the address space, and a process with threads cannot be forked.
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
