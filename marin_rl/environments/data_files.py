@@ -10,9 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 MAX_EXPANSION = 200
 """Maximum factor by which a file may expand; texts compress by less than 20."""
 UNCHECKED_BYTES = 2**30
@@ -36,6 +33,9 @@ def check_data_files(folder: Path) -> None:
     Raises:
         DataFileError: if a file expands too much, has too many columns, or cannot be read.
     """
+    # Imported here because it takes time, and most environments have no such files.
+    import pyarrow as pa
+
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.suffix in (".parquet", *_OPENERS):
             try:
@@ -58,6 +58,8 @@ def _check_expansion(path: Path) -> None:
 
 
 def _parquet_sizes(path: Path) -> Iterator[int]:
+    import pyarrow.parquet as pq
+
     with pq.ParquetFile(path) as file:
         if (columns := len(file.schema_arrow)) > MAX_COLUMNS:
             raise DataFileError(f"{str(path)!r} has {columns:,} columns, more than {MAX_COLUMNS:,}; keep the used ones")
@@ -67,6 +69,8 @@ def _parquet_sizes(path: Path) -> Iterator[int]:
 
 def _decoded(column: Any) -> Any:
     """Return a column with a dictionary as the values that it stands for."""
+    import pyarrow as pa
+
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 
