@@ -32,8 +32,16 @@ SCORE_REGEX = (
 """The default pattern of a score."""
 _KIND = re.compile(r"\W*(scores|ranking|winner)\W*[:=]", re.IGNORECASE)
 """Start of a line with a verdict."""
-_OF = re.compile(r"[\s*_`\"')\]]*(?:/|out of)[\s*_`]*(\d+(?:\.\d+)?)", re.IGNORECASE)
-"""The highest score, as in `0.8/1` and `8 out of 10`."""
+_OF = re.compile(
+    r"[\s*_`\"'(\])>]*(?:/|out of)(?: a maximum(?: score)?(?: of|:))?[\s*_`]*(\d+(?:\.\d+)?)", re.IGNORECASE
+)
+"""The highest score, as in `0.8/1`, `8 out of 10` and `8 (out of a maximum score: 10)`."""
+_UNDECIDED = re.compile(
+    r"[^\n]*?(?:[\d\xbc-\xbe]|\b(?:maybe|perhaps|possibly|probably|alternatively|unsure|uncertain|zero)\b)"
+    r"|[^\w\n]*(?:\?|(?:or|if|to|but|would|could|might|may|is|i)\b)",
+    re.IGNORECASE,
+)
+"""Start of a text after a score that has another number in its line, or doubts the score."""
 _SEPARATORS = re.compile(r"[\s,>]+")
 _QUOTES = " \t\"'`*{}[]()"
 _POINTS = {"a": 1.0, "b": 0.0, "tie": 0.5}
@@ -127,7 +135,7 @@ def read_score(text: str, pattern: str, valid: ScoreRange) -> float:
 
     Raises:
         RetryableError: if there is no match, it is not a number in the range, or `/` follows with another number than
-            the highest score.
+            the highest score. With `SCORE_REGEX`, also if its line has another number or a doubt, as in `0 or 1`.
 
     >>> read_score("Score: 0.8/1", SCORE_REGEX, ScoreRange(0.0, 1.0))
     0.8
@@ -146,6 +154,8 @@ def read_score(text: str, pattern: str, valid: ScoreRange) -> float:
         raise _unreadable(f"no score in {text[-200:]!r}")
     if (of := _OF.match(found.following)) and float(of[1]) != valid.highest:
         raise _unreadable(f"score {score} is one of {of[1]}, but the highest score is {valid.highest}")
+    if pattern == SCORE_REGEX and _UNDECIDED.match(found.following, of.end() if of else 0):
+        raise _unreadable(f"score {score} is followed by another number or a doubt: {found.following!r}")
     valid.check(score)
     return score
 

@@ -90,6 +90,44 @@ def test_json_and_lines(read: Callable[[str], object], answer: str, result: obje
         assert read(answer) == result
 
 
+@pytest.mark.parametrize(
+    ("line", "score"),
+    [
+        ("Score: 1 / 1.", 1.0),
+        ("**Score: 0.25 out of 1**", 0.25),
+        ("Score: 0.25 (out of 1).", 0.25),
+        ("Score: 0.25!", 0.25),
+        ("Score: [0.25]", 0.25),
+        ("Score: 0.25 - correct, or nearly so", 0.25),
+        ("Score: 0.25\nThe scale is 0 or 1, maybe.", 0.25),
+        ("Score: 0 or 1", None),
+        ("Score: 0 or one", None),
+        ("Score: 0.2 Score: 0.9", None),
+        ("Score: [0, 1]", None),
+        ("Score: 0 to 1", None),
+        ("Score: 0..1", None),
+        ("Score: 0 / 1 / 1", None),
+        ("Score: 0/1 or 1/1", None),
+        ("Score: **0** **1**", None),
+        ("Score: 1?", None),
+        ("Score: 1 (maybe)", None),
+        ("Score: 1, perhaps", None),
+        ("Score: 1 would be too much, zero fits", None),
+        ("Score: 1 if the sign is right", None),
+        ("Score: 0 \u2192 1", None),
+        ("Score: 0 \u0661", None),
+        ("Score: 0 \xbd", None),
+        ("Score: 1 (out of a maximum score: 10)", None),
+    ],
+)
+def test_a_line_with_two_numbers_or_a_doubt_has_no_score(line: str, score: float | None):
+    if score is None:
+        with pytest.raises(RetryableError):
+            score_of(line)
+    else:
+        assert score_of(line) == score
+
+
 @pytest.mark.parametrize("read", [score_of, criteria_of, scores_of, ranking_of, read_winner])
 @pytest.mark.parametrize("unit", ["\n", " ,", "score", "Scores: ", "1 -", "```{", '{"a":', "[", "final\n"])
 def test_hostile_answers_are_read_in_linear_time(read: Callable[[str], object], unit: str):
