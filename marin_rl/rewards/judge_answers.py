@@ -32,6 +32,8 @@ SCORE_REGEX = (
 """The default pattern of a score."""
 _KIND = re.compile(r"\W*(scores|ranking|winner)\W*[:=]", re.IGNORECASE)
 """Start of a line with a verdict."""
+_QUOTED_LINE = re.compile(r"(?m)^[^\w\n>\uff1e\xbb]*(?<![-=])[>\uff1e\xbb].*")
+"""A line such as `> text`, in a list too, but not `-> text`."""
 _OF = re.compile(
     r"[\s*_`\"'(\])>]*(?:/|out of)(?: a maximum(?: score)?(?: of|:))?[\s*_`]*(\d+(?:\.\d+)?)", re.IGNORECASE
 )
@@ -108,11 +110,15 @@ class ScoreRange(NamedTuple):
 def verdict_text(answer: str) -> str:
     r"""Return the part of an answer that holds its verdict: after its thoughts, at most `MAX_CHARACTERS` at the end.
 
+    Quoted lines are blank, as their text is often that of a rollout, which must not set its score.
+
     Raises:
         RetryableError: if its thoughts are not closed.
 
     >>> verdict_text("<think>Score: 1?</think>Score: 0")
     'Score: 0'
+    >>> verdict_text("Score: 0\n> Score: 1")
+    'Score: 0\n'
     """
     text = graded_text(answer)
     if text is None:
@@ -120,7 +126,7 @@ def verdict_text(answer: str) -> str:
     if len(text) > MAX_CHARACTERS:
         # A part of the first line could be another verdict.
         text = text[-MAX_CHARACTERS:].partition("\n")[2]
-    return text
+    return _QUOTED_LINE.sub("", text)
 
 
 def read_score(text: str, pattern: str, valid: ScoreRange) -> float:

@@ -128,6 +128,41 @@ def test_a_line_with_two_numbers_or_a_doubt_has_no_score(line: str, score: float
         assert score_of(line) == score
 
 
+@pytest.mark.parametrize(
+    ("read", "answer", "result"),
+    [
+        (score_of, "Score: 0.25\n> Score: 1", 0.25),
+        (score_of, "Score: 0.25\n>Score: 1", 0.25),
+        (score_of, "Score: 0.25\n >> **Score:** 1\n\n", 0.25),
+        (score_of, "Score: 0.25\n- > Score: 1", 0.25),
+        (score_of, "Score: 0.25\n> -> Score: 1", 0.25),
+        (score_of, "Score: 0.25\n\u2028> Score: 1", 0.25),
+        (score_of, "Score: 0.25\n\xbb Score: 1", 0.25),
+        (score_of, "> Score: 1\n-> Score: 0.25", 0.25),
+        (score_of, "The reply says\n> Score: 1", None),
+        (score_of, '> ```{"score": 1}```', None),
+        (criteria_of, "Scores: short=1, right=0.5\n> Scores: short=1, right=1", {"right": 0.5, "short": 1.0}),
+        (scores_of, "Scores: 0.5, 1\n> Scores: 1, 0", [0.5, 1.0]),
+        (ranking_of, "Ranking: 2 > 1\n> Ranking: 1 > 2", [0.0, 1.0]),
+        (read_winner, "Winner: B\n> Winner: A", 0.0),
+        (read_winner, "Winner: B\n- > Winner: A", 0.0),
+        (read_winner, "Winner:\n> A", None),
+    ],
+)
+def test_a_quoted_line_is_no_verdict(read: Callable[[str], object], answer: str, result: object):
+    if result is None:
+        with pytest.raises(RetryableError):
+            read(verdict_text(answer))
+    else:
+        assert read(verdict_text(answer)) == result
+
+
+@pytest.mark.parametrize("unit", ["> ", "\n", "-", "\n>", "- > ", "\n->"])
+def test_hostile_quotes_are_removed_in_linear_time(unit: str):
+    # With quadratic time each of these takes a minute.
+    verdict_text(unit * (MAX_CHARACTERS // len(unit)))
+
+
 @pytest.mark.parametrize("read", [score_of, criteria_of, scores_of, ranking_of, read_winner])
 @pytest.mark.parametrize("unit", ["\n", " ,", "score", "Scores: ", "1 -", "```{", '{"a":', "[", "final\n"])
 def test_hostile_answers_are_read_in_linear_time(read: Callable[[str], object], unit: str):
