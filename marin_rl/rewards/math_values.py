@@ -39,6 +39,8 @@ class Scalar:
     """`%`, currency, degree or the words after it, as in `km/h`; compared only if both values have one."""
     equal_to: tuple[str, ...] = ()
     """Left sides of `9 * 2 = 18`, which must have the same value, or of the equation `2x + 3y = 5`."""
+    is_rounded: bool = False
+    """Whether only an approximation is given: `x \\approx 46`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +94,7 @@ _NUMERALS = word_set(
 )
 _CHANGES = word_set(
     """zero one no and but may between to through until versus vs about around approximately approx roughly nearly
-    almost circa least most than over under below above exceeds beyond
+    almost circa ca least most than over under below above exceeds beyond
     plus minus negative times multiplied divided mod modulo remainder squared cubed power root cube factorial twice
     double triple pair pairs couple score k choose base out near within like digit step question problem example case
     page line figure exercise part chapter jan feb mar apr jun jul aug sep sept oct nov dec january february march april
@@ -186,9 +188,10 @@ def _value(items: list[tuple[str, str]]) -> Value | None:
 
 def _changes(words: list[str], changes: frozenset[str]) -> bool:
     """Whether the words before or after a value, the nearest first, change it or leave it open."""
+    # The words before "equal to" may change it, as in "roughly equal to".
+    words = words[2:] if words[:2] in (["to", "equal"], ["to", "equals"]) else words
     near = [word for word in words[:3] if word not in _FILLERS][:1]
-    is_equality = words[:2] in (["to", "equal"], ["to", "equals"])
-    return not (_DOUBTS.isdisjoint(words) and (is_equality or (changes | _NUMERALS).isdisjoint(near)))
+    return not (_DOUBTS.isdisjoint(words) and (changes | _NUMERALS).isdisjoint(near))
 
 
 def _with_unit(value: Value, words: list[str]) -> Value | None:
@@ -292,9 +295,9 @@ def _relation(parts: list[str], signs: list[str], is_inner: bool) -> Value | Non
         # The exact value counts: x = \sqrt{2} \approx 1.41.
         place = signs.index(r"\approx")
         if not parts[place] or (_is_name(parts[place]) and "\\" not in parts[place]):
-            parts, signs = parts[place + 1 :], signs[place + 1 :]
-        else:
-            parts, signs = parts[: place + 1], signs[:place]
+            value = _relation(parts[place + 1 :], signs[place + 1 :], is_inner)
+            return dataclasses.replace(value, is_rounded=True) if isinstance(value, Scalar) else value
+        parts, signs = parts[: place + 1], signs[:place]
     if not signs:
         return _parse(parts[0], is_inner)
     is_name = _is_name(parts[0])

@@ -123,6 +123,10 @@ def _equal_scalars(truth: Scalar, reply: Scalar) -> bool:
     units = zip(truth.unit.split("/"), reply.unit.split("/"), strict=False)
     if truth.unit and reply.unit and any(one != other for one, other in units):
         return False
+    # An approximation of an integer leaves its value open: "about 46".
+    exact = number(truth.text) if reply.is_rounded and not truth.is_rounded else None
+    if exact is not None and exact.denominator == 1:
+        return False
     sides = _sides(truth), _sides(reply)
     if sides[0] is not None or (truth.name and sides[1] is not None):
         left = truth.name if sides[0] is None else sides[0]
