@@ -90,6 +90,8 @@ _RULES = tuple(
         (r"\\gt(?![A-Za-z])", ">"),
     )
 )
+_CHEERS = re.compile("(?<=[0-9A-Za-z)}%.*\ue001 ])[✅✓✔☑🎉🎊🥳👍🙌😊😀🙂🚀✨⭐🌟🏆💪🎯\ufe0f ]+$")
+"""Signs after an answer that do not change it, unlike ❌, 🤔 or 💯."""
 _REPEATING = re.compile(
     r"(?<![0-9.,])([0-9]{0,10})\.(?:([0-9]{0,10}?)([0-9]{1,6}?)\3{2,} ?\\l?dots(?![A-Za-z])"
     r"|([0-9]{0,10}) ?\\(?:overline|bar) ?\{([0-9]{1,10})\})"
@@ -125,6 +127,7 @@ def normalize(text: str) -> str:
     text = re.sub(
         "[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]", lambda match: " " + unicodedata.normalize("NFKC", match[0]).replace("⁄", "/"), text
     )
+    text = _CHEERS.sub("", text)
     text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS))
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
