@@ -37,6 +37,10 @@ _MAX_MARKS = 20
 _DELIMITER = re.compile(r"\\\\|\$\$|\$|\\\[|\\\]|\\\(|\\\)|\n")
 _CLOSES = {r"\[": r"\]", r"\(": r"\)", "$$": "$$", "$": "$"}
 
+_LABEL_IN_MATHEMATICS = re.compile(
+    rf"{OPEN} ?\\(?:text|textbf|mathrm|mathbf) ?\{{((?:the )?(?:final )?answer(?: is)? ?[:=]? ?)\}}", re.IGNORECASE
+)
+
 
 def _mark_mathematics(text: str) -> str:
     """Replace delimiters by markers, line breaks in mathematics by spaces, and `$` before an amount by a marker."""
@@ -66,6 +70,8 @@ def _mark_mathematics(text: str) -> str:
         parts += [text[position:start], changes[start][1]]
         position = changes[start][0]
     marked = "".join([*parts, text[position:]])
+    # `$\text{Answer: }46$` states its answer as `Answer: $46$` does.
+    marked = _LABEL_IN_MATHEMATICS.sub(rf"{OPEN}{CLOSE}\1{OPEN}", marked)
     return re.sub(r"\$(?= ?[-.0-9])", CURRENCY, marked).replace("$", " ")
 
 

@@ -874,6 +874,31 @@ GROUPS = {
             ("46ish", "46"),
         ),
     ),
+    "labels": Group(
+        "A label in mathematics states the answer.",
+        (
+            (r"$\text{Answer: }46$", "46"),
+            (r"$\textbf{Answer:} 46$", "46"),
+            (r"\[\text{Final answer: } 46\]", "46"),
+            (r"$\text{The answer is } 46.$", "46"),
+            (r"$$\text{Answer: } \frac{1}{2}$$", "0.5"),
+            (r"$\text{Answer: }\boxed{46}$", "46"),
+        ),
+        (
+            (r"$\text{Answer: }46$", "6"),
+            (r"$\text{Answer: }46 \text{ or } 47$", "46"),
+            (r"$\text{Answer: }46+1$", "46"),
+            (r"$5 - \text{answer: }46$", "46"),
+            (r"$\text{Not the answer: }46$", "46"),
+            (r"$\text{Answer: not }46$", "46"),
+            (r"$\text{Answer: }{-46}$", "46"),
+            (r"$\text{Answer: }46$ or $47$", "46"),
+            (r"$\text{Answer: }46^2$", "46"),
+            (r"$\text{Answer: }4\text{Answer: }6$", "46"),
+            (r"If $\text{answer: }46$", "46"),
+            (r"$\text{Answer: }\approx 46$", "46"),
+        ),
+    ),
     "cheers": Group(
         "Signs of joy after the answer do not change it; other signs do, and none joins two numbers.",
         (
