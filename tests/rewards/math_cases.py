@@ -931,11 +931,11 @@ GROUPS = {
         ),
     ),
     "checks": Group(
-        "A reason in brackets, or a computation of the same value, follows the answer.",
+        "A computation of the same value in brackets follows the answer; other reasons may deny it.",
         (
             ("Answer: 46 (since 6+40=46)", "46"),
             ("46 (since 6+40=46)", "46"),
-            ("46 apples (because 6 + 40 = 46).", "46"),
+            ("46 (because 6 + 40 = 46).", "46"),
             (r"The answer is $46$ (since $6+40=46$).", "46"),
             ("46 (6+40=46)", "46"),
             ("46 (6 + 40 = 46).", "46"),
@@ -944,6 +944,10 @@ GROUPS = {
         ),
         (
             ("46 (since 6+40=46)", "6"),
+            ("46 (since it is not 46 but 47)", "46"),
+            ("46 (since 46 is wrong)", "46"),
+            ("46 (since 6+41=46)", "46"),
+            ("46 (since 6+40=46 is wrong)", "46"),
             ("46 (since 6+40=46)", "40"),
             ("Answer: 47 (since 6+40=46)", "46"),
             ("46 (6+40=47)", "46"),
