@@ -20,6 +20,8 @@ INTERNAL = {
     "ToolTimeoutError": "reported to the policy",
     "EnvironmentFault": "fails a rollout",
     "ForeignError": "fails a rollout",
+    "NoAnswerError": "gives a reply no points",
+    "OutputError": "ends a command whose output cannot be written",
     "HelpShown": "ends a command that has printed its help",
     "RewardCallError": "fails a reward",
     "RetryableError": "makes a judge ask again",

@@ -197,8 +197,8 @@ def returns_of_turns(
     Returns:
         `[turns]`, G of each turn.
 
-    >>> returns_of_turns(np.array([0.1, 0.2, 0.3]), 0.0, gamma=1.0)[0] == math.fsum([0.3, 0.2, 0.1])
-    True
+    >>> returns_of_turns(np.array([0.1, 0.2, 0.3]), 0.0, gamma=1.0).tolist()
+    [0.6, 0.5, 0.3]
     """
     if gamma == 1:
         return np.array([math.fsum([*rewards[turn:], rest]) for turn in range(rewards.size)], np.float64)
