@@ -39,18 +39,13 @@ class SingleTurnEnvironment(AbstractSplitEnvironment):
 
     @property
     def waits(self) -> bool:
-        """Whether replies are scored in a thread."""
-        return self.blocks
+        """Whether replies are graded in a thread: a grader blocks, or a process searches for a regular expression."""
+        return self.blocks or self.format is not None or self.reply_regex is not None
 
     async def start(self, task: Task, seed: int) -> Episode:
         """Start an attempt; the seed is unused because nothing is random."""
         self.require_own(task)
         return SingleTurnEpisode(self, task)
-
-    @property
-    def asks_processes(self) -> bool:
-        """Whether grading may block, because a grader does, or another process searches for a regular expression."""
-        return self.blocks or self.format is not None or self.reply_regex is not None
 
     def grade(self, task: Task, reply: str) -> Step:
         """Return the rewards of a reply by component. A part of the grading that exceeds a limit gives 0."""
@@ -69,7 +64,7 @@ class SingleTurnEnvironment(AbstractSplitEnvironment):
                     *(self.name, task.id, name, error, reply),
                 )
                 rewards[name], given_up = 0.0, True
-        return Step(rewards=rewards, metrics={GIVEN_UP: float(given_up)} if self.asks_processes else {})
+        return Step(rewards=rewards, metrics={GIVEN_UP: float(given_up)} if self.waits else {})
 
     def _correct(self, task: Task, reply: str) -> float:
         assert self.score is not None
@@ -98,7 +93,7 @@ class SingleTurnEpisode:
             raise RuntimeError(f"task {self.task.id!r}: the episode ended after one reply; start another")
         self.over = True
         environment = self.environment
-        if environment.asks_processes:
+        if environment.waits:
             return await asyncio.to_thread(environment.grade, self.task, reply)
         return environment.grade(self.task, reply)
 

@@ -18,6 +18,7 @@ from marin_rl.batching.processed_rollout import process_rollout
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.event_loop import BackgroundLoop, call_in
+from marin_rl.rewards.grading import FormatConfig
 from marin_rl.rollouts.attempt import Limits, LongPrompts, default_state_hash
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
@@ -455,6 +456,16 @@ def test_whatever_a_scorer_raises_fails_only_its_rollout(name: str):
     assert (other.status, other.rewards) == (RolloutStatus.COMPLETED, {"correct": 1.0})
     assert (hit.status, hit.rewards) == (RolloutStatus.FAILED, {})
     assert text in str(hit.error)
+
+
+def test_a_search_in_another_process_counts_as_time_of_the_environment():
+    """Its thread is waited for, so the end of the time must reach the rollout as such."""
+    environment = SingleTurnEnvironment(
+        "countdown", {Split.TRAIN: [task()]}, lambda task, reply: 1.0, format=FormatConfig(regex=r"(a+)+b")
+    )
+    limits = dataclasses.replace(LIMITS, max_new_tokens=40, max_seconds=0.05)
+    groups = run(runner(says("a" * 30), environment, limits), [task()], all_may_fail=True)
+    assert only(groups).status is RolloutStatus.TIMED_OUT
 
 
 @pytest.mark.parametrize("name", ENDS)
