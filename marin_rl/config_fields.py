@@ -20,6 +20,9 @@ from marin_rl.storage import refuse_credentials, storage_path, user_path
 LOCAL_PATH = {"local_path": True}
 """Metadata of a field that is a path on a mounted file system; `check_paths` validates it."""
 
+LOCAL_FILE = {**LOCAL_PATH, "is_file": True}
+"""Metadata of a local path of a file that the run reads."""
+
 LOCAL_OUTPUT = {**LOCAL_PATH, "is_output": True}
 """Metadata of a local path that the run writes, or whose files follow from the config."""
 
@@ -82,15 +85,34 @@ def nested_sections(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
         yield from nested_sections(part, f"{key}.{name}" if key else str(name))
 
 
-def check_paths(config: object) -> None:
-    """Validate the fields with the metadata `LOCAL_PATH`, which must be local, and `STORAGE_PATH`."""
+def input_files(config: object) -> Iterator[tuple[str, str]]:
+    """Dotted keys and values of the settings with the metadata `LOCAL_FILE`."""
     for key, section in nested_sections(config):
         for field in dataclasses.fields(section):
             value = getattr(section, field.name)
-            if LOCAL_PATH.items() <= field.metadata.items() and value is not None:
-                local_path(value, f"{key}.{field.name}" if key else field.name)
-            if STORAGE_PATH.items() <= field.metadata.items() and value is not None:
-                storage_path(value, f"{key}.{field.name}" if key else field.name)
+            if LOCAL_FILE.items() <= field.metadata.items() and value is not None:
+                yield f"{key}.{field.name}" if key else field.name, value
+
+
+def check_paths(config: object) -> None:
+    """Validate the fields with the metadata `LOCAL_PATH`, which must be local, and `STORAGE_PATH`.
+
+    Raises:
+        ValueError: if paths are invalid; the message has a line for each.
+    """
+    problems = []
+    for key, section in nested_sections(config):
+        for field in dataclasses.fields(section):
+            value = getattr(section, field.name)
+            checks = {local_path: LOCAL_PATH, storage_path: STORAGE_PATH}
+            for check, metadata in checks.items() if value is not None else ():
+                try:
+                    if metadata.items() <= field.metadata.items():
+                        check(value, f"{key}.{field.name}" if key else field.name)
+                except ValueError as error:
+                    problems.append(str(error))
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def local_inputs(config: object) -> Iterator[tuple[str, str]]:

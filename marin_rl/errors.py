@@ -9,7 +9,8 @@ import difflib
 import errno
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
+from pathlib import Path
 from types import TracebackType
 
 from marin_rl.remote_path import RemotePath, StorageError
@@ -83,6 +84,22 @@ def nearest(name: str, valid: Iterable[str], heading: str = "Valid here") -> str
         return listing
     suggestion = f"did you mean {' or '.join(map(repr, close))}?"
     return f"{suggestion} {listing}" if len(names) <= LISTED_NAMES else suggestion
+
+
+def nearest_file(path: Path, suffixes: Set[str]) -> str:
+    """Suggestion for an error message: the files next to a path that does not exist.
+
+    Args:
+        path: the path.
+        suffixes: suffixes of the files to suggest, such as `.yaml`.
+    """
+    if not path.parent.is_dir():
+        return f"neither does its folder {str(path.parent)!r}"
+    names = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix in suffixes)
+    if not names:
+        kind = "no YAML file" if ".yaml" in suffixes else f"no file *{min(suffixes)}"
+        return f"there is {kind} in {str(path.parent)!r}"
+    return nearest(path.name, names, heading=f"In {str(path.parent)!r}")
 
 
 @contextlib.contextmanager

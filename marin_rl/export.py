@@ -13,7 +13,7 @@ from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.config_fields import STORAGE_PATH, check_paths
 from marin_rl.errors import UserError
 from marin_rl.escaping import escape_line
-from marin_rl.learner.hf_export import ExportConfig
+from marin_rl.learner.config import ExportConfig
 from marin_rl.storage import file_sizes, storage_path
 from marin_rl.training.export import export_checkpoint
 from marin_rl.training.starting_weights import load_run

@@ -4,12 +4,13 @@
 """Functions with Pallas kernels, which XLA cannot partition, on several devices."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from haliax import Axis
-from haliax.partitioning import physical_axis_name
 from jax.sharding import PartitionSpec
+
+if TYPE_CHECKING:
+    from haliax import Axis
 
 POSITION = "position"
 """Axis of the positions of a row, which the learner may split over devices (context parallelism)."""
@@ -33,6 +34,9 @@ def on_each_shard(function: Callable[..., Any], inputs: tuple[Any, ...], outputs
     return jax.shard_map(function, in_specs=inputs, out_specs=outputs, axis_names=automatic, check_vma=False)
 
 
-def sharding_of(*axes: Axis | None) -> PartitionSpec:
+def sharding_of(*axes: "Axis | None") -> PartitionSpec:
     """Return the sharding of an array's first axes by the current axis mapping; None is an axis that is not sharded."""
+    # Checks of configs read `POSITION` only.
+    from haliax.partitioning import physical_axis_name
+
     return PartitionSpec(*(None if axis is None else physical_axis_name(axis) for axis in axes))

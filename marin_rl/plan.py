@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from marin_rl.config.command_line import CommandParser, positive, run_command
+from marin_rl.config.command_line import CommandParser, check_command_line, parse_config, positive, run_command
 from marin_rl.escaping import escape
 
 FITS, DOES_NOT_FIT = 0, 2
@@ -59,7 +59,8 @@ def _run(argv: Sequence[str]) -> int:
     topology = parse_topology(arguments.topology)
     worker_topology = None if arguments.worker_topology is None else parse_topology(arguments.worker_topology)
 
-    from marin_rl.config.command_line import parse_config
+    check_command_line(rest, {}, reads_files=False)
+
     from marin_rl.config.train_config import TrainConfig
     from marin_rl.planning.report import describe, to_json
     from marin_rl.planning.run_plan import Lengths, Plan, default_lengths, make_plan, vocab_size_of, with_model

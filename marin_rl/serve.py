@@ -28,7 +28,7 @@ from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.serving.engine import CALL_SECONDS
 from marin_rl.storage import storage_path
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.tokenization.load import TokenizerConfig
+from marin_rl.tokenization.config import TokenizerConfig
 from marin_rl.training.starting_weights import load_run, restore_checkpoint
 
 _PACKAGES = ("starlette", "uvicorn", "prometheus_client")

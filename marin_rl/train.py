@@ -3,11 +3,16 @@
 
 """Train a policy: `python -m marin_rl.train --config experiments/rloo.yaml`."""
 
-import gc
 import sys
 from collections.abc import Sequence
 
-from marin_rl.config.command_line import RESUME_FLAGS, check_command_line, parse_config, run_command
+from marin_rl.config.command_line import (
+    RESUME_FLAGS,
+    check_command_line,
+    parse_config,
+    run_command,
+    without_collections,
+)
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.escaping import escape
 from marin_rl.output import go_on_without_output
@@ -33,17 +38,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    check_command_line(arguments, FLAGS, "marin_rl.config.train_config", "TrainConfig")
-    # Almost all objects that imports create stay. Collections that visit them take a fifth of the imports' time.
-    gc.disable()
-    # Imported here because jax and levanter take seconds to import, and most mistakes can be reported without them.
-    from marin_rl.config.train_config import TrainConfig
-    from marin_rl.environments.base import Split
-    from marin_rl.training.dry_run import check_tasks, describe_run
-    from marin_rl.training.session import run_session
-    from marin_rl.training.starting_weights import check_weight_files, resolve_model
+    check_command_line(arguments, FLAGS)
+    # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
+    with without_collections():
+        from marin_rl.config.train_config import TrainConfig
+        from marin_rl.environments.base import Split
+        from marin_rl.training.dry_run import check_tasks, describe_run
+        from marin_rl.training.session import run_session
+        from marin_rl.training.starting_weights import check_weight_files, resolve_model
 
-    gc.enable()
     parsed = parse_config(TrainConfig, arguments, FLAGS)
     if "dry_run" in parsed.flags:
         config = resolve_model(parsed.config)

@@ -12,17 +12,16 @@ the class.
 """
 
 import argparse
-import ast
 import contextlib
 import dataclasses
 import difflib
-import importlib.util
+import gc
 import re
 import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -32,6 +31,7 @@ from draccus.utils import is_choice_type
 
 from marin_rl.config.decode import (
     ConfigError,
+    Written,
     decode,
     field_types,
     plain_type,
@@ -40,7 +40,7 @@ from marin_rl.config.decode import (
 )
 from marin_rl.config.help import all_keys, help_text, overview_text
 from marin_rl.config.yaml_text import load_yaml, parse_value
-from marin_rl.errors import USER_ERRORS, describe, nearest, require_threads
+from marin_rl.errors import USER_ERRORS, describe, require_threads
 from marin_rl.escaping import escape
 from marin_rl.logs import warnings_to_stderr
 from marin_rl.output import guarded_output
@@ -166,66 +166,83 @@ def parse_config(
         HelpShown: with status 0, after `--help` has printed its text.
     """
     flags = flags or {}
-    arguments = _read_arguments(argv, flags)
+    arguments = read_arguments(argv, flags)
     if arguments.help_section is not None:
         sys.stdout.write(help_text(config_class, flags, arguments.help_section))
         raise HelpShown(0)
-    raw = dict(defaults or {})
-    for layer in (*arguments.load_files(), arguments.overrides):
-        raw = merge(config_class, raw, layer)
+    raw = merge_layers(config_class, [defaults or {}, *arguments.load_layers()])
     try:
         return ParsedConfig(decode(config_class, raw), arguments.flags)
     except ConfigError as error:
-        known = all_keys(config_class, raw)
-        problems = [_suggest_section(problem, known) for problem in error.problems]
-        if not arguments.config_paths:
-            problems = [_suggest_option(problem) for problem in problems]
-        raise ConfigError(*problems) from error
+        raise with_suggestions(error, config_class, raw, arguments) from error
 
 
-def check_command_line(argv: Sequence[str], flags: Mapping[str, str], module: str, class_name: str) -> None:
-    """Validate a command line, or print the overview of `--help`, without importing the config class.
+def check_command_line(argv: Sequence[str], flags: Mapping[str, str], *, reads_files: bool = True) -> None:
+    """Validate a command line of `TrainConfig`, or print the overview of `--help`, without importing levanter.
 
-    Importing the class takes seconds. Checks the arguments, the config file (exists, is valid YAML and a mapping) and
-    misspelt top-level keys. `parse_config` checks the rest, including top-level keys that are not similar to a valid
-    one: they may be keys of a section, and finding it requires the classes.
+    Importing levanter takes seconds. `parse_config` checks the few settings that only levanter can judge.
 
     Args:
         argv: arguments of `parse_config`.
         flags: flags of `parse_config`.
-        module: module that defines the config class.
-        class_name: name of the config class.
+        reads_files: whether the run will read its input files on this machine, so that they must exist.
 
     Raises:
         ConfigError: if the command line is invalid; the message names every problem.
         HelpShown: with status 0, after `--help` without a section has printed the overview.
     """
-    arguments = _read_arguments(argv, flags)
+    arguments = read_arguments(argv, flags)
     if arguments.help_section:
         return
-    valid = _declared_fields(module, class_name)
     if arguments.help_section == "":
-        sys.stdout.write(overview_text(flags, [name for name, annotation in valid.items() if "Config" in annotation]))
+        sys.stdout.write(overview_text(flags))
         raise HelpShown(0)
     if not arguments.config_paths and not arguments.overrides:
         raise ConfigError("no config; give its file with --config FILE. --help lists the most important keys")
-    layers = (*arguments.load_files(), arguments.overrides)
-    unknown = dict.fromkeys(str(key) for layer in layers for key in layer if key not in valid)
-    messages = [(key, nearest(key, [*valid, *CONFIG_OPTIONS[:1]])) for key in unknown]
-    problems = [f"unknown key {key}; {text}" for key, text in messages if text.startswith("did you mean")]
-    if problems:
-        raise ConfigError(*problems)
+    layers = arguments.load_layers()
+    # Imported here because the sections take a second to import, and the problems above can be reported without them.
+    with without_collections():
+        from marin_rl.config.draft_config import draft_class, left_to_levanter
+
+    draft = draft_class(reads_files=reads_files)
+    raw = merge_layers(draft, layers)
+    try:
+        decode(draft, raw)
+    except ConfigError as error:
+        if problems := [problem for problem in error.problems if not left_to_levanter(problem, raw)]:
+            raise with_suggestions(ConfigError(*problems), draft, raw, arguments) from error
 
 
-def _declared_fields(module: str, class_name: str) -> dict[str, str]:
-    """Fields in a class body with their annotations, read from the source."""
-    spec = importlib.util.find_spec(module)
-    assert spec is not None
-    assert spec.origin is not None
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
-    fields = (node for node in body if isinstance(node, ast.AnnAssign))
-    return {node.target.id: ast.unparse(node.annotation) for node in fields if isinstance(node.target, ast.Name)}
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Pause garbage collection during imports.
+
+    Almost all objects that imports create stay, and collections that visit them take a fifth of the imports' time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def merge_layers(config_class: Any, layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge layers of raw values of a config, in the order of increasing precedence."""
+    raw: dict[str, Any] = {}
+    for layer in layers:
+        raw = merge(config_class, raw, layer)
+    return raw
+
+
+def with_suggestions(
+    error: ConfigError, config_class: Any, raw: Mapping[str, Any], arguments: "Arguments"
+) -> ConfigError:
+    """Add the right section to keys in the wrong one, and the options of missing keys."""
+    known = all_keys(config_class, raw)
+    problems = [_suggest_section(problem, known) for problem in error.problems]
+    return ConfigError(*(problems if arguments.config_paths else map(_suggest_option, problems)))
 
 
 def merge(annotation: Any, lower: Any, upper: Any) -> Any:
@@ -259,7 +276,7 @@ def merge(annotation: Any, lower: Any, upper: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Arguments:
+class Arguments:
     """Arguments of a command line."""
 
     config_paths: tuple[Path, ...] = ()
@@ -268,12 +285,17 @@ class _Arguments:
     help_section: str | None = None
     """Argument of `--help`, empty if it has none; None without `--help`."""
 
-    def load_files(self) -> list[dict[str, Any]]:
-        """Load the config files, in the order of increasing precedence."""
-        return [load_yaml(path) for path in self.config_paths]
+    def load_layers(self) -> list[dict[str, Any]]:
+        """Load the config files, and append the overrides: raw values in the order of increasing precedence."""
+        return [*(load_yaml(path) for path in self.config_paths), self.overrides]
 
 
-def _read_arguments(argv: Sequence[str], known_flags: Iterable[str]) -> _Arguments:
+def read_arguments(argv: Sequence[str], known_flags: Iterable[str]) -> Arguments:
+    """Split a command line into config files, overrides and flags.
+
+    Raises:
+        ConfigError: if an argument is invalid.
+    """
     config_paths: list[Path] = []
     overrides: dict[str, Any] = {}
     flags: set[str] = set()
@@ -281,9 +303,9 @@ def _read_arguments(argv: Sequence[str], known_flags: Iterable[str]) -> _Argumen
     while rest:
         argument = rest.pop(0)
         if argument in ("-h", "--help"):
-            return _Arguments(help_section=rest[0] if rest and not rest[0].startswith("-") else "")
+            return Arguments(help_section=rest[0] if rest and not rest[0].startswith("-") else "")
         if argument.startswith("--help="):
-            return _Arguments(help_section=argument.removeprefix("--help="))
+            return Arguments(help_section=argument.removeprefix("--help="))
         if not argument.startswith("--") or argument == "--":
             remedy = f"--config {argument}" if argument.endswith((".yaml", ".yml")) else "overrides as --key value"
             raise ConfigError(f"unexpected argument {argument!r}; write {remedy}, see --help")
@@ -302,7 +324,7 @@ def _read_arguments(argv: Sequence[str], known_flags: Iterable[str]) -> _Argumen
             config_paths.append(Path(value))
         else:
             _put(overrides, name, _override_value(name, value))
-    return _Arguments(tuple(config_paths), overrides, frozenset(flags))
+    return Arguments(tuple(config_paths), overrides, frozenset(flags))
 
 
 def _missing_value(name: str, known_flags: Iterable[str]) -> str:
@@ -326,7 +348,9 @@ def _override_value(name: str, text: str) -> Any:
     try:
         value = parse_value(text)
         # YAML drops comments, folds newlines and strips spaces, which may be part of a path.
-        return text if isinstance(value, str) and text.lstrip()[0] not in _QUOTED else value
+        if isinstance(value, str) and text.lstrip()[0] not in _QUOTED:
+            return text
+        return Written(text, value) if isinstance(value, int | float) and text[0] not in _QUOTED else value
     except yaml.YAMLError as error:
         problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else error
         raise ConfigError(f"--{name}: {text!r} is not valid YAML: {problem}; quote it to pass it as text") from error
@@ -348,11 +372,9 @@ def _put(overrides: dict[str, Any], name: str, value: Any) -> None:
 def _suggest_section(problem: str, known: Sequence[str]) -> str:
     """Add the right section to the problem of a key in the wrong one."""
     match = re.match(r"unknown key (\S+);", problem)
-    if match is None or "did you mean" in problem:
+    if match is None or "did you mean" in problem or "belongs to" in problem:
         return problem
-    section, _, leaf = match[1].rpartition(".")
-    if match[1] in known:
-        return problem.replace("; ", f"; it belongs to another {section}.{CHOICE_TYPE_KEY}. ", 1)
+    leaf = match[1].rpartition(".")[2]
     leaves = {key: key.rpartition(".")[2] for key in known}
     # An equal name is the closest match.
     close = difflib.get_close_matches(leaf, set(leaves.values()), n=1, cutoff=0.75)

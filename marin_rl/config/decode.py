@@ -12,10 +12,13 @@ Supports the types of draccus: dataclasses, choice registries and types with a r
 - Keys missing in a section are taken from the default of the section's field, not from the defaults of its class.
 """
 
+import abc
 import contextlib
 import dataclasses
+import difflib
 import enum
 import functools
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +29,7 @@ import draccus
 from draccus.choice_types import CHOICE_TYPE_KEY
 from draccus.utils import is_choice_type
 
-from marin_rl.errors import nearest
+from marin_rl.errors import LISTED_NAMES, nearest
 
 SHOWN_CHARACTERS = 200
 """Maximum characters of an invalid value in an error message."""
@@ -36,8 +39,42 @@ class ConfigError(ValueError):
     """Invalid configuration. Each problem names the key, the value and the remedy."""
 
     def __init__(self, *problems: str):
-        self.problems = problems
-        ValueError.__init__(self, "\n".join(problems))
+        self.problems = tuple(dict.fromkeys(problems))
+        ValueError.__init__(self, "\n".join(self.problems))
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A scalar of a command line. Keys that take text have it as it was written: `1_000` and `yes` are text there."""
+
+    text: str
+    value: int | float | bool
+    """The value that YAML reads."""
+
+
+class UnknownType(str):
+    """Problem of a section whose `type` is not registered."""
+
+
+class InvalidFieldError(Exception):
+    """A check reads a setting that is invalid itself."""
+
+
+class CheckedConfig(abc.ABC):
+    """Config with checks of settings that restrict one another."""
+
+    @classmethod
+    @abc.abstractmethod
+    def find_problems(cls, config: Any) -> list[str]:
+        """Find violated restrictions.
+
+        Args:
+            config: the config, or an object with its methods and valid settings only, which raises an
+                `InvalidFieldError` for others.
+
+        Returns:
+            Messages that name the keys.
+        """
 
 
 # Types of fields.
@@ -87,6 +124,11 @@ def field_types(section: Any) -> dict[str, Any]:
     }
 
 
+def choice_name(section: Any) -> str:
+    """Name of the `type` of a value of a choice."""
+    return section.get_choice_name(type(section))
+
+
 def default_of(section: Any, name: str, base: Any = None) -> Any:
     """Default value of a field: that of `base` if given, else the declared default, else `MISSING`."""
     if base is not None:
@@ -118,10 +160,8 @@ def resolve_section(section: Any, raw: Mapping[str, Any], path: Sequence[str] = 
     if name is None:
         raise ConfigError(f"{_dotted(path)} needs a type: {CHOICE_TYPE_KEY} is one of {', '.join(options)}")
     if name not in options:
-        raise ConfigError(
-            f"{_dotted((*path, CHOICE_TYPE_KEY))} is {name!r}, which is not one of its types; "
-            + nearest(str(name), options)
-        )
+        problem = f"{_dotted((*path, CHOICE_TYPE_KEY))} is {name!r}, which is not one of its types; "
+        raise ConfigError(UnknownType(problem + nearest(str(name), options)))
     return registry.get_choice_class(name)
 
 
@@ -191,6 +231,8 @@ def decode(annotation: Any, raw: Any, path: Sequence[str] = (), base: Any = None
         ConfigError: if keys are unknown, missing or of the wrong type; the message names all of them.
     """
     options = members(annotation)
+    if isinstance(raw, Written):
+        raw = raw.text if options == (str,) else raw.value
     if raw is None and _allows_none(annotation):
         return None
     if len(options) > 1:
@@ -211,6 +253,7 @@ def _dotted(path: Sequence[str]) -> str:
 
 
 def _wrong(annotation: Any, raw: Any, path: Sequence[str], reason: str = "") -> ConfigError:
+    raw = _without_texts(raw)
     shown = repr(raw)
     shown = shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[:SHOWN_CHARACTERS]}..."
     given = f"{shown} ({'null' if raw is None else type(raw).__name__})"
@@ -225,9 +268,10 @@ def _decode_section(section: Any, raw: Any, path: Sequence[str], base: Any) -> A
     base = base if type(base) is plain_type(concrete) else None
     known = field_types(concrete)
     valid = [CHOICE_TYPE_KEY, *known] if is_choice_type(plain_type(section)) else list(known)
-    problems = [
-        f"unknown key {_dotted((*path, str(key)))}; {nearest(str(key), valid)}" for key in raw if key not in valid
-    ]
+    unknown = [str(key) for key in raw if key not in valid]
+    problems = [_unknown_key(section, concrete, key, valid, path) for key in unknown]
+    # A key that an unknown one may stand for has an unknown value.
+    invalid = {name for key in unknown for name in difflib.get_close_matches(key, known)}
     values: dict[str, Any] = {}
     for name, annotation in known.items():
         default = default_of(concrete, name, base)
@@ -236,18 +280,108 @@ def _decode_section(section: Any, raw: Any, path: Sequence[str], base: Any) -> A
                 values[name] = decode(annotation, raw[name], (*path, name), default)
             except ConfigError as error:
                 problems.extend(error.problems)
+                invalid.add(name)
         elif default is dataclasses.MISSING:
             problems.append(f"{_dotted((*path, name))} is missing; it takes {describe(annotation)} and has no default")
+            invalid.add(name)
         elif base is not None:
             values[name] = default
+    return _construct(concrete, values, path, problems, invalid)
+
+
+def _unknown_key(section: Any, concrete: Any, key: str, valid: Sequence[str], path: Sequence[str]) -> str:
+    """Describe an unknown key; a key of other types of a choice is named with them."""
+    name = _dotted((*path, key))
+    if not is_choice_type(plain_type(section)):
+        return f"unknown key {name}; {nearest(key, valid)}"
+    kind = _dotted((*path, CHOICE_TYPE_KEY))
+    registry = plain_type(section)
+    types_by_key: dict[str, list[str]] = {}
+    for choice, option in registry.get_known_choices().items():
+        for other in field_types(option):
+            types_by_key.setdefault(other, []).append(choice)
+    selected, suggestion = registry.get_choice_name(concrete), nearest(key, valid)
+    is_near = suggestion.startswith("did you mean")
+    if key in types_by_key:
+        owners = f"it belongs to {kind} {' or '.join(types_by_key[key])}, but {kind} is {selected}"
+        return f"unknown key {name}; {f'{suggestion} Or ' if is_near else ''}{owners}"
+    others = {other: choices for other, choices in types_by_key.items() if other not in valid}
+    close = difflib.get_close_matches(key, others, n=1) or (list(others) if len(others) <= LISTED_NAMES else [])
+    if is_near or not close:
+        return f"unknown key {name}; {suggestion}"
+    listed = ", ".join(f"{_dotted((*path, other))} (of {' and '.join(others[other])})" for other in close)
+    return f"unknown key {name}; {kind} is {selected}. {suggestion}; other types have {listed}"
+
+
+def _construct(
+    concrete: Any, values: dict[str, Any], path: Sequence[str], problems: list[str], invalid: set[str]
+) -> Any:
+    """Build a section from its valid values, or raise its problems.
+
+    A section raises its first problem. To find the others, it is built again with the default of the setting that the
+    problem names. Problems that mention such a setting do not count, because they may be due to the default.
+
+    Args:
+        concrete: dataclass of the section.
+        values: decoded values.
+        path: parts of the section's key.
+        problems: problems found so far.
+        invalid: names of settings whose value is unknown.
+    """
+    if issubclass(plain_type(concrete), CheckedConfig) and problems:
+        partial = _with_valid_fields(concrete, values, invalid)
+        raise ConfigError(*problems, *plain_type(concrete).find_problems(partial))
+    values, section = dict(values), None
+    is_complete = all(name in values or _has_default(concrete, name) for name in field_types(concrete))
+    while is_complete:
+        try:
+            section = concrete(**values)
+            break
+        except (ValueError, TypeError, AssertionError, ArithmeticError) as error:
+            reasons = error.problems if isinstance(error, ConfigError) else [str(error) or type(error).__name__]
+            if any(re.search(rf"\b{name}\b", reason) for name in invalid for reason in reasons):
+                break
+            problems += [_with_key(reason, path) for reason in reasons]
+            named = [name for name in values if reasons[0].startswith(f"{_dotted((*path, name))} ")]
+            if len(reasons) > 1 or not named or not _has_default(concrete, named[0]):
+                break
+            invalid.add(named[0])
+            del values[named[0]]
     if problems:
         raise ConfigError(*problems)
-    try:
-        return concrete(**values)
-    except (ValueError, TypeError, AssertionError, ArithmeticError) as error:
-        reason = str(error) or type(error).__name__
-        is_named = not path or reason.startswith(f"{_dotted(path)}.")
-        raise ConfigError(reason if is_named else f"{_dotted(path)}: {reason}") from error
+    return section
+
+
+def _has_default(section: Any, name: str) -> bool:
+    return default_of(section, name) is not dataclasses.MISSING
+
+
+def _with_key(reason: str, path: Sequence[str]) -> str:
+    """Add the key of a section to a message that does not begin with it."""
+    is_named = not path or reason.startswith(f"{_dotted(path)}.")
+    return reason if is_named else f"{_dotted(path)}: {reason}"
+
+
+def _with_valid_fields(config_class: Any, values: Mapping[str, Any], invalid: Iterable[str]) -> Any:
+    """Object with the methods and the valid settings of a config; see `CheckedConfig`."""
+    valid = [field for field in dataclasses.fields(config_class) if field.name not in invalid]
+    methods = {
+        name: member
+        for ancestor in reversed(config_class.__mro__)
+        for name, member in vars(ancestor).items()
+        if isinstance(member, property | types.FunctionType) and not name.startswith("__")
+    }
+
+    def read_invalid(self: Any, name: str) -> Any:
+        raise InvalidFieldError(name)
+
+    partial_class = dataclasses.make_dataclass(
+        config_class.__name__,
+        [(field.name, field.type, dataclasses.field(metadata=field.metadata)) for field in valid],
+        namespace={**methods, "__getattr__": read_invalid},
+    )
+    fields = {field.name: values.get(field.name, default_of(config_class, field.name)) for field in valid}
+    return partial_class(**fields)
 
 
 def _decode_union(annotation: Any, raw: Any, path: Sequence[str], base: Any) -> Any:
@@ -300,7 +434,7 @@ def _decode_items(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
 def _decode_scalar(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
     plain = plain_type(annotation)
     if plain is Any:
-        return raw
+        return _without_texts(raw)
     if plain is str and type(raw) is int:
         return str(raw)
     if plain is float and type(raw) is int:
@@ -328,6 +462,13 @@ def _decode_scalar(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
     if not matching:
         raise _wrong(annotation, raw, path)
     return matching[0]
+
+
+def _without_texts(raw: Any) -> Any:
+    """Replace scalars of the command line by their values, also within mappings."""
+    if isinstance(raw, Mapping):
+        return {key: _without_texts(value) for key, value in raw.items()}
+    return raw.value if isinstance(raw, Written) else raw
 
 
 # Encoding.

@@ -10,11 +10,12 @@ The overview is printed without importing the config classes, which takes second
 
 import dataclasses
 import difflib
+import functools
 import json
 import shutil
 import textwrap
 import typing
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from draccus.choice_types import CHOICE_TYPE_KEY
@@ -60,6 +61,12 @@ COMMON_KEYS = (
     ("checkpoint.every", "50", "steps between checkpoints"),
 )
 """Most important keys of `TrainConfig`: name, default and description. Tests compare the defaults with the classes."""
+SECTIONS = (
+    *("environment", "model", "tokenizer", "rollouts", "sampling", "sampler", "sandbox", "advantage", "policy_loss"),
+    *("kl", "aggregation", "critic", "updates", "off_policy_correction", "overlong", "truncation", "filter", "workers"),
+    *("replay", "weights", "warm_start", "evaluation", "rollout_store", "checkpoint", "export", "optimizer", "trainer"),
+)
+"""Sections of `TrainConfig`. Tests compare them with the class."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +74,8 @@ class _Entry:
     """Entry of the help text: a field, or the heading of an option of a choice or of the command."""
 
     key: str
-    doc: str
+    doc: Callable[[], str]
+    """Returns the description, which is read from source files and therefore only for entries that are shown."""
     depth: int = 0
     """Number of enclosing options of choices."""
     annotation: Any = None
@@ -76,12 +84,11 @@ class _Entry:
     """Default as a plain value, or `MISSING`."""
 
 
-def overview_text(flags: Mapping[str, str], sections: Iterable[str]) -> str:
+def overview_text(flags: Mapping[str, str]) -> str:
     """Usage, the most important keys with their defaults, and the names of all sections, on one screen.
 
     Args:
         flags: flags of the command, with their descriptions.
-        sections: names of the sections of the config.
 
     Returns:
         The text, ending with a newline.
@@ -93,7 +100,7 @@ def overview_text(flags: Mapping[str, str], sections: Iterable[str]) -> str:
         "--help SECTION": "describe a section, such as --help rollouts or --help model.qwen3",
         "--help all": "describe all keys",
     }
-    names = textwrap.fill(", ".join(sections), OVERVIEW_WIDTH, initial_indent="  ", subsequent_indent="  ")
+    names = textwrap.fill(", ".join(SECTIONS), OVERVIEW_WIDTH, initial_indent="  ", subsequent_indent="  ")
     return "\n".join(
         [
             "usage: python -m marin_rl.train --config FILE [--KEY VALUE ...] [OPTIONS] [--help [SECTION]]",
@@ -139,7 +146,7 @@ def help_text(
         "help SECTION": "Describe one key, or a type of a section: --help KEY, --help KEY.TYPE; --help all: all keys.",
         **(flags or {}),
     }
-    listed = [_Entry(f"--{name}", doc) for name, doc in options.items()]
+    listed = [_Entry(f"--{name}", functools.partial(str, doc)) for name, doc in options.items()]
     return f"Options\n{_render(listed, width)}\nKeys\n{_render(entries, width)}"
 
 
@@ -195,7 +202,7 @@ def _walk(
         if name in given:
             both = isinstance(value, Mapping) and isinstance(given[name], Mapping)
             value = {**value, **given[name]} if both else given[name]
-        yield _Entry(f"{prefix}{name}", field_doc(section, name), depth, annotation, value)
+        yield _Entry(f"{prefix}{name}", functools.partial(field_doc, section, name), depth, annotation, value)
         inner, place = _section_within(annotation)
         if inner is None or inner in within:
             continue
@@ -216,7 +223,7 @@ def _walk_option(
     registry: Any, name: str, key: str, given: Mapping[str, Any], depth: int = 0, within: tuple[Any, ...] = ()
 ) -> Iterator[_Entry]:
     choice = registry.get_choice_class(name)
-    yield _Entry(f"{key}.{CHOICE_TYPE_KEY} {name}", section_doc(choice), depth)
+    yield _Entry(f"{key}.{CHOICE_TYPE_KEY} {name}", functools.partial(section_doc, choice), depth)
     yield from _walk(choice, f"{key}.", given, depth + 1, within or (registry,))
 
 
@@ -279,5 +286,5 @@ def _render(entries: Iterable[_Entry], width: int) -> str:
             break_on_hyphens=False,
         )
         body = f"{indent}    "
-        lines += textwrap.wrap(entry.doc, width, initial_indent=body, subsequent_indent=body)
+        lines += textwrap.wrap(entry.doc(), width, initial_indent=body, subsequent_indent=body)
     return "".join(f"{line}\n" for line in lines)

@@ -4,15 +4,19 @@
 """Levanter's sections of `TrainConfig`, `optimizer` and `trainer`: defaults, and settings that a run cannot use."""
 
 import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
-from levanter.distributed import DistributedConfig, RayConfig
-from levanter.optim import MarsConfig, OptimizerConfig
-from levanter.trainer import TrainerConfig
 
-from marin_rl.config.decode import default_of
+from marin_rl.config.decode import choice_name, decode, default_of
 from marin_rl.remote_path import RemotePath
 from marin_rl.storage import storage_path, user_cache
+
+if TYPE_CHECKING:
+    from levanter.trainer import TrainerConfig
+
+    from marin_rl.config.base_config import AbstractTrainConfig
 
 UNUSABLE_OPTIMIZERS = ("adamH", "kron", "muonH", "rmsprop", "scion", "sophia-h")
 """Levanter's optimizers whose update cannot be compiled: sophia-h needs the loss function, the others call functions
@@ -46,62 +50,69 @@ TRAINER_KEYS_WITHOUT_EFFECT = {
 """Keys of the trainer section that would be ignored, each with the setting to use instead."""
 
 
-def default_trainer() -> TrainerConfig:
-    """Levanter's trainer section with defaults for any machine.
+def trainer_defaults() -> dict[str, Any]:
+    """Plain values of levanter's trainer section that make it work on any machine.
 
     Levanter's own defaults require an accelerator, log to wandb, write compiler dumps and start Ray.
     """
-    return TrainerConfig(
-        tracker=(),
-        require_accelerator=False,
-        log_jaxprs=False,
-        log_xla_hlo=False,
-        jax_compilation_cache_dir=str(user_cache("jax")),
-        distributed=DistributedConfig(initialize_jax_distributed=False),
-        ray=RayConfig(auto_start_cluster=False),
-    )
+    return {
+        "tracker": [],
+        "require_accelerator": False,
+        "log_jaxprs": False,
+        "log_xla_hlo": False,
+        "jax_compilation_cache_dir": str(user_cache("jax")),
+        "distributed": {"initialize_jax_distributed": False},
+        "ray": {"auto_start_cluster": False},
+    }
 
 
-def check_optimizer(optimizer: OptimizerConfig) -> None:
-    """Raise a `ValueError` if the update of an optimizer cannot be compiled, or its learning rate is not finite."""
+def default_trainer() -> "TrainerConfig":
+    """Levanter's trainer section with `trainer_defaults`."""
+    # Checks of configs do without levanter, which takes seconds to import.
+    from levanter.trainer import TrainerConfig
+
+    return decode(TrainerConfig, trainer_defaults())
+
+
+def check_optimizer(config: "AbstractTrainConfig") -> Iterator[str]:
+    """Check that the update of the optimizer can be compiled, and that its learning rate is finite."""
+    optimizer, name = config.optimizer, choice_name(config.optimizer)
     if not 0 <= optimizer.learning_rate < math.inf:
-        raise ValueError(
-            f"optimizer.learning_rate is {optimizer.learning_rate}; it must be a finite number of at least 0"
-        )
-    refused = {OptimizerConfig.get_choice_class(name): name for name in UNUSABLE_OPTIMIZERS}
-    if name := refused.get(type(optimizer)):
-        usable = sorted(OptimizerConfig.get_known_choices().keys() - refused.values())
-        raise ValueError(
+        yield (f"optimizer.learning_rate is {optimizer.learning_rate}; it must be a finite number of at least 0")
+    if name in UNUSABLE_OPTIMIZERS:
+        usable = sorted(type(optimizer).get_known_choices().keys() - set(UNUSABLE_OPTIMIZERS))
+        yield (
             f"optimizer.type is {name!r}, whose update in levanter cannot be compiled; use one of {', '.join(usable)}"
         )
-    if isinstance(optimizer, MarsConfig) and optimizer.max_grad_norm:
-        raise ValueError(
+    if name == "mars" and optimizer.max_grad_norm:
+        yield (
             f"optimizer.max_grad_norm is {optimizer.max_grad_norm}, but levanter's clipping in mars cannot be "
             "compiled; set optimizer.max_grad_norm: null, or use optimizer: {type: adam}"
         )
 
 
-def check_trainer(trainer: TrainerConfig) -> None:
-    """Raise a `ValueError` for a setting that a run ignores or does not support."""
+def check_trainer(config: "AbstractTrainConfig") -> Iterator[str]:
+    """Check for settings of the trainer section that a run ignores or does not support."""
+    trainer = config.trainer
     cache = trainer.jax_compilation_cache_dir
     if cache is not None and "://" in cache:
         path = storage_path(cache, "trainer.jax_compilation_cache_dir")
         if not isinstance(path, RemotePath) or path.protocol not in ("gs", "s3"):
-            raise ValueError(
+            yield (
                 f"trainer.jax_compilation_cache_dir is {cache!r}, but jax supports only gs:// and s3:// addresses "
                 "besides paths on a mounted file system"
             )
-    defaults = default_trainer()
+    defaults = decode(type(trainer), trainer_defaults())
     for name, remedy in TRAINER_KEYS_WITHOUT_EFFECT.items():
         given = getattr(trainer, name)
-        if given not in (default_of(TrainerConfig, name), getattr(defaults, name)):
-            raise ValueError(f"trainer.{name} is {given!r}, but this setting has no effect: {remedy}")
+        if given not in (default_of(type(trainer), name), getattr(defaults, name)):
+            yield f"trainer.{name} is {given!r}, but this setting has no effect: {remedy}"
     for name in ("profiler_start_step", "profiler_num_steps"):
         if getattr(trainer, name) < 1:
-            raise ValueError(f"trainer.{name} is {getattr(trainer, name)}; it must be at least 1")
+            yield f"trainer.{name} is {getattr(trainer, name)}; it must be at least 1"
     precision = trainer.mp
     if jnp.float16 in (precision.param_dtype, precision.compute_dtype, precision.output_dtype):
-        raise ValueError(
+        yield (
             f"trainer.mp is '{precision}', but gradients of many tokens underflow in float16, because the loss is "
             "not scaled; use bfloat16, such as p=f32,c=bf16"
         )

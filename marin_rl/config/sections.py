@@ -6,11 +6,14 @@
 import dataclasses
 import enum
 import math
+from typing import TYPE_CHECKING
 
 from marin_rl.batching.packing import GroupRow
 from marin_rl.config_fields import check_at_least, convert_enum_fields
-from marin_rl.learner.attention_kernel import AttentionKernel, round_up
-from marin_rl.rollouts.attempt import LongPrompts, StateHashingConfig
+from marin_rl.rollouts.config import LongPrompts, StateHashingConfig
+
+if TYPE_CHECKING:
+    from marin_rl.learner.attention_kernel import AttentionKernel
 
 ROW_MULTIPLE = 128
 """The default length of a packed row is rounded up to a multiple of this."""
@@ -82,13 +85,14 @@ class RolloutConfig:
         """Number of rollouts per step."""
         return self.prompts_per_step * self.group_size
 
-    def positions(self, kernel: AttentionKernel) -> int:
+    def positions(self, kernel: "AttentionKernel") -> int:
         """Positions of a batch row that an attention kernel processes.
 
         Raises:
             ValueError: if the kernel does not support the configured `row_length`.
 
         >>> from levanter.layers.attention import AttentionBackend
+        >>> from marin_rl.learner.attention_kernel import AttentionKernel
         >>> flash, splash = AttentionKernel(AttentionBackend.JAX_FLASH), AttentionKernel(AttentionBackend.SPLASH)
         >>> [RolloutConfig(max_length=200, packing=packing).positions(flash) for packing in (True, False)]
         [256, 200]
@@ -104,7 +108,7 @@ class RolloutConfig:
             )
         return self.row_length
 
-    def group_row(self, max_new_tokens: int, kernel: AttentionKernel, most_tokens: int) -> GroupRow | None:
+    def group_row(self, max_new_tokens: int, kernel: "AttentionKernel", most_tokens: int) -> GroupRow | None:
         """Return the row of a prompt and the answers of its group, or None if at most one fits into a microbatch.
 
         The answers are split evenly over as few rows as possible. The part of each has `max_new_tokens` positions: that
@@ -116,6 +120,7 @@ class RolloutConfig:
             most_tokens: positions of a microbatch on each device.
 
         >>> from levanter.layers.attention import AttentionBackend
+        >>> from marin_rl.learner.attention_kernel import AttentionKernel
         >>> flash, splash = AttentionKernel(AttentionBackend.JAX_FLASH), AttentionKernel(AttentionBackend.SPLASH)
         >>> RolloutConfig(max_length=96).group_row(64, flash, 768)
         GroupRow(prompt_length=31, answers=8, answer_length=64)
@@ -177,7 +182,7 @@ class RolloutConfig:
     def _shortest_row(self) -> int:
         if self.row_length is not None:
             return self.row_length
-        return self.max_length if self.packing is False else round_up(self.max_length, ROW_MULTIPLE)
+        return self.max_length if self.packing is False else -(-self.max_length // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 class Mode(enum.StrEnum):

@@ -7,17 +7,18 @@ import dataclasses
 import enum
 import math
 import re
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import jax.numpy as jnp
 import jmp
 from jax.typing import DTypeLike
-from levanter.trainer import TrainerConfig
-from ray._private.accelerators.tpu import TPUAcceleratorManager, infer_tpu_pod_type_from_topology
-from ray.util.tpu import VALID_TPU_TYPES, get_tpu_worker_resources
 
 from marin_rl.chips import TopologyError, with_shape
 from marin_rl.config_fields import check_at_least, convert_enum_fields
+
+if TYPE_CHECKING:
+    from levanter.trainer import TrainerConfig
 
 CPU, GPU, TPU = "CPU", "GPU", "TPU"
 """Ray's names of its predefined resources."""
@@ -55,6 +56,8 @@ class TpuSlice:
         >>> [TpuSlice.parse(text).accelerator_type for text in ("v5e:4x4", "v5p:2x2x2")]
         ['v5litepod-16', 'v5p-16']
         """
+        from ray._private.accelerators.tpu import infer_tpu_pod_type_from_topology
+
         return cast(str, infer_tpu_pod_type_from_topology(self.topology, self.version))
 
     @classmethod
@@ -72,6 +75,10 @@ class TpuSlice:
         >>> TpuSlice.parse("v5e-16") == TpuSlice.parse("v5litepod-16") == TpuSlice.parse("v5e:4x4")
         True
         """
+        # Imported here because Ray takes a third of a second to import, and few configs have a slice.
+        from ray._private.accelerators.tpu import TPUAcceleratorManager
+        from ray.util.tpu import VALID_TPU_TYPES, get_tpu_worker_resources
+
         try:
             name, _, topology = with_shape(text).partition(":")
         except TopologyError as error:
@@ -165,30 +172,30 @@ class WorkersConfig:
                 f"{hosts} hosts with a worker each; set a multiple of it, such as {nearest}"
             )
 
-    def check_run(self, ray_address: str | None, param_dtype: DTypeLike, *, casts: bool) -> None:
-        """Check that a run can provide these workers with hardware and weights.
+    def run_problems(self, ray_address: str | None, param_dtype: DTypeLike, *, casts: bool) -> Iterator[str]:
+        """Problems that prevent a run from providing these workers with hardware and weights.
 
         Args:
             ray_address: the run's setting.
             param_dtype: type of the trainer's parameters.
             casts: whether workers may receive weights in another type.
 
-        Raises:
-            ValueError: if it cannot; the message names the keys.
+        Yields:
+            Messages that name the keys.
         """
         if ray_address is None and (others := sorted(self.reserved.keys() - {CPU, GPU, TPU})):
-            raise ValueError(
+            yield (
                 f"workers.resources has {others[0]!r}, but ray_address is not set, and the cluster that the run starts "
                 "on this machine has no such resource; set ray_address to a cluster that offers it"
             )
         if ray_address is None and self.tpu_slice is not None:
-            raise ValueError(
+            yield (
                 f"workers.tpu_slice is {self.tpu_slice}, but ray_address is not set; use `python -m marin_rl.launch "
                 "ray`, or set ray_address to a cluster of the hosts of such slices"
             )
         own = param_dtype if self.precision is None else self.precision.param_dtype
         if not casts and jnp.dtype(own) != jnp.dtype(param_dtype):
-            raise ValueError(
+            yield (
                 f"workers.precision has parameters in {jnp.dtype(own).name}, but weights are sent in the type of "
                 f"trainer.mp, {jnp.dtype(param_dtype).name}; set weights.dtype: bfloat16"
             )
@@ -203,7 +210,7 @@ class WorkersConfig:
         chips = {} if self.tpu_slice is None else {TPU: float(TpuSlice.parse(self.tpu_slice).chips_per_host)}
         return {name: amount for name, amount in ({CPU: 1.0} | chips | self.resources).items() if amount > 0}
 
-    def trainer_config(self, trainer: TrainerConfig) -> TrainerConfig:
+    def trainer_config(self, trainer: "TrainerConfig") -> "TrainerConfig":
         """Return the trainer section of a worker, which must find an accelerator if it reserves one."""
         changes: dict[str, Any] = {"require_accelerator": bool({GPU, TPU} & self.reserved.keys())}
         if self.precision is not None:

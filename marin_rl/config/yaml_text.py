@@ -11,9 +11,12 @@ from typing import Any, TypeVar
 import yaml
 
 from marin_rl.config.decode import ConfigError, decode, encode
-from marin_rl.errors import nearest
+from marin_rl.errors import nearest_file
 
 ConfigT = TypeVar("ConfigT")
+
+YAML_SUFFIXES = frozenset({".yaml", ".yml"})
+"""Suffixes of YAML files."""
 
 
 def to_yaml(config: Any) -> str:
@@ -38,23 +41,42 @@ def from_yaml(config_class: type[ConfigT], text: str, source: str) -> ConfigT:
     try:
         return decode(config_class, parse_yaml(text, source))
     except ConfigError as error:
-        raise ConfigError(*(f"{source}: {problem}" for problem in error.problems)) from error
+        remedy = "; if another version of marin_rl wrote the file, remove the key or rename it"
+        raise ConfigError(
+            *(f"{source}: {text}{remedy if text.startswith('unknown key') else ''}" for text in error.problems)
+        ) from error
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
     """Load the mapping in a YAML file.
 
     Raises:
-        ConfigError: if the file does not exist (the message names the nearest one), is not valid YAML (the message
-            names the line), repeats a key, or does not contain a mapping.
+        ConfigError: if the file does not exist (the message names the nearest one), is empty, is not valid YAML (the
+            message names the line), repeats a key, or does not contain a mapping.
     """
+    name = f"config file {str(path)!r}"
     try:
-        text = path.read_text(encoding="utf-8")
+        # -sig: editors on Windows may write a byte order mark.
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
-        raise ConfigError(f"config file {str(path)!r} does not exist; {_nearest_file(path)}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from error
-    return parse_yaml(text, str(path))
+        raise ConfigError(f"{name} does not exist; {nearest_file(path, YAML_SUFFIXES)}") from error
+    except IsADirectoryError as error:
+        raise ConfigError(f"{name} is a folder; give --config a YAML file{_example_in(path)}") from error
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error.strerror}; correct the path or its permissions") from error
+    except UnicodeDecodeError as error:
+        problem = f"byte {error.object[error.start]:#04x} at position {error.start}"
+        raise ConfigError(f"{name} is not UTF-8 text: {problem}; save it as UTF-8") from error
+    value = parse_yaml(text, str(path))
+    if not value:
+        raise ConfigError(f"{name} is empty; write keys and values into it, or omit it")
+    return value
+
+
+def _example_in(folder: Path) -> str:
+    """End of a sentence that names a YAML file in a folder; empty if there is none."""
+    names = sorted(str(file) for pattern in ("config.yaml", "*.yaml", "*.yml") for file in folder.glob(pattern))
+    return f" in it, such as {names[0]}" if names else ", which this folder does not contain"
 
 
 def parse_yaml(text: str, source: str) -> dict[str, Any]:
@@ -67,28 +89,46 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
     Raises:
         ConfigError: if the text is not valid YAML, repeats a key, or does not contain a mapping.
     """
+    if conflict := _CONFLICT.search(text):
+        line = text.count("\n", 0, conflict.start()) + 1
+        raise ConfigError(f"{source}:{line}: {conflict[0]!r} marks a merge conflict; resolve it")
     try:
         value = parse_value(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         position = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
-        raise ConfigError(f"{position}: not valid YAML: {error.problem or error.context}") from error
+        problem = error.problem or error.context or ""
+        remedy = next((remedy for part, remedy in _REMEDIES.items() if part in problem), "")
+        raise ConfigError(f"{position}: not valid YAML: {problem}{remedy and f'; {remedy}'}") from error
+    except yaml.reader.ReaderError as error:
+        problem = f"the character {chr(int(error.character))!r} at position {error.position} is not allowed"
+        raise ConfigError(f"{source}: not valid YAML: {problem}; remove it") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not valid YAML: {error}") from error
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(f"{source} contains a {type(value).__name__}; a config must be a mapping of keys to values")
+        hint = ", such as `seed: 1`, with a space after the colon" if isinstance(value, str) else ""
+        raise ConfigError(
+            f"{source} contains a {type(value).__name__}; a config must be a mapping of keys to values{hint}"
+        )
     return value
 
 
-def _nearest_file(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"neither does its folder {str(path.parent)!r}"
-    names = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml"))
-    if not names:
-        return f"there is no YAML file in {str(path.parent)!r}"
-    return nearest(path.name, names, heading=f"In {str(path.parent)!r}")
+_CONFLICT = re.compile(r"^(<{7}|={7}|>{7})( .*)?$", re.MULTILINE)
+"""Lines that git writes around a merge conflict."""
+_REMEDIES = {
+    "'\\t'": "indent with spaces instead of tabs",
+    "mapping values are not allowed": "check the indentation, and quote text that contains a colon",
+    "could not find expected ':'": "write each key as `key: value`",
+    "expected <block end>": "check the indentation, and that brackets and quotes are closed",
+    "expected ',' or": "close the bracket, and separate its items by commas",
+    "found unexpected end of stream": "close the quote",
+    "found undefined alias": "quote text that begins with *",
+    "could not determine a constructor": "remove the tag",
+    "found another document": "put the second document after --- into a file of its own, with a --config of its own",
+}
+"""Remedies by a part of YAML's message."""
 
 
 class _Loader(yaml.SafeLoader):

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
-from marin_rl.config_fields import LOCAL_PATH, NAMES_FILES
+from marin_rl.config_fields import LOCAL_FILE, NAMES_FILES
 from marin_rl.environments.base import (
     AbstractEnvironment,
     AbstractSplitEnvironment,
@@ -72,7 +72,7 @@ class AgentConfig(EnvironmentConfig):
 
     tasks: EnvironmentConfig
     """Environment of the tasks. Its rewards are not used, but its reward functions are."""
-    path: str | None = dataclasses.field(default=None, metadata=LOCAL_PATH)
+    path: str | None = dataclasses.field(default=None, metadata=LOCAL_FILE)
     """Path of the Python file with the agent's function, relative to the working directory."""
     function: str | None = None
     """Name of the function in the file, called with `task`, `base_url`, `api_key` and the `options`. It returns the

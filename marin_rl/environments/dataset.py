@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from marin_rl.config_fields import LOCAL_PATH
+from marin_rl.config_fields import LOCAL_FILE, LOCAL_PATH
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
 from marin_rl.environments.data_files import check_data_files
 from marin_rl.environments.garbage import refuse_garbage_rewards
@@ -150,21 +150,22 @@ class JsonlConfig(DatasetConfig):
 
     source_keys: ClassVar[tuple[str, str]] = "path", "held_out_path"
 
-    path: str = dataclasses.field(metadata=LOCAL_PATH)
+    path: str = dataclasses.field(metadata=LOCAL_FILE)
     """Path of the file, relative to the working directory."""
-    held_out_path: str | None = dataclasses.field(default=None, metadata=LOCAL_PATH)
+    held_out_path: str | None = dataclasses.field(default=None, metadata=LOCAL_FILE)
     """Optional second file with the held-out problems; by default a share of the first file is held out."""
 
     def _default_name(self) -> str:
         return Path(self.path).stem
 
     def _read(self, source: str) -> Iterator[Row]:
-        if not Path(source).is_file():
-            problem = "is not a file" if Path(source).exists() else "does not exist"
+        path = Path(source).expanduser()
+        if not path.is_file():
+            problem = "is not a file" if path.exists() else "does not exist"
             keys = " or ".join(self.source_keys)
             raise ValueError(f"the file {source!r} of a jsonl environment {problem}; correct {keys}")
         # Binary mode, so that errors can report invalid UTF-8 with its line.
-        with open(source, "rb") as file:
+        with path.open("rb") as file:
             for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
                 where = f"{source}:{number}"
                 if len(raw) > MAX_LINE_BYTES:
@@ -212,7 +213,8 @@ class HuggingFaceConfig(DatasetConfig):
     def _load(self, split: str) -> "Dataset":
         import datasets
 
-        folder = Path(self.path)
+        folder = Path(self.path).expanduser()
+        name_or_folder = str(folder) if folder.is_dir() else self.path
         if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
             for name in ("subset", "revision"):
                 if getattr(self, name) is not None:
@@ -220,7 +222,7 @@ class HuggingFaceConfig(DatasetConfig):
                         f"{name} is {getattr(self, name)!r}, but the folder {self.path!r} was saved with save_to_disk "
                         "and has none; leave it out"
                     )
-            saved = datasets.load_from_disk(self.path)
+            saved = datasets.load_from_disk(name_or_folder)
             # A Dataset that was saved alone has no splits.
             splits = {"train": saved} if isinstance(saved, datasets.Dataset) else dict(saved)
             if split not in splits:
@@ -230,7 +232,7 @@ class HuggingFaceConfig(DatasetConfig):
         if folder.is_dir():
             check_data_files(folder)
         try:
-            return datasets.load_dataset(self.path, self.subset, split=split, revision=self.revision)
+            return datasets.load_dataset(name_or_folder, self.subset, split=split, revision=self.revision)
         except (ValueError, OSError, MemoryError, datasets.exceptions.DatasetGenerationError) as error:
             raise ValueError(
                 f"cannot load dataset {self.path!r} (subset {self.subset!r}, split {split!r}, revision "

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import draccus
 
-from marin_rl.config_fields import LOCAL_PATH, NAMES_FILES
+from marin_rl.config_fields import LOCAL_FILE, NAMES_FILES
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.garbage import refuse_garbage_rewards
 from marin_rl.environments.single_turn import SingleTurnEnvironment
@@ -23,7 +23,7 @@ class FileConfig(EnvironmentConfig):
     The file runs in the training process without isolation; reward functions run in the sandbox.
     """
 
-    path: str = dataclasses.field(metadata=LOCAL_PATH)
+    path: str = dataclasses.field(metadata=LOCAL_FILE)
     """Path of the file, relative to the working directory."""
     name: str
     """Name in the file: a dataclass that extends `EnvironmentConfig`, or a function that returns an environment

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import draccus
 import httpx
 
-from marin_rl.config_fields import LOCAL_PATH, NAMES_FILES
+from marin_rl.config_fields import LOCAL_FILE, NAMES_FILES
 from marin_rl.environments.agent import require_server
 from marin_rl.environments.base import (
     AbstractEnvironment,
@@ -88,7 +88,7 @@ def random_move(observation: str, generator: random.Random) -> str:
 class FileOpponentConfig(OpponentConfig):
     """A function in a Python file, which runs in the game's process without further isolation."""
 
-    path: str = dataclasses.field(metadata=LOCAL_PATH)
+    path: str = dataclasses.field(metadata=LOCAL_FILE)
     """Path of the file, relative to the working directory."""
     name: str
     """Name of the function. It takes the observation (text) and a `random.Random`, and returns the move as text."""

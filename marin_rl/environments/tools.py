@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import draccus
 
-from marin_rl.config_fields import LOCAL_PATH, NAMES_FILES
+from marin_rl.config_fields import LOCAL_FILE, NAMES_FILES
 from marin_rl.rewards.functions import RewardFailure
 from marin_rl.rewards.reply_text import CALL_END, CALL_START
 from marin_rl.rewards.sandbox.pool import Sandbox
@@ -188,7 +188,7 @@ def _is_of_type(value: object, kind: str) -> bool:
 class FileToolConfig(ToolConfig):
     """User-defined tool from a Python file. It runs in the training process without isolation."""
 
-    path: str = dataclasses.field(metadata=LOCAL_PATH)
+    path: str = dataclasses.field(metadata=LOCAL_FILE)
     """Path of the file, relative to the working directory."""
     name: str
     """Name of a class or function in the file that returns a tool."""

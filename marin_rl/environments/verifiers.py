@@ -100,7 +100,7 @@ class VerifiersConfig(EnvironmentConfig):
         require_package("verifiers", "verifiers")
         require_server()
         env = {**self.env, "taskset": {**self.env.get("taskset", {}), "id": self.taskset}}
-        folder = "" if self.folder is None else os.path.abspath(self.folder)
+        folder = "" if self.folder is None else os.path.abspath(os.path.expanduser(self.folder))
         options = json.dumps(env), json.dumps(self.client), folder
         server = GameServer("marin_rl.environments.verifiers:VerifiersGame", *options)
         source = f"verifiers taskset {self.taskset!r}"

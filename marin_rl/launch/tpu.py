@@ -97,9 +97,8 @@ def training_run(config: TpuConfig, arguments: Sequence[str]) -> str:
         UploadError: if a config file is not among the uploaded files, or a secret is not set.
     """
     # Imported here because jax and levanter take seconds to import, and the other actions do not need them.
-    from marin_rl.config.command_line import CONFIG_OPTIONS, RESUME_FLAGS, parse_config
+    from marin_rl.config.command_line import CONFIG_OPTIONS, RESUME_FLAGS, check_command_line, parse_config
     from marin_rl.config.sections import Mode
-    from marin_rl.config.train_config import TrainConfig
 
     if not arguments:
         raise ConfigError("no training arguments; give those of marin_rl.train after --, such as -- --config FILE")
@@ -110,6 +109,10 @@ def training_run(config: TpuConfig, arguments: Sequence[str]) -> str:
     names = set(code_files(Path(config.code.folder)))
     # The hosts run the command in a copy of this folder.
     with contextlib.chdir(config.code.folder):
+        # The hosts may have other disks.
+        check_command_line([*arguments, *own], RESUME_FLAGS, reads_files=False)
+        from marin_rl.config.train_config import TrainConfig
+
         parsed = parse_config(TrainConfig, [*arguments, *own], RESUME_FLAGS).config
     # A missing secret must be found before slices are requested.
     environment_script(config.code)

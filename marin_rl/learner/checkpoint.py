@@ -19,7 +19,6 @@ save removes what an interrupted save has left.
 """
 
 import contextlib
-import dataclasses
 import json
 import logging
 import uuid
@@ -32,7 +31,6 @@ from levanter.trainer_state import TrainerState
 
 from marin_rl import multihost
 from marin_rl.background_job import BackgroundJob
-from marin_rl.config_fields import check_at_least
 from marin_rl.learner.array_files import (
     HostArray,
     copy_to_host,
@@ -41,6 +39,7 @@ from marin_rl.learner.array_files import (
     to_jsonable,
     write_boxes,
 )
+from marin_rl.learner.config import CheckpointConfig
 from marin_rl.learner.saved_checkpoint import (
     FORMAT,
     MANIFEST,
@@ -66,23 +65,6 @@ T = TypeVar("T")
 
 SAVE_TIMEOUT = 3600.0
 """Seconds after which a save fails if another process has not written its arrays."""
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
-    """When to save checkpoints, and which ones to keep."""
-
-    every: int = 50
-    """Steps between checkpoints; the last step is always saved. 0 saves only the last step."""
-    keep_last: int = 2
-    """Number of newest checkpoints to keep; at least 2, so that an undamaged one remains if the newest is damaged."""
-    keep_every: int = 0
-    """Keep the checkpoints of all steps divisible by this number; 0 keeps only the last `keep_last`."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, "checkpoint", every=0, keep_every=0)
-        if self.keep_last < 2:
-            raise ValueError(f"checkpoint.keep_last is {self.keep_last}; keep at least 2, one to fall back to")
 
 
 class Checkpoints:

@@ -4,7 +4,6 @@
 """Critic: a value head on the policy's trunk, or on a separate trunk."""
 
 import dataclasses
-import math
 
 import equinox as eqx
 import haliax as hax
@@ -15,27 +14,8 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
 from marin_rl.batching.rl_example import RlExample, to_predictors, to_tokens
+from marin_rl.learner.config import CriticConfig
 from marin_rl.learner.logprobs import policy_activations
-
-
-@dataclasses.dataclass(frozen=True)
-class CriticConfig:
-    """Configuration of a critic, which estimates the return from each token on. `advantage: {type: gae}` needs one."""
-
-    shared_trunk: bool = True
-    """True: the value head shares the policy's trunk, at no extra cost, and the value loss also updates the trunk.
-    False: the critic has a separate trunk, initialized as a copy of the policy's. It doubles time and memory, and the
-    value loss does not affect the policy."""
-    coefficient: float = 0.5
-    """Weight of the value loss relative to the policy term, above 0."""
-    clip: float | None = 0.2
-    """ε_v, above 0: bound on the change of a value from its old value in the clipped value loss; null for no bound."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.coefficient) and self.coefficient > 0):
-            raise ValueError(f"critic.coefficient is {self.coefficient}; it must be finite and above 0")
-        if self.clip is not None and not (math.isfinite(self.clip) and self.clip > 0):
-            raise ValueError(f"critic.clip is {self.clip}; it must be finite and above 0, or null for no bound")
 
 
 class ActorCritic(eqx.Module):

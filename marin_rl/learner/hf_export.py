@@ -9,7 +9,6 @@ layer, or for embeddings and head, and not for the model. A checkpoint is read i
 """
 
 import dataclasses
-import enum
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -31,7 +30,6 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 
 from marin_rl import multihost
-from marin_rl.config_fields import convert_enum_fields
 from marin_rl.learner.array_files import SavedArray, read_rows, verify
 from marin_rl.storage import StoragePath
 
@@ -42,32 +40,6 @@ SLICE_BYTES = 64 * 2**20
 INDEX = "model.safetensors.index.json"
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 """Names of dtypes in safetensors files."""
-
-
-class ExportDtype(enum.StrEnum):
-    """Type of exported weights."""
-
-    PARAMETER = "parameter"
-    """The type of the trained parameters."""
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    """Rounded to nearest, half the size of float32."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ExportConfig:
-    """Export of the final weights in Hugging Face format."""
-
-    dtype: ExportDtype = ExportDtype.PARAMETER
-    """Type of the exported weights: `parameter` (that of the trained parameters), `float32` or `bfloat16`."""
-
-    def __post_init__(self) -> None:
-        convert_enum_fields(self)
-
-    @property
-    def numeric_dtype(self) -> jnp.dtype | None:
-        """The type; None for that of the parameters."""
-        return None if self.dtype is ExportDtype.PARAMETER else jnp.dtype(self.dtype.value)
 
 
 @runtime_checkable

@@ -13,7 +13,8 @@ from levanter.metrics import Metric, ReductionType
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.rl_example import RlExample
-from marin_rl.learner.critic import ActorCritic, CriticConfig, policy_of
+from marin_rl.learner.config import CriticConfig
+from marin_rl.learner.critic import ActorCritic, policy_of
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
 from marin_rl.objectives.importance import LogRatioStatistics, Sum, log_ratio_statistics
 from marin_rl.objectives.kl import KlConfig

@@ -24,7 +24,8 @@ from transformers import PretrainedConfig
 
 # Registers the architecture.
 import marin_rl.models.qwen2  # noqa: F401
-from marin_rl.models.hf_config import ACTIVATIONS, MODEL_TYPES, PolicyModelError, declared_settings, first_line
+from marin_rl.models.hf_config import ACTIVATIONS, PolicyModelError, declared_settings, first_line
+from marin_rl.models.model_settings import model_problems
 from marin_rl.models.rotary import LinearRotaryConfig, YarnRotaryConfig, yarn_attention_factor
 
 
@@ -306,19 +307,9 @@ def check_model(config: LmConfig, *, max_length: int) -> None:
     Raises:
         PolicyModelError: if a setting is unsupported; the message names the setting and the remedy.
     """
+    if problems := list(model_problems(config)):
+        raise PolicyModelError("\n".join(problems))
     name = LmConfig.get_choice_name(type(config))
-    if name not in MODEL_TYPES:
-        remedy = "; use qwen2" if name == "qwen" else ""
-        raise PolicyModelError(f"model.type {name!r} is not supported{remedy}; supported are {', '.join(MODEL_TYPES)}")
-    dropout_fields = ("embed_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout")
-    if dropout := {field: rate for field in dropout_fields if (rate := getattr(config, field, 0))}:
-        raise PolicyModelError(
-            "dropout is not applied: neither sampling nor the loss uses it. Set "
-            + ", ".join(f"model.{field} to 0 (it is {rate})" for field, rate in dropout.items())
-        )
-    for size in ("hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads"):
-        if getattr(config, size, 1) < 1:
-            raise PolicyModelError(f"model.{size} is {getattr(config, size)}; it must be at least 1")
     window = attention_window(_check_export(config))
     if window is not None and max_length > window:
         raise PolicyModelError(

@@ -17,12 +17,10 @@ from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.hub import cached_file
 
+from marin_rl.models.model_settings import MODEL_TYPES
 from marin_rl.storage import check_descriptions
 
 logger = logging.getLogger(__name__)
-
-MODEL_TYPES = ("gemma", "gemma2", "gpt2", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3")
-"""Supported architectures: values of `model_type` in a `config.json`, and of `model.type` in a run's config."""
 
 _GEMMA3 = "its layers alternate between two rotary bases and between local and global attention"
 _UNSUPPORTED = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3}

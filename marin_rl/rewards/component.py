@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import draccus
 
-from marin_rl.config_fields import LOCAL_PATH, NAMES_FILES, convert_enum_fields
+from marin_rl.config_fields import LOCAL_FILE, NAMES_FILES, convert_enum_fields
 from marin_rl.rewards.functions import (
     STANDARD_KEYWORDS,
     EvaluateResult,
@@ -130,7 +130,7 @@ def check_component(name: str, weight: float) -> None:
 class FunctionRewardConfig(RewardComponentConfig):
     """Scores rollouts with a function in a Python file."""
 
-    path: str = dataclasses.field(metadata=LOCAL_PATH)
+    path: str = dataclasses.field(metadata=LOCAL_FILE)
     """Path of the Python file, absolute or relative to the working directory."""
     function: str
     """Name of the function, which is decorated with `@reward_function`."""
@@ -178,7 +178,7 @@ class FunctionReward:
         self.weight = config.weight
         self._config = config
         self._sandbox = sandbox
-        self._function = UserFunction(str(Path(config.path).resolve()), config.function)
+        self._function = UserFunction(str(Path(config.path).expanduser().resolve()), config.function)
         self.scope: RewardScope | None = None
 
     async def check(self) -> None:

@@ -1,74 +1,23 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The inputs of one rollout: its task and seeds, its limits, and the hash of a state."""
+"""The inputs of one rollout: its task and seeds, and its limits."""
 
 import dataclasses
-import enum
 import logging
-from collections.abc import Callable
 
-from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.objectives.gigpo import anchor_of
+from marin_rl.rollouts.config import LongPrompts, StateHash
 from marin_rl.sampling.sampler import PromptTooLongError
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Message, Task
-from marin_rl.user_code import UserFileError, load_from_file, user_errors
 
 logger = logging.getLogger(__name__)
-
-StateHash = Callable[[tuple[Message, ...], object], str]
-"""Maps the messages shown to the policy and the environment's `anchor_state` (None if it has none) to a string that is
-equal for equal states."""
 
 
 def default_state_hash(messages: tuple[Message, ...], anchor_state: object) -> str:
     """Hash the canonical JSON of the environment's anchor state or, if it is None, of the messages."""
     return anchor_of(list(messages) if anchor_state is None else anchor_state)
-
-
-@dataclasses.dataclass(frozen=True)
-class StateHashingConfig:
-    """A user's state hashing function. It runs in the training process, once per prompt and once per later turn."""
-
-    path: str = dataclasses.field(metadata=LOCAL_PATH)
-    """The Python file of the function; relative paths start at the working directory."""
-    function: str
-    """Name of the function. It takes the messages and the environment's `anchor_state`, and returns a string."""
-
-    def build(self) -> StateHash:
-        """Import the function.
-
-        Raises:
-            UserFileError: if the file has no such function.
-        """
-        function = load_from_file(self.path, self.function)
-        if not callable(function):
-            raise UserFileError(
-                f"{self.function!r} of {self.path} is {type(function).__name__}; it must be a function of messages and "
-                "anchor state"
-            )
-        source = f"rollouts.state_hashing: {self.function!r} of {self.path}"
-
-        def hash_state(messages: tuple[Message, ...], anchor_state: object) -> str:
-            with user_errors(f"{source} raised"):
-                hashed = function(messages, anchor_state)
-            if not isinstance(hashed, str):
-                raise UserFileError(f"{source} returned {type(hashed).__name__}; it must return a str")
-            return hashed
-
-        return hash_state
-
-
-class LongPrompts(enum.StrEnum):
-    """Handling of tasks with a too long prompt."""
-
-    ERROR = "error"
-    """End the run with an error that names the task."""
-    SKIP = "skip"
-    """Skip the task and use the next one."""
-    TRUNCATE_LEFT = "truncate_left"
-    """Keep the prompt's last tokens."""
 
 
 @dataclasses.dataclass(frozen=True)

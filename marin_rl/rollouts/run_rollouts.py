@@ -20,7 +20,8 @@ from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.errors import UserError
 from marin_rl.event_loop import BackgroundLoop, gather_all
 from marin_rl.host_status import separate_work
-from marin_rl.rollouts.attempt import Attempt, Limits, StateHash, default_state_hash
+from marin_rl.rollouts.attempt import Attempt, Limits, default_state_hash
+from marin_rl.rollouts.config import StateHash
 from marin_rl.rollouts.episode import ConnectAgent, run_episode
 from marin_rl.rollouts.group_codec import decode_group, encode_group, join_parts, split_parts
 from marin_rl.rollouts.request_batcher import RequestBatcher

@@ -8,7 +8,7 @@ import math
 
 import draccus
 
-from marin_rl.config_fields import LOCAL_PATH, check_address, check_at_least
+from marin_rl.config_fields import LOCAL_FILE, LOCAL_PATH, check_address, check_at_least
 from marin_rl.retry import RetryConfig
 
 MIN_TEMPERATURE = 1e-30
@@ -92,7 +92,7 @@ class ReloadConfig:
     folder: str = dataclasses.field(metadata=LOCAL_PATH)
     """Folder that the server reads, dedicated to this run. Version 7 is written atomically to `version-7` in it, in
     Hugging Face format."""
-    path: str = dataclasses.field(metadata=LOCAL_PATH)
+    path: str = dataclasses.field(metadata=LOCAL_FILE)
     """Python file with the function; relative paths are relative to the working directory."""
     function: str
     """Name of the function. Its arguments are the folder of the weights (a `pathlib.Path`), their version and

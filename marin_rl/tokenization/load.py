@@ -4,7 +4,6 @@
 """Tokenizers: the built-in byte-level one, those of folders and the Hugging Face hub, and the bytes of their tokens."""
 
 import contextlib
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -16,10 +15,10 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 from transformers.utils.hub import cached_file
 
-from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.storage import check_descriptions
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.chat_template import check_template_ends
+from marin_rl.tokenization.config import HUB_NAME, PLAIN, TokenizerConfig
 
 PAD = "<|pad|>"
 END = "<|end|>"
@@ -88,11 +87,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-PLAIN = "plain"
-"""Value of `tokenizer.chat_template` for plain concatenation of messages."""
 _PLAIN_TEMPLATE = """\
 {%- for message in messages -%}
 {%- if message['role'] == 'assistant' -%}
@@ -110,41 +106,22 @@ class TokenizerLoadError(ValueError):
     """A tokenizer cannot be loaded; the message names the tokenizer and the remedy."""
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenizerConfig:
-    """Configuration of the tokenizer and its chat template."""
-
-    path: str | None = dataclasses.field(default=None, metadata=LOCAL_PATH)
-    """Folder with a Hugging Face tokenizer, or a name on the Hugging Face hub. None: the built-in byte-level tokenizer
-    of 264 tokens, which needs no download."""
-    chat_template: str | None = dataclasses.field(default=None, metadata=LOCAL_PATH)
-    """Path of a Jinja file that replaces the tokenizer's chat template, or `plain`: concatenated message contents,
-    without roles or separators, with eos after each reply. None: the tokenizer's chat template."""
-
-    def build(self) -> ChatTokenizer:
-        """Load the tokenizer.
-
-        Raises:
-            TokenizerLoadError: if the folder, the hub or the template file cannot be read.
-            ChatTemplateError: if there is no chat template, or it does not end.
-
-        >>> TokenizerConfig().build().vocab_size
-        264
-        """
-        tokenizer = byte_tokenizer() if self.path is None else _load(self.path)
-        if self.chat_template == PLAIN:
-            tokenizer.chat_template = plain_template(tokenizer)
-        elif self.chat_template is not None:
-            tokenizer.chat_template = _read_template(Path(self.chat_template))
-        if tokenizer.chat_template != CHAT_TEMPLATE and self.chat_template != PLAIN:
-            _check_templates_end(tokenizer)
-        chat = ChatTokenizer(tokenizer, () if self.path is None else _stop_ids(self.path))
-        if unknown := [token for token in chat.more_stop_token_ids if token >= chat.vocab_size]:
-            raise TokenizerLoadError(
-                f"{self.path} lists stop tokens {unknown} (eos_token_id in generation_config.json or config.json), but "
-                f"its tokenizer has {chat.vocab_size} tokens; use the tokenizer that belongs to the model"
-            )
-        return chat
+def build_tokenizer(config: TokenizerConfig) -> ChatTokenizer:
+    """Load a tokenizer and its chat template; see `TokenizerConfig.build`."""
+    tokenizer = byte_tokenizer() if config.path is None else _load(config.path)
+    if config.chat_template == PLAIN:
+        tokenizer.chat_template = plain_template(tokenizer)
+    elif config.chat_template is not None:
+        tokenizer.chat_template = _read_template(Path(config.chat_template))
+    if tokenizer.chat_template != CHAT_TEMPLATE and config.chat_template != PLAIN:
+        _check_templates_end(tokenizer)
+    chat = ChatTokenizer(tokenizer, () if config.path is None else _stop_ids(config.path))
+    if unknown := [token for token in chat.more_stop_token_ids if token >= chat.vocab_size]:
+        raise TokenizerLoadError(
+            f"{config.path} lists stop tokens {unknown} (eos_token_id in generation_config.json or config.json), but "
+            f"its tokenizer has {chat.vocab_size} tokens; use the tokenizer that belongs to the model"
+        )
+    return chat
 
 
 def _check_templates_end(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -177,7 +154,7 @@ def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _load(path: str) -> PreTrainedTokenizerBase:
     folder = Path(path).expanduser()
-    if not folder.is_dir() and _HUB_NAME.fullmatch(path) is None:
+    if not folder.is_dir() and HUB_NAME.fullmatch(path) is None:
         raise TokenizerLoadError(f"the tokenizer folder {path} does not exist; correct tokenizer.path")
     if folder.is_dir():
         check_descriptions(folder)

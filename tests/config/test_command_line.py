@@ -178,7 +178,7 @@ def test_type_is_an_ordinary_key_outside_of_choices():
         (["--name", "x", "--learning_rte", "1"], r"unknown key learning_rte; did you mean optimizer\.learning_rate\?$"),
         (
             ["--name", "x", "--advantage.epsilon", "1"],
-            r"unknown key advantage\.epsilon; it belongs to another advantage\.type\. Valid here: type, normalize",
+            r"unknown key advantage\.epsilon; it belongs to advantage\.type grpo, but advantage\.type is rloo",
         ),
         (["--name", "x", "--model.type", "lama"], r"model\.type is 'lama'.*did you mean 'llama'\?"),
         (["--name", "x", "--trainer.seed", "x"], r"trainer\.seed is 'x' \(str\), but it takes an integer"),

@@ -12,7 +12,7 @@ from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.logs import LogLevel, module_levels
-from marin_rl.rollouts.attempt import LongPrompts
+from marin_rl.rollouts.config import LongPrompts
 
 
 @pytest.mark.parametrize("name", ["prompts_per_step", "group_size", "max_length", "max_turns"])

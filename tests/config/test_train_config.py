@@ -28,7 +28,7 @@ from marin_rl.objectives import (
     GrpoConfig,
     ReinforceConfig,
 )
-from marin_rl.rollouts.attempt import LongPrompts
+from marin_rl.rollouts.config import LongPrompts
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.storage import user_cache
 from marin_rl.training.run_directory import config_differences

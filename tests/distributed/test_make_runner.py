@@ -22,7 +22,8 @@ from marin_rl.rewards.code import CodeRewardConfig
 from marin_rl.rewards.component import FunctionRewardConfig, RewardConfigError
 from marin_rl.rewards.grading import NoGraderConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rollouts.attempt import Limits, StateHashingConfig, default_state_hash
+from marin_rl.rollouts.attempt import Limits, default_state_hash
+from marin_rl.rollouts.config import StateHashingConfig
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.sampling.config import SamplingConfig

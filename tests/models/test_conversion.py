@@ -25,7 +25,8 @@ from marin_rl.models.conversion import (
     levanter_config,
     to_hf_config,
 )
-from marin_rl.models.hf_config import MODEL_TYPES, PolicyModelError, read_hf_config
+from marin_rl.models.hf_config import PolicyModelError, read_hf_config
+from marin_rl.models.model_settings import MODEL_TYPES
 from marin_rl.models.qwen2 import Qwen2Config
 from marin_rl.models.rotary import LinearRotaryConfig, YarnRotaryConfig
 from tests.models.hf_checkpoint import record, write_config

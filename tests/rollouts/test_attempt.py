@@ -8,7 +8,8 @@ import pytest
 
 from marin_rl.environments import Split, TextGameConfig
 from marin_rl.environments.games import View
-from marin_rl.rollouts.attempt import Limits, StateHash, StateHashingConfig, default_state_hash
+from marin_rl.rollouts.attempt import Limits, default_state_hash
+from marin_rl.rollouts.config import StateHash, StateHashingConfig
 from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner, run_groups
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer

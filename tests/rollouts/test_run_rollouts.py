@@ -19,7 +19,8 @@ from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.event_loop import BackgroundLoop, call_in
 from marin_rl.rewards.grading import FormatConfig
-from marin_rl.rollouts.attempt import Limits, LongPrompts, default_state_hash
+from marin_rl.rollouts.attempt import Limits, default_state_hash
+from marin_rl.rollouts.config import LongPrompts
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
 from marin_rl.rollouts.run_rollouts import (

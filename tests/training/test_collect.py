@@ -14,7 +14,7 @@ from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.environments.streams import CompositeEnvironment, MixtureStream
 from marin_rl.host_status import StopRequestedError
 from marin_rl.objectives.shaping import OverlongConfig, RewardTruncatedConfig
-from marin_rl.rollouts.attempt import LongPrompts
+from marin_rl.rollouts.config import LongPrompts
 from marin_rl.rollouts.filters import DropGroupsConfig, ResampleGroupsConfig
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, RolloutRunner
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest

@@ -11,7 +11,8 @@ from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.config.sections import EvaluationConfig
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.learner.scoring import Scores
-from marin_rl.rollouts.attempt import Limits, LongPrompts
+from marin_rl.rollouts.attempt import Limits
+from marin_rl.rollouts.config import LongPrompts
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, RolloutRunner
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer

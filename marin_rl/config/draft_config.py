@@ -1,0 +1,89 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A draft of `TrainConfig` for checks without levanter, which takes seconds to import.
+
+Levanter's sections have the keys of their [descriptions][marin_rl.config.levanter_description]. The few settings that
+only levanter's own classes can judge remain unchecked.
+"""
+
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from marin_rl.config.base_config import TRAINER_METADATA, AbstractTrainConfig
+from marin_rl.config.combinations import CHECKS
+from marin_rl.config.decode import UnknownType, decode
+from marin_rl.config.levanter_description import described_sections
+from marin_rl.config.levanter_sections import trainer_defaults
+from marin_rl.config_fields import input_files
+from marin_rl.errors import nearest_file
+from marin_rl.storage import user_path
+from marin_rl.tokenization.config import HUB_NAME, PLAIN
+
+
+@functools.cache
+def draft_class(*, reads_files: bool = True) -> type[AbstractTrainConfig]:
+    """`TrainConfig` with descriptions of levanter's sections in place of levanter's classes.
+
+    Args:
+        reads_files: whether the run will read its input files on this machine, so that they must exist.
+    """
+    sections = described_sections()
+    model, optimizer, trainer = (sections[name] for name in ("LmConfig", "OptimizerConfig", "TrainerConfig"))
+    fields: list[tuple[str, Any, Any]] = [
+        ("model", model | None, dataclasses.field(default=None)),
+        ("optimizer", optimizer, dataclasses.field(default_factory=lambda: decode(optimizer, {}))),
+        (
+            "trainer",
+            trainer,
+            dataclasses.field(default_factory=lambda: decode(trainer, trainer_defaults()), metadata=TRAINER_METADATA),
+        ),
+    ]
+    namespace = {"checks": (*CHECKS, _check_files) if reads_files else CHECKS}
+    return dataclasses.make_dataclass(
+        "DraftConfig", fields, bases=(AbstractTrainConfig,), frozen=True, namespace=namespace
+    )
+
+
+def _check_files(config: AbstractTrainConfig) -> Iterator[str]:
+    """Check that the files and folders that a run reads exist and can be read."""
+    for key, text in input_files(config):
+        if text != PLAIN and (problem := _file_problem(user_path(text, key))):
+            yield f"{key} is {text!r}, {problem}"
+    # A run that resumes does not read initialize_from again.
+    is_new = "://" in config.run_dir or not user_path(config.run_dir, "run_dir").exists()
+    folders = {"tokenizer.path": config.tokenizer.path, "initialize_from": config.initialize_from if is_new else None}
+    for key, text in folders.items():
+        if (
+            text is not None
+            and "://" not in text
+            and not HUB_NAME.fullmatch(text)
+            and not user_path(text, key).is_dir()
+        ):
+            problem = "is not a folder" if user_path(text, key).exists() else "does not exist"
+            yield f"{key} is {text!r}, which {problem}; set it to a folder, or to a name on the Hugging Face hub"
+
+
+def _file_problem(path: Path) -> str:
+    """Description of the reason why a file cannot be read; empty if it can."""
+    if path.is_dir():
+        return "which is a folder; set it to a file in that folder"
+    if not path.exists():
+        return f"which does not exist; {nearest_file(path, {path.suffix})}"
+    return "" if os.access(path, os.R_OK) else "which this user may not read; change its permissions"
+
+
+def left_to_levanter(problem: str, raw: Mapping[str, Any]) -> bool:
+    """Return whether only the complete check can judge a problem, because code of the user may register a `type`.
+
+    Args:
+        problem: a problem of the draft.
+        raw: plain values of the config.
+    """
+    may_register = bool(raw.get("imports")) or "levanter" in sys.modules
+    return may_register and isinstance(problem, UnknownType)

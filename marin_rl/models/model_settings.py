@@ -1,0 +1,61 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Supported architectures, and checks of their settings that need neither levanter nor transformers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+MODEL_TYPES = ("gemma", "gemma2", "gpt2", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3")
+"""Supported architectures: values of `model_type` in a `config.json`, and of `model.type` in a run's config."""
+SIZES = (
+    *("seq_len", "hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
+    *("n_routed_experts", "num_experts_per_tok"),
+)
+"""Settings of levanter's model configs that are numbers of at least 1, or null."""
+
+
+def model_problems(model: Any) -> Iterator[str]:
+    """Problems of the `model` section of a run.
+
+    Args:
+        model: levanter's model config, or an object with the same settings.
+
+    Yields:
+        Messages that name the setting and the remedy.
+    """
+    name = model.get_choice_name(type(model))
+    if name not in MODEL_TYPES:
+        remedy = "; use qwen2" if name == "qwen" else ""
+        yield f"model.type {name!r} is not supported{remedy}; supported are {', '.join(MODEL_TYPES)}"
+        return
+    dropout_fields = ("embed_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout")
+    if dropout := {field: rate for field in dropout_fields if (rate := getattr(model, field, 0))}:
+        yield "dropout is not applied: neither sampling nor the loss uses it. Set " + ", ".join(
+            f"model.{field} to 0 (it is {rate})" for field, rate in dropout.items()
+        )
+    if getattr(model, "scan_layers", True) is False:
+        yield "model.scan_layers is false, but the learner supports scanned layers only; set it to true"
+    sizes = {size: value for size in SIZES if (value := getattr(model, size, None)) is not None}
+    wrong = [f"model.{size} is {value}; it must be at least 1" for size, value in sizes.items() if value < 1]
+    yield from wrong or _shape_problems(sizes)
+
+
+def _shape_problems(sizes: dict[str, int]) -> Iterator[str]:
+    heads, kv_heads = sizes["num_heads"], sizes.get("num_kv_heads", 1)
+    if heads % kv_heads:
+        fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        yield (
+            f"model.num_heads is {heads} and model.num_kv_heads is {kv_heads}, but each key-value head serves the same "
+            f"number of heads; set model.num_kv_heads to one of {fitting}"
+        )
+    if "head_dim" not in sizes and sizes["hidden_dim"] % heads:
+        yield (
+            f"model.hidden_dim is {sizes['hidden_dim']}, which model.num_heads = {heads} does not divide; set "
+            f"hidden_dim to a multiple of it, such as {-(-sizes['hidden_dim'] // heads) * heads}, or another num_heads"
+        )
+    if sizes.get("num_experts_per_tok", 0) > sizes.get("n_routed_experts", 0):
+        yield (
+            f"model.num_experts_per_tok is {sizes['num_experts_per_tok']}, but there are only model.n_routed_experts = "
+            f"{sizes.get('n_routed_experts')} experts; lower it, or raise n_routed_experts"
+        )
