@@ -29,8 +29,10 @@ import draccus
 from draccus.choice_types import CHOICE_TYPE_KEY
 from draccus.utils import is_choice_type
 
-from marin_rl.errors import LISTED_NAMES, nearest
+from marin_rl.errors import nearest
 
+LISTED_KEYS = 4
+"""Maximum keys of other types that an error message lists."""
 SHOWN_CHARACTERS = 200
 """Maximum characters of an invalid value in an error message."""
 
@@ -292,6 +294,8 @@ def _decode_section(section: Any, raw: Any, path: Sequence[str], base: Any) -> A
 def _unknown_key(section: Any, concrete: Any, key: str, valid: Sequence[str], path: Sequence[str]) -> str:
     """Describe an unknown key; a key of other types of a choice is named with them."""
     name = _dotted((*path, key))
+    if ":" in key:
+        return f"unknown key {name}; write a space after the colon, as in {key.replace(':', ': ', 1)}"
     if not is_choice_type(plain_type(section)):
         return f"unknown key {name}; {nearest(key, valid)}"
     kind = _dotted((*path, CHOICE_TYPE_KEY))
@@ -306,7 +310,7 @@ def _unknown_key(section: Any, concrete: Any, key: str, valid: Sequence[str], pa
         owners = f"it belongs to {kind} {' or '.join(types_by_key[key])}, but {kind} is {selected}"
         return f"unknown key {name}; {f'{suggestion} Or ' if is_near else ''}{owners}"
     others = {other: choices for other, choices in types_by_key.items() if other not in valid}
-    close = difflib.get_close_matches(key, others, n=1) or (list(others) if len(others) <= LISTED_NAMES else [])
+    close = difflib.get_close_matches(key, others, n=1) or (list(others) if len(others) <= LISTED_KEYS else [])
     if is_near or not close:
         return f"unknown key {name}; {suggestion}"
     listed = ", ".join(f"{_dotted((*path, other))} (of {' and '.join(others[other])})" for other in close)

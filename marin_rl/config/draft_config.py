@@ -59,12 +59,9 @@ def _check_files(config: AbstractTrainConfig) -> Iterator[str]:
     is_new = "://" in config.run_dir or not user_path(config.run_dir, "run_dir").exists()
     folders = {"tokenizer.path": config.tokenizer.path, "initialize_from": config.initialize_from if is_new else None}
     for key, text in folders.items():
-        if (
-            text is not None
-            and "://" not in text
-            and not HUB_NAME.fullmatch(text)
-            and not user_path(text, key).is_dir()
-        ):
+        if text is None or "://" in text or HUB_NAME.fullmatch(text):
+            continue
+        if not user_path(text, key).is_dir():
             problem = "is not a folder" if user_path(text, key).exists() else "does not exist"
             yield f"{key} is {text!r}, which {problem}; set it to a folder, or to a name on the Hugging Face hub"
 

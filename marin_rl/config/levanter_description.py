@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Union, cast
 
 import draccus
+import jax.numpy as jnp
 import jmp
 from draccus.utils import is_choice_type
 
@@ -53,8 +54,16 @@ class Undescribed:
         raise InvalidFieldError(name)
 
 
-# Levanter registers equivalent functions for policies.
-for kind, decoder, encoder in ((jmp.Policy, jmp.get_policy, str), (Undescribed, lambda _: Undescribed(), lambda _: {})):
+def _encode_policy(policy: jmp.Policy) -> str:
+    kinds = {"compute": policy.compute_dtype, "params": policy.param_dtype, "output": policy.output_dtype}
+    return ",".join(f"{name}={jnp.dtype(kind).name}" for name, kind in kinds.items())
+
+
+# Levanter registers equivalent functions for policies, before or after these.
+for kind, decoder, encoder in (
+    (jmp.Policy, jmp.get_policy, _encode_policy),
+    (Undescribed, lambda _: Undescribed(), lambda _: {}),
+):
     cast(Any, draccus.decode).register(kind, decoder)
     cast(Any, draccus.encode).register(kind, encoder)
 
@@ -141,18 +150,17 @@ class _Builder:
         return name, annotation, dataclasses.field(default_factory=lambda: decode(annotation, default[0]))
 
 
-def describe_levanter(sections: typing.Iterable[Any]) -> str:
-    """Describe sections of the installed levanter as JSON, one line for each key.
-
-    Args:
-        sections: levanter's types of the sections.
+def describe_installed() -> str:
+    """Describe the sections of the installed levanter that a training config contains.
 
     Returns:
-        The text of a description file.
+        The text of a description file: JSON with a line for each key.
     """
+    from marin_rl.config.train_config import TrainConfig
+
     entries: dict[str, Any] = {}
-    for section in sections:
-        _describe(section, entries)
+    for name in ("model", "optimizer", "trainer"):
+        _describe(members(field_types(TrainConfig)[name])[0], entries)
     blocks = [f"{json.dumps(name)}: {_format_entry(entries[name])}" for name in sorted(entries)]
     return "{\n" + ",\n".join(blocks) + "\n}\n"
 
@@ -208,10 +216,7 @@ def _describe_field(section: Any, name: str, entries: dict[str, Any]) -> list[An
 
 def main() -> int:
     """Write the description of the installed levanter."""
-    from marin_rl.config.train_config import TrainConfig
-
-    sections = [members(field_types(TrainConfig)[name])[0] for name in ("model", "optimizer", "trainer")]
-    description_file().write_text(describe_levanter(sections), encoding="utf-8")
+    description_file().write_text(describe_installed(), encoding="utf-8")
     print(f"wrote {description_file()}")
     return 0
 

@@ -7,18 +7,21 @@ import abc
 import dataclasses
 import enum
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import draccus
 
 from marin_rl.config_fields import convert_enum_fields
 from marin_rl.retry import RetryConfig
 from marin_rl.storage import storage_path
-from marin_rl.weights.arrow_flight import FlightBackend, FlightSource
-from marin_rl.weights.fetch import WeightReceiver
-from marin_rl.weights.manifest import MAX_CHUNK_BYTES
-from marin_rl.weights.protocol import WeightSender
-from marin_rl.weights.publish import ShardedSender, TrainingHost
-from marin_rl.weights.shared_files import FolderBackend, FolderSource
+
+if TYPE_CHECKING:
+    from marin_rl.weights.fetch import WeightReceiver
+    from marin_rl.weights.protocol import WeightSender
+    from marin_rl.weights.publish import ShardedSender, TrainingHost
+
+MAX_CHUNK_BYTES = 64 * 2**20
+"""Maximum chunk size, far below the message limit of Arrow and gRPC, 2 GiB."""
 
 
 class TransferDtype(enum.StrEnum):
@@ -39,7 +42,7 @@ class WeightTransferConfig(draccus.ChoiceRegistry, abc.ABC):
     """Dtype of floating-point weights during the transfer: `parameter` (the learner's) or `bfloat16`."""
 
     @abc.abstractmethod
-    def open_sender(self, secret: str, training_host: TrainingHost) -> WeightSender:
+    def open_sender(self, secret: str, training_host: "TrainingHost") -> "WeightSender":
         """Open the sender of a training host.
 
         Args:
@@ -48,7 +51,7 @@ class WeightTransferConfig(draccus.ChoiceRegistry, abc.ABC):
         """
 
     @abc.abstractmethod
-    def open_receiver(self, addresses: Sequence[str], secret: str) -> WeightReceiver:
+    def open_receiver(self, addresses: Sequence[str], secret: str) -> "WeightReceiver":
         """Open the receiver of a worker.
 
         Args:
@@ -91,13 +94,20 @@ class ArrowFlightConfig(WeightTransferConfig):
         _check_range("streams", self.streams, 1, 64)
         _check_range("chunk_mb", self.chunk_mb, 1, MAX_CHUNK_BYTES // 2**20)
 
-    def open_sender(self, secret: str, training_host: TrainingHost) -> ShardedSender:
+    def open_sender(self, secret: str, training_host: "TrainingHost") -> "ShardedSender":
         """See [`WeightTransferConfig`][marin_rl.weights.config.WeightTransferConfig]."""
+        # Checks of configs need no transport.
+        from marin_rl.weights.arrow_flight import FlightBackend
+        from marin_rl.weights.publish import ShardedSender
+
         backend = FlightBackend(host=self.host, port=self.port, secret=secret, training_host=training_host)
         return ShardedSender(backend, training_host, dtype=self.sent_dtype, chunk_bytes=self.chunk_mb * 2**20)
 
-    def open_receiver(self, addresses: Sequence[str], secret: str) -> WeightReceiver:
+    def open_receiver(self, addresses: Sequence[str], secret: str) -> "WeightReceiver":
         """See [`WeightTransferConfig`][marin_rl.weights.config.WeightTransferConfig]."""
+        from marin_rl.weights.arrow_flight import FlightSource
+        from marin_rl.weights.fetch import WeightReceiver
+
         sources = [FlightSource(address, secret, streams=self.streams) for address in addresses]
         return WeightReceiver(sources, self.retry, cast=self.sent_dtype is not None)
 
@@ -124,18 +134,24 @@ class SharedFilesConfig(WeightTransferConfig):
         _check_range("streams", self.streams, 1, 64)
         _check_range("chunk_mb", self.chunk_mb, 1, MAX_CHUNK_BYTES // 2**20)
 
-    def open_sender(self, secret: str, training_host: TrainingHost) -> ShardedSender:
+    def open_sender(self, secret: str, training_host: "TrainingHost") -> "ShardedSender":
         """See [`WeightTransferConfig`][marin_rl.weights.config.WeightTransferConfig]."""
+        from marin_rl.weights.publish import ShardedSender
+        from marin_rl.weights.shared_files import FolderBackend
+
         backend = FolderBackend(folder=self.folder, secret=secret, training_host=training_host)
         return ShardedSender(backend, training_host, dtype=self.sent_dtype, chunk_bytes=self.chunk_mb * 2**20)
 
-    def open_receiver(self, addresses: Sequence[str], secret: str) -> WeightReceiver:
+    def open_receiver(self, addresses: Sequence[str], secret: str) -> "WeightReceiver":
         """See [`WeightTransferConfig`][marin_rl.weights.config.WeightTransferConfig].
 
         All training hosts have the same address: the shared folder.
         """
         if len(set(addresses)) != 1:
             raise ValueError(f"all senders of this type must have the same address, got {sorted(set(addresses))}")
+        from marin_rl.weights.fetch import WeightReceiver
+        from marin_rl.weights.shared_files import FolderSource
+
         source = FolderSource(addresses[0], secret, streams=self.streams)
         return WeightReceiver([source], self.retry, cast=self.sent_dtype is not None)
 

@@ -93,10 +93,6 @@ def find_gap(target: Bounds, held: Sequence[Bounds]) -> Bounds | None:
     return tuple((edges[at], edges[at + 1]) for edges, at in zip(cuts, cell, strict=True))
 
 
-MAX_CHUNK_BYTES = 64 * 2**20
-"""Maximum chunk size, far below the message limit of Arrow and gRPC, 2 GiB."""
-
-
 def checksum(data: np.ndarray) -> int:
     """Return the 64-bit XXH3 of uint8 data: ten times as fast as CRC-32, and not cryptographic either."""
     return xxhash.xxh3_64_intdigest(data.data)

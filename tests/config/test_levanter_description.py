@@ -1,0 +1,97 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from levanter.optim import AdamConfig, OptimizerConfig
+
+from marin_rl.config import levanter_description
+from marin_rl.config.command_line import check_command_line, parse_config
+from marin_rl.config.decode import ConfigError, decode, encode, field_types
+from marin_rl.config.draft_config import draft_class
+from marin_rl.config.levanter_description import describe_installed, description_file
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.yaml_text import load_yaml
+from tests.config.mistakes import MISTAKES, Mistake, write_files
+
+EXPERIMENTS = sorted(Path("experiments").glob("*.yaml"))
+
+
+def problems_of(check, *arguments) -> set[str]:
+    with pytest.raises(ConfigError) as raised:
+        check(*arguments)
+    return set(raised.value.problems)
+
+
+def test_description_is_that_of_the_installed_levanter():
+    assert description_file().read_text() == describe_installed(), (
+        "levanter or a model of this project was changed: run `python -m marin_rl.config.levanter_description`"
+    )
+
+
+def test_draft_has_the_settings_of_the_config():
+    draft, complete = dataclasses.fields(draft_class()), dataclasses.fields(TrainConfig)
+    assert [(field.name, field.metadata) for field in draft] == [(field.name, field.metadata) for field in complete]
+
+
+@pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: file.stem)
+def test_draft_decodes_configs_as_the_complete_class_does(file: Path):
+    if "run_dir" not in (raw := load_yaml(file)):
+        pytest.skip("part of a config")
+    draft = draft_class(reads_files=False)
+    kinds = field_types(TrainConfig)
+    decoded, complete = decode(draft, raw), decode(TrainConfig, raw)
+    for field in dataclasses.fields(draft):
+        expected = encode(getattr(complete, field.name), kinds[field.name])
+        assert encode(getattr(decoded, field.name), field_types(draft)[field.name]) == expected
+
+
+SAME = {case: mistake for case, mistake in MISTAKES.items() if not mistake.only_early}
+
+
+@pytest.mark.parametrize("mistake", SAME.values(), ids=SAME)
+def test_complete_check_reports_the_same_mistakes(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("marin_rl.config.draft_config.left_to_levanter", lambda problem, raw: False)
+    flags = {"dry_run": ""}
+    assert problems_of(check_command_line, mistake.argv, flags) == problems_of(
+        parse_config, TrainConfig, mistake.argv, flags
+    )
+
+
+def test_sections_of_an_undescribed_levanter_are_left_to_the_complete_check(tmp_path, monkeypatch):
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(levanter_description, "description_file", lambda: tmp_path / "levanter-0.json")
+    draft_class.cache_clear()
+    levanter_description.described_sections.cache_clear()
+    try:
+        arguments = ["--config", "base.yaml", "--model.hiden_dim", "1", "--optimizer.lr", "1", "--trainer.x", "1"]
+        check_command_line(arguments, {})
+        assert problems_of(check_command_line, [*arguments, "--sede", "1", "--rollouts.group_size", "1"], {}) == {
+            "unknown key sede; did you mean 'seed'?",
+            "rollouts.group_size is 1, but advantage 'rloo' compares the rollouts of a prompt and needs at least 2; "
+            "raise it, or use advantage: {type: reinforce}",
+        }
+    finally:
+        draft_class.cache_clear()
+        levanter_description.described_sections.cache_clear()
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnAdamConfig(AdamConfig):
+    own: float = 1.0
+
+
+def test_types_that_user_code_registers_are_left_to_the_complete_check(tmp_path, monkeypatch):
+    monkeypatch.setitem(OptimizerConfig.get_known_choices(), "own_adam", OwnAdamConfig)
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    own = ["--config", "base.yaml", "--optimizer.type", "own_adam", "--optimizer.own", "2"]
+    check_command_line(own, {})
+    assert parse_config(TrainConfig, own).config.optimizer == OwnAdamConfig(own=2.0)
+    problems = problems_of(check_command_line, [*own, "--sede", "1"], {})
+    assert problems == {"unknown key sede; did you mean 'seed'?"}
