@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from marin_rl.types import Message, Task
@@ -41,6 +42,8 @@ class Problem:
     """The task."""
     where: str
     """Origin (file and line, item), for messages."""
+    copies: int = 1
+    """Number of problems with this text, before duplicates were removed."""
 
 
 def problem_id(text: str) -> str:
@@ -117,16 +120,20 @@ def without_duplicates(problems: Iterable[Problem], source: str) -> list[Problem
         problems: the problems, in order.
         source: their origin, for messages.
 
+    Returns:
+        The distinct problems with their numbers of copies.
+
     Raises:
         ValueError: if there are no problems, or two different problems share an id.
     """
     first: dict[str, Problem] = {}
     ids: dict[str, Problem] = {}
-    repeated = contradicting = 0
+    copies = Counter[str]()
+    contradicting = 0
     for problem in problems:
+        copies[problem.text] += 1
         earlier = first.setdefault(problem.text, problem)
         if earlier is not problem:
-            repeated += 1
             contradicting += earlier.task.answer != problem.task.answer
             continue
         same_id = ids.setdefault(problem.task.id, problem)
@@ -139,8 +146,8 @@ def without_duplicates(problems: Iterable[Problem], source: str) -> list[Problem
         raise ValueError(f"{source} is empty: it has no problems")
     if contradicting:
         logger.warning("%s: %d duplicates have a different answer; the first is kept", source, contradicting)
-    logger.info("%s: %d distinct problems, %d duplicates removed", source, len(first), repeated)
-    return list(first.values())
+    logger.info("%s: %d distinct problems, %d duplicates removed", source, len(first), copies.total() - len(first))
+    return [dataclasses.replace(problem, copies=copies[text]) for text, problem in first.items()]
 
 
 def split_problems(problems: Sequence[Problem], held_out: float, validation: float, source: str) -> TaskSplits:
@@ -164,8 +171,11 @@ def split_problems(problems: Sequence[Problem], held_out: float, validation: flo
     shares = {Split.TRAIN: 1.0, Split.VALIDATION: validation, Split.HELD_OUT: held_out}
     for split, tasks in splits.items():
         if shares[split] > 0 and not tasks:
+            total = sum(problem.copies for problem in problems)
+            repeated = f" ({total - len(problems)} of all {total} are duplicates)" if total > len(problems) else ""
             raise ValueError(
-                f"{source}: none of its {len(problems)} problems fell into the {split.value} split; "
-                f"add problems, or use other shares than held_out {held_out} and validation {validation}"
+                f"{source}: none of its {len(problems)} distinct problems{repeated} fell into the {split.value} split; "
+                f"add problems with other texts, or use other shares than held_out {held_out} and validation "
+                f"{validation}"
             )
     return splits

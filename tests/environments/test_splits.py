@@ -57,9 +57,12 @@ def test_a_share_of_zero_gives_an_empty_split():
     assert [len(splits[split]) for split in Split] == [1, 0, 0]
 
 
-def test_empty_split_is_an_error():
-    with pytest.raises(ValueError, match=r"test: none of its 1 problems fell into the \w+ split"):
-        split_problems([problem("a")], 0.1, 0.1, "test")
+@pytest.mark.parametrize(
+    ("texts", "number"), [("a", "1 distinct problems"), ("aaaab", r"2 distinct problems \(3 of all 5 are duplicates\)")]
+)
+def test_empty_split_names_the_number_of_problems_and_duplicates(texts: str, number: str):
+    with pytest.raises(ValueError, match=rf"test: none of its {number} fell into the \w+ split; .*held_out 0.1"):
+        split_problems(without_duplicates(map(problem, texts), "test"), 0.1, 0.1, "test")
 
 
 def test_duplicates_are_removed_and_logged(caplog):

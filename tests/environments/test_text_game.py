@@ -336,7 +336,10 @@ def test_settings_out_of_range_are_rejected(fields: dict, message: str):
         ({"options": {"size": 1}}, "options size 1 and p 0.8 must be"),
         ({"options": {"map_name": "4x4"}}, "has a single initial state .*random_start: true"),
         ({"id": "Blackjack-v1", "options": {}, "random_start": True}, "no transition table to draw a start from"),
-        ({"num_tasks": 2, "held_out": 0.01, "validation": 0.01}, "none of its 2 problems fell into the validation"),
+        (
+            {"num_tasks": 2, "held_out": 0.01, "validation": 0.01},
+            "none of its 2 distinct problems fell into the validation",
+        ),
     ],
 )
 def test_games_that_cannot_be_constructed_are_rejected(fields: dict, message: str):
