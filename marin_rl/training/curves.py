@@ -10,18 +10,17 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from marin_rl.storage import StoragePath
-from marin_rl.training.metrics_file import PANELS, Panel, read_records
+from marin_rl.training.metrics_file import COLORS, Plot, plots_of, points, read_records
 from marin_rl.training.run_directory import write_atomically
 
-COLORS = ("#1f5fa8", "#d1701f", "#2f8f5b", "#9a3b7a", "#7a6a2f", "#555555")
 GRID = "#e4e4e4"
 
 
 def plot_curves(metrics_path: StoragePath, out_png: StoragePath, title: str = "") -> bool:
-    """Plot the metrics of a run. Panels without values are omitted.
+    """Plot the metrics of a run; `plots_of` selects them.
 
     Args:
         metrics_path: the run's `metrics.jsonl`.
@@ -35,74 +34,68 @@ def plot_curves(metrics_path: StoragePath, out_png: StoragePath, title: str = ""
         RunDirectoryError: if a line is not a record, or the image cannot be written.
     """
     records = read_records(metrics_path)
-    panels = [
-        panel
-        for panel in (accuracy_panel(records) if "eval/*" in panel.names else panel for panel in PANELS)
-        if any(_has(records, name) for name in panel.names)
-    ]
-    if not panels:
+    plots = plots_of(records)
+    if not plots:
         return False
-    columns = min(len(panels), 3 if len(panels) > 4 else 2)
-    rows = -(-len(panels) // columns)
-    # A Figure without pyplot has no global state that must be closed.
-    width, height = 4.4 * columns, 3.1 * rows + 0.3
-    figure = Figure(figsize=(width, height), dpi=110)
-    # Margins in inches. Matplotlib's own layout takes as long as drawing.
-    figure.subplots_adjust(
-        left=0.75 / width, right=1 - 0.15 / width, bottom=0.5 / height, top=1 - 0.65 / height, wspace=0.24, hspace=0.26
-    )
-    FigureCanvasAgg(figure)
-    for index, panel in enumerate(panels):
-        _draw(figure.add_subplot(rows, columns, index + 1), panel, records, is_lowest=index + columns >= len(panels))
-    if title:
-        figure.suptitle(title, y=1 - 0.1 / height, fontsize=12, fontweight="bold")
     image = io.BytesIO()
-    figure.savefig(image, format="png")
+    draw(plots, records, title).savefig(image, format="png")
     write_atomically(out_png, image.getvalue())
     return True
 
 
-def accuracy_panel(records: Sequence[Mapping[str, int | float]]) -> Panel:
-    """Return the panel of the held-out accuracies in the records, labelled by environment if there are several."""
-    names = dict.fromkeys(
-        name for record in records for name in record if name.startswith("eval/") and "/accuracy_" in name
+def draw(plots: Sequence[Plot], records: Sequence[Mapping[str, int | float]], title: str = "") -> Figure:
+    """Draw plots in a grid.
+
+    Args:
+        plots: the plots, at least one.
+        records: records of the run.
+        title: title of the figure.
+    """
+    columns = min(len(plots), 3 if len(plots) > 4 else 2)
+    rows = -(-len(plots) // columns)
+    # A Figure without pyplot has no global state that must be closed.
+    header = 0.3 if title else 0.0
+    width, height = 4.4 * columns, 3.1 * rows + header
+    figure = Figure(figsize=(width, height), dpi=110)
+    # Margins in inches. Matplotlib's own layout takes as long as drawing.
+    figure.subplots_adjust(
+        left=0.75 / width,
+        right=1 - 0.15 / width,
+        bottom=0.5 / height,
+        top=1 - (0.35 + header) / height,
+        wspace=0.24,
+        hspace=0.26,
     )
-    parts = {name: name.removeprefix("eval/").rpartition("/") for name in names}
-    several = len({environment for environment, _, _ in parts.values()}) > 1
-    labels = {}
-    for name, (environment, _, kind) in parts.items():
-        kind = kind.removeprefix("accuracy_")
-        labels[name] = f"{environment}, {kind}" if several else kind
-    return Panel("Held-out accuracy", labels)
+    FigureCanvasAgg(figure)
+    for index, plot in enumerate(plots):
+        _draw(figure.add_subplot(rows, columns, index + 1), plot, records, is_lowest=index + columns >= len(plots))
+    if title:
+        figure.suptitle(title, y=1 - 0.1 / height, fontsize=12, fontweight="bold")
+    return figure
 
 
-def _has(records: Sequence[Mapping[str, int | float]], name: str) -> bool:
-    return bool(_series(records, name)[0].size)
-
-
-def _series(records: Sequence[Mapping[str, int | float]], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and finite values of a metric."""
-    points = [(record["step"], record[name]) for record in records if np.isfinite(record.get(name, np.nan))]
-    steps, values = np.array(points, dtype=float).reshape(-1, 2).T
-    return steps, values
-
-
-def _draw(axes: Axes, panel: Panel, records: Sequence[Mapping[str, int | float]], *, is_lowest: bool) -> None:
-    is_evaluation = any(name.startswith("eval/") for name in panel.names)
-    shown = [(label, *_series(records, name)) for name, label in panel.names.items() if _has(records, name)]
-    for (label, steps, values), color in zip(shown, COLORS * len(shown), strict=False):
-        if len(values) >= 20 and not is_evaluation:
+def _draw(axes: Axes, plot: Plot, records: Sequence[Mapping[str, int | float]], *, is_lowest: bool) -> None:
+    for curve in plot.curves:
+        steps, values = np.array(points(records, curve.name), dtype=float).T
+        color = COLORS[curve.color]
+        if len(values) >= 20 and not curve.name.startswith("eval/"):
             axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
-            axes.plot(steps, running_mean(values, len(values) // 20), color=color, linewidth=1.8, label=label)
+            axes.plot(steps, running_mean(values, len(values) // 20), color=color, linewidth=1.8, label=curve.label)
         else:
-            axes.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=3.5, label=label)
-    axes.set_title(panel.title, fontsize=10, fontweight="bold", loc="left")
-    axes.set_ylabel(panel.unit, fontsize=8, color="#555555")
-    if len(shown) > 1 or is_evaluation:
+            axes.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=3.5, label=curve.label)
+    if plot.span is not None:
+        low, high = plot.span
+        room = 0.03 * (high - low)
+        axes.set_ylim(low - room, high + room)
+    axes.set_title(plot.title, fontsize=10, fontweight="bold", loc="left")
+    axes.set_ylabel(plot.unit, fontsize=8, color="#555555")
+    if plot.has_legend:
         axes.legend(fontsize=8, frameon=False)
     if is_lowest:
         axes.set_xlabel("step", fontsize=8, color="#555555")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    # A factor such as 1e-5 above the axis would push the title into the plot above.
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.6g}".replace("-", "\N{MINUS SIGN}")))
     axes.tick_params(labelsize=8, color=GRID, labelcolor="#555555")
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)

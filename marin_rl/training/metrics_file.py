@@ -11,7 +11,8 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +28,146 @@ class Panel:
     title: str
     """Title of the plot."""
     names: Mapping[str, str]
-    """Labels by metric name; a trailing `*` matches any suffix. Metrics without values are omitted."""
+    """Labels by metric name; `eval/*` stands for the held-out accuracies. Metrics without values are omitted."""
     unit: str = ""
     """Unit of the vertical axis."""
+    rounding: float = -1.0
+    """Magnitude up to which values are only rounding; a curve of such values is not drawn. Below 0: every curve is."""
+    is_share: bool = False
+    """Whether the vertical axis begins at 0 if all values are in [0, 1], and ends at 1 if one is close to it."""
 
 
+_ACCURACIES = "eval/*"
 PANELS = (
     Panel(
         "Reward per rollout",
         {"train/rewards": "reward", "train/correct_rewards": "correct", "train/format_rewards": "format"},
+        is_share=True,
     ),
-    Panel("Held-out accuracy", {"eval/*": ""}),
+    Panel("Held-out accuracy", {_ACCURACIES: ""}, is_share=True),
     Panel("Entropy", {"policy/entropy_avg": "entropy"}, "nats per token"),
-    Panel("KL to the reference", {"objective/kl": "KL"}, "nats per rollout"),
-    Panel("Approximate KL to the policy before the update", {"policy/approxkl_avg": "change"}, "nats per token"),
-    Panel("Sampler against learner, log-probs", {"mismatch/logprob_difference_max": "largest difference"}, "nats"),
+    Panel("KL to the reference", {"objective/kl": "KL"}, "nats per rollout", rounding=1e-6),
+    Panel("Approximate KL to the old policy", {"policy/approxkl_avg": "change"}, "nats per token", rounding=1e-6),
+    # Sums over a layer's inputs in another order change a log-probability by up to about 1e-4 in float32.
+    Panel(
+        "Sampler against learner, log-probs",
+        {"mismatch/logprob_difference_max": "difference"},
+        "nats, largest of a step",
+        rounding=1e-3,
+    ),
     Panel("Loss", {"loss/policy_avg": "policy", "loss/value_avg": "value"}),
     Panel("Output length", {"train/output_length": "tokens"}, "tokens"),
     Panel("Gradient norm", {"grad_norm": "before clipping"}),
     Panel(
-        "Groups without signal", {"groups/all_good_share": "all solved", "groups/all_bad_share": "none solved"}, "share"
+        "Groups without signal",
+        {"groups/all_good_share": "all solved", "groups/all_bad_share": "none solved"},
+        "share",
+        rounding=0.0,
+        is_share=True,
     ),
 )
 """Plots of every run, if it has their metrics."""
+
+COLORS = ("#1f5fa8", "#c25a12", "#2f8f5b", "#9a3b7a", "#7a6a2f", "#555e68", "#3c8fa5", "#b0413e", "#6b5bb5")
+"""Colors of curves, `--c0` to `--c8` in `viewing/page.css`."""
+# pass@1 is the sampled accuracy.
+_ACCURACY = re.compile(r"eval/(.+)/(?:accuracy_)?(sampled|greedy|pass@(?!1$)([0-9]+))")
+_CLOSE_TO_1 = 0.8
+Record = Mapping[str, int | float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """A curve of a plot."""
+
+    name: str
+    """Metric."""
+    label: str
+    """Its label; metrics with the same values share a curve, such as `reward = correct`."""
+    color: int
+    """Index in `COLORS`, which depends on the metric and not on the other curves that are drawn."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plot:
+    """A plot of a run."""
+
+    title: str
+    """Title."""
+    unit: str
+    """Unit of the vertical axis."""
+    curves: Sequence[Curve]
+    """Curves, at least one."""
+    has_legend: bool
+    """Whether the labels are shown: the panel is of several metrics, although fewer may be drawn."""
+    span: tuple[float, float] | None
+    """Ends of the vertical axis; None: those of the values."""
+
+
+def plots_of(records: Sequence[Record]) -> list[Plot]:
+    """Return the plots of a run.
+
+    A curve is left out if all its values are rounding (`Panel.rounding`), and so is a plot without a curve.
+
+    >>> records = [{"step": 1, "train/rewards": 0.5, "train/correct_rewards": 0.5, "policy/approxkl_avg": 5e-13}]
+    >>> [(plot.title, [curve.label for curve in plot.curves], plot.span) for plot in plots_of(records)]
+    [('Reward per rollout', ['reward = correct'], (0.0, 0.55))]
+    """
+    plots = (_plot(panel, _labels(panel, records), records) for panel in PANELS)
+    return [plot for plot in plots if plot is not None]
+
+
+def points(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
+    """Return the steps and finite values of a metric."""
+    found = ((int(record["step"]), record.get(name, math.nan)) for record in records)
+    return [(step, value) for step, value in found if math.isfinite(value)]
+
+
+def _plot(panel: Panel, labels: Mapping[str, str], records: Sequence[Record]) -> Plot | None:
+    """The plot of a panel with these labels by metric; None if it has no curve."""
+    drawn: list[tuple[Curve, list[tuple[int, float]]]] = []
+    for index, (name, label) in enumerate(labels.items()):
+        series = points(records, name)
+        if all(abs(value) <= panel.rounding for _, value in series):
+            continue
+        # A curve over an equal one would hide it.
+        same = next((place for place, (_, other) in enumerate(drawn) if _are_equal(other, series)), None)
+        if same is None:
+            drawn.append((Curve(name, label, index % len(COLORS)), series))
+        else:
+            curve, _ = drawn[same]
+            drawn[same] = dataclasses.replace(curve, label=f"{curve.label} = {label}"), series
+    if not drawn:
+        return None
+    has_legend = len(panel.names) > 1 or _ACCURACIES in panel.names
+    span = _span([value for _, series in drawn for _, value in series]) if panel.is_share else None
+    return Plot(panel.title, panel.unit, tuple(curve for curve, _ in drawn), has_legend, span)
+
+
+def _span(values: Sequence[float]) -> tuple[float, float] | None:
+    highest = max(values)
+    if min(values) < 0 or highest > 1:
+        return None
+    return 0.0, 1.0 if highest > _CLOSE_TO_1 or highest == 0 else 1.1 * highest
+
+
+def _are_equal(one: Sequence[tuple[int, float]], other: Sequence[tuple[int, float]]) -> bool:
+    return len(one) == len(other) and all(
+        step == other_step and math.isclose(value, other_value, rel_tol=1e-6, abs_tol=1e-9)
+        for (step, value), (other_step, other_value) in zip(one, other, strict=True)
+    )
+
+
+def _labels(panel: Panel, records: Sequence[Record]) -> Mapping[str, str]:
+    """Labels of a panel by metric; those of the accuracies begin with the environment if there are several."""
+    if _ACCURACIES not in panel.names:
+        return panel.names
+    names = {name for record in records for name in record}
+    matches = [match for name in names if (match := _ACCURACY.fullmatch(name)) is not None]
+    # The order, and thereby the color, of sampled and greedy accuracy does not depend on the measured pass@k.
+    matches.sort(key=lambda match: (match[1], int(match[3] or ["sampled", "greedy"].index(match[2]))))
+    several = len({match[1] for match in matches}) > 1
+    return {match[0]: f"{match[1]}, {match[2]}" if several else match[2] for match in matches}
 
 
 def format_record(step: int, metrics: Mapping[str, int | float]) -> str:

@@ -1,17 +1,22 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import itertools
 import math
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import matplotlib.image
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from marin_rl.errors import RunDirectoryError
-from marin_rl.training.curves import accuracy_panel, plot_curves
-from marin_rl.training.metrics_file import append_record
+from marin_rl.training.curves import draw, plot_curves
+from marin_rl.training.metrics_file import COLORS, append_record, plots_of
+from marin_rl.viewing import html_page
 
 
 def write(path, records):
@@ -71,10 +76,45 @@ def test_no_image_without_values(tmp_path, records):
     assert not (tmp_path / "curves.png").exists()
 
 
-def test_environments_are_named_if_there_are_several():
-    records = [{"eval/a/b/accuracy_greedy": 0.5}, {"eval/a/c/accuracy_greedy": 0.5}]
-    assert list(accuracy_panel(records).names.values()) == ["a/b, greedy", "a/c, greedy"]
-    assert list(accuracy_panel(records[:1]).names.values()) == ["greedy"]
+LARGE, TINY = -1.5e6, 2e-7
+ALL = {
+    **{"train/rewards": LARGE, "train/correct_rewards": 0.1, "train/format_rewards": 0.2, "objective/kl": 0.1},
+    **{"policy/entropy_avg": 1.0, "policy/approxkl_avg": 2e-6, "mismatch/logprob_difference_max": 2e-3},
+    **{"loss/policy_avg": TINY, "train/output_length": 5e7, "grad_norm": TINY, "eval/a/accuracy_greedy": 0.5},
+    **{"groups/all_good_share": 0.1, "groups/all_bad_share": 0.2},
+}
+
+
+@pytest.mark.parametrize("names", [list(ALL), ["grad_norm"], ["grad_norm", "policy/approxkl_avg", "loss/policy_avg"]])
+def test_plots_do_not_touch_each_other(names: list[str]):
+    records = [{"step": step} | {name: ALL[name] * (1 + step / 10) for name in names} for step in range(30)]
+    figure = draw(plots_of(records), records)
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    # With titles, labels and the numbers at the axes.
+    boxes = [axes.get_tightbbox(renderer) for axes in figure.axes]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    whole = figure.get_window_extent()
+    assert all(box.x0 >= 0 and box.y0 >= 0 and box.x1 <= whole.x1 and box.y1 <= whole.y1 for box in boxes)
+
+
+def test_a_name_has_one_color_and_accuracy_begins_at_0():
+    first = {"step": 1, "train/rewards": 2.0, "train/correct_rewards": 0.5, "train/format_rewards": 1.5}
+    accuracies = {"eval/a/accuracy_greedy": 0.3, "eval/a/accuracy_sampled": 0.2}
+    records = [first | accuracies, {"step": 2, "train/rewards": 1.0, "train/format_rewards": 1.0} | accuracies]
+    figure = draw(plots_of(records), records)
+    rewards, accuracy = figure.axes
+    assert [line.get_color() for line in rewards.lines] == list(COLORS[:3])
+    assert [(line.get_label(), line.get_color()) for line in accuracy.lines] == [
+        ("sampled", COLORS[0]),
+        ("greedy", COLORS[1]),
+    ]
+    assert accuracy.get_ylim()[0] == pytest.approx(0, abs=0.02)
+
+
+def test_colors_are_those_of_the_page():
+    style = Path(html_page.__file__).with_name("page.css").read_text()
+    light = dict(re.findall(r"--c(\d): (#\w+)", style.partition("prefers-color-scheme: dark")[0]))
+    assert [light[str(index)] for index in range(len(COLORS))] == list(COLORS)
 
 
 def test_unwritable_image_is_named(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from marin_rl.errors import RunDirectoryError
 from marin_rl.storage import digest_of
-from marin_rl.training.metrics_file import append_record, first_odd_line, read_records, rewind_records
+from marin_rl.training.metrics_file import append_record, first_odd_line, plots_of, read_records, rewind_records
 
 
 def metrics_of(step: int) -> dict[str, float]:
@@ -124,3 +124,77 @@ def test_full_disk_is_reported(tmp_path):
     path.symlink_to("/dev/full")
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl': the disk is full; free some space and rerun"):
         append_record(path, 1, {})
+
+
+def drawn(*records: dict[str, float]) -> dict[str, list[str]]:
+    """Labels of the drawn curves by title of the plot."""
+    plots = plots_of([{"step": step, **record} for step, record in enumerate(records)])
+    return {plot.title: [curve.label for curve in plot.curves] for plot in plots}
+
+
+@pytest.mark.parametrize(
+    ("name", "rounding", "value"),
+    [
+        ("policy/approxkl_avg", [5e-13, -2e-14, 0.0], 2e-6),
+        ("objective/kl", [0.0, 1e-8], 0.01),
+        ("mismatch/logprob_difference_max", [6e-5, 3e-6], 2e-2),
+        ("groups/all_bad_share", [0.0, 0.0], 1e-7),
+    ],
+)
+def test_curve_of_rounding_is_not_drawn(name: str, rounding: list[float], value: float):
+    assert drawn(*({name: size} for size in rounding)) == {}
+    # A single value that is more than rounding.
+    assert len(drawn(*({name: size} for size in [*rounding, -value, math.nan]))) == 1
+
+
+@pytest.mark.parametrize("name", ["train/rewards", "eval/a/accuracy_greedy", "loss/policy_avg", "grad_norm"])
+def test_zeros_that_tell_something_are_drawn(name: str):
+    assert len(drawn({name: 0.0}, {name: 0.0})) == 1
+
+
+@pytest.mark.parametrize(
+    ("correct", "labels"),
+    [
+        ([0.5, 0.1 + 0.2], ["reward = correct", "format"]),
+        ([0.5, 0.31], ["reward", "correct", "format"]),
+        ([0.5, math.nan], ["reward", "correct", "format"]),
+    ],
+)
+def test_equal_curves_are_drawn_as_one(correct: list[float], labels: list[str]):
+    records = [
+        {"train/rewards": reward, "train/correct_rewards": value, "train/format_rewards": 1.0}
+        for reward, value in zip([0.5, 0.3], correct, strict=True)
+    ]
+    assert drawn(*records) == {"Reward per rollout": labels}
+
+
+def test_color_of_a_metric_does_not_depend_on_others():
+    names = ["eval/a/accuracy_greedy", "eval/a/pass@4", "eval/a/accuracy_sampled", "eval/a/pass@16", "eval/a/pass@1"]
+    (all_of_them,) = plots_of([{"step": 0} | {name: index / 10 for index, name in enumerate(names)}])
+    colors = {curve.label: curve.color for curve in all_of_them.curves}
+    assert list(colors) == ["sampled", "greedy", "pass@4", "pass@16"]
+    (two,) = plots_of([{"step": 0, "train/correct_rewards": 1.0, "train/format_rewards": 0.0}])
+    assert {curve.label: curve.color for curve in two.curves} == {"correct": 1, "format": 2}
+
+
+def test_environments_are_named_if_there_are_several():
+    a, b = {"eval/x/a/accuracy_greedy": 0.5}, {"eval/x/b/accuracy_greedy": 0.4}
+    assert drawn(a | b) == {"Held-out accuracy": ["x/a, greedy", "x/b, greedy"]}
+    assert drawn(a) == {"Held-out accuracy": ["greedy"]}
+
+
+@pytest.mark.parametrize(
+    ("values", "span"),
+    [
+        ([0.2, 0.4], (0, 0.44)),
+        ([0.2, 0.85], (0, 1)),
+        ([0.0, 0.0], (0, 1)),
+        ([1.0], (0, 1)),
+        ([0.5, 1.2], None),
+        ([-0.1, 0.5], None),
+    ],
+)
+@pytest.mark.parametrize("name", ["train/rewards", "eval/a/accuracy_sampled"])
+def test_axis_of_shares_begins_at_0(name: str, values: list[float], span: tuple[float, float] | None):
+    (plot,) = plots_of([{"step": step, name: value} for step, value in enumerate(values)])
+    assert plot.span == (span and pytest.approx(span))
