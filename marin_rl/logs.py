@@ -66,6 +66,25 @@ def _is_module(module: str) -> bool:
 
 
 @contextlib.contextmanager
+def without_message(logger: str, start: str) -> Iterator[None]:
+    """Drop a message of a library about something that the block handles; its other messages are kept.
+
+    Args:
+        logger: name of the library's logger.
+        start: text that the message begins with.
+    """
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(start)
+
+    logging.getLogger(logger).addFilter(is_other)
+    try:
+        yield
+    finally:
+        logging.getLogger(logger).removeFilter(is_other)
+
+
+@contextlib.contextmanager
 def warnings_to_stderr() -> Iterator[None]:
     """Print warnings and errors of this package to stderr until a log file is open, in the format of the log file.
 

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from marin_rl.errors import RunDirectoryError
-from marin_rl.logs import log_to, warnings_to_stderr
+from marin_rl.logs import log_to, warnings_to_stderr, without_message
 from marin_rl.remote_path import RemotePath
 from tests.gcs_emulator import Fault, Gcs
 
@@ -129,3 +129,12 @@ def test_log_that_cannot_be_uploaded_is_reported_once(gcs: Gcs, capsys: pytest.C
         gcs.faults.append(Fault("POST", 403))
     warning = "warning: gs://bucket/run/log.txt cannot be written (gs://bucket/run/log.txt: permission denied"
     assert capsys.readouterr().err.count(warning) == 1
+
+
+def test_one_message_of_a_library_is_dropped_in_the_block_only(caplog):
+    logger = logging.getLogger("library.module")
+    with without_message("library.module", "We know"):
+        logger.warning("We know %s", "this")
+        logger.warning("This is new, and not what we know")
+    logger.warning("We know this, later")
+    assert caplog.messages == ["This is new, and not what we know", "We know this, later"]

@@ -23,6 +23,7 @@ from typing import Any
 import ray
 
 from marin_rl.errors import UserError, require_threads
+from marin_rl.logs import without_message
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,9 @@ def _sockets_parent() -> str:
     return parent if len(os.fsencode(parent)) <= MAX_SOCKETS_PARENT else "/tmp"
 
 
+_TOKEN_LOGGER = "ray._private.authentication.authentication_token_setup"
+
+
 def connect(**settings: Any) -> None:
     """Connect to a node, and keep the program's handler of SIGTERM.
 
@@ -111,7 +115,9 @@ def connect(**settings: Any) -> None:
     """
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(**settings)
+        # The node of `_start` has a token, which Ray finds by itself.
+        with without_message(_TOKEN_LOGGER, "Token authentication is enabled"):
+            ray.init(**settings)
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)

@@ -8,7 +8,9 @@ import dataclasses
 import gc
 import logging
 import math
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -41,10 +43,30 @@ def join_processes(config: TrainerConfig) -> None:
         config: levanter's trainer config.
     """
     config._initialize_jax_config()
+    _check_cache()
     # Its handler would replace the program's own and only log SIGTERM. A stop request is passed on without it.
     jax.config.update("jax_enable_preemption_service", False)
     if not jax.distributed.is_initialized():
         config.distributed.initialize()
+
+
+def _check_cache() -> None:
+    """Disable jax's cache of compiled programs if it cannot be written; jax would print a warning for every program."""
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    if folder is None or "://" in folder:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        logger.warning(
+            "the folder of compiled programs %s cannot be written (%s), so every start compiles all programs; set "
+            "trainer.jax_compilation_cache_dir to a folder that can be, or to null",
+            folder,
+            error.strerror,
+        )
+        jax.config.update("jax_compilation_cache_dir", None)
 
 
 @contextlib.contextmanager

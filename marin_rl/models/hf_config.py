@@ -210,6 +210,9 @@ def _check_undeclared(values: Mapping[str, Any], declared: Set[str], checkpoint:
     read_anyway = {"rope_scaling", "partial_rotary_factor", "head_dim", "model_type", "dtype", "torch_dtype"}
     known = declared | read_anyway | PretrainedConfig().to_dict().keys()
     known |= {"architectures", "auto_map", "transformers_version", "attn_implementation"}
+    # Levanter writes it for qwen, also where it says the same as `attention_bias` or the architecture.
+    if values.get("no_bias") is (not values.get("attention_bias", True)):
+        known.add("no_bias")
     unknown = {name: value for name, value in values.items() if name not in known and value is not None}
     listing = ", ".join(f"{name}: {unknown[name]!r}" for name in sorted(unknown) if not name.startswith("_"))
     if not listing:

@@ -15,6 +15,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 from transformers.utils.hub import cached_file
 
+from marin_rl.logs import without_message
 from marin_rl.storage import check_descriptions
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.chat_template import check_template_ends
@@ -187,11 +188,13 @@ def _from_files(source: str) -> PreTrainedTokenizerBase:
         # Written by transformers 5, with a class and a list that transformers 4 does not support.
         cached_file(source, "tokenizer.json")
         tokens = extra if isinstance(extra, list) else []
-        loaded = PreTrainedTokenizerFast.from_pretrained(
-            source,
-            extra_special_tokens={} if isinstance(extra, list) else extra or {},
-            additional_special_tokens=[token["content"] if isinstance(token, dict) else token for token in tokens],
-        )
+        # The class in the files is the one that transformers 4 lacks; tokenizer.json alone determines the tokens.
+        with without_message("transformers.tokenization_utils_base", "The tokenizer class you load from"):
+            loaded = PreTrainedTokenizerFast.from_pretrained(
+                source,
+                extra_special_tokens={} if isinstance(extra, list) else extra or {},
+                additional_special_tokens=[token["content"] if isinstance(token, dict) else token for token in tokens],
+            )
         return cast(PreTrainedTokenizerBase, loaded)
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)

@@ -1,6 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import dataclasses
 import gc
 import json
 import os
@@ -18,6 +19,7 @@ from marin_rl.learner.devices import (
     collect_garbage,
     collect_rarely,
     exempt_from_collection,
+    join_processes,
     start_devices,
 )
 from tests.cpu_host import cpu_host
@@ -83,6 +85,21 @@ def test_input_config_is_not_modified():
     assert section == default_trainer()
     assert section.per_device_parallelism == -1
     assert (started.per_device_parallelism, started.train_batch_size) == (4, 4 * jax.device_count())
+
+
+def test_cache_that_cannot_be_written_is_disabled_with_one_sentence(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "file").touch()
+    former = jax.config.values["jax_compilation_cache_dir"]
+    try:
+        for folder in (tmp_path / "file" / "jax", tmp_path / "file", Path("/proc/jax"), tmp_path / "new" / "jax"):
+            caplog.clear()
+            join_processes(dataclasses.replace(default_trainer(), jax_compilation_cache_dir=str(folder)))
+            is_used = folder.parent.name == "new"
+            assert jax.config.values["jax_compilation_cache_dir"] == (str(folder) if is_used else None)
+            assert len(caplog.messages) == (0 if is_used else 1)
+            assert is_used or f"{folder} cannot be written" in caplog.text
+    finally:
+        jax.config.update("jax_compilation_cache_dir", former)
 
 
 @pytest.fixture

@@ -157,6 +157,23 @@ def test_unknown_setting_of_a_newer_transformers_is_rejected(tmp_path: Path, cap
         assert "not_set" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("name", "biases", "is_known"),
+    [
+        ("qwen3", {"no_bias": True, "attention_bias": False}, True),
+        ("qwen3", {"no_bias": False, "attention_bias": False}, False),
+        ("qwen2", {"no_bias": False}, True),
+        ("qwen2", {"no_bias": True}, False),
+    ],
+)
+def test_biases_in_levanters_files_are_known_if_they_agree(
+    tmp_path: Path, caplog, name: str, biases: dict[str, bool], is_known: bool
+):
+    with caplog.at_level(logging.WARNING, "marin_rl.models.hf_config"):
+        read(tmp_path, {**record(name)["config"], **biases})
+    assert ("no_bias" not in caplog.text) is is_known
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '"llama"', "\udce4", "[" * 100_000])
 def test_error_names_an_unreadable_config(tmp_path: Path, text: str):
     (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))

@@ -116,9 +116,13 @@ def as_transformers_5_writes(folder: Path, *, tokenizer_class: str = "Tokenizers
 
 
 @pytest.mark.parametrize("tokenizer_class", ["TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2Tokenizer"])
-def test_a_folder_of_transformers_5_gives_the_same_tokens(tmp_path: Path, tokenizer_class: str):
+def test_a_folder_of_transformers_5_gives_the_same_tokens(
+    tmp_path: Path, tokenizer_class: str, capfd: pytest.CaptureFixture[str]
+):
     folder = as_transformers_5_writes(tmp_path / "five", tokenizer_class=tokenizer_class)
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
     chat, expected = TokenizerConfig(path=str(folder)).build(), TokenizerConfig().build()
+    assert capfd.readouterr().err == ""
     messages = [USER, {"role": "assistant", "content": "5<|end|>"}]
     assert chat.prompt_tokens([USER]) == expected.prompt_tokens([USER])
     assert chat.encode_conversation(messages) == expected.encode_conversation(messages)
