@@ -37,7 +37,7 @@ def argument_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--topology", required=True, metavar="NAME", help="v5p:2x2x4 or v5p-32, 2xv5p:2x2x4 (slices), h100:8 or cpu:8"
+        "--topology", required=True, metavar="NAME", help="v5p-32 or v5p:2x2x4, 2xv5p-32 (two slices), h100:8 or cpu:8"
     )
     parser.add_argument("--worker_topology", metavar="NAME", help="of a rollout worker, which is one host")
     parser.add_argument(

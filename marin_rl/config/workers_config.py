@@ -6,7 +6,6 @@
 import dataclasses
 import enum
 import math
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,8 +13,8 @@ import jax.numpy as jnp
 import jmp
 from jax.typing import DTypeLike
 
-from marin_rl.chips import TopologyError, with_shape
 from marin_rl.config_fields import check_at_least, convert_enum_fields
+from marin_rl.slice_names import TopologyError, parse_slice
 
 if TYPE_CHECKING:
     from levanter.trainer import TrainerConfig
@@ -65,10 +64,10 @@ class TpuSlice:
         """Parse a topology.
 
         Args:
-            text: `GENERATION:AxB`, `GENERATION:AxBxC`, or the type of a slice, such as `v5e-16`.
+            text: topology or type of a slice, such as `v5e:4x4` or `v5e-16`.
 
         Raises:
-            ValueError: if Ray does not know the generation or the shape, or slices of the type have no default shape.
+            ValueError: if there is no such slice, or Ray does not know its shape.
 
         >>> TpuSlice.parse("v5e:4x4")
         TpuSlice(version='v5litepod', topology='4x4', num_hosts=4, chips_per_host=4)
@@ -77,21 +76,21 @@ class TpuSlice:
         """
         # Imported here because Ray takes a third of a second to import, and few configs have a slice.
         from ray._private.accelerators.tpu import TPUAcceleratorManager
-        from ray.util.tpu import VALID_TPU_TYPES, get_tpu_worker_resources
+        from ray.util.tpu import get_tpu_worker_resources
 
         try:
-            name, _, topology = with_shape(text).partition(":")
+            named = parse_slice(text)
         except TopologyError as error:
-            raise ValueError(f"workers.tpu_slice: {error}") from error
-        version = _RAY_VERSIONS.get(name, name)
-        if version not in VALID_TPU_TYPES or not re.fullmatch(r"\d+(x\d+)+", topology):
-            known = ", ".join(name for name in (*_RAY_VERSIONS, *VALID_TPU_TYPES) if name not in _RAY_VERSIONS.values())
+            raise ValueError(f"workers.tpu_slice is {error}") from error
+        if named.slices > 1:
             raise ValueError(
-                f"workers.tpu_slice is {text!r}; it must be a generation ({known}) and a shape in chips, such as "
-                "v6e:4x4 or v5p:2x2x2, or the type of a slice, such as v6e-16"
+                f"workers.tpu_slice is {text!r}: it is the kind of one slice, and workers.num_workers determines their "
+                "number; remove the number"
             )
+        name, topology = named.generation.name, named.shape_text
+        version = _RAY_VERSIONS.get(name, name)
         if not TPUAcceleratorManager.is_valid_tpu_accelerator_topology(version, topology):
-            raise ValueError(f"workers.tpu_slice is {text!r}, but there are no {name} slices of shape {topology}")
+            raise ValueError(f"workers.tpu_slice is {text!r}, but Ray knows no {name} slices of shape {topology}")
         hosts, resources = get_tpu_worker_resources(topology, version)
         return cls(version, topology, hosts, int(resources[TPU]))
 

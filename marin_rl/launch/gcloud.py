@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Set
 
 from marin_rl.errors import UserError, nearest
 from marin_rl.escaping import escape_line
+from marin_rl.slice_names import generation_of
 
 DETAIL = 400
 """Maximum characters of gcloud's message in an error."""
@@ -195,7 +196,10 @@ def check_tpu_types(gcloud: Gcloud, tpu_types: Iterable[str]) -> None:
     valid = gcloud.tpus("tpu-vm", "accelerator-types", "list", "--format=value(type)").split()
     for name in tpu_types:
         if name not in valid and not gcloud.dry_run:
-            raise GcloudError(f"tpu_type {name!r} does not exist in zone {gcloud.zone}; {nearest(name, valid)}")
+            raise GcloudError(
+                f"tpu_type {name!r} does not exist in zone {gcloud.zone}; {nearest(name, valid)} "
+                f"({generation_of(name).counted})"
+            )
 
 
 def check_writable(gcloud: Gcloud, folder: str) -> None:

@@ -10,10 +10,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from marin_rl.chips import GENERATIONS, accelerator_type
 from marin_rl.config_fields import check_at_least, convert_enum_fields
-from marin_rl.errors import nearest
 from marin_rl.launch.gcloud import Gcloud, GcloudError, NotFoundError, check_flags
+from marin_rl.slice_names import TopologyError, generation_of, slice_type
 
 
 class CapacityType(enum.Enum):
@@ -26,16 +25,6 @@ class CapacityType(enum.Enum):
     RESERVED = "reserved"
     """From a reservation of the project."""
 
-
-RUNTIME_VERSIONS = {
-    "v2": "tpu-ubuntu2204-base",
-    "v3": "tpu-ubuntu2204-base",
-    "v4": "tpu-ubuntu2204-base",
-    "v5litepod": "v2-alpha-tpuv5-lite",
-    "v5p": "v2-alpha-tpuv5",
-    "v6e": "v2-alpha-tpuv6e",
-}
-"""Runtime version for JAX by generation, see https://cloud.google.com/tpu/docs/runtimes."""
 
 DELETE_TIMEOUT = 1800.0
 """Seconds in which a queued resource with its slices must be deleted."""
@@ -50,8 +39,8 @@ class SlicesConfig:
     """TPU slices."""
 
     tpu_type: str
-    """Type of each slice, such as v5p-32 or v5e-16 (Google's name is v5litepod-16); `gcloud compute tpus tpu-vm
-    accelerator-types list` lists those of a zone."""
+    """Type of each slice, such as v5p-32 or v5e-16 (Google's name is v5litepod-16), or its topology, such as v5p:2x2x4;
+    `gcloud compute tpus tpu-vm accelerator-types list` lists the types of a zone."""
     num_slices: int = 1
     """Number of slices. Those of a trainer are connected by the data center's network (Multislice)."""
     capacity_type: CapacityType = CapacityType.ON_DEMAND
@@ -65,13 +54,14 @@ class SlicesConfig:
     def __post_init__(self) -> None:
         convert_enum_fields(self)
         check_at_least(self, "slices", num_slices=1)
-        given = self.tpu_type
-        object.__setattr__(self, "tpu_type", accelerator_type(given))
-        generation, _, size = self.tpu_type.partition("-")
-        is_number = size.isdecimal() and size.isascii() and int(size) > 0
-        if generation not in RUNTIME_VERSIONS or not is_number:
-            hint = nearest(generation, dict.fromkeys([*RUNTIME_VERSIONS, *GENERATIONS]))
-            raise ValueError(f"tpu_type is {given!r}; it must be GENERATION-SIZE, such as v5p-32; {hint}")
+        try:
+            object.__setattr__(self, "tpu_type", slice_type(self.tpu_type))
+        except TopologyError as error:
+            raise ValueError(f"tpu_type is {error}") from error
+        if not self.runtime_version and not generation_of(self.tpu_type).runtime_version:
+            raise ValueError(
+                f"tpu_type is {self.tpu_type}, of which the runtime version is not known; set runtime_version"
+            )
         if self.runtime_version is not None and not re.fullmatch(r"[a-z0-9][-.a-z0-9]*", self.runtime_version):
             raise ValueError(f"runtime_version is {self.runtime_version!r}; it must be a name, such as v2-alpha-tpuv5")
         check_flags("create_flags", self.create_flags, _OWN_FLAGS)
@@ -165,7 +155,6 @@ def create(gcloud: Gcloud, resource: QueuedResource) -> None:
         GcloudError: if the request is rejected, for example because of the quota.
     """
     slices = resource.slices
-    generation = slices.tpu_type.partition("-")[0]
     nodes = (
         [f"--node-id={resource.name}"]
         if slices.num_slices == 1
@@ -177,7 +166,7 @@ def create(gcloud: Gcloud, resource: QueuedResource) -> None:
         "create",
         resource.name,
         f"--accelerator-type={slices.tpu_type}",
-        f"--runtime-version={slices.runtime_version or RUNTIME_VERSIONS[generation]}",
+        f"--runtime-version={slices.runtime_version or generation_of(slices.tpu_type).runtime_version}",
         *nodes,
         *capacity[slices.capacity_type],
         *slices.create_flags,

@@ -30,11 +30,11 @@ RUN = "environment: {type: arithmetic}\nmodel: {type: llama}\n"
             "TPU_NAME-rollouts-17; shorten it",
         ),
         ({"zone": "us-east5"}, "zone is 'us-east5'; it must be a zone, such as us-east5-a"),
-        ({"slices": {"tpu_type": "v5p"}}, "slices: tpu_type is 'v5p'; it must be GENERATION-SIZE, such as v5p-32"),
-        ({"slices": {"tpu_type": "v5-8"}}, "tpu_type is 'v5-8'; it must be GENERATION-SIZE"),
-        ({"slices": {"tpu_type": "v5-8"}}, "did you mean 'v5p' or 'v5e'"),
-        ({"slices": {"tpu_type": "v5litpod-8"}}, "did you mean 'v5litepod'"),
-        ({"slices": {"tpu_type": "v5e-x"}}, "tpu_type is 'v5e-x'; it must be GENERATION-SIZE"),
+        ({"slices": {"tpu_type": "v5p"}}, "slices: tpu_type is 'v5p': it is not a slice of TPUs; "),
+        ({"slices": {"tpu_type": "v5litpod-8"}}, "nearest: v5litepod-8"),
+        ({"slices": {"tpu_type": "v5e-x"}}, "tpu_type is 'v5e-x': it is not a slice of TPUs; nearest: v5e-"),
+        ({"slices": {"tpu_type": "2xv5e-8"}}, "it is 2 slices; write the type of one, and set num_slices: 2"),
+        ({"slices": {"tpu_type": "v7x-8"}}, "tpu_type is tpu7x-8, of which the runtime version is not known"),
         ({"slices": {"tpu_type": "v5p-8", "num_slices": 0}}, "slices.num_slices is 0; it must be at least 1"),
         ({"slices": {"tpu_type": "v5p-8", "capacity_type": "cheap"}}, "it takes one of on-demand, spot, reserved"),
         ({"slices": {"tpu_type": "v5p-8", "create_flags": ["--spot"]}}, "create_flags contains '--spot'"),
@@ -53,7 +53,7 @@ def test_bad_configs(changes: dict[str, Any], message: str) -> None:
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize("common", ["v5e-8", "v5lite-8", "V5E-8", "v5litepod-8"])
+@pytest.mark.parametrize("common", ["v5e-8", "v5lite-8", "V5E-8", "v5litepod-8", "v5e:2x4", " v5e-8"])
 def test_common_names_of_types_become_googles(common: str) -> None:
     changes = {"slices": {"tpu_type": common}, "rollout_slices": {"tpu_type": common}}
     config = decode(TpuConfig, VALID | changes)
