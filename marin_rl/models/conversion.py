@@ -20,6 +20,7 @@ from levanter.layers.rotary import (
     YarnRotaryEmbeddingsConfig,
 )
 from levanter.models.lm_model import LmConfig
+from levanter.models.qwen import Qwen3Config
 from transformers import PretrainedConfig
 
 # Registers the architecture.
@@ -287,6 +288,9 @@ def _settings_not_read(hf_config: PretrainedConfig) -> dict[str, Any]:
             return {"embed_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
         case "olmo2":
             return {"attention_dropout": 0.0}
+        case "qwen3" if hf_config.sliding_window is None:
+            # The field is an integer even without a window, and a run's config.yaml must be readable.
+            return {"sliding_window": Qwen3Config.sliding_window}
     return {}
 
 

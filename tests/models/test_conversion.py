@@ -17,6 +17,7 @@ from levanter.models.mixtral import MixtralConfig
 from levanter.models.olmo import Olmo2Config
 from levanter.models.qwen import Qwen3Config, QwenConfig
 
+from marin_rl.config.yaml_text import from_yaml, to_yaml
 from marin_rl.models.conversion import (
     attention_window,
     check_implemented,
@@ -137,6 +138,19 @@ def test_config_round_trips_through_export(tmp_path: Path, case: str):
     (tmp_path / "second").mkdir()
     exported.save_pretrained(tmp_path / "second")
     assert read(tmp_path / "second", json.loads((tmp_path / "second" / "config.json").read_text())) == config
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """The `model` section of a run's config.yaml."""
+
+    model: LmConfig
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_config_round_trips_through_the_text_form(tmp_path: Path, case: str):
+    section = Section(read(tmp_path, record(case)["config"]))
+    assert from_yaml(Section, to_yaml(section), "config.yaml") == section
 
 
 def test_attention_window_of_layers(tmp_path: Path):
