@@ -187,6 +187,15 @@ def generation_of(slice_type: str) -> Generation:
     return _NAMES[slice_type.partition("-")[0]]
 
 
+def chips_of(slice_type: str) -> int:
+    """Return the number of chips of a type from `slice_type`.
+
+    >>> chips_of("v5p-32"), chips_of("v5litepod-8")
+    (16, 8)
+    """
+    return int(slice_type.partition("-")[2]) // generation_of(slice_type).cores_in_name
+
+
 def _parts(text: str, others: str = "") -> tuple[int, Generation, int | None, tuple[int, ...]]:
     """Number of slices, generation, size of a type and shape of a topology."""
     match = _FORM.fullmatch(text.strip().lower())

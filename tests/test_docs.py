@@ -278,8 +278,8 @@ def check_launch(argv: list[str]) -> None:
         return
     else:
         assert command in ("tpu", "ray")
-        # The launch file of the page does not exist here; its YAML block is tested.
-        assert own[1:3] == ["--config", "launch.yaml"]
+        # The launch files of the page do not exist here; their YAML blocks are tested.
+        assert own[1:3] in (["--config", "launch.yaml"], ["--config", "first.yaml"])
         launch = ["--tpu_name", "a", "--zone", "us-east5-a", "--slices.tpu_type", "v5p-8", *own[3:]]
         parse_config(TpuConfig, launch, ACTIONS[own[0]])
     if command == "local" or own[0] == "start":

@@ -24,6 +24,7 @@ from marin_rl.launch.gcloud import Gcloud, GcloudError, UnreachableError
 from marin_rl.launch.hosts import Hosts, JobStatus
 from marin_rl.launch.queued_resource import QueuedResource, Stage
 from marin_rl.launch.upload import CodeConfig, code_files, show_upload, write_upload
+from marin_rl.slice_names import chips_of
 
 LOG_LINES = 50
 """Lines of the logs after a failure."""
@@ -254,8 +255,9 @@ class Launch:
         return bool(group.addresses)
 
     def _request(self, group: Group) -> None:
-        resource = group.resource
-        self.gcloud.report(f"{group.name}: requesting {resource.slices.num_slices} x {resource.slices.tpu_type}")
+        resource, slices = group.resource, group.resource.slices
+        chips = slices.num_slices * chips_of(slices.tpu_type)
+        self.gcloud.report(f"{group.name}: requesting {slices.num_slices} x {slices.tpu_type}, {_count(chips, 'chip')}")
         try:
             queued_resource.create(self.gcloud, resource)
         except UnreachableError:
@@ -281,7 +283,7 @@ class Launch:
             kept = ", ".join(sorted(running))
             self.gcloud.report(f"{group.name}: the code on its hosts is not replaced, because {kept} runs there")
         else:
-            self.gcloud.report(f"{group.name}: installing the code on {len(group.addresses)} hosts")
+            self.gcloud.report(f"{group.name}: installing the code on {_count(len(group.addresses), 'host')}")
         with tempfile.TemporaryDirectory(prefix="marin_rl-") as folder:
             upload = Path(folder) / "upload"
             upload.mkdir(mode=0o700)
@@ -386,6 +388,10 @@ def _is_complete(job: Job, statuses: Sequence[JobStatus], group: Group) -> bool:
     return len(own) == len(group.addresses) and all(
         not status.running and status.state == "exited" and status.exit_status == 0 for status in own
     )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _sentence(status: JobStatus) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ZONES = ["europe-west4-b", "us-central1-a", "us-central2-b", "us-east5-a", "us-east5-b"]
-TYPES = ["v5p-8", "v5p-16", "v5p-32", "v5litepod-8", "v5litepod-16"]
+TYPES = ["v5p-8", "v5p-16", "v5p-32", "v5litepod-1", "v5litepod-8", "v5litepod-16"]
 WIDE = {"account", "billing-project", "configuration", "flags-file", "flatten", "format", "impersonate-service-account"}
 WIDE |= {"project", "verbosity"}
 WIDE_SWITCHES = {"quiet", "help", "log-http", "no-user-output-enabled"}

@@ -52,7 +52,7 @@ def test_start_runs_on_all_hosts_until_the_end(
     assert launch("start", project) == 0
     assert project.starts() == ["None --config run.yaml --trainer.distributed.initialize_jax_distributed true"] * 2
     output = capsys.readouterr().out
-    assert "pod: requesting 1 x v5p-16\n" in output
+    assert "pod: requesting 1 x v5p-16, 8 chips\n" in output
     assert "pod: WAITING_FOR_RESOURCES\npod: ACTIVE\npod: installing the code on 2 hosts\n" in output
     assert "the run is complete, or was stopped\n" in output
     assert re.search(
