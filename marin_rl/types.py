@@ -156,7 +156,8 @@ class Task:
     messages: tuple[Message, ...]
     """The prompt: the messages that the policy sees before its first turn. At least one."""
     answer: str
-    """The ground truth that the environment grades against."""
+    """The ground truth: if replies are compared with it, the text that is right, such as `64` for 46 if replies are
+    reversed. Empty if there is none; the tests of a program for the reward component `code`."""
     worked_answer: str | None = None
     """A reply that earns full reward, for a supervised warm start; None if the task has none."""
     anchor_state: object = None

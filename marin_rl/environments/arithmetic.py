@@ -68,7 +68,7 @@ class ArithmeticConfig(EnvironmentConfig):
         return SingleTurnEnvironment(
             name=self.name,
             splits=split_problems(problems, self.held_out, self.validation, f"environment {self.name!r}"),
-            score=lambda task, reply: float((reply[::-1] if self.reverse_answer else reply) == task.answer),
+            score=lambda task, reply: float(reply == task.answer),
             format=self.format,
         )
 
@@ -91,7 +91,6 @@ class ArithmeticConfig(EnvironmentConfig):
             sign = self.operations[operation]
             text += f"{sign}{number}"
             result += number if sign == "+" else -number
-        text, answer = f"{text}=", str(result)
-        worked_answer = answer[::-1] if self.reverse_answer else answer
-        task = Task(text, self.name, (Message(role="user", content=text),), answer, worked_answer)
+        text, answer = f"{text}=", str(result)[:: -1 if self.reverse_answer else 1]
+        task = Task(text, self.name, (Message(role="user", content=text),), answer, worked_answer=answer)
         return Problem(text, task, where=text)

@@ -130,7 +130,7 @@ class ReasoningGymConfig(EnvironmentConfig):
                     f"{text!r}; keep the difference in the prompt"
                 )
             # Tasks with many right answers (rubiks_cube, …) have no answer.
-            answer = item.answer or ""
+            answer = self._in_order(item.answer or "")
             task = Task(
                 id=problem_id(text),
                 environment=name,
@@ -171,17 +171,19 @@ class ReasoningGymConfig(EnvironmentConfig):
         return re.sub(r"\s", "", prompt) if self.remove_whitespace else prompt
 
     def _worked_answer(self, answer: str) -> str | None:
-        worked = answer[::-1] if self.reverse_answer else answer
-        if self.reply_regex is not None and extract_last(self.reply_regex, worked) != worked:
+        if self.reply_regex is not None and extract_last(self.reply_regex, answer) != answer:
             return None
-        return worked or None
+        return answer or None
 
-    def _score(self, item: "_Item", exact: str, reply: str) -> float:
-        answer = reply[::-1] if self.reverse_answer else reply
+    def _in_order(self, answer: str) -> str:
+        """Convert an answer of reasoning-gym to that of the task, and back."""
+        return answer[::-1] if self.reverse_answer else answer
+
+    def _score(self, item: "_Item", answer: str, reply: str) -> float:
         if self.exact_answer:
             # Without a process, which would take most of the time of grading a short reply.
-            return float(answer == exact and item.accepts_answer)
-        request = {"item": item.index, "question": item.question, "reply": answer}
+            return float(reply == answer and item.accepts_answer)
+        request = {"item": item.index, "question": item.question, "reply": self._in_order(reply)}
         score = self._ask(request, SCORE_SECONDS)["score"]
         if not self.partial_credit:
             return float(score >= FULL_SCORE)

@@ -44,8 +44,8 @@ def test_answers_are_right_and_worked_answers_earn_the_full_reward(terms, digits
         assert len(numbers) == terms
         assert all(len(number) <= digits for number in numbers)
         # eval is the oracle; numbers have no leading zeros.
-        assert task.answer == str(eval(text.rstrip("=")))
-        assert task.worked_answer is not None
+        result = str(eval(text.rstrip("=")))
+        assert task.worked_answer == task.answer == (result[::-1] if reverse else result)
         assert answer(environment, task, task.worked_answer).rewards == {"correct": 1.0}
 
 
@@ -58,7 +58,7 @@ def test_all_distinct_problems_can_be_drawn():
 def test_exact_reply_is_required():
     environment = ArithmeticConfig(size=200, reverse_answer=True).build()
     task = next(task for task in environment.tasks(Split.TRAIN) if len(task.answer) == 2 and len(set(task.answer)) == 2)
-    for reply in (task.answer, task.answer[::-1] + "0", " " + task.answer[::-1], ""):
+    for reply in (task.answer[::-1], task.answer + "0", " " + task.answer, ""):
         assert answer(environment, task, reply).rewards == {"correct": 0.0}
 
 

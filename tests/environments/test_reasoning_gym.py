@@ -67,16 +67,19 @@ def test_compact_prompts_and_worked_answers(reverse: bool):
     for split in Split:
         for task in environment.tasks(split):
             text = task.messages[-1]["content"]
-            assert task.answer == str(eval(text.rstrip("=")))
-            assert task.worked_answer == (task.answer[::-1] if reverse else task.answer)
+            result = str(eval(text.rstrip("=")))
+            assert task.worked_answer == task.answer == (result[::-1] if reverse else result)
             assert reward(environment, task, task.worked_answer) == 1.0
 
 
 def test_reversed_replies_are_reversed_before_scoring():
-    environment = chain_sum(reverse_answer=True)
-    task = two_digit_task(environment)
-    assert reward(environment, task, task.answer[::-1]) == 1.0
-    assert reward(environment, task, task.answer) == 0.0
+    for exact in (False, True):
+        environment = chain_sum(reverse_answer=True, exact_answer=exact)
+        task = two_digit_task(environment)
+        right = answer(environment, task, task.answer)
+        wrong = answer(environment, task, task.answer[::-1])
+        assert right.rewards == {"correct": 1.0}
+        assert wrong.rewards == {"correct": 0.0}
 
 
 def test_padded_answers_earn_a_reward_only_with_partial_credit():
