@@ -35,6 +35,18 @@ def escape_line(text: str) -> str:
     return escape(text).replace("\n", "\\n")
 
 
+def shorten(text: str, length: int) -> str:
+    """Leave out the middle of a text that has more than `length` characters; both ends of a prompt or reply matter.
+
+    >>> shorten("Compute 12+34. Reply with the number only.", 21)
+    'Compute 12…mber only.'
+    """
+    if len(text) <= length:
+        return text
+    end = (length - 1) // 2
+    return f"{text[: length - 1 - end]}…{text[len(text) - end :]}"
+
+
 def shown_bytes(piece: bytes) -> str:
     r"""Decode a token's bytes to one line of text; incomplete UTF-8 characters become byte escapes.
 

@@ -38,7 +38,8 @@ class Step:
     info: Info = dataclasses.field(default_factory=dict)
     """Metadata of this turn: JSON values by name, stored with the rollout and shown by the viewer."""
     rollout_info: Info = dataclasses.field(default_factory=dict)
-    """Metadata of the episode: JSON values by name; the last step that has a name determines its value."""
+    """Metadata of the episode: JSON values by name; the last step that has a name determines its value. The viewer's
+    lists show a text `reason`, which explains the rewards."""
 
 
 @runtime_checkable

@@ -114,6 +114,7 @@ class DatasetConfig(EnvironmentConfig):
             name=name,
             splits=splits,
             score=None if grader is None else lambda task, reply: grader.grade(reply, task.answer),
+            read=None if grader is None else grader.read,
             format=self.format,
             reply_regex=self.reply_regex,
             blocks=grader is not None and grader.blocks,

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from marin_rl.environments.base import CORRECT, FORMAT, AbstractSplitEnvironment, Episode, Step
+from marin_rl.escaping import shorten
 from marin_rl.rewards.grading import FormatConfig
 from marin_rl.rewards.grading_process import NoAnswerError
 from marin_rl.rewards.reply_text import graded_text, search_reply
@@ -17,6 +18,8 @@ from marin_rl.types import Task
 
 logger = logging.getLogger(__name__)
 
+MAX_QUOTE = 60
+"""Maximum characters of a reply, an answer or a pattern in the reason of a reward."""
 GIVEN_UP = "grading_given_up"
 """Metric: 1 if a part of the grading exceeded a limit, so that its reward is 0."""
 
@@ -28,6 +31,9 @@ class SingleTurnEnvironment(AbstractSplitEnvironment):
     score: Callable[[Task, str], float] | None
     """Returns the reward `correct` of a reply to a task, given the text after its thoughts; None if only reward
     functions score replies. If it raises `NoAnswerError`, the reward is 0."""
+    read: Callable[[str], str | None] | None = None
+    """Returns the part of a scored text that `score` compares with the answer, None if it has none. Called for wrong
+    replies, to explain their reward; None: the whole text is compared."""
     format: FormatConfig | None = None
     """Optional reward `format`, for the complete reply."""
     reply_regex: str | None = None
@@ -49,30 +55,70 @@ class SingleTurnEnvironment(AbstractSplitEnvironment):
 
     def grade(self, task: Task, reply: str) -> Step:
         """Return the rewards of a reply by component. A part of the grading that exceeds a limit gives 0."""
-        graders: dict[str, Callable[[], float]] = {}
+        graders: dict[str, Callable[[], tuple[float, str]]] = {}
         if self.score is not None:
             graders[CORRECT] = lambda: self._correct(task, reply)
         if self.format is not None:
-            graders[FORMAT] = functools.partial(self.format.reward, reply)
-        rewards, given_up = {}, False
+            graders[FORMAT] = functools.partial(_format, self.format, reply)
+        rewards, reasons, given_up = {}, [], False
         for name, grader in graders.items():
             try:
-                rewards[name] = grader()
+                rewards[name], reason = grader()
+                reasons.append(reason)
             except NoAnswerError as error:
                 logger.warning(
                     "%s, task %s: the grading of %r was given up, graded 0: %s: %.200r",
                     *(self.name, task.id, name, error, reply),
                 )
                 rewards[name], given_up = 0.0, True
-        return Step(rewards=rewards, metrics={GIVEN_UP: float(given_up)} if self.waits else {})
+                reasons.append(f"the grading of {name!r} was given up: {shorten(str(error), MAX_QUOTE)}")
+        reason = "; ".join(filter(None, reasons))
+        return Step(
+            rewards=rewards,
+            metrics={GIVEN_UP: float(given_up)} if self.waits else {},
+            rollout_info={"reason": reason} if reason else {},
+        )
 
-    def _correct(self, task: Task, reply: str) -> float:
+    def _correct(self, task: Task, reply: str) -> tuple[float, str]:
+        """Return the reward of a reply, and the reason if it is below the full one."""
         assert self.score is not None
         scored = graded_text(reply)
-        if self.reply_regex is not None and scored is not None:
+        if scored is None:
+            return 0.0, _reason(task, 0.0, "a <think> without </think>")
+        if self.reply_regex is not None:
             found = search_reply(self.reply_regex, scored)
-            scored = None if found is None else found.group
-        return 0.0 if scored is None else self.score(task, scored)
+            if found is None or found.group is None:
+                return 0.0, _reason(task, 0.0, f"no match of reply_regex `{shorten(self.reply_regex, MAX_QUOTE)}`")
+            scored = found.group
+        reward = self.score(task, scored)
+        if reward >= 1:
+            return reward, ""
+        read = scored if self.read is None else self.read(scored)
+        return reward, _reason(task, reward, "no final answer" if read is None else _quoted(read))
+
+
+def _format(config: FormatConfig, reply: str) -> tuple[float, str]:
+    """Return the reward for the format of a reply, and the reason if it does not match."""
+    reward = config.reward(reply)
+    return (
+        reward,
+        "" if reward or not config.weight else f"no match of format.regex `{shorten(config.regex, MAX_QUOTE)}`",
+    )
+
+
+def _reason(task: Task, reward: float, found: str) -> str:
+    """Explain a reward below the full one by the part of the reply that was compared with the answer."""
+    expected = _quoted(task.answer)
+    # Tasks with several right answers have none, and a scorer can reject the answer itself.
+    return (
+        f"graded {reward:g}: {found}" if not task.answer or found == expected else f"expected {expected}, found {found}"
+    )
+
+
+def _quoted(text: str) -> str:
+    """Quote a text if it could be misread: if it is empty, has spaces at an end, or is not one printable line."""
+    short = shorten(text, MAX_QUOTE)
+    return short if short and short.isprintable() and short == short.strip() else repr(short)
 
 
 @dataclasses.dataclass

@@ -56,6 +56,14 @@ class Grader(Protocol):
         """
         ...
 
+    def read(self, reply: str) -> str | None:
+        """Return the part of a reply that is compared with the answer, or None if it has none.
+
+        Raises:
+            NoAnswerError: if that exceeds a limit.
+        """
+        ...
+
     def grade(self, reply: str, answer: str) -> float:
         """Return 1 for a correct reply, 0 for any other text.
 
@@ -107,6 +115,10 @@ class ExactConfig(GraderConfig):
         """Check that the answer is not empty."""
         if not answer.strip():
             raise GroundTruthError(f"the ground truth {answer!r} is empty; correct the answer column or drop the row")
+
+    def read(self, reply: str) -> str:
+        """Return the reply without leading and trailing whitespace."""
+        return reply.strip()
 
     def grade(self, reply: str, answer: str) -> float:
         """Return 1 if the reply equals the answer, else 0."""

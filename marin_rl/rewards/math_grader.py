@@ -4,7 +4,7 @@
 """Grading of mathematical answers, in processes with a time limit."""
 
 import re
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from marin_rl.rewards.grading_process import NoAnswerError, ask
 from marin_rl.rewards.math_worker import GroundTruthError
@@ -36,6 +36,14 @@ class MathVerifyGrader:
                 "`grader: {type: exact}`"
             ) from error
 
+    def read(self, reply: str) -> str | None:
+        """Return the final answer of a reply, or None if it has none.
+
+        Raises:
+            NoAnswerError: if the reply exceeds the time limit or the memory of a process.
+        """
+        return self._ask({"reply": reply})["found"]
+
     def grade(self, reply: str, answer: str) -> float:
         """Return 1 if reply and answer are mathematically equal, else 0.
 
@@ -44,10 +52,10 @@ class MathVerifyGrader:
         """
         if _PLAIN_NUMBER.fullmatch(answer) and reply == answer:
             return 1.0
-        return float(self._ask({"reply": reply, "answer": answer}))
+        return float(self._ask({"reply": reply, "answer": answer})["match"])
 
-    def _ask(self, request: dict[str, str]) -> bool:
+    def _ask(self, request: dict[str, str]) -> dict[str, Any]:
         response = ask("marin_rl.rewards.math_worker:open_grader", request, self._timeout)
         if "ground_truth_error" in response:
             raise GroundTruthError(response["ground_truth_error"])
-        return response["match"]
+        return response

@@ -334,11 +334,16 @@ def answer(request: Mapping[str, str]) -> dict[str, Any]:
     """Answer a request of [`MathVerifyGrader`][marin_rl.rewards.math_grader.MathVerifyGrader].
 
     Args:
-        request: the `reply`, and the `answer` that it is compared with. Without a reply only the answer is checked.
+        request: the `reply`, and the `answer` that it is compared with. Without a reply only the answer is checked;
+            without an answer the reply is only read.
 
     Returns:
-        `match`, whether they are equal; or `ground_truth_error` with the reason why the answer is not usable.
+        `match`, whether they are equal; or `ground_truth_error` with the reason why the answer is not usable; or
+        `found`, the reply's final answer, null if it has none.
     """
+    if "answer" not in request:
+        found = find_answer(request["reply"])
+        return {"found": None if found is None else found.text or None}
     try:
         if "reply" in request:
             return {"match": math_verify_match(request["reply"], request["answer"])}

@@ -78,8 +78,9 @@ def test_reversed_replies_are_reversed_before_scoring():
         task = two_digit_task(environment)
         right = answer(environment, task, task.answer)
         wrong = answer(environment, task, task.answer[::-1])
-        assert right.rewards == {"correct": 1.0}
+        assert (right.rewards, right.rollout_info) == ({"correct": 1.0}, {})
         assert wrong.rewards == {"correct": 0.0}
+        assert wrong.rollout_info == {"reason": f"expected {task.answer}, found {task.answer[::-1]}"}
 
 
 def test_padded_answers_earn_a_reward_only_with_partial_credit():

@@ -56,6 +56,48 @@ def test_reply_regex_extracts_the_scored_text():
     assert answer(made, TASK, "2").rewards == {"correct": 0.0, "format": 0.0}
 
 
+def reason(made: SingleTurnEnvironment, reply: str, answer_text: str = "2") -> str | None:
+    return made.grade(dataclasses.replace(TASK, answer=answer_text), reply).rollout_info.get("reason")
+
+
+@pytest.mark.parametrize(
+    ("reply", "fields", "expected"),
+    [
+        ("2", {}, None),
+        ("3", {}, "expected 2, found 3"),
+        ("", {}, "expected 2, found ''"),
+        (" 2", {}, "expected 2, found ' 2'"),
+        ("2\n3", {}, "expected 2, found '2\\n3'"),
+        ("\x1b[31m\ud800", {}, "expected 2, found '\\x1b[31m\\ud800'"),
+        ("七", {}, "expected 2, found 七"),
+        ("<think>2", {}, "expected 2, found a <think> without </think>"),
+        ("<think>2</think>3", {}, "expected 2, found 3"),
+        ("it is 3", {"reply_regex": r"is (\d)"}, "expected 2, found 3"),
+        ("3", {"reply_regex": r"is (\d)"}, "expected 2, found no match of reply_regex `is (\\d)`"),
+        ("3", {"format": FormatConfig(regex="a", weight=0.5)}, "expected 2, found 3; no match of format.regex `a`"),
+        ("2", {"format": FormatConfig(regex="a", weight=0.5)}, "no match of format.regex `a`"),
+        ("2", {"format": FormatConfig(regex="2")}, None),
+        ("3", {"score": lambda task, reply: 0.25}, "expected 2, found 3"),
+        ("2", {"score": lambda task, reply: 0.25}, "graded 0.25: 2"),
+        ("3", {"read": lambda reply: None}, "expected 2, found no final answer"),
+        ("3", {"read": lambda reply: "three"}, "expected 2, found three"),
+        ("3", {"score": None, "format": FormatConfig(regex="3")}, None),
+    ],
+)
+def test_a_reward_below_the_full_one_has_a_reason(reply: str, fields: dict, expected: str | None):
+    assert reason(environment(**fields), reply) == expected
+
+
+def test_the_reason_of_a_task_without_an_answer_quotes_the_reply():
+    assert reason(environment(), "3", answer_text="") == "graded 0: 3"
+
+
+def test_reasons_are_short_for_long_replies_and_answers():
+    found = reason(environment(), "x" * 10**6 + "3", answer_text="y" * 10**6)
+    assert len(found) < 200
+    assert found.endswith("x3")
+
+
 @pytest.mark.parametrize(
     "fields", [{"reply_regex": "(a+)+b"}, {"format": FormatConfig(regex="(a+)+b")}], ids=["reply_regex", "format"]
 )

@@ -29,6 +29,14 @@ def test_math_verify(grader: MathVerifyGrader, reply: str, answer: str, reward: 
     assert grader.grade(reply, answer) == reward
 
 
+@pytest.mark.parametrize(
+    ("reply", "read"),
+    [(r"so \boxed{\frac{1}{2}}", r"\frac{1}{2}"), ("it is 4. The answer is 46.", "46"), ("hm?", None), ("", None)],
+)
+def test_the_final_answer_is_read(grader: MathVerifyGrader, reply: str, read: str | None):
+    assert grader.read(reply) == read
+
+
 def test_a_reply_that_takes_too_long_has_no_grade_and_the_next_is_graded():
     grader = MathVerifyGrader(timeout=0.2)
     nested = r"\sin(" * 30 + "x" + ")" * 30
