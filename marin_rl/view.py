@@ -4,6 +4,7 @@
 """Show stored rollouts in the terminal, `python -m marin_rl.view runs/rloo`, or as a page with `--html FILE`."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +14,12 @@ from rich.text import Text
 
 from marin_rl.config.command_line import CommandParser, positive, run_command
 from marin_rl.escaping import escape_line
+from marin_rl.rollouts.store import EVALUATION
 from marin_rl.storage import storage_path
 from marin_rl.types import RolloutStatus
 from marin_rl.viewing.html_page import write_page
 from marin_rl.viewing.selection import (
+    Listing,
     Selection,
     SortKey,
     StoredRollouts,
@@ -70,7 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--min_reward", type=float, help="minimum total reward")
     which.add_argument("--max_reward", type=float, help="maximum total reward")
     how = parser.add_argument_group("output")
-    how.add_argument("--sort", choices=[str(key) for key in SortKey], help="sort key of the list")
+    how.add_argument(
+        "--sort",
+        choices=[str(key) for key in SortKey],
+        help="sort key of the list (default: groups with different rewards first)",
+    )
     how.add_argument("--descending", action="store_true", help="sort in descending order")
     how.add_argument("--limit", type=positive, default=50, help="maximum lines in the list (50)")
     how.add_argument("--id", action="append", default=[], help="show one rollout in full; repeat to compare rollouts")
@@ -115,7 +122,17 @@ def _show(arguments: argparse.Namespace, source: StoredRollouts) -> None:
         descending=arguments.descending,
         limit=arguments.limit,
     )
-    print_listing(console, listing)
+    print_listing(console, listing, _one_in_full(arguments, listing))
+
+
+def _one_in_full(arguments: argparse.Namespace, listing: Listing) -> str:
+    """Return the command that shows the first rollout of a list in full."""
+    if not listing.rows:
+        return ""
+    row = listing.rows[0]
+    # Evaluations repeat their ids.
+    step = f" --step {row['step']}" if row["purpose"] == EVALUATION else ""
+    return escape_line(f"python -m marin_rl.view {shlex.quote(arguments.run)} --id {shlex.quote(row['id'])}{step}")
 
 
 def _steps(arguments: argparse.Namespace) -> range | None:

@@ -33,16 +33,41 @@ def view(capsys, *argv):
 def test_list_shows_the_newest_step(run, capsys):
     out = view(capsys, run)
     assert "3 rollouts" in out
-    header, line = (next(line.split() for line in out.splitlines() if word in line) for word in ("environment", "g-0"))
+    header, _, line, failed = (line.split() for line in out.splitlines()[:4])
     assert header == [
-        "id",
-        "step",
-        *["environment", "status", "reward", "correct", "style", "advantage", "turns", "tokens", "not", "trained"],
-        *["last", "reply"],
+        *("id", "reward", "prompt", "answer", "reply", "reason"),
+        *("correct", "style", "turns", "tokens", "advantage", "status", "not", "trained"),
     ]
-    assert line[:10] == ["g-0", "3", "sums", "completed", "1.5", "1", "0.5", "0.2", "2", "5"]
-    assert "failed" in out
+    assert line[:6] == ["g-0", "1.5", "2+3", "—", "naïve?", "5"]
+    assert failed[:5] == ["g-1", "–", "5", "failed:", "ValueError:"]
+    assert "the same in all: step 3, environment sums" in out
+    assert f"one in full: python -m marin_rl.view {run} --id g-0\n" in out
     assert "s2-0" not in out
+
+
+def test_command_of_the_list_shows_the_rollout(tmp_path, capsys):
+    run = empty_run(tmp_path / "a run")
+    for step in (1, 2):
+        write(run / "rollouts", step, [group_of("held", 1.0)], purpose="evaluation")
+    out = view(capsys, str(run), "--evaluation", "--step", "1")
+    command = shlex.split(next(line for line in out.splitlines() if line.startswith("one in full: ")))
+    shown = view(capsys, *command[command.index("marin_rl.view") + 1 :])
+    assert "held-0" in shown
+    assert re.search(r"step +1\s", shown)
+
+
+def test_groups_with_different_rewards_are_listed_first(tmp_path, capsys):
+    run = empty_run(tmp_path / "run")
+    groups = [group_of("a", 0.0, 0.0), group_of("b", 0.0, None), group_of("c", 1.0, 0.0, None), group_of("d", 1.0, 1.0)]
+    write(run / "rollouts", 1, groups)
+
+    def listed(*options: str) -> list[str]:
+        return re.findall(r"^([abcd]-\d)", view(capsys, str(run), *options), re.MULTILINE)
+
+    assert listed() == ["c-0", "c-1", "c-2", "a-0", "a-1", "b-0", "b-1", "d-0", "d-1"]
+    # The group of a rollout has different rewards, even if the filter leaves one of them.
+    assert listed("--max_reward", "0", "--limit", "2") == ["c-1", "a-0"]
+    assert listed("--sort", "id")[:3] == ["a-0", "a-1", "b-0"]
 
 
 def test_filters_sort_and_limit(run, capsys):

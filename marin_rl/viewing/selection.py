@@ -8,18 +8,18 @@ A rollout is a row of `marin_rl.rollouts.stored_rollout.SCHEMA`, as a mapping of
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from marin_rl.errors import RunDirectoryError
 from marin_rl.rollouts.store import EVALUATION, TRAINING, StoredFile, StoredFormat, list_files, read_file
 from marin_rl.storage import StoragePath
 from marin_rl.training.run_directory import open_existing
 from marin_rl.types import RolloutStatus
+from marin_rl.viewing import summary
+from marin_rl.viewing.summary import Row
 
-Row = Mapping[str, Any]
-
-SUMMARY_COLUMNS = (
+LISTED_COLUMNS = (
     *("step", "purpose", "id", "group_id", "environment", "status", "not_trained", "reward", "rewards", "advantage"),
     *("num_turns", "num_generated_tokens"),
 )
@@ -181,13 +181,14 @@ def list_rollouts(
     Args:
         source: source of the rollouts.
         selection: filter.
-        sort: sort key; None for the stored order. Rollouts without a value are last.
+        sort: sort key; None for the groups with different rewards first, then the stored order. Rollouts without a
+            value are last.
         descending: whether to sort in descending order.
         limit: maximum number of rows.
 
     Returns:
-        The first `limit` rows with the columns `SUMMARY_COLUMNS` and the text `last_reply`, and the number of all
-        selected rollouts.
+        The first `limit` rows with the columns `LISTED_COLUMNS` and the texts of `summary.Summary`, and the number of
+        all selected rollouts.
 
     Raises:
         RolloutNotFoundError: if none of the selected steps is stored.
@@ -195,31 +196,56 @@ def list_rollouts(
     """
     rows: list[Row] = []
     for file in selection.files(source):
-        table = read_file(file.path, SUMMARY_COLUMNS)
+        table = read_file(file.path, LISTED_COLUMNS)
         stored = [] if table is None else table.to_pylist()
-        rows += [{**row, "place": (file.path, at)} for at, row in enumerate(stored) if selection.accepts(row)]
+        unequal = unequal_groups(stored)
+        rows += [
+            {**row, "place": (file.path, at), "unequal": group_key(row) in unequal}
+            for at, row in enumerate(stored)
+            if selection.accepts(row)
+        ]
     if sort is not None:
         rows = _sorted(rows, sort.value, descending)
-    return Listing(_with_last_replies(rows[:limit]), len(rows))
+    else:
+        rows.sort(key=lambda row: not row["unequal"])
+    return Listing(_with_summaries(rows[:limit]), len(rows))
 
 
-def _with_last_replies(rows: Sequence[Row]) -> list[Row]:
-    """Replace the `place` of rows, a file and a position in it, by `last_reply`. One file at a time is in memory."""
+def unequal_groups(rows: Iterable[Row]) -> set[tuple[int, str, str]]:
+    """Return the keys of the groups with different rewards, which training learns from.
+
+    Args:
+        rows: rollouts of whole groups.
+    """
+    rewards: dict[tuple[int, str, str], set[float]] = {}
+    for row in rows:
+        if row["reward"] is not None:
+            rewards.setdefault(group_key(row), set()).add(row["reward"])
+    return {key for key, values in rewards.items() if len(values) > 1}
+
+
+def group_key(row: Row) -> tuple[int, str, str]:
+    """Identify the group of a rollout: evaluations repeat the ids of groups."""
+    return row["step"], row["purpose"], row["group_id"]
+
+
+def _with_summaries(rows: Sequence[Row]) -> list[Row]:
+    """Replace the `place` of rows, a file and a position in it, by their texts. One file at a time is in memory."""
     by_file: dict[StoragePath, list[int]] = {}
     for index, row in enumerate(rows):
         by_file.setdefault(row["place"][0], []).append(index)
-    replies = [""] * len(rows)
+    texts = [summary.Summary("", "", "", "")] * len(rows)
     for path, indices in by_file.items():
-        table = read_file(path, ["turns"])
+        table = read_file(path, summary.COLUMNS)
         for index in indices:
             at = rows[index]["place"][1]
             # A run that resumes removes files of later steps.
-            turns = [] if table is None or at >= len(table) else table["turns"][at].as_py()
-            messages = turns[-1]["messages"] if turns else []
-            replies[index] = (messages[-1]["content"] or "") if messages else ""
+            if table is not None and at < len(table):
+                texts[index] = summary.summarize(table.slice(at, 1).to_pylist()[0])
+    prompts = summary.shorten_prompts([text.prompt for text in texts], [row["environment"] for row in rows])
     return [
-        {**{name: row[name] for name in SUMMARY_COLUMNS}, "last_reply": reply}
-        for row, reply in zip(rows, replies, strict=True)
+        {**{name: row[name] for name in LISTED_COLUMNS}, **text._asdict(), "prompt": prompt}
+        for row, text, prompt in zip(rows, texts, prompts, strict=True)
     ]
 
 

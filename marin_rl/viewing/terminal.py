@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
@@ -18,61 +19,135 @@ from rich.table import Table
 from rich.text import Text
 
 from marin_rl.escaping import escape, escape_line, shown_bytes
-from marin_rl.viewing.selection import Listing, Row, logprob_differences
+from marin_rl.viewing.selection import Listing, logprob_differences
+from marin_rl.viewing.summary import Row, info_text, reason_of
 
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 MISSING = "–"
 ANCHOR_CHARACTERS = 12
 """Displayed characters of an anchor state's hash."""
-MIN_REPLY = 10
-"""Minimum characters of a reply in a list; on a console without room for them, the list has no replies."""
-COLUMN_GAP = 3
+SHORTENED = {"prompt": 3, "answer": 2, "reply": 3, "reason": 4}
+"""Columns of a list that are shortened on a narrow console, with their shares of the room."""
+WORDS = ("status", "environment", "not trained")
+"""Further columns of text."""
+NAMES = frozenset(("id", "reward", "step", "turns", "tokens", "advantage", *SHORTENED, *WORDS))
+"""Columns that are no reward components."""
+MIN_TEXT = 14
+"""Characters to which such a column is shortened before other columns are left out."""
+COLUMN_GAP = 2
 """Characters between two columns of a list."""
-MAX_NAME = 24
-"""Maximum characters per line of a component's name in a table header."""
 
 
-def print_listing(console: Console, listing: Listing) -> None:
-    """Print one line for each rollout."""
-    if not listing.rows:
+def print_listing(console: Console, listing: Listing, command: str) -> None:
+    """Print one line for each rollout.
+
+    A value that all rollouts share is printed once, below the list. On a narrow console the middle of texts is left
+    out, and then columns.
+
+    Args:
+        console: output console.
+        listing: the rollouts.
+        command: command that shows the first of them in full.
+    """
+    rows = listing.rows
+    if not rows:
         console.print(Text("0 rollouts match the filters", "dim"))
         return
-    table = _list_table(listing.rows)
-    # A measurement is limited by its own width.
-    width = console.measure(table, options=console.options.update(width=10**6)).maximum
-    room = console.width - width - COLUMN_GAP
-    console.print(_list_table(listing.rows, room) if room >= MIN_REPLY else table)
+    texts, (others, shared) = _text_columns(rows), _other_columns(rows)
+    columns, left_out = _fitting(texts, others, console.width)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, COLUMN_GAP - 1, 0, 0))
+    for name in columns:
+        is_number = name not in (*texts, *WORDS) or name == "reward"
+        table.add_column(Text(escape_line(name), "bold"), justify="right" if is_number else "left", no_wrap=True)
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*map(Text, cells))
+    console.print(table)
+    for line in _footer(listing, shared, left_out):
+        console.print(Text(line, "dim"))
+    console.print(Text(f"one in full: {command}", "dim"), soft_wrap=True)
+
+
+def _footer(listing: Listing, shared: Mapping[str, str], left_out: Sequence[str]) -> Iterator[str]:
     shown = len(listing.rows)
-    console.print(Text(f"{shown} of {listing.total} rollouts" if shown < listing.total else f"{shown} rollouts", "dim"))
+    yield f"{shown} of {listing.total} rollouts" if shown < listing.total else f"{shown} rollouts"
+    if shared:
+        yield f"the same in all: {', '.join(f'{escape_line(name)} {value}' for name, value in shared.items())}"
+    if left_out:
+        yield f"not shown for lack of width: {', '.join(map(escape_line, left_out))}"
 
 
-def _list_table(rows: Sequence[Row], reply_width: int = 0) -> Table:
-    """Return the table of a list, with the last reply of each rollout if `reply_width` is above 0."""
-    components = list(dict.fromkeys(name for row in rows for name, _ in row["rewards"]))
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for name in ("id", "step", "environment", "status"):
-        table.add_column(name, no_wrap=True, justify="right" if name == "step" else "left")
-    for name in ("reward", *components, "advantage", "turns", "tokens"):
-        table.add_column(Text(escape_line(name)), justify="right", overflow="fold", max_width=MAX_NAME)
-    table.add_column("not trained", no_wrap=True)
-    if reply_width:
-        table.add_column("last reply", no_wrap=True, max_width=reply_width)
-    for row in rows:
-        rewards = dict(row["rewards"])
-        cells = [
-            _plain(row["id"]),
-            str(row["step"]),
-            _plain(row["environment"]),
-            _plain(row["status"]),
-            number(row["reward"]),
-            *(number(rewards.get(name)) for name in components),
-            number(row["advantage"]),
-            str(row["num_turns"]),
-            str(row["num_generated_tokens"]),
-            _plain(row["not_trained"] or ""),
-        ]
-        table.add_row(*cells, *([_plain(row["last_reply"])] if reply_width else []))
-    return table
+Columns = dict[str, list[str]]
+"""Escaped cells by the names of columns."""
+
+
+def _text_columns(rows: Sequence[Row]) -> Columns:
+    """The columns of every list, without those that are empty."""
+    columns = {
+        "id": [row["id"] for row in rows],
+        "reward": [number(row["reward"]) for row in rows],
+        **{name: [row[name] for row in rows] for name in ("prompt", "answer", "reply", "reason")},
+    }
+    return {name: [escape_line(cell) for cell in cells] for name, cells in columns.items() if any(cells)}
+
+
+def _other_columns(rows: Sequence[Row]) -> tuple[Columns, dict[str, str]]:
+    """The columns that lists have if there is room, and the values that all rollouts share."""
+    rewards = [dict(row["rewards"]) for row in rows]
+    components = list(dict.fromkeys(name for each in rewards for name in each))
+    columns = {
+        # A single component is the reward.
+        **{
+            f"{name} (reward)" if name in NAMES else name: [number(each.get(name)) for each in rewards]
+            for name in components
+            if len(components) > 1
+        },
+        **{name: [str(row[key]) for row in rows] for name, key in (("step", "step"), ("turns", "num_turns"))},
+        "tokens": [str(row["num_generated_tokens"]) for row in rows],
+        "advantage": [number(row["advantage"]) for row in rows],
+        **{name: [escape_line(row[name]) for row in rows] for name in ("status", "environment")},
+        "not trained": [escape_line(row["not_trained"] or "") for row in rows],
+    }
+    shared = {name: cells[0] for name, cells in columns.items() if len(set(cells)) == 1}
+    differing = {name: cells for name, cells in columns.items() if name not in shared}
+    return differing, {name: value for name, value in shared.items() if value not in ("", MISSING)}
+
+
+def _fitting(texts: Columns, others: Columns, width: int) -> tuple[Columns, list[str]]:
+    """Return the columns that fit on a console, with shortened texts, and the names of the others."""
+    widths = {name: _width(name, cells) for name, cells in (others | texts).items()}
+    room = (
+        width
+        + COLUMN_GAP
+        - sum(COLUMN_GAP + min(widths[name], MIN_TEXT if name in SHORTENED else width) for name in texts)
+    )
+    columns, left_out = dict(texts), []
+    for name, cells in others.items():
+        if left_out or COLUMN_GAP + widths[name] > room:
+            left_out.append(name)
+        else:
+            room -= COLUMN_GAP + widths[name]
+            columns[name] = cells
+    free = width + COLUMN_GAP - sum(COLUMN_GAP + (0 if name in SHORTENED else widths[name]) for name in columns)
+    shares = {name: share for name, share in SHORTENED.items() if name in columns}
+    # Columns that need less than their share come first, and leave the rest to the others.
+    for name in sorted(shares, key=lambda name: widths[name] / shares[name]):
+        widths[name] = min(widths[name], max(free * shares[name] // sum(shares.values()), 1))
+        free -= widths[name]
+        del shares[name]
+        columns[name] = [_shorten_cells(cell, widths[name]) for cell in columns[name]]
+    return columns, left_out
+
+
+def _width(name: str, cells: Sequence[str]) -> int:
+    return max(map(cell_len, (escape_line(name), *cells)))
+
+
+def _shorten_cells(text: str, width: int) -> str:
+    """Leave out the middle of a text that takes more than `width` characters of the console."""
+    if cell_len(text) <= width:
+        return text
+    end = (width - 1) // 2
+    return f"{set_cell_size(text, width - 1 - end).rstrip()}…{set_cell_size(text[::-1], end)[::-1].lstrip()}"
 
 
 def print_rollout(console: Console, row: Row, *, tokens: bool) -> None:
@@ -122,12 +197,13 @@ def _summary(row: Row) -> RenderableType:
         "environment": row["environment"],
         "answer": row["answer"],
         "status": row["status"],
+        "reason": None if row["error"] else reason_of(row),
         "not trained": row["not_trained"],
         "error": row["error"],
         "advantage": None if row["advantage"] is None else number(row["advantage"]),
         "metrics": _named_numbers(row["metrics"]),
         "seconds": _named_numbers(row["seconds"]),
-        "info": row["info"],
+        "info": info_text(row),
     }
     return _facts({name: value for name, value in facts.items() if value})
 

@@ -8,11 +8,13 @@ import io
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from marin_rl.rollouts.stored_rollout import StoredAdvantages, as_table
-from marin_rl.types import Message, Rollout
+from marin_rl.types import Message, Rollout, RolloutStatus, Task
 from marin_rl.viewing.selection import Listing
+from marin_rl.viewing.summary import summarize
 from marin_rl.viewing.terminal import number, print_listing, print_rollout, print_side_by_side
 from tests.rollouts.rollout_cases import piece, rich_rollout, rich_signal, rollout_of, turn_of
 
@@ -50,24 +52,74 @@ def test_missing_values_have_no_column():
     ]
 
 
+def listed(*rollouts: Rollout, total: int | None = None, width: int = 200) -> list[str]:
+    rows = [{**row_of(rollout), **summarize(row_of(rollout))._asdict()} for rollout in rollouts]
+    return shown(print_listing, Listing(rows, total or len(rows)), "view RUN --id a", width=width)
+
+
 def test_list_has_a_column_per_component_with_a_dash_if_missing():
-    rollouts = [rollout_of("a"), rollout_of("b", reward=0.5, rewards={"style": 0.5})]
-    rows = [{**row_of(rollout), "last_reply": "5"} for rollout in rollouts]
-    lines = [line.split() for line in shown(print_listing, Listing(rows, 7))]
-    head, first, second = (next(line for line in lines if line[:1] == [start]) for start in ("id", "a", "b"))
+    lines = listed(rollout_of("a"), rollout_of("b", reward=0.5, rewards={"style": 0.5}), total=7)
+    head, first, second = (
+        next(line.split() for line in lines if line[:2].strip() == start) for start in ("id", "a", "b")
+    )
     place = head.index("correct")
     assert head[place : place + 2] == ["correct", "style"]
     assert (first[place], first[place + 1]) == ("1", "–")
     assert (second[place], second[place + 1]) == ("–", "0.5")
-    assert lines[-1] == ["2", "of", "7", "rollouts"]
+    assert "2 of 7 rollouts" in lines
 
 
-def test_list_has_the_last_reply_if_there_is_room():
-    reply = "the answer\x1b is 5"
-    listing = Listing([{**row_of(rich_rollout()), "last_reply": reply}], 1)
-    wide, narrow = (shown(print_listing, listing, width=width) for width in (200, 70))
-    assert any(line.endswith(r"the answer\x1b is 5") for line in wide)
-    assert not any("reply" in line for line in narrow)
+def test_list_explains_a_reward_and_prints_shared_values_once():
+    wrong = rollout_of("wrong", reply="71", reward=0.0, info={"reason": "expected 17, found 71"})
+    right = rollout_of("right", reply="17")
+    task = Task("t", "sums", ({"role": "user", "content": "2+3"},), "17")
+    lines = listed(*(dataclasses.replace(one, task=task) for one in (wrong, right)))
+    head, _, first, second = (line.split() for line in lines[:4])
+    assert head[:6] == ["id", "reward", "prompt", "answer", "reply", "reason"]
+    assert first[:9] == ["wrong", "0", "2+3", "17", "71", "expected", "17,", "found", "71"]
+    assert second[:5] == ["right", "1", "2+3", "17", "17"]
+    assert (
+        "the same in all: step 3, turns 1, tokens 3, status completed, environment sums, not trained filtered" in lines
+    )
+    assert lines[-1] == "one in full: view RUN --id a"
+
+
+TEXTS = {
+    "ascii": "word " * 2000,
+    "one word": "x" * 10_000,
+    "chinese": "计算三十加四十一" * 50,
+    "arabic": "احسب ناتج الجمع " * 50,
+    "latex": r"\frac{a_{1}}{\sqrt{b}} + \int_0^1 x\,dx " * 20,
+    "code": "def f(x):\n\treturn x\n" * 20,
+    "combining": "e\u0301\u0302" * 200,
+    "emoji": "🙂👨‍👩‍👧" * 80,
+    "escaped": "\x1b[31m\u202e" * 40,
+}
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+@pytest.mark.parametrize("kind", TEXTS)
+def test_every_line_of_a_list_fits_the_console(kind: str, width: int):
+    text = TEXTS[kind]
+    turns = (
+        dataclasses.replace(
+            turn_of("", text), messages=({"role": "user", "content": text}, {"role": "assistant", "content": text})
+        ),
+    )
+    rollout = rollout_of("train-1000-15-7", reward=0.0, turns=turns, info={"reason": text})
+    rollout = dataclasses.replace(rollout, task=Task("t", "sums", ({"role": "user", "content": text},), text))
+    lines = listed(rollout, rollout_of("b", status=RolloutStatus.TRUNCATED), width=width)
+    assert all(cell_len(line) <= width for line in lines[:-1])
+    if width >= 80:
+        [line] = [line for line in lines if line.startswith("train-1000-15-7")]
+        assert line.count("…") == 4
+        assert lines[0].split() == ["id", "reward", "prompt", "answer", "reply", "reason", *lines[0].split()[6:]]
+
+
+def test_narrow_list_names_the_columns_that_it_leaves_out():
+    lines = listed(rich_rollout(), rollout_of("b", status=RolloutStatus.TRUNCATED), width=50)
+    assert lines[0].split()[:2] == ["id", "reward"]
+    assert "not shown for lack of width: style, turns, tokens, status" in " ".join(lines)
 
 
 def test_last_observation_follows_the_turns():
