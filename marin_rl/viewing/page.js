@@ -48,14 +48,14 @@ function ticks(low, high, count) {
   return values;
 }
 
-function bounds(values) {
-  let low = Infinity, high = -Infinity;
+function bounds(values, fromZero) {
+  let low = fromZero ? 0 : Infinity, high = -Infinity;
   for (const value of values) {
     if (value < low) low = value;
     if (value > high) high = value;
   }
   const room = high > low ? (high - low) * 0.05 : Math.abs(high) * 0.1 || 0.5;
-  return [low - room, high + room];
+  return [fromZero && low === 0 ? 0 : low - room, high + room];
 }
 
 function frame(x, y, xDomain, yDomain, label, width = WIDTH) {
@@ -103,11 +103,26 @@ function follow(svg, places, tell) {
   });
 }
 
-function legend(names) {
+// A metric has one colour in all plots, and another than the metrics that are drawn with it.
+const NUM_COLOURS = 9;
+const colours = new Map();
+function colourClasses(metrics) {
+  const taken = new Set(metrics.filter((metric) => colours.has(metric)).map((metric) => colours.get(metric)));
+  for (const metric of metrics) {
+    if (colours.has(metric)) continue;
+    let free = 0;
+    while (taken.has(free) && free < NUM_COLOURS) free++;
+    colours.set(metric, free % NUM_COLOURS);
+    taken.add(free % NUM_COLOURS);
+  }
+  return metrics.map((metric) => `s${colours.get(metric)}`);
+}
+
+function legend(labels, classes) {
   const list = element("div", { class: "legend" });
-  const values = names.map((name, index) => {
+  const values = labels.map((label, index) => {
     const value = element("b");
-    list.append(element("span", {}, element("span", { class: `swatch s${index % 9}` }), `${name} `, value));
+    list.append(element("span", {}, element("span", { class: `swatch ${classes[index]}` }), `${label} `, value));
     return value;
   });
   const position = element("span", { class: "faint" });
@@ -120,25 +135,35 @@ function plot(panel) {
   const isDrawn = (series) => !series.endsWith("/tasks") && !series.endsWith("/pass@1");
   const matching = (name) => Object.keys(data.curves.series).filter((series) =>
     name.endsWith("*") ? series.startsWith(name.slice(0, -1)) && isDrawn(series) : series === name);
-  const names = panel.names.flatMap(matching).filter((name) => data.curves.series[name].some((value) => value !== null));
-  if (!names.length) return null;
+  const present = panel.names.flatMap(matching).filter((name) => data.curves.series[name].some((value) => value !== null));
+  if (!present.length) return null;
+  // Of equal curves, the last would hide the others.
+  const equal = new Map();
+  for (const name of present) {
+    const key = JSON.stringify(data.curves.series[name]);
+    equal.set(key, [...(equal.get(key) || []), name]);
+  }
+  const labels = [...equal.values()].map((same) => same.join(" = ")), names = [...equal.values()].map((same) => same[0]);
+  const classes = colourClasses(names);
   const steps = data.curves.steps, series = names.map((name) => data.curves.series[name]);
   const used = steps.map((_, index) => index).filter((index) => series.some((values) => values[index] !== null));
   const xDomain = [steps[used[0]], Math.max(steps[used.at(-1)], steps[used[0]] + 1)];
-  const yDomain = bounds(series.flat().filter((value) => value !== null));
+  // Accuracies are compared with 0.
+  const fromZero = names.every((name) => name.startsWith("eval/"));
+  const yDomain = bounds(series.flat().filter((value) => value !== null), fromZero);
   const x = (step) => LEFT + ((step - xDomain[0]) / (xDomain[1] - xDomain[0])) * (WIDTH - LEFT - RIGHT);
   const y = (value) => HEIGHT - BOTTOM - ((value - yDomain[0]) / (yDomain[1] - yDomain[0])) * (HEIGHT - TOP - BOTTOM);
   const svg = frame(x, y, xDomain, yDomain, `${panel.title} by step; arrow keys read values`);
   series.forEach((values, index) => {
     const points = used.filter((at) => values[at] !== null).map((at) => `${x(steps[at]).toFixed(1)},${y(values[at]).toFixed(1)}`);
-    svg.append(drawn("polyline", { class: `curve s${index % 9}`, points: points.join(" ") }));
+    svg.append(drawn("polyline", { class: `curve ${classes[index]} dash${index}`, points: points.join(" ") }));
     if (points.length <= 30) {
       for (const [cx, cy] of points.map((point) => point.split(","))) {
-        svg.append(drawn("circle", { class: `dot s${index % 9}`, cx, cy, r: 2.5 }));
+        svg.append(drawn("circle", { class: `dot ${classes[index]}`, cx, cy, r: 2.5 }));
       }
     }
   });
-  const { list, values, position } = legend(names);
+  const { list, values, position } = legend(labels, classes);
   follow(svg, used.map((at) => x(steps[at])), (at) => {
     position.textContent = at === null ? "" : `step ${steps[used[at]]}`;
     values.forEach((value, index) => { value.textContent = at === null ? "" : number(series[index][used[at]]); });
@@ -163,7 +188,7 @@ function showCurves() {
 }
 
 function showPhases() {
-  const { names, bars } = data.phases, place = byId("phases");
+  const { names, bars } = data.phases, place = byId("phases"), classes = colourClasses(names.map((name) => `seconds/${name}`));
   if (!bars.length) {
     place.append(element("p", { class: "faint", text: "No timings yet." }));
     return;
@@ -182,14 +207,14 @@ function showPhases() {
     bar.seconds.forEach((seconds, phase) => {
       const from = y(below), to = y(below + seconds);
       below += seconds;
-      svg.append(drawn("rect", { class: `bar s${phase % 9}`, x: x(index) + width * 0.08, width: width * 0.84, y: to, height: Math.max(from - to, 0) }));
+      svg.append(drawn("rect", { class: `bar ${classes[phase]}`, x: x(index) + width * 0.08, width: width * 0.84, y: to, height: Math.max(from - to, 0) }));
     });
     if (bar.total > top) svg.append(drawn("text", { x: x(index) + width / 2, y: TOP + 2, "text-anchor": "middle" }, "\u2191"));
     if (index % Math.ceil(bars.length / 6) === 0) {
       svg.append(drawn("text", { x: x(index) + width / 2, y: HEIGHT - 7, "text-anchor": "middle" }, String(bar.first)));
     }
   });
-  const { list, values, position } = legend(names);
+  const { list, values, position } = legend(names, classes);
   follow(svg, bars.map((_, index) => x(index) + width / 2), (at) => {
     const bar = at === null ? null : bars[at];
     const steps = bar && (bar.first === bar.last ? `step ${bar.first}` : `steps ${bar.first}\u2013${bar.last}, mean`);

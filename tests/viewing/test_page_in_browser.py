@@ -93,6 +93,31 @@ def test_the_table_sorts_filters_and_opens(tab, small):
     assert tab.run("location.hash") == FIRST
 
 
+def test_equal_curves_are_one_and_a_metric_has_one_colour(tab, tmp_path):
+    run = empty_run(tmp_path / "run")
+    records = [
+        {"step": step, "train/rewards": 0.5, "train/correct_rewards": 0.5 - 0.25 * (step == 3), "loss/value_avg": 1.0}
+        | {"loss/policy_avg": 0.5, "eval/sums/accuracy_greedy": 0.5 + step / 10}
+        for step in (1, 2, 3)
+    ]
+    write_records(run, records)
+    tab.open(page_of(run))
+    assert [len(one.split("train/")) for one in texts(tab, "#curves figure:first-child .legend")] == [3]
+    colour = "[...document.querySelectorAll('#curves figure:first-child .swatch')].map((one) => one.className)"
+    drawn = tab.run(colour)
+    assert len(set(drawn)) == 2
+    choose(tab, "#metric", "train/correct_rewards")
+    assert tab.run(colour) == drawn[1:]
+    labels = "#curves figure:nth-child(3) svg text[text-anchor=end]"
+    assert texts(tab, labels)[0] == "0"
+    write_records(run, [{**record, "train/correct_rewards": 0.5} for record in records])
+    tab.open(page_of(run))
+    assert texts(tab, "#curves figure:first-child .legend > span:not(.faint)") == [
+        "train/rewards = train/correct_rewards "
+    ]
+    assert tab.run("document.querySelectorAll('#curves figure:first-child polyline').length") == 1
+
+
 def test_rollout_shows_all_of_its_data(tab, small):
     tab.open(small, address=FIRST)
     [shown] = texts(tab, "#one")
