@@ -93,8 +93,10 @@ def _show(arguments: argparse.Namespace, source: StoredRollouts) -> None:
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, emoji=False)
     steps = _steps(arguments)
     if arguments.html is not None:
-        count = write_page(source, arguments.html, _selection(arguments, steps), arguments.max_rollouts)
-        console.print(Text(escape_line(f"{arguments.html}: {count} rollouts")), soft_wrap=True)
+        page = write_page(source, arguments.html, _selection(arguments, steps), arguments.max_rollouts)
+        lines = [f"{arguments.html}: {len(page['rollouts'])} rollouts", *page["notes"]]
+        for line in lines:
+            console.print(Text(escape_line(line)), soft_wrap=True)
         return
     ids = [*arguments.id, *arguments.compare]
     if ids:

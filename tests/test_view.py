@@ -70,6 +70,14 @@ def test_groups_with_different_rewards_are_listed_first(tmp_path, capsys):
     assert listed("--sort", "id")[:3] == ["a-0", "a-1", "b-0"]
 
 
+def test_page_that_leaves_rollouts_out_says_so_on_the_console(run, tmp_path, capsys):
+    page = str(tmp_path / "page.html")
+    assert "The page contains" not in view(capsys, run, "--html", page)
+    out = view(capsys, run, "--html", page, "--max_rollouts", "3")
+    assert f"{page}: 3 rollouts\nThe page contains 3 of 7 rollouts of these steps" in out
+    assert "raise --max_rollouts" in out
+
+
 def test_filters_sort_and_limit(run, capsys):
     argv = ["--steps", "1-3", "--min_reward", "0.5", "--sort", "reward", "--descending", "--limit", "2"]
     out = view(capsys, run, *argv)

@@ -13,7 +13,7 @@ import hashlib
 import html
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,13 @@ from marin_rl.escaping import escape
 from marin_rl.rollouts.store import StoredFile, read_file
 from marin_rl.storage import write_bytes
 from marin_rl.training.metrics_file import PANELS, read_records
-from marin_rl.viewing.selection import Row, Selection, StoredRollouts, logprob_differences
+from marin_rl.viewing.selection import Selection, StoredRollouts, group_key, logprob_differences, unequal_groups
+from marin_rl.viewing.summary import Row, info_text, shorten_prompts, summarize
 
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
-def write_page(source: StoredRollouts, target: Path, selection: Selection, max_rollouts: int) -> int:
+def write_page(source: StoredRollouts, target: Path, selection: Selection, max_rollouts: int) -> dict[str, Any]:
     """Write the page of a run.
 
     Args:
@@ -38,7 +39,7 @@ def write_page(source: StoredRollouts, target: Path, selection: Selection, max_r
         max_rollouts: maximum rollouts on the page.
 
     Returns:
-        Number of rollouts on the page.
+        The data of the page, from `page_data`.
 
     Raises:
         RunDirectoryError: if the file cannot be written, or metrics.jsonl is damaged.
@@ -47,7 +48,7 @@ def write_page(source: StoredRollouts, target: Path, selection: Selection, max_r
     data = page_data(source, selection, max_rollouts)
     with writing(target, "--html"):
         write_bytes(target, render(data).encode())
-    return len(data["rollouts"])
+    return data
 
 
 def render(data: Mapping[str, Any]) -> str:
@@ -206,17 +207,22 @@ def _rollouts(
         # Later steps use the capacity that earlier steps leave.
         steps_left = len(chosen) - index
         capacity, least_left = (max_rollouts - len(shown)) // steps_left, tokens_left - tokens_left // steps_left
-        rows = list(_selected(file, selection))
+        rows = _selected(file, selection)
         matching += len(rows)
         for row in rows[:capacity]:
             if tokens_left - _num_tokens(row) < least_left:
                 break
             tokens_left -= _num_tokens(row)
             shown.append(_rollout(row))
+    # Of the same kind, the newest first.
+    shown.sort(key=lambda rollout: (not rollout["unequal"], -rollout["step"]))
+    prompts = shorten_prompts([one["prompt"] for one in shown], [one["environment"] for one in shown])
+    shown = [{**one, "prompt": prompt} for one, prompt in zip(shown, prompts, strict=True)]
     if len(shown) < matching:
         notes.append(
-            f"The page contains {len(shown)} of {matching} rollouts of these steps (at most {max_rollouts} rollouts "
-            f"and {MAX_TOKENS:,} tokens); select others with --step or a filter, or raise --max_rollouts."
+            f"The page contains {len(shown)} of {matching} rollouts of these steps, first those of groups with "
+            f"different rewards (at most {max_rollouts} rollouts and {MAX_TOKENS:,} tokens); select others with --step "
+            "or a filter, or raise --max_rollouts."
         )
     return shown, notes
 
@@ -227,16 +233,23 @@ def _num_tokens(row: Row) -> int:
     return sum(len(part.get("token_ids", ())) + len(part.get("observation_tokens", ())) for part in parts)
 
 
-def _selected(file: StoredFile, selection: Selection) -> Iterator[Row]:
+def _selected(file: StoredFile, selection: Selection) -> list[Row]:
+    """The selected rollouts of a file, first those of groups with different rewards, which `unequal` marks."""
     table = read_file(file.path)
-    if table is not None:
-        yield from (row for row in table.to_pylist() if selection.accepts(row))
+    rows = [] if table is None else table.to_pylist()
+    unequal = unequal_groups(rows)
+    marked = [{**row, "unequal": group_key(row) in unequal} for row in rows if selection.accepts(row)]
+    return sorted(marked, key=lambda row: not row["unequal"])
 
 
 def _rollout(row: Row) -> dict[str, Any]:
     texts = ("purpose", "id", "group_id", "task_id", "environment", "answer", "status", "error", "not_trained")
+    summary = summarize(row)
     return {
         **{name: None if row[name] is None else escape(row[name]) for name in texts},
+        **{name: escape(getattr(summary, name)) for name in ("prompt", "reply", "reason")},
+        "expected": escape(summary.answer),
+        "unequal": row["unequal"],
         "step": row["step"],
         "reward": _number(row["reward"]),
         "rewards": _pairs(row["rewards"]),
@@ -246,7 +259,7 @@ def _rollout(row: Row) -> dict[str, Any]:
         "num_generated_tokens": row["num_generated_tokens"],
         "metrics": _pairs(row["metrics"]),
         "seconds": _pairs(row["seconds"]),
-        "info": escape(row["info"] or ""),
+        "info": escape(info_text(row)),
         "turns": [_turn(turn) for turn in row["turns"]],
         "last_observation": None if row["last_observation"] is None else _observation(row["last_observation"]),
     }

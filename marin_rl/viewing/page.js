@@ -232,20 +232,25 @@ const PAGE = 25;
 const components = [...new Set(data.rollouts.flatMap((rollout) => rollout.rewards.map(([name]) => name)))];
 const rewardOf = (rollout, name) => (rollout.rewards.find(([one]) => one === name) || [name, null])[1];
 const COLUMNS = [
-  { name: "id", value: (rollout) => rollout.id },
+  { name: "id", value: (rollout) => rollout.id, always: true },
   { name: "step", value: (rollout) => rollout.step, number: true },
-  { name: "environment", value: (rollout) => rollout.environment },
-  { name: "status", value: (rollout) => rollout.status },
-  { name: "reward", value: (rollout) => rollout.reward, number: true },
+  { name: "prompt", value: (rollout) => rollout.prompt, text: true },
+  { name: "answer", value: (rollout) => rollout.expected, text: true },
+  { name: "reply", value: (rollout) => rollout.reply, text: true },
+  { name: "reward", value: (rollout) => rollout.reward, number: true, always: true },
   ...(components.length > 1 ? components : []).map((name) =>
     ({ name, value: (rollout) => rewardOf(rollout, name), number: true })),
+  { name: "reason", value: (rollout) => rollout.reason, text: true },
+  { name: "status", value: (rollout) => rollout.status },
+  { name: "environment", value: (rollout) => rollout.environment },
   { name: "advantage", value: (rollout) => rollout.advantage, number: true },
   { name: "turns", value: (rollout) => rollout.num_turns, number: true },
   { name: "tokens", value: (rollout) => rollout.num_generated_tokens, number: true },
   { name: "not trained", value: (rollout) => rollout.not_trained || "" },
-];
-// Newest first.
-const table = { sorted: 1, descending: true, shown: PAGE, current: null, rows: [] };
+].filter(({ value, text, always }) =>
+  always || (text ? data.rollouts.some(value) : new Set(data.rollouts.map(value)).size > 1));
+// At first in the order of the data: groups with different rewards first.
+const table = { sorted: null, descending: false, shown: PAGE, current: null, rows: [] };
 const filters = {};
 
 function compare(one, other) {
@@ -268,15 +273,18 @@ function haystack(rollout) {
   if (!haystacks.has(rollout)) {
     const parts = rollout.last_observation ? [...rollout.turns, rollout.last_observation] : rollout.turns;
     const contents = parts.flatMap((part) => part.messages.map((message) => message.content));
-    haystacks.set(rollout, [rollout.id, rollout.group_id, rollout.task_id, rollout.error || "", ...contents].join("\n").toLowerCase());
+    haystacks.set(rollout, [rollout.id, rollout.group_id, rollout.task_id, rollout.error || "", rollout.reason, rollout.expected,
+      ...contents].join("\n").toLowerCase());
   }
   return haystacks.get(rollout);
 }
 
 function showTable() {
   table.rows = data.rollouts.filter(passes);
-  const value = COLUMNS[table.sorted].value;
-  table.rows.sort((one, other) => compare(value(one), value(other)));
+  if (table.sorted !== null) {
+    const value = COLUMNS[table.sorted].value;
+    table.rows.sort((one, other) => compare(value(one), value(other)));
+  }
   document.querySelectorAll("#rollouts thead th").forEach((head, index) => {
     const order = index === table.sorted ? (table.descending ? "descending" : "ascending") : "none";
     head.setAttribute("aria-sort", order);
@@ -286,16 +294,19 @@ function showTable() {
   body.replaceChildren(...table.rows.slice(0, table.shown).map(tableRow));
   const shown = Math.min(table.shown, table.rows.length);
   byId("count").textContent = `${shown} of ${table.rows.length} rollouts` +
-    (table.rows.length < data.rollouts.length ? `, filtered from ${data.rollouts.length}` : "");
+    (table.rows.length < data.rollouts.length ? `, filtered from ${data.rollouts.length}` : "") +
+    (table.sorted === null && data.rollouts.length > 1 ? ", first those of groups with different rewards" : "");
   byId("more").hidden = table.rows.length <= table.shown;
 }
 
 function tableRow(rollout) {
-  const open = element("button", { type: "button", text: rollout.id });
-  open.addEventListener("click", () => openRollout(rollout, true));
+  const link = element("a", { href: addressOf(rollout), text: rollout.id });
+  // The address of the open rollout does not change.
+  link.addEventListener("click", () => { if (link.hash === location.hash) openRollout(rollout); });
   const cells = COLUMNS.map((column, index) => {
     const value = column.value(rollout);
-    if (index === 0) return element("th", { scope: "row" }, open);
+    if (index === 0) return element("th", { scope: "row" }, link);
+    if (column.text) return element("td", {}, element("div", { class: "excerpt", text: value }));
     return element("td", column.number ? { class: "number", text: number(value) } : { class: "clip", text: value });
   });
   return element("tr", { "aria-current": String(rollout === table.current) }, ...cells);
@@ -306,8 +317,10 @@ function makeTable() {
   COLUMNS.forEach((column, index) => {
     const button = element("button", { type: "button" }, column.name, element("span", { "aria-hidden": "true" }));
     button.addEventListener("click", () => {
+      // The third click restores the first order.
+      const isLast = table.sorted === index && table.descending !== Boolean(column.number);
       table.descending = table.sorted === index ? !table.descending : Boolean(column.number);
-      table.sorted = index;
+      table.sorted = isLast ? null : index;
       showTable();
     });
     head.append(element("th", { scope: "col", class: column.number ? "number" : "" }, button));
@@ -340,7 +353,22 @@ const COLOURS = {
 };
 let colour = "advantage";
 
-function openRollout(rollout, scroll) {
+const addressOf = (rollout) => `#${[rollout.step, rollout.purpose, rollout.id].map(encodeURIComponent).join("/")}`;
+
+// Opens the rollout of the page's address; links, and the browser's back button, change the address.
+function followAddress() {
+  const selected = data.rollouts.find((rollout) => addressOf(rollout) === location.hash);
+  if (selected) openRollout(selected);
+  else if (table.current) closeRollout();
+}
+
+function closeRollout() {
+  table.current = null;
+  showTable();
+  byId("one").hidden = true;
+}
+
+function openRollout(rollout) {
   table.current = rollout;
   showTable();
   const place = byId("one");
@@ -352,12 +380,8 @@ function openRollout(rollout, scroll) {
   if (rollout.last_observation) place.append(lastObservation(rollout.last_observation));
   if (!rollout.turns.length) place.append(element("p", { class: "faint", text: "It has no turns." }));
   paint(rollout);
-  const address = `#${encodeURIComponent(rollout.step + "/" + rollout.purpose + "/" + rollout.id)}`;
-  if (location.hash !== address) history.replaceState(null, "", address);
-  if (scroll) {
-    heading.focus({ preventScroll: true });
-    place.scrollIntoView();
-  }
+  heading.focus({ preventScroll: true });
+  place.scrollIntoView();
 }
 
 function navigation(rollout) {
@@ -365,7 +389,7 @@ function navigation(rollout) {
   const go = (label, to) => {
     const button = element("button", { type: "button", text: label });
     button.disabled = !to;
-    button.addEventListener("click", () => openRollout(to, true));
+    button.addEventListener("click", () => { location.hash = addressOf(to); });
     return button;
   };
   const back = element("button", { type: "button", text: "Back to the table" });
@@ -380,7 +404,7 @@ function facts(rollout) {
   const known = [
     ["step", `${rollout.step}${rollout.purpose === "training" ? "" : ` (${rollout.purpose})`}`],
     ["group", rollout.group_id], ["task", rollout.task_id], ["environment", rollout.environment], ["answer", rollout.answer],
-    ["status", rollout.status], ["not trained", rollout.not_trained], ["error", rollout.error],
+    ["status", rollout.status], ["reason", rollout.error ? "" : rollout.reason], ["not trained", rollout.not_trained], ["error", rollout.error],
     ["advantage", rollout.advantage === null ? "" : number(rollout.advantage)],
     ["metrics", pairs(rollout.metrics)], ["seconds", pairs(rollout.seconds)], ["info", rollout.info],
   ];
@@ -548,18 +572,8 @@ function showPage() {
   showCurves();
   showPhases();
   makeTable();
-  const address = decodeAddress(location.hash);
-  const selected = data.rollouts.find((one) => `${one.step}/${one.purpose}/${one.id}` === address);
-  if (selected) openRollout(selected, true);
-}
-
-function decodeAddress(hash) {
-  try {
-    return decodeURIComponent(hash.slice(1));
-  } catch (error) {
-    if (error instanceof URIError) return "";
-    throw error;
-  }
+  addEventListener("hashchange", followAddress);
+  followAddress();
 }
 
 showPage();

@@ -73,7 +73,7 @@ def test_texts_do_not_change_the_elements_of_the_page(text):
 
 def test_page_is_self_contained(run, tmp_path):
     target = tmp_path / "page.html"
-    assert write_page(run, target, Selection(), 500) == 7
+    assert len(write_page(run, target, Selection(), 500)["rollouts"]) == 7
     text = target.read_text(encoding="utf-8")
     page = Elements(text)
     assert not {"link", "img", "iframe", "base", "object"} & set(page.tags)
@@ -145,7 +145,7 @@ def test_evenly_spaced_with_both_ends(count, selected):
 def test_page_of_a_small_run_is_complete(tmp_path):
     data = data_of(small_run(tmp_path / "run"))
     assert (data["run"], data["steps"], data["notes"]) == ("run", 3, [])
-    assert [rollout["id"] for rollout in data["rollouts"]] == ["s1-0", "s1-1", "s2-0", "s2-1", "g-0", "g-1", "g-2"]
+    assert [rollout["id"] for rollout in data["rollouts"]] == ["g-0", "g-1", "g-2", "s2-0", "s2-1", "s1-0", "s1-1"]
     assert data["curves"]["steps"] == [0, 1, 2, 3]
     assert data["curves"]["series"]["eval/sums/accuracy_greedy"] == [0.0, None, None, 0.6]
     json.dumps(data, allow_nan=False)
@@ -153,7 +153,7 @@ def test_page_of_a_small_run_is_complete(tmp_path):
 
 def test_filters_select_the_rollouts(tmp_path):
     data = data_of(small_run(tmp_path / "run"), selection=Selection(steps=range(2, 9), min_reward=0.5))
-    assert [rollout["id"] for rollout in data["rollouts"]] == ["s2-0", "g-0"]
+    assert [rollout["id"] for rollout in data["rollouts"]] == ["g-0", "s2-0"]
 
 
 def test_long_run_is_sampled_at_evenly_spaced_steps(tmp_path):
@@ -168,8 +168,8 @@ def test_long_run_is_sampled_at_evenly_spaced_steps(tmp_path):
     assert [steps.count(step) for step in (1, 4, 25)] == [1, 3, 4]
     assert data["notes"] == [
         "The page shows rollouts of 10 of 25 stored steps: 1, 4, 6, 9, 12, 14, 17, 20, 22, 25.",
-        "The page contains 30 of 73 rollouts of these steps (at most 30 rollouts and 1,000,000 tokens); select others "
-        "with --step or a filter, or raise --max_rollouts.",
+        "The page contains 30 of 73 rollouts of these steps, first those of groups with different rewards (at most 30 "
+        "rollouts and 1,000,000 tokens); select others with --step or a filter, or raise --max_rollouts.",
     ]
 
 
@@ -181,7 +181,7 @@ def test_tokens_are_bounded_and_shared_by_the_steps(tmp_path, monkeypatch):
     # Eight tokens per rollout: six of the prompt and two of the answer.
     monkeypatch.setattr(html_page, "MAX_TOKENS", 50)
     data = data_of(run)
-    assert [rollout["id"] for rollout in data["rollouts"]] == ["s1-0", "s2-0", "s2-1", "s3-0", "s3-1", "s3-2"]
+    assert [rollout["id"] for rollout in data["rollouts"]] == ["s3-0", "s3-1", "s3-2", "s2-0", "s2-1", "s1-0"]
     assert "contains 6 of 17 rollouts" in data["notes"][0]
 
 

@@ -14,7 +14,7 @@ from marin_rl.escaping import escape
 from marin_rl.rollouts.stored_rollout import StoredAdvantages
 from marin_rl.types import Observation, RewardResult, RolloutGroup, Task, TurnReward
 from marin_rl.view import main
-from tests.rollouts.rollout_cases import rollout_of, turn_of, write
+from tests.rollouts.rollout_cases import group_of, rollout_of, turn_of, write
 from tests.viewing.browser import Browser
 from tests.viewing.run_cases import empty_run, small_run, write_records
 
@@ -23,7 +23,7 @@ EVIL = (
     '<!--<script>"\'`${window.ran=4}javascript:window.ran=5 \u2028 &lt;b&gt; <a href="javascript:window.ran=6">x</a>'
 )
 SHOWN_EVIL = EVIL.replace("\u2028", "\\u2028")
-FIRST = "#3%2Ftraining%2Fg-0"
+FIRST = "#3/training/g-0"
 
 
 def page_of(run: Path, *more: str) -> Path:
@@ -49,6 +49,11 @@ def ids(tab: Browser) -> list[str]:
     return texts(tab, "#rollouts tbody th")
 
 
+def follow(tab: Browser, code: str) -> None:
+    """Run code that changes the page's address, and wait until the page has followed it."""
+    tab.run(f"new Promise((done) => {{ addEventListener('hashchange', done, {{once: true}}); {code}; }}).then(() => 0)")
+
+
 def choose(tab: Browser, selector: str, value: str) -> None:
     tab.run(
         f"(() => {{ const one = document.querySelector({json.dumps(selector)}); one.value = {json.dumps(value)}; "
@@ -72,25 +77,75 @@ def test_page_loads_nothing_has_no_errors_and_fits_the_width(tab, small, dark, w
 
 def test_the_table_sorts_filters_and_opens(tab, small):
     tab.open(small)
-    assert ids(tab) == ["g-0", "g-1", "g-2", "s2-0", "s2-1", "s1-0", "s1-1"]
+    stored = ["g-0", "g-1", "g-2", "s2-0", "s2-1", "s1-0", "s1-1"]
+    assert ids(tab) == stored
+    heads = texts(tab, "#rollouts thead th")
+    assert heads[:8] == ["id", "step", "prompt", "answer", "reply", "reward", "correct", "style"]
     sorts = "[...document.querySelectorAll('#rollouts thead th')].map((head) => head.getAttribute('aria-sort'))"
-    tab.run("document.querySelectorAll('#rollouts thead button')[4].click()")
-    assert tab.run(sorts)[1:5] == ["none", "none", "none", "descending"]
+    click = "document.querySelectorAll('#rollouts thead button')[5].click()"
+    tab.run(click)
+    assert tab.run(sorts)[1:6] == ["none", "none", "none", "none", "descending"]
     # A rollout without a reward is last in both orders.
-    assert ids(tab) == ["g-0", "s1-0", "s2-0", "g-2", "s1-1", "s2-1", "g-1"]
-    tab.run("document.querySelectorAll('#rollouts thead button')[4].click()")
-    assert tab.run(sorts)[4] == "ascending"
-    assert ids(tab) == ["s1-1", "s2-1", "g-2", "s1-0", "s2-0", "g-0", "g-1"]
+    assert ids(tab) == ["g-0", "s2-0", "s1-0", "g-2", "s2-1", "s1-1", "g-1"]
+    tab.run(click)
+    assert tab.run(sorts)[5] == "ascending"
+    assert ids(tab) == ["s2-1", "s1-1", "g-2", "s2-0", "s1-0", "g-0", "g-1"]
+    tab.run(click)
+    assert set(tab.run(sorts)) == {"none"}
+    assert ids(tab) == stored
     choose(tab, "#filter-status", "completed")
     choose(tab, "#filter-least", "0.5")
-    assert ids(tab) == ["s1-0", "s2-0", "g-0"]
+    assert ids(tab) == ["g-0", "s2-0", "s1-0"]
     choose(tab, "#filter-text", "NAÏVE")
     assert ids(tab) == ["g-0"]
-    assert texts(tab, "#count") == ["1 of 1 rollouts, filtered from 7"]
-    tab.run("document.querySelector('#rollouts tbody button').click()")
+    assert texts(tab, "#count") == ["1 of 1 rollouts, filtered from 7, first those of groups with different rewards"]
+    follow(tab, "document.querySelector('#rollouts tbody a').click()")
     assert texts(tab, "#h-one") == ["g-0"]
     assert tab.run("document.activeElement.id") == "h-one"
     assert tab.run("location.hash") == FIRST
+
+
+def test_rows_are_links_that_keyboard_and_back_button_follow(tab, small):
+    tab.open(small)
+    links = "[...document.querySelectorAll('#rollouts tbody a')]"
+    assert tab.run(f"{links}.map((link) => link.getAttribute('href'))")[:2] == [FIRST, "#3/training/g-1"]
+    # Each part of a row is the link, also for the middle button.
+    hit = "(box) => document.elementFromPoint(box.right - 3, box.top + box.height / 2)"
+    tab.run("document.querySelector('#rollouts tbody').scrollIntoView()")
+    assert tab.run(f"({hit})(document.querySelectorAll('#rollouts tbody tr')[1].getBoundingClientRect()).hash") == (
+        "#3/training/g-1"
+    )
+    tab.run(f"{links}[0].focus()")
+    follow(tab, "document.activeElement.click()")
+    assert (texts(tab, "#h-one"), texts(tab, "tr[aria-current=true] th")) == (["g-0"], ["g-0"])
+    follow(tab, f"{links}[3].click()")
+    assert texts(tab, "#h-one") == ["s2-0"]
+    tab.run("scrollTo(0, 0)")
+    tab.run(f"{links}[3].click()")
+    assert tab.run("scrollY") > 0
+    follow(tab, "history.back()")
+    assert texts(tab, "#h-one") == ["g-0"]
+    follow(tab, "history.back()")
+    assert tab.run("document.getElementById('one').hidden")
+    assert texts(tab, "tr[aria-current=true]") == []
+
+
+def test_row_explains_its_reward(tab, tmp_path):
+    run = empty_run(tmp_path / "run")
+    task = Task("t", "sums", ({"role": "user", "content": "30+41"},), "17")
+    wrong = rollout_of("b-1", "b", reply="71", reward=0.0, info={"reason": "expected 17, found 71"})
+    others = [rollout_of("b-0", "b", reply="17"), rollout_of("b-2", "b", reward=None)]
+    groups = [group_of("a", 1.0, 1.0), RolloutGroup("b", [others[0], dataclasses.replace(wrong, task=task), others[1]])]
+    write(run / "rollouts", 1, groups)
+    tab.open(page_of(run))
+    assert texts(tab, "#rollouts thead th")[:6] == ["id", "prompt", "answer", "reply", "reward", "reason"]
+    cells = "[...document.querySelectorAll('#rollouts tbody tr')].map((row) => [...row.cells])"
+    rows = tab.run(f"{cells}.map((row) => row.map((cell) => cell.textContent))")
+    assert [row[0] for row in rows] == ["b-0", "b-1", "b-2", "a-0", "a-1"]
+    assert rows[1][:6] == ["b-1", "2+3", "17", "71", "0", "expected 17, found 71"]
+    assert rows[2][4:6] == ["–", "failed: ValueError: no"]
+    choose(tab, "#filter-text", "found 71")
+    assert ids(tab) == ["b-1"]
 
 
 def test_equal_curves_are_one_and_a_metric_has_one_colour(tab, tmp_path):
@@ -136,7 +191,7 @@ def test_rollout_shows_all_of_its_data(tab, small):
     ):
         assert text in shown, text
     assert texts(tab, "#one .tokens[data-turn='0'] span") == ["", "é", "<|end|>"]
-    tab.run("document.querySelectorAll('#one .controls button')[1].click()")
+    follow(tab, "document.querySelectorAll('#one .controls button')[1].click()")
     assert texts(tab, "#h-one") == ["g-1"]
     assert "ValueError: no" in texts(tab, "#one")[0]
     assert "It has no turns." in texts(tab, "#one")[0]
@@ -263,7 +318,7 @@ def test_no_text_of_a_run_becomes_markup_or_code(tab, tmp_path):
     tab.run("document.querySelectorAll('#rollouts thead button').forEach((one) => one.click())")
     choose(tab, "#metric", SHOWN_EVIL)
     for index in (0, 1):
-        tab.run(f"document.querySelectorAll('#rollouts tbody button')[{index}].click()")
+        follow(tab, f"document.querySelectorAll('#rollouts tbody a')[{index}].click()")
         [shown] = texts(tab, "#one")
         assert shown.count(SHOWN_EVIL) >= 5
         if "lost" not in texts(tab, "#h-one"):
@@ -274,7 +329,8 @@ def test_no_text_of_a_run_becomes_markup_or_code(tab, tmp_path):
     # An injection would load or run after the page's script at the latest.
     tab.run("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)))")
     assert tab.run("typeof window.ran") == "undefined"
-    assert tab.run("document.querySelectorAll('img, a, iframe, object, embed, form').length") == 0
+    assert tab.run("document.querySelectorAll('img, :not(th) > a, iframe, object, embed, form').length") == 0
+    assert {link[:1] for link in tab.run("[...document.links].map((link) => link.getAttribute('href'))")} == {"#"}
     assert tab.run("document.scripts.length") == 2
     assert tab.complaints() == []
     assert tab.requests() == [page.resolve().as_uri()]
@@ -318,7 +374,7 @@ def test_nothing_of_a_rollout_runs_loads_or_styles_anything(tab, tmp_path):
     color, address = tab.run("getComputedStyle(document.querySelector('h1')).color"), tab.run("location.href")
     choose(tab, "#metric", "__proto__")
     for number in range(len(rollouts)):
-        tab.run(f"[...document.querySelectorAll('#rollouts tbody button')][{number}].click()")
+        follow(tab, f"[...document.querySelectorAll('#rollouts tbody a')][{number}].click()")
         name = texts(tab, "#h-one")[0]
         text = next(one for one in rollouts if one.id == name).turns[0].action
         assert texts(tab, "#one")[0].count(escape(text)) >= 8
@@ -354,7 +410,7 @@ def test_very_long_rollout_is_complete_and_responsive(tab, tmp_path):
     tokens = rollout.num_generated_tokens
     assert tokens > 20_000
     write(run / "rollouts", 1, [RolloutGroup("g", [rollout])], {"long": StoredAdvantages(np.linspace(-1, 1, tokens))})
-    tab.open(page_of(run), width=360, address="#1%2Ftraining%2Flong")
+    tab.open(page_of(run), width=360, address="#1/training/long")
     assert len(texts(tab, "#one .tokens[data-turn] span")) == tokens
     choose(tab, "#colour", "logprob")
     tab.point_at(f"#one .tokens[data-turn] span:nth-child({tokens})")
