@@ -228,7 +228,7 @@ function showPhases() {
 
 // ---------------------------------------------------------------- the table of rollouts
 
-const PAGE = 25;
+const PAGE = 25, EXCERPT = 90;
 const components = [...new Set(data.rollouts.flatMap((rollout) => rollout.rewards.map(([name]) => name)))];
 const rewardOf = (rollout, name) => (rollout.rewards.find(([one]) => one === name) || [name, null])[1];
 const COLUMNS = [
@@ -238,9 +238,9 @@ const COLUMNS = [
   { name: "answer", value: (rollout) => rollout.expected, text: true },
   { name: "reply", value: (rollout) => rollout.reply, text: true },
   { name: "reward", value: (rollout) => rollout.reward, number: true, always: true },
+  { name: "reason", value: (rollout) => rollout.reason, text: true },
   ...(components.length > 1 ? components : []).map((name) =>
     ({ name, value: (rollout) => rewardOf(rollout, name), number: true })),
-  { name: "reason", value: (rollout) => rollout.reason, text: true },
   { name: "status", value: (rollout) => rollout.status },
   { name: "environment", value: (rollout) => rollout.environment },
   { name: "advantage", value: (rollout) => rollout.advantage, number: true },
@@ -299,6 +299,13 @@ function showTable() {
   byId("more").hidden = table.rows.length <= table.shown;
 }
 
+// Both ends of a text matter: a reply ends with its answer.
+function excerpt(text) {
+  const characters = [...text];
+  return characters.length <= EXCERPT ? text
+    : `${characters.slice(0, EXCERPT / 2).join("")}\u2026${characters.slice(1 - EXCERPT / 2).join("")}`;
+}
+
 function tableRow(rollout) {
   const link = element("a", { href: addressOf(rollout), text: rollout.id });
   // The address of the open rollout does not change.
@@ -306,7 +313,7 @@ function tableRow(rollout) {
   const cells = COLUMNS.map((column, index) => {
     const value = column.value(rollout);
     if (index === 0) return element("th", { scope: "row" }, link);
-    if (column.text) return element("td", {}, element("div", { class: "excerpt", text: value }));
+    if (column.text) return element("td", {}, element("div", { class: "excerpt", text: excerpt(value) }));
     return element("td", column.number ? { class: "number", text: number(value) } : { class: "clip", text: value });
   });
   return element("tr", { "aria-current": String(rollout === table.current) }, ...cells);

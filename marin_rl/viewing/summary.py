@@ -144,9 +144,13 @@ def shorten_prompts(prompts: Sequence[str], environments: Sequence[str]) -> list
     """
     distinct: dict[str, set[str]] = {}
     for prompt, environment in zip(prompts, environments, strict=True):
-        distinct.setdefault(environment, set()).add(prompt)
+        if prompt:
+            distinct.setdefault(environment, set()).add(prompt)
     shared = {environment: _shared_ends(texts) for environment, texts in distinct.items()}
-    return [_inside(prompt, *shared[name]) for prompt, name in zip(prompts, environments, strict=True)]
+    return [
+        _inside(prompt, *shared.get(name, (0, 0))) if prompt else ""
+        for prompt, name in zip(prompts, environments, strict=True)
+    ]
 
 
 def _shared_ends(prompts: Collection[str]) -> tuple[int, int]:

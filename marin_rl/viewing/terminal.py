@@ -32,8 +32,8 @@ WORDS = ("status", "environment", "not trained")
 """Further columns of text."""
 NAMES = frozenset(("id", "reward", "step", "turns", "tokens", "advantage", *SHORTENED, *WORDS))
 """Columns that are no reward components."""
-MIN_TEXT = 14
-"""Characters to which such a column is shortened before other columns are left out."""
+MIN_SHARE = 7
+"""Characters of a share below which other columns are left out."""
 COLUMN_GAP = 2
 """Characters between two columns of a list."""
 
@@ -118,7 +118,7 @@ def _fitting(texts: Columns, others: Columns, width: int) -> tuple[Columns, list
     room = (
         width
         + COLUMN_GAP
-        - sum(COLUMN_GAP + min(widths[name], MIN_TEXT if name in SHORTENED else width) for name in texts)
+        - sum(COLUMN_GAP + min(widths[name], MIN_SHARE * SHORTENED.get(name, width)) for name in texts)
     )
     columns, left_out = dict(texts), []
     for name, cells in others.items():

@@ -80,7 +80,7 @@ def test_the_table_sorts_filters_and_opens(tab, small):
     stored = ["g-0", "g-1", "g-2", "s2-0", "s2-1", "s1-0", "s1-1"]
     assert ids(tab) == stored
     heads = texts(tab, "#rollouts thead th")
-    assert heads[:8] == ["id", "step", "prompt", "answer", "reply", "reward", "correct", "style"]
+    assert heads[:9] == ["id", "step", "prompt", "answer", "reply", "reward", "reason", "correct", "style"]
     sorts = "[...document.querySelectorAll('#rollouts thead th')].map((head) => head.getAttribute('aria-sort'))"
     click = "document.querySelectorAll('#rollouts thead button')[5].click()"
     tab.run(click)
