@@ -67,6 +67,8 @@ def test_tutorial_trains_a_policy(tmp_path: Path):
         assert before[accuracy] < 0.75
         assert after[accuracy] > max(before[accuracy] + 0.1, 0.8)
     assert "train-80-" in outputs["python -m marin_rl.view runs/middle --limit 8"]
+    wrong = outputs["python -m marin_rl.view runs/middle --max_reward 0 --limit 8"]
+    assert "is in the middle" in wrong or wrong == "0 rollouts match the filters\n"
     assert "is in the middle" in (tmp_path / "middle.html").read_text(encoding="utf-8")
 
 

@@ -123,13 +123,21 @@ def _worst_turn(row: Row) -> str:
 
 
 def _info(row: Row) -> dict[str, Any]:
-    return json.loads(row["info"] or "{}")
+    try:
+        info = json.loads(row["info"] or "{}")
+    except ValueError:
+        # An edited file is shown as it is.
+        info = None
+    return info if isinstance(info, dict) else {}
 
 
 def info_text(row: Row) -> str:
     """Return the metadata of a rollout without its reason, as JSON; empty if there is none."""
-    rest = {name: value for name, value in _info(row).items() if name != "reason"}
-    return json.dumps(rest) if rest else ""
+    info = _info(row)
+    if "reason" not in info:
+        return row["info"] or ""
+    del info["reason"]
+    return json.dumps(info) if info else ""
 
 
 def shorten_prompts(prompts: Sequence[str], environments: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 
 from marin_rl.rollouts.stored_rollout import StoredAdvantages, as_table
 from marin_rl.types import Generation, RewardResult, Rollout, RolloutStatus, StopReason, Task, Turn, TurnReward
-from marin_rl.viewing.summary import MAX_TEXT, Summary, shorten_prompts, summarize
+from marin_rl.viewing.summary import MAX_TEXT, Summary, info_text, shorten_prompts, summarize
 from tests.rollouts.rollout_cases import piece, rollout_of, turn_of
 
 
@@ -99,6 +99,23 @@ def test_reason(fields: dict[str, object], reason: str):
 def test_masked_rollout_was_not_trained_on():
     rollout = rollout_of("r", status=RolloutStatus.TRUNCATED, turns=(cut(turn_of("2+3", "abc")),))
     assert summary_of(rollout, {"r": StoredAdvantages(None)}).reason == "cut off at 4 tokens, not trained"
+
+
+@pytest.mark.parametrize(
+    ("info", "shown", "reason"),
+    [
+        (None, "", ""),
+        ('{"reason": "wrong"}', "", "wrong"),
+        ('{"map": "a", "reason": "wrong"}', '{"map": "a"}', "wrong"),
+        ('{"map": "\\u00fc"}', '{"map": "\\u00fc"}', ""),
+        ("[1]", "[1]", ""),
+        ("edited", "edited", ""),
+    ],
+)
+def test_metadata_is_shown_without_the_reason(info: str | None, shown: str, reason: str):
+    [row] = as_table([rollout_of("r")], 1, "training", {}, piece).to_pylist()
+    row["info"] = info
+    assert (info_text(row), summarize(row).reason) == (shown, reason)
 
 
 def test_texts_are_bounded():
