@@ -68,6 +68,9 @@ def test_groups_with_different_rewards_are_listed_first(tmp_path, capsys):
     # The group of a rollout has different rewards, even if the filter leaves one of them.
     assert listed("--max_reward", "0", "--limit", "2") == ["c-1", "a-0"]
     assert listed("--sort", "id")[:3] == ["a-0", "a-1", "b-0"]
+    order = "first those of groups with different rewards"
+    assert f"9 rollouts, {order}\n" in view(capsys, str(run))
+    assert order not in view(capsys, str(run), "--sort", "id")
 
 
 def test_page_that_leaves_rollouts_out_says_so_on_the_console(run, tmp_path, capsys):

@@ -152,6 +152,8 @@ class Listing(NamedTuple):
     """The rollouts in sorted order, at most `limit`."""
     total: int
     """Number of selected rollouts without the limit."""
+    sort: SortKey | None = None
+    """Sort key; None if the groups with different rewards are first."""
 
 
 def parse_steps(text: str) -> range:
@@ -208,7 +210,7 @@ def list_rollouts(
         rows = _sorted(rows, sort.value, descending)
     else:
         rows.sort(key=lambda row: not row["unequal"])
-    return Listing(_with_summaries(rows[:limit]), len(rows))
+    return Listing(_with_summaries(rows[:limit]), len(rows), sort)
 
 
 def unequal_groups(rows: Iterable[Row]) -> set[tuple[int, str, str]]:

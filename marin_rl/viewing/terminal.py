@@ -69,7 +69,8 @@ def print_listing(console: Console, listing: Listing, command: str) -> None:
 
 def _footer(listing: Listing, shared: Mapping[str, str], left_out: Sequence[str]) -> Iterator[str]:
     shown = len(listing.rows)
-    yield f"{shown} of {listing.total} rollouts" if shown < listing.total else f"{shown} rollouts"
+    count = f"{shown} of {listing.total} rollouts" if shown < listing.total else f"{shown} rollouts"
+    yield count if listing.sort or shown == 1 else f"{count}, first those of groups with different rewards"
     if shared:
         yield f"the same in all: {', '.join(f'{escape_line(name)} {value}' for name, value in shared.items())}"
     if left_out:

@@ -66,7 +66,7 @@ def test_list_has_a_column_per_component_with_a_dash_if_missing():
     assert head[place : place + 2] == ["correct", "style"]
     assert (first[place], first[place + 1]) == ("1", "–")
     assert (second[place], second[place + 1]) == ("–", "0.5")
-    assert "2 of 7 rollouts" in lines
+    assert "2 of 7 rollouts, first those of groups with different rewards" in lines
 
 
 def test_list_explains_a_reward_and_prints_shared_values_once():
