@@ -158,7 +158,7 @@ def resolve_section(section: Any, raw: Mapping[str, Any], path: Sequence[str] = 
     if name is None and isinstance(base, registry):
         return type(base)
     name = registry.default_choice_name() if name is None else name
-    options = list(registry.get_known_choices())
+    options = sorted(registry.get_known_choices())
     if name is None:
         raise ConfigError(f"{_dotted(path)} needs a type: {CHOICE_TYPE_KEY} is one of {', '.join(options)}")
     if name not in options:
@@ -190,7 +190,7 @@ def describe(annotation: Any) -> str:
     if not isinstance(plain, type):
         return str(annotation)
     if is_choice_type(plain):
-        return f"a section with a {CHOICE_TYPE_KEY} (one of {', '.join(cast(Any, plain).get_known_choices())})"
+        return f"a section with a {CHOICE_TYPE_KEY} (one of {', '.join(sorted(cast(Any, plain).get_known_choices()))})"
     if is_section(plain):
         return f"a section with {', '.join(field_types(annotation))}"
     if issubclass(plain, enum.Enum):
