@@ -431,7 +431,8 @@ def test_not_logged_in(cloud: Cloud, project: Project, capsys: pytest.CaptureFix
             "v5e-17",
             "tpu_type 'v5litepod-17' does not exist in zone us-east5-a; did you mean 'v5lite",
         ),
-        ("--slices.tpu_type", "v9-16", "slices: tpu_type is 'v9-16'; it must be GENERATION-SIZE"),
+        ("--slices.tpu_type", "v9-16", "slices: tpu_type is 'v9-16': it is not a slice of TPUs; "),
+        ("--slices.tpu_type", "v5p-4", "(types of v5p count cores, 2 for each chip)"),
     ],
 )
 def test_unknown_zone_and_type(
