@@ -22,7 +22,7 @@ from marin_rl.errors import writing
 from marin_rl.escaping import escape
 from marin_rl.rollouts.store import StoredFile, read_file
 from marin_rl.storage import write_bytes
-from marin_rl.training.metrics_file import PANELS, read_records
+from marin_rl.training.metrics_file import plots_of, read_records
 from marin_rl.viewing.selection import Selection, StoredRollouts, group_key, logprob_differences, unequal_groups
 from marin_rl.viewing.summary import Row, info_text, shorten_prompts, summarize
 
@@ -131,7 +131,17 @@ def page_data(source: StoredRollouts, selection: Selection, max_rollouts: int) -
         "steps": int(records[-1]["step"]) if records else 0,
         "notes": notes,
         "curves": _curves(thinned),
-        "panels": [{"title": panel.title, "names": list(panel.names), "unit": panel.unit} for panel in PANELS],
+        "plots": [
+            {
+                "title": plot.title,
+                "unit": plot.unit,
+                "curves": [
+                    {**vars(curve), "name": escape(curve.name), "label": escape(curve.label)} for curve in plot.curves
+                ],
+                "span": plot.span,
+            }
+            for plot in plots_of(thinned)
+        ],
         "phases": _phases(records),
         "rollouts": rollouts,
     }

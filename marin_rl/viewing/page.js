@@ -48,14 +48,14 @@ function ticks(low, high, count) {
   return values;
 }
 
-function bounds(values, fromZero) {
-  let low = fromZero ? 0 : Infinity, high = -Infinity;
+function bounds(values) {
+  let low = Infinity, high = -Infinity;
   for (const value of values) {
     if (value < low) low = value;
     if (value > high) high = value;
   }
   const room = high > low ? (high - low) * 0.05 : Math.abs(high) * 0.1 || 0.5;
-  return [fromZero && low === 0 ? 0 : low - room, high + room];
+  return [low - room, high + room];
 }
 
 function frame(x, y, xDomain, yDomain, label, width = WIDTH) {
@@ -103,21 +103,6 @@ function follow(svg, places, tell) {
   });
 }
 
-// A metric has one colour in all plots, and another than the metrics that are drawn with it.
-const NUM_COLOURS = 9;
-const colours = new Map();
-function colourClasses(metrics) {
-  const taken = new Set(metrics.filter((metric) => colours.has(metric)).map((metric) => colours.get(metric)));
-  for (const metric of metrics) {
-    if (colours.has(metric)) continue;
-    let free = 0;
-    while (taken.has(free) && free < NUM_COLOURS) free++;
-    colours.set(metric, free % NUM_COLOURS);
-    taken.add(free % NUM_COLOURS);
-  }
-  return metrics.map((metric) => `s${colours.get(metric)}`);
-}
-
 function legend(labels, classes) {
   const list = element("div", { class: "legend" });
   const values = labels.map((label, index) => {
@@ -130,30 +115,16 @@ function legend(labels, classes) {
   return { list, values, position };
 }
 
-function plot(panel) {
-  // pass@1 is the sampled accuracy, which has a curve.
-  const isDrawn = (series) => !series.endsWith("/tasks") && !series.endsWith("/pass@1");
-  const matching = (name) => Object.keys(data.curves.series).filter((series) =>
-    name.endsWith("*") ? series.startsWith(name.slice(0, -1)) && isDrawn(series) : series === name);
-  const present = panel.names.flatMap(matching).filter((name) => data.curves.series[name].some((value) => value !== null));
-  if (!present.length) return null;
-  // Of equal curves, the last would hide the others.
-  const equal = new Map();
-  for (const name of present) {
-    const key = JSON.stringify(data.curves.series[name]);
-    equal.set(key, [...(equal.get(key) || []), name]);
-  }
-  const labels = [...equal.values()].map((same) => same.join(" = ")), names = [...equal.values()].map((same) => same[0]);
-  const classes = colourClasses(names);
-  const steps = data.curves.steps, series = names.map((name) => data.curves.series[name]);
+function plot({ title, unit, curves, span }) {
+  const classes = curves.map(({ color }) => `s${color}`);
+  const steps = data.curves.steps, series = curves.map(({ name }) => data.curves.series[name]);
   const used = steps.map((_, index) => index).filter((index) => series.some((values) => values[index] !== null));
+  if (!used.length) return null;
   const xDomain = [steps[used[0]], Math.max(steps[used.at(-1)], steps[used[0]] + 1)];
-  // Accuracies are compared with 0.
-  const fromZero = names.every((name) => name.startsWith("eval/"));
-  const yDomain = bounds(series.flat().filter((value) => value !== null), fromZero);
+  const yDomain = span || bounds(series.flat().filter((value) => value !== null));
   const x = (step) => LEFT + ((step - xDomain[0]) / (xDomain[1] - xDomain[0])) * (WIDTH - LEFT - RIGHT);
   const y = (value) => HEIGHT - BOTTOM - ((value - yDomain[0]) / (yDomain[1] - yDomain[0])) * (HEIGHT - TOP - BOTTOM);
-  const svg = frame(x, y, xDomain, yDomain, `${panel.title} by step; arrow keys read values`);
+  const svg = frame(x, y, xDomain, yDomain, `${title} by step; arrow keys read values`);
   series.forEach((values, index) => {
     const points = used.filter((at) => values[at] !== null).map((at) => `${x(steps[at]).toFixed(1)},${y(values[at]).toFixed(1)}`);
     svg.append(drawn("polyline", { class: `curve ${classes[index]} dash${index}`, points: points.join(" ") }));
@@ -163,32 +134,33 @@ function plot(panel) {
       }
     }
   });
-  const { list, values, position } = legend(labels, classes);
+  const { list, values, position } = legend(curves.map(({ label }) => label), classes);
   follow(svg, used.map((at) => x(steps[at])), (at) => {
     position.textContent = at === null ? "" : `step ${steps[used[at]]}`;
     values.forEach((value, index) => { value.textContent = at === null ? "" : number(series[index][used[at]]); });
   });
-  const caption = element("figcaption", { text: panel.title });
-  if (panel.unit) caption.append(element("span", { class: "unit", text: ` ${panel.unit}` }));
+  const caption = element("figcaption", { text: title });
+  if (unit) caption.append(element("span", { class: "unit", text: ` ${unit}` }));
   return element("figure", {}, caption, svg, list);
 }
 
 function showCurves() {
   const place = byId("curves"), names = Object.keys(data.curves.series);
-  place.append(...data.panels.map(plot).filter((figure) => figure !== null));
+  place.append(...data.plots.map(plot).filter((figure) => figure !== null));
   if (!names.length) place.append(element("p", { class: "faint", text: "No records yet." }));
   const choice = byId("metric");
   choice.append(...["", ...names].map((name) => element("option", { text: name || "choose\u2026", value: name })));
   let added = null;
   choice.addEventListener("change", () => {
     if (added) added.remove();
-    added = choice.value ? plot({ title: choice.value, names: [choice.value], unit: "" }) : null;
+    const name = choice.value, known = data.plots.flatMap(({ curves }) => curves).find((curve) => curve.name === name);
+    added = name ? plot({ title: name, unit: "", curves: [{ name, label: name, color: known ? known.color : 0 }], span: null }) : null;
     if (added) place.prepend(added);
   });
 }
 
 function showPhases() {
-  const { names, bars } = data.phases, place = byId("phases"), classes = colourClasses(names.map((name) => `seconds/${name}`));
+  const { names, bars } = data.phases, place = byId("phases"), classes = names.map((_, index) => `s${index % 9}`);
   if (!bars.length) {
     place.append(element("p", { class: "faint", text: "No timings yet." }));
     return;

@@ -19,7 +19,7 @@ from marin_rl.viewing.selection import Selection, open_rollouts
 from tests.rollouts.rollout_cases import group_of, write
 from tests.viewing.run_cases import empty_run, small_run, write_records
 
-PLAIN = {"run": "", "steps": 0, "notes": [], "curves": {}, "panels": [], "phases": {}, "rollouts": []}
+PLAIN = {"run": "", "steps": 0, "notes": [], "curves": {}, "plots": [], "phases": {}, "rollouts": []}
 
 
 class Elements(HTMLParser):

@@ -157,7 +157,7 @@ def test_equal_curves_are_one_and_a_metric_has_one_colour(tab, tmp_path):
     ]
     write_records(run, records)
     tab.open(page_of(run))
-    assert [len(one.split("train/")) for one in texts(tab, "#curves figure:first-child .legend")] == [3]
+    assert texts(tab, "#curves figure:first-child .legend > span:not(.faint)") == ["reward ", "correct "]
     colour = "[...document.querySelectorAll('#curves figure:first-child .swatch')].map((one) => one.className)"
     drawn = tab.run(colour)
     assert len(set(drawn)) == 2
@@ -167,9 +167,7 @@ def test_equal_curves_are_one_and_a_metric_has_one_colour(tab, tmp_path):
     assert texts(tab, labels)[0] == "0"
     write_records(run, [{**record, "train/correct_rewards": 0.5} for record in records])
     tab.open(page_of(run))
-    assert texts(tab, "#curves figure:first-child .legend > span:not(.faint)") == [
-        "train/rewards = train/correct_rewards "
-    ]
+    assert texts(tab, "#curves figure:first-child .legend > span:not(.faint)") == ["reward = correct "]
     assert tab.run("document.querySelectorAll('#curves figure:first-child polyline').length") == 1
 
 
@@ -274,13 +272,13 @@ def test_values_of_curves_and_bars_are_shown(tab, small):
     tab.open(small)
     tab.run("document.querySelector('#curves svg').focus({focusVisible: true})")
     legend = "#curves figure:first-child .legend"
-    assert texts(tab, legend) == ["train/rewards 0.3step 3"]
+    assert texts(tab, legend) == ["reward 0.3step 3"]
     tab.press("ArrowLeft", 37)
-    assert texts(tab, legend) == ["train/rewards 0.2step 2"]
+    assert texts(tab, legend) == ["reward 0.2step 2"]
     tab.run("document.querySelector('#phases svg').focus({focusVisible: true})")
-    assert texts(tab, legend) == ["train/rewards "]
+    assert texts(tab, legend) == ["reward "]
     swatches = "#curves figure:nth-child(2) .legend > span:not(.faint)"
-    assert texts(tab, swatches) == [f"eval/sums/{name} " for name in ("accuracy_greedy", "accuracy_sampled", "pass@4")]
+    assert texts(tab, swatches) == ["sampled ", "greedy ", "pass@4 "]
     assert texts(tab, "#phases .legend") == ["sample 0.5step 0.25step 3: 0.75 s in all"]
     choose(tab, "#metric", "seconds/sample")
     assert texts(tab, "#curves figcaption")[0] == "seconds/sample"
