@@ -5,7 +5,7 @@
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from marin_rl.config.train_config import TrainConfig
@@ -96,7 +96,10 @@ def make_limits(config: TrainConfig) -> Limits:
 
 
 def open_reward_functions(
-    config: TrainConfig, environment: AbstractEnvironment, opened: contextlib.ExitStack
+    config: TrainConfig,
+    environment: AbstractEnvironment,
+    opened: contextlib.ExitStack,
+    replace: Callable[[RewardComponentConfig], RewardComponentConfig] = lambda component: component,
 ) -> tuple[RewardFunctions, BackgroundLoop]:
     """Start and check the reward functions of the configured environment, and the event loop that runs them.
 
@@ -106,6 +109,7 @@ def open_reward_functions(
         config: reward functions and sandbox.
         environment: the environment that the config built.
         opened: closes both.
+        replace: returns the component to build in the place of a configured one.
 
     Returns:
         Reward functions and event loop.
@@ -118,7 +122,10 @@ def open_reward_functions(
     opened.enter_context(Closing(loop.close))
     sandbox = Sandbox(config.sandbox)
     runs_programs = environment.connect_sandbox(sandbox)
-    components = config.environment.reward_components(environment)
+    components = {
+        name: tuple(map(replace, configured))
+        for name, configured in config.environment.reward_components(environment).items()
+    }
     check_answers(components, environment)
     reward_functions = RewardFunctions(components, sandbox, loop, runs_programs=runs_programs)
     opened.enter_context(Closing(reward_functions.close))

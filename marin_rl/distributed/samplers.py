@@ -18,6 +18,7 @@ from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig, Sampling
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.openai_sampler import OpenAiSampler
 from marin_rl.sampling.sampler import Sampler, WeightPoll
+from marin_rl.sampling.stops import stop_table
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenPieces
 from marin_rl.types import WeightVersion
@@ -110,9 +111,42 @@ def open_group_sampler(
     )
 
 
+def check_sampler(config: TrainConfig, tokenizer: ChatTokenizer, vocab_size: int) -> None:
+    """Check stop tokens, stop texts and the function that reloads a server's weights; asks no server.
+
+    Args:
+        config: selects the sampler.
+        tokenizer: provides the stop tokens.
+        vocab_size: vocabulary size of the policy.
+
+    Raises:
+        UserFileError: if the function is missing.
+        ValueError: if a stop text cannot be written with the tokens.
+    """
+    sampling = config.sampling
+    stop_table(vocab_size, tokenizer.stop_token_ids, sampling.stop, stop_text_bytes(sampling, tokenizer))
+    if isinstance(config.sampler, OpenAiSamplerConfig):
+        load_reload_function(config.sampler.reload)
+
+
 def stop_text_bytes(sampling: SamplingConfig, tokenizer: ChatTokenizer) -> Callable[[int], bytes] | None:
     """Return the bytes of tokens if there are stop texts, which need them; for a large tokenizer it takes a second."""
     return TokenPieces(tokenizer.tokenizer).in_text if sampling.stop else None
+
+
+def load_reload_function(config: ReloadConfig) -> Callable[[Path, WeightVersion, str], object]:
+    """Import the user's function that makes a server load weights.
+
+    Raises:
+        UserFileError: if the file has no such function.
+    """
+    function = load_from_file(config.path, config.function)
+    if not callable(function):
+        raise UserFileError(
+            f"{config.function!r} of {config.path} is {type(function).__name__}; it must be a function of folder, "
+            "version and base_url"
+        )
+    return function
 
 
 class WeightReloader:
@@ -144,12 +178,7 @@ class WeightReloader:
         self._trainer = trainer
         self._stop = stop
         self._written: list[Path] = []
-        self._function = load_from_file(config.path, config.function)
-        if not callable(self._function):
-            raise UserFileError(
-                f"{config.function!r} of {config.path} is {type(self._function).__name__}; it must be a function of "
-                "folder, version and base_url"
-            )
+        self._function = load_reload_function(config)
 
     def __call__(self, model: LmHeadModel, version: WeightVersion) -> None:
         """Write weights, and return when the server has loaded them.

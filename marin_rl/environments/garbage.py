@@ -25,6 +25,9 @@ _TEXTS: Mapping[str, str] = {
     "a reply of 1,000 random characters": "".join(random.Random(0).choices(_CHARACTERS, k=1000)),
 }
 
+GARBAGE = (*_TEXTS, "the question as the reply")
+"""Names of the replies."""
+
 
 class GarbageRewardError(ValueError):
     """A scorer rewards garbage; the message names the environment, the reply and a task."""
@@ -49,9 +52,9 @@ def refuse_garbage_rewards(environment: SingleTurnEnvironment, source: str, *, m
     if environment.score is None:
         return
     tasks = environment.tasks(Split.TRAIN)[:CHECKED_TASKS]
-    for name in (*_TEXTS, "the question as the reply"):
-        replies = [(task, _TEXTS.get(name, task.messages[-1]["content"])) for task in tasks]
-        wrong = [(task, reply) for task, reply in replies if not _is_answer(reply, task.answer)]
+    for name in GARBAGE:
+        replies = [(task, garbage_reply(name, task)) for task in tasks]
+        wrong = [(task, reply) for task, reply in replies if not is_answer(reply, task.answer)]
         rewards = [(task, _reward(environment.score, task, reply, may_raise)) for task, reply in wrong]
         rewarded = [(task, reward) for task, reward in rewards if reward >= FULL_REWARD]
         if 2 * len(rewarded) > len(tasks):
@@ -75,7 +78,17 @@ def _reward(score: Callable[[Task, str], float], task: Task, reply: str, may_rai
         return 0.0
 
 
-def _is_answer(reply: str, answer: str) -> bool:
+def garbage_reply(name: str, task: Task) -> str:
+    """Return a reply that is no answer.
+
+    Args:
+        name: one of `GARBAGE`.
+        task: the task to reply to.
+    """
+    return _TEXTS.get(name, task.messages[-1]["content"])
+
+
+def is_answer(reply: str, answer: str) -> bool:
     """Return whether a reply is the answer: the same text or number. Tasks with several right answers have none."""
     if not answer.strip():
         return False

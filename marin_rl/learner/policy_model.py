@@ -81,16 +81,7 @@ def load_hf_policy(
     """
     # Levanter queries the hub for any file that it does not find; it would take a relative folder for a hub name.
     checkpoint = str(Path(checkpoint).absolute()) if Path(checkpoint).is_dir() else checkpoint
-    hf_config = read_hf_config(checkpoint)
-    config = _architecture(hf_config, config, checkpoint)
-    vocab_size = hf_config.vocab_size
-    if tokenizer.vocab_size > vocab_size:
-        raise PolicyModelError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model in {checkpoint!r} has a vocabulary of "
-            f"{vocab_size}: token ids would fall outside it. Use the tokenizer that belongs to the checkpoint "
-            f"(tokenizer.path: {checkpoint})"
-        )
-    check_tensors(checkpoint, model_shape(config, Axis("vocab", vocab_size), trainer))
+    hf_config, config = check_hf_policy(checkpoint, tokenizer, trainer, config)
     converter = HFCheckpointConverter(
         cast(type[HFCompatConfig], type(config)),
         reference_checkpoint=checkpoint,
@@ -114,6 +105,38 @@ def load_hf_policy(
             f"the weights in {checkpoint!r} are missing or damaged: {str(error).splitlines()[0]}"
         ) from error
     return _only_arrays(cast(LmHeadModel, model))
+
+
+def check_hf_policy(
+    checkpoint: str, tokenizer: ChatTokenizer, trainer: TrainerConfig, config: LmConfig | None, *, download: bool = True
+) -> tuple[PretrainedConfig, LmConfig]:
+    """Check that a policy can be loaded; reads only descriptions and the headers of weight files, and uses no device.
+
+    Args:
+        checkpoint: an absolute folder, or a hub name.
+        tokenizer: its vocabulary must not exceed the checkpoint's.
+        trainer: parameter precision.
+        config: overrides the architecture in the checkpoint's `config.json`; None uses the checkpoint's.
+        download: whether to check the weight files of a hub name, too, which downloads them.
+
+    Returns:
+        The Hugging Face config and the architecture.
+
+    Raises:
+        PolicyModelError: as `load_hf_policy`.
+    """
+    hf_config = read_hf_config(checkpoint)
+    config = _architecture(hf_config, config, checkpoint)
+    vocab_size = hf_config.vocab_size
+    if tokenizer.vocab_size > vocab_size:
+        raise PolicyModelError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model in {checkpoint!r} has a vocabulary of "
+            f"{vocab_size}: token ids would fall outside it. Use the tokenizer that belongs to the checkpoint "
+            f"(tokenizer.path: {checkpoint})"
+        )
+    if download or Path(checkpoint).is_dir():
+        check_tensors(checkpoint, model_shape(config, Axis("vocab", vocab_size), trainer))
+    return hf_config, config
 
 
 def save_hf_policy(

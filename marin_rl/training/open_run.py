@@ -68,7 +68,7 @@ Report = Callable[[str], None]
 """Receives progress messages of one line each."""
 
 NOTICE_SECONDS = 5.0
-"""Seconds after which the preparation of tasks is reported."""
+"""Seconds after which work on all tasks is reported."""
 
 
 class _Parts(NamedTuple):
@@ -248,7 +248,7 @@ def _open_parts(
     check_worker_devices(config, platform_of(trainer), os.environ)
     inputs = digest_inputs(config)
     require_same_inputs(inputs)
-    tokenizer, environment = config.tokenizer.build(), _build_environment(config.environment, report)
+    tokenizer, environment = config.tokenizer.build(), build_environment(config.environment, report)
     require_same_tasks(environment)
     if config.mode is Mode.SYNC or config.warm_start.max_steps > 0 or config.evaluation.tasks > 0:
         reward_functions, loop = open_reward_functions(config, environment, resources)
@@ -264,13 +264,20 @@ def _open_parts(
     return _Parts(trainer, layout, tokenizer, environment, reward_functions, loop, store, checkpoints, learner, inputs)
 
 
-def _build_environment(config: EnvironmentConfig, report: Report) -> AbstractEnvironment:
+def build_environment(config: EnvironmentConfig, report: Report) -> AbstractEnvironment:
     """Build the environment, and report if that takes long, such as generating games or downloading a dataset."""
     name = EnvironmentConfig.get_choice_name(type(config))
-    notice = threading.Timer(NOTICE_SECONDS, report, [f"preparing the tasks of the environment {name!r} ..."])
+    with notice_if_long(report, f"preparing the tasks of the environment {name!r} ..."):
+        return config.build()
+
+
+@contextlib.contextmanager
+def notice_if_long(report: Report, message: str) -> Iterator[None]:
+    """Report a message if the block takes longer than `NOTICE_SECONDS`."""
+    notice = threading.Timer(NOTICE_SECONDS, report, [message])
     notice.start()
     try:
-        return config.build()
+        yield
     finally:
         notice.cancel()
 
@@ -293,15 +300,24 @@ def _close(store: RolloutStore) -> None:
 
 
 def _load(config: TrainConfig, parts: _Parts, checkpoint: Checkpoint) -> _Loaded:
+    progress = read_progress(checkpoint)
+    state = restore_state(checkpoint, config, parts.learner)
+    return _Loaded(checkpoint, progress, state, checkpoint.read(REPLAY), RunFiles.decode(checkpoint.read(RUN_FILES)))
+
+
+def read_progress(checkpoint: Checkpoint) -> Progress:
+    """Read the host's part of the state in a checkpoint.
+
+    Raises:
+        CheckpointError: if another version wrote it.
+    """
     try:
-        progress = Progress(**checkpoint.progress)
+        return Progress(**checkpoint.progress)
     except TypeError as error:
         raise CheckpointError(
             f"the progress in checkpoint {checkpoint.path} is of another version: {error}; resume with the version "
             "that wrote it, or delete the run directory to start over"
         ) from error
-    state = restore_state(checkpoint, config, parts.learner)
-    return _Loaded(checkpoint, progress, state, checkpoint.read(REPLAY), RunFiles.decode(checkpoint.read(RUN_FILES)))
 
 
 def _compare_files(loaded: _Loaded, inputs: Inputs, report: Report, *, accept: bool) -> RunFiles:

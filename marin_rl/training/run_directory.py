@@ -17,11 +17,14 @@ profile/        traces of the devices and the host, with `trainer.profiler`
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import os
 import socket
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 from marin_rl.config.yaml_text import parse_yaml
@@ -96,23 +99,61 @@ def create_or_open(path: StoragePath, config_yaml: str, may_differ: Sequence[str
         RunDirectoryError: if the directory belongs to a run with another config, contains a run without a config, or
             cannot be written.
     """
-    directory, old_yaml = RunDirectory(path), None
+    directory = RunDirectory(path)
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
-        if directory.config.exists():
-            old_yaml = read_config_text(directory)
-            if directory.metrics.exists() or any(directory.checkpoints.glob("step-*")):
-                _require_same_config(directory, old_yaml, config_yaml, may_differ)
-        elif directory.metrics.exists() or any(directory.checkpoints.glob("step-*")):
-            raise RunDirectoryError(
-                f"run directory {str(path)!r} contains a run without config.yaml, so its config is unknown; "
-                "choose another run_dir, or delete the directory"
-            )
+        old_yaml = check_same_run(directory, config_yaml, may_differ)
         for folder in (directory.rollouts, directory.checkpoints):
             folder.mkdir(exist_ok=True)
     if old_yaml != config_yaml:
         write_atomically(directory.config, config_yaml)
     return directory
+
+
+def check_same_run(directory: RunDirectory, config_yaml: str, may_differ: Sequence[str] = ()) -> str | None:
+    """Check that a run directory is new or that of the same run; changes no file. See `create_or_open`.
+
+    Returns:
+        The config in the directory; None if there is none.
+
+    Raises:
+        RunDirectoryError: if it contains a run with another config, or one without a config.
+    """
+    has_started = directory.metrics.exists() or any(directory.checkpoints.glob("step-*"))
+    if directory.config.exists():
+        old_yaml = read_config_text(directory)
+        if has_started:
+            _require_same_config(directory, old_yaml, config_yaml, may_differ)
+        return old_yaml
+    if has_started:
+        raise RunDirectoryError(
+            f"run directory {str(directory.path)!r} contains a run without config.yaml, so its config is unknown; "
+            "choose another run_dir, or delete the directory"
+        )
+    return None
+
+
+def check_usable(directory: RunDirectory) -> None:
+    """Check that a local run directory can be written or created, and that no process holds it; changes no file.
+
+    Raises:
+        RunDirectoryError: if it cannot, or if another process holds the lock.
+    """
+    if isinstance(directory.path, Path):
+        for folder in (directory.path, directory.path / "rollouts", directory.path / "checkpoints"):
+            with writing(folder):
+                _require_writable(folder.absolute())
+    if (process := holder(directory)) is not None:
+        raise _in_use(directory, process)
+
+
+def _require_writable(folder: Path) -> None:
+    present = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not present.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(present))
+    # On most file systems this file has no name, so it does not change the folder.
+    with tempfile.TemporaryFile(dir=present):
+        pass
 
 
 def open_existing(path: StoragePath) -> RunDirectory:
@@ -242,13 +283,17 @@ def _take(file: TextIO, directory: RunDirectory) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.seek(0)
-        raise RunDirectoryError(
-            f"run directory {str(directory.path)!r} is in use by process {file.read().strip()}; "
-            "wait for it to end, stop it, or choose another run_dir"
-        ) from error
+        raise _in_use(directory, f"process {file.read().strip()}") from error
     file.truncate(0)
     file.write(f"{os.getpid()} on {socket.gethostname()}")
     file.flush()
+
+
+def _in_use(directory: RunDirectory, process: str) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"run directory {str(directory.path)!r} is in use by {process}; wait for it to end, stop it, or choose another "
+        "run_dir"
+    )
 
 
 def write_atomically(path: StoragePath, data: str | bytes) -> None:

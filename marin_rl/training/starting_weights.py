@@ -21,7 +21,13 @@ from marin_rl.config.yaml_text import from_yaml
 from marin_rl.errors import USER_ERRORS
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import ActorCritic, with_critic
-from marin_rl.learner.policy_model import initialize_policy, load_hf_policy, model_shape, read_hf_architecture
+from marin_rl.learner.policy_model import (
+    check_hf_policy,
+    initialize_policy,
+    load_hf_policy,
+    model_shape,
+    read_hf_architecture,
+)
 from marin_rl.learner.saved_checkpoint import Checkpoint, CheckpointError
 from marin_rl.learner.train_step import Learner
 from marin_rl.models.hf_tensors import read_tensor_shapes
@@ -127,6 +133,26 @@ def first_policy(config: TrainConfig, tokenizer: ChatTokenizer, trainer: Trainer
         return load_hf_policy(hf_folder(config.initialize_from), tokenizer, trainer, model)
     key = jax.random.PRNGKey(derive_seed(config.seed, "weights") % 2**32)
     return initialize_policy(model, tokenizer, trainer, key=key)
+
+
+def check_first_policy(config: TrainConfig, tokenizer: ChatTokenizer) -> int:
+    """Check that `first_policy` can create the initial policy, without using a device and without downloading weights.
+
+    Args:
+        config: training config; `model` is set.
+        tokenizer: tokenizer of the policy.
+
+    Returns:
+        The vocabulary size of the policy.
+
+    Raises:
+        PolicyModelError: if `initialize_from` cannot be loaded, or does not fit the config or the tokenizer.
+    """
+    if config.initialize_from is None:
+        return tokenizer.vocab_size
+    folder = hf_folder(config.initialize_from)
+    checkpoint = str(Path(folder).absolute()) if Path(folder).is_dir() else folder
+    return check_hf_policy(checkpoint, tokenizer, config.trainer, config.model, download=False)[0].vocab_size
 
 
 def restore_policy(checkpoint: Checkpoint, config: TrainConfig, trainer: TrainerConfig) -> LmHeadModel:

@@ -76,13 +76,13 @@ def warm_start(
         StopRequestedError: in all processes, if one was asked to stop.
         WarmStartError: if the environment lacks worked answers or validation tasks, or no answer of a batch fits.
     """
-    tasks, check_tasks = _worked_tasks(runner.environment), _check_tasks(config, runner)
+    tasks, check_tasks = worked_tasks(runner.environment), _check_tasks(config, runner)
     optimizer = AdamConfig(learning_rate=config.learning_rate, lr_schedule="constant", warmup=0, weight_decay=0.0)
     loss = RlLoss(ReinforceLossConfig(), NoKlConfig(), temperature=1.0, block_size=block_size)
 
     @functools.cache
     def example(index: int) -> ProcessedRollout | None:
-        return _worked_example(tasks[index], runner)
+        return worked_example(tasks[index], runner)
 
     pad = runner.tokenizer.pad_token_id
     capacity = layout.microbatches(config.batch_size)
@@ -92,7 +92,7 @@ def warm_start(
         raise_if(lambda: multihost.any_process(stop_requested()))
         rng = np.random.default_rng(derive_seed(seed, "warm start", step))
         drawn = [example(int(index)) for index in rng.integers(len(tasks), size=config.batch_size)]
-        examples = _require_fitting(drawn, runner)
+        examples = require_fitting(drawn, runner)
         counts = [processed.num_loss_tokens for processed in examples]
         token_advantages = [TokenAdvantages(np.ones(count), np.zeros(count)) for count in counts]
         batch = pack_batch(examples, token_advantages, TokenMeanConfig(), layout, pad_token_id=pad)
@@ -112,11 +112,12 @@ def require_tasks(environment: AbstractEnvironment) -> None:
     Raises:
         WarmStartError: if it has no worked answers and demonstrations, or no validation tasks.
     """
-    _worked_tasks(environment)
+    worked_tasks(environment)
     _require_validation(environment, environment.tasks(Split.VALIDATION))
 
 
-def _worked_tasks(environment: AbstractEnvironment) -> Sequence[Task]:
+def worked_tasks(environment: AbstractEnvironment) -> Sequence[Task]:
+    """Return the training tasks with a demonstration; raises WarmStartError if there are none."""
     tasks = [task for task in environment.tasks(Split.TRAIN) if environment.can_demonstrate(task)]
     if not tasks:
         raise WarmStartError(
@@ -140,7 +141,15 @@ def _require_validation(environment: AbstractEnvironment, tasks: Sequence[Task])
         )
 
 
-def _worked_example(task: Task, runner: RolloutRunner) -> ProcessedRollout | None:
+def worked_example(task: Task, runner: RolloutRunner) -> ProcessedRollout | None:
+    """Tokenize the demonstration of a task for training on it.
+
+    Returns:
+        The example; None if no reply fits into the maximum length.
+
+    Raises:
+        ChatTemplateError: if the chat template does not mark the assistant's text.
+    """
     return process_conversation(
         runner.environment.demonstrate(task),
         id=task.id,
@@ -150,7 +159,8 @@ def _worked_example(task: Task, runner: RolloutRunner) -> ProcessedRollout | Non
     )
 
 
-def _require_fitting(examples: Sequence[ProcessedRollout | None], runner: RolloutRunner) -> list[ProcessedRollout]:
+def require_fitting(examples: Sequence[ProcessedRollout | None], runner: RolloutRunner) -> list[ProcessedRollout]:
+    """Return the examples of a batch that fit into the maximum length; raises WarmStartError if none does."""
     fitting = [example for example in examples if example is not None]
     if not fitting:
         raise WarmStartError(
