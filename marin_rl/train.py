@@ -5,6 +5,7 @@
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from marin_rl.config.command_line import (
     RESUME_FLAGS,
@@ -17,8 +18,12 @@ from marin_rl.config.yaml_text import to_yaml
 from marin_rl.escaping import escape
 from marin_rl.output import go_on_without_output
 
+if TYPE_CHECKING:
+    from marin_rl.config.train_config import TrainConfig
+
 FLAGS = {
-    "dry_run": "Validate the config, print it with all defaults and the size of a step, and stop.",
+    "dry_run": "Check everything that the run will need, print the size of a step, and stop.",
+    "print_config": "Print the config with all defaults, and stop.",
     **RESUME_FLAGS,
 }
 
@@ -42,23 +47,32 @@ def _run(arguments: Sequence[str]) -> int:
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
     with without_collections():
         from marin_rl.config.train_config import TrainConfig
-        from marin_rl.environments.base import Split
-        from marin_rl.training.dry_run import check_tasks, describe_run
         from marin_rl.training.session import run_session
-        from marin_rl.training.starting_weights import check_weight_files, resolve_model
+        from marin_rl.training.starting_weights import resolve_model
 
     parsed = parse_config(TrainConfig, arguments, FLAGS)
-    if "dry_run" in parsed.flags:
-        config = resolve_model(parsed.config)
-        check_weight_files(config)
-        environment = config.environment.build()
-        check_tasks(config, environment)
-        sizes = describe_run(config, config.tokenizer.build(), len(environment.tasks(Split.TRAIN)))
-        print(escape(f"{to_yaml(config)}\n{sizes}"))
+    accept_changes = "accept_changes" in parsed.flags
+    if "print_config" in parsed.flags:
+        print(to_yaml(resolve_model(parsed.config)), end="")
         return 0
+    if "dry_run" in parsed.flags:
+        return _dry_run(parsed.config, accept_changes=accept_changes)
     go_on_without_output()
-    run_session(parsed.config, sys.stdout, accept_changes="accept_changes" in parsed.flags)
+    run_session(parsed.config, sys.stdout, accept_changes=accept_changes)
     return 0
+
+
+def _dry_run(config: "TrainConfig", *, accept_changes: bool) -> int:
+    import jax
+
+    from marin_rl.training.dry_run import dry_run
+
+    # The accelerators may be those of a running job, or absent.
+    jax.config.update("jax_platforms", "cpu")
+    problems = dry_run(config, lambda text: print(escape(text), flush=True), accept_changes=accept_changes)
+    for problem in problems:
+        print(f"error: {escape(problem)}", file=sys.stderr)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -1,56 +1,389 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Summary of a config for `--dry_run`: sizes, tokens and steps, computed before anything runs."""
+"""The dry run: checks everything that a run needs, as far as possible without devices and weights."""
 
 import contextlib
+import dataclasses
+import functools
+import logging
 import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import jax
 from haliax import Axis
 
 from marin_rl.config.device_settings import LOGPROB_BLOCK_SIZE
+from marin_rl.config.input_files import digest_inputs
+from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.yaml_text import to_yaml
+from marin_rl.config_fields import changeable_keys, nested_sections
+from marin_rl.distributed.make_runner import make_runner, open_reward_functions
+from marin_rl.distributed.samplers import check_sampler
 from marin_rl.environments.base import AbstractEnvironment, Split
+from marin_rl.errors import USER_ERRORS, Closing
+from marin_rl.escaping import escape_line
+from marin_rl.event_loop import BackgroundLoop
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
+from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.devices import microbatch_rows
 from marin_rl.learner.policy_model import model_shape
-from marin_rl.models.hf_config import read_hf_config
+from marin_rl.learner.saved_checkpoint import Checkpoint
+from marin_rl.remote_path import StorageError
+from marin_rl.rewards.component import RewardComponentConfig
+from marin_rl.rewards.judge import LlmJudgeConfig
+from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.rollouts.attempt import LongPrompts
+from marin_rl.rollouts.reward_functions import RewardFunctions
+from marin_rl.rollouts.run_rollouts import RolloutRunner
+from marin_rl.sampling.config import OpenAiSamplerConfig
+from marin_rl.sampling.sampler import PromptTooLongError
+from marin_rl.storage import storage_path
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.chat_template import ChatTemplateError
 from marin_rl.training import evaluation, warm_start
-from marin_rl.training.starting_weights import hf_folder
+from marin_rl.training.open_run import Report, build_environment, notice_if_long, read_progress
+from marin_rl.training.run_directory import RunDirectory, check_same_run, check_usable
+from marin_rl.training.run_files import RUN_FILES, RunFiles, compare_on_resume
+from marin_rl.training.run_state import Progress
+from marin_rl.training.starting_weights import check_first_policy, check_weight_files, hf_folder, resolve_model
+from marin_rl.training.trial_rollouts import (
+    TRIAL_TASKS,
+    FixedReplies,
+    agent_environments,
+    describe_trials,
+    trial_warnings,
+    try_replies,
+    without_judge,
+)
+from marin_rl.types import Task
+from marin_rl.user_code import user_errors
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+CHECKED_DEMONSTRATIONS = 1000
+"""Maximum number of worked answers that are tokenized."""
+_NAMED_PROMPTS = 3
+"""Maximum number of too long prompts that a message names."""
+_SHOWN_PROMPT = 400
+"""Maximum characters of the prompt that is shown."""
+_WIDTH = 18
+"""Width of the names of quantities."""
 
 
-def check_tasks(config: TrainConfig, environment: AbstractEnvironment) -> None:
-    """Check that the environment has the tasks of the run's evaluations and warm start.
+class DryRun:
+    """Results of the checks so far."""
+
+    def __init__(self, report: Report) -> None:
+        """Start without results.
+
+        Args:
+            report: called with each line or table of results.
+        """
+        self.problems: list[str] = []
+        """The reasons for which the run cannot start."""
+        self.warnings: list[str] = []
+        """Signs of mistakes with which the run can start."""
+        self.report = report
+
+    def attempt(self, check: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T | None:
+        """Return the result of a check; None if it raises an error, which becomes a problem."""
+        try:
+            return check(*arguments, **keywords)
+        except USER_ERRORS as error:
+            if str(error) not in self.problems:
+                self.problems.append(str(error))
+            return None
+
+    def line(self, name: str, value: str) -> None:
+        """Report a quantity."""
+        self.report(f"{name:<{_WIDTH}}  {value}")
+
+
+def dry_run(config: TrainConfig, report: Report, *, accept_changes: bool = False) -> list[str]:
+    """Check everything that a run needs: files, tokenizer, prompts, rewards, trackers and run directory.
+
+    The parts are built by the functions that a run uses. The run directory is not changed, no weights are loaded, and
+    no device other than a CPU is used. Devices, servers, judges and agents are not checked.
+
+    Args:
+        config: training config.
+        report: called with each line or table of results.
+        accept_changes: whether a resume may continue with changed files.
+
+    Returns:
+        The problems, one for each reason for which the run cannot start; empty if it can.
+    """
+    found = DryRun(report)
+    config = found.attempt(resolve_model, config) or config
+    state = found.attempt(_check_directory, config, accept_changes=accept_changes)
+    found.attempt(check_weight_files, config)
+    tokenizer = found.attempt(config.tokenizer.build)
+    environment = found.attempt(build_environment, config.environment, report)
+    vocab_size = None
+    if tokenizer is not None and config.model is not None:
+        vocab_size = found.attempt(_vocab_size, config, tokenizer, state)
+        found.attempt(check_sampler, config, tokenizer, vocab_size or tokenizer.vocab_size)
+    if environment is None:
+        found.attempt(_check_reward_files, config)
+    else:
+        _check_environment(found, config, environment, tokenizer, vocab_size)
+    if (unchecked := found.attempt(_unchecked, config, state)) is not None:
+        found.line("not checked", "; ".join(unchecked))
+    for warning in found.warnings:
+        report(f"warning: {warning}")
+    if state is not None and not found.problems:
+        report(f"no problems found: {state.outlook}")
+    return found.problems
+
+
+@dataclasses.dataclass(frozen=True)
+class _DirectoryState:
+    """What a run directory contains."""
+
+    outlook: str
+    """What the run would do first."""
+    progress: Progress | None = None
+    """Progress of the run; None if it has not started."""
+    unreachable: str | None = None
+    """Why an object store could not be read."""
+
+
+def _check_directory(config: TrainConfig, *, accept_changes: bool) -> _DirectoryState:
+    directory = RunDirectory(storage_path(config.run_dir, "run_dir"))
+    try:
+        return _directory_state(config, directory, accept_changes=accept_changes)
+    except StorageError as error:
+        # A machine without credentials can check the config of a run on other machines.
+        return _DirectoryState("the run can start if its run directory is new or fits this config", None, str(error))
+
+
+def _directory_state(config: TrainConfig, directory: RunDirectory, *, accept_changes: bool) -> _DirectoryState:
+    check_usable(directory)
+    check_same_run(directory, to_yaml(config), changeable_keys(TrainConfig))
+    inputs = digest_inputs(config)
+    checkpoints = Checkpoints(directory.checkpoints, config.checkpoint)
+
+    def load(checkpoint: Checkpoint) -> tuple[Progress, RunFiles, Checkpoint]:
+        return read_progress(checkpoint), RunFiles.decode(checkpoint.read(RUN_FILES)), checkpoint
+
+    loaded = checkpoints.restore_newest(load)
+    if loaded is None:
+        return _DirectoryState(f"the run starts from the beginning, in {directory.path}")
+    progress, files, checkpoint = loaded
+    compare_on_resume(files, checkpoint.path, inputs, accept=accept_changes)
+    if config.kl.needs_reference:
+        checkpoints.open(0)
+    if progress.step >= config.num_steps:
+        return _DirectoryState(f"the run is finished: it has done all {config.num_steps} steps", progress)
+    return _DirectoryState(f"the run resumes after step {progress.step} of {config.num_steps}", progress)
+
+
+def _vocab_size(config: TrainConfig, tokenizer: ChatTokenizer, state: _DirectoryState | None) -> int:
+    """Vocabulary size of the policy: that of the starting weights, which a run with a checkpoint does not need."""
+    if state is not None and state.progress is not None:
+        return state.progress.vocab_size
+    return check_first_policy(config, tokenizer)
+
+
+def _check_reward_files(config: TrainConfig) -> None:
+    """Check the reward functions of a config whose environment cannot be built, as `open_reward_functions` does."""
+    sections = nested_sections(config.environment, "environment")
+    components = {key: (without_judge(one),) for key, one in sections if isinstance(one, RewardComponentConfig)}
+    loop = BackgroundLoop()
+    with Closing(loop.close):
+        RewardFunctions(components, Sandbox(config.sandbox), loop).close()
+
+
+def _check_environment(
+    found: DryRun,
+    config: TrainConfig,
+    environment: AbstractEnvironment,
+    tokenizer: ChatTokenizer | None,
+    vocab_size: int | None,
+) -> None:
+    """Check tasks, prompts and rewards; report the sizes of the run."""
+    if found.attempt(_count_tasks, environment) is None:
+        return
+    if config.evaluation.tasks:
+        found.attempt(evaluation.require_tasks, environment, environment.tasks(Split.HELD_OUT), split=Split.HELD_OUT)
+    if config.warm_start.max_steps:
+        found.attempt(warm_start.require_tasks, environment)
+    with contextlib.ExitStack() as opened, _without_warnings():
+        opening = functools.partial(open_reward_functions, replace=without_judge)
+        rewards = found.attempt(opening, config, environment, opened)
+        if tokenizer is None or vocab_size is None:
+            return
+        reward_functions, loop = rewards or (RewardFunctions(), BackgroundLoop())
+        if rewards is None:
+            opened.enter_context(Closing(loop.close))
+        sampler = FixedReplies()
+        runner = found.attempt(make_runner, config, environment, tokenizer, sampler, loop, reward_functions, vocab_size)
+        if runner is None:
+            return
+        _check_prompts(found, config, runner, vocab_size)
+        if rewards is not None:
+            found.attempt(_check_rewards, found, config, runner, sampler)
+
+
+def _count_tasks(environment: AbstractEnvironment) -> int:
+    with user_errors(f"environment {environment.name!r}: its tasks cannot be read:"):
+        return sum(len(environment.tasks(split)) for split in Split)
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Suppress warnings of skipped prompts and failed rollouts, which the dry run counts."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _check_prompts(found: DryRun, config: TrainConfig, runner: RolloutRunner, vocab_size: int) -> None:
+    """Tokenize the prompts and worked answers that the run uses; report their numbers and the sizes of the run."""
+    environment = runner.environment
+    train = environment.tasks(Split.TRAIN)
+    used: dict[Split, Sequence[Task]] = {Split.TRAIN: train}
+    counts = {Split.HELD_OUT: config.evaluation.tasks}
+    if config.warm_start.max_steps:
+        counts[Split.VALIDATION] = config.warm_start.check_tasks
+    with notice_if_long(found.report, "tokenizing all prompts ..."):
+        for split, count in counts.items():
+            tasks = environment.tasks(split) if count else ()
+            used[split] = found.attempt(evaluation.first_of_each, tasks, count, runner) or ()
+        found.report(describe_run(config, vocab_size, train_tasks=len(train), held_out_tasks=len(used[Split.HELD_OUT])))
+        for split, tasks in used.items():
+            if tasks and (described := found.attempt(_describe_prompts, split, tasks, runner)) is not None:
+                found.line(f"{split.value.replace('_', '-')} prompts", described)
+    if train and (shown := found.attempt(_shown_prompt, train[0], runner)) is not None:
+        found.line("first prompt", shown)
+    if config.warm_start.max_steps and (worked := found.attempt(_describe_worked, runner)) is not None:
+        found.line("worked answers", worked)
+
+
+def _describe_prompts(split: Split, tasks: Sequence[Task], runner: RolloutRunner) -> str:
+    """Describe the lengths of prompts.
 
     Raises:
-        ValueError: if it has not; the message names the setting.
+        PromptTooLongError: if the run would end with this error.
+        ChatTemplateError: if the template rejects a prompt; the message names the task.
     """
-    if config.evaluation.tasks:
-        evaluation.require_tasks(environment, environment.tasks(Split.HELD_OUT), Split.HELD_OUT)
-    if config.warm_start.max_steps:
-        warm_start.require_tasks(environment)
+    limits = runner.limits
+    lengths = [_prompt_length(task, runner) for task in tasks]
+    long = [(task, length) for task, length in zip(tasks, lengths, strict=True) if length > limits.longest_prompt]
+    if long and limits.long_prompts is LongPrompts.ERROR:
+        names = ", ".join(f"{task.id!r} ({length:,} tokens)" for task, length in long[:_NAMED_PROMPTS])
+        more = ", ..." if len(long) > _NAMED_PROMPTS else ""
+        raise PromptTooLongError(
+            f"{len(long):,} of {len(tasks):,} {split.value} prompts do not fit, {names}{more}: "
+            f"{limits.prompt_setting} allows {limits.longest_prompt:,} tokens; raise it, remove these tasks, or set "
+            "rollouts.long_prompts: skip or truncate_left"
+        )
+    if len(long) == len(tasks) and limits.long_prompts is LongPrompts.SKIP:
+        raise PromptTooLongError(
+            f"all {len(tasks):,} {split.value} prompts have more than {limits.longest_prompt:,} tokens, and "
+            f"rollouts.long_prompts: skip skips them; raise {limits.prompt_setting}, or use rollouts.long_prompts: "
+            "truncate_left"
+        )
+    outcome = (
+        f"; {len(long):,} are longer than {limits.longest_prompt:,} (rollouts.long_prompts: {limits.long_prompts})"
+    )
+    return f"{len(tasks):,}, of {min(lengths):,} to {max(lengths):,} tokens{outcome if long else ''}"
 
 
-def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int) -> str:
+def _prompt_length(task: Task, runner: RolloutRunner) -> int:
+    try:
+        return len(runner.tokenizer.prompt_tokens(task.messages))
+    except ChatTemplateError as error:
+        raise ChatTemplateError(f"task {task.id!r} of environment {task.environment!r}: {error}") from error
+
+
+def _shown_prompt(task: Task, runner: RolloutRunner) -> str:
+    """Return the text of a prompt as the policy reads it."""
+    tokens = runner.tokenizer.prompt_tokens(task.messages)
+    text = runner.tokenizer.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
+    line = escape_line(text)
+    shown = line if len(line) <= _SHOWN_PROMPT else f"{line[: _SHOWN_PROMPT // 2]} ... {line[-_SHOWN_PROMPT // 2 :]}"
+    return f"{len(tokens):,} tokens: {shown}"
+
+
+def _describe_worked(runner: RolloutRunner) -> str | None:
+    """Tokenize worked answers as the warm start does, and count those that fit."""
+    environment = runner.environment
+    with contextlib.suppress(warm_start.WarmStartError):
+        tasks = warm_start.worked_tasks(environment)
+        checked = tasks[:CHECKED_DEMONSTRATIONS]
+        with user_errors(f"environment {environment.name!r}: a demonstration raised"):
+            examples = [warm_start.worked_example(task, runner) for task in checked]
+        fitting = len(warm_start.require_fitting(examples, runner))
+        return f"{len(tasks):,}; {fitting:,} of the first {len(checked):,} fit into {runner.limits.max_length:,} tokens"
+    return None
+
+
+def _check_rewards(found: DryRun, config: TrainConfig, runner: RolloutRunner, sampler: FixedReplies) -> None:
+    """Score garbage and right replies, and report the rewards."""
+    count = TRIAL_TASKS if runner.limits.max_turns == 1 else 1
+    agents = agent_environments(config.environment, runner.environment)
+    fitting: dict[str, list[Task]] = {}
+    for task in runner.environment.tasks(Split.TRAIN):
+        of_environment = fitting.setdefault(task.environment, [])
+        if task.environment not in agents and len(of_environment) < count and _fits(task, runner):
+            of_environment.append(task)
+    tasks = [task for of_environment in fitting.values() for task in of_environment]
+    trials = try_replies(runner, sampler, tasks, config.seed)
+    for name in (name for name, of_environment in fitting.items() if of_environment):
+        of_environment = [of_task for of_task in trials if of_task[0].rollout.task.environment == name]
+        found.report(describe_trials(of_environment[0]))
+        found.warnings += trial_warnings(config, of_environment)
+
+
+def _fits(task: Task, runner: RolloutRunner) -> bool:
+    try:
+        return bool(runner.limits.prompt_tokens(task, runner.tokenizer))
+    except (PromptTooLongError, ChatTemplateError):
+        return False
+
+
+def _unchecked(config: TrainConfig, state: _DirectoryState | None) -> list[str]:
+    """Return what only the run itself can check."""
+    unchecked = ["the devices (their number, mesh and memory)"]
+    if config.initialize_from is not None and not Path(hf_folder(config.initialize_from)).is_dir():
+        unchecked.append(f"the weight files of {config.initialize_from}, which are not on this machine")
+    for key, section in nested_sections(config.environment, "environment"):
+        if isinstance(section, LlmJudgeConfig):
+            unchecked.append(f"{key}, the judge at {section.base_url}")
+        if getattr(section, "runs_agents", False):
+            unchecked.append(f"{key}, whose episodes are agents")
+    if isinstance(config.sampler, OpenAiSamplerConfig):
+        unchecked.append(f"the inference server at {config.sampler.base_url}")
+    if config.mode is Mode.ASYNC:
+        unchecked.append(f"the Ray cluster{'' if config.ray_address is None else f' at {config.ray_address}'}")
+    if state is not None and state.unreachable is not None:
+        unchecked.append(f"the run directory ({state.unreachable})")
+    return unchecked
+
+
+def describe_run(config: TrainConfig, vocab_size: int, *, train_tasks: int, held_out_tasks: int) -> str:
     """Describe the token and step counts of a run.
 
     Args:
         config: training config; `model` is set.
-        tokenizer: determines the vocabulary size of a model without `initialize_from`.
+        vocab_size: vocabulary size of the policy.
         train_tasks: number of distinct training tasks.
+        held_out_tasks: number of tasks of each evaluation; may be less than `evaluation.tasks`.
 
     Returns:
         One `name  value` line per quantity.
     """
     assert config.model is not None
     rollouts, limits = config.rollouts, config.sampling
-    vocab_size = tokenizer.vocab_size
-    if config.initialize_from is not None:
-        # A run that has started does not need these weights any more, so they may be gone.
-        with contextlib.suppress(ValueError):
-            vocab_size = read_hf_config(hf_folder(config.initialize_from)).vocab_size
     shape = model_shape(config.model, Axis("vocab", vocab_size), config.trainer)
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shape))
     per_step, updates = rollouts.rollouts_per_step, config.updates
@@ -89,12 +422,11 @@ def describe_run(config: TrainConfig, tokenizer: ChatTokenizer, train_tasks: int
             "logits at a time",
             f"{block:,} tokens x {vocab_size:,} floats on each data-parallel device",
         ),
-        ("evaluations", f"{_evaluations(config):,}, of {config.evaluation.tasks:,} held-out tasks"),
+        ("evaluations", f"{_evaluations(config):,}, of {held_out_tasks:,} held-out tasks"),
         ("reference model", "yes" if config.kl.needs_reference else "not loaded, the KL coefficient is 0"),
         ("critic", critic),
     ]
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+    return "\n".join(f"{name:<{_WIDTH}}  {value}" for name, value in lines)
 
 
 def _microbatches(config: TrainConfig) -> dict[str, tuple[int, int]]:

@@ -2,12 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
-from pathlib import Path
 
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 from levanter.models.llama import LlamaConfig
-from transformers import LlamaConfig as HfLlamaConfig
 
 from marin_rl.config.sections import EvaluationConfig, RolloutConfig, UpdateConfig, WarmStartConfig
 from marin_rl.config.train_config import TrainConfig
@@ -18,7 +16,6 @@ from marin_rl.objectives.kl import LossKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.rollouts.filters import ResampleGroupsConfig
 from marin_rl.sampling.config import SamplingConfig
-from marin_rl.tokenization.load import TokenizerConfig
 from marin_rl.training.dry_run import describe_run
 
 CONFIG = TrainConfig(
@@ -33,8 +30,8 @@ CONFIG = TrainConfig(
 )
 
 
-def lines(config: TrainConfig) -> dict[str, str]:
-    text = describe_run(config, TokenizerConfig().build(), train_tasks=400)
+def lines(config: TrainConfig, vocab_size: int = 264, held_out_tasks: int = 20) -> dict[str, str]:
+    text = describe_run(config, vocab_size, train_tasks=400, held_out_tasks=held_out_tasks)
     width = text.splitlines()[0].index("  ")
     column = max(len(name) for name in (line[:20].rstrip() for line in text.splitlines()))
     assert width <= column
@@ -61,14 +58,11 @@ def test_counts_of_a_run():
     assert found["critic"] == "none"
 
 
-def test_vocabulary_is_that_of_the_starting_weights(tmp_path: Path):
-    HfLlamaConfig(vocab_size=320).save_pretrained(tmp_path)
-    found = lines(dataclasses.replace(CONFIG, initialize_from=str(tmp_path)))
+def test_vocabulary_determines_parameters_and_logits():
+    found = lines(CONFIG, vocab_size=320)
     plain = int(lines(CONFIG)["parameters"].partition(", vocabulary")[0].replace(",", ""))
     assert found["parameters"] == f"{plain + 2 * (320 - 264) * 16:,}, vocabulary 320"
     assert found["logits at a time"].startswith("16 tokens x 320 floats")
-    # Those of a run that has started may be gone.
-    assert lines(dataclasses.replace(CONFIG, initialize_from=str(tmp_path / "absent")))["parameters"].endswith(" 264")
 
 
 def test_counts_with_several_updates_and_resampling():
@@ -121,6 +115,8 @@ def test_number_of_evaluations():
     assert count(evaluation=EvaluationConfig(every=0)) == "2"
     assert count(evaluation=EvaluationConfig(every=30)) == "5"
     assert count(num_steps=0) == "1"
+    # Not `evaluation.tasks`, of which there may be fewer.
+    assert lines(CONFIG, held_out_tasks=7)["evaluations"] == "5, of 7 held-out tasks"
 
 
 def test_reference_is_described():
