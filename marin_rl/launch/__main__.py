@@ -89,7 +89,7 @@ def _local(own: Sequence[str], passed: Sequence[str]) -> int:
         raise ConfigError("no training arguments; give those of marin_rl.train after --, such as -- --config FILE")
     parsed = parse_config(LocalConfig, own, DRY_RUN)
     # Each process would report the same mistake.
-    check_command_line(passed, {"dry_run": "", **RESUME_FLAGS})
+    check_command_line(passed, {"dry_run": "", "print_config": "", **RESUME_FLAGS})
     processes = training_processes(parsed.config, passed)
     if "dry_run" in parsed.flags:
         print(escape("\n".join(map(str, processes))))

@@ -24,7 +24,7 @@ from marin_rl.config_fields import changeable_keys, nested_sections
 from marin_rl.distributed.make_runner import make_runner, open_reward_functions
 from marin_rl.distributed.samplers import check_sampler
 from marin_rl.environments.base import AbstractEnvironment, Split
-from marin_rl.errors import USER_ERRORS, Closing
+from marin_rl.errors import USER_ERRORS, Closing, describe
 from marin_rl.escaping import escape_line
 from marin_rl.event_loop import BackgroundLoop
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
@@ -60,7 +60,7 @@ from marin_rl.training.trial_rollouts import (
     without_judge,
 )
 from marin_rl.types import Task
-from marin_rl.user_code import user_errors
+from marin_rl.user_code import UserFileError
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -231,7 +231,7 @@ def _check_environment(
 
 
 def _count_tasks(environment: AbstractEnvironment) -> int:
-    with user_errors(f"environment {environment.name!r}: its tasks cannot be read:"):
+    with _explained(f"environment {environment.name!r}: its tasks cannot be read:"):
         return sum(len(environment.tasks(split)) for split in Split)
 
 
@@ -292,10 +292,15 @@ def _describe_prompts(split: Split, tasks: Sequence[Task], runner: RolloutRunner
             f"rollouts.long_prompts: skip skips them; raise {limits.prompt_setting}, or use rollouts.long_prompts: "
             "truncate_left"
         )
-    outcome = (
-        f"; {len(long):,} are longer than {limits.longest_prompt:,} (rollouts.long_prompts: {limits.long_prompts})"
-    )
-    return f"{len(tasks):,}, of {min(lengths):,} to {max(lengths):,} tokens{outcome if long else ''}"
+    shortest, longest = min(lengths), max(lengths)
+    notes = [f"{len(tasks):,}, of {f'{shortest:,} to ' if shortest < longest else ''}{longest:,} tokens"]
+    if long:
+        notes.append(f"{len(long):,} exceed {limits.longest_prompt:,} (rollouts.long_prompts: {limits.long_prompts})")
+    room = limits.max_length - min(longest, limits.longest_prompt)
+    if room < limits.max_new_tokens:
+        limit = f"sampling.max_new_tokens {limits.max_new_tokens:,}"
+        notes.append(f"the longest leaves {room:,} tokens for a reply, less than {limit}")
+    return "; ".join(notes)
 
 
 def _prompt_length(task: Task, runner: RolloutRunner) -> int:
@@ -314,17 +319,26 @@ def _shown_prompt(task: Task, runner: RolloutRunner) -> str:
     return f"{len(tokens):,} tokens: {shown}"
 
 
-def _describe_worked(runner: RolloutRunner) -> str | None:
+def _describe_worked(runner: RolloutRunner) -> str:
     """Tokenize worked answers as the warm start does, and count those that fit."""
-    environment = runner.environment
-    with contextlib.suppress(warm_start.WarmStartError):
-        tasks = warm_start.worked_tasks(environment)
-        checked = tasks[:CHECKED_DEMONSTRATIONS]
-        with user_errors(f"environment {environment.name!r}: a demonstration raised"):
-            examples = [warm_start.worked_example(task, runner) for task in checked]
-        fitting = len(warm_start.require_fitting(examples, runner))
-        return f"{len(tasks):,}; {fitting:,} of the first {len(checked):,} fit into {runner.limits.max_length:,} tokens"
-    return None
+    tasks = warm_start.worked_tasks(runner.environment)
+    checked = tasks[:CHECKED_DEMONSTRATIONS]
+    with _explained(f"environment {runner.environment.name!r}: a demonstration raised"):
+        examples = [warm_start.worked_example(task, runner) for task in checked]
+    fitting = len(warm_start.require_fitting(examples, runner))
+    number = "all" if fitting == len(checked) else f"{fitting:,}"
+    return f"{len(tasks):,}; {number} of {len(checked):,} checked ones fit into {runner.limits.max_length:,} tokens"
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Convert errors of a user's code, except those that explain themselves, to errors that begin with `what`."""
+    try:
+        yield
+    except USER_ERRORS:
+        raise
+    except Exception as error:
+        raise UserFileError(f"{what} {describe(error)}") from error
 
 
 def _check_rewards(found: DryRun, config: TrainConfig, runner: RolloutRunner, sampler: FixedReplies) -> None:
@@ -354,7 +368,8 @@ def _fits(task: Task, runner: RolloutRunner) -> bool:
 def _unchecked(config: TrainConfig, state: _DirectoryState | None) -> list[str]:
     """Return what only the run itself can check."""
     unchecked = ["the devices (their number, mesh and memory)"]
-    if config.initialize_from is not None and not Path(hf_folder(config.initialize_from)).is_dir():
+    is_new = state is not None and state.progress is None
+    if config.initialize_from is not None and is_new and not Path(hf_folder(config.initialize_from)).is_dir():
         unchecked.append(f"the weight files of {config.initialize_from}, which are not on this machine")
     for key, section in nested_sections(config.environment, "environment"):
         if isinstance(section, LlmJudgeConfig):

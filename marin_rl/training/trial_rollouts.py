@@ -8,6 +8,7 @@ answer, demonstration or answer.
 """
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -26,11 +27,11 @@ from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner, require_on
 from marin_rl.sampling.sampler import SampledTokens, Sampler, SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Generation, Message, RewardResult, Rollout, RolloutGroup, StopReason, Task
-from marin_rl.user_code import user_errors
 
 TRIAL_TASKS = 4
 """Tasks per environment with single replies; environments with several turns get one task and one garbage reply."""
 WORKED = "the worked answer"
+DEMONSTRATION = "the demonstration"
 ANSWER = "the task's answer"
 _NOT_ASKED = "the judge was not asked"
 _SHOWN = 100
@@ -123,7 +124,7 @@ class Reply(NamedTuple):
     """A reply to try."""
 
     name: str
-    """`WORKED`, `ANSWER` or one of `GARBAGE`."""
+    """`WORKED`, `DEMONSTRATION`, `ANSWER` or one of `GARBAGE`."""
     texts: tuple[str, ...]
     """The text of each turn; the last one is repeated."""
 
@@ -167,7 +168,6 @@ def try_replies(runner: RolloutRunner, sampler: FixedReplies, tasks: Sequence[Ta
 
     Raises:
         AllRolloutsFailedError: if no rollout of an environment was graded.
-        UserFileError: if the demonstration of a task raises.
         ValueError: if a reward is NaN or infinite, or a rollout has none.
     """
     trials = [_try(runner, sampler, task, number, seed) for number, task in enumerate(tasks)]
@@ -192,12 +192,14 @@ def _try(runner: RolloutRunner, sampler: FixedReplies, task: Task, number: int, 
 def _replies(runner: RolloutRunner, task: Task) -> Iterator[Reply]:
     names = GARBAGE if runner.limits.max_turns == 1 else GARBAGE[:1]
     yield from (Reply(name, (garbage_reply(name, task),)) for name in names)
-    environment = runner.environment
-    with user_errors(f"the demonstration of task {task.id!r} of environment {task.environment!r} raised"):
-        shown = environment.demonstrate(task)[len(task.messages) :] if environment.can_demonstrate(task) else ()
+    environment, shown = runner.environment, ()
+    # Only a warm start needs demonstrations; the dry run has reported the error if there is one.
+    with contextlib.suppress(Exception):
+        if environment.can_demonstrate(task):
+            shown = environment.demonstrate(task)[len(task.messages) :]
     texts = tuple(message["content"] for message in shown if message["role"] == "assistant")
     if texts:
-        yield Reply(WORKED, texts)
+        yield Reply(DEMONSTRATION if task.worked_answer is None else WORKED, texts)
     elif task.answer.strip():
         yield Reply(ANSWER, (task.answer,))
 
@@ -214,12 +216,17 @@ def _tokens(tokenizer: ChatTokenizer, task: Task, text: str) -> tuple[int, ...]:
 def describe_trials(trials: Sequence[Trial]) -> str:
     """Format the trials of a task as a table: reply, reward, rewards of the components, reasons."""
     task = trials[0].rollout.task
-    rows = [(trial.reply.name, _reward(trial.rollout), _details(trial.rollout)) for trial in trials]
+    rows = [(_name(trial), _reward(trial.rollout), _details(trial.rollout)) for trial in trials]
     width = max(len(name) for name, _, _ in rows)
     title = f"rewards of environment {task.environment!r} for task {task.id!r}"
     if task.answer.strip():
         title += f" with the answer {_shown(task.answer)!r}"
     return "\n".join([title, *(f"  {name:<{width}}  {reward:>6}  {details}" for name, reward, details in rows)])
+
+
+def _name(trial: Trial) -> str:
+    by_chance = trial.reply.name in GARBAGE and not trial.is_garbage
+    return f"{trial.reply.name}, the answer" if by_chance else trial.reply.name
 
 
 def _reward(rollout: Rollout) -> str:
@@ -271,7 +278,9 @@ def _rewarded_garbage(trials: Sequence[Sequence[Trial]]) -> Iterator[str]:
     """Yield a sentence for each reward function that gives garbage as much as a right reply."""
     rewarded: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for of_task in trials:
-        right = {result.component: result for trial in of_task for result in _scored(trial, WORKED, ANSWER)}
+        right = {
+            result.component: result for trial in of_task for result in _scored(trial, WORKED, DEMONSTRATION, ANSWER)
+        }
         for trial in filter(lambda trial: trial.is_garbage, of_task):
             for result in _scored(trial, *GARBAGE):
                 best = right[result.component].score if result.component in right else None

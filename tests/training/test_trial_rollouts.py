@@ -1,0 +1,224 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The rewards that a dry run shows, and its warnings."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_run import PROBLEMS, TinyRun
+from tests.training.fault_cases import is_alive, recorded_sandboxes, written
+
+SANDBOX = {"workers": 1, "require": "none"}
+NO_TRAINING = {"warm_start__max_steps": 0, "evaluation__every": 0, "evaluation__tasks": 0}
+
+
+@pytest.fixture
+def dry_run(
+    new_run: Callable[..., TinyRun], capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, list[str], str]]:
+    """Runs a dry run with config changes; returns status, lines and errors."""
+
+    def run(**changes: Any) -> tuple[int, list[str], str]:
+        status = new_run(sandbox=SANDBOX, **changes).train("--dry_run")
+        printed = capfd.readouterr()
+        return status, printed.out.splitlines(), printed.err
+
+    return run
+
+
+def rewards(path: Path, body: str) -> list[dict[str, Any]]:
+    code = f"""
+        from marin_rl.rewards import EvaluateResult, reward_function
+
+
+        @reward_function
+        def own(messages, ground_truth, **kwargs):
+            reply = messages[-1]["content"]
+            {body}
+        """
+    return [{"type": "function", "path": str(written(path / "own.py", code)), "function": "own"}]
+
+
+def with_worked(folder: Path, answer: str) -> None:
+    problems = [{**problem, "worked_answer": answer} for problem in PROBLEMS]
+    (folder / "worked.jsonl").write_text("".join(f"{json.dumps(problem)}\n" for problem in problems))
+
+
+def row(lines: list[str], reply: str) -> str:
+    [line] = [line.strip() for line in lines if line.startswith(f"  {reply} ")]
+    return " ".join(line.removeprefix(reply).split())
+
+
+def warnings(lines: list[str]) -> list[str]:
+    return [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")]
+
+
+def test_rewards_and_reasons_are_shown(dry_run: Callable[..., Any], tmp_path: Path):
+    body = 'return EvaluateResult(score=float(reply.isdigit()) / 2, reason=f"got {reply}")'
+    status, lines, _ = dry_run(environment__rewards=rewards(tmp_path, body))
+    assert status == 0
+    assert row(lines, "an empty reply") == "0 correct 0, format 0, own 0 (got)"
+    # The sum of a format reward of 0.25 and the function's 0.5.
+    assert row(lines, "the reply '0'") == "0.75 correct 0, format 0.25, own 0.5 (got 0)"
+
+
+def test_functions_that_reward_garbage_are_named(dry_run: Callable[..., Any], tmp_path: Path):
+    def found(body: str) -> list[str]:
+        return [
+            text for text in warnings(dry_run(environment__rewards=rewards(tmp_path, body))[1]) if "garbage" in text
+        ]
+
+    assert found("return float(bool(reply.strip()))") == [
+        "reward function 'own' rewards garbage: the reply 'nan', the reply '0', a reply of 1,000 random characters, "
+        "the question as the reply score as much as a right reply; a policy may learn to give such replies, unless "
+        "another component has a higher weight"
+    ]
+    # Less than a right reply, and a penalty that garbage avoids.
+    assert found("return 1.0 if reply.isdigit() and int(reply) > 1 else 0.25") == []
+    assert found("return -float(reply.isdigit())") == []
+
+
+def test_unrewarded_worked_answers_are_named(dry_run: Callable[..., Any], tmp_path: Path):
+    status, lines, _ = dry_run(environment__reply_regex="never(1)")
+    assert status == 0
+    [warning] = warnings(lines)
+    assert "the worked answer of task" in warning
+    assert "earns no reward (correct 0, format 0.25); correct the worked answers" in warning
+
+
+def test_worked_answers_that_are_too_long_to_sample_are_named(dry_run: Callable[..., Any], tmp_path: Path):
+    with_worked(tmp_path, "11111")
+    status, lines, _ = dry_run(environment__path=str(tmp_path / "worked.jsonl"), rollouts__max_length=16)
+    assert status == 0
+    # The stop token counts.
+    assert "has 6 tokens, but sampling.max_new_tokens allows 3" in warnings(lines)[0]
+
+
+def test_some_failed_rollouts_are_a_warning(dry_run: Callable[..., Any], tmp_path: Path):
+    status, lines, _ = dry_run(environment__rewards=rewards(tmp_path, "return 1 / len(reply)"))
+    assert status == 0
+    [warning] = [text for text in warnings(lines) if "trial rollouts failed" in text]
+    assert "4 of 28 trial rollouts failed" in warning
+    assert "the first, an empty reply: " in warning
+    assert "ZeroDivisionError" in warning
+    assert row(lines, "an empty reply").startswith("none failed: reward 'own': raised")
+
+
+THINKING = (
+    "{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<think>\n' }}{% endif %}"
+)
+
+
+def test_thoughts_that_the_prompt_opens_are_closed(dry_run: Callable[..., Any], tmp_path: Path):
+    (tmp_path / "thinking.jinja").write_text(THINKING)
+    with_worked(tmp_path, "1")
+    lengths = {"rollouts__max_length": 64, "model.seq_len": 64, "sampling__max_new_tokens": 32}
+    template = {"tokenizer__chat_template": str(tmp_path / "thinking.jinja")}
+    status, lines, _ = dry_run(environment__path=str(tmp_path / "worked.jsonl"), **NO_TRAINING, **lengths, **template)
+    assert status == 0
+    # An unfinished thought would not be graded.
+    assert row(lines, "the worked answer") == "1 correct 1, format 0"
+    assert row(lines, "the reply '0'") == "0 correct 0, format 0"
+
+
+def test_judges_are_not_asked(dry_run: Callable[..., Any], tmp_path: Path):
+    judge = {"type": "llm_judge", "base_url": "http://127.0.0.1:9/v1", "model": "m", "prompt": "{conversation}"}
+    status, lines, _ = dry_run(environment__rewards=[judge], **NO_TRAINING)
+    assert status == 0
+    assert "llm_judge 0 (the judge was not asked)" in row(lines, "an empty reply")
+    [unchecked] = [line for line in lines if line.startswith("not checked")]
+    assert unchecked.endswith("environment.rewards.0, the judge at http://127.0.0.1:9/v1")
+    status, _, error = dry_run(environment__rewards=[{**judge, "api_key_env": "NO_SUCH_KEY"}], **NO_TRAINING)
+    assert status == 1
+    assert "NO_SUCH_KEY" in error
+
+
+def test_agents_are_not_started(dry_run: Callable[..., Any], tmp_path: Path):
+    pytest.importorskip("starlette")
+    agent = written(tmp_path / "agent.py", "def play(**keywords):\n    raise SystemExit('started')")
+    tasks = {"type": "arithmetic"}
+    environment = {"type": "agent", "tasks": tasks, "path": str(agent), "function": "play"}
+    status, lines, error = dry_run(environment=environment, **NO_TRAINING)
+    assert (status, error) == (0, "")
+    assert any(line.endswith("environment, whose episodes are agents") for line in lines)
+    assert not any(line.startswith("rewards of environment") for line in lines)
+
+
+GAME = """
+from marin_rl.environments.base import AbstractEnvironment, Step
+from marin_rl.types import Message, Task
+
+
+class Game(AbstractEnvironment):
+    name = "game"
+
+    def tasks(self, split):
+        return [Task(f"{split}{n}", "game", (Message(role="user", content="go"),), "") for n in range(4)]
+
+    async def start(self, task, seed):
+        return Episode()
+
+    def can_demonstrate(self, task):
+        return True
+
+    def demonstrate(self, task):
+        replies = [Message(role="assistant", content=text) for text in "ab"]
+        return (*task.messages, replies[0], Message(role="user", content="on"), replies[1])
+
+
+class Episode:
+    def __init__(self):
+        self.replies = ""
+
+    async def step(self, reply):
+        self.replies += reply or "-"
+        if len(self.replies) == 2:
+            return Step({"correct": float(self.replies == "ab")}, info={"replies": self.replies})
+        return Step({}, (Message(role="user", content="on"),), done=False)
+
+    async def close(self):
+        pass
+"""
+
+
+def test_games_are_played_with_garbage_and_a_demonstration(dry_run: Callable[..., Any], tmp_path: Path):
+    (tmp_path / "game.py").write_text(GAME)
+    environment = {"type": "file", "path": str(tmp_path / "game.py"), "name": "Game"}
+    sizes = {"rollouts__max_turns": 3, "rollouts__max_length": 16}
+    status, lines, _ = dry_run(environment=environment, **sizes)
+    assert status == 0
+    assert row(lines, "an empty reply") == "0 correct 0"
+    assert row(lines, "the demonstration") == "1 correct 1"
+
+
+def test_each_environment_of_a_mixture_is_tried(dry_run: Callable[..., Any], tmp_path: Path):
+    parts = [{"environment": {"type": "arithmetic", "name": name, "seed": seed}} for seed, name in enumerate("ab")]
+    environment = {"type": "mixture", "parts": parts}
+    status, lines, error = dry_run(environment=environment, **NO_TRAINING)
+    assert (status, error) == (0, "")
+    assert [line.split()[3] for line in lines if line.startswith("rewards of environment")] == ["'a'", "'b'"]
+
+
+def test_no_process_and_no_thread_remains(dry_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sandboxes = recorded_sandboxes(monkeypatch)
+    before = set(threading.enumerate())
+    pids = []
+    from marin_rl.training.trial_rollouts import describe_trials as show
+
+    def recorded(trials: Any) -> str:
+        pids.extend(sandboxes[0].worker_pids)
+        return show(trials)
+
+    monkeypatch.setattr("marin_rl.training.dry_run.describe_trials", recorded)
+    assert dry_run(environment__rewards=rewards(tmp_path, "return 1.0"))[0] == 0
+    assert pids
+    assert not any(map(is_alive, pids))
+    left = [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("episodes")]
+    assert left == []
