@@ -8,6 +8,8 @@ import dataclasses
 import functools
 import logging
 import math
+import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -67,6 +69,8 @@ P = ParamSpec("P")
 
 CHECKED_DEMONSTRATIONS = 1000
 """Maximum number of worked answers that are tokenized."""
+STORE_SECONDS = 15.0
+"""Maximum seconds for the check of a run directory in an object store; its client retries for a minute."""
 _NAMED_PROMPTS = 3
 """Maximum number of too long prompts that a message names."""
 _SHOWN_PROMPT = 400
@@ -155,11 +159,27 @@ class _DirectoryState:
 
 def _check_directory(config: TrainConfig, *, accept_changes: bool) -> _DirectoryState:
     directory = RunDirectory(storage_path(config.run_dir, "run_dir"))
-    try:
+    if isinstance(directory.path, Path):
         return _directory_state(config, directory, accept_changes=accept_changes)
-    except StorageError as error:
-        # A machine without credentials can check the config of a run on other machines.
-        return _DirectoryState("the run can start if its run directory is new or fits this config", None, str(error))
+    # A machine without access to the store can check the config of a run on other machines.
+    done: queue.Queue[_DirectoryState | BaseException] = queue.Queue()
+
+    def check() -> None:
+        try:
+            done.put(_directory_state(config, directory, accept_changes=accept_changes))
+        except BaseException as error:
+            done.put(error)
+
+    threading.Thread(target=check, name="run directory", daemon=True).start()
+    try:
+        found = done.get(timeout=STORE_SECONDS)
+    except queue.Empty:
+        found = StorageError(f"no result after {STORE_SECONDS:g} s", str(directory.path), "check the connection")
+    if isinstance(found, StorageError):
+        return _DirectoryState("the run can start if its run directory is new or fits this config", None, str(found))
+    if isinstance(found, BaseException):
+        raise found
+    return found
 
 
 def _directory_state(config: TrainConfig, directory: RunDirectory, *, accept_changes: bool) -> _DirectoryState:
@@ -298,8 +318,7 @@ def _describe_prompts(split: Split, tasks: Sequence[Task], runner: RolloutRunner
         notes.append(f"{len(long):,} exceed {limits.longest_prompt:,} (rollouts.long_prompts: {limits.long_prompts})")
     room = limits.max_length - min(longest, limits.longest_prompt)
     if room < limits.max_new_tokens:
-        limit = f"sampling.max_new_tokens {limits.max_new_tokens:,}"
-        notes.append(f"the longest leaves {room:,} tokens for a reply, less than {limit}")
+        notes.append(f"the longest leaves room for {room:,} of sampling.max_new_tokens {limits.max_new_tokens:,}")
     return "; ".join(notes)
 
 
@@ -351,7 +370,8 @@ def _check_rewards(found: DryRun, config: TrainConfig, runner: RolloutRunner, sa
         if task.environment not in agents and len(of_environment) < count and _fits(task, runner):
             of_environment.append(task)
     tasks = [task for of_environment in fitting.values() for task in of_environment]
-    trials = try_replies(runner, sampler, tasks, config.seed)
+    with notice_if_long(found.report, "scoring trial rollouts ..."):
+        trials = try_replies(runner, sampler, tasks, config.seed)
     for name in (name for name, of_environment in fitting.items() if of_environment):
         of_environment = [of_task for of_task in trials if of_task[0].rollout.task.environment == name]
         found.report(describe_trials(of_environment[0]))

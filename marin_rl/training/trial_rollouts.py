@@ -20,13 +20,22 @@ from marin_rl.environments.garbage import FULL_REWARD, GARBAGE, garbage_reply, i
 from marin_rl.environments.streams import CompositeConfig, CompositeEnvironment
 from marin_rl.escaping import escape_line
 from marin_rl.rewards.component import RewardComponentConfig, RewardScope
-from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardRequest
+from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.judge import LlmJudge, LlmJudgeConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner, require_one_success, run_groups
 from marin_rl.sampling.sampler import SampledTokens, Sampler, SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.types import Generation, Message, RewardResult, Rollout, RolloutGroup, StopReason, Task
+from marin_rl.types import (
+    Generation,
+    Message,
+    RewardResult,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    StopReason,
+    Task,
+)
 
 TRIAL_TASKS = 4
 """Tasks per environment with single replies; environments with several turns get one task and one garbage reply."""
@@ -170,13 +179,23 @@ def try_replies(runner: RolloutRunner, sampler: FixedReplies, tasks: Sequence[Ta
         AllRolloutsFailedError: if no rollout of an environment was graded.
         ValueError: if a reward is NaN or infinite, or a rollout has none.
     """
-    trials = [_try(runner, sampler, task, number, seed) for number, task in enumerate(tasks)]
+    trials: list[list[Trial]] = []
     for environment in dict.fromkeys(task.environment for task in tasks):
-        rollouts = [trial.rollout for of_task in trials for trial in of_task]
-        require_one_success(
-            [RolloutGroup(one.group_id, [one]) for one in rollouts if one.task.environment == environment]
-        )
+        groups = []
+        for task in (task for task in tasks if task.environment == environment):
+            trials.append(_try(runner, sampler, task, len(trials), seed))
+            rollouts = [trial.rollout for trial in trials[-1]]
+            groups.append(RolloutGroup(rollouts[0].group_id, rollouts))
+            if all(map(_timed_out, rollouts)):
+                # Further tasks would take as long.
+                break
+        require_one_success(groups)
     return trials
+
+
+def _timed_out(rollout: Rollout) -> bool:
+    causes = [result.failure for result in rollout.evaluations]
+    return rollout.status is RolloutStatus.TIMED_OUT or RewardFailure.TIMEOUT in causes
 
 
 def _try(runner: RolloutRunner, sampler: FixedReplies, task: Task, number: int, seed: int) -> list[Trial]:

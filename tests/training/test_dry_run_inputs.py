@@ -5,6 +5,7 @@
 
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,7 @@ def test_red(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monke
     assert_red(make_run(tmp_path, **SHORT | make(tmp_path)), message, capfd)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", GREEN)
 def test_green(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     assert_green(make_run(tmp_path, **SHORT | GREEN[name](tmp_path)), capfd, "the run starts from the beginning")
@@ -424,3 +426,50 @@ def test_all_problems_are_reported_at_once(tmp_path: Path, capfd: pytest.Capture
     error = capfd.readouterr().err
     for name in ("absent.py", "lost.py", "no-tokenizer"):
         assert name in error
+
+
+@pytest.mark.parametrize(
+    ("body", "changes", "message"),
+    [
+        (
+            "    def tasks(self, split):\n        raise KeyError('lost')",
+            {},
+            "its tasks cannot be read: KeyError: 'lost'",
+        ),
+        (
+            "    def demonstrate(self, task):\n        raise KeyError('lost')\n"
+            "    def can_demonstrate(self, task):\n        return True",
+            WARM,
+            "a demonstration raised KeyError: 'lost'",
+        ),
+    ],
+)
+def test_errors_of_own_environments_are_sentences(
+    body: str, changes: dict[str, Any], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    run = make_run(tmp_path, **{**SHORT, **with_environment(body)(tmp_path), **changes})
+    assert run.train("--dry_run") == 1
+    error = capfd.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    # Only a warm start needs demonstrations.
+    if changes:
+        assert run.train("--dry_run", "--warm_start.max_steps", "0") == 0
+
+
+def test_unreachable_store_is_not_waited_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    from marin_rl.training import dry_run
+
+    released = threading.Event()
+    monkeypatch.setattr(dry_run, "STORE_SECONDS", 0.01)
+    monkeypatch.setattr(dry_run, "check_usable", lambda directory: released.wait())
+    run = make_run(tmp_path, **SHORT, run_dir="memory://unreachable/run")
+    try:
+        assert run.train("--dry_run") == 0
+    finally:
+        released.set()
+    lines = capfd.readouterr().out.splitlines()
+    assert "the run directory (memory://unreachable/run: no result after 0.01 s" in lines[-2]
+    assert lines[-1] == "no problems found: the run can start if its run directory is new or fits this config"

@@ -25,7 +25,7 @@ def dry_run(
     """Runs a dry run with config changes; returns status, lines and errors."""
 
     def run(**changes: Any) -> tuple[int, list[str], str]:
-        status = new_run(sandbox=SANDBOX, **changes).train("--dry_run")
+        status = new_run(**{"sandbox": SANDBOX, **changes}).train("--dry_run")
         printed = capfd.readouterr()
         return status, printed.out.splitlines(), printed.err
 
@@ -222,3 +222,12 @@ def test_no_process_and_no_thread_remains(dry_run: Callable[..., Any], tmp_path:
     assert not any(map(is_alive, pids))
     left = [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("episodes")]
     assert left == []
+
+
+def test_tasks_are_not_tried_on_after_timeouts(dry_run: Callable[..., Any], tmp_path: Path):
+    sandbox = {**SANDBOX, "workers": 8, "wall_seconds": 0.5}
+    body = "__import__('time').sleep(1000)"
+    status, _, error = dry_run(environment__rewards=rewards(tmp_path, body), sandbox=sandbox)
+    assert status == 1
+    assert "all 7 rollouts failed" in error
+    assert "timeout" in error
