@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import functools
 import ipaddress
+import itertools
 import math
 import os
 import typing
@@ -18,7 +19,7 @@ from typing import Any
 from marin_rl.storage import refuse_credentials, storage_path, user_path
 
 LOCAL_PATH = {"local_path": True}
-"""Metadata of a field that is a path on a mounted file system; `check_paths` validates it."""
+"""Metadata of a field that is a path on a mounted file system, or a list of such paths; `check_paths` validates it."""
 
 LOCAL_FILE = {**LOCAL_PATH, "is_file": True}
 """Metadata of a local path of a file that the run reads."""
@@ -103,12 +104,11 @@ def check_paths(config: object) -> None:
     problems = []
     for key, section in nested_sections(config):
         for field in dataclasses.fields(section):
-            value = getattr(section, field.name)
             checks = {local_path: LOCAL_PATH, storage_path: STORAGE_PATH}
-            for check, metadata in checks.items() if value is not None else ():
+            kinds = [check for check, metadata in checks.items() if metadata.items() <= field.metadata.items()]
+            for check, text in itertools.product(kinds, _texts(getattr(section, field.name)) if kinds else ()):
                 try:
-                    if metadata.items() <= field.metadata.items():
-                        check(value, f"{key}.{field.name}" if key else field.name)
+                    check(text, f"{key}.{field.name}" if key else field.name)
                 except ValueError as error:
                     problems.append(str(error))
     if problems:
@@ -126,8 +126,9 @@ def local_inputs(config: object) -> Iterator[tuple[str, str]]:
             is_input = (
                 LOCAL_PATH.items() <= field.metadata.items() and not LOCAL_OUTPUT.items() <= field.metadata.items()
             )
-            if is_input and value is not None:
-                yield f"{key}.{field.name}" if key else field.name, value
+            if is_input:
+                for text in _texts(value):
+                    yield f"{key}.{field.name}" if key else field.name, text
 
 
 def named_files(config: object) -> Iterator[str]:

@@ -18,9 +18,11 @@ from marin_rl import multihost
 from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.config.decode import encode
 from marin_rl.config.device_settings import logprob_block, row_layout
+from marin_rl.config.imports import IMPORTS
 from marin_rl.config.input_files import NAMED
 from marin_rl.config.sections import EvaluationConfig, Mode
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.distributed.make_runner import make_runner, open_reward_functions
 from marin_rl.distributed.samplers import open_group_sampler
 from marin_rl.environments.base import EnvironmentConfig, Split
@@ -44,6 +46,9 @@ class EvaluateConfig:
 
     run: str
     """Run directory, a path or an address such as `gs://bucket/run`; evaluation changes no file in it."""
+    imports: tuple[str, ...] = dataclasses.field(default=(), metadata=LOCAL_PATH)
+    """Python files or modules that register the type of `environment`, as in a training config. Those of the run are
+    imported too."""
     step: int | None = None
     """Step of the checkpoint; the newest valid checkpoint by default."""
     validation: bool = False
@@ -120,7 +125,7 @@ def _evaluate(
     trainer = start_devices(
         train_config.trainer_config(), rows_per_device=train_config.rollouts.rows_per_device, of_other_machine=True
     )
-    sections = ("tokenizer",) if config.environment is not None else ("tokenizer", "environment", NAMED)
+    sections = ("tokenizer",) if config.environment is not None else ("tokenizer", "environment", IMPORTS, NAMED)
     step, model = restore_checkpoint(checkpoints, config.step, train_config, trainer, sections)
     tokenizer = train_config.tokenizer.build()
     sampler = open_group_sampler(train_config, model, tokenizer, trainer, step)

@@ -1,17 +1,19 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Imports a class or function from a user's Python file, which runs in this process without isolation."""
+"""Imports of users' Python files and modules, which run in this process without isolation."""
 
 import ast
 import contextlib
 import hashlib
+import importlib
 import importlib.machinery
 import importlib.util
 import itertools
 import re
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,21 +26,36 @@ class UserFileError(ValueError):
     """Raised if a user's file is missing or invalid; the message names the file, and the cause is chained."""
 
 
+_REGISTERED = re.compile(r"Cannot register <class '.*'> as (\S+) because <class '(.*)'> is already registered")
+
+
 @contextlib.contextmanager
-def user_errors(what: str) -> Iterator[None]:
+def user_errors(what: str, folder: Path | None = None) -> Iterator[None]:
     """Convert any error of a user's code to a `UserFileError`: SystemExit, too, which would end the process silently.
 
     KeyboardInterrupt propagates in the main thread, where Ctrl-C raises it.
 
     Args:
         what: beginning of the message, which names the code.
+        folder: folder of the code, to name the line that raised; None to name none.
     """
     try:
         yield
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
-        raise UserFileError(f"{what} {describe(error)}") from error
+        text = describe(error)
+        if registered := _REGISTERED.search(text):
+            text = f"type {registered[1]!r} is registered already, by {registered[2]}; choose another name"
+        if folder is not None:
+            text = f"{text}{_place(error, folder)}".replace(f"{_package_name(folder)}.", ".")
+        raise UserFileError(f"{what} {text}") from error
+
+
+def _place(error: BaseException, folder: Path) -> str:
+    """The last line of a file in a folder on the way to an error; a SyntaxError names its line itself."""
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == folder]
+    return f" ({Path(lines[-1].filename).name}, line {lines[-1].lineno})" if lines else ""
 
 
 def load_from_file(path: str, name: str) -> Any:
@@ -54,7 +71,7 @@ def load_from_file(path: str, name: str) -> Any:
     Raises:
         UserFileError: if the file is missing, its import raises, or it does not define the name.
     """
-    module = _import(path)
+    module = import_file(path)
     if name not in vars(module):
         public = [known for known in vars(module) if not known.startswith("_")]
         raise UserFileError(f"{path} does not define {name!r}; {nearest(name, sorted(public))}")
@@ -106,8 +123,57 @@ def _module_files(root: Path, parts: Sequence[str]) -> Iterator[Path]:
         yield from (file for file in (module.with_suffix(".py"), module / "__init__.py") if file.is_file())
 
 
-def _import(path: str) -> types.ModuleType:
+def is_module_name(text: str) -> bool:
+    """Return whether a text is the dotted name of a module rather than the path of a file.
+
+    >>> is_module_name("lab.objectives"), is_module_name("objectives.py"), is_module_name("lab/objectives.py")
+    (True, False, False)
+    """
+    is_dotted = all(part.isidentifier() for part in text.split("."))
+    return is_dotted and not text.endswith(".py") and not Path(text).is_file()
+
+
+def import_module(name: str) -> types.ModuleType:
+    """Import a module of an installed package, or of the working directory.
+
+    Args:
+        name: its dotted name.
+
+    Raises:
+        UserFileError: if there is no such module, or its import raises.
+    """
+    with user_errors(f"module {name} raised during import:"):
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # Another name is missing if an import inside of the module fails.
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            module = None
+    # A folder without __init__.py is a module without origin, too.
+    if module is not None and (module.__spec__ is None or module.__spec__.origin is not None):
+        return module
+    path = Path(*name.split("."))
+    remedy = "install its package, or name a Python file"
+    if path.with_suffix(".py").is_file():
+        remedy = f"did you mean the file {path}.py?"
+    elif path.is_dir():
+        remedy = f"{path} is a folder: name a Python file in it"
+    raise UserFileError(f"there is no module {name!r}; {remedy}")
+
+
+def import_file(path: str) -> types.ModuleType:
+    """Import a Python file once per process; see `load_from_file`.
+
+    Args:
+        path: path of the file, relative to the working directory.
+
+    Raises:
+        UserFileError: if it is missing or not a Python file, or its import raises; the message names the line.
+    """
     file = Path(path).expanduser().resolve()
+    if file.is_dir():
+        raise UserFileError(f"{path!r} is a folder; name a Python file in it")
     if not file.is_file():
         raise UserFileError(f"file {path!r} does not exist (resolved to {file}); paths start at the working directory")
     package = _package_of(file.parent)
@@ -120,7 +186,7 @@ def _import(path: str) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        with user_errors(f"{path} raised during import:"):
+        with user_errors(f"{path} raised during import:", file.parent):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
@@ -130,10 +196,14 @@ def _import(path: str) -> types.ModuleType:
 
 def _package_of(folder: Path) -> str:
     """Return the name of the package for a folder, created without running its `__init__.py`."""
-    name = f"marin_rl_user_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+    name = _package_name(folder)
     if name not in sys.modules:
         package = types.ModuleType(name)
         package.__path__ = [str(folder)]
         package.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         sys.modules[name] = package
     return name
+
+
+def _package_name(folder: Path) -> str:
+    return f"marin_rl_user_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"

@@ -122,18 +122,21 @@ def popen(
     return ForkedProcess(int(server.stdout.readline()), args, status)
 
 
-def run(args: Sequence[str], env: Mapping[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
+def run(
+    args: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> "subprocess.CompletedProcess[str]":
     """Fork a program and wait for its end, like `subprocess.run` with captured output.
 
     Args:
         args: `python -m MODULE` and arguments.
         env: environment variables; None for those of this process.
+        cwd: working directory.
 
     Returns:
         Exit status, stdout and stderr.
     """
     with tempfile.NamedTemporaryFile() as stdout, tempfile.NamedTemporaryFile() as stderr:
-        code = popen(args, stdout=stdout, stderr=stderr, env=os.environ if env is None else env).wait()
+        code = popen(args, stdout=stdout, stderr=stderr, env=os.environ if env is None else env, cwd=cwd).wait()
         return subprocess.CompletedProcess(args, code, stdout.read().decode(), stderr.read().decode())
 
 

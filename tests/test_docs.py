@@ -103,7 +103,7 @@ def config_error(*layers: str) -> str:
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))
-def test_yaml_decodes(text: str) -> None:
+def test_yaml_decodes(text: str, extending: None) -> None:
     if text.startswith("tpu_name:"):
         assert decode(TpuConfig, parse_yaml(text, "the page"))
         return
@@ -240,7 +240,7 @@ def shown_commands() -> list[Any]:
 
 
 @pytest.mark.parametrize("words", shown_commands())
-def test_commands_have_valid_arguments(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_have_valid_arguments(words: list[str], monkeypatch: pytest.MonkeyPatch, extending: None) -> None:
     """Their options and the named experiments exist; nothing is run."""
     monkeypatch.chdir(ROOT)
     module, *argv = ["experiments/rloo.yaml" if word == "other.yaml" else word for word in words]

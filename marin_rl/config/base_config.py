@@ -26,6 +26,7 @@ from marin_rl.config.sections import (
 )
 from marin_rl.config.workers_config import WorkersConfig
 from marin_rl.config_fields import (
+    LOCAL_PATH,
     STORAGE_PATH,
     convert_enum_fields,
     may_change,
@@ -70,6 +71,9 @@ class AbstractTrainConfig(CheckedConfig):
     run_dir: str = dataclasses.field(metadata=STORAGE_PATH)
     """Run directory, a path or an address such as `gs://bucket/run` or `s3://bucket/run`. A run resumes if its
     directory contains a checkpoint."""
+    imports: tuple[str, ...] = dataclasses.field(default=(), metadata=LOCAL_PATH)
+    """Python files, such as `[my_objectives.py]`, or modules of installed packages, such as `[lab.objectives]`, that
+    register further types. Every command that reads the config imports them first, without isolation."""
     model: Any = None
     """Model architecture (levanter's section), required to train from scratch; null: read from `initialize_from`. Its
     type is `gemma`, `gemma2`, `gpt2`, `llama`, `mistral`, `mixtral`, `olmo2`, `qwen2` or `qwen3`."""

@@ -39,6 +39,7 @@ from marin_rl.config.decode import (
     section_of,
 )
 from marin_rl.config.help import all_keys, help_text, overview_text
+from marin_rl.config.imports import import_types
 from marin_rl.config.yaml_text import load_yaml, parse_value
 from marin_rl.errors import USER_ERRORS, describe, require_threads
 from marin_rl.escaping import escape
@@ -167,10 +168,12 @@ def parse_config(
     """
     flags = flags or {}
     arguments = read_arguments(argv, flags)
+    layers = [defaults or {}, *arguments.load_layers()]
+    import_types(config_class, layers)
     if arguments.help_section is not None:
         sys.stdout.write(help_text(config_class, flags, arguments.help_section))
         raise HelpShown(0)
-    raw = merge_layers(config_class, [defaults or {}, *arguments.load_layers()])
+    raw = merge_layers(config_class, layers)
     try:
         return ParsedConfig(decode(config_class, raw), arguments.flags)
     except ConfigError as error:
@@ -286,8 +289,12 @@ class Arguments:
     """Argument of `--help`, empty if it has none; None without `--help`."""
 
     def load_layers(self) -> list[dict[str, Any]]:
-        """Load the config files, and append the overrides: raw values in the order of increasing precedence."""
-        return [*(load_yaml(path) for path in self.config_paths), self.overrides]
+        """Load the config files, and append the overrides: raw values in the order of increasing precedence.
+
+        `--help` ignores absent files.
+        """
+        paths = [path for path in self.config_paths if self.help_section is None or path.is_file()]
+        return [*map(load_yaml, paths), self.overrides]
 
 
 def read_arguments(argv: Sequence[str], known_flags: Iterable[str]) -> Arguments:
@@ -302,10 +309,13 @@ def read_arguments(argv: Sequence[str], known_flags: Iterable[str]) -> Arguments
     rest = list(argv)
     while rest:
         argument = rest.pop(0)
-        if argument in ("-h", "--help"):
-            return Arguments(help_section=rest[0] if rest and not rest[0].startswith("-") else "")
-        if argument.startswith("--help="):
-            return Arguments(help_section=argument.removeprefix("--help="))
+        if argument in ("-h", "--help") or argument.startswith("--help="):
+            section = argument.partition("=")[2] or (rest.pop(0) if rest and not rest[0].startswith("-") else "")
+            # Only `imports` matters of the other arguments, which may be incomplete.
+            with contextlib.suppress(ConfigError):
+                others = read_arguments(rest, known_flags)
+                config_paths, overrides = [*config_paths, *others.config_paths], {**overrides, **others.overrides}
+            return Arguments(tuple(config_paths), overrides, help_section=section)
         if not argument.startswith("--") or argument == "--":
             remedy = f"--config {argument}" if argument.endswith((".yaml", ".yml")) else "overrides as --key value"
             raise ConfigError(f"unexpected argument {argument!r}; write {remedy}, see --help")

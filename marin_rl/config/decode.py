@@ -162,8 +162,10 @@ def resolve_section(section: Any, raw: Mapping[str, Any], path: Sequence[str] = 
     if name is None:
         raise ConfigError(f"{_dotted(path)} needs a type: {CHOICE_TYPE_KEY} is one of {', '.join(options)}")
     if name not in options:
-        problem = f"{_dotted((*path, CHOICE_TYPE_KEY))} is {name!r}, which is not one of its types; "
-        raise ConfigError(UnknownType(problem + nearest(str(name), options)))
+        near = nearest(str(name), options)
+        own = "" if near.startswith("did you mean") else ". A type of your own needs its file in `imports`"
+        problem = f"{_dotted((*path, CHOICE_TYPE_KEY))} is {name!r}, which is not one of its types; {near}{own}"
+        raise ConfigError(UnknownType(problem))
     return registry.get_choice_class(name)
 
 
@@ -422,7 +424,7 @@ def _decode_mapping(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
 
 def _decode_items(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
     if not isinstance(raw, list | tuple):
-        raise _wrong(annotation, raw, path)
+        raise _wrong(annotation, raw, path, f"write [{raw}]" if isinstance(raw, str) else "")
     plain = plain_type(annotation)
     arguments = typing.get_args(annotation) or (Any,)
     if _is_fixed_tuple(annotation) and len(arguments) != len(raw):

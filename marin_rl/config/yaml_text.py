@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import yaml
 
 from marin_rl.config.decode import ConfigError, decode, encode
+from marin_rl.config.imports import import_types
 from marin_rl.errors import nearest_file
 
 ConfigT = TypeVar("ConfigT")
@@ -36,10 +37,12 @@ def from_yaml(config_class: type[ConfigT], text: str, source: str) -> ConfigT:
         The validated config.
 
     Raises:
-        ConfigError: if the text is not valid YAML, or a key is invalid.
+        ConfigError: if the text is not valid YAML, a key is invalid, or a file in `imports` cannot be imported.
     """
     try:
-        return decode(config_class, parse_yaml(text, source))
+        raw = parse_yaml(text, source)
+        import_types(config_class, [raw])
+        return decode(config_class, raw)
     except ConfigError as error:
         remedy = "; if another version of marin_rl wrote the file, remove the key or rename it"
         raise ConfigError(

@@ -5,12 +5,14 @@
 
 import contextlib
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from marin_rl.config.decode import ConfigError
+from marin_rl.config.imports import IMPORTS
 from marin_rl.config_fields import check_at_least
 from marin_rl.launch.gcloud import Gcloud, check_flags
 from marin_rl.launch.hosts import Hosts
@@ -18,6 +20,7 @@ from marin_rl.launch.jobs import Group, Job, JobsConfig, Launch
 from marin_rl.launch.queued_resource import QueuedResource, SlicesConfig
 from marin_rl.launch.supervise import SupervisorConfig
 from marin_rl.launch.upload import PYTHON, CodeConfig, UploadError, code_files, environment_script
+from marin_rl.user_code import imported_files, is_module_name
 
 if TYPE_CHECKING:
     from marin_rl.config.workers_config import WorkersConfig
@@ -94,7 +97,7 @@ def training_run(config: TpuConfig, arguments: Sequence[str]) -> str:
 
     Raises:
         ConfigError: if the training config is invalid, or its run directory is on the disk of a host.
-        UploadError: if a config file is not among the uploaded files, or a secret is not set.
+        UploadError: if a config file or a file of `imports` is not among the uploaded files, or a secret is not set.
     """
     # Imported here because jax and levanter take seconds to import, and the other actions do not need them.
     from marin_rl.config.command_line import CONFIG_OPTIONS, RESUME_FLAGS, check_command_line, parse_config
@@ -116,10 +119,12 @@ def training_run(config: TpuConfig, arguments: Sequence[str]) -> str:
         parsed = parse_config(TrainConfig, [*arguments, *own], RESUME_FLAGS).config
     # A missing secret must be found before slices are requested.
     environment_script(config.code)
-    for name, value in _options(arguments):
-        if name in CONFIG_OPTIONS and value not in names:
+    needed = [(f"--{name}", value) for name, value in _options(arguments) if name in CONFIG_OPTIONS]
+    needed += [(IMPORTS, text) for text in _imported(parsed.imports, Path(config.code.folder))]
+    for key, value in needed:
+        if os.path.normpath(value) not in names:
             raise UploadError(
-                f"--{name} {value} is not copied to the hosts; give its path relative to code.folder "
+                f"{key} {value} is not copied to the hosts; give its path relative to code.folder "
                 f"{config.code.folder!r}, and remove it from .gitignore if it is there"
             )
     if config.rollout_slices is None and parsed.mode is Mode.ASYNC and parsed.ray_address is None:
@@ -137,6 +142,13 @@ def training_run(config: TpuConfig, arguments: Sequence[str]) -> str:
             "folder of a bucket, --run_dir gs://BUCKET/RUN, or to the absolute path of a mounted file system"
         )
     return parsed.run_dir
+
+
+def _imported(imports: Sequence[str], folder: Path) -> list[str]:
+    """Paths, as in the config, of the files in `imports` and of those in the folder that they import."""
+    with contextlib.chdir(folder):
+        files = [text for text in imports if not is_module_name(text)]
+        return files + [str(file) for text in files for file in imported_files(Path(text))]
 
 
 def _check_workers(workers: "WorkersConfig", slices: SlicesConfig) -> None:

@@ -19,6 +19,7 @@ from levanter.trainer_state import TrainerState
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.config.device_settings import row_layout
+from marin_rl.config.imports import IMPORTS
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.config_fields import changeable_keys
@@ -171,7 +172,7 @@ def replay_step(directory: RunDirectory, config: TrainConfig, step: int) -> Repl
     first = groups(start + 1)
     parts = start_trainer(config)
     checkpoint = checkpoints.open(start)
-    warn_of_changed_inputs(checkpoint, original, ("tokenizer",))
+    warn_of_changed_inputs(checkpoint, original, ("tokenizer", IMPORTS))
     vocab_size = int(checkpoint.progress["vocab_size"])
     state, metrics = restore_state(checkpoint, config, parts.learner), dict[str, float]()
     make_builder = functools.partial(

@@ -164,6 +164,20 @@ def test_workers_on_rollout_slices(folder: Path, hardware: list[str]) -> None:
 
 
 @pytest.mark.medium
+@pytest.mark.parametrize(("hidden", "named"), [("mine.py", "mine.py"), ("helpers.py", "helpers.py"), ("other", None)])
+def test_imports_that_are_not_copied_are_refused(folder: Path, hidden: str, named: str | None) -> None:
+    (folder / "mine.py").write_text("from .helpers import X\n")
+    (folder / "helpers.py").write_text("X = 1\n")
+    (folder / ".gitignore").write_text(f"{hidden}\n")
+    arguments = ["--config", "run.yaml", "--run_dir", "/mnt/a", "--imports", "[./mine.py]"]
+    if named is None:
+        assert training_run(decode(TpuConfig, VALID), arguments) == "/mnt/a"
+        return
+    with pytest.raises(UploadError, match=rf"imports .*{named} is not copied to the hosts; give its path relative to"):
+        training_run(decode(TpuConfig, VALID), arguments)
+
+
+@pytest.mark.medium
 def test_a_config_outside_the_folder_is_refused(folder: Path) -> None:
     config = decode(TpuConfig, VALID)
     with pytest.raises(UploadError, match="is not copied to the hosts; give its path relative to"):
