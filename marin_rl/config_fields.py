@@ -33,6 +33,9 @@ NAMES_FILES = {"names_files": True}
 STORAGE_PATH = {"storage_path": True}
 """Metadata of a field that is a path or an address such as `gs://bucket/run`; `check_paths` validates it."""
 
+STORAGE_INPUT = {**STORAGE_PATH, "is_input": True}
+"""Metadata of such a field whose local files a run reads at every start."""
+
 
 def may_change(*keys: str) -> dict[str, Any]:
     """Metadata of a field that may change when a run is resumed, because it does not affect the results.
@@ -125,9 +128,9 @@ def local_inputs(config: object) -> Iterator[tuple[str, str]]:
             value = getattr(section, field.name)
             is_input = (
                 LOCAL_PATH.items() <= field.metadata.items() and not LOCAL_OUTPUT.items() <= field.metadata.items()
-            )
-            if is_input:
-                for text in _texts(value):
+            ) or STORAGE_INPUT.items() <= field.metadata.items()
+            for text in _texts(value) if is_input else ():
+                if "://" not in text:
                     yield f"{key}.{field.name}" if key else field.name, text
 
 

@@ -13,6 +13,7 @@ each object completely or not at all: a folder there is complete when the file t
 
 import contextlib
 import errno
+import fnmatch
 import hashlib
 import logging
 import os
@@ -21,7 +22,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -313,12 +314,17 @@ class AppendedFile:
                 return
 
 
-def local_copy(folder: RemotePath, cache: Path) -> Path:
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack")
+"""Names of files with weights, which may be next to a tokenizer."""
+
+
+def local_copy(folder: RemotePath, cache: Path, omitted: Sequence[str] = ()) -> Path:
     """Download a folder, unless its current version is in the cache.
 
     Args:
         folder: the folder.
         cache: local folder of copies; unused copies are not deleted.
+        omitted: patterns of names of files that are not copied.
 
     Returns:
         The local folder.
@@ -327,7 +333,7 @@ def local_copy(folder: RemotePath, cache: Path) -> Path:
         FileNotFoundError: if the folder has no files.
         OSError: if a file cannot be read or written.
     """
-    names = list(folder.sizes())
+    names = [name for name in folder.sizes() if not any(fnmatch.fnmatchcase(name, pattern) for pattern in omitted)]
     if not names:
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(folder))
     versions = "\n".join(f"{name} {(folder / name).version()}" for name in names)

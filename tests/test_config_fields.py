@@ -154,7 +154,7 @@ DATA = JsonlConfig(path="gs://data/train.jsonl")
             },
             "environment.rewards.0.path is 'http://host/reward.py'",
         ),
-        ({"tokenizer": TokenizerConfig(path="hf://org/model")}, "tokenizer.path is 'hf://org/model'"),
+        ({"tokenizer": TokenizerConfig(path="s4://org/model")}, "tokenizer.path is 's4://org/model'"),
         (
             {"trainer": dataclasses.replace(default_trainer(), jax_compilation_cache_dir="memory://cache")},
             "trainer.jax_compilation_cache_dir is 'memory://cache', but jax supports only gs:// and s3:// addresses",

@@ -22,8 +22,9 @@ from marin_rl.config.levanter_description import described_sections
 from marin_rl.config.levanter_sections import trainer_defaults
 from marin_rl.config_fields import input_files
 from marin_rl.errors import nearest_file
+from marin_rl.hub import HUB_NAME
 from marin_rl.storage import user_path
-from marin_rl.tokenization.config import HUB_NAME, PLAIN
+from marin_rl.tokenization.config import PLAIN
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config_fields import changeable_keys, is_within, local_inputs, named_files
-from marin_rl.storage import digest_of
+from marin_rl.storage import WEIGHTS, digest_of
 from marin_rl.user_code import imported_files
 
 IGNORED = (
@@ -22,7 +22,7 @@ IGNORED = (
     # Backups of editors.
     *("*~", "#*#", "*.bak", "*.orig", "*.tmp"),
     # Weights next to a tokenizer, and results that the package `datasets` stores next to its files.
-    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "cache-*.arrow"),
+    *(*WEIGHTS, "cache-*.arrow"),
 )
 """Names in an input folder that are not compared."""
 

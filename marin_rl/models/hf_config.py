@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.hub import cached_file
 
+from marin_rl.hub import check_source
 from marin_rl.models.model_settings import MODEL_TYPES
 from marin_rl.storage import check_descriptions
 
@@ -45,27 +46,26 @@ def read_hf_config(checkpoint: str) -> PretrainedConfig:
         checkpoint: a folder with `config.json`, or a hub name.
 
     Raises:
+        HubError: if it is neither a folder nor a name on the hub that can be loaded.
         PolicyModelError: if there is no readable config, its architecture is not supported, or a key in it cannot be
             translated.
         ValueError: if a file is too large to be read.
     """
-    folder = Path(checkpoint)
-    if (folder.is_absolute() or folder.is_dir()) and not (folder / "config.json").is_file():
-        kind = "is a file" if folder.is_file() else "does not exist"
-        problem = "has no config.json" if folder.is_dir() else kind
-        raise PolicyModelError(
-            f"no model in Hugging Face format at {checkpoint!r}: it {problem}; name a folder with config.json and "
-            "safetensors files, a hub name or a finished run"
-        )
-    if folder.is_dir():
+    folder = check_source(checkpoint, "initialize_from")
+    if folder is not None:
+        if not (folder / "config.json").is_file():
+            raise PolicyModelError(
+                f"no model in Hugging Face format at {checkpoint!r}: it has no config.json; name a folder with "
+                "config.json and safetensors files, a hub name or a finished run"
+            )
         check_descriptions(folder)
     try:
-        path = cached_file(checkpoint, "config.json")
+        path = cached_file(checkpoint if folder is None else folder, "config.json")
         raw = json.loads(Path(cast(str, path)).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise PolicyModelError(
-            f"no model in Hugging Face format at {checkpoint!r}: it is neither a folder with a config.json nor a hub "
-            f"name that could be reached ({first_line(error)})"
+            f"no model in Hugging Face format at {checkpoint!r}: its config.json cannot be read ({first_line(error)}); "
+            "name a folder with config.json and safetensors files, a hub name or a finished run"
         ) from error
     if not isinstance(raw, dict):
         raise PolicyModelError(f"config.json of {checkpoint!r} is not a JSON object")

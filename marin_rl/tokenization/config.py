@@ -4,16 +4,15 @@
 """Section of `TrainConfig` for the tokenizer and its chat template."""
 
 import dataclasses
-import re
 from typing import TYPE_CHECKING
 
-from marin_rl.config_fields import LOCAL_FILE, LOCAL_PATH
+from marin_rl.config_fields import LOCAL_FILE, STORAGE_INPUT
 
 if TYPE_CHECKING:
     from marin_rl.tokenization.chat import ChatTokenizer
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-"""Pattern of names on the Hugging Face hub."""
+BYTES = "bytes"
+"""Value of `tokenizer.path` for the built-in byte-level tokenizer."""
 PLAIN = "plain"
 """Value of `tokenizer.chat_template` for plain concatenation of messages."""
 
@@ -22,9 +21,10 @@ PLAIN = "plain"
 class TokenizerConfig:
     """Configuration of the tokenizer and its chat template."""
 
-    path: str | None = dataclasses.field(default=None, metadata=LOCAL_PATH)
-    """Folder with a Hugging Face tokenizer, or a name on the Hugging Face hub. None: the built-in byte-level tokenizer
-    of 264 tokens, which needs no download."""
+    path: str | None = dataclasses.field(default=None, metadata=STORAGE_INPUT)
+    """Folder with a Hugging Face tokenizer, its address in an object store, a name on the Hugging Face hub, or `bytes`
+    for the built-in byte-level tokenizer of 264 tokens. None: the tokenizer of `initialize_from`, or `bytes` without
+    it."""
     chat_template: str | None = dataclasses.field(default=None, metadata=LOCAL_FILE)
     """Path of a Jinja file that replaces the tokenizer's chat template, or `plain`: concatenated message contents,
     without roles or separators, with eos after each reply. None: the tokenizer's chat template."""

@@ -15,11 +15,13 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 from transformers.utils.hub import cached_file
 
+from marin_rl.hub import check_source
 from marin_rl.logs import without_message
-from marin_rl.storage import check_descriptions
+from marin_rl.remote_path import RemotePath
+from marin_rl.storage import WEIGHTS, StoragePath, check_descriptions, local_copy, storage_path, user_cache
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.chat_template import check_template_ends
-from marin_rl.tokenization.config import HUB_NAME, PLAIN, TokenizerConfig
+from marin_rl.tokenization.config import BYTES, PLAIN, TokenizerConfig
 
 PAD = "<|pad|>"
 END = "<|end|>"
@@ -88,8 +90,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
 _PLAIN_TEMPLATE = """\
 {%- for message in messages -%}
 {%- if message['role'] == 'assistant' -%}
@@ -103,20 +103,26 @@ _PLAIN_TEMPLATE = """\
 """
 
 
+KEY = "tokenizer.path"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
 class TokenizerLoadError(ValueError):
     """A tokenizer cannot be loaded; the message names the tokenizer and the remedy."""
 
 
 def build_tokenizer(config: TokenizerConfig) -> ChatTokenizer:
     """Load a tokenizer and its chat template; see `TokenizerConfig.build`."""
-    tokenizer = byte_tokenizer() if config.path is None else _load(config.path)
+    path = config.path or BYTES
+    source = None if path == BYTES else _find(path)
+    tokenizer = byte_tokenizer() if source is None else _load(source, path)
     if config.chat_template == PLAIN:
         tokenizer.chat_template = plain_template(tokenizer)
     elif config.chat_template is not None:
         tokenizer.chat_template = _read_template(Path(config.chat_template))
     if tokenizer.chat_template != CHAT_TEMPLATE and config.chat_template != PLAIN:
         _check_templates_end(tokenizer)
-    chat = ChatTokenizer(tokenizer, () if config.path is None else _stop_ids(config.path))
+    chat = ChatTokenizer(tokenizer, () if source is None else _stop_ids(source, path))
     if unknown := [token for token in chat.more_stop_token_ids if token >= chat.vocab_size]:
         raise TokenizerLoadError(
             f"{config.path} lists stop tokens {unknown} (eos_token_id in generation_config.json or config.json), but "
@@ -153,30 +159,79 @@ def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
     return ("{{- bos_token -}}\n" if starts_with_bos else "") + _PLAIN_TEMPLATE
 
 
-def _load(path: str) -> PreTrainedTokenizerBase:
-    folder = Path(path).expanduser()
-    if not folder.is_dir() and HUB_NAME.fullmatch(path) is None:
-        raise TokenizerLoadError(f"the tokenizer folder {path} does not exist; correct tokenizer.path")
-    if folder.is_dir():
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a `tokenizer.path`, without checks of its chat template; see `TokenizerConfig.build`."""
+    return byte_tokenizer() if path == BYTES else _load(_find(path), path)
+
+
+def other_tokens(tokenizer: PreTrainedTokenizerBase, of_weights: PreTrainedTokenizerBase) -> dict[int, tuple[str, str]]:
+    """Compare the vocabulary of a tokenizer with that of the tokenizer with which weights were trained.
+
+    Added tokens may differ: chat tokens are often added, or take the ids of reserved ones.
+
+    Args:
+        tokenizer: the tokenizer.
+        of_weights: tokenizer of the weights.
+
+    Returns:
+        The ids that both use for different tokens, with the token of each.
+    """
+    added = tokenizer.added_tokens_decoder.keys() | of_weights.added_tokens_decoder.keys()
+    theirs = {index: token for token, index in of_weights.get_vocab().items()}
+    return {
+        index: (token, theirs[index])
+        for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+        if index not in added and theirs.get(index, token) != token
+    }
+
+
+def is_byte_tokenizer(folder: StoragePath) -> bool:
+    """Return whether a folder has the tokenizer and the template of `byte_tokenizer`, as exports of runs have."""
+    files = folder / "tokenizer.json", folder / "chat_template.jinja"
+    if not all(file.is_file() for file in files):
+        return False
+    try:
+        saved, built = json.loads(files[0].read_bytes()), json.loads(byte_tokenizer().backend_tokenizer.to_str())
+        same = all(saved[key] == built[key] for key in ("model", "added_tokens", "pre_tokenizer"))
+        return same and files[1].read_text(encoding="utf-8") == CHAT_TEMPLATE
+    except (ValueError, KeyError, TypeError, RecursionError):
+        # Damaged files are reported when they are loaded.
+        return False
+
+
+def _find(path: str) -> str:
+    """Return the local folder or hub name of a tokenizer; its files in an object store are copied to this machine."""
+    folder = storage_path(path, KEY)
+    if not isinstance(folder, RemotePath):
+        return str(check_source(path, KEY) or path)
+    try:
+        return str(local_copy(folder, user_cache("tokenizers"), WEIGHTS))
+    except OSError as error:
+        raise TokenizerLoadError(f"{KEY} is {path!r}, which cannot be copied: {error.strerror or error}") from error
+
+
+def _load(source: str, path: str) -> PreTrainedTokenizerBase:
+    folder = Path(source)
+    is_folder = folder.is_dir()
+    if is_folder:
         check_descriptions(folder)
     try:
-        return _from_files(str(folder) if folder.is_dir() else path)
+        return _from_files(source)
     except TokenizerLoadError:
         raise
     except Exception as error:
         # Any exception type: the Rust library raises a plain Exception for a damaged tokenizer.json, and transformers
         # raises various types for unexpected values in the other files.
-        if folder.is_dir():
-            missing = [name for name in ("tokenizer.json", "tokenizer_config.json") if not (folder / name).exists()]
+        if is_folder:
+            missing = [name for name in TOKENIZER_FILES if not (folder / name).exists()]
             problem = f"{' and '.join(missing)} missing" if missing else _first_line(error)
             raise TokenizerLoadError(
                 f"the folder {path} holds no loadable tokenizer: {problem}; it needs the files that "
                 "save_pretrained of a Hugging Face tokenizer writes, such as tokenizer_config.json and tokenizer.json"
             ) from error
         raise TokenizerLoadError(
-            f"the tokenizer {path!r} is neither a local folder nor available from the Hugging Face hub: "
-            f"{_first_line(error)}; check the name and the network (and HF_TOKEN, if it is gated), or download it "
-            "elsewhere and give its folder, or omit tokenizer.path for the built-in byte-level tokenizer"
+            f"{KEY} is {path!r}, a repository on the Hugging Face hub whose tokenizer cannot be loaded: "
+            f"{_first_line(error)}; check that it has one, or give a folder"
         ) from error
 
 
@@ -211,16 +266,16 @@ def _from_files(source: str) -> PreTrainedTokenizerBase:
 def _read_template(path: Path) -> str:
     try:
         return path.expanduser().read_text(encoding="utf-8")
+    except IsADirectoryError as error:
+        raise TokenizerLoadError(f"tokenizer.chat_template is {str(path)!r}, a folder; name a Jinja file") from error
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerLoadError(
             f"the chat template {path} cannot be read: {error}; tokenizer.chat_template is the path of a Jinja file"
         ) from error
 
 
-def _stop_ids(path: str) -> tuple[int, ...]:
+def _stop_ids(source: str, path: str) -> tuple[int, ...]:
     """Read a model's stop tokens: from generation_config.json or, if there is no such file, config.json."""
-    folder = Path(path).expanduser()
-    source = str(folder) if folder.is_dir() else path
     for name in ("generation_config.json", "config.json"):
         # Both are optional: a tokenizer may be in a separate folder. Other hub errors have been reported already.
         with contextlib.suppress(OSError):

@@ -30,11 +30,20 @@ from marin_rl.learner.policy_model import (
 )
 from marin_rl.learner.saved_checkpoint import Checkpoint, CheckpointError
 from marin_rl.learner.train_step import Learner
+from marin_rl.models.hf_config import PolicyModelError
 from marin_rl.models.hf_tensors import read_tensor_shapes
 from marin_rl.remote_path import RemotePath
 from marin_rl.seeds import derive_seed
 from marin_rl.storage import local_copy, storage_path, user_cache
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import (
+    BYTES,
+    TOKENIZER_FILES,
+    TokenizerLoadError,
+    is_byte_tokenizer,
+    load_tokenizer,
+    other_tokens,
+)
 from marin_rl.training.run_directory import RunDirectory, open_existing, read_config_text
 from marin_rl.training.run_files import warn_of_changed_inputs
 
@@ -42,50 +51,109 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_model(config: TrainConfig) -> TrainConfig:
-    """Read `model` from the starting weights if it is not set; otherwise check that the two agree.
+    """Read `model` and `tokenizer.path` from the starting weights if they are not set; check a `model` that is.
 
     A run that was started with `model` set resumes from its checkpoints and does not read `initialize_from` again. One
-    that was started without reads the architecture in its directory if the starting weights are gone.
+    that was started without reads architecture and tokenizer in its directory if the starting weights are gone.
 
     Args:
         config: training config; `model` may be None.
 
     Returns:
-        The config with `model` set, unless both `model` and `initialize_from` are None.
+        The config with `model` set, unless both `model` and `initialize_from` are None, and with the path of the
+        tokenizer if there is an `initialize_from`.
 
     Raises:
+        HubError: if `initialize_from` is neither a folder nor the name of a repository that can be loaded.
         PolicyModelError: if `initialize_from` cannot be loaded, or differs from `model`.
+        TokenizerLoadError: if `initialize_from` has no tokenizer and `tokenizer.path` is not set.
         ValueError: if `initialize_from` is the directory of an unfinished run, or does not fit the config.
     """
-    directory = RunDirectory(storage_path(config.run_dir))
-    if config.initialize_from is None or (config.model is not None and directory.config.exists()):
+    if config.initialize_from is None:
         return config
-    try:
-        model = read_hf_architecture(hf_folder(config.initialize_from), config.model)
-    except USER_ERRORS:
-        # They may be deleted when the run has a checkpoint.
-        if not (directory.config.exists() and any(directory.checkpoints.glob("step-*"))):
-            raise
-        model = read_config(directory).model
-    return config if config.model is not None else dataclasses.replace(config, model=model)
+    directory, recorded, model = RunDirectory(storage_path(config.run_dir)), None, config.model
+    if model is None or not directory.config.exists():
+        try:
+            model = read_hf_architecture(hf_folder(config.initialize_from), model)
+        except USER_ERRORS:
+            # They may be deleted when the run has a checkpoint.
+            if not _has_checkpoint(directory):
+                raise
+            recorded = read_config(directory)
+            model = recorded.model
+    path = config.tokenizer.path
+    if path is None:
+        # A hub name needs no access to the run directory; see `check_weight_files`.
+        if recorded is None and (config.model is not None or not is_hub_name(config.initialize_from)):
+            recorded = read_config(directory) if _has_checkpoint(directory) else None
+        path = _tokenizer_of(config.initialize_from) if recorded is None else recorded.tokenizer.path
+    tokenizer = dataclasses.replace(config.tokenizer, path=path)
+    return dataclasses.replace(config, model=config.model or model, tokenizer=tokenizer)
+
+
+def _has_checkpoint(directory: RunDirectory) -> bool:
+    return directory.config.exists() and any(directory.checkpoints.glob("step-*"))
 
 
 def check_weight_files(config: TrainConfig) -> None:
-    """Check that the weight files of a local `initialize_from` exist and have valid headers, without using a device.
+    """Check the files of a local `initialize_from` and the vocabulary of the tokenizer, without using a device.
 
-    A run with a checkpoint does not read them again.
+    The weight files must exist and have valid headers. A run with a checkpoint does not read them again.
 
     Raises:
-        PolicyModelError: if a file is missing or damaged, or does not hold floating-point weights.
+        PolicyModelError: if a file is missing or damaged, or does not hold floating-point weights, or the tokenizer has
+            another vocabulary than that of the weights.
     """
     if config.initialize_from is None:
         return
-    source = storage_path(config.initialize_from)
     # A hub name needs no access to the run directory, which a machine without credentials may not have in a dry run.
-    if isinstance(source, Path) and not source.is_dir():
+    if not is_hub_name(config.initialize_from):
+        if any((storage_path(config.run_dir) / "checkpoints").glob("step-*")):
+            return
+        folder = str(Path(hf_folder(config.initialize_from)).absolute())
+        read_tensor_shapes(folder)
+    if config.tokenizer.path is not None:
+        _check_vocabulary(config.tokenizer.path, config.initialize_from)
+
+
+def _check_vocabulary(path: str, source: str) -> None:
+    """Check that a tokenizer that differs from that of the weights has the same vocabulary, except for added tokens."""
+    try:
+        of_weights = _tokenizer_of(source)
+        if path == of_weights:
+            return
+        loaded = load_tokenizer(of_weights)
+    except TokenizerLoadError as error:
+        logger.info("the vocabulary of tokenizer.path is not compared with that of the weights: %s", error)
         return
-    if not any((storage_path(config.run_dir) / "checkpoints").glob("step-*")):
-        read_tensor_shapes(str(Path(hf_folder(config.initialize_from)).absolute()))
+    if other := other_tokens(load_tokenizer(path), loaded):
+        index, (token, of_weights_token) = next(iter(other.items()))
+        raise PolicyModelError(
+            f"tokenizer.path is {path!r}, which has another vocabulary than the weights in {source!r}: {len(other):,} "
+            f"tokens differ, the first is id {index}, {token!r} instead of {of_weights_token!r}; leave out "
+            "tokenizer.path to use the tokenizer of the weights"
+        )
+
+
+def _tokenizer_of(source: str) -> str:
+    """The `tokenizer.path` of starting weights."""
+    location = _hf_location(source)
+    if is_hub_name(location):
+        return location
+    folder = storage_path(location, "initialize_from")
+    if not any((folder / name).exists() for name in (*TOKENIZER_FILES, "tokenizer.model", "vocab.json")):
+        raise TokenizerLoadError(
+            f"initialize_from is {source!r}, which has no tokenizer (no {' or '.join(TOKENIZER_FILES)}); set "
+            "tokenizer.path to the folder or hub name of the tokenizer that belongs to the weights, or to "
+            f"{BYTES} for the built-in byte-level one"
+        )
+    return BYTES if is_byte_tokenizer(folder) else location
+
+
+def is_hub_name(source: str) -> bool:
+    """Return whether starting weights are a name on the hub and neither a folder nor an address."""
+    folder = storage_path(source, "initialize_from")
+    return isinstance(folder, Path) and not folder.is_dir()
 
 
 def hf_folder(source: str) -> str:
@@ -101,20 +169,26 @@ def hf_folder(source: str) -> str:
         ValueError: if `source` is the directory of an unfinished run.
         OSError: if a folder in an object store does not exist or cannot be copied.
     """
-    folder = storage_path(source, "initialize_from")
-    # Some checkpoints in Hugging Face format have a training config.yaml next to config.json.
-    if (folder / "config.yaml").exists() and not (folder / "config.json").exists():
-        if not (folder / "hf" / "config.json").exists():
-            raise ValueError(
-                f"initialize_from: the run in {source!r} has not finished: it has no hf/ folder yet. "
-                "run its command again to finish it"
-            )
-        folder, source = folder / "hf", str(folder / "hf")
+    location = _hf_location(source)
+    folder = storage_path(location, "initialize_from")
     if not isinstance(folder, RemotePath):
-        return source
+        return location if is_hub_name(location) else str(folder)
     copy = local_copy(folder, user_cache("weights"))
     logger.info("%s is copied to %s", folder, copy)
     return str(copy)
+
+
+def _hf_location(source: str) -> str:
+    folder = storage_path(source, "initialize_from")
+    # Some checkpoints in Hugging Face format have a training config.yaml next to config.json.
+    if not (folder / "config.yaml").exists() or (folder / "config.json").exists():
+        return source
+    if not (folder / "hf" / "config.json").exists():
+        raise ValueError(
+            f"initialize_from: the run in {source!r} has not finished: it has no hf/ folder yet. "
+            "run its command again to finish it"
+        )
+    return f"{source.rstrip('/')}/hf"
 
 
 def first_policy(config: TrainConfig, tokenizer: ChatTokenizer, trainer: TrainerConfig) -> LmHeadModel:

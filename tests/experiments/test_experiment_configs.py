@@ -61,7 +61,6 @@ def test_controls_differ_only_in_the_controlled_settings():
 SMALL = {
     "environment": "{type: arithmetic}",
     "initialize_from": "null",
-    "tokenizer.path": "null",
     "model": "{seq_len: 64, hidden_dim: 64, intermediate_dim: 128, num_layers: 2, num_heads: 8, head_dim: 16}",
     "rollouts": "{prompts_per_step: 4, group_size: 4, max_length: 32}",
     "sampling": "{max_new_tokens: 8, max_seqs: 16}",

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from marin_rl.hub import HubError
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.chat_template import ChatTemplateError
 from marin_rl.tokenization.load import (
@@ -214,7 +215,7 @@ def test_plain_needs_an_end_token(tmp_path: Path):
 
 
 def test_error_names_a_missing_folder():
-    with pytest.raises(TokenizerLoadError, match=r"\./no/such/folder does not exist; correct tokenizer.path"):
+    with pytest.raises(HubError, match=r"tokenizer.path is '\./no/such/folder', but there is no such folder"):
         TokenizerConfig(path="./no/such/folder").build()
 
 
@@ -260,13 +261,21 @@ def test_error_names_a_template_that_is_not_text(tmp_path: Path):
 
 def test_an_unreachable_hub_is_an_error_with_the_remedy(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(TokenizerLoadError, match=r"'some-org/some-model' is neither a local folder.*network"):
+    with pytest.raises(HubError, match=r"tokenizer.path is 'some-org/some-model': there is no such folder.*network"):
         TokenizerConfig(path="some-org/some-model").build()
 
 
 def test_error_names_a_missing_template_file(tmp_path):
     with pytest.raises(TokenizerLoadError, match=r"absent\.jinja cannot be read"):
         TokenizerConfig(chat_template=str(tmp_path / "absent.jinja")).build()
+
+
+def test_a_file_instead_of_a_folder_and_the_reverse_are_named(tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(HubError, match=r"tokenizer.path is '.*tokenizer.json', which is a file; name the folder"):
+        TokenizerConfig(path=str(tmp_path / "tokenizer.json")).build()
+    with pytest.raises(TokenizerLoadError, match=r"tokenizer.chat_template is '.*', a folder; name a Jinja file"):
+        TokenizerConfig(chat_template=str(tmp_path)).build()
 
 
 def test_error_of_a_missing_template_contains_a_remedy(tmp_path):

@@ -24,6 +24,7 @@ from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
+from marin_rl.hub import HubError
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import CriticConfig, with_critic
 from marin_rl.learner.devices import start_devices
@@ -36,6 +37,7 @@ from marin_rl.models.hf_tensors import read_tensor_shapes
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.remote_path import RemotePath
+from marin_rl.tokenization.load import TokenizerConfig
 from marin_rl.training.open_run import make_loss
 from marin_rl.training.starting_weights import (
     check_weight_files,
@@ -63,7 +65,7 @@ def test_a_run_resumes_without_its_starting_weights(finished_run: TinyRun, tmp_p
     config = config_of(finished_run)
     left_out = dataclasses.replace(config, model=None, initialize_from=str(tmp_path / "deleted"))
     assert resolve_model(left_out).model == config.model
-    with pytest.raises(PolicyModelError):
+    with pytest.raises(HubError, match=r"initialize_from is '.*deleted', but there is no such folder"):
         resolve_model(dataclasses.replace(left_out, run_dir=str(tmp_path / "new run")))
 
 
@@ -104,16 +106,21 @@ def test_model_section_must_match_weights(tmp_path: Path):
         num_kv_heads=2,
         layer_norm_epsilon=1e-6,
     )
-    config = dataclasses.replace(long_run(64, model=model), initialize_from=checkpoint, run_dir=str(tmp_path / "run"))
+    config = dataclasses.replace(
+        long_run(64, model=model),
+        initialize_from=checkpoint,
+        run_dir=str(tmp_path / "run"),
+        tokenizer=TokenizerConfig("bytes"),
+    )
     with pytest.raises(PolicyModelError, match=r"leave model out .* model\): rope_theta: 500000.0, 10000"):
         resolve_model(config)
     rope = DefaultRotaryEmbeddingsConfig(theta=500000.0)
     same = dataclasses.replace(config, model=dataclasses.replace(model, rope=rope))
-    assert resolve_model(same) is same
+    assert resolve_model(same) == same
     # A run that was already started does not read them again.
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("")
-    assert resolve_model(config) is config
+    assert resolve_model(config) == config
 
 
 @pytest.mark.medium
@@ -122,7 +129,8 @@ def test_model_section_must_match_weights(tmp_path: Path):
 @pytest.mark.filterwarnings("ignore:`_get_mesh` is deprecated:DeprecationWarning")
 def test_checkpoint_is_sampled_trained_and_exported(new_run: Callable[..., TinyRun], tmp_path: Path, case: str):
     checkpoint = write_checkpoint(tmp_path / "start", case)
-    run = new_run(model=None, initialize_from=checkpoint, num_steps=1, warm_start__max_steps=0, evaluation__every=0)
+    start = {"model": None, "initialize_from": checkpoint, "tokenizer": {"path": "bytes"}}
+    run = new_run(**start, num_steps=1, warm_start__max_steps=0, evaluation__every=0)
     assert run.train() == 0
     measured = [step for step in run.records() if "mismatch/logprob_difference_max" in step]
     assert measured
