@@ -29,7 +29,6 @@ from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import (
     Generation,
     Message,
-    RewardResult,
     Rollout,
     RolloutGroup,
     RolloutStatus,
@@ -275,7 +274,8 @@ def trial_warnings(config: TrainConfig, trials: Sequence[Sequence[Trial]]) -> li
     """
     every = [trial for of_task in trials for trial in of_task]
     environment = every[0].rollout.task.environment
-    warnings = [*_rewarded_garbage(trials), *_unrewarded_answers(trials)]
+    allowed = any(getattr(one, "allow_garbage_rewards", False) for _, one in nested_sections(config.environment))
+    warnings = [*_rewarded_garbage(trials, allowed=allowed), *_unrewarded_answers(trials)]
     failed = [trial for trial in every if not trial.rollout.status.is_graded]
     if failed:
         warnings.append(
@@ -293,31 +293,44 @@ def trial_warnings(config: TrainConfig, trials: Sequence[Sequence[Trial]]) -> li
     return warnings
 
 
-def _rewarded_garbage(trials: Sequence[Sequence[Trial]]) -> Iterator[str]:
-    """Yield a sentence for each reward function that gives garbage as much as a right reply."""
+def _rewarded_garbage(trials: Sequence[Sequence[Trial]], *, allowed: bool) -> Iterator[str]:
+    """Yield a sentence for each reward function, and for the environment, that gives garbage the full reward.
+
+    For a function that is the score of the right reply. Environments have `FULL_REWARD`, because a reward for the
+    format alone may be intended.
+    """
     rewarded: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for of_task in trials:
         right = {
-            result.component: result for trial in of_task for result in _scored(trial, WORKED, DEMONSTRATION, ANSWER)
+            subject: score for trial in of_task if trial.reply.name not in GARBAGE for subject, score in _of(trial)
         }
         for trial in filter(lambda trial: trial.is_garbage, of_task):
-            for result in _scored(trial, *GARBAGE):
-                best = right[result.component].score if result.component in right else None
-                enough = best if best is not None and best > 0 else FULL_REWARD
-                if result.score is not None and result.score >= enough:
-                    rewarded[result.component][trial.reply.name] += 1
-    for component, counts in rewarded.items():
+            for subject, score in _of(trial):
+                best = right.get(subject, 0.0)
+                if score >= (best if best > 0 else FULL_REWARD):
+                    rewarded[subject][trial.reply.name] += 1
+            if not allowed and _environment_reward(trial.rollout) >= FULL_REWARD:
+                rewarded[f"environment {trial.rollout.task.environment!r}"][trial.reply.name] += 1
+    for subject, counts in rewarded.items():
         names = [name for name in GARBAGE if 2 * counts[name] > len(trials)]
         if names:
+            verb = "scores" if len(names) == 1 else "score"
             yield (
-                f"reward function {component!r} rewards garbage: {', '.join(names)} "
-                f"score{'s' if len(names) == 1 else ''} as much as a right reply; a policy may learn to give such "
-                "replies, unless another component has a higher weight"
+                f"{subject} rewards garbage: {', '.join(names)} {verb} as much as a right reply; a policy may learn to "
+                "give such replies, unless another component has a higher weight"
             )
 
 
-def _scored(trial: Trial, *names: str) -> tuple[RewardResult, ...]:
-    return trial.rollout.evaluations if trial.reply.name in names else ()
+def _of(trial: Trial) -> Iterator[tuple[str, float]]:
+    """Yield reward functions and their scores."""
+    for result in trial.rollout.evaluations:
+        if result.score is not None:
+            yield f"reward function {result.component!r}", result.score
+
+
+def _environment_reward(rollout: Rollout) -> float:
+    functions = {result.component for result in rollout.evaluations}
+    return sum(value for name, value in rollout.rewards.items() if name not in functions)
 
 
 def _unrewarded_answers(trials: Sequence[Sequence[Trial]]) -> Iterator[str]:

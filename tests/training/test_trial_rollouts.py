@@ -70,9 +70,8 @@ def test_rewards_and_reasons_are_shown(dry_run: Callable[..., Any], tmp_path: Pa
 
 def test_functions_that_reward_garbage_are_named(dry_run: Callable[..., Any], tmp_path: Path):
     def found(body: str) -> list[str]:
-        return [
-            text for text in warnings(dry_run(environment__rewards=rewards(tmp_path, body))[1]) if "garbage" in text
-        ]
+        lines = dry_run(environment__rewards=rewards(tmp_path, body))[1]
+        return [text for text in warnings(lines) if text.startswith("reward function")]
 
     assert found("return float(bool(reply.strip()))") == [
         "reward function 'own' rewards garbage: the reply 'nan', the reply '0', a reply of 1,000 random characters, "
@@ -97,7 +96,7 @@ def test_worked_answers_that_are_too_long_to_sample_are_named(dry_run: Callable[
     status, lines, _ = dry_run(environment__path=str(tmp_path / "worked.jsonl"), rollouts__max_length=16)
     assert status == 0
     # The stop token counts.
-    assert "has 6 tokens, but sampling.max_new_tokens allows 3" in warnings(lines)[0]
+    assert "has 6 tokens, but sampling.max_new_tokens allows 3" in warnings(lines)[-1]
 
 
 def test_some_failed_rollouts_are_a_warning(dry_run: Callable[..., Any], tmp_path: Path):
@@ -231,3 +230,17 @@ def test_tasks_are_not_tried_on_after_timeouts(dry_run: Callable[..., Any], tmp_
     assert status == 1
     assert "all 7 rollouts failed" in error
     assert "timeout" in error
+
+
+def test_own_environments_that_reward_garbage_are_named(dry_run: Callable[..., Any], tmp_path: Path):
+    (tmp_path / "game.py").write_text(GAME.replace('float(self.replies == "ab")', "1.0"))
+    environment = {"type": "file", "path": str(tmp_path / "game.py"), "name": "Game"}
+    sizes = {"rollouts__max_turns": 3, "rollouts__max_length": 16}
+    assert warnings(dry_run(environment=environment, **sizes)[1])[0].startswith(
+        "environment 'game' rewards garbage: an empty reply scores as much as a right reply"
+    )
+    allowed = {**environment, "allow_garbage_rewards": True}
+    assert warnings(dry_run(environment=allowed, **sizes)[1]) == []
+    # The grader is right to reward "1", but the regular expression finds it in noise.
+    [warning] = [text for text in warnings(dry_run()[1]) if "garbage" in text]
+    assert warning.startswith("environment 'ones' rewards garbage: a reply of 1,000 random characters scores")
