@@ -1,20 +1,31 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Errors that command lines report without a traceback, suggestions for their messages, and writing and closing."""
+"""Errors that command lines report without a traceback, their messages, and writing and closing.
+
+Processes of the sandbox import this module, so it loads only the standard library.
+"""
 
 import contextlib
 import dataclasses
 import difflib
 import errno
+import itertools
+import linecache
 import logging
+import os
+import site
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from marin_rl.remote_path import RemotePath, StorageError
-from marin_rl.storage import StoragePath
+import marin_rl
+
+if TYPE_CHECKING:
+    from marin_rl.storage import StoragePath
 
 
 class UserError(RuntimeError):
@@ -34,17 +45,112 @@ def describe(error: BaseException) -> str:
 
     Their `__str__` may itself raise anything, and return text of any length, with lone surrogates.
 
-    >>> describe(KeyError("lost")), describe(ValueError("a\ud800"))
-    ("KeyError: 'lost'", 'ValueError: a\\ud800')
+    >>> describe(KeyError("lost")), describe(ValueError("a\ud800")), describe(KeyboardInterrupt())
+    ("KeyError: 'lost'", 'ValueError: a\\ud800', 'KeyboardInterrupt')
     """
     name = "an error"
     try:
         name = type(error).__name__
         # Not `error.args` or slices of subclasses of `str`, which are other people's code again.
-        text = str.__getitem__(f"{name}: {error}", slice(MAX_DESCRIPTION + 1))
+        text = str.__getitem__(f"{name}: {error}", slice(MAX_DESCRIPTION + 1)).removesuffix(": ")
     except BaseException as failed:
         text = f"{name}: <its message cannot be read: {type(failed).__name__}>"
     return storable(text, MAX_DESCRIPTION)
+
+
+MAX_FRAMES = 8
+"""Maximum frames of one error that `explain` lists: the outermost and the innermost ones."""
+
+MAX_LINKED_ERRORS = 4
+"""Maximum errors that `explain` lists below the first one."""
+
+
+def explain(error: BaseException, description: str | None = None) -> str:
+    """Return the description of an error that other people's code raised, and where it was raised in that code.
+
+    The first line is the description. The frames of the code follow, one a line as `file:line, in function: source`.
+    Those of this package, of installed packages and of Python are omitted. The causes of the error, and the errors of
+    an exception group, follow in the same form.
+
+    Args:
+        error: the error.
+        description: its description; by default `describe(error)`.
+    """
+    lines = [describe(error) if description is None else description]
+    # An error's attributes are other people's code too.
+    with contextlib.suppress(BaseException):
+        lines += own_frames(error)
+        for relation, linked in itertools.islice(_linked_errors(error), MAX_LINKED_ERRORS):
+            description, frames = describe(linked), own_frames(linked)
+            # The message of an error can quote the explanation of its cause.
+            if not all(part in "\n".join(lines) for part in (description, *frames)):
+                lines += [f"{relation} {description}", *frames]
+    return "\n".join(lines)
+
+
+def _linked_errors(error: BaseException) -> Iterator[tuple[str, BaseException]]:
+    """The causes of an error and the errors in a group, each once, with their relation to the error before."""
+    known, waiting = {id(error)}, [error]
+    while waiting:
+        last = waiting.pop(0)
+        handled = None if last.__suppress_context__ else last.__context__
+        # Causes that no code of the user raised or handled do not concern the user.
+        linked = [
+            (relation, found)
+            for relation, found in (("caused by", last.__cause__), ("while handling", handled))
+            if found is not None and own_frames(found)
+        ]
+        if isinstance(last, BaseExceptionGroup):
+            linked += [("containing", part) for part in last.exceptions]
+        for relation, found in linked:
+            if id(found) not in known:
+                known.add(id(found))
+                waiting.append(found)
+                yield relation, found
+
+
+def own_frames(error: BaseException) -> list[str]:
+    """Return the frames of the user's code, outermost first, and for an invalid syntax its place; see `explain`."""
+    places = [
+        (frame.f_code.co_filename, line, frame.f_code.co_qualname)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    if isinstance(error, SyntaxError) and linecache.getline(str(error.filename), int(error.lineno or 0)):
+        places.append((str(error.filename), int(error.lineno or 0), "<module>"))
+    frames = [_frame(file, line, function) for file, line, function in places if _is_own(file, function)]
+    if len(frames) > MAX_FRAMES:
+        half, omitted = MAX_FRAMES // 2, len(frames) - MAX_FRAMES
+        frames = [*frames[:half], f"  ... {omitted} more frames ...", *frames[-half:]]
+    return frames
+
+
+def _frame(file: str, line: int, function: str) -> str:
+    source = linecache.getline(file, line).strip()
+    place = f"{file}:{line}" + ("" if function == "<module>" else f", in {function}")
+    return "  " + storable(f"{place}: {source}" if source else place, MAX_FRAME).replace("\n", " ")
+
+
+MAX_FRAME = 300
+"""Maximum characters of the description of a frame."""
+
+_FOREIGN_FOLDERS = tuple(
+    os.path.join(folder, "")
+    for folder in (
+        *marin_rl.__path__,
+        os.path.dirname(os.__file__),
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+    )
+)
+"""Folders of this package, of Python and of installed packages."""
+
+
+def _is_own(file: str, function: str) -> bool:
+    if file == "<string>":
+        # Text that the user's code executes, or a method that `dataclasses` generates.
+        return not function.startswith("__create_fn__")
+    # Other names in brackets, such as `<frozen importlib>`, are of Python and packages.
+    return not file.startswith(("<", *_FOREIGN_FOLDERS))
 
 
 def storable(text: str, max_characters: int) -> str:
@@ -103,7 +209,7 @@ def nearest_file(path: Path, suffixes: Set[str]) -> str:
 
 
 @contextlib.contextmanager
-def writing(path: StoragePath, setting: str = "run_dir") -> Iterator[None]:
+def writing(path: "StoragePath", setting: str = "run_dir") -> Iterator[None]:
     """Convert an `OSError` on writing to a `RunDirectoryError`.
 
     Args:
@@ -116,6 +222,9 @@ def writing(path: StoragePath, setting: str = "run_dir") -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        # Imported here because it loads more than the standard library.
+        from marin_rl.remote_path import RemotePath, StorageError
+
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             reason = "the disk is full; free some space and rerun the same command to resume from the last checkpoint"
         elif isinstance(error, StorageError):

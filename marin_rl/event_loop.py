@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from marin_rl.errors import describe
+from marin_rl.errors import explain
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class ForeignTask:
                 await asyncio.wait([call.ended], timeout=grace)
             raise
         if error is not None:
-            raise ForeignError(describe(error)) from error
+            raise ForeignError(explain(error)) from error
         return result
 
     @property
@@ -143,7 +143,7 @@ class DirectCalls:
         try:
             return await function()
         except BaseException as error:
-            raise ForeignError(describe(error)) from error
+            raise ForeignError(explain(error)) from error
 
     def end(self) -> None:
         """Do nothing."""
@@ -202,7 +202,7 @@ def _run(loop: asyncio.AbstractEventLoop, is_closing: threading.Event) -> None:
         try:
             loop.run_forever()
         except BaseException as error:
-            logger.warning("a task or callback in the event loop of the episodes raised %s", describe(error))
+            logger.warning("a task or callback in the event loop of the episodes raised %s", explain(error))
 
 
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, is_closing: threading.Event) -> None:

@@ -13,16 +13,15 @@ import itertools
 import re
 import sys
 import threading
-import traceback
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from marin_rl.errors import describe, nearest
+from marin_rl.errors import UserError, explain, nearest
 
 
-class UserFileError(ValueError):
+class UserFileError(UserError, ValueError):
     """Raised if a user's file is missing or invalid; the message names the file, and the cause is chained."""
 
 
@@ -44,18 +43,12 @@ def user_errors(what: str, folder: Path | None = None) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
-        text = describe(error)
+        text = explain(error)
         if registered := _REGISTERED.search(text):
             text = f"type {registered[1]!r} is registered already, by {registered[2]}; choose another name"
         if folder is not None:
-            text = f"{text}{_place(error, folder)}".replace(f"{_package_name(folder)}.", ".")
+            text = text.replace(f"{_package_name(folder)}.", ".")
         raise UserFileError(f"{what} {text}") from error
-
-
-def _place(error: BaseException, folder: Path) -> str:
-    """The last line of a file in a folder on the way to an error; a SyntaxError names its line itself."""
-    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == folder]
-    return f" ({Path(lines[-1].filename).name}, line {lines[-1].lineno})" if lines else ""
 
 
 def load_from_file(path: str, name: str) -> Any:

@@ -8,12 +8,14 @@ import importlib
 import inspect
 import logging
 import pkgutil
+from pathlib import Path
 
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
 import marin_rl
-from marin_rl.errors import USER_ERRORS, Closing
+from marin_rl.errors import MAX_FRAMES, USER_ERRORS, Closing, explain
+from marin_rl.user_code import UserFileError, load_from_file
 
 INTERNAL = {
     "ToolError": "reported to the policy",
@@ -53,6 +55,133 @@ def test_all_other_errors_are_printed_as_one_line() -> None:
     assert len(classes) > 30
     printed = {name for name, kind in classes.items() if issubclass(kind, USER_ERRORS)}
     assert {name.rpartition(".")[2] for name in classes.keys() - printed} == set(INTERNAL)
+
+
+USER_CODE = """
+import asyncio, dataclasses, json
+
+def plain(value): return 1 / value
+
+def library(text): return json.loads(text)
+
+def chained(text):
+    try:
+        return float(text)
+    except ValueError as error:
+        raise RuntimeError("cannot parse") from error
+
+def handled(text):
+    try:
+        return float(text)
+    except ValueError:
+        return {}[text]
+
+def hidden(text):
+    try:
+        return float(text)
+    except ValueError:
+        raise RuntimeError("cannot parse") from None
+
+def quoted(text):
+    try:
+        return float(text)
+    except ValueError as error:
+        raise KeyError(f"{type(error).__name__}: {error}") from error
+
+def deep(level): return deep(level + 1)
+
+def runs(code): return eval(code)
+
+class Agent:
+    async def play(self):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.fails("first"))
+            group.create_task(self.fails("second"))
+
+    async def fails(self, name): raise OSError(name)
+
+def group(value): asyncio.run(Agent().play())
+
+class Unreadable(Exception):
+    def __str__(self): raise SystemExit
+    @property
+    def __cause__(self): raise SystemExit
+
+def unreadable(value): raise Unreadable
+
+@dataclasses.dataclass
+class Config:
+    size: int
+    def __post_init__(self): raise ValueError("no size")
+
+def generated(value): Config(value)
+"""
+CHAINED = 'raise RuntimeError("cannot parse") from error'
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "expected"),
+    [
+        ("plain", 0, ["ZeroDivisionError: division by zero", "4, in plain: def plain(value): return 1 / value"]),
+        ("library", "{", ["JSONDecodeError: Exp", "6, in library: def library(text): return json.loads(text)"]),
+        (
+            "chained",
+            "x",
+            ["RuntimeError: cannot", f"12, in chained: {CHAINED}", "caused by ValueError: c", "10, in ch"],
+        ),
+        (
+            "handled",
+            "x",
+            ["KeyError: 'x'", "18, in handled: return {}[text]", "while handling ValueError: c", "16, in h"],
+        ),
+        ("hidden", "x", ["RuntimeError: cannot parse", "24, in hidden: raise RuntimeError"]),
+        ("quoted", "x", ['KeyError: "ValueError: could not', "30, in quoted", "caused by ValueError", "28, in quoted"]),
+        ("runs", "1 / 0", ["ZeroDivisionError: division by zero", "34, in runs: def runs(code)", "<string>:1"]),
+        ("runs", "1 +", ["SyntaxError: invalid syntax (<string>, line 1)", "34, in runs: def runs(code)"]),
+        (
+            "group",
+            None,
+            [
+                *("ExceptionGroup: unhandled errors", "44, in group", "38, in Agent.play: async with"),
+                *("containing OSError: first", "42, in Agent.fails", "containing OSError: second", "42, in Agent.f"),
+            ],
+        ),
+        ("generated", 1, ["ValueError: no size", "58, in generated: def", "56, in Config.__post_init__: def"]),
+        ("unreadable", None, ["Unreadable: <its message cannot be read: SystemExit>", "51, in unreadable"]),
+    ],
+)
+def test_errors_are_explained_by_the_frames_of_the_user(
+    tmp_path: Path, name: str, argument: object, expected: list[str]
+):
+    path = tmp_path / "mine.py"
+    path.write_text(USER_CODE)
+    with pytest.raises(BaseException) as raised:  # noqa: PT011  it has many types
+        load_from_file(str(path), name)(argument)
+    lines = [line for line in explain(raised.value).split("\n") if __file__ not in line]
+    assert len(lines) == len(expected)
+    for line, part in zip(lines, expected, strict=True):
+        assert line.startswith(f"  {path}:{part}") or line.strip().startswith(part)
+
+
+def test_explanations_of_deep_errors_are_short(tmp_path: Path):
+    path = tmp_path / "mine.py"
+    path.write_text(USER_CODE)
+    with pytest.raises(RecursionError) as raised:
+        load_from_file(str(path), "deep")(0)
+    lines = explain(raised.value).split("\n")
+    assert len(lines) == 1 + MAX_FRAMES + 1
+    assert lines[1 + MAX_FRAMES // 2].endswith("more frames ...")
+
+
+def test_the_place_of_an_invalid_syntax_is_a_frame(tmp_path: Path):
+    path = tmp_path / "mine.py"
+    path.write_text("x = 1\ny = (\n")
+    with pytest.raises(UserFileError) as raised:
+        load_from_file(str(path), "x")
+    assert str(raised.value).split("\n") == [
+        f"{path} raised during import: SyntaxError: '(' was never closed (mine.py, line 2)",
+        f"  {path}:2: y = (",
+    ]
 
 
 def work(closed: list[str], *failing: str, error: BaseException | None = None) -> None:

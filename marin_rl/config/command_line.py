@@ -41,7 +41,7 @@ from marin_rl.config.decode import (
 from marin_rl.config.help import all_keys, help_text, overview_text
 from marin_rl.config.imports import import_types
 from marin_rl.config.yaml_text import load_yaml, parse_value
-from marin_rl.errors import USER_ERRORS, describe, require_threads
+from marin_rl.errors import USER_ERRORS, explain, own_frames, require_threads
 from marin_rl.escaping import escape
 from marin_rl.logs import warnings_to_stderr
 from marin_rl.output import guarded_output
@@ -82,13 +82,15 @@ def run_command(
             print(interrupted, file=sys.stderr)
             return 130
         except USER_ERRORS as error:
-            print(f"error: {escape(str(error))}", file=sys.stderr)
+            print(f"error: {escape(explain(error, str(error)))}", file=sys.stderr)
             return 1
-        except (Exception, HelpShown):
+        except HelpShown:
             raise
         except BaseException as error:
-            # The process would end without a message, and after `sys.exit()` even with status 0.
-            print(f"error: code that the config names raised {escape(describe(error))}", file=sys.stderr)
+            if isinstance(error, Exception) and not own_frames(error):
+                raise
+            # SystemExit would end the process without a message, and even with status 0.
+            print(f"error: code that the config names raised {escape(explain(error))}", file=sys.stderr)
             return 1
 
 

@@ -16,7 +16,6 @@ import os
 import signal
 import subprocess
 import tempfile
-import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -30,7 +29,7 @@ from marin_rl.environments.base import (
     EnvironmentConfig,
 )
 from marin_rl.environments.splits import Split
-from marin_rl.errors import UserError, describe, storable
+from marin_rl.errors import UserError, describe, explain
 from marin_rl.rewards.component import COMPONENT_NAME, RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.types import MAX_REWARD, Task
@@ -39,8 +38,6 @@ from marin_rl.user_code import UserFileError, load_from_file
 _PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 _MAX_OUTPUT = 8192
 """Last bytes of a program's output that an error message contains."""
-_MAX_FRAMES = 20
-"""Last frames of the traceback that an error message contains."""
 _GRACE_SECONDS = 2.0
 """Seconds between SIGTERM and SIGKILL, and for the rest of a program's output."""
 PASSED_ON = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
@@ -231,7 +228,7 @@ class _Call:
         try:
             reward = self._run()
         except BaseException as error:
-            return AgentError(f"{self._where} raised {describe(error)}\n{_trace_of(error)}".strip())
+            return AgentError(f"{self._where} raised {explain(error)}")
         try:
             return AgentResult(named_rewards(reward))
         except BaseException as error:
@@ -260,13 +257,6 @@ class _Call:
         if self._is_cancelled:
             task.cancel()
         return await work
-
-
-def _trace_of(error: BaseException) -> str:
-    try:
-        return storable("".join(traceback.format_exception(error, limit=-_MAX_FRAMES)).strip(), _MAX_OUTPUT)
-    except BaseException as failed:
-        return f"<its traceback cannot be read: {type(failed).__name__}>"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,7 +50,8 @@ class FileConfig(EnvironmentConfig):
         with user_errors(f"{where} rejects options {self.options}:"):
             is_config = isinstance(factory, type) and issubclass(factory, EnvironmentConfig)
             built = draccus.decode(cast(Any, factory), self.options) if is_config else factory(**self.options)
-        environment = built.build() if isinstance(built, EnvironmentConfig) else built
+        with user_errors(f"{where} raised"):
+            environment = built.build() if isinstance(built, EnvironmentConfig) else built
         if not isinstance(environment, AbstractEnvironment):
             raise UserFileError(
                 f"{where} returned {type(environment).__name__}, which is not an environment: extend "

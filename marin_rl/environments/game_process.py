@@ -29,7 +29,7 @@ import weakref
 from typing import Any
 
 from marin_rl.environments.external import run_in_thread
-from marin_rl.errors import UserError
+from marin_rl.errors import UserError, describe, explain
 from marin_rl.event_loop import gather_all
 from marin_rl.rewards.grading_process import process_environment
 
@@ -251,7 +251,7 @@ def run_server(control_fd: int, grace_seconds: float, game: str, *arguments: str
         factory = getattr(importlib.import_module(module), name)
         factory.prepare(*arguments)
     except BaseException as error:
-        control.sendall(f"{type(error).__name__}: {error}".replace("\n", " ").encode() + b"\n")
+        control.sendall(describe(error).replace("\n", " ").encode() + b"\n")
         return
     control.sendall(b"\n")
     processes: dict[int, int] = {}
@@ -314,6 +314,6 @@ def _run_game(connection: socket.socket, factory: Any) -> None:
                 answer = {"result": getattr(game, request["method"])(**request["arguments"])}
                 text = json.dumps(answer)
             except BaseException as error:
-                text = json.dumps({"error": f"{type(error).__name__}: {error}"})
+                text = json.dumps({"error": explain(error)})
             stream.write(text + "\n")
             stream.flush()

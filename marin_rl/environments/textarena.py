@@ -34,7 +34,7 @@ from marin_rl.environments.text_game import GAME
 from marin_rl.rewards.reply_text import check_pattern
 from marin_rl.seeds import derive_seed
 from marin_rl.types import Message, Task
-from marin_rl.user_code import load_from_file
+from marin_rl.user_code import UserFileError, load_from_file
 
 Opponent = Callable[[str, random.Random], str]
 """Returns a move, given the observation of the player to move and a source of randomness."""
@@ -94,8 +94,18 @@ class FileOpponentConfig(OpponentConfig):
     """Name of the function. It takes the observation (text) and a `random.Random`, and returns the move as text."""
 
     def build(self) -> Opponent:
-        """Import the function."""
-        return load_from_file(self.path, self.name)
+        """Import the function.
+
+        Raises:
+            UserFileError: if the file has no such function.
+        """
+        function = load_from_file(self.path, self.name)
+        if not callable(function):
+            raise UserFileError(
+                f"{self.name!r} of {self.path} is {type(function).__name__}; it must be a function of observation and "
+                "generator"
+            )
+        return function
 
 
 @OpponentConfig.register_subclass("self")

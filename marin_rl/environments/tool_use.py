@@ -37,7 +37,7 @@ from marin_rl.environments.tools import (
     parse_call,
     tool_schema,
 )
-from marin_rl.errors import describe
+from marin_rl.errors import describe, explain
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.functions import RewardCallError
 from marin_rl.rewards.reply_text import parse_reply
@@ -309,5 +309,5 @@ class ToolUseEpisode:
             if limit.expired():
                 message = f"{tool.name} took longer than {self.environment.limits.max_seconds:g} seconds"
                 raise ToolTimeoutError(message) from error
-            logger.warning("tool %s raised %s", tool.name, describe(error))
+            logger.warning("tool %s raised %s", tool.name, explain(error))
             raise ToolError(f"{tool.name} failed: {describe(error)}") from error

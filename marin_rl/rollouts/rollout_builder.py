@@ -14,7 +14,7 @@ from typing import Any
 
 from marin_rl.environments.agent import check_reward
 from marin_rl.environments.base import AgentResult, Step
-from marin_rl.errors import describe, storable
+from marin_rl.errors import explain, storable
 from marin_rl.objectives.shaping import TRUNCATED
 from marin_rl.rewards.functions import RewardRequest
 from marin_rl.rewards.pipeline import failure, turn_rewards, weighted_rewards
@@ -349,7 +349,7 @@ def _environment_errors() -> Iterator[None]:
         yield
     except BaseException as error:
         # A value of other people's classes may raise anything.
-        raise EnvironmentFault(RolloutStatus.FAILED, describe(error)) from error
+        raise EnvironmentFault(RolloutStatus.FAILED, explain(error)) from error
 
 
 def _numbers(field: str, values: Mapping[str, float]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from levanter.trainer import TrainerConfig
 
 from marin_rl.config.command_line import ConfigError, HelpShown, merge, parse_config, run_command
 from marin_rl.escaping import escape
+from marin_rl.user_code import load_from_file
 from tests.hostile_errors import HOSTILE_ERRORS
 
 
@@ -305,6 +306,21 @@ def test_too_few_threads_are_reported(monkeypatch, capsys):
     assert run_command(lambda _: 0, []) == 1
     assert "error: this user can start only 5 more threads and processes here" in capsys.readouterr().err
     assert not any(thread.is_alive() for thread in begun)
+
+
+def test_errors_of_the_users_code_have_the_frames_of_that_code(tmp_path, capsys):
+    path = tmp_path / "mine.py"
+    path.write_text("def fail(kind): raise kind('no such game')\n")
+
+    def command(kind):
+        load_from_file(str(path), "fail")(kind)
+
+    for kind, sentence in ((KeyError, "code that the config names raised KeyError: "), (ValueError, "no such game")):
+        assert run_command(lambda _, kind=kind: command(kind), []) == 1
+        shown = capsys.readouterr().err
+        assert shown.startswith(f"error: {sentence}")
+        assert shown.endswith(f"  {path}:1, in fail: def fail(kind): raise kind('no such game')\n")
+        assert "marin_rl/" not in shown
 
 
 UNHANDLED = {

@@ -99,8 +99,8 @@ def test_results_are_json(server: GameServer):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("fail", "^KeyError: 'missing'$"),
-        ("leave", "^SystemExit: 3$"),
+        ("fail", r"^KeyError: 'missing'\n  \S+:\d+, in "),
+        ("leave", r"^SystemExit: 3\n  \S+:\d+, in "),
         ("jump", "AttributeError: .* has no attribute 'jump'"),
         ("crash", "the game's process ended during crash"),
     ],

@@ -275,12 +275,14 @@ def test_an_episode_that_raises_fails_alone(caplog: pytest.LogCaptureFixture):
         broken = request.prompt_tokens.count(ASSISTANT) == 2 and request.prompt_tokens[1:3] == tokens("up")
         return (*tokens("boom" if broken else "a"), END)
 
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.DEBUG):
         groups = run(runner(script), [task(3), task(3, prompt="up"), task(1)])
     good, bad, short = (group.rollouts[0] for group in groups)
     assert (good.status, short.status) == (RolloutStatus.COMPLETED, RolloutStatus.COMPLETED)
     assert bad.status is RolloutStatus.FAILED
-    assert bad.error == "RuntimeError: the game broke"
+    error, _, frame = str(bad.error).partition("\n")
+    assert error == "RuntimeError: the game broke"
+    assert re.fullmatch(rf"  {re.escape(__file__)}:\d+, in Countdown.step: raise RuntimeError.*", frame)
     assert (bad.rewards, bad.total_reward) == ({}, None)
     assert [turn.generation.token_ids for turn in bad.turns] == [(97, END), (*tokens("boom"), END)]
     assert "rollout train-9-1-0 failed: RuntimeError: the game broke" in caplog.text
@@ -293,7 +295,8 @@ def test_an_episode_that_cannot_start_fails_alone():
         return Countdown(task, seed)
 
     bad, good = (group.rollouts[0] for group in run(runner(says("a"), Game(begin)), [task(prompt="up"), task()]))
-    assert (bad.status, bad.turns, bad.error) == (RolloutStatus.FAILED, (), "OSError: no board")
+    assert (bad.status, bad.turns) == (RolloutStatus.FAILED, ())
+    assert str(bad.error).startswith("OSError: no board\n")
     assert good.status is RolloutStatus.COMPLETED
 
 
@@ -314,7 +317,7 @@ def test_run_requests_accepts_failures():
         raise ConnectionError("away")
 
     [group] = run(runner(says("a"), Game(begin)), [task()], group_size=2, all_may_fail=True)
-    assert [rollout.error for rollout in group.rollouts] == ["ConnectionError: away"] * 2
+    assert [str(rollout.error).split("\n")[0] for rollout in group.rollouts] == ["ConnectionError: away"] * 2
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -360,7 +363,7 @@ def test_an_episode_that_never_answers_times_out_alone(
     responds = BackgroundLoop.responds
     monkeypatch.setattr(BackgroundLoop, "responds", lambda loop, seconds: responds(loop, 600.0))
     limits = dataclasses.replace(LIMITS, max_seconds=0.2)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.DEBUG):
         groups = run(runner(sticks, Game(Slow), limits), [task(3), task(3, prompt="up"), task(1)])
     good, stuck, short = (group.rollouts[0] for group in groups)
     assert (good.status, short.status) == (RolloutStatus.COMPLETED, RolloutStatus.COMPLETED)
@@ -378,10 +381,8 @@ def test_a_timeout_error_of_the_environment_is_a_failure():
             return await super().step(reply)
 
     bad, good = run(runner(says("a"), Game(Asleep)), [task(prompt="up"), task()])
-    assert (bad.rollouts[0].status, bad.rollouts[0].error) == (
-        RolloutStatus.FAILED,
-        "TimeoutError: no response",
-    )
+    assert bad.rollouts[0].status is RolloutStatus.FAILED
+    assert str(bad.rollouts[0].error).startswith("TimeoutError: no response\n")
     assert good.rollouts[0].status is RolloutStatus.COMPLETED
 
 
@@ -431,8 +432,8 @@ def raising(error: BaseException) -> Callable[[], Coroutine[Any, Any, None]]:
 
 ENDS: dict[str, tuple[Callable[[], Any], str]] = {
     "exit": (leave, "SystemExit: the game is over"),
-    "another task": (wait_for_something_cancelled, "CancelledError: "),
-    "itself": (cancel_itself, "CancelledError: "),
+    "another task": (wait_for_something_cancelled, "CancelledError"),
+    "itself": (cancel_itself, "CancelledError"),
     "task": (exit_in_a_task, "SystemExit: the game is over"),
     "callback": (exit_in_a_callback, "ValueError: exited"),
     "loop": (stop_the_loop, "ValueError: stopped"),
