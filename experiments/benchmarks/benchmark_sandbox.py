@@ -119,7 +119,7 @@ async def _measure_groups(sandbox: Sandbox, file: str, request: RewardRequest, a
     """
     wall: dict[str, list[float]] = {name: [] for name in FUNCTIONS}
     cpu: dict[str, list[float]] = {name: [] for name in FUNCTIONS}
-    await sandbox.functions(file)
+    await sandbox.load(file)
     # Let every worker load the file.
     await asyncio.gather(
         *(sandbox.call(UserFunction(file, "separate"), [request], {}) for _ in range(2 * arguments.workers))

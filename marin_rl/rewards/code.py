@@ -163,11 +163,9 @@ class CodeReward:
         try:
             result = await self._sandbox.run_python("print(6 * 7)")
         except RewardCallError as error:
-            raise RewardConfigError(f"reward {self.name!r}: the sandbox cannot run programs: {error}") from error
+            raise RewardConfigError(f"the sandbox cannot run programs: {error}") from error
         if result.stdout != "42\n":
-            raise RewardConfigError(
-                f"reward {self.name!r}: the sandbox cannot run programs: {result.failure}, {result.stderr}"
-            )
+            raise RewardConfigError(f"the sandbox cannot run programs: {result.failure}, {result.stderr}")
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult | RewardCallError]:
         """Return one result per rollout; rollouts with invalid tests have no valid score."""

@@ -12,13 +12,14 @@ import enum
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import draccus
 
 from marin_rl.config_fields import LOCAL_FILE, NAMES_FILES, convert_enum_fields
+from marin_rl.errors import UserError, nearest
 from marin_rl.rewards.functions import (
     STANDARD_KEYWORDS,
     EvaluateResult,
@@ -26,12 +27,12 @@ from marin_rl.rewards.functions import (
     RewardMode,
     RewardRequest,
 )
-from marin_rl.rewards.sandbox.pool import FunctionDescription, Sandbox, UserFunction
+from marin_rl.rewards.sandbox.pool import LoadedFile, Sandbox, UserFunction
 from marin_rl.types import Task
 from marin_rl.user_code import UserFileError
 
 
-class RewardConfigError(ValueError):
+class RewardConfigError(UserError, ValueError):
     """The configuration of a reward component is not usable; the message names it and the remedy."""
 
 
@@ -63,10 +64,10 @@ class RewardComponent(Protocol):
         ...
 
     async def check(self) -> None:
-        """Check that the component is usable, before any rollout is sampled.
+        """Check that the component is usable, before any rollout is sampled; see `check_components`.
 
         Raises:
-            RewardConfigError: if it is not.
+            RewardConfigError: if it is not; the message does not name the component.
         """
         ...
 
@@ -183,15 +184,16 @@ class FunctionReward:
 
     async def check(self) -> None:
         """Load the file in a worker and check that it defines the function with a suitable mode and parameters."""
-        if not Path(self._function.file).is_file():
-            raise RewardConfigError(
-                f"reward {self.name!r}: the file {self._function.file} does not exist; correct `path`"
-            )
+        file = Path(self._function.file)
+        if not file.is_file():
+            known = sorted(other.name for other in file.parent.glob("*.py")) if file.parent.is_dir() else []
+            problem = f"{self._config.path} is a folder" if file.exists() else f"the file {file} does not exist"
+            raise RewardConfigError(f"{problem}; correct `path`: {nearest(file.name, known, 'Files there')}")
         try:
-            functions = await self._sandbox.functions(self._function.file)
+            loaded = await self._sandbox.load(self._function.file)
         except UserFileError as error:
-            raise RewardConfigError(f"reward {self.name!r}: {error}") from error
-        self.scope = _resolve_scope(self._config, functions)
+            raise RewardConfigError(str(error)) from error
+        self.scope = _resolve_scope(self._config, loaded)
 
     @property
     def waits_for_group(self) -> bool:
@@ -208,12 +210,13 @@ class FunctionReward:
         """Do nothing: the caller closes the sandbox."""
 
 
-def _resolve_scope(config: FunctionRewardConfig, functions: Mapping[str, FunctionDescription]) -> RewardScope:
-    subject = f"reward {config.component_name!r}: {config.function} in {config.path}"
-    if config.function not in functions:
-        available = ", ".join(sorted(functions)) or "none; decorate the function with @reward_function"
-        raise RewardConfigError(f"{subject} is not a reward function; available reward functions: {available}")
-    function = functions[config.function]
+def _resolve_scope(config: FunctionRewardConfig, loaded: LoadedFile) -> RewardScope:
+    subject = f"{config.function!r} of {config.path}"
+    function = loaded.functions.get(config.function)
+    if function is None:
+        raise RewardConfigError(f"{subject} {_why_no_function(config.function, loaded)}")
+    if function.problem is not None:
+        raise RewardConfigError(f"{subject} {function.problem}")
     missing = sorted(set(function.required) - set(config.options))
     if missing:
         raise RewardConfigError(f"{subject} requires {', '.join(missing)}; set it under options")
@@ -225,3 +228,15 @@ def _resolve_scope(config: FunctionRewardConfig, functions: Mapping[str, Functio
             f"{subject} has mode {function.mode.value}, so scope must be {valid}, got {config.scope.value}"
         )
     return config.scope
+
+
+def _why_no_function(name: str, loaded: LoadedFile) -> str:
+    """Why a name is not a reward function of a file, and the remedy."""
+    kind = loaded.others.get(name)
+    if kind == "function":
+        return "is not a reward function; write @reward_function above its `def`"
+    heading = "Its reward functions"
+    names = nearest(name, sorted(loaded.functions), heading) if loaded.functions else "no function has @reward_function"
+    if kind is None:
+        return f"does not exist; {names}"
+    return f"is a {kind if kind in ('class', 'module') else f'value of type {kind}'}, not a reward function; {names}"

@@ -13,6 +13,7 @@ import functools
 import inspect
 import math
 import numbers
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, SupportsFloat, overload
 
@@ -199,16 +200,50 @@ class RewardFunctionError(TypeError):
     """A reward function is invalid; the message names it and the remedy."""
 
 
+def describe_invalid(error: pydantic.ValidationError) -> str:
+    """Describe the invalid fields of a result in one sentence, with their values.
+
+    >>> try:
+    ...     EvaluateResult(score=math.nan)
+    ... except pydantic.ValidationError as error:
+    ...     print(describe_invalid(error))
+    EvaluateResult with score nan: it should be a finite number
+    """
+    problems = error.errors(include_url=False)
+    text = ", ".join(map(_describe_field, problems[:3]))
+    return f"{error.title}{text}" + (f", and {len(problems) - 3} more problems" if len(problems) > 3 else "")
+
+
+def _describe_field(problem: Any) -> str:
+    # The location of an invalid key of a dictionary ends with a mark.
+    *path, last = problem["loc"] or [""]
+    name = f"key in {'.'.join(map(str, path[:-1]))}" if last == "[key]" else ".".join(map(str, [*path, last]))
+    message = problem["msg"].removeprefix("Value error, ")
+    for subject in ("Input", "String"):
+        message = message.replace(f"{subject} should", "it should", 1)
+    if not name:
+        return f": {message}"
+    if problem["type"] == "extra_forbidden":
+        return f" with unknown field {name}"
+    if problem["type"] == "missing":
+        return f" without {name}"
+    return f" with {name} {reprlib.repr(problem['input'])}: {message}"
+
+
 class RewardFunction:
     """A decorated reward function, called with keyword arguments like in the sandbox."""
 
-    def __init__(self, function: Callable[..., Any], mode: RewardMode, stateless: bool = False):
+    def __init__(
+        self, function: Callable[..., Any], mode: RewardMode, stateless: bool = False, problem: str | None = None
+    ):
         self.function = function
         """The undecorated function."""
         self.mode = mode
         """Whether one call scores one rollout or several."""
         self.stateless = stateless
         """Whether several calls may run in one process."""
+        self.problem = problem
+        """Why it cannot be called, and the remedy; None if it can."""
         functools.update_wrapper(self, function)
         self.name = getattr(function, "__name__", "the reward function")
         """Name of the function."""
@@ -220,30 +255,64 @@ class RewardFunction:
             An `EvaluateResult`, or in batch mode a list with one per rollout.
 
         Raises:
-            RewardFunctionError: if it returns a value of another type; the message names the function and the type.
-            pydantic.ValidationError: if a number is not finite or a key is unknown.
+            RewardFunctionError: if the function has a `problem`, or returns another value; the message names the
+                function, the value and the remedy.
         """
+        if self.problem is not None:
+            raise RewardFunctionError(f"{self.name} {self.problem}")
         answer = self.function(*arguments, **keywords)
         if self.mode is RewardMode.POINTWISE:
             return self._result(answer)
         messages = keywords["messages"] if "messages" in keywords else arguments[0]
         if not isinstance(answer, Sequence) or isinstance(answer, str) or len(answer) != len(messages):
-            actual = f"{len(answer)} results" if isinstance(answer, list | tuple) else type(answer).__name__
+            actual = f"{len(answer)} results" if isinstance(answer, list | tuple) else _shown(answer)
             raise RewardFunctionError(
                 f"{self.name} returned {actual} for {len(messages)} rollouts; in batch mode it must return a list "
                 "with one result per rollout, in their order"
             )
-        return [self._result(item) for item in answer]
+        return [self._result(item, f" for rollout {index}") for index, item in enumerate(answer)]
 
-    def _result(self, answer: Any) -> EvaluateResult:
-        # Not `numbers.Real`, because numpy's booleans are none.
-        if isinstance(answer, SupportsFloat):
-            return EvaluateResult(score=float(answer))
-        if not isinstance(answer, EvaluateResult):
+    def _result(self, answer: Any, place: str = "") -> EvaluateResult:
+        if isinstance(answer, EvaluateResult):
+            try:
+                # `model_construct` and `model_copy` validate nothing.
+                return EvaluateResult.model_validate(vars(answer))
+            except pydantic.ValidationError as error:
+                raise RewardFunctionError(f"{self.name} returned an invalid {describe_invalid(error)}{place}") from None
+        number = _number(answer)
+        if number is None:
             raise RewardFunctionError(
-                f"{self.name} returned {type(answer).__name__}; it must return an EvaluateResult or a number"
+                f"{self.name} returned {_shown(answer)}{place}; it must return an EvaluateResult or a number"
             )
-        return answer
+        if not abs(number) <= MAX_REWARD:
+            raise RewardFunctionError(
+                f"{self.name} returned {number}{place}; a reward must be finite and at most {MAX_REWARD:g} in "
+                "magnitude: raise an error if a rollout has no score"
+            )
+        return EvaluateResult(score=number)
+
+
+def _number(value: Any) -> float | None:
+    """Return a value as a float, infinite if it is too large for one; None if it is no number."""
+    try:
+        # Not `numbers.Real`, because numpy's booleans are none.
+        return float(value) if isinstance(value, SupportsFloat) else None
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError):
+        # An array of several numbers, for example.
+        return None
+
+
+def _shown(value: Any) -> str:
+    """Describe a value that a function returned, which may be of any class and size."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, str | bytes | list | tuple | dict | int | float | complex):
+        return f"{reprlib.repr(value)} ({type(value).__name__})"
+    return f"a value of type {type(value).__name__}"
 
 
 @overload
@@ -255,7 +324,7 @@ def reward_function(
 
 
 def reward_function(
-    function: Callable[..., Any] | None = None, /, *, mode: str = "pointwise", stateless: bool = False
+    function: Callable[..., Any] | None = None, /, *, mode: str = "pointwise", stateless: bool = False, **unknown: Any
 ) -> Any:
     """Decorate a reward function.
 
@@ -271,13 +340,16 @@ def reward_function(
             saves milliseconds per call. Set it only if no call changes anything that a later one could notice, and the
             function does not run or unpickle text of the reply. By default every call has a separate process, which
             starts from the state after the import of the file.
+        unknown: misspelled arguments, which are reported with the function.
 
     Returns:
         The `RewardFunction`, or a decorator if `function` is None.
 
+    A function with an unknown mode, or a signature that lacks a required parameter, cannot be called: its `problem`
+    describes the reason. So the other functions of its file can be used.
+
     Raises:
-        RewardFunctionError: if the mode is unknown, a function in batch mode is declared stateless, or the signature
-            lacks a required parameter.
+        RewardFunctionError: if the decorator is applied to another value than a function.
 
     >>> @reward_function
     ... def short(messages, ground_truth, **kwargs):
@@ -286,31 +358,55 @@ def reward_function(
     1.0
     """
     if function is None:
-        return functools.partial(_decorate, mode=mode, stateless=stateless)
-    return _decorate(function, mode, stateless)
+        return functools.partial(_decorate, mode=mode, stateless=stateless, unknown=unknown)
+    return _decorate(function, mode, stateless, unknown)
 
 
-def _decorate(function: Callable[..., Any], mode: str, stateless: bool) -> RewardFunction:
-    name = getattr(function, "__name__", repr(function))
-    if mode not in tuple(RewardMode):
-        raise RewardFunctionError(f"{name}: mode must be 'pointwise' or 'batch', got {mode!r}")
-    if stateless and mode != RewardMode.POINTWISE:
+def _decorate(function: Callable[..., Any], mode: str, stateless: bool, unknown: Mapping[str, Any]) -> RewardFunction:
+    if not callable(function):
         raise RewardFunctionError(
-            f"{name}: stateless=True is for functions with mode 'pointwise'; each call in mode 'batch' has its own "
+            f"@reward_function is applied to {_shown(function)}, which is not a function; write it above a `def`, and "
+            "pass `mode` and `stateless` as keywords, as in @reward_function(mode='batch')"
+        )
+    problem = _problem(function, mode, stateless)
+    if unknown:
+        problem = f"has unknown arguments of @reward_function, {', '.join(unknown)}; it takes mode and stateless"
+    return RewardFunction(function, RewardMode(mode if problem is None else "pointwise"), stateless, problem)
+
+
+def _problem(function: Callable[..., Any], mode: str, stateless: bool) -> str | None:
+    """Return the reason why a function cannot be a reward function, and the remedy; None if it can."""
+    if isinstance(function, type):
+        return "is a class; decorate a function with @reward_function"
+    if mode not in tuple(RewardMode):
+        return f"has mode {mode!r}; it must be 'pointwise' or 'batch'"
+    if stateless and mode != RewardMode.POINTWISE:
+        return (
+            "has stateless=True, which is for functions with mode 'pointwise'; each call in mode 'batch' has its own "
             "process, so remove it"
         )
     if inspect.iscoroutinefunction(function):
-        raise RewardFunctionError(f"{name} is async; use a plain def, because calls run in separate processes")
+        return "is async; use a plain def, because calls run in separate processes"
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        return "is a generator function, because it contains `yield`; return the result instead"
     signature = inspect.signature(function)
     by_name = {name for name, parameter in signature.parameters.items() if parameter.kind in _BY_NAME}
     missing = [parameter for parameter in ("messages", "ground_truth") if parameter not in by_name]
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         missing.append("**kwargs")
     if missing:
-        raise RewardFunctionError(
-            f"{name}{signature} lacks {', '.join(missing)}; a reward function takes messages, ground_truth and **kwargs"
+        return (
+            f"takes {signature}, which lacks {', '.join(missing)}; it is called with keyword arguments, so it must "
+            "take messages, ground_truth and **kwargs"
         )
-    return RewardFunction(function, RewardMode(mode), stateless)
+    positional = [
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY and parameter.default is inspect.Parameter.empty
+    ]
+    if positional:
+        return f"takes {signature}, with {', '.join(positional)} before `/`; it is called with keyword arguments"
+    return None
 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -369,7 +465,7 @@ def check_metric_names(results: Iterable[EvaluateResult]) -> None:
     names = {name for part in parts for name in part.metrics}
     if len(names) > MAX_METRICS:
         raise RewardFunctionError(
-            f"the results hold {len(names)} metric names ({', '.join(sorted(names)[:3])}, ...); use at most "
+            f"returned results with {len(names)} metric names ({', '.join(sorted(names)[:3])}, ...); use at most "
             f"{MAX_METRICS}, and put details of single rollouts into `reason`"
         )
 

@@ -417,7 +417,7 @@ class LlmJudge:
         try:
             return read_api_key(self._config.api_key_env)
         except ValueError as error:
-            raise RewardConfigError(f"reward {self.name!r}: {error}") from None
+            raise RewardConfigError(str(error)) from None
 
 
 async def _read_content(response: httpx.Response) -> bytes:

@@ -43,6 +43,25 @@ def build_components(configs: Sequence[RewardComponentConfig], sandbox: Sandbox)
     return components
 
 
+async def check_components(components: Iterable[RewardComponent]) -> None:
+    """Check that all components are usable, before any rollout is sampled.
+
+    Args:
+        components: the components; their sandbox is started.
+
+    Raises:
+        RewardConfigError: if any is not; the message has a line for each problem, with the names of the components.
+    """
+    problems: dict[str, dict[str, None]] = collections.defaultdict(dict)
+    for component in components:
+        try:
+            await component.check()
+        except RewardConfigError as error:
+            problems[str(error)][repr(component.name)] = None
+    if problems:
+        raise RewardConfigError("\n".join(f"reward {', '.join(names)}: {text}" for text, names in problems.items()))
+
+
 async def score_rollouts(
     components: Sequence[RewardComponent], scope: RewardScope, requests: Sequence[RewardRequest]
 ) -> list[list[RewardResult]]:
@@ -76,7 +95,8 @@ def _result(
     if isinstance(result, RewardCallError):
         return _failed(component, request, result)
     if not result.is_score_valid:
-        detail = result.error or result.reason or "the function returned is_score_valid=False"
+        why = result.error or result.reason
+        detail = "the function returned is_score_valid=False" + (f": {why}" if why else "")
         return _failed(component, request, RewardCallError(RewardFailure.INVALID_SCORE, detail))
     outputs = result.step_outputs or ()
     try:
@@ -102,15 +122,15 @@ def _result(
 
 
 def _failed(component: RewardComponent, request: RewardRequest, failure: RewardCallError) -> RewardResult:
-    error = str(failure)
-    # Log only the first line; the stored rollout contains the whole error.
-    logger.warning("reward %r failed for rollout %s: %.300s", component.name, request.rollout_id, error.split("\n")[0])
+    logger.debug(
+        "reward %r failed for rollout %s: %s: %s", component.name, request.rollout_id, failure.cause, failure.detail
+    )
     return RewardResult(
         component.name,
         component.weight,
         score=None,
         metrics=failure.metrics,
-        error=error,
+        error=failure.detail,
         failure=failure.cause.value,
     )
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from marin_rl.errors import Closing
 from marin_rl.event_loop import STOP_TIMEOUT, BackgroundLoop
-from marin_rl.rewards.component import RewardComponent, RewardComponentConfig, RewardConfigError, RewardScope
-from marin_rl.rewards.pipeline import build_components, score_rollouts
+from marin_rl.rewards.component import RewardComponent, RewardComponentConfig, RewardScope
+from marin_rl.rewards.pipeline import build_components, check_components, score_rollouts
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.pool import BATCH_CALLS, Sandbox
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
@@ -80,14 +80,7 @@ class RewardFunctions:
 
     async def _start(self) -> None:
         await self._sandbox.start()
-        problems: list[str] = []
-        for component in self._components():
-            try:
-                await component.check()
-            except RewardConfigError as error:
-                problems.append(str(error))
-        if problems:
-            raise RewardConfigError("\n".join(problems))
+        await check_components(self._components())
 
     async def score_rollout(self, builder: RolloutBuilder) -> None:
         """Score a rollout that has ended with the pointwise components that do not wait for its group."""

@@ -71,7 +71,10 @@ def test_function_components_are_checked_early(tmp_path: Path):
     assert checked(config("shortest", scope=RewardScope.BATCH)) is RewardScope.BATCH
     assert checked(config("accuracy")) is RewardScope.POINTWISE
     for wrong, message in [
-        (config("acuracy"), r"acuracy in .*my_rewards.py is not a reward function; .*: accuracy, needs, shortest"),
+        (
+            config("acuracy"),
+            r"'acuracy' of .*my_rewards.py does not exist; did you mean 'accuracy'\?.*: accuracy, needs, shortest",
+        ),
         (config("needs"), "requires model; set it under options"),
         (config("accuracy", scope=RewardScope.GROUP), "has mode pointwise, so scope must be pointwise, got group"),
         (config("shortest", scope=RewardScope.POINTWISE), "scope must be group or batch, got pointwise"),
@@ -80,7 +83,7 @@ def test_function_components_are_checked_early(tmp_path: Path):
         with pytest.raises(RewardConfigError, match=message):
             checked(wrong)
     file.write_text("def accuracy(messages, ground_truth, **kwargs): ...")
-    with pytest.raises(RewardConfigError, match="functions: none; decorate the function"):
+    with pytest.raises(RewardConfigError, match="write @reward_function above its `def`"):
         checked(config("accuracy"))
 
 

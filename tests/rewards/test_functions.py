@@ -3,8 +3,10 @@
 
 import dataclasses
 import math
+import re
 import subprocess
 import sys
+from typing import Any, cast
 
 import numpy as np
 import pydantic
@@ -13,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marin_rl.rewards import EvaluateResult, StepOutput, reward_function
-from marin_rl.rewards.functions import RewardFunctionError, RewardMode, evaluate, required_options
+from marin_rl.rewards.functions import RewardFunctionError, RewardMode, describe_invalid, evaluate, required_options
 from marin_rl.types import MAX_REWARD
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -135,8 +137,8 @@ def test_pointwise_outside_the_sandbox(request_of):
     assert (exact.name, exact.mode, exact.__doc__) == ("exact", RewardMode.POINTWISE, "Doc.")
     assert not exact.stateless
     assert reward_function(stateless=True)(exact.function).stateless
-    with pytest.raises(RewardFunctionError, match="exact: stateless=True is for functions with mode 'pointwise'"):
-        reward_function(mode="batch", stateless=True)(exact.function)
+    both = reward_function(mode="batch", stateless=True)(exact.function)
+    assert "stateless=True, which is for functions with mode 'pointwise'" in str(both.problem)
     assert required_options(exact) == ["tolerance"]
     requests = [request_of("46"), request_of("47")]
     assert [result.score for result in evaluate(exact, requests, {"tolerance": 0})] == [1.0, 0.0]
@@ -170,7 +172,7 @@ def test_pointwise_results_are_results_or_numbers(request_of, answer):
     def wrong(messages, ground_truth, **kwargs):
         return answer
 
-    with pytest.raises(RewardFunctionError, match=f"wrong returned {type(answer).__name__}"):
+    with pytest.raises(RewardFunctionError, match=rf"wrong returned {re.escape(repr(answer))}"):
         evaluate(wrong, [request_of()], {})
 
 
@@ -178,6 +180,15 @@ def lacks_messages(ground_truth, **kwargs): ...
 def lacks_ground_truth(messages, **kwargs): ...
 def lacks_kwargs(messages, ground_truth): ...
 def takes_positions(messages, ground_truth, /, **kwargs): ...
+def takes_a_position(judge, /, messages, ground_truth, **kwargs): ...
+async def late(messages, ground_truth, **kwargs): ...
+def yields(messages, ground_truth, **kwargs):
+    yield 1.0
+
+
+class Scorer: ...
+
+
 def takes_stars(*messages, ground_truth, **kwargs): ...
 
 
@@ -188,22 +199,71 @@ def takes_stars(*messages, ground_truth, **kwargs): ...
         (lacks_ground_truth, "lacks ground_truth;"),
         (lacks_kwargs, r"lacks \*\*kwargs;"),
         (takes_positions, "lacks messages, ground_truth;"),
+        (takes_a_position, "with judge before `/`"),
         (takes_stars, "lacks messages;"),
+        (late, "is async"),
+        (yields, "is a generator function"),
+        (Scorer, "is a class"),
     ],
 )
-def test_signatures_are_checked_early(function, lacking):
-    with pytest.raises(RewardFunctionError, match=f"{function.__name__}.*{lacking}"):
-        reward_function(function)
+def test_functions_that_cannot_be_called_keep_the_reason(function, lacking):
+    decorated = reward_function(function)
+    assert re.search(lacking, str(decorated.problem))
+    with pytest.raises(RewardFunctionError, match=f"{function.__name__} .*{lacking}"):
+        decorated(messages=[], ground_truth="")
 
 
-def test_modes_and_async_are_checked_early():
-    with pytest.raises(RewardFunctionError, match=r"mode must be .* got 'pairwise'"):
-        reward_function(mode="pairwise")(lacks_messages)
+def test_wrong_arguments_of_the_decorator():
+    def exact(messages, ground_truth, **kwargs): ...
 
-    async def late(messages, ground_truth, **kwargs): ...
+    assert reward_function(exact).problem is None
+    assert "has mode 'pairwise'; it must be" in str(reward_function(mode="pairwise")(exact).problem)
+    misspelled: Any = {"state_less": True}
+    assert "unknown arguments of @reward_function, state_less;" in str(reward_function(**misspelled)(exact).problem)
+    with pytest.raises(RewardFunctionError, match=r"applied to 'batch' \(str\), which is not .*mode='batch'"):
+        reward_function(cast(Any, "batch"))
 
-    with pytest.raises(RewardFunctionError, match="late is async"):
-        reward_function(late)
+
+@pytest.mark.parametrize("answer", [math.nan, -math.inf, np.float32("nan"), np.array(math.nan), 1e31, 10**400])
+@pytest.mark.parametrize("mode", ["pointwise", "batch"])
+def test_numbers_that_are_no_reward_are_named(request_of, answer, mode):
+    @reward_function(mode=mode)
+    def wrong(messages, ground_truth, **kwargs):
+        return answer if mode == "pointwise" else [1.0, answer]
+
+    place = " for rollout 1" if mode == "batch" else ""
+    words = rf"wrong returned (nan|-?inf|1e\+31){place}; a reward must be finite and at most 1e\+30"
+    with pytest.raises(RewardFunctionError, match=words):
+        evaluate(wrong, [request_of(), request_of()], {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"score": math.nan}, "EvaluateResult with score nan: it should be a finite number"),
+        ({"scor": 1.0, "score": 1.0}, "EvaluateResult with unknown field scor"),
+        ({"score": 1.0, "metrics": {"a b": 1.0}}, "EvaluateResult with key in metrics 'a b': it should match pattern"),
+        ({"score": "x" * 500}, "EvaluateResult with score 'xxxxxxxxxxxx...xxxxxxxxxxxxx': it should be a valid number"),
+        ({}, "EvaluateResult: score and step_outputs are both None; set at least one"),
+        ({"step_outputs": [{"base_reward": 1.0}]}, "EvaluateResult without step_outputs.0.step_index"),
+        ({"step_outputs": [1.0] * 5}, "and 2 more problems"),
+    ],
+)
+def test_invalid_fields_are_described_in_a_sentence(fields, expected):
+    with pytest.raises(pydantic.ValidationError) as raised:
+        EvaluateResult(**fields)
+    text = describe_invalid(raised.value)
+    assert expected in text
+    assert "\n" not in text
+
+
+def test_results_without_validation_are_validated(request_of):
+    @reward_function
+    def wrong(messages, ground_truth, **kwargs):
+        return EvaluateResult.model_construct(score=math.nan)
+
+    with pytest.raises(RewardFunctionError, match="wrong returned an invalid EvaluateResult with score nan"):
+        evaluate(wrong, [request_of()], {})
 
 
 def test_functions_cannot_change_messages_of_others(request_of):

@@ -708,7 +708,7 @@ def test_keys_are_stripped_and_never_shown(
 
 def test_missing_key_is_an_error_before_sampling(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    with pytest.raises(RewardConfigError, match="'llm_judge': the environment variable JUDGE_KEY is not set"):
+    with pytest.raises(RewardConfigError, match="the environment variable JUDGE_KEY is not set"):
         judge(config(endpoint, api_key_env="JUDGE_KEY"))
 
 

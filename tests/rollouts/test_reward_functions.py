@@ -97,10 +97,10 @@ def test_step_rewards_are_added_to_environment_rewards():
 
 
 def test_a_rollout_without_a_score_has_no_reward():
-    lost = RewardResult("judge", 1.0, None, error="timeout: no answer", failure="timeout")
+    lost = RewardResult("judge", 1.0, None, error="no answer", failure="timeout")
     reward_functions, [[rollout]] = scored(1, one=[lost], group=[RewardResult("short", 1.0, 1.0)])
     assert (rollout.status, rollout.rewards) == (RolloutStatus.FAILED, {})
-    assert rollout.error == "reward 'judge': timeout: no answer"
+    assert rollout.error == "reward 'judge': no answer"
     assert rollout.evaluations == (lost,)
     assert reward_functions.calls["group"] == [["train-9-0-0"]]
 
@@ -310,7 +310,7 @@ def test_a_failure_concerns_its_own_rollout():
     rollout_runner = dataclasses.replace(runner(says("a")), reward_functions=recording(pointwise, per_group))
     [group] = run(rollout_runner, [task(1)], 4)
     assert [rollout.status for rollout in group.rollouts] == [RolloutStatus.FAILED] + [RolloutStatus.COMPLETED] * 3
-    assert group.rollouts[0].error == "reward 'recorded': timeout: no answer"
+    assert group.rollouts[0].error == "reward 'recorded': no answer"
     assert per_group.calls == [others]
 
 

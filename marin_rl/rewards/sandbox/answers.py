@@ -11,7 +11,36 @@ from marin_rl.rewards.functions import (
     RewardFailure,
     RewardFunctionError,
     check_metric_names,
+    describe_invalid,
 )
+from marin_rl.rewards.sandbox.config import SandboxConfig
+
+_LIMITS = {
+    RewardFailure.TIMEOUT: "gave no answer within {0.wall_seconds:g} s; make it faster, or raise sandbox.wall_seconds",
+    RewardFailure.CPU: "used over {0.cpu_seconds:g} s of CPU time; make it faster, or raise sandbox.cpu_seconds",
+    RewardFailure.MEMORY: "requested over {0.memory_mb} MiB of memory; use less, or raise sandbox.memory_mb",
+    RewardFailure.FILE_SIZE: "wrote over {0.file_mb} MiB to a file, or too much in all; raise sandbox.file_mb",
+    RewardFailure.OUTPUT: "printed or returned over {0.output_kb} KiB; print less, or raise sandbox.output_kb",
+    RewardFailure.PROCESSES: "started over {0.processes} processes; start fewer, or raise sandbox.processes",
+    RewardFailure.THREADS: "started over {0.threads} threads; start fewer, or raise sandbox.threads",
+}
+
+
+def failure_of_function(function: object, error: RewardCallError, config: SandboxConfig) -> str:
+    """Describe the failure of a function's call in a sentence with the remedy.
+
+    Args:
+        function: name and file of the function.
+        error: the failure.
+        config: the limits of the call.
+
+    >>> failure_of_function("'f' of f.py", RewardCallError(RewardFailure.TIMEOUT, ""), SandboxConfig())
+    "'f' of f.py gave no answer within 10 s; make it faster, or raise sandbox.wall_seconds"
+    """
+    if error.cause in _LIMITS:
+        return f"{function} {_LIMITS[error.cause].format(config)}"
+    is_own = error.cause in (RewardFailure.RAISED, RewardFailure.INVALID_ANSWER)
+    return f"{function} {error.detail}" if is_own else f"{function} failed: {error.detail.rstrip(': ')}"
 
 
 class _Answer(pydantic.BaseModel):
@@ -21,6 +50,7 @@ class _Answer(pydantic.BaseModel):
 
     results: list[EvaluateResult] | None = None
     raised: str | None = None
+    invalid: str | None = None
     memory: bool = False
 
 
@@ -40,14 +70,16 @@ def validated(answer: str, count: int) -> list[EvaluateResult]:
         parsed = _Answer.model_validate_json(answer)
     except pydantic.ValidationError as error:
         raise RewardCallError(
-            RewardFailure.INVALID_ANSWER, f"{answer[:200]!r} is not a valid answer: {error}"
+            RewardFailure.INVALID_ANSWER, f"sent the answer {answer[:200]!r}, an invalid {describe_invalid(error)}"
         ) from error
     if parsed.memory:
-        raise RewardCallError(RewardFailure.MEMORY, "more memory than sandbox.memory_mb")
+        raise RewardCallError(RewardFailure.MEMORY, "requested more memory than sandbox.memory_mb")
     if parsed.raised is not None:
         raise RewardCallError(RewardFailure.RAISED, parsed.raised)
+    if parsed.invalid is not None:
+        raise RewardCallError(RewardFailure.INVALID_ANSWER, parsed.invalid)
     if parsed.results is None or len(parsed.results) != count:
-        raise RewardCallError(RewardFailure.INVALID_ANSWER, f"{answer[:200]!r} does not hold {count} results")
+        raise RewardCallError(RewardFailure.INVALID_ANSWER, f"sent {answer[:200]!r} instead of {count} results")
     try:
         check_metric_names(parsed.results)
     except RewardFunctionError as error:
@@ -74,7 +106,9 @@ def answers_of_calls(text: str, count: int) -> list[str]:
     try:
         answers = _ANSWERS.validate_json(text)
     except pydantic.ValidationError as error:
-        raise RewardCallError(RewardFailure.INVALID_ANSWER, f"{text[:200]!r} is not a list of answers") from error
+        raise RewardCallError(
+            RewardFailure.INVALID_ANSWER, f"sent {text[:200]!r} instead of a list of answers"
+        ) from error
     if len(answers) > count:
-        raise RewardCallError(RewardFailure.INVALID_ANSWER, f"{len(answers)} answers of {count} calls")
+        raise RewardCallError(RewardFailure.INVALID_ANSWER, f"sent {len(answers)} answers of {count} calls")
     return answers

@@ -14,6 +14,7 @@ import contextlib
 import gc
 import importlib.util
 import json
+import linecache
 import os
 import signal
 import socket
@@ -27,6 +28,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, cast
 
+from marin_rl.errors import describe, explain
 from marin_rl.rewards.sandbox import protocol
 from marin_rl.rewards.sandbox.isolation import IS_LINUX, confine_call, confine_import, exit_with_parent, prepare_call
 from marin_rl.rewards.sandbox.protocol import WorkerSpec
@@ -66,7 +68,7 @@ def run(spec: WorkerSpec, source: str, connection: socket.socket, parent: int) -
         if maps is not None:
             _check_maps(maps)
     except BaseException as error:
-        connection.sendall(protocol.encode({"forkserver": None, "failed": _explain(error)}))
+        connection.sendall(protocol.encode({"forkserver": None, "failed": _explain(error, spec)}))
         return
     # A forked process has only the thread that forked. Off Linux the loading process itself serves calls.
     if IS_LINUX and os.fork() != 0:
@@ -100,7 +102,7 @@ def _check_maps(maps: int) -> None:
     with open(maps, encoding="utf-8", errors="replace") as lines:
         shared = [line.strip() for line in lines if line.split()[1] in ("rw-s", "rwxs")]
     if shared:
-        raise MemoryError(
+        raise RuntimeError(
             f"the file maps shared memory when it is imported ({shared[0]}), through which calls could affect each "
             "other; map it in the function, or use a private mapping (mmap.MAP_PRIVATE)"
         )
@@ -114,6 +116,13 @@ def _load(file: str, source: str) -> types.ModuleType:
         raise ImportError(f"{file} is not a Python file")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module
+    # The lines that errors quote; the file may have been changed since it was read.
+    linecache.cache[file] = (
+        len(source),
+        None,
+        source.encode("latin-1").decode(errors="replace").splitlines(True),
+        file,
+    )
     exec(compile(source.encode("latin-1"), file, "exec", dont_inherit=True), module.__dict__)
     return module
 
@@ -123,11 +132,10 @@ def _serve(spec: WorkerSpec, connection: socket.socket, module: types.ModuleType
         os.setsid()
         # A descriptor that the user's code opened could be a duplicate of the connection.
         os.closerange(_ANSWER + 1, os.sysconf("SC_OPEN_MAX"))
-    functions: dict[str, Any] = {}
     if module is not None:
-        from marin_rl.rewards.functions import RewardFunction
-
-        functions = {name: value for name, value in vars(module).items() if isinstance(value, RewardFunction)}
+        # Imported before the fork, once for all calls.
+        import marin_rl.rewards.functions  # noqa: F401
+    functions = {} if module is None else dict(vars(module))
     prepare_call(spec)
     # With a handler of the file, its code would run here when a call ends.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -160,13 +168,13 @@ def parse_ready(data: bytes) -> tuple[int | None, str | None]:
     return None, "the loading process sent an invalid message instead of the forkserver's process id"
 
 
-def parse_functions(data: bytes) -> tuple[dict[str, Any], str | None]:
-    """Parse the untrusted descriptions of the file's reward functions; returns them and an error message or None."""
+def parse_names(data: bytes) -> tuple[dict[str, Any], str | None]:
+    """Parse the untrusted description of the file's names; returns it and an error message or None."""
     message = _parse(data)
-    if isinstance(message.get("functions"), dict):
-        return message["functions"], None
+    if isinstance(message.get("functions"), dict) and isinstance(message.get("others"), dict):
+        return message, None
     if isinstance(message.get("raised"), str):
-        return {}, message["raised"]
+        return {}, f"listing its reward functions {message['raised']}"
     return {}, "the forkserver sent no valid description of its reward functions"
 
 
@@ -229,11 +237,12 @@ def _be_child(
             os.close(_ANSWER)
             status = _run_program(request["code"], spec)
         else:
-            answer = _run_calls(request, functions) if request["kind"] == "calls" else _answer(request, functions)
+            run = _run_calls if request["kind"] == "calls" else _answer
+            answer = run(request, functions, spec)
             protocol.write(_ANSWER, answer.encode("utf-8", errors="replace"))
             status = 0
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        print(describe(error), file=sys.stderr)
     finally:
         for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
             # The call may have closed or replaced the streams; its output is then lost.
@@ -242,35 +251,54 @@ def _be_child(
         os._exit(status)
 
 
-def _answer(request: dict[str, Any], functions: Mapping[str, Any]) -> str:
+def _answer(request: dict[str, Any], functions: Mapping[str, Any], spec: WorkerSpec) -> str:
     try:
         if request["kind"] == "describe":
-            return _describe(functions)
+            return _describe(functions, spec)
         return _run_function(request, functions)
     except MemoryError:
         return '{"memory": true}'
     except BaseException as error:
-        return json.dumps({"raised": _explain(error)})
+        return json.dumps(_failure(error, spec))
 
 
-def _describe(functions: Mapping[str, Any]) -> str:
-    from marin_rl.rewards.functions import required_options
+def _failure(error: BaseException, spec: WorkerSpec) -> dict[str, str]:
+    """Describe an error of a call; the description continues a sentence that begins with the function's name."""
+    import pydantic
 
-    return json.dumps(
-        {
-            "functions": {
-                name: {
-                    "mode": function.mode.value,
-                    "required": required_options(function),
-                    "stateless": function.stateless,
-                }
-                for name, function in functions.items()
-            }
+    from marin_rl.rewards.functions import EvaluateResult, RewardFunctionError, StepOutput, describe_invalid
+
+    if isinstance(error, RewardFunctionError):
+        return {"invalid": explain(error, str(error))}
+    if isinstance(error, pydantic.ValidationError) and error.title in (EvaluateResult.__name__, StepOutput.__name__):
+        return {"invalid": explain(error, f"created an invalid {describe_invalid(error)}")}
+    return {"raised": f"raised {_explain(error, spec)}"}
+
+
+def _describe(functions: Mapping[str, Any], spec: WorkerSpec) -> str:
+    """Describe the reward functions of the file, and as far as there is room the kinds of its other names."""
+    from marin_rl.rewards.functions import RewardFunction, required_options
+
+    described: dict[str, Any] = {
+        name: {
+            "mode": value.mode.value,
+            "required": [] if value.problem else required_options(value),
+            "stateless": value.stateless,
+            "problem": value.problem,
         }
-    )
+        for name, value in functions.items()
+        if isinstance(value, RewardFunction)
+    }
+    others: dict[str, str] = {}
+    room = spec.limits.output_bytes // 2 - len(json.dumps(described))
+    for name, value in functions.items():
+        room -= len(name) + 60
+        if name not in described and not name.startswith("_") and room > 0:
+            others[name] = "class" if isinstance(value, type) else type(value).__name__[:50]
+    return json.dumps({"functions": described, "others": others})
 
 
-def _run_calls(request: dict[str, Any], functions: Mapping[str, Any]) -> str:
+def _run_calls(request: dict[str, Any], functions: Mapping[str, Any], spec: WorkerSpec) -> str:
     """Make several calls in this process, and return a JSON list of their answers.
 
     No call starts after half of the time limit, so there can be fewer answers than calls.
@@ -282,17 +310,23 @@ def _run_calls(request: dict[str, Any], functions: Mapping[str, Any]) -> str:
         if answers and time.monotonic() > last_start:
             break
         # A call can change its options, so each gets a copy.
-        answers.append(_answer({**request, "requests": [fields], "options": json.loads(options)}, functions))
+        answers.append(_answer({**request, "requests": [fields], "options": json.loads(options)}, functions, spec))
     return json.dumps(answers)
 
 
 def _run_function(request: dict[str, Any], functions: Mapping[str, Any]) -> str:
-    from marin_rl.rewards.functions import RewardRequest, evaluate
+    from marin_rl.rewards.functions import RewardFunction, RewardFunctionError, RewardRequest, evaluate
 
-    if request["function"] not in functions:
-        raise LookupError(f"{request['function']} is not a reward function of the loaded file")
+    function = functions.get(request["function"])
+    if not isinstance(function, RewardFunction):
+        raise RewardFunctionError("is not a reward function of the loaded file")
     requests = [RewardRequest(**fields) for fields in request["requests"]]
-    results = evaluate(functions[request["function"]], requests, request["options"])
+    try:
+        results = evaluate(function, requests, request["options"])
+    except RewardFunctionError as error:
+        # The message continues a sentence that names the function and its file.
+        message = str(error).removeprefix(f"{function.name} ")
+        raise RewardFunctionError(message).with_traceback(error.__traceback__) from None
     return '{"results": [' + ", ".join(result.model_dump_json() for result in results) + "]}"
 
 
@@ -331,15 +365,20 @@ def _run_main(code: str, spec: WorkerSpec) -> int:
     return 0
 
 
-def _explain(error: BaseException) -> str:
-    """Return the error's type and message, and the end of its traceback.
-
-    Lone surrogates are not valid in JSON and are escaped. The user's `__str__` may raise an error itself.
-    """
-    trace = "".join(traceback.format_tb(error.__traceback__, limit=-3))
-    try:
-        message = str(error)
-    except BaseException as failed:
-        message = f"<its __str__ raised {type(failed).__name__}>"
-    text = f"{type(error).__name__}: {message}"[:2000] + f"\n{trace}"[-2000:]
-    return text.encode("utf-8", errors="backslashreplace").decode()
+def _explain(error: BaseException, spec: WorkerSpec) -> str:
+    """Explain an error of the user's code, with a hint if the sandbox can be its cause."""
+    hint = None
+    if isinstance(error, ImportError):
+        hint = (
+            "packages must be installed; modules next to the file, or in a folder of sandbox.read_paths, are imported "
+            "by their plain names"
+        )
+    elif isinstance(error, OSError) and spec.seccomp:
+        hint = (
+            "in the sandbox, code reads the file's folder and sandbox.read_paths, writes in its working folder, and "
+            "has no network and only as many processes as sandbox.processes allows"
+        )
+    elif isinstance(error, MemoryError):
+        hint = "sandbox.memory_mb is the limit"
+    description = describe(error)
+    return explain(error, description if hint is None else f"{description} ({hint})")

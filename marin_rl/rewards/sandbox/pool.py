@@ -37,7 +37,7 @@ from marin_rl.rewards.functions import (
     RewardMode,
     RewardRequest,
 )
-from marin_rl.rewards.sandbox.answers import answers_of_calls, validated
+from marin_rl.rewards.sandbox.answers import answers_of_calls, failure_of_function, validated
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import OLDEST_LANDLOCK, Isolation, find_holes, landlock_version, self_test
 from marin_rl.rewards.sandbox.seccomp import seccomp_is_supported
@@ -72,6 +72,10 @@ class UserFunction:
     name: str
     """The function's name in it."""
 
+    def __str__(self) -> str:
+        path = Path(self.file)
+        return f"{self.name!r} of {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}"
+
 
 class FunctionDescription(pydantic.BaseModel):
     """Description of a reward function in a loaded file."""
@@ -84,6 +88,19 @@ class FunctionDescription(pydantic.BaseModel):
     """Names of its required options."""
     stateless: bool
     """Whether several of its calls may run in one process."""
+    problem: str | None
+    """Why it cannot be called, and the remedy, continuing a sentence that begins with its name; None if it can."""
+
+
+class LoadedFile(pydantic.BaseModel):
+    """Description of a user's file."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    functions: dict[str, FunctionDescription]
+    """Its reward functions by name."""
+    others: dict[str, str]
+    """The kinds of its other values by name, such as `function`, `class` or `module`; some can be missing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +141,7 @@ class Sandbox:
         self._starting = 0
         self._sources: dict[str, bytes] = {}
         self._stateless: set[UserFunction] = set()
+        self._loaded: dict[str, LoadedFile | UserFileError] = {}
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -185,8 +203,8 @@ class Sandbox:
         missing = f"; unavailable: {'; '.join(self._missing)}" if self._missing else ""
         return f"sandbox: isolation {self.isolation.value} ({mechanisms}, limits on every call){missing}"
 
-    async def functions(self, file: str) -> dict[str, FunctionDescription]:
-        """Load a user's file in a worker and describe its reward functions.
+    async def load(self, file: str) -> LoadedFile:
+        """Load a user's file in a worker and describe it; later calls return or raise the same.
 
         Args:
             file: the Python file, absolute.
@@ -194,23 +212,31 @@ class Sandbox:
         Raises:
             UserFileError: if the file cannot be loaded.
         """
+        if file not in self._loaded:
+            try:
+                self._loaded[file] = await self._describe(file)
+            except UserFileError as error:
+                self._loaded[file] = error
+        loaded = self._loaded[file]
+        if isinstance(loaded, UserFileError):
+            raise loaded
+        return loaded
+
+    async def _describe(self, file: str) -> LoadedFile:
         try:
             answer = await self._ask(file, {"kind": "load"})
             if "not_loaded" in answer:
                 raise UserFileError(f"{file} cannot be loaded: {answer['not_loaded']}")
-            found = {
-                name: FunctionDescription.model_validate(description, strict=False)
-                for name, description in answer["loaded"].items()
-            }
+            found = LoadedFile.model_validate(answer["loaded"], strict=False)
         except (RewardCallError, pydantic.ValidationError) as error:
             raise UserFileError(f"{file} cannot be loaded: {error}") from error
-        self._stateless |= {UserFunction(file, name) for name, one in found.items() if one.stateless}
+        self._stateless |= {UserFunction(file, name) for name, one in found.functions.items() if one.stateless}
         return found
 
     def batches_calls(self, function: UserFunction) -> bool:
         """Whether several calls of a function run in one process: if it is declared stateless, and is not slow.
 
-        Its file must have been loaded by `functions`.
+        Its file must have been loaded by `load`.
         """
         return function in self._stateless
 
@@ -230,7 +256,7 @@ class Sandbox:
         Raises:
             RewardCallError: if the call failed; the failure is counted in `failures`.
         """
-        with self._counting_failures():
+        with self._counting_failures(function):
             answer = await self._answer(function, {"kind": "call"}, requests, options)
             return validated(answer, len(requests))
 
@@ -265,7 +291,7 @@ class Sandbox:
                 if answer is None:
                     [result] = await self.call(function, [request], options)
                 else:
-                    with self._counting_failures():
+                    with self._counting_failures(function):
                         [result] = validated(answer, 1)
             except RewardCallError as error:
                 return error
@@ -304,7 +330,7 @@ class Sandbox:
         arguments = {"requests": [vars(rollout) for rollout in rollouts], "options": dict(options)}
         report = await self._ask(function.file, {**request, "function": function.name, **arguments})
         if "not_loaded" in report:
-            raise RewardCallError(RewardFailure.WORKER, f"{function.file} cannot be loaded: {report['not_loaded']}")
+            raise RewardCallError(RewardFailure.WORKER, f"its file cannot be loaded: {report['not_loaded']}")
         for stream in ("stdout", "stderr"):
             if report[stream]:
                 logger.debug("%s wrote to %s: %s", function.name, stream, report[stream])
@@ -342,12 +368,15 @@ class Sandbox:
         await asyncio.gather(*(worker.close() for worker in workers))
 
     @contextlib.contextmanager
-    def _counting_failures(self) -> Iterator[None]:
+    def _counting_failures(self, function: UserFunction | None = None) -> Iterator[None]:
+        """Count a failure, and complete its description to a sentence about the function."""
         try:
             yield
         except RewardCallError as error:
             self.failures[error.cause] += 1
-            raise
+            if function is None:
+                raise
+            raise RewardCallError(error.cause, failure_of_function(function, error, self.config)) from error
 
     async def _ask(self, file: str | None, request: dict[str, Any]) -> dict[str, Any]:
         async with self._slots:

@@ -92,7 +92,7 @@ class Worker:
         self._source = ""
         self._forkserver: int | None = None
         self._connection: socket.socket | None = None
-        self._functions: dict[str, Any] = {}
+        self._names: dict[str, Any] = {}
         self._loaded_bytes = 0
         self._unremovable: set[str] = set()
 
@@ -110,7 +110,7 @@ class Worker:
             if failure is not None:
                 return {"not_loaded": failure}
         if request["kind"] == "load":
-            return {"loaded": self._functions}
+            return {"loaded": self._names}
         return self._call(request, time.monotonic() + request.get("seconds", self._spec.limits.wall_seconds))
 
     def _start_forkserver(self) -> str | None:
@@ -147,11 +147,13 @@ class Worker:
             cpu_seconds=self._spec.start_seconds,
         )
         if violation == "timeout":
-            return f"loading it took longer than {self._spec.start_seconds:g} s"
+            return f"its import took longer than {self._spec.start_seconds:g} s; raise sandbox.start_seconds"
         if violation is not None:
-            return f"loading it exceeded the limit on {violation}"
+            return f"its import exceeded the limit on {violation}; see the limits of `sandbox`"
         if ready.ended:
-            return "the loading process ended"
+            return (
+                "the process that imported it ended, as after os._exit() or a crash; import it with python to see why"
+            )
         process, failed = forkserver.parse_ready(bytes(ready.data[protocol.HEADER_BYTES :]))
         return failed if process is None else self._adopt_forkserver(process)
 
@@ -175,8 +177,8 @@ class Worker:
         return None
 
     def _describe(self, deadline: float) -> str | None:
-        """List the reward functions of the loaded file in a call; returns an error message or None."""
-        self._functions = {}
+        """List the names of the loaded file in a call; returns an error message or None."""
+        self._names = {}
         if self._spec.file is None:
             return None
         report = self._call({"kind": "describe"}, deadline)
@@ -184,7 +186,7 @@ class Worker:
             return f"listing its reward functions exceeded the limit on {report['violation']}"
         if self._forkserver is None:
             return report["warnings"][0] if report["warnings"] else "its forkserver died"
-        self._functions, failed = forkserver.parse_functions(report["answer"].encode())
+        self._names, failed = forkserver.parse_names(report["answer"].encode())
         return failed
 
     def _call(self, request: dict[str, Any], deadline: float) -> dict[str, Any]:

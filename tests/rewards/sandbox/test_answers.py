@@ -12,6 +12,7 @@ from marin_rl.rewards.sandbox.answers import answers_of_calls, validated
 
 GOOD = '{"results": [{"score": 1}]}'
 RAISED = '{"raised": "ValueError: no"}'
+INVALID = '{"invalid": "returned nan"}'
 MEMORY = '{"memory": true}'
 ONE = EvaluateResult(score=1.0)
 
@@ -23,13 +24,13 @@ def test_answers_of_calls(answers: list[str]):
 
 @pytest.mark.parametrize("text", ["", "nonsense", GOOD, "[1]", "[null]", '["a", ["b"]]', '["a"] ["b"]', "[" * 10**5])
 def test_invalid_answers_of_calls(text: str):
-    with pytest.raises(RewardCallError, match="is not a list of answers") as raised:
+    with pytest.raises(RewardCallError, match="instead of a list of answers") as raised:
         answers_of_calls(text, 3)
     assert raised.value.cause is RewardFailure.INVALID_ANSWER
 
 
 def test_more_answers_than_calls():
-    with pytest.raises(RewardCallError, match="invalid_answer: 4 answers of 3 calls"):
+    with pytest.raises(RewardCallError, match="invalid_answer: sent 4 answers of 3 calls"):
         answers_of_calls(json.dumps([GOOD] * 4), 3)
 
 
@@ -39,6 +40,7 @@ def test_more_answers_than_calls():
         ("", RewardFailure.EXITED),
         ("nonsense", RewardFailure.INVALID_ANSWER),
         (RAISED, RewardFailure.RAISED),
+        (INVALID, RewardFailure.INVALID_ANSWER),
         (MEMORY, RewardFailure.MEMORY),
         (f"{GOOD}\n{GOOD}", RewardFailure.INVALID_ANSWER),
     ],

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.rewards.sandbox.forkserver import parse_functions, parse_ready
+from marin_rl.rewards.sandbox.forkserver import parse_names, parse_ready
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["forkserver", "functions", "failed", "raised", "x"]), inner)
+        | st.dictionaries(st.sampled_from(["forkserver", "functions", "others", "failed", "raised", "x"]), inner)
     ),
     max_leaves=8,
 )
@@ -23,9 +23,9 @@ JSON = st.recursive(
 def test_untrusted_messages_parse_to_the_declared_types(data: bytes):
     forkserver, failed = parse_ready(data)
     assert (type(forkserver) is int and failed is None) or (forkserver is None and isinstance(failed, str))
-    functions, failed = parse_functions(data)
-    assert isinstance(functions, dict)
-    assert failed is None or (not functions and isinstance(failed, str))
+    names, failed = parse_names(data)
+    assert isinstance(names, dict)
+    assert failed is None or (not names and isinstance(failed, str))
 
 
 @pytest.mark.parametrize(
@@ -44,10 +44,8 @@ def test_ready_message():
     assert parse_ready(b'{"forkserver": null, "failed": "SyntaxError"}') == (None, "SyntaxError")
 
 
-def test_functions_message():
-    functions = {"f": {"mode": "batch", "required": []}}
-    assert parse_functions(json.dumps({"functions": functions}).encode()) == (functions, None)
-    assert parse_functions(b'{"raised": "TypeError"}') == ({}, "TypeError")
-    assert parse_functions(b'{"functions": []}')[1] == (
-        "the forkserver sent no valid description of its reward functions"
-    )
+def test_names_message():
+    names = {"functions": {"f": {"mode": "batch", "required": []}}, "others": {"os": "module"}}
+    assert parse_names(json.dumps(names).encode()) == (names, None)
+    assert parse_names(b'{"raised": "raised TypeError"}') == ({}, "listing its reward functions raised TypeError")
+    assert parse_names(b'{"functions": []}')[1] == ("the forkserver sent no valid description of its reward functions")

@@ -6,6 +6,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -149,7 +150,9 @@ def test_files_outside(confined: Attack, secret: Path, name: str):
     assert failure.cause is RewardFailure.RAISED
     # In namespaces the file is missing or read-only; attribute changes are always blocked.
     invisible = confined.level is Isolation.FULL and name != "makes_readable"
-    assert failure.detail.startswith(("FileNotFoundError", "OSError: [Errno 30]") if invisible else "PermissionError")
+    assert re.search(
+        r"raised (FileNotFoundError|OSError: \[Errno 30\])" if invisible else "raised PermissionError", failure.detail
+    )
     assert secret.read_text() == "the secret"
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
 
@@ -274,7 +277,7 @@ def test_many_files(attack: Attack):
         assert "No space left" in failure.detail
     else:
         assert failure.cause is RewardFailure.FILE_SIZE
-        assert failure.detail == "its files use more space than four times sandbox.file_mb"
+        assert "raise sandbox.file_mb" in failure.detail
 
 
 @pytest.mark.parametrize("kind", SPACE)
@@ -282,7 +285,7 @@ def test_space_of_files_without_a_name(kind: str, confined: Attack):
     failure = confined.failure("uses_space", kind=kind)
     if confined.level is Isolation.PARTIAL:
         assert failure.cause is RewardFailure.FILE_SIZE
-        assert failure.detail == "its files use more space than four times sandbox.file_mb"
+        assert "raise sandbox.file_mb" in failure.detail
     else:
         assert "No space left" in failure.detail or "SIGBUS" in failure.detail
 
@@ -469,21 +472,25 @@ def test_exits(attack: Attack, code: int):
     assert attack.cause("exits", code=code) is RewardFailure.EXITED
 
 
-@pytest.mark.parametrize("name", ["raises_system_exit", "answers_infinity", "answers_text", "answers_a_huge_number"])
-def test_raises(attack: Attack, name: str):
-    assert attack.cause(name) is RewardFailure.RAISED
+def test_raises(attack: Attack):
+    assert attack.cause("raises_system_exit") is RewardFailure.RAISED
+
+
+@pytest.mark.parametrize("name", ["answers_infinity", "answers_text", "answers_a_huge_number"])
+def test_returned_values_that_are_no_results(attack: Attack, name: str):
+    assert attack.cause(name) is RewardFailure.INVALID_ANSWER
 
 
 def test_message_with_a_lone_surrogate(attack: Attack):
     failure = attack.failure("raises_a_surrogate")
     assert failure.cause is RewardFailure.RAISED
-    assert failure.detail.startswith("ValueError: half a character: \\ud800")
+    assert "raised ValueError: half a character: \\ud800" in failure.detail
 
 
 def test_error_with_a_failing_str(attack: Attack):
     failure = attack.failure("raises_what_cannot_be_said")
     assert failure.cause is RewardFailure.RAISED
-    assert failure.detail.startswith("Unspeakable: <its __str__ raised SystemExit>\n")
+    assert "raised Unspeakable: <its message cannot be read: SystemExit>\n" in failure.detail
 
 
 def test_output_that_cannot_be_flushed(attack: Attack):
@@ -495,12 +502,12 @@ def test_names_of_metrics(attacks: Attacks):
     names = [f"part/{index}" for index in range(64)]
     assert list(attack.call("names_metrics", names=names).metrics) == names
     for wrong, message in (
-        ([*names, "one_more"], "the results hold 65 metric names"),
-        (["\x1b[31mred"], "String should match pattern"),
+        ([*names, "one_more"], "returned results with 65 metric names"),
+        (["\x1b[31mred"], "it should match pattern"),
         (["x" * 101], "at most 100 characters"),
     ):
         failure = attack.failure("names_metrics", names=wrong)
-        assert failure.cause is RewardFailure.RAISED
+        assert failure.cause is RewardFailure.INVALID_ANSWER
         assert message in failure.detail
 
 

@@ -145,7 +145,7 @@ def test_failed_worker_start_fails_only_its_call(monkeypatch: pytest.MonkeyPatch
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
             errors = [one for one in outcomes if isinstance(one, BaseException)]
             assert [str(one) for one in errors] == [
-                "worker: cannot start a worker: [Errno 11] Resource temporarily unavailable"
+                f"worker: {HONEST} failed: cannot start a worker: [Errno 11] Resource temporarily unavailable"
             ]
             assert sandbox.failures == {RewardFailure.WORKER: 1}
             assert [one[0].score for one in outcomes if isinstance(one, list)] == [1.0] * 3
@@ -299,7 +299,7 @@ def test_batch_mode(attacks: Attacks):
 
 def test_functions_are_described(attacks: Attacks):
     attack = attacks.at(Isolation.NONE, **TIGHT)
-    found = attack.wait(attack.sandbox.functions(SLOW))
+    found = attack.wait(attack.sandbox.load(SLOW)).functions
     assert {name: (one.mode, one.required) for name, one in found.items()} == {
         "waits": (RewardMode.POINTWISE, ("seconds",)),
         "compares": (RewardMode.BATCH, ()),
@@ -325,7 +325,7 @@ def say(message):
         ("1 +", "SyntaxError"),
         ("import no_such_module", "No module named 'no_such_module'"),
         ("raise SystemExit(0)", "SystemExit"),
-        ("import os; os._exit(0)", "the loading process ended"),
+        ("import os; os._exit(0)", "the process that imported it ended"),
         ("import time; time.sleep(1e6)", "took longer than 4 s"),
         ("bytearray(10 * 2**30)", "MemoryError"),
         ("import os, time\nfor _ in range(9): os.fork() or time.sleep(1e6)\ntime.sleep(1e6)", "limit on processes"),
@@ -347,7 +347,7 @@ def say(message):
         ("open('large', 'wb').write(bytes(2**21))", "File too large"),
         ("import tempfile, time\nfiles = [tempfile.TemporaryFile() for _ in range(8)]\n"
          "for file in files: file.write(bytes(2**20))\ntime.sleep(1e6)", "limit on files|No space left"),
-        (IMPORT + "@reward_function\ndef f(messages): ...", "a reward function takes messages, ground_truth"),
+        (IMPORT + "reward_function('batch')", "is applied to 'batch'"),
     ],
 )  # fmt: skip
 def test_files_that_cannot_be_loaded(level: Isolation, code: str, message: str, tmp_path: Path):
@@ -363,7 +363,7 @@ def test_files_that_cannot_be_loaded(level: Isolation, code: str, message: str, 
         )
         async with Sandbox(config, strongest=level) as sandbox:
             with pytest.raises(UserFileError, match=message) as raised:
-                await sandbox.functions(str(file))
+                await sandbox.load(str(file))
             assert str(file) in str(raised.value)
             # The worker that failed to load this file can run other calls.
             assert (await sandbox.run_python("print(1)")).stdout == "1\n"
@@ -402,7 +402,7 @@ def test_threads_of_a_file_end_when_it_is_loaded(level: Isolation, attacks: Atta
     file.write_text(IMPORT + SCORES + THREAD)
     attack = attacks.at(level, **TIGHT)
     before = attack.sandbox.failures.copy()
-    assert set(attack.wait(attack.sandbox.functions(str(file)))) == {"judges"}
+    assert set(attack.wait(attack.sandbox.load(str(file))).functions) == {"judges"}
     for _ in range(5):
         assert attack.call("judges", file=str(file)).score == 1.0
     assert attack.sandbox.failures == before
@@ -437,7 +437,7 @@ def test_forkserver_with_threads_is_replaced(
     flag = tmp_path / "flag"
     file.write_text(IMPORT + SCORES + LEAVES_A_THREAD.replace("FLAG", repr(str(flag))))
     attack = attacks.at(level, **TIGHT)
-    attack.wait(attack.sandbox.functions(str(file)))
+    attack.wait(attack.sandbox.load(str(file)))
     assert attack.call("judges", file=str(file)).score == 1.0
     caplog.clear()
     workers = attack.sandbox.worker_pids
@@ -458,7 +458,7 @@ def test_invalid_exit_status_is_a_worker_failure(attacks: Attacks, tmp_path: Pat
     file.write_text(IMPORT + SCORES + forges)
     attack = attacks.at(Isolation.NONE, **TIGHT)
     with pytest.raises(UserFileError, match="died"):
-        attack.wait(attack.sandbox.functions(str(file)))
+        attack.wait(attack.sandbox.load(str(file)))
     attack.is_well()
 
 
@@ -488,7 +488,7 @@ def test_a_run_uses_one_version_of_a_file(change: str, tmp_path: Path):
 
 def test_missing_function(attacks: Attacks):
     attack = attacks.at(Isolation.NONE, **TIGHT)
-    with pytest.raises(RewardCallError, match="missing is not a reward function of the loaded file"):
+    with pytest.raises(RewardCallError, match=r"'missing' of .* is not a reward function of the loaded file"):
         attack.call("missing")
 
 
@@ -691,7 +691,7 @@ def test_programs_that_cannot_be_started():
     async def run() -> None:
         config = SandboxConfig(require=Isolation.NONE, start_seconds=1e-9)
         async with Sandbox(config, strongest=Isolation.NONE) as sandbox:
-            with pytest.raises(RewardCallError, match="programs cannot be started: loading it took longer") as raised:
+            with pytest.raises(RewardCallError, match="programs cannot be started: its import took longer") as raised:
                 await sandbox.run_python("print(1)")
             assert raised.value.cause is RewardFailure.WORKER
             assert sandbox.failures == {RewardFailure.WORKER: 1}
