@@ -363,7 +363,7 @@ class Rollout:
                 if not abs(value) <= MAX_REWARD:
                     raise ValueError(
                         f"Rollout {self.id}: reward {name!r}{place} is {value}; rewards must be finite, and at most "
-                        f"{MAX_REWARD:g} in magnitude"
+                        f"{MAX_REWARD:g} in magnitude (environment {self.task.environment!r})"
                     )
 
     @property
