@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import sys
 from collections.abc import Sequence
@@ -31,11 +32,14 @@ from marin_rl.host_status import exit_on_error, explain_errors, require_same_sof
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.devices import join_processes, start_devices
 from marin_rl.learner.scoring import Scorer
+from marin_rl.rollouts.failures import FailureReports
 from marin_rl.sampling.config import MIN_TEMPERATURE, LevanterSamplerConfig
 from marin_rl.storage import storage_path
 from marin_rl.training.evaluation import evaluate, first_of_each, reference_loss
 from marin_rl.training.shared_run import check_config, require_same_tasks
 from marin_rl.training.starting_weights import load_run, restore_checkpoint
+
+logger = logging.getLogger(__name__)
 
 FLAGS = {"json": "Print one JSON object instead of lines."}
 
@@ -135,13 +139,14 @@ def _evaluate(
     with contextlib.ExitStack() as opened:
         reward_functions, loop = open_reward_functions(train_config, environment, opened)
         runner = make_runner(train_config, environment, tokenizer, sampler, loop, reward_functions, model.vocab_size)
-        metrics, _ = evaluate(
+        metrics, groups = evaluate(
             runner,
             evaluation,
             temperature=config.temperature or train_config.sampling.temperature,
             seed=train_config.seed,
             split=config.split,
         )
+        FailureReports(logger.warning).add("evaluation", groups, "count as wrong")
         scorer = Scorer(
             trainer,
             row_layout(train_config, trainer),

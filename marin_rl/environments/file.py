@@ -47,7 +47,7 @@ class FileConfig(EnvironmentConfig):
                 f"{where} is {type(factory).__name__}; it must be a function that returns an environment, or a class "
                 "that extends EnvironmentConfig"
             )
-        with user_errors(f"{where} rejects options {self.options}:"):
+        with user_errors(f"{where} with options {self.options} raised"):
             is_config = isinstance(factory, type) and issubclass(factory, EnvironmentConfig)
             built = draccus.decode(cast(Any, factory), self.options) if is_config else factory(**self.options)
         with user_errors(f"{where} raised"):

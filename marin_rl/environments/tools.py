@@ -203,7 +203,7 @@ class FileToolConfig(ToolConfig):
         """
         where = f"{self.name!r} of {self.path}"
         factory = load_from_file(self.path, self.name)
-        with user_errors(f"{where} rejects options {self.options}:"):
+        with user_errors(f"{where} with options {self.options} raised"):
             tool = factory(**self.options)
         if not isinstance(tool, Tool):
             raise UserFileError(

@@ -268,14 +268,14 @@ class RolloutBuilder:
                 self._turns[index] = dataclasses.replace(turn, rewards={**turn.rewards, **rewards})
 
     def fail(self, status: RolloutStatus, error: str) -> None:
-        """Mark the rollout as failed and log the error.
+        """Mark the rollout as failed; `FailureReports` summarizes the errors of a step.
 
         Args:
             status: a status without reward.
             error: the error message.
         """
         self._failure, self._error = status, storable(error, MAX_ERROR)
-        logger.warning("rollout %s %s: %s", self._attempt.id, status.value.replace("_", " "), self._error)
+        logger.debug("rollout %s %s: %s", self._attempt.id, status.value.replace("_", " "), self._error)
 
     def finish(self) -> Rollout:
         """Build the rollout.

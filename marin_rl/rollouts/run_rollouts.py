@@ -20,6 +20,7 @@ from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.errors import UserError
 from marin_rl.event_loop import BackgroundLoop, gather_all
 from marin_rl.host_status import separate_work
+from marin_rl.rewards.functions import RewardFailure
 from marin_rl.rollouts.attempt import Attempt, Limits, default_state_hash
 from marin_rl.rollouts.config import StateHash
 from marin_rl.rollouts.episode import ConnectAgent, run_episode
@@ -360,7 +361,10 @@ def require_one_success(groups: Sequence[RolloutGroup]) -> None:
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if rollouts and not any(rollout.status.is_graded for rollout in rollouts):
+        first = rollouts[0]
+        raised = any(result.failure == RewardFailure.RAISED for result in first.evaluations)
         raise AllRolloutsFailedError(
-            f"all {len(rollouts)} rollouts failed; the first, {rollouts[0].id} "
-            f"(task {rollouts[0].task.id!r} of environment {rollouts[0].task.environment!r}): {rollouts[0].error}"
+            f"all {len(rollouts)} rollouts failed; the first, {first.id} (task {first.task.id!r} of environment "
+            f"{first.task.environment!r}): {first.error}"
+            + ("\nIf such replies are only wrong, let the reward function return 0 for them" if raised else "")
         )

@@ -36,6 +36,7 @@ from marin_rl.learner.loss import first_log_ratios, loss_metrics
 from marin_rl.learner.train_step import Learner, PendingUpdate
 from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.objectives.importance import mismatch_metrics
+from marin_rl.rollouts.failures import FailureReports
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.rollouts.store import EVALUATION, RolloutStore
 from marin_rl.storage import FileDigest, StoragePath
@@ -74,6 +75,8 @@ class TrainingRun:
     """Runs the episodes of evaluations, with the sampler of this process."""
     store: RolloutStore
     """Stores rollouts."""
+    failures: FailureReports
+    """Reports failed rollouts."""
     checkpoints: Checkpoints
     """Saves and loads checkpoints."""
     resources: contextlib.ExitStack
@@ -160,6 +163,7 @@ def _train_step(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[st
     started, timer, progress = time.perf_counter(), PhaseTimer(), run.state.progress
     step = progress.step + 1
     collected = run.collector.collect(run.state, step, timer, stop_requested)
+    run.failures.add(f"step {step}", collected.finished)
 
     metrics: dict[str, float] = {}
 
@@ -253,6 +257,7 @@ def _evaluate(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[str,
     runner = dataclasses.replace(run.runner, interrupt=functools.partial(raise_if, stop_requested))
     temperature = config.sampling.temperature
     metrics, groups = evaluate(runner, config.evaluation, temperature=temperature, seed=config.seed)
+    run.failures.add(f"evaluation after step {progress.step}", groups, "count as wrong")
     if multihost.is_main():
         with writing(run.store.folder):
             run.store.write(progress.step, groups, {}, EVALUATION)

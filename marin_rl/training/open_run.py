@@ -46,6 +46,7 @@ from marin_rl.learner.saved_checkpoint import Checkpoint, CheckpointError
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
 from marin_rl.learner.weight_history import WeightHistory
+from marin_rl.rollouts.failures import FailureReports
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.rollouts.store import EVALUATION, RolloutStore
@@ -163,6 +164,7 @@ def open_run(
             history=history,
             runner=runner,
             store=parts.store,
+            failures=FailureReports(report),
             checkpoints=parts.checkpoints,
             resources=resources.pop_all(),
             files=files,
@@ -351,6 +353,7 @@ def _start(
     progress = Progress(vocab_size=policy.vocab_size)
     runner = _open_runner(config, parts, policy, version=0)
     stoppable = dataclasses.replace(runner, interrupt=functools.partial(raise_if, stop_requested))
+    failures = FailureReports(report)
 
     def measure(milestone: str) -> list[RolloutGroup]:
         if not config.evaluation.tasks:
@@ -358,6 +361,7 @@ def _start(
         progress.evaluations[milestone], groups = evaluate(
             stoppable, config.evaluation, temperature=config.sampling.temperature, seed=config.seed
         )
+        failures.add(milestone, groups, "count as wrong")
         report(f"{milestone}: {describe_accuracy(progress.evaluations[milestone])}")
         return groups
 

@@ -26,7 +26,7 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.config_fields import changeable_keys
 from marin_rl.distributed.ray_workers import find_cluster
-from marin_rl.errors import Closing, writing
+from marin_rl.errors import Closing, UserError, explain, writing
 from marin_rl.host_status import StopRequestedError, exit_on_error, explain_errors, require_same_software
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.devices import exempt_from_collection, join_processes
@@ -164,9 +164,12 @@ def _report(display: ProgressDisplay, message: str) -> None:
 
 @contextlib.contextmanager
 def logged_errors() -> Iterator[None]:
-    """Log the traceback of an exception that ends the run."""
+    """Log an exception that ends the run, with its traceback unless the message names the cause and the remedy."""
     try:
         yield
+    except UserError as error:
+        logger.error("the run ended with an error: %s", explain(error, str(error)))
+        raise
     except BaseException:
         logger.exception("the run ended with an error")
         raise

@@ -141,7 +141,7 @@ def test_a_tool_from_a_file(tmp_path: Path):
     )
     tool = FileToolConfig(str(path), "Echo", {"times": 2}).build()
     assert asyncio.run(tool.call({"text": "ab"})) == "abab"
-    with pytest.raises(UserFileError, match=r"'Echo' of .* rejects options {'x': 1}"):
+    with pytest.raises(UserFileError, match=r"'Echo' of .* with options {'x': 1} raised"):
         FileToolConfig(str(path), "Echo", {"x": 1}).build()
     with pytest.raises(UserFileError, match=r"'nothing' of .* returned int, which is not a tool"):
         FileToolConfig(str(path), "nothing").build()

@@ -300,7 +300,9 @@ def test_reward_failures_are_recorded_and_the_run_continues(
     assert {rollout["error"].split(" on ")[0] for rollout in failed} == {"TimeoutError: no verdict"}
     assert all(rollout["advantage"] is None and rollout["rewards"] == [] for rollout in failed)
     assert {rollout["not_trained"] for rollout in failed} == {"failed"}
-    assert "failed: TimeoutError: no verdict on t0" in (run.path / "log.txt").read_text()
+    log = (run.path / "log.txt").read_text()
+    assert log.count("rollouts failed and are not trained on, such as ") == 1
+    assert "of environment 'judge': TimeoutError: no verdict on t" in log
 
 
 def test_run_stops_when_every_rollout_fails(

@@ -127,7 +127,8 @@ def test_killed_reward_workers_lose_only_their_own_calls(
     found, ids = rows_of(run, 1), {row["id"] for row in hit}
     assert {id for id, row in found.items() if row["status"] == "failed"} == ids
     for id in ids:
-        assert found[id]["error"].startswith("reward 'patient': worker: the worker died")
+        assert found[id]["error"].startswith("reward 'patient': 'patient' of ")
+        assert "failed: the worker died" in found[id]["error"]
         assert found[id]["not_trained"] == "failed"
         assert found[id]["turns"][0]["token_ids"] == expected[id]["turns"][0]["token_ids"]
         assert found[id]["turns"][0]["logprobs"] == expected[id]["turns"][0]["logprobs"]

@@ -135,7 +135,7 @@ def test_accuracy_uses_reward_functions(functions_only: Callable[..., TinyRun], 
     [
         (
             {"function": "nothing"},
-            "nothing in .* is not a reward function; .*: deadly, has_one",
+            "'nothing' of .* does not exist; Its reward functions: deadly, has_one",
         ),
         ({"function": "has_one"}, "requires bonus; set it under options"),
         (
