@@ -186,7 +186,7 @@ class FunctionReward:
         """Load the file in a worker and check that it defines the function with a suitable mode and parameters."""
         file = Path(self._function.file)
         if not file.is_file():
-            known = sorted(other.name for other in file.parent.glob("*.py")) if file.parent.is_dir() else []
+            known = sorted(other.name for other in file.parent.glob("*.py") if other.is_file())
             problem = f"{self._config.path} is a folder" if file.exists() else f"the file {file} does not exist"
             raise RewardConfigError(f"{problem}; correct `path`: {nearest(file.name, known, 'Files there')}")
         try:

@@ -146,6 +146,12 @@ CALLS = {
         (":5, in correct: return StepOutput",),
         "invalid_answer",
     ),
+    "other": Explained(
+        function("return other(messages=messages, ground_truth='')") + GOOD.format("other").replace("1.0", "math.nan"),
+        "raised RewardFunctionError: other returned nan; a reward must be finite",
+        (":5, in correct: return other(",),
+        "raised",
+    ),
     "short_batch": Explained(IMPORT + BATCH + "return [1]", "returned 1 results for 2 rollouts", (), "invalid_answer"),
     "bad_batch": Explained(
         IMPORT + BATCH + "return [1, '2']", "returned '2' (str) for rollout 1", (), "invalid_answer"

@@ -28,7 +28,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, cast
 
-from marin_rl.errors import describe, explain
+from marin_rl.errors import describe, explain, own_frames
 from marin_rl.rewards.sandbox import protocol
 from marin_rl.rewards.sandbox.isolation import IS_LINUX, confine_call, confine_import, exit_with_parent, prepare_call
 from marin_rl.rewards.sandbox.protocol import WorkerSpec
@@ -113,7 +113,7 @@ def _load(file: str, source: str) -> types.ModuleType:
     name = "reward_file_" + os.path.basename(file).removesuffix(".py")
     module_spec = importlib.util.spec_from_file_location(name, file)
     if module_spec is None or module_spec.loader is None:
-        raise ImportError(f"{file} is not a Python file")
+        raise ValueError("it is not a Python file; its name must end with .py")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module
     # The lines that errors quote; the file may have been changed since it was read.
@@ -268,8 +268,8 @@ def _failure(error: BaseException, spec: WorkerSpec) -> dict[str, str]:
 
     from marin_rl.rewards.functions import EvaluateResult, RewardFunctionError, StepOutput, describe_invalid
 
-    if isinstance(error, RewardFunctionError):
-        return {"invalid": explain(error, str(error))}
+    if isinstance(error, RewardFunctionError) and not own_frames(error):
+        return {"invalid": str(error)}
     if isinstance(error, pydantic.ValidationError) and error.title in (EvaluateResult.__name__, StepOutput.__name__):
         return {"invalid": explain(error, f"created an invalid {describe_invalid(error)}")}
     return {"raised": f"raised {_explain(error, spec)}"}
@@ -293,7 +293,7 @@ def _describe(functions: Mapping[str, Any], spec: WorkerSpec) -> str:
     room = spec.limits.output_bytes // 2 - len(json.dumps(described))
     for name, value in functions.items():
         room -= len(name) + 60
-        if name not in described and not name.startswith("_") and room > 0:
+        if name not in described and not name.startswith("__") and room > 0:
             others[name] = "class" if isinstance(value, type) else type(value).__name__[:50]
     return json.dumps({"functions": described, "others": others})
 

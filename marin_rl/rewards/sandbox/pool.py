@@ -36,6 +36,7 @@ from marin_rl.rewards.functions import (
     RewardFailure,
     RewardMode,
     RewardRequest,
+    describe_invalid,
 )
 from marin_rl.rewards.sandbox.answers import answers_of_calls, failure_of_function, validated
 from marin_rl.rewards.sandbox.config import SandboxConfig
@@ -228,8 +229,10 @@ class Sandbox:
             if "not_loaded" in answer:
                 raise UserFileError(f"{file} cannot be loaded: {answer['not_loaded']}")
             found = LoadedFile.model_validate(answer["loaded"], strict=False)
-        except (RewardCallError, pydantic.ValidationError) as error:
-            raise UserFileError(f"{file} cannot be loaded: {error}") from error
+        except RewardCallError as error:
+            raise UserFileError(f"{file} cannot be loaded: {error.detail}") from error
+        except pydantic.ValidationError as error:
+            raise UserFileError(f"{file} cannot be loaded: it sent an invalid {describe_invalid(error)}") from error
         self._stateless |= {UserFunction(file, name) for name, one in found.functions.items() if one.stateless}
         return found
 
