@@ -90,7 +90,7 @@ def _draw(axes: Axes, plot: Plot, records: Sequence[Mapping[str, int | float]], 
     axes.set_title(plot.title, fontsize=10, fontweight="bold", loc="left")
     axes.set_ylabel(plot.unit, fontsize=8, color="#555555")
     if plot.has_legend:
-        axes.legend(fontsize=8, frameon=False)
+        axes.legend(fontsize=8 if len(plot.curves) < 6 else 6.5, framealpha=0.7, edgecolor="none")
     if is_lowest:
         axes.set_xlabel("step", fontsize=8, color="#555555")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))

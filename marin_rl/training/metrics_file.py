@@ -113,7 +113,9 @@ def plots_of(records: Sequence[Record]) -> list[Plot]:
     >>> [(plot.title, [curve.label for curve in plot.curves], plot.span) for plot in plots_of(records)]
     [('Reward per rollout', ['reward = correct'], (0.0, 0.55))]
     """
-    plots = (_plot(panel, _labels(panel, records), records) for panel in PANELS)
+    plots = (
+        _plot(panel, title, curves, records) for panel in PANELS for title, curves in _curves(panel, records).items()
+    )
     return [plot for plot in plots if plot is not None]
 
 
@@ -123,25 +125,25 @@ def points(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
     return [(step, value) for step, value in found if math.isfinite(value)]
 
 
-def _plot(panel: Panel, labels: Mapping[str, str], records: Sequence[Record]) -> Plot | None:
-    """The plot of a panel with these labels by metric; None if it has no curve."""
+def _plot(panel: Panel, title: str, curves: Sequence[Curve], records: Sequence[Record]) -> Plot | None:
+    """The plot of a panel with some of these curves; None if it has none."""
     drawn: list[tuple[Curve, list[tuple[int, float]]]] = []
-    for index, (name, label) in enumerate(labels.items()):
-        series = points(records, name)
+    for curve in curves:
+        series = points(records, curve.name)
         if all(abs(value) <= panel.rounding for _, value in series):
             continue
         # A curve over an equal one would hide it.
         same = next((place for place, (_, other) in enumerate(drawn) if _are_equal(other, series)), None)
         if same is None:
-            drawn.append((Curve(name, label, index % len(COLORS)), series))
+            drawn.append((curve, series))
         else:
-            curve, _ = drawn[same]
-            drawn[same] = dataclasses.replace(curve, label=f"{curve.label} = {label}"), series
+            first, _ = drawn[same]
+            drawn[same] = dataclasses.replace(first, label=f"{first.label} = {curve.label}"), series
     if not drawn:
         return None
     has_legend = len(panel.names) > 1 or _ACCURACIES in panel.names
     span = _span([value for _, series in drawn for _, value in series]) if panel.is_share else None
-    return Plot(panel.title, panel.unit, tuple(curve for curve, _ in drawn), has_legend, span)
+    return Plot(title, panel.unit, tuple(curve for curve, _ in drawn), has_legend, span)
 
 
 def _span(values: Sequence[float]) -> tuple[float, float] | None:
@@ -158,16 +160,28 @@ def _are_equal(one: Sequence[tuple[int, float]], other: Sequence[tuple[int, floa
     )
 
 
-def _labels(panel: Panel, records: Sequence[Record]) -> Mapping[str, str]:
-    """Labels of a panel by metric; those of the accuracies begin with the environment if there are several."""
+def _curves(panel: Panel, records: Sequence[Record]) -> Mapping[str, Sequence[Curve]]:
+    """The curves of a panel by title of the plot; accuracies of several environments have a plot for each kind."""
     if _ACCURACIES not in panel.names:
-        return panel.names
+        return {panel.title: [_curve(name, label, index) for index, (name, label) in enumerate(panel.names.items())]}
     names = {name for record in records for name in record}
     matches = [match for name in names if (match := _ACCURACY.fullmatch(name)) is not None]
     # The order, and thereby the color, of sampled and greedy accuracy does not depend on the measured pass@k.
-    matches.sort(key=lambda match: (match[1], int(match[3] or ["sampled", "greedy"].index(match[2]))))
-    several = len({match[1] for match in matches}) > 1
-    return {match[0]: f"{match[1]}, {match[2]}" if several else match[2] for match in matches}
+    matches.sort(key=lambda match: (int(match[3] or ["sampled", "greedy"].index(match[2])), match[1]))
+    kinds, environments = (list(dict.fromkeys(match[group] for match in matches)) for group in (2, 1))
+    if len(environments) < 2:
+        return {panel.title: [_curve(match[0], match[2], index) for index, match in enumerate(matches)]}
+    order = sorted(environments)
+    return {
+        f"{panel.title}, {kind}": [
+            _curve(match[0], match[1], order.index(match[1])) for match in matches if match[2] == kind
+        ]
+        for kind in kinds
+    }
+
+
+def _curve(name: str, label: str, color: int) -> Curve:
+    return Curve(name, label, color % len(COLORS))
 
 
 def format_record(step: int, metrics: Mapping[str, int | float]) -> str:

@@ -177,10 +177,19 @@ def test_color_of_a_metric_does_not_depend_on_others():
     assert {curve.label: curve.color for curve in two.curves} == {"correct": 1, "format": 2}
 
 
-def test_environments_are_named_if_there_are_several():
-    a, b = {"eval/x/a/accuracy_greedy": 0.5}, {"eval/x/b/accuracy_greedy": 0.4}
-    assert drawn(a | b) == {"Held-out accuracy": ["x/a, greedy", "x/b, greedy"]}
-    assert drawn(a) == {"Held-out accuracy": ["greedy"]}
+def test_several_environments_have_a_plot_for_each_kind_and_one_color_each():
+    a, b = {"eval/x/a/accuracy_greedy": 0.5, "eval/x/a/accuracy_sampled": 0.4}, {"eval/x/b/accuracy_greedy": 0.4}
+    c = {"eval/c/accuracy_greedy": 0.3, "eval/c/accuracy_sampled": 0.3}
+    assert drawn(a) == {"Held-out accuracy": ["sampled", "greedy"]}
+    assert drawn(a | b | c) == {
+        "Held-out accuracy, sampled": ["c", "x/a"],
+        "Held-out accuracy, greedy": ["c", "x/a", "x/b"],
+    }
+    plots = plots_of([{"step": 0} | {name: index / 10 for index, name in enumerate(a | b)}])
+    assert [[(curve.label, curve.color) for curve in plot.curves] for plot in plots] == [
+        [("x/a", 0)],
+        [("x/a", 0), ("x/b", 1)],
+    ]
 
 
 @pytest.mark.parametrize(
