@@ -7,17 +7,12 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import math
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-import jax
-from haliax import Axis
-
-from marin_rl.config.device_settings import LOGPROB_BLOCK_SIZE
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
@@ -29,10 +24,7 @@ from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.errors import USER_ERRORS, Closing, describe
 from marin_rl.escaping import escape_line
 from marin_rl.event_loop import BackgroundLoop
-from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.learner.checkpoint import Checkpoints
-from marin_rl.learner.devices import microbatch_rows
-from marin_rl.learner.policy_model import model_shape
 from marin_rl.learner.saved_checkpoint import Checkpoint
 from marin_rl.remote_path import StorageError
 from marin_rl.rewards.component import RewardComponentConfig
@@ -50,6 +42,7 @@ from marin_rl.training import evaluation, warm_start
 from marin_rl.training.open_run import Report, build_environment, notice_if_long, read_progress
 from marin_rl.training.run_directory import RunDirectory, check_same_run, check_usable
 from marin_rl.training.run_files import RUN_FILES, RunFiles, compare_on_resume
+from marin_rl.training.run_sizes import describe_run, format_quantity
 from marin_rl.training.run_state import Progress
 from marin_rl.training.starting_weights import check_first_policy, check_weight_files, hf_folder, resolve_model
 from marin_rl.training.trial_rollouts import (
@@ -75,8 +68,6 @@ _NAMED_PROMPTS = 3
 """Maximum number of too long prompts that a message names."""
 _SHOWN_PROMPT = 400
 """Maximum characters of the prompt that is shown."""
-_WIDTH = 18
-"""Width of the names of quantities."""
 
 
 class DryRun:
@@ -105,7 +96,7 @@ class DryRun:
 
     def line(self, name: str, value: str) -> None:
         """Report a quantity."""
-        self.report(f"{name:<{_WIDTH}}  {value}")
+        self.report(format_quantity(name, value))
 
 
 def dry_run(config: TrainConfig, report: Report, *, accept_changes: bool = False) -> list[str]:
@@ -403,83 +394,3 @@ def _unchecked(config: TrainConfig, state: _DirectoryState | None) -> list[str]:
     if state is not None and state.unreachable is not None:
         unchecked.append(f"the run directory ({state.unreachable})")
     return unchecked
-
-
-def describe_run(config: TrainConfig, vocab_size: int, *, train_tasks: int, held_out_tasks: int) -> str:
-    """Describe the token and step counts of a run.
-
-    Args:
-        config: training config; `model` is set.
-        vocab_size: vocabulary size of the policy.
-        train_tasks: number of distinct training tasks.
-        held_out_tasks: number of tasks of each evaluation; may be less than `evaluation.tasks`.
-
-    Returns:
-        One `name  value` line per quantity.
-    """
-    assert config.model is not None
-    rollouts, limits = config.rollouts, config.sampling
-    shape = model_shape(config.model, Axis("vocab", vocab_size), config.trainer)
-    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shape))
-    per_step, updates = rollouts.rollouts_per_step, config.updates
-    (platform, (rows, positions)), *others = _microbatches(config).items()
-    elsewhere = "".join(f"; {count:,} x {length:,} on {name}" for name, (count, length) in others)
-    share = {True: "several sequences", False: "one sequence", None: "one or several sequences"}[rollouts.packing]
-    block = min(config.logprob_block_size or LOGPROB_BLOCK_SIZE[platform], rows * positions)
-    prompts = rollouts.prompts_per_step * config.num_steps
-    resampling = f", {config.filter.max_batches} times that with resampling" if config.filter.max_batches > 1 else ""
-    critic = "none"
-    if config.critic is not None:
-        critic = "one output on the policy's trunk" if config.critic.shared_trunk else "a separate trunk"
-    lines = [
-        ("parameters", f"{parameters:,}, vocabulary {vocab_size:,}"),
-        (
-            "one step",
-            f"{rollouts.prompts_per_step:,} prompts x {rollouts.group_size} attempts = {per_step:,} rollouts",
-        ),
-        ("sampled per step", f"at most {per_step * rollouts.max_turns * limits.max_new_tokens:,} tokens{resampling}"),
-        (
-            "updates per step",
-            f"{updates.per_step:,} = {updates.epochs:,} x {updates.minibatches:,} (epochs x minibatches)",
-        ),
-        (
-            "one microbatch",
-            f"{rows:,} rows x {positions:,} positions = {rows * positions:,} tokens on each data-parallel device, "
-            f"{share} in a row{elsewhere}",
-        ),
-        (
-            "the run",
-            f"{config.num_steps:,} steps, {updates.per_step * config.num_steps:,} updates, "
-            f"{per_step * config.num_steps:,} rollouts, each of {train_tasks:,} training tasks "
-            f"{prompts / train_tasks:.2f} times",
-        ),
-        (
-            "logits at a time",
-            f"{block:,} tokens x {vocab_size:,} floats on each data-parallel device",
-        ),
-        ("evaluations", f"{_evaluations(config):,}, of {held_out_tasks:,} held-out tasks"),
-        ("reference model", "yes" if config.kl.needs_reference else "not loaded, the KL coefficient is 0"),
-        ("critic", critic),
-    ]
-    return "\n".join(f"{name:<{_WIDTH}}  {value}" for name, value in lines)
-
-
-def _microbatches(config: TrainConfig) -> dict[str, tuple[int, int]]:
-    """Rows on each device and positions per row of a microbatch, on every supported platform."""
-    by_platform: dict[str, tuple[int, int]] = {}
-    for platform in PLATFORMS:
-        # Config validation has already rejected a row length that no platform supports.
-        with contextlib.suppress(ValueError):
-            positions = config.rollouts.positions(attention_kernel(config.model, platform))
-            rows = microbatch_rows(config.trainer, config.rollouts.rows_per_device(platform))
-            by_platform[platform] = (rows, positions)
-    return by_platform
-
-
-def _evaluations(config: TrainConfig) -> int:
-    if config.evaluation.tasks == 0:
-        return 0
-    before = 2 if config.warm_start.max_steps else 1
-    every = config.evaluation.every
-    during = max(config.num_steps - 1, 0) // every if every else 0
-    return before + during + (1 if config.num_steps else 0)

@@ -1,130 +1,476 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-import dataclasses
+"""A dry run finds no problem exactly if a run starts, for broken and intact inputs of every kind that a run reads."""
 
-import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
-from levanter.models.llama import LlamaConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from marin_rl.config.sections import EvaluationConfig, RolloutConfig, UpdateConfig, WarmStartConfig
-from marin_rl.config.train_config import TrainConfig
-from marin_rl.environments.arithmetic import ArithmeticConfig
-from marin_rl.learner.critic import CriticConfig
-from marin_rl.objectives import GaeConfig
-from marin_rl.objectives.kl import LossKlConfig
-from marin_rl.objectives.policy_loss import PpoClipLossConfig
-from marin_rl.rollouts.filters import ResampleGroupsConfig
-from marin_rl.sampling.config import SamplingConfig
-from marin_rl.training.dry_run import describe_run
+from tests.tiny_run import PROBLEMS, TinyRun, contents, copy_of, interrupted_after, make_run
 
-CONFIG = TrainConfig(
-    environment=ArithmeticConfig(),
-    run_dir="runs/test",
-    model=LlamaConfig(seq_len=64, hidden_dim=16, intermediate_dim=32, num_layers=2, num_heads=2, num_kv_heads=2),
-    num_steps=100,
-    rollouts=RolloutConfig(prompts_per_step=8, group_size=4, max_length=50, max_turns=3),
-    sampling=SamplingConfig(max_new_tokens=6),
-    evaluation=EvaluationConfig(every=25, tasks=20),
-    logprob_block_size=16,
+SHORT = {
+    "num_steps": 1,
+    "rollouts__prompts_per_step": 1,
+    "rollouts__group_size": 2,
+    "warm_start__max_steps": 0,
+    "warm_start__check_tasks": 2,
+    "evaluation": {"every": 0, "tasks": 1, "samples": 1, "greedy": False},
+    "checkpoint__every": 0,
+    "sandbox": {"workers": 1, "require": "none"},
+}
+
+Make = Callable[[Path], dict[str, Any]]
+"""Writes the files of a case into a folder, and returns the changes of the config."""
+
+
+def with_data(text: str | bytes, **changes: Any) -> Make:
+    def make(folder: Path) -> dict[str, Any]:
+        data = text if isinstance(text, bytes) else text.encode()
+        (folder / "data.jsonl").write_bytes(data)
+        return {"environment__path": str(folder / "data.jsonl"), **changes}
+
+    return make
+
+
+def with_reward(body: str, function: str = "score", **changes: Any) -> Make:
+    def make(folder: Path) -> dict[str, Any]:
+        (folder / "own.py").write_text(f"from marin_rl.rewards import reward_function\n{body}\n")
+        reward = {"type": "function", "path": str(folder / "own.py"), "function": function}
+        return {"environment__rewards": [reward], **changes}
+
+    return make
+
+
+def returning(value: str) -> Make:
+    return with_reward(f"@reward_function\ndef score(messages, ground_truth, **kwargs):\n    return {value}")
+
+
+def with_file(name: str, text: str, key: str) -> Make:
+    def make(folder: Path) -> dict[str, Any]:
+        (folder / name).write_text(text)
+        return {key: str(folder / name)}
+
+    return make
+
+
+def with_environment(body: str) -> Make:
+    code = f"""
+from marin_rl.environments.base import AbstractEnvironment, Step
+
+from marin_rl.types import Message, Task
+
+
+class Own(AbstractEnvironment):
+    name = "own"
+
+    def tasks(self, split):
+        return [Task(f"{{split}}{{n}}", "own", (Message(role="user", content=f"{{n}}"),), "1") for n in range(4)]
+
+    async def start(self, task, seed):
+        return self
+
+    async def step(self, reply):
+        return Step({{"correct": float(len(reply) % 2)}})
+
+    async def close(self):
+        pass
+
+{body}
+"""
+
+    def make(folder: Path) -> dict[str, Any]:
+        (folder / "own.py").write_text(code)
+        return {"environment": {"type": "file", "path": str(folder / "own.py"), "name": "Own"}}
+
+    return make
+
+
+def with_tokenizer(change: Callable[[Path], None] = lambda folder: None, **changes: Any) -> Make:
+    """A tokenizer that can only write digits and `x`."""
+
+    def make(folder: Path) -> dict[str, Any]:
+        characters = "0123456789x"
+        tokenizer = Tokenizer(models.BPE(vocab={character: id for id, character in enumerate(characters)}, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens(["<|end|>"])
+        saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=GENERATION)
+        saved.save_pretrained(folder / "tokenizer")
+        change(folder / "tokenizer")
+        return {"tokenizer__path": str(folder / "tokenizer"), **changes}
+
+    return make
+
+
+GENERATION = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + eos_token }}"
+    "{% endgeneration %}{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
 )
+PLAIN = "{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"
+LONG = "".join(
+    f"{json.dumps({'prompt': '9' * (number % 20 + 1) + str(number), 'answer': '1'})}\n" for number in range(40)
+)
+ALL_LONG = "".join(f"{json.dumps({'prompt': '9' * 20 + str(number), 'answer': '1'})}\n" for number in range(40))
+UNWORKED = "".join(f"{json.dumps({'prompt': problem['prompt'], 'answer': '1'})}\n" for problem in PROBLEMS)
+WARM = {"warm_start__max_steps": 1}
 
 
-def lines(config: TrainConfig, vocab_size: int = 264, held_out_tasks: int = 20) -> dict[str, str]:
-    text = describe_run(config, vocab_size, train_tasks=400, held_out_tasks=held_out_tasks)
-    width = text.splitlines()[0].index("  ")
-    column = max(len(name) for name in (line[:20].rstrip() for line in text.splitlines()))
-    assert width <= column
-    return {line.split("  ")[0].strip(): line.split("  ", 1)[1].strip() for line in text.splitlines()}
+def change(**changes: Any) -> Make:
+    return lambda folder: changes
 
 
-def test_counts_of_a_run():
-    found = lines(CONFIG)
-    # Embedding and head 264 x 16 each; a layer has 4 x 16 x 16 of attention, 3 x 16 x 32 of MLP and two norms of 16;
-    # one more norm at the end.
-    parameters = 2 * 264 * 16 + 2 * (4 * 256 + 3 * 512 + 32) + 16
-    assert found["parameters"] == f"{parameters:,}, vocabulary 264"
-    assert found["one step"] == "8 prompts x 4 attempts = 32 rollouts"
-    assert found["sampled per step"] == "at most 576 tokens"
-    assert found["updates per step"].startswith("1 = 1 x 1 ")
-    # Rows of 50 tokens are rounded up to 128 positions; 6 rows have 768. A step has 32 rollouts.
-    assert found["one microbatch"] == (
-        "6 rows x 128 positions = 768 tokens on each data-parallel device, one or several sequences in a row; "
-        "32 x 128 on gpu; 32 x 128 on tpu"
+def template(text: str, **changes: Any) -> Make:
+    return lambda folder: {**with_file("chat.jinja", text, "tokenizer__chat_template")(folder), **changes}
+
+
+RED: dict[str, tuple[Make, str]] = {
+    "data file missing": (change(environment__path="absent.jsonl"), "absent.jsonl"),
+    "data file is a folder": (lambda folder: {"environment__path": str(folder)}, "is not a file"),
+    "data file empty": (with_data(""), "data.jsonl"),
+    "data line is not JSON": (with_data('{"prompt": "1", "answer": "1"}\n{"prompt": \n'), "data.jsonl:2"),
+    "data line is not UTF-8": (with_data(b'{"prompt": "1", "answer": "1"}\n\xff\n'), "data.jsonl:2"),
+    "data column missing": (with_data('{"prompt": "1", "answr": "1"}\n'), "data.jsonl:1"),
+    "one problem, none to train on": (
+        with_data('{"prompt": "1", "answer": "1"}\n', environment__held_out=0.999),
+        "tasks",
+    ),
+    "no held-out tasks": (change(environment__held_out=0.0), "no held_out tasks"),
+    "no validation tasks": (change(environment__validation=0.0, **WARM), "no validation tasks"),
+    "no worked answers": (with_data(UNWORKED, **WARM), "no worked answers"),
+    "held-out file missing": (
+        change(environment__held_out_path="absent.jsonl", environment__held_out=None),
+        "absent.jsonl",
+    ),
+    "reward file missing": (
+        change(environment__rewards=[{"type": "function", "path": "absent.py", "function": "score"}]),
+        "absent.py",
+    ),
+    "reward file with a syntax error": (with_reward("def score(:"), "own.py"),
+    "reward file that raises": (with_reward("1 / 0"), "ZeroDivisionError"),
+    "reward function missing": (with_reward("", "scor"), "scor"),
+    "reward function without decorator": (with_reward("def score(messages, **kwargs): ..."), "score"),
+    "reward function without **kwargs": (
+        with_reward("@reward_function\ndef score(messages, ground_truth):\n    return 1.0"),
+        "**kwargs",
+    ),
+    "reward function with a missing option": (
+        with_reward("@reward_function\ndef score(messages, ground_truth, scale, **kwargs):\n    return 1.0"),
+        "scale",
+    ),
+    "reward is a string": (returning("'1'"), "str"),
+    "reward is NaN": (returning("float('nan')"), "score"),
+    "reward is None": (returning("None"), "NoneType"),
+    "reward function raises": (returning("1 / 0"), "ZeroDivisionError"),
+    "environment file missing": (
+        change(environment={"type": "file", "path": "absent.py", "name": "Own"}),
+        "absent.py",
+    ),
+    "environment raises when it starts": (
+        with_environment("    async def start(self, task, seed):\n        raise KeyError('lost')"),
+        "KeyError: 'lost'",
+    ),
+    "environment raises in each step": (
+        with_environment("    async def step(self, reply):\n        raise KeyError('lost')"),
+        "KeyError: 'lost'",
+    ),
+    "environment returns a wrong step": (
+        with_environment("    async def step(self, reply):\n        return 1.0"),
+        "must return Step",
+    ),
+    "environment gives a NaN reward": (
+        with_environment("    async def step(self, reply):\n        return Step({'correct': float('nan')})"),
+        "nan",
+    ),
+    "environment gives no reward": (
+        with_environment("    async def step(self, reply):\n        return Step({})"),
+        "no reward",
+    ),
+    "tokenizer folder missing": (change(tokenizer__path="./absent"), "absent"),
+    "tokenizer damaged": (
+        with_tokenizer(lambda folder: (folder / "tokenizer.json").write_text("{")),
+        "no loadable tokenizer",
+    ),
+    "tokenizer without template": (
+        with_tokenizer(lambda folder: (folder / "chat_template.jinja").unlink()),
+        "has no chat template",
+    ),
+    "template missing": (change(tokenizer__chat_template="absent.jinja"), "absent.jinja"),
+    "template is not Jinja": (template("{% for m in messages %}"), "template"),
+    "template rejects the prompts": (template("{{ raise_exception('no users') }}"), "no users"),
+    "template without generation blocks": (template(PLAIN, **WARM), "generation"),
+    "prompts too long": (with_data(LONG), "prompts do not fit"),
+    "all prompts too long to skip": (with_data(ALL_LONG, rollouts__long_prompts="skip"), "all "),
+    "stop text that the tokenizer cannot write": (with_tokenizer(sampling__stop=["END"]), "'END'"),
+    "state hashing missing": (
+        change(rollouts__state_hashing={"path": "absent.py", "function": "hash"}),
+        "absent.py",
+    ),
+    "run directory is a file": (with_file("file", "", "run_dir"), "is a file"),
+    "run directory in a file": (
+        lambda folder: {"run_dir": with_file("file", "", "run_dir")(folder)["run_dir"] + "/run"},
+        "is a file",
+    ),
+    "run directory not writable": (change(run_dir="/sys/run"), "/sys/run"),
+}
+
+GREEN: dict[str, Make] = {
+    "nothing changed": change(),
+    "reward function": returning("float(len(messages[-1]['content']))"),
+    "reward function that raises for some replies": returning("1 / len(messages[-1]['content'])"),
+    "template without generation blocks, which only a warm start needs": template(PLAIN),
+    "some prompts skipped": with_data(LONG, rollouts__long_prompts="skip"),
+    "prompts truncated": with_data(ALL_LONG, rollouts__long_prompts="truncate_left", rollouts__max_prompt_length=9),
+    "other tokenizer with a stop text": with_tokenizer(sampling__stop=["7"]),
+    "own environment": with_environment(""),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+
+
+def assert_red(run: TinyRun, message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Check that the dry run names a problem, changes nothing, and that the run would not start."""
+    before = contents(run.path)
+    assert run.train("--dry_run") == 1, capfd.readouterr().out
+    error = capfd.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert contents(run.path) == before
+    assert run.train() == 1
+    capfd.readouterr()
+
+
+def assert_green(run: TinyRun, capfd: pytest.CaptureFixture[str], outlook: str, step: int = 1) -> None:
+    """Check that the dry run finds no problem, changes nothing, and that the run starts."""
+    before = contents(run.path)
+    assert run.train("--dry_run") == 0, capfd.readouterr().err
+    printed = capfd.readouterr()
+    assert printed.out.splitlines()[-1].startswith(f"no problems found: {outlook}")
+    assert contents(run.path) == before
+    assert run.train() == 0, capfd.readouterr().err
+    assert run.records()[-1]["step"] == step
+
+
+@pytest.mark.parametrize("name", RED)
+def test_red(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    make, message = RED[name]
+    assert_red(make_run(tmp_path, **SHORT | make(tmp_path)), message, capfd)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", GREEN)
+def test_green(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert_green(make_run(tmp_path, **SHORT | GREEN[name](tmp_path)), capfd, "the run starts from the beginning")
+
+
+def weights(finished: TinyRun, folder: Path) -> Path:
+    return shutil.copytree(finished.path / "hf", folder / "weights")
+
+
+def without_file(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def damaged(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"cut off")
+
+
+def other_shape(folder: Path) -> None:
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "intermediate_size": 64}))
+
+
+def smaller_vocabulary(folder: Path) -> None:
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "vocab_size": 128}))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "changes", "message"),
+    [
+        (without_file, {}, "model.safetensors"),
+        (damaged, {}, "missing or damaged: model.safetensors"),
+        (other_shape, {}, "not those of a"),
+        (smaller_vocabulary, {}, "the tokenizer has 264 tokens"),
+        (shutil.rmtree, {}, "does not exist"),
+        (lambda folder: None, {"model.num_layers": 2}, "another model"),
+        (lambda folder: None, {"model.hidden_dim": 32}, "another model"),
+    ],
+)
+def test_broken_weights(
+    break_it: Callable[[Path], None],
+    changes: dict[str, Any],
+    message: str,
+    finished_run: TinyRun,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+):
+    folder = weights(finished_run, tmp_path)
+    break_it(folder)
+    model = {} if changes else {"model": None}
+    assert_red(make_run(tmp_path, **SHORT, initialize_from=str(folder), **model, **changes), message, capfd)
+
+
+@pytest.mark.medium
+def test_intact_weights(finished_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    run = make_run(tmp_path, **SHORT, initialize_from=str(weights(finished_run, tmp_path)), model=None)
+    assert_green(run, capfd, "the run starts from the beginning")
+    # The weights are not needed any more.
+    shutil.rmtree(tmp_path / "weights")
+    assert run.train("--dry_run") == 0
+    assert "the run is finished: it has done all 1 steps" in capfd.readouterr().out
+
+
+@pytest.fixture
+def interrupted(finished_run: TinyRun, tmp_path: Path) -> TinyRun:
+    """A run of which four of six steps are done."""
+    return interrupted_after(finished_run, 4, tmp_path / "copy")
+
+
+def test_run_with_a_checkpoint_resumes(interrupted: TinyRun, capfd: pytest.CaptureFixture[str]):
+    assert_green(interrupted, capfd, "the run resumes after step 4 of 6", step=6)
+
+
+def change_seed(run: TinyRun) -> None:
+    run.config.write_text(run.config.read_text().replace("seed: 3", "seed: 4"))
+
+
+def remove_config(run: TinyRun) -> None:
+    (run.path / "config.yaml").unlink()
+
+
+def damage_config(run: TinyRun) -> None:
+    (run.path / "config.yaml").write_bytes(b"\xff")
+
+
+def damage_checkpoints(run: TinyRun) -> None:
+    for path in run.checkpoints.iterdir():
+        (path / "manifest.json").write_text("{")
+
+
+def cut_metrics(run: TinyRun) -> None:
+    (run.path / "metrics.jsonl").write_text("")
+
+
+def change_rollouts(run: TinyRun) -> None:
+    file = min((run.path / "rollouts").iterdir())
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def replace_folder(run: TinyRun) -> None:
+    shutil.rmtree(run.path / "rollouts")
+    (run.path / "rollouts").write_text("")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (change_seed, "seed: 3 there, 4 now"),
+        (remove_config, "without config.yaml"),
+        (damage_config, "config.yaml"),
+        (damage_checkpoints, "every checkpoint"),
+        (cut_metrics, "metrics.jsonl is empty"),
+        (change_rollouts, "was changed"),
+        (replace_folder, "is a file, not a folder"),
+    ],
+)
+def test_broken_run_directory(
+    break_it: Callable[[TinyRun], None], message: str, interrupted: TinyRun, capfd: pytest.CaptureFixture[str]
+):
+    break_it(interrupted)
+    assert_red(interrupted, message, capfd)
+
+
+def test_changed_files_are_accepted_with_the_flag(interrupted: TinyRun, capfd: pytest.CaptureFixture[str]):
+    cut_metrics(interrupted)
+    assert interrupted.train("--dry_run", "--accept_changes") == 0
+    assert "the run resumes after step 4 of 6" in capfd.readouterr().out
+
+
+def test_locked_run_directory(finished_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    from marin_rl.training.run_directory import RunDirectory, lock
+
+    run = copy_of(finished_run, tmp_path / "copy")
+    with lock(RunDirectory(run.path)):
+        assert_red(run, "is in use by process", capfd)
+    assert run.train("--dry_run") == 0
+
+
+def test_all_problems_are_reported_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    (tmp_path / "file").write_text("")
+    absent = {"type": "function", "path": "absent.py", "function": "score"}
+    run = make_run(
+        tmp_path,
+        **SHORT,
+        environment__path="absent.jsonl",
+        environment__rewards=[absent, {**absent, "path": "lost.py", "name": "second"}],
+        tokenizer__path="./no-tokenizer",
+        run_dir=str(tmp_path / "file"),
     )
-    assert found["the run"] == "100 steps, 100 updates, 3,200 rollouts, each of 400 training tasks 2.00 times"
-    assert found["logits at a time"].startswith("16 tokens x 264 floats")
-    assert found["reference model"] == "not loaded, the KL coefficient is 0"
-    assert found["critic"] == "none"
+    assert run.train("--dry_run") == 1
+    error = capfd.readouterr().err
+    for name in ("absent.jsonl", "absent.py", "lost.py", "no-tokenizer", "is a file, not a folder"):
+        assert name in error
+    assert run.train("--dry_run", "--environment.path", str(tmp_path / "problems.jsonl")) == 1
+    error = capfd.readouterr().err
+    for name in ("absent.py", "lost.py", "no-tokenizer"):
+        assert name in error
 
 
-def test_vocabulary_determines_parameters_and_logits():
-    found = lines(CONFIG, vocab_size=320)
-    plain = int(lines(CONFIG)["parameters"].partition(", vocabulary")[0].replace(",", ""))
-    assert found["parameters"] == f"{plain + 2 * (320 - 264) * 16:,}, vocabulary 320"
-    assert found["logits at a time"].startswith("16 tokens x 320 floats")
+@pytest.mark.parametrize(
+    ("body", "changes", "message"),
+    [
+        (
+            "    def tasks(self, split):\n        raise KeyError('lost')",
+            {},
+            "its tasks cannot be read: KeyError: 'lost'",
+        ),
+        (
+            "    def demonstrate(self, task):\n        raise KeyError('lost')\n"
+            "    def can_demonstrate(self, task):\n        return True",
+            WARM,
+            "a demonstration raised KeyError: 'lost'",
+        ),
+    ],
+)
+def test_errors_of_own_environments_are_sentences(
+    body: str, changes: dict[str, Any], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    run = make_run(tmp_path, **{**SHORT, **with_environment(body)(tmp_path), **changes})
+    assert run.train("--dry_run") == 1
+    error = capfd.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    # Only a warm start needs demonstrations.
+    if changes:
+        assert run.train("--dry_run", "--warm_start.max_steps", "0") == 0
 
 
-def test_counts_with_several_updates_and_resampling():
-    found = lines(
-        dataclasses.replace(
-            CONFIG,
-            updates=UpdateConfig(epochs=2, minibatches=4),
-            policy_loss=PpoClipLossConfig(),
-            filter=ResampleGroupsConfig(max_batches=3),
-        )
-    )
-    assert found["updates per step"].startswith("8 = 2 x 4 ")
-    assert found["the run"].startswith("100 steps, 800 updates, 3,200 rollouts")
-    assert found["sampled per step"] == "at most 576 tokens, 3 times that with resampling"
+def test_unreachable_store_is_not_waited_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    from marin_rl.training import dry_run
 
-
-def test_configured_rows_without_packing():
-    found = lines(
-        dataclasses.replace(
-            CONFIG,
-            rollouts=dataclasses.replace(CONFIG.rollouts, packing=False),
-            trainer=dataclasses.replace(CONFIG.trainer, per_device_parallelism=6),
-        )
-    )
-    assert found["one microbatch"].startswith(
-        "6 rows x 50 positions = 300 tokens on each data-parallel device, one sequence"
-    )
-
-
-def test_row_positions_differ_on_gpu_and_tpu():
-    model = dataclasses.replace(CONFIG.model, seq_len=2048)
-    found = lines(dataclasses.replace(CONFIG, model=model, rollouts=RolloutConfig(max_length=1100)))
-    assert found["one microbatch"].startswith("1 rows x 1,280 positions = 1,280 tokens on each data-parallel device")
-    assert found["one microbatch"].endswith("; 7 x 1,152 on gpu; 7 x 1,536 on tpu")
-
-
-@pytest.mark.parametrize(("shared", "words"), [(True, "one output on the policy's trunk"), (False, "a separate trunk")])
-def test_critic_is_described(shared: bool, words: str):
-    found = lines(dataclasses.replace(CONFIG, advantage=GaeConfig(), critic=CriticConfig(shared_trunk=shared)))
-    assert found["critic"] == words
-
-
-def test_number_of_evaluations():
-    def count(**changes) -> str:
-        return lines(dataclasses.replace(CONFIG, **changes))["evaluations"].split(",")[0]
-
-    # Before RL, after 25, 50 and 75 updates, and at the end.
-    assert count() == "5"
-    assert count(warm_start=WarmStartConfig(max_steps=10)) == "6"
-    assert count(evaluation=EvaluationConfig(every=0)) == "2"
-    assert count(evaluation=EvaluationConfig(every=30)) == "5"
-    assert count(num_steps=0) == "1"
-    # Not `evaluation.tasks`, of which there may be fewer.
-    assert lines(CONFIG, held_out_tasks=7)["evaluations"] == "5, of 7 held-out tasks"
-
-
-def test_reference_is_described():
-    assert lines(dataclasses.replace(CONFIG, kl=LossKlConfig(beta=0.1)))["reference model"] == "yes"
-    assert lines(dataclasses.replace(CONFIG, kl=LossKlConfig(beta=0.0)))["reference model"].startswith("not loaded")
-
-
-@pytest.mark.parametrize(("size", "tokens"), [(None, "256"), (512, "512"), (4096, "768")])
-def test_logit_block_is_at_most_the_microbatch(size: int | None, tokens: str):
-    found = lines(dataclasses.replace(CONFIG, logprob_block_size=size))["logits at a time"]
-    assert found.startswith(f"{tokens} tokens x 264 floats")
+    released = threading.Event()
+    monkeypatch.setattr(dry_run, "STORE_SECONDS", 0.01)
+    monkeypatch.setattr(dry_run, "check_usable", lambda directory: released.wait())
+    run = make_run(tmp_path, **SHORT, run_dir="memory://unreachable/run")
+    try:
+        assert run.train("--dry_run") == 0
+    finally:
+        released.set()
+    lines = capfd.readouterr().out.splitlines()
+    [unchecked] = [line for line in lines if line.startswith("not checked")]
+    assert "the run directory (memory://unreachable/run: no result after 0.01 s" in unchecked
+    assert lines[-1] == "no problems found: the run can start if its run directory is new or fits this config"

@@ -1,0 +1,104 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Sizes of a run, computed from its config: parameters, rollouts, tokens, microbatches, updates and evaluations."""
+
+import contextlib
+import math
+
+import jax
+from haliax import Axis
+
+from marin_rl.config.device_settings import LOGPROB_BLOCK_SIZE
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
+from marin_rl.learner.devices import microbatch_rows
+from marin_rl.learner.policy_model import model_shape
+
+_WIDTH = 18
+"""Width of the names of quantities."""
+
+
+def format_quantity(name: str, value: str) -> str:
+    """Format a line of a table of quantities."""
+    return f"{name:<{_WIDTH}}  {value}"
+
+
+def describe_run(config: TrainConfig, vocab_size: int, *, train_tasks: int, held_out_tasks: int) -> str:
+    """Describe the token and step counts of a run.
+
+    Args:
+        config: training config; `model` is set.
+        vocab_size: vocabulary size of the policy.
+        train_tasks: number of distinct training tasks.
+        held_out_tasks: number of tasks of each evaluation; may be less than `evaluation.tasks`.
+
+    Returns:
+        One `name  value` line per quantity.
+    """
+    assert config.model is not None
+    rollouts, limits = config.rollouts, config.sampling
+    shape = model_shape(config.model, Axis("vocab", vocab_size), config.trainer)
+    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shape))
+    per_step, updates = rollouts.rollouts_per_step, config.updates
+    (platform, (rows, positions)), *others = _microbatches(config).items()
+    elsewhere = "".join(f"; {count:,} x {length:,} on {name}" for name, (count, length) in others)
+    share = {True: "several sequences", False: "one sequence", None: "one or several sequences"}[rollouts.packing]
+    block = min(config.logprob_block_size or LOGPROB_BLOCK_SIZE[platform], rows * positions)
+    prompts = rollouts.prompts_per_step * config.num_steps
+    resampling = f", {config.filter.max_batches} times that with resampling" if config.filter.max_batches > 1 else ""
+    critic = "none"
+    if config.critic is not None:
+        critic = "one output on the policy's trunk" if config.critic.shared_trunk else "a separate trunk"
+    lines = [
+        ("parameters", f"{parameters:,}, vocabulary {vocab_size:,}"),
+        (
+            "one step",
+            f"{rollouts.prompts_per_step:,} prompts x {rollouts.group_size} attempts = {per_step:,} rollouts",
+        ),
+        ("sampled per step", f"at most {per_step * rollouts.max_turns * limits.max_new_tokens:,} tokens{resampling}"),
+        (
+            "updates per step",
+            f"{updates.per_step:,} = {updates.epochs:,} x {updates.minibatches:,} (epochs x minibatches)",
+        ),
+        (
+            "one microbatch",
+            f"{rows:,} rows x {positions:,} positions = {rows * positions:,} tokens on each data-parallel device, "
+            f"{share} in a row{elsewhere}",
+        ),
+        (
+            "the run",
+            f"{config.num_steps:,} steps, {updates.per_step * config.num_steps:,} updates, "
+            f"{per_step * config.num_steps:,} rollouts, each of {train_tasks:,} training tasks "
+            f"{prompts / train_tasks:.2f} times",
+        ),
+        (
+            "logits at a time",
+            f"{block:,} tokens x {vocab_size:,} floats on each data-parallel device",
+        ),
+        ("evaluations", f"{_evaluations(config):,}, of {held_out_tasks:,} held-out tasks"),
+        ("reference model", "yes" if config.kl.needs_reference else "not loaded, the KL coefficient is 0"),
+        ("critic", critic),
+    ]
+    return "\n".join(format_quantity(name, value) for name, value in lines)
+
+
+def _microbatches(config: TrainConfig) -> dict[str, tuple[int, int]]:
+    """Rows on each device and positions per row of a microbatch, on every supported platform."""
+    by_platform: dict[str, tuple[int, int]] = {}
+    for platform in PLATFORMS:
+        # Config validation has already rejected a row length that no platform supports.
+        with contextlib.suppress(ValueError):
+            positions = config.rollouts.positions(attention_kernel(config.model, platform))
+            rows = microbatch_rows(config.trainer, config.rollouts.rows_per_device(platform))
+            by_platform[platform] = (rows, positions)
+    return by_platform
+
+
+def _evaluations(config: TrainConfig) -> int:
+    if config.evaluation.tasks == 0:
+        return 0
+    before = 2 if config.warm_start.max_steps else 1
+    every = config.evaluation.every
+    during = max(config.num_steps - 1, 0) // every if every else 0
+    return before + during + (1 if config.num_steps else 0)
