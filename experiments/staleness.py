@@ -99,7 +99,7 @@ def train_with_lag(config: TrainConfig, lag: int) -> None:
     """
     folder = Path(config.run_dir)
     folder.mkdir(parents=True)
-    create_or_open(folder, to_yaml(config), ())
+    create_or_open(folder, to_yaml(config))
     run = open_run(config, folder, lambda message: print(message, flush=True))
     with Closing(run.close):
         run.state.scheduler = RolloutScheduler(StalenessLimits(config.rollouts.prompts_per_step, lag))

@@ -46,6 +46,11 @@ def may_change(*keys: str) -> dict[str, Any]:
     return {"may_change": keys}
 
 
+def may_change_by_name() -> dict[str, Any]:
+    """Metadata of a field that may change when a run is resumed, if the user names the key on the command line."""
+    return {"may_change_by_name": True}
+
+
 def without_effect(**remedies: str) -> dict[str, Any]:
     """Metadata of a section with keys that would be ignored, each with the setting to use instead."""
     return {"without_effect": remedies}
@@ -63,6 +68,26 @@ def changeable_keys(config_class: Any) -> list[str]:
         names = (*field.metadata.get("may_change", ()), *field.metadata.get("without_effect", ()))
         keys += [f"{field.name}.{name}" for name in names]
     return keys
+
+
+def keys_changeable_by_name(config_class: Any) -> list[str]:
+    """Keys and sections of a config class that `may_change_by_name`."""
+    return [field.name for field in dataclasses.fields(config_class) if field.metadata.get("may_change_by_name")]
+
+
+def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by dotted key; an empty mapping is a value.
+
+    >>> flatten({"num_steps": 20, "optimizer": {"warmup": 0}})
+    {'num_steps': 20, 'optimizer.warmup': 0}
+    """
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        if isinstance(inner, Mapping) and inner:
+            flat |= flatten(inner, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = inner
+    return flat
 
 
 def is_within(key: str, keys: Iterable[str]) -> bool:

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 
 from marin_rl.config.command_line import CommandParser, parse_config, run_command
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.yaml_text import parse_yaml
 from marin_rl.escaping import escape_line
 from marin_rl.storage import storage_path
+from marin_rl.training.config_changes import values_of_step
 from marin_rl.training.fake_rollouts import FakeRun, parse_shape, train_on_fake
 from marin_rl.training.replay import ReplayedStep, replay_step
-from marin_rl.training.run_directory import RunDirectory, open_existing, read_config_text
+from marin_rl.training.run_directory import RunDirectory, open_existing
 from marin_rl.training.starting_weights import read_config, resolve_model
 
 
@@ -61,7 +61,7 @@ def _replay(arguments: argparse.Namespace, rest: Sequence[str]) -> str:
         raise ValueError("give --run DIR and --step N to replay a step, or --fake SHAPE for synthetic rollouts")
     if directory is None and arguments.step is not None:
         raise ValueError(f"--step is {arguments.step}, but only a run has steps; give --run DIR, or omit --step")
-    config = parse_config(TrainConfig, rest, defaults=_config_of(directory)).config
+    config = parse_config(TrainConfig, rest, defaults=_config_of(directory, arguments.step)).config
     if directory is None:
         config = resolve_model(config)
     if arguments.fake is not None:
@@ -75,13 +75,14 @@ def _replay(arguments: argparse.Namespace, rest: Sequence[str]) -> str:
     return _describe_step(str(arguments.run), arguments.step, replayed)
 
 
-def _config_of(directory: RunDirectory | None) -> Mapping[str, object]:
-    """Return the config of a run as plain values, for one process."""
+def _config_of(directory: RunDirectory | None, step: int | None) -> Mapping[str, object]:
+    """Return the config that a step of a run was trained with as plain values, for one process."""
     if directory is None:
         return {}
     # Errors in the file name the file; later ones are those of arguments.
     read_config(directory)
-    values = parse_yaml(read_config_text(directory), str(directory.config))
+    # Synthetic rollouts go on after a checkpoint of this step.
+    values = values_of_step(directory, sys.maxsize if step is None else step)
     trainer = {**values.get("trainer", {}), "distributed": {"initialize_jax_distributed": False}}
     return {**values, "trainer": trainer}
 

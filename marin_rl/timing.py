@@ -4,10 +4,55 @@
 """Wall-clock time by phase."""
 
 import contextlib
+import functools
+import threading
 import time
 from collections.abc import Iterator
 
 import jax
+
+COMPILE_EVENTS = frozenset(
+    f"/jax/core/compile/{name}_duration" for name in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
+)
+"""Jax's events of tracing, lowering and compiling a program; the last one includes reading it from jax's cache."""
+
+
+class CompileClock:
+    """Sum the seconds in which programs were compiled. Nested and concurrent compilations count once.
+
+    >>> clock = CompileClock()
+    >>> clock.add("/jax/core/compile/backend_compile_duration", 0.0)
+    >>> clock.seconds
+    0.0
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._spans: list[tuple[float, float]] = []
+        self._lock = threading.Lock()
+
+    def add(self, event: str, duration_secs: float, **_: object) -> None:
+        """Add an event of jax that ends now, if it is one of `COMPILE_EVENTS`."""
+        if event not in COMPILE_EVENTS:
+            return
+        end = time.perf_counter()
+        start = end - duration_secs
+        with self._lock:
+            while self._spans and self._spans[-1][0] >= start:
+                first, last = self._spans.pop()
+                self.seconds -= last - first
+            if self._spans:
+                start = max(start, self._spans[-1][1])
+            self._spans.append((start, end))
+            self.seconds += end - start
+
+
+@functools.cache
+def compile_clock() -> CompileClock:
+    """Return the clock of this process, which runs from the first call on."""
+    clock = CompileClock()
+    jax.monitoring.register_event_duration_secs_listener(clock.add)
+    return clock
 
 
 class PhaseTimer:

@@ -4,7 +4,8 @@
 """Train a policy: `python -m marin_rl.train --config experiments/rloo.yaml`."""
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from marin_rl.config.command_line import (
@@ -43,10 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    started = time.perf_counter()
     check_command_line(arguments, FLAGS)
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
     with without_collections():
         from marin_rl.config.train_config import TrainConfig
+        from marin_rl.training.config_changes import check_config_files
         from marin_rl.training.session import run_session
         from marin_rl.training.starting_weights import resolve_model
 
@@ -55,21 +58,23 @@ def _run(arguments: Sequence[str]) -> int:
     if "print_config" in parsed.flags:
         print(to_yaml(resolve_model(parsed.config)), end="")
         return 0
+    for message in check_config_files(parsed.files, parsed.config):
+        print(escape(message))
     if "dry_run" in parsed.flags:
-        return _dry_run(parsed.config, accept_changes=accept_changes)
+        return _dry_run(parsed.config, accept_changes=accept_changes, named=parsed.named)
     go_on_without_output()
-    run_session(parsed.config, sys.stdout, accept_changes=accept_changes)
+    run_session(parsed.config, sys.stdout, accept_changes=accept_changes, named=parsed.named, started=started)
     return 0
 
 
-def _dry_run(config: "TrainConfig", *, accept_changes: bool) -> int:
+def _dry_run(config: "TrainConfig", *, accept_changes: bool, named: Collection[str]) -> int:
     import jax
 
     from marin_rl.training.dry_run import dry_run
 
     # The accelerators may be those of a running job, or absent.
     jax.config.update("jax_platforms", "cpu")
-    problems = dry_run(config, lambda text: print(escape(text), flush=True), accept_changes=accept_changes)
+    problems = dry_run(config, lambda text: print(escape(text), flush=True), accept_changes=accept_changes, named=named)
     for problem in problems:
         print(f"error: {escape(problem)}", file=sys.stderr)
     return 1 if problems else 0

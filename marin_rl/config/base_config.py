@@ -30,6 +30,7 @@ from marin_rl.config_fields import (
     STORAGE_PATH,
     convert_enum_fields,
     may_change,
+    may_change_by_name,
     nested_sections,
     without_effect,
 )
@@ -68,7 +69,7 @@ class AbstractTrainConfig(CheckedConfig):
 
     environment: EnvironmentConfig
     """Source of the tasks and their rewards."""
-    run_dir: str = dataclasses.field(metadata=STORAGE_PATH)
+    run_dir: str = dataclasses.field(metadata=STORAGE_PATH | may_change())
     """Run directory, a path or an address such as `gs://bucket/run` or `s3://bucket/run`. A run resumes if its
     directory contains a checkpoint."""
     imports: tuple[str, ...] = dataclasses.field(default=(), metadata=LOCAL_PATH)
@@ -84,7 +85,7 @@ class AbstractTrainConfig(CheckedConfig):
     """Tokenizer and chat template."""
     seed: int = 0
     """Random seed of initial weights, task order and sampling."""
-    num_steps: int = 200
+    num_steps: int = dataclasses.field(default=200, metadata=may_change_by_name())
     """Number of RL steps, at least 0. A step samples a batch of rollouts and trains on it."""
     rollouts: RolloutConfig = RolloutConfig()
     """Rollouts per step, their limits, and the layout of batch rows."""
@@ -140,7 +141,9 @@ class AbstractTrainConfig(CheckedConfig):
     accelerator."""
     warm_start: WarmStartConfig = WarmStartConfig()
     """Supervised training before RL."""
-    evaluation: EvaluationConfig = dataclasses.field(default=EvaluationConfig(), metadata=may_change("every"))
+    evaluation: EvaluationConfig = dataclasses.field(
+        default=EvaluationConfig(), metadata=may_change("every") | may_change_by_name()
+    )
     """Evaluation on held-out tasks."""
     log_level: LogLevel = dataclasses.field(default=LogLevel.INFO, metadata=may_change())
     """Minimum level of messages in `log.txt`, `processes/*.txt` and `workers/*.txt`: `debug`, `info`, `warning` or
@@ -153,7 +156,7 @@ class AbstractTrainConfig(CheckedConfig):
     """Checkpoint schedule."""
     export: ExportConfig = dataclasses.field(default=ExportConfig(), metadata=may_change())
     """Export of the final weights to `hf/` in the run directory."""
-    optimizer: Any = None
+    optimizer: Any = dataclasses.field(default=None, metadata=may_change_by_name())
     """Optimizer and learning-rate schedule of RL (levanter's section)."""
     trainer: Any = dataclasses.field(default=None, metadata=TRAINER_METADATA)
     """Mesh, precision, microbatches and trackers (levanter's section). Batch size and number of steps follow from

@@ -41,6 +41,7 @@ from marin_rl.config.decode import (
 from marin_rl.config.help import all_keys, help_text, overview_text
 from marin_rl.config.imports import import_types
 from marin_rl.config.yaml_text import load_yaml, parse_value
+from marin_rl.config_fields import flatten
 from marin_rl.errors import USER_ERRORS, explain, own_frames, require_threads
 from marin_rl.escaping import escape
 from marin_rl.logs import warnings_to_stderr
@@ -144,6 +145,10 @@ class ParsedConfig(Generic[ConfigT]):
     """The validated config."""
     flags: frozenset[str]
     """The given flags, without dashes."""
+    named: frozenset[str]
+    """Dotted keys that the command line gave, not a file."""
+    files: tuple[Path, ...]
+    """The config files, in the order of increasing precedence."""
 
 
 def parse_config(
@@ -177,7 +182,8 @@ def parse_config(
         raise HelpShown(0)
     raw = merge_layers(config_class, layers)
     try:
-        return ParsedConfig(decode(config_class, raw), arguments.flags)
+        named = frozenset(key for key, value in flatten(arguments.overrides).items() if value != {})
+        return ParsedConfig(decode(config_class, raw), arguments.flags, named, arguments.config_paths)
     except ConfigError as error:
         raise with_suggestions(error, config_class, raw, arguments) from error
 

@@ -20,7 +20,7 @@ from marin_rl.config.combinations import CHECKS
 from marin_rl.config.decode import UnknownType, decode
 from marin_rl.config.levanter_description import described_sections
 from marin_rl.config.levanter_sections import trainer_defaults
-from marin_rl.config_fields import input_files
+from marin_rl.config_fields import input_files, may_change_by_name
 from marin_rl.errors import nearest_file
 from marin_rl.hub import HUB_NAME
 from marin_rl.storage import user_path
@@ -38,7 +38,11 @@ def draft_class(*, reads_files: bool = True) -> type[AbstractTrainConfig]:
     model, optimizer, trainer = (sections[name] for name in ("LmConfig", "OptimizerConfig", "TrainerConfig"))
     fields: list[tuple[str, Any, Any]] = [
         ("model", model | None, dataclasses.field(default=None)),
-        ("optimizer", optimizer, dataclasses.field(default_factory=lambda: decode(optimizer, {}))),
+        (
+            "optimizer",
+            optimizer,
+            dataclasses.field(default_factory=lambda: decode(optimizer, {}), metadata=may_change_by_name()),
+        ),
         (
             "trainer",
             trainer,

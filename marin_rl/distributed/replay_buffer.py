@@ -197,11 +197,12 @@ class ReplayBuffer:
         except OtherFormatError as error:
             raise ReplayFileError(
                 f"the replay buffer in {file} was written by another version of marin_rl: {error}; resume with that "
-                "version, or delete the checkpoint that contains the file"
+                "version, or move the folder of the checkpoint elsewhere to go on from the one before it"
             ) from error
         except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
             raise ReplayFileError(
-                f"the replay buffer in {file} cannot be read: {error}; delete the checkpoint that contains it"
+                f"the replay buffer in {file} cannot be read: {error}; move the folder of its checkpoint elsewhere to "
+                "go on from the one before it"
             ) from error
 
     def _in_order(self) -> list[WaitingGroup]:

@@ -230,7 +230,7 @@ class Checkpoints:
         if damages:
             raise CheckpointError(
                 f"every checkpoint in {self.folder} is damaged: {'; '.join(damages)}. "
-                "Delete the run directory to start over"
+                "Restore their files from a copy, or choose another run_dir"
             )
         return None
 

@@ -24,6 +24,7 @@ FORMAT = 3
 MANIFEST = "manifest.json"
 STATE = "state"
 """The folder of the arrays in a checkpoint."""
+_SET_ASIDE = "move its folder elsewhere to go on from the checkpoint before it"
 _MANIFEST_TYPES = {"step": int, "progress": dict, "arrays": dict, "files": dict}
 
 
@@ -112,7 +113,7 @@ def open_checkpoint(path: StoragePath) -> Checkpoint:
         DamagedCheckpointError: in all processes, if it is incomplete or altered.
         CheckpointError: if it has another format.
     """
-    return _parse(path, _read_on_main(lambda: _read_manifest(path).encode()))
+    return _parse(path, _read_on_main(lambda: read_manifest(path).encode()))
 
 
 def _read_on_main(read: Callable[[], bytes]) -> bytes:
@@ -142,8 +143,13 @@ def _damaged(path: StoragePath) -> Iterator[None]:
         raise DamagedCheckpointError(f"checkpoint {path} cannot be read: {error}") from error
 
 
-def _read_manifest(path: StoragePath) -> str:
-    """Read and check the manifest, and check the presence and the sizes of all files."""
+def read_manifest(path: StoragePath) -> str:
+    """Read and check the manifest, and check the presence and the sizes of all files; in one process.
+
+    Raises:
+        DamagedCheckpointError: if it is incomplete or altered.
+        CheckpointError: if it has another format.
+    """
     try:
         text = (path / MANIFEST).read_text(encoding="utf-8")
         manifest = load_manifest(text)
@@ -159,11 +165,11 @@ def _read_manifest(path: StoragePath) -> str:
         )
     for name, kind in _MANIFEST_TYPES.items():
         if not isinstance(manifest.get(name), kind):
-            raise DamagedCheckpointError(f"checkpoint {path}: {MANIFEST} has no valid {name!r}; delete the checkpoint")
+            raise DamagedCheckpointError(f"checkpoint {path}: {MANIFEST} has no valid {name!r}; {_SET_ASIDE}")
     if manifest["step"] != step_of(path):
         raise DamagedCheckpointError(
             f"checkpoint {path} holds step {manifest['step']}, so its folder should be called "
-            f"{folder_name(manifest['step'])}; rename it, or delete it"
+            f"{folder_name(manifest['step'])}; rename it, or {_SET_ASIDE}"
         )
     with _damaged(path):
         sizes = file_sizes(path)
@@ -180,15 +186,13 @@ def _parse(path: StoragePath, text: bytes) -> Checkpoint:
     try:
         arrays = from_jsonable(manifest["arrays"])
     except ValueError as error:
-        raise DamagedCheckpointError(
-            f"checkpoint {path}: {MANIFEST} has no valid 'arrays'; delete the checkpoint"
-        ) from error
+        raise DamagedCheckpointError(f"checkpoint {path}: {MANIFEST} has no valid 'arrays'; {_SET_ASIDE}") from error
     files = manifest["files"]
     absent = [name for name in array_file_sizes(arrays) if name not in files]
     gaps = [name for name, array in arrays.items() if not array.is_complete]
     if absent or gaps:
         raise DamagedCheckpointError(
-            f"checkpoint {path} is incomplete: {(absent or gaps)[0]} was not written completely; delete the checkpoint"
+            f"checkpoint {path} is incomplete: {(absent or gaps)[0]} was not written completely; {_SET_ASIDE}"
         )
     return Checkpoint(path, manifest["step"], manifest["progress"], arrays, files)
 

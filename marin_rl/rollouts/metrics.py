@@ -105,6 +105,11 @@ def is_correct(rollout: Rollout) -> bool:
     return (rollout.total_reward or 0.0) > 0
 
 
+def is_judged(rollout: Rollout) -> bool:
+    """Whether right and wrong are known, by the component `correct` or the environment's metric `success`."""
+    return rollout.score_of("correct") is not None or "success" in rollout.metrics
+
+
 def _components(graded: Sequence[Rollout]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name in sorted({name for rollout in graded for name in rollout.rewards}):

@@ -12,8 +12,9 @@ import math
 import os
 import shlex
 import time
+import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from rich.bar import Bar
 from rich.box import SIMPLE_HEAD
@@ -25,14 +26,23 @@ from rich.text import Text
 from marin_rl.escaping import escape, escape_line
 from marin_rl.output import report_lost_output
 from marin_rl.storage import StoragePath
+from marin_rl.training.evaluation import is_quality
 
 MAX_PLAIN_LINES = 50
 """Approximate number of progress lines of a run without a terminal."""
 
-SHOWN = ("reward", "KL", "length", "tok/s", "held-out", "greedy", "rollouts/s", "entropy")
+SHOWN = (
+    *("reward", "KL", "length", "tok/s", "held-out", "greedy", "held-out reward", "greedy reward", "rollouts/s"),
+    "entropy",
+)
 """Labels of the displayed metrics, most important first. Those that do not fit on the line are omitted."""
 
-EVALUATED = {"held-out": "/accuracy_sampled", "greedy": "/accuracy_greedy"}
+EVALUATED = {
+    "held-out": "/accuracy_sampled",
+    "greedy": "/accuracy_greedy",
+    "held-out reward": "/reward_sampled",
+    "greedy reward": "/reward_greedy",
+}
 """Suffixes of the evaluation metrics, by label."""
 
 SEPARATOR = "   "
@@ -76,7 +86,6 @@ class ProgressDisplay:
         self._clock = clock
         self._times: collections.deque[float] = collections.deque(maxlen=MAX_PLAIN_LINES)
         self._step = 0
-        self._first_seconds: float | None = None
         self._shown: dict[str, str] = {}
         self._live = Live(console=self.console, get_renderable=self._draw, refresh_per_second=4)
 
@@ -104,8 +113,6 @@ class ProgressDisplay:
         """
         self._step = step
         self._times.append(self._clock())
-        if self._first_seconds is None:
-            self._first_seconds = metrics.get("seconds/total")
         shown = self._shown | _shown_metrics(metrics)
         self._shown = {name: shown[name] for name in SHOWN if name in shown}
         evaluated = any(name.startswith("eval/") for name in metrics)
@@ -114,23 +121,22 @@ class ProgressDisplay:
             report_lost_output()
         elif evaluated or step in (1, self._total) or step % self._every == 0:
             parts = [f"{name} {text}" for name, text in self._shown.items() if evaluated or name not in EVALUATED]
-            self.say(SEPARATOR.join([f"step {step}/{self._total}", *parts, f"left {self._remaining()}"]))
+            remaining = [f"left {left}"] if (left := self._remaining()) else []
+            self.say(SEPARATOR.join([f"step {step}/{self._total}", *parts, *remaining]))
 
     def _remaining(self) -> str:
         """Expected remaining time, estimated from the last steps.
 
-        After the first step, the estimate is an upper bound, marked `<`, because its duration includes compilation.
+        Empty after the first step, whose duration is mostly that of compilation.
         """
-        left = self._total - self._step
-        if len(self._times) >= 2:
-            return format_seconds((self._times[-1] - self._times[0]) / (len(self._times) - 1) * left)
-        if self._first_seconds is None:
-            return "?"
-        return "0.0s" if left == 0 else f"<{format_seconds(self._first_seconds * left)}"
+        if len(self._times) < 2:
+            return ""
+        return format_seconds((self._times[-1] - self._times[0]) / (len(self._times) - 1) * (self._total - self._step))
 
     def _draw(self) -> RenderableType:
         width = self.console.width
-        ends = f"step {self._step}/{self._total}", f"{self._remaining()} left"
+        remaining = self._remaining()
+        ends = f"step {self._step}/{self._total}", f"{remaining} left" if remaining else ""
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
@@ -142,6 +148,23 @@ class ProgressDisplay:
             if line.cell_len + len(SEPARATOR) + part.cell_len <= width:
                 line.append_text(Text(SEPARATOR if line else "")).append_text(part)
         return Group(bar, line)
+
+
+LOGGED = ("reward", "KL", "length", *EVALUATED)
+"""Labels of the metrics in the log's line of a step."""
+
+
+def describe_step(step: int, total_steps: int, metrics: Mapping[str, int | float]) -> str:
+    """Describe a finished step in one line, for the log.
+
+    >>> describe_step(3, 12, {"train/rewards": 0.5, "train/output_length": 4.0, "seconds/total": 1.25})
+    'step 3/12: reward 0.500, length 4.0, 1.2s'
+    """
+    shown = _shown_metrics(metrics)
+    parts = [f"{name} {shown[name]}" for name in LOGGED if name in shown]
+    if "seconds/total" in metrics:
+        parts.append(format_seconds(metrics["seconds/total"]))
+    return f"step {step}/{total_steps}: {', '.join(parts)}"
 
 
 def _shown_metrics(metrics: Mapping[str, int | float]) -> dict[str, str]:
@@ -163,12 +186,23 @@ def _shown_metrics(metrics: Mapping[str, int | float]) -> dict[str, str]:
     return shown
 
 
+class Compiling(NamedTuple):
+    """Seconds of compilation."""
+
+    steps: float = 0.0
+    """In the steps of the run."""
+    command: float = 0.0
+    """In this command."""
+
+
 def print_closing_table(
     console: Console,
     run_directory: StoragePath,
     evaluations: Mapping[str, Mapping[str, int | float]],
     seconds: Mapping[str, int | float],
     totals: Mapping[str, int | float],
+    command: Mapping[str, float] = types.MappingProxyType({}),
+    compiling: Compiling = Compiling(),  # noqa: B008
 ) -> None:
     """Print the summary of a run: accuracy before and after, time by phase, counts and next commands.
 
@@ -180,12 +214,16 @@ def print_closing_table(
         evaluations: evaluation metrics by time (`before RL`, …), in order; accuracies and pass@k are displayed.
         seconds: total seconds by phase.
         totals: total counts by name.
+        command: seconds of this command by part.
+        compiling: seconds of compilation, which are a part of the others.
     """
     console.print()
     if evaluations:
         console.print(_accuracy_table(evaluations, console))
     if any(seconds.values()):
-        console.print(_time_table(seconds))
+        console.print(_time_table("Time of the RL steps", "phase", seconds, compiling.steps))
+    if any(command.values()):
+        console.print(_time_table("Time of this command", "part", command, compiling.command))
     facts = {name: f"{value:,.0f}" for name, value in totals.items()} | {
         "run directory": escape_line(str(run_directory))
     }
@@ -202,9 +240,10 @@ def print_closing_table(
             f"python -m marin_rl.train --config CONFIG --run_dir NEW --initialize_from {quoted} "
             "--warm_start.max_steps 0"
         ),
+        "Train it longer": f"python -m marin_rl.train --config CONFIG --run_dir {quoted} --num_steps N",
     }
-    for purpose, command in next_commands.items():
-        console.print(Text.assemble((f"\n{purpose}\n", "dim"), (f"  {escape(command)}", "bold")), soft_wrap=True)
+    for purpose, line in next_commands.items():
+        console.print(Text.assemble((f"\n{purpose}\n", "dim"), (f"  {escape(line)}", "bold")), soft_wrap=True)
 
 
 def _accuracy_table(evaluations: Mapping[str, Mapping[str, int | float]], console: Console) -> Table:
@@ -216,7 +255,7 @@ def _accuracy_table(evaluations: Mapping[str, Mapping[str, int | float]], consol
         name
         for metrics in evaluations.values()
         for name in metrics
-        if name.startswith("eval/") and ("/accuracy_" in name or "/pass@" in name) and not name.endswith("/pass@1")
+        if is_quality(name) or (name.startswith("eval/") and "/pass@" in name and not name.endswith("/pass@1"))
     )
     parts = [name.removeprefix("eval/").rpartition("/") for name in names]
     environments = {environment for environment, _, _ in parts}
@@ -233,7 +272,8 @@ def _accuracy_table(evaluations: Mapping[str, Mapping[str, int | float]], consol
         rows["change"] = [
             f"{after[name] - before[name]:+.3f}" if name in before and name in after else "" for name in names
         ]
-    table = _empty_accuracy_table(labels)
+    title = "Held-out accuracy" if any("/accuracy_" in name for name in names) else "Held-out reward"
+    table = _empty_accuracy_table(title, labels)
     for time_name, cells in rows.items():
         if time_name == "change":
             table.add_section()
@@ -241,31 +281,34 @@ def _accuracy_table(evaluations: Mapping[str, Mapping[str, int | float]], consol
     # A measurement is limited by its own width.
     if console.measure(table, options=console.options.update(width=console.width + 1)).maximum <= console.width:
         return table
-    table = _empty_accuracy_table(rows)
+    table = _empty_accuracy_table(title, rows)
     for label, *cells in zip(labels, *rows.values(), strict=True):
         table.add_row(Text(label), *cells)
     return table
 
 
-def _empty_accuracy_table(columns: Iterable[str]) -> Table:
-    table = Table(title="Held-out accuracy", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+def _empty_accuracy_table(title: str, columns: Iterable[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", overflow="fold")
     for column in columns:
         table.add_column(Text(column), justify="right", no_wrap=True)
     return table
 
 
-def _time_table(seconds: Mapping[str, int | float]) -> Table:
+def _time_table(title: str, column: str, seconds: Mapping[str, int | float], compiling: float) -> Table:
+    """Return a table of seconds, largest first, with their total and the part of it that is compilation."""
     total = sum(seconds.values())
-    table = Table(
-        title="Time of the RL steps", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
-    )
-    for name in ("phase", "time", "share"):
-        table.add_column(name, justify="left" if name == "phase" else "right")
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for name in (column, "time", "share"):
+        table.add_column(name, justify="left" if name == column else "right")
     for name, value in sorted(seconds.items(), key=lambda item: -item[1]):
         table.add_row(name, format_seconds(value), f"{value / total:.0%}")
     table.add_section()
     table.add_row("total", format_seconds(total), "", style="bold")
+    if compiling:
+        table.add_row(
+            "of which compilation", format_seconds(compiling), f"{min(compiling / total, 1):.0%}", style="dim"
+        )
     return table
 
 

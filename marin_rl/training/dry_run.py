@@ -9,15 +9,14 @@ import functools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.yaml_text import to_yaml
-from marin_rl.config_fields import changeable_keys, nested_sections
+from marin_rl.config_fields import nested_sections
 from marin_rl.distributed.make_runner import make_runner, open_reward_functions
 from marin_rl.distributed.samplers import check_sampler
 from marin_rl.environments.base import AbstractEnvironment, Split
@@ -39,8 +38,9 @@ from marin_rl.storage import storage_path
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.chat_template import ChatTemplateError
 from marin_rl.training import evaluation, warm_start
+from marin_rl.training.config_changes import plan_changes
 from marin_rl.training.open_run import Report, build_environment, notice_if_long, read_progress
-from marin_rl.training.run_directory import RunDirectory, check_same_run, check_usable
+from marin_rl.training.run_directory import RunDirectory, check_usable, require_config
 from marin_rl.training.run_files import RUN_FILES, RunFiles, compare_on_resume
 from marin_rl.training.run_sizes import describe_run, format_quantity
 from marin_rl.training.run_state import Progress
@@ -99,7 +99,9 @@ class DryRun:
         self.report(format_quantity(name, value))
 
 
-def dry_run(config: TrainConfig, report: Report, *, accept_changes: bool = False) -> list[str]:
+def dry_run(
+    config: TrainConfig, report: Report, *, accept_changes: bool = False, named: Collection[str] = ()
+) -> list[str]:
     """Check everything that a run needs: files, tokenizer, prompts, rewards, trackers and run directory.
 
     The parts are built by the functions that a run uses. The run directory is not changed, no weights are loaded, and
@@ -109,13 +111,14 @@ def dry_run(config: TrainConfig, report: Report, *, accept_changes: bool = False
         config: training config.
         report: called with each line or table of results.
         accept_changes: whether a resume may continue with changed files.
+        named: dotted keys that the command line gave, which a resume may change.
 
     Returns:
         The problems, one for each reason for which the run cannot start; empty if it can.
     """
     found = DryRun(report)
     config = found.attempt(resolve_model, config) or config
-    state = found.attempt(_check_directory, config, accept_changes=accept_changes)
+    state = found.attempt(_check_directory, config, accept_changes=accept_changes, named=named)
     found.attempt(check_weight_files, config)
     tokenizer = found.attempt(config.tokenizer.build)
     environment = found.attempt(build_environment, config.environment, report)
@@ -148,16 +151,16 @@ class _DirectoryState:
     """Why an object store could not be read."""
 
 
-def _check_directory(config: TrainConfig, *, accept_changes: bool) -> _DirectoryState:
+def _check_directory(config: TrainConfig, *, accept_changes: bool, named: Collection[str]) -> _DirectoryState:
     directory = RunDirectory(storage_path(config.run_dir, "run_dir"))
     if isinstance(directory.path, Path):
-        return _directory_state(config, directory, accept_changes=accept_changes)
+        return _directory_state(config, directory, accept_changes=accept_changes, named=named)
     # A machine without access to the store can check the config of a run on other machines.
     done: queue.Queue[_DirectoryState | BaseException] = queue.Queue()
 
     def check() -> None:
         try:
-            done.put(_directory_state(config, directory, accept_changes=accept_changes))
+            done.put(_directory_state(config, directory, accept_changes=accept_changes, named=named))
         except BaseException as error:
             done.put(error)
 
@@ -173,9 +176,12 @@ def _check_directory(config: TrainConfig, *, accept_changes: bool) -> _Directory
     return found
 
 
-def _directory_state(config: TrainConfig, directory: RunDirectory, *, accept_changes: bool) -> _DirectoryState:
+def _directory_state(
+    config: TrainConfig, directory: RunDirectory, *, accept_changes: bool, named: Collection[str]
+) -> _DirectoryState:
     check_usable(directory)
-    check_same_run(directory, to_yaml(config), changeable_keys(TrainConfig))
+    require_config(directory)
+    plan_changes(directory, config, named)
     inputs = digest_inputs(config)
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint)
 

@@ -14,7 +14,7 @@ from marin_rl.config.sections import EvaluationConfig
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.learner.scoring import Scores
 from marin_rl.objectives.pass_at_k import pass_at_k
-from marin_rl.rollouts.metrics import is_correct
+from marin_rl.rollouts.metrics import is_correct, is_judged
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
 from marin_rl.sampling.sampler import PromptTooLongError
 from marin_rl.types import RolloutGroup, Task
@@ -28,7 +28,7 @@ def evaluate(
     seed: int,
     split: Split = Split.HELD_OUT,
 ) -> tuple[dict[str, float], list[RolloutGroup]]:
-    """Measure accuracy on held-out tasks, per environment.
+    """Measure accuracy on held-out tasks, per environment; the mean reward if right and wrong are not known.
 
     Tasks and sampling seeds are the same in every evaluation, so two evaluations differ by the weights alone.
     A failed rollout counts as wrong.
@@ -42,7 +42,8 @@ def evaluate(
 
     Returns:
         Metrics and groups. The metrics are `eval/<environment>/accuracy_sampled`, `…/accuracy_greedy`, `…/pass@k` for
-        each k, and the number of tasks as `…/tasks`. The sampled groups come before the greedy ones.
+        each k, and the number of tasks as `…/tasks`. An environment whose rewards do not tell right from wrong has
+        `…/reward_sampled` and `…/reward_greedy` instead. The sampled groups come before the greedy ones.
 
     Raises:
         ValueError: if the split has no tasks, or `config.tasks` is 0.
@@ -60,8 +61,8 @@ def evaluate(
     for environment, groups in _by_environment(sampled).items():
         prefix = f"eval/{environment}"
         metrics[f"{prefix}/tasks"] = float(len(groups))
-        metrics[f"{prefix}/accuracy_sampled"] = _accuracy(groups)
-        for k in config.pass_at:
+        metrics |= _quality(groups, prefix, "sampled")
+        for k in config.pass_at if f"{prefix}/accuracy_sampled" in metrics else ():
             correct_counts = [sum(map(is_correct, group.rollouts)) for group in groups]
             metrics[f"{prefix}/pass@{k}"] = statistics.fmean(
                 pass_at_k(config.samples, correct, k) for correct in correct_counts
@@ -69,7 +70,7 @@ def evaluate(
     if config.greedy:
         greedy = run_tasks(runner, tasks, group_size=1, temperature=0.0, seed_parts=(seed, name, "greedy"))
         for environment, groups in _by_environment(greedy).items():
-            metrics[f"eval/{environment}/accuracy_greedy"] = _accuracy(groups)
+            metrics |= _quality(groups, f"eval/{environment}", "greedy")
     return metrics, [*sampled, *greedy]
 
 
@@ -110,13 +111,18 @@ def reference_loss(
 
 
 def describe_accuracy(evaluation: Mapping[str, float]) -> str:
-    """Format the accuracies that `evaluate` returned as one line.
+    """Format the accuracies or rewards that `evaluate` returned as one line.
 
     >>> describe_accuracy({"eval/sums/tasks": 8.0, "eval/sums/accuracy_sampled": 0.25})
     'held-out sums/accuracy_sampled 0.250'
     """
-    parts = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in evaluation.items() if "/accuracy_" in name]
+    parts = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in evaluation.items() if is_quality(name)]
     return "held-out " + ", ".join(parts)
+
+
+def is_quality(name: str) -> bool:
+    """Return whether a metric is an accuracy or a mean reward of an evaluation."""
+    return name.startswith("eval/") and name.rpartition("/")[2].startswith(("accuracy_", "reward_"))
 
 
 def require_tasks(environment: AbstractEnvironment, tasks: Sequence[Task], split: Split) -> None:
@@ -173,5 +179,10 @@ def _by_environment(groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGro
     return by_environment
 
 
-def _accuracy(groups: Sequence[RolloutGroup]) -> float:
-    return statistics.fmean(is_correct(rollout) for group in groups for rollout in group.rollouts)
+def _quality(groups: Sequence[RolloutGroup], prefix: str, kind: str) -> dict[str, float]:
+    """Return the accuracy of rollouts, or their mean reward if nothing tells whether the graded ones are right."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [rollout.total_reward for rollout in rollouts if rollout.total_reward is not None]
+    if rewards and not any(map(is_judged, rollouts)):
+        return {f"{prefix}/reward_{kind}": statistics.fmean(rewards)}
+    return {f"{prefix}/accuracy_{kind}": statistics.fmean(map(is_correct, rollouts))}

@@ -4,6 +4,7 @@
 """Exports of policies to folders and object stores, which are complete or absent."""
 
 import dataclasses
+import json
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -21,11 +22,12 @@ from marin_rl.learner.policy_model import model_shape, save_hf_folder
 from marin_rl.learner.saved_checkpoint import STATE, Checkpoint, DamagedCheckpointError
 from marin_rl.storage import StoragePath, replace_folder, upload_folder
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.training.run_directory import EXPORTED_STEP
 from marin_rl.training.run_files import warn_of_changed_inputs
 
 
 def export_folder(
-    weights: WeightParts, tokenizer: ChatTokenizer, output: StoragePath, stop: Sequence[str] = ()
+    weights: WeightParts, tokenizer: ChatTokenizer, output: StoragePath, step: int, stop: Sequence[str] = ()
 ) -> None:
     """Write a policy in Hugging Face format, in place of a former export; collective over all processes.
 
@@ -33,6 +35,7 @@ def export_folder(
         weights: weights of the policy.
         tokenizer: its tokenizer.
         output: the folder. One in an object store is written to a temporary folder of the main host and uploaded.
+        step: step of the weights, stored in `training_step.json`.
         stop: texts that end a generation.
 
     Raises:
@@ -43,10 +46,11 @@ def export_folder(
         if multihost.is_main():
             shutil.rmtree(partial, ignore_errors=True)
         save_hf_folder(weights, tokenizer, partial, stop)
-        multihost.on_main(lambda: _publish(output, partial))
+        multihost.on_main(lambda: _publish(output, partial, step))
 
 
-def _publish(output: StoragePath, partial: Path) -> None:
+def _publish(output: StoragePath, partial: Path, step: int) -> None:
+    (partial / EXPORTED_STEP).write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
     if isinstance(output, Path):
         replace_folder(output, partial)
     else:
@@ -77,7 +81,7 @@ def export_checkpoint(config: TrainConfig, checkpoints: Checkpoints, step: int |
     loaded = checkpoints.restore_newest(load) if step is None else load(checkpoints.open(step))
     assert loaded is not None
     with writing(output, "output"):
-        export_folder(loaded[1], config.tokenizer.build(), output, config.sampling.stop)
+        export_folder(loaded[1], config.tokenizer.build(), output, loaded[0], config.sampling.stop)
     return loaded[0]
 
 

@@ -40,7 +40,7 @@ from marin_rl.rollouts.failures import FailureReports
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.rollouts.store import EVALUATION, RolloutStore
 from marin_rl.storage import FileDigest, StoragePath
-from marin_rl.timing import PhaseTimer
+from marin_rl.timing import PhaseTimer, compile_clock
 from marin_rl.training.batch_builder import BatchBuilder, TrainingBatch
 from marin_rl.training.collect import GroupCollector
 from marin_rl.training.evaluation import evaluate
@@ -85,6 +85,8 @@ class TrainingRun:
     """Files of the run at the checkpoint from which it started."""
     store_records: Callable[[], FileDigest | None] = lambda: None
     """Called before every checkpoint, to store the records of the steps up to it; returns their digest."""
+    command_timer: PhaseTimer = dataclasses.field(default_factory=PhaseTimer)
+    """Seconds of this start of the run: `warm start`, `evaluation`, `RL steps`."""
 
     def publish_weights(self) -> None:
         """Send the weights to the sampler of this process, the weight history and the rollout source."""
@@ -139,8 +141,10 @@ def _train_steps(
     saved = progress.step
     while progress.unrecorded or progress.step < config.num_steps:
         try:
-            progress.unrecorded = progress.unrecorded or _train_step(run, stop_requested)
-            metrics = progress.unrecorded | _evaluate(run, stop_requested)
+            with run.command_timer.phase("RL steps"):
+                progress.unrecorded = progress.unrecorded or _train_step(run, stop_requested)
+            with run.command_timer.phase("evaluation"):
+                metrics = progress.unrecorded | _evaluate(run, stop_requested)
         except StopRequestedError:
             if saved < progress.step:
                 run.save()
@@ -161,6 +165,7 @@ def _train_steps(
 def _train_step(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[str, float]:
     """Collect groups, train on them and publish the new weights; return the metrics of the step."""
     started, timer, progress = time.perf_counter(), PhaseTimer(), run.state.progress
+    compiled = compile_clock().seconds
     step = progress.step + 1
     collected = run.collector.collect(run.state, step, timer, stop_requested)
     run.failures.add(f"step {step}", collected.finished)
@@ -190,6 +195,7 @@ def _train_step(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[st
     metrics |= trained
     metrics |= {"episode": float(progress.episodes), "updates": float(progress.updates)}
     metrics |= throughput_metrics(collected.finished, updates, timer.seconds, elapsed)
+    metrics["seconds/compile"] = compile_clock().seconds - compiled
     assert run.config.model is not None
     return metrics | model_flops_utilization(
         run.config.model, progress.vocab_size, updates, update_seconds(timer.seconds)

@@ -52,6 +52,7 @@ from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.rollouts.store import EVALUATION, RolloutStore
 from marin_rl.seeds import derive_seed
 from marin_rl.storage import StoragePath
+from marin_rl.timing import PhaseTimer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenPieces
 from marin_rl.training.batch_builder import BatchBuilder
@@ -105,6 +106,7 @@ def open_run(
     check_lock: Callable[[], None] = lambda: None,
     *,
     accept_changes: bool = False,
+    command_timer: PhaseTimer | None = None,
 ) -> TrainingRun:
     """Start a run, or resume it from its newest valid checkpoint.
 
@@ -117,6 +119,7 @@ def open_run(
         stop_requested: returns whether this process was asked to stop; called during a warm start and evaluations.
         check_lock: called before rollouts are stored; raises RunDirectoryError if another process has taken the lock.
         accept_changes: whether to resume although files that the run reads or has written were changed.
+        command_timer: accumulates the seconds of `warm start`, `evaluation` and `RL steps`.
 
     Raises:
         KeyboardInterrupt: after SIGINT or SIGTERM while the run is prepared or its weights are loaded.
@@ -126,6 +129,7 @@ def open_run(
         RunDirectoryError: if files of the run were changed since the checkpoint.
         ProcessesDifferError: if the processes have different input files.
     """
+    timer = PhaseTimer() if command_timer is None else command_timer
     with contextlib.ExitStack() as resources:
         with _interruptible():
             parts = _open_parts(config, folder, report, check_lock, resources)
@@ -134,7 +138,9 @@ def open_run(
             if loaded is not None:
                 files = _compare_files(loaded, parts.inputs, report, accept=accept_changes)
         trainer_state, runner, progress = (
-            _start(config, parts, report, stop_requested) if loaded is None else _resume(config, parts, loaded, report)
+            _start(config, parts, report, stop_requested, timer)
+            if loaded is None
+            else _resume(config, parts, loaded, report)
         )
         rollout_source = open_rollout_source(
             config, parts.inputs, runner, progress.vocab_size, progress.worker_counts, resources
@@ -168,6 +174,7 @@ def open_run(
             checkpoints=parts.checkpoints,
             resources=resources.pop_all(),
             files=files,
+            command_timer=timer,
         )
 
 
@@ -184,10 +191,10 @@ def make_loss(config: TrainConfig, trainer: TrainerConfig) -> RlLoss:
 
 def make_learner(config: TrainConfig, trainer: TrainerConfig, layout: RowLayout) -> Learner:
     """Build the learner of a run; the arguments are those of `make_scorer`."""
-    # A run with 0 steps only warms up and exports, but a learning rate schedule needs at least one step.
-    num_updates = max(config.num_steps, 1) * config.updates.per_step
     capacity = layout.microbatches(math.ceil(config.rollouts.rollouts_per_step / config.updates.minibatches))
-    return Learner(trainer, config.optimizer, make_loss(config, trainer), num_updates=num_updates, capacity=capacity)
+    return Learner(
+        trainer, config.optimizer, make_loss(config, trainer), num_updates=config.num_updates, capacity=capacity
+    )
 
 
 def make_scorer(config: TrainConfig, trainer: TrainerConfig, layout: RowLayout, pad_token_id: int) -> Scorer:
@@ -318,7 +325,7 @@ def read_progress(checkpoint: Checkpoint) -> Progress:
     except TypeError as error:
         raise CheckpointError(
             f"the progress in checkpoint {checkpoint.path} is of another version: {error}; resume with the version "
-            "that wrote it, or delete the run directory to start over"
+            "that wrote it, or choose another run_dir"
         ) from error
 
 
@@ -345,7 +352,7 @@ def _resume(
 
 
 def _start(
-    config: TrainConfig, parts: _Parts, report: Report, stop_requested: Callable[[], bool]
+    config: TrainConfig, parts: _Parts, report: Report, stop_requested: Callable[[], bool], timer: PhaseTimer
 ) -> tuple[TrainerState, RolloutRunner, Progress]:
     """Create or load the initial weights, warm them up if configured, and evaluate them."""
     with _interruptible():
@@ -358,27 +365,29 @@ def _start(
     def measure(milestone: str) -> list[RolloutGroup]:
         if not config.evaluation.tasks:
             return []
-        progress.evaluations[milestone], groups = evaluate(
-            stoppable, config.evaluation, temperature=config.sampling.temperature, seed=config.seed
-        )
+        with timer.phase("evaluation"):
+            progress.evaluations[milestone], groups = evaluate(
+                stoppable, config.evaluation, temperature=config.sampling.temperature, seed=config.seed
+            )
         failures.add(milestone, groups, "count as wrong")
         report(f"{milestone}: {describe_accuracy(progress.evaluations[milestone])}")
         return groups
 
     if config.warm_start.max_steps:
         measure("before warm start")
-        policy = warm_start(
-            config.warm_start,
-            policy,
-            stoppable,
-            parts.trainer,
-            parts.layout,
-            seed=config.seed,
-            block_size=logprob_block(config, parts.trainer),
-            temperature=config.sampling.temperature,
-            report=report,
-            stop_requested=stop_requested,
-        )
+        with timer.phase("warm start"):
+            policy = warm_start(
+                config.warm_start,
+                policy,
+                stoppable,
+                parts.trainer,
+                parts.layout,
+                seed=config.seed,
+                block_size=logprob_block(config, parts.trainer),
+                temperature=config.sampling.temperature,
+                report=report,
+                stop_requested=stop_requested,
+            )
     state = first_state(config, policy, parts.trainer, parts.learner)
     runner.sampler.update_weights(policy_of(state.model), 0)
     groups = measure("before RL")

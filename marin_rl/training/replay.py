@@ -32,6 +32,7 @@ from marin_rl.rollouts.store import TRAINING, RolloutStoreConfig, list_files, re
 from marin_rl.rollouts.stored_groups import COLUMNS, StoredGroups, TokenScores, groups_of_table
 from marin_rl.timing import PhaseTimer
 from marin_rl.training.batch_builder import BatchBuilder, ScoreFunction
+from marin_rl.training.config_changes import read_config_of_step
 from marin_rl.training.loop import (
     TrainedStep,
     model_flops_utilization,
@@ -43,7 +44,7 @@ from marin_rl.training.metrics_file import read_records
 from marin_rl.training.open_run import make_learner, make_scorer
 from marin_rl.training.run_directory import RunDirectory, config_differences, holder
 from marin_rl.training.run_files import warn_of_changed_inputs
-from marin_rl.training.starting_weights import read_config, restore_model, restore_policy, restore_state
+from marin_rl.training.starting_weights import restore_model, restore_policy, restore_state
 from marin_rl.types import RolloutGroup
 
 _METRICS_OF_SAMPLING = (
@@ -160,7 +161,13 @@ def replay_step(directory: RunDirectory, config: TrainConfig, step: int) -> Repl
     records = {int(record["step"]): record for record in read_records(directory.metrics)}
     without_groups = [number for number, record in records.items() if record.get("filter/kept_groups") == 0]
     start = _starting_step(directory, checkpoints, step, without_groups)
-    original = read_config(directory)
+    original = read_config_of_step(directory, step)
+    if start < step - 1 and (changes := _changes(read_config_of_step(directory, start + 1), original)):
+        raise ReplayError(
+            f"step {step} is replayed from the checkpoint of step {start}, and the config of the run was changed since "
+            f"(there: before, now: at step {step}); replay an earlier step, or keep more checkpoints in the next run "
+            "(checkpoint.keep_every). Changed keys:\n" + "\n".join(changes)
+        )
     if start < step - 1 and (changes := _changes(original, config)):
         raise ReplayError(
             f"step {step} can be replayed with another config only from the checkpoint of step {step - 1}, because the "
@@ -195,7 +202,7 @@ def replay_step(directory: RunDirectory, config: TrainConfig, step: int) -> Repl
 
 def _changes(original: TrainConfig, config: TrainConfig) -> list[str]:
     """List the keys that change the results."""
-    may_differ = [*changeable_keys(TrainConfig), "run_dir"]
+    may_differ = [*changeable_keys(TrainConfig), "evaluation"]
     return config_differences(to_yaml(original), to_yaml(config), may_differ, "the run's config")
 
 

@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import itertools
 import json
 import os
 import socket
@@ -28,11 +29,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from marin_rl.config.yaml_text import parse_yaml
-from marin_rl.config_fields import is_within
+from marin_rl.config_fields import flatten, is_within
 from marin_rl.errors import RunDirectoryError, writing
 from marin_rl.remote_path import RemotePath
 from marin_rl.storage import StoragePath, write_bytes
 from marin_rl.training import lease
+
+EXPORTED_STEP = "training_step.json"
+"""File in `hf/` with the step of the weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,55 +86,49 @@ class RunDirectory:
         """Folder of traces of the devices and the host."""
         return self.path / "profile"
 
+    def has_results(self) -> bool:
+        """Return whether a start of the run has written records or a checkpoint."""
+        return self.metrics.exists() or any(self.checkpoints.glob("step-*"))
 
-def create_or_open(path: StoragePath, config_yaml: str, may_differ: Sequence[str] = ()) -> RunDirectory:
+
+def create_or_open(path: StoragePath, config_yaml: str, *, keep_config: bool = False) -> RunDirectory:
     """Create a run directory, or open the directory of the same run.
 
-    If an earlier start has neither metrics nor a checkpoint, for example because its config did not fit the devices,
-    its config is replaced.
+    The caller has compared the configs; see [`plan_changes`][marin_rl.training.config_changes.plan_changes].
 
     Args:
         path: the run directory.
-        config_yaml: resolved config.
-        may_differ: dotted keys or sections that do not affect the results of the run. New values are accepted and
-            written to the directory.
+        config_yaml: resolved config; it replaces that of an earlier start, whose history of changes is kept.
+        keep_config: whether to keep the config of an earlier start.
 
     Raises:
-        RunDirectoryError: if the directory belongs to a run with another config, contains a run without a config, or
-            cannot be written.
+        RunDirectoryError: if the directory contains a run without a config, or cannot be written.
     """
-    directory = RunDirectory(path)
+    directory, old_yaml, history = RunDirectory(path), None, ""
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
-        old_yaml = check_same_run(directory, config_yaml, may_differ)
+        require_config(directory)
+        if directory.config.exists():
+            old_yaml = read_config_text(directory)
+            history = comments_of(old_yaml) if directory.has_results() else ""
         for folder in (directory.rollouts, directory.checkpoints):
             folder.mkdir(exist_ok=True)
-    if old_yaml != config_yaml:
-        write_atomically(directory.config, config_yaml)
+    if old_yaml is None or (not keep_config and old_yaml != history + config_yaml):
+        write_atomically(directory.config, history + config_yaml)
     return directory
 
 
-def check_same_run(directory: RunDirectory, config_yaml: str, may_differ: Sequence[str] = ()) -> str | None:
-    """Check that a run directory is new or that of the same run; changes no file. See `create_or_open`.
-
-    Returns:
-        The config in the directory; None if there is none.
+def require_config(directory: RunDirectory) -> None:
+    """Check that a run directory with results has a config.
 
     Raises:
-        RunDirectoryError: if it contains a run with another config, or one without a config.
+        RunDirectoryError: if it has none.
     """
-    has_started = directory.metrics.exists() or any(directory.checkpoints.glob("step-*"))
-    if directory.config.exists():
-        old_yaml = read_config_text(directory)
-        if has_started:
-            _require_same_config(directory, old_yaml, config_yaml, may_differ)
-        return old_yaml
-    if has_started:
+    if not directory.config.exists() and directory.has_results():
         raise RunDirectoryError(
             f"run directory {str(directory.path)!r} contains a run without config.yaml, so its config is unknown; "
-            "choose another run_dir, or delete the directory"
+            "restore the file, or choose another run_dir"
         )
-    return None
 
 
 def check_usable(directory: RunDirectory) -> None:
@@ -154,6 +152,22 @@ def _require_writable(folder: Path) -> None:
     # On most file systems this file has no name, so it does not change the folder.
     with tempfile.TemporaryFile(dir=present):
         pass
+
+
+def comments_of(config_yaml: str) -> str:
+    """Return the comments at the top of a config, such as its history."""
+    lines = config_yaml.splitlines(keepends=True)
+    return "".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
+
+
+def exported_step(directory: RunDirectory) -> int | None:
+    """Return the step whose weights are in `hf/`, None if they are absent or of an unknown step."""
+    try:
+        if not (directory.hf / "config.json").is_file():
+            return None
+        return int(json.loads((directory.hf / EXPORTED_STEP).read_text(encoding="utf-8"))["step"])
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return None
 
 
 def open_existing(path: StoragePath) -> RunDirectory:
@@ -181,17 +195,8 @@ def read_config_text(directory: RunDirectory) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise RunDirectoryError(
-            f"cannot read {str(directory.config)!r}: {reason}; choose another run_dir, or repair or delete the file"
+            f"cannot read {str(directory.config)!r}: {reason}; repair the file, or choose another run_dir"
         ) from error
-
-
-def _require_same_config(directory: RunDirectory, old_yaml: str, config_yaml: str, may_differ: Sequence[str]) -> None:
-    if differences := config_differences(old_yaml, config_yaml, may_differ, str(directory.config)):
-        raise RunDirectoryError(
-            f"run directory {str(directory.path)!r} belongs to a run with another config:\n"
-            + "\n".join(differences)
-            + "\nchoose another run_dir, make these keys equal to resume that run, or delete the directory"
-        )
 
 
 def config_differences(
@@ -210,25 +215,15 @@ def config_differences(
     """
     old, new = flatten(parse_yaml(old_yaml, name)), flatten(parse_yaml(new_yaml, "the new config"))
     return [
-        f"  {key}: {_shown(old, key)} there, {_shown(new, key)} now"
+        f"  {key}: {show_value(old, key)} there, {show_value(new, key)} now"
         for key in dict.fromkeys([*old, *new])
         if (key not in old or key not in new or old[key] != new[key]) and not is_within(key, may_differ)
     ]
 
 
-def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by dotted key; an empty mapping is a value."""
-    flat: dict[str, Any] = {}
-    for key, inner in value.items():
-        if isinstance(inner, Mapping) and inner:
-            flat |= flatten(inner, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = inner
-    return flat
-
-
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    return json.dumps(values[key], ensure_ascii=False, default=str) if key in values else "not set"
+def show_value(values: Mapping[str, Any], key: str) -> str:
+    """Format the value of a key as JSON, or as `not set`."""
+    return json.dumps(values[key], default=str) if key in values else "not set"
 
 
 @contextlib.contextmanager

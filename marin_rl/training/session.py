@@ -4,14 +4,15 @@
 """A training session: run directory, log, signals, metric records, training and export."""
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
-import itertools
 import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast
@@ -24,7 +25,7 @@ from marin_rl.config.decode import encode
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import to_yaml
-from marin_rl.config_fields import changeable_keys
+from marin_rl.config_fields import is_within
 from marin_rl.distributed.ray_workers import find_cluster
 from marin_rl.errors import Closing, UserError, explain, writing
 from marin_rl.host_status import StopRequestedError, exit_on_error, explain_errors, require_same_software
@@ -34,27 +35,46 @@ from marin_rl.learner.hf_export import DeviceWeights
 from marin_rl.logs import log_to, module_levels
 from marin_rl.remote_path import RemotePath
 from marin_rl.storage import AppendedFile, FileDigest, StoragePath, storage_path
-from marin_rl.training.console import ProgressDisplay, print_closing_table
+from marin_rl.timing import PhaseTimer, compile_clock
+from marin_rl.training.config_changes import (
+    Change,
+    changed_values,
+    describe_learning_rate,
+    plan_changes,
+    record_changes,
+)
+from marin_rl.training.console import ProgressDisplay, describe_step
 from marin_rl.training.export import export_folder
 from marin_rl.training.loop import TrainingRun, train
 from marin_rl.training.metrics_file import append_record, format_record, read_records, rewind_records
 from marin_rl.training.open_run import open_run
 from marin_rl.training.profiler import open_profiler
 from marin_rl.training.run_directory import RunDirectory, create_or_open, lock
+from marin_rl.training.run_state import Progress
 from marin_rl.training.shared_run import require_same_config, require_shared_folder
-from marin_rl.training.starting_weights import check_weight_files, resolve_model
+from marin_rl.training.starting_weights import check_weight_files, read_config, resolve_model
+from marin_rl.training.summary import print_and_log, say_finished, summary_of
 from marin_rl.training.trackers import make_tracker
 
 logger = logging.getLogger(__name__)
 
 
-def run_session(config: TrainConfig, stream: TextIO, *, accept_changes: bool = False) -> None:
-    """Start or resume training in the configured run directory.
+def run_session(
+    config: TrainConfig,
+    stream: TextIO,
+    *,
+    accept_changes: bool = False,
+    named: Collection[str] = (),
+    started: float | None = None,
+) -> None:
+    """Start or resume training in the configured run directory. A finished run stays as it is.
 
     Args:
         config: training config; if `model` is None, the architecture is read from `initialize_from`.
         stream: console output.
         accept_changes: whether to resume although files that the run reads or has written were changed.
+        named: dotted keys whose change is intended if the run resumes, as those given on a command line.
+        started: `time.perf_counter()` at the start of the command; None for now.
 
     Raises:
         PolicyModelError: if `initialize_from` cannot be loaded; its files are checked before devices start.
@@ -64,27 +84,33 @@ def run_session(config: TrainConfig, stream: TextIO, *, accept_changes: bool = F
         CheckpointError: if no checkpoint is usable, or a new one cannot be written.
         NonFiniteUpdateError: if training diverged; the last checkpoint precedes the divergence.
     """
+    started = time.perf_counter() if started is None else started
+    compile_clock()
     # First, so that an error of one process ends the others, too.
     join_processes(config.trainer)
     with contextlib.ExitStack() as resources, exit_on_error():
         require_same_software()
         config = resolve_model(config)
-        check_weight_files(config)
         directory = RunDirectory(storage_path(config.run_dir, "run_dir"))
+        if multihost.on_main(lambda: say_finished(config, directory, stream, named, accept_changes=accept_changes)):
+            return
+        check_weight_files(config)
         check_lock = _lock_on_main(directory, config, resources)
         require_same_config(config)
         require_shared_folder(directory.path)
-        multihost.on_main(
-            lambda: str(create_or_open(directory.path, to_yaml(config), changeable_keys(TrainConfig)).path)
-        )
+        changes: list[Change] = []
+        multihost.on_main(lambda: changes.extend(_open_directory(config, directory, named)))
         main = multihost.is_main()
         file = directory.log if main else directory.path / "processes" / f"{jax.process_index()}.txt"
         log = log_to(file, config.log_level.number, module_levels(config.logging), check_lock)
         console = stream if main else resources.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
-        with log, logged_errors(), explain_errors(), ProgressDisplay(config.num_steps, console) as display:
-            finished = _train(config, directory, display, check_lock, accept_changes=accept_changes)
-        if main and finished is not None:
-            _print_summary(display, finished, directory)
+        with log, logged_errors(), explain_errors():
+            start = _Start(config, directory, changes, check_lock, accept_changes, started)
+            with ProgressDisplay(config.num_steps, console) as display:
+                finished = _train(start, display)
+            if main and finished is not None:
+                command = start.seconds(finished.command_timer)
+                print_and_log(display.console, summary_of(directory, finished.state.progress, command))
 
 
 def _lock_on_main(directory: RunDirectory, config: TrainConfig, resources: contextlib.ExitStack) -> Callable[[], None]:
@@ -100,16 +126,40 @@ def _lock_on_main(directory: RunDirectory, config: TrainConfig, resources: conte
     return held[0] if held else lambda: None
 
 
-def _train(
-    config: TrainConfig,
-    directory: RunDirectory,
-    display: ProgressDisplay,
-    check_lock: Callable[[], None],
-    *,
-    accept_changes: bool,
-) -> TrainingRun | None:
+def _open_directory(config: TrainConfig, directory: RunDirectory, named: Collection[str]) -> list[Change]:
+    """Create or open the run directory; return the changes of its config, which are not yet written."""
+    changes = plan_changes(directory, config, named)
+    create_or_open(directory.path, to_yaml(config), keep_config=bool(changes))
+    return changes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Start:
+    """A start of a run."""
+
+    config: TrainConfig
+    directory: RunDirectory
+    changes: Sequence[Change]
+    """Changes of the config since the last start, not yet written."""
+    check_lock: Callable[[], None]
+    accept_changes: bool
+    started: float
+    """Time at which the command started, of `time.perf_counter`."""
+
+    def seconds(self, timer: PhaseTimer) -> dict[str, float]:
+        """Seconds of the command by part."""
+        parts = {name: timer.seconds[name] for name in COMMAND_PARTS if name in timer.seconds}
+        return {**parts, "checkpoints, the rest": time.perf_counter() - self.started - sum(parts.values())}
+
+
+COMMAND_PARTS = ("start", "warm start", "evaluation", "RL steps", "export, plots")
+"""Parts of a command."""
+
+
+def _train(start: _Start, display: ProgressDisplay) -> TrainingRun | None:
     """Train, export and plot; return the run if it is complete."""
-    report = functools.partial(_report, display)
+    config, directory, check_lock = start.config, start.directory, start.check_lock
+    timer, report = PhaseTimer(), functools.partial(_report, display)
     with contextlib.ExitStack() as closing:
         stop = closing.enter_context(stop_on_signals(report))
         try:
@@ -119,12 +169,16 @@ def _train(
                 report,
                 stop.is_set,
                 check_lock,
-                accept_changes=accept_changes,
+                accept_changes=start.accept_changes,
+                command_timer=timer,
             )
         except StopRequestedError:
             report("stopped before the first step, of which nothing is saved. Run the same command again to begin anew")
             return None
         closing.enter_context(Closing(run.close))
+        timer.seconds["start"] = time.perf_counter() - start.started - sum(timer.seconds.values())
+        changed: dict[str, float] = {}
+        multihost.on_main(lambda: changed.update(_apply_changes(start, run.state.progress, report)))
         # Only the main process writes records.
         records = _open_records(run, directory, check_lock) if multihost.is_main() else None
         if records is not None:
@@ -132,17 +186,21 @@ def _train(
             run.store_records = records.flush
         traces = directory.profile / f"process-{jax.process_index()}"
         before_step = closing.enter_context(open_profiler(config.trainer, traces))
-        before_step(run.state.progress.step + 1)
+        first_step = run.state.progress.step + 1
+        before_step(first_step)
 
         def record(step: int, metrics: dict[str, float]) -> None:
-            multihost.on_main(lambda: cast(StepRecords, records).record(step, metrics))
+            recorded = metrics | changed if step == first_step else metrics
+            multihost.on_main(lambda: cast(StepRecords, records).record(step, recorded))
+            logger.info("%s", describe_step(step, config.num_steps, metrics))
             display.update(step, metrics)
             before_step(step + 1)
 
         with exempt_from_collection():
             complete = train(run, record, stop.is_set)
     if complete:
-        _export(run, directory)
+        with timer.phase("export, plots"):
+            _export(run, directory)
     else:
         report(
             f"stopped after step {run.state.progress.step} of {config.num_steps}; everything is saved in "
@@ -152,9 +210,21 @@ def _train(
         # Imported here because matplotlib takes half a second to import.
         from marin_rl.training.curves import plot_curves
 
-        plot_curves(directory.metrics, directory.curves)
+        with timer.phase("export, plots"):
+            plot_curves(directory.metrics, directory.curves)
         records.finish({"episodes": run.state.progress.episodes})
     return run if complete else None
+
+
+def _apply_changes(start: _Start, progress: Progress, report: Callable[[str], None]) -> dict[str, float]:
+    """Write and report the changes of the config; return the values changed at this step, as metrics."""
+    former = read_config(start.directory) if start.changes else start.config
+    history = record_changes(start.directory, start.changes, start.config, progress.step)
+    for change in start.changes:
+        report(f"changed from step {progress.step + 1} on: {change}")
+    if any(is_within(change.key, ("num_steps", "optimizer")) for change in start.changes):
+        report(describe_learning_rate(former, start.config, progress.updates))
+    return changed_values(history, progress.step)
 
 
 def _report(display: ProgressDisplay, message: str) -> None:
@@ -310,15 +380,4 @@ def _export(run: TrainingRun, directory: RunDirectory) -> None:
     policy, trainer = policy_of(run.trainer_state.model), run.learner.trainer.config
     weights = DeviceWeights(policy, trainer, run.config.export.numeric_dtype)
     with writing(directory.hf):
-        export_folder(weights, run.runner.tokenizer, directory.hf, run.config.sampling.stop)
-
-
-def _print_summary(display: ProgressDisplay, run: TrainingRun, directory: RunDirectory) -> None:
-    records = read_records(directory.metrics)
-    prefix = "seconds/"
-    names = dict.fromkeys(name for name in itertools.chain(*records) if name.startswith(prefix))
-    seconds = {name.removeprefix(prefix): sum(record.get(name, 0.0) for record in records) for name in names}
-    seconds.pop("total", None)
-    progress = run.state.progress
-    totals = {"updates": progress.updates, "rollouts": progress.episodes, "tokens sampled": progress.sampled_tokens}
-    print_closing_table(display.console, directory.path, progress.evaluations, seconds, totals)
+        export_folder(weights, run.runner.tokenizer, directory.hf, run.state.progress.step, run.config.sampling.stop)

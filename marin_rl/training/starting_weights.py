@@ -15,11 +15,12 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
+from marin_rl.config.decode import ConfigError
 from marin_rl.config.device_settings import trained_model
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import from_yaml
 from marin_rl.errors import USER_ERRORS
-from marin_rl.learner.checkpoint import Checkpoints
+from marin_rl.learner.checkpoint import CheckpointConfig, Checkpoints
 from marin_rl.learner.critic import ActorCritic, with_critic
 from marin_rl.learner.policy_model import (
     check_hf_policy,
@@ -44,7 +45,7 @@ from marin_rl.tokenization.load import (
     load_tokenizer,
     other_tokens,
 )
-from marin_rl.training.run_directory import RunDirectory, open_existing, read_config_text
+from marin_rl.training.run_directory import RunDirectory, exported_step, open_existing, read_config_text
 from marin_rl.training.run_files import warn_of_changed_inputs
 
 logger = logging.getLogger(__name__)
@@ -188,7 +189,16 @@ def _hf_location(source: str) -> str:
             f"initialize_from: the run in {source!r} has not finished: it has no hf/ folder yet. "
             "run its command again to finish it"
         )
-    return f"{source.rstrip('/')}/hf"
+    location = f"{source.rstrip('/')}/hf"
+    steps = Checkpoints(folder / "checkpoints", CheckpointConfig()).steps()
+    exported = exported_step(RunDirectory(folder))
+    if exported is not None and steps and steps[-1] > exported:
+        raise ValueError(
+            f"initialize_from: the run in {source!r} was made longer and has not finished: hf/ is of step "
+            f"{exported}, its newest checkpoint of step {steps[-1]}. Run its command again to finish it, or give "
+            f"the folder of the former weights: {location!r}"
+        )
+    return location
 
 
 def first_policy(config: TrainConfig, tokenizer: ChatTokenizer, trainer: TrainerConfig) -> LmHeadModel:
@@ -251,7 +261,16 @@ def read_config(directory: RunDirectory) -> TrainConfig:
     Raises:
         ConfigError: if it is invalid; the message names the file.
     """
-    return from_yaml(TrainConfig, read_config_text(directory), str(directory.config))
+    try:
+        return from_yaml(TrainConfig, read_config_text(directory), str(directory.config))
+    except ConfigError as error:
+        if not any("unknown key" in problem for problem in error.problems):
+            raise
+        remedy = (
+            "these keys are of another version of marin_rl; use the version that wrote the run, which "
+            "checkpoints/*/run_files.json names, or start another run with --run_dir NEW"
+        )
+        raise ConfigError(*error.problems, remedy) from error
 
 
 def load_run(run: str, step: int | None) -> tuple[TrainConfig, Checkpoints]:

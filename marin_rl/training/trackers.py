@@ -11,7 +11,7 @@ from levanter.tracker import CompositeTracker, Tracker, TrackerConfig
 from levanter.tracker.tensorboard import TensorboardConfig
 from levanter.tracker.wandb import WandbTracker
 
-from marin_rl.training.run_directory import flatten
+from marin_rl.config_fields import flatten
 
 STEP = "step"
 """Metric of wandb that is the horizontal axis of all others."""

@@ -369,7 +369,9 @@ def test_flipped_bit_in_the_manifest_is_detected(saved: Checkpoints) -> None:
 
 def test_error_names_all_damaged_checkpoints(saved: Checkpoints) -> None:
     complaints = [truncate(saved.folder / "step-00000001"), remove(saved.folder / "step-00000002")]
-    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged.*Delete the run directory") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"every checkpoint in .* is damaged.*Restore their files from a copy"
+    ) as caught:
         saved.newest_good()
     assert all(complaint in str(caught.value) for complaint in complaints)
 

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from marin_rl.training.console import (
     MAX_PLAIN_LINES,
+    Compiling,
     ProgressDisplay,
     format_seconds,
     is_live,
@@ -71,14 +72,14 @@ def test_lines_are_redrawn_only_on_capable_terminals(stream, environment, expect
 
 def test_plain_line_contains_all_metrics():
     assert plain(10, [1, 2]) == [
-        "step 1/10   reward 0.250   KL 0.013   length 5.2   tok/s 8.1k   rollouts/s 12   entropy 0.500   left <45.0s",
+        "step 1/10   reward 0.250   KL 0.013   length 5.2   tok/s 8.1k   rollouts/s 12   entropy 0.500",
         "step 2/10   reward 0.250   KL 0.013   length 5.2   tok/s 8.1k   rollouts/s 12   entropy 0.500   left 16.0s",
     ]
 
 
 def test_missing_metrics_are_omitted():
-    assert plain(10, [1], {"train/rewards": 1.0}) == ["step 1/10   reward 1.000   left ?"]
-    assert plain(10, [1], {}) == ["step 1/10   left ?"]
+    assert plain(10, [1], {"train/rewards": 1.0}) == ["step 1/10   reward 1.000"]
+    assert plain(10, [1], {}) == ["step 1/10"]
 
 
 @pytest.mark.parametrize("total", [1, 7, 50, 51, 200, 10_000])
@@ -105,12 +106,13 @@ def test_evaluations_are_always_printed_and_not_repeated():
 def test_remaining_time_excludes_the_first_update():
     times = iter([100.0, 101.0, 102.0, 103.0])
     lines = plain(10, [1, 2, 3, 4], clock=times.__next__)
-    assert lines[0].endswith("left <45.0s")
+    assert "left" not in lines[0]
     assert lines[-1].endswith("left 6.0s")
 
 
 def test_remaining_time_is_zero_after_the_last_update():
-    assert plain(1, [1])[-1].endswith("left 0.0s")
+    assert plain(2, [1, 2])[-1].endswith("left 0.0s")
+    assert "left" not in plain(1, [1])[-1]
 
 
 def test_plain_output_has_no_control_characters():
@@ -156,7 +158,8 @@ def test_closing_table(width):
     stream = Stream()
     console = Console(file=stream, width=width, highlight=False)
     seconds, totals = {"step": 60.0, "sample": 180.0}, {"updates": 200.0, "tokens sampled": 5123456.0}
-    print_closing_table(console, FOLDER, EVALUATIONS, seconds, totals)
+    command = {"start": 20.0, "RL steps": 240.0}
+    print_closing_table(console, FOLDER, EVALUATIONS, seconds, totals, command, Compiling(60.0, 78.0))
     lines = [line.rstrip() for line in stream.getvalue().splitlines()]
     rows = {line.strip().split("  ")[0]: line.split() for line in lines if line}
     assert rows["sampled"] == ["sampled", "greedy", "pass@4"]
@@ -164,13 +167,26 @@ def test_closing_table(width):
     assert rows["after RL"][-3:] == ["0.625", "0.750", "0.900"]
     assert rows["change"] == ["change", "+0.375", "+0.250"]
     assert rows["sample"] == ["sample", "3:00", "75%"]
-    assert rows["total"] == ["total", "4:00"]
+    assert [line.split() for line in lines if line.startswith(" total")] == [["total", "4:00"], ["total", "4:20"]]
+    compiling = [line.split()[-2:] for line in lines if line.startswith(" of which compilation")]
+    assert compiling == [["1:00", "25%"], ["1:18", "30%"]]
+    assert rows["RL steps"][-2:] == ["4:00", "92%"]
     assert rows["tokens sampled"][-1] == "5,123,456"
     assert f"run directory   {FOLDER}" in lines
     # A wrapped command could not be copied.
     assert f"  python -m marin_rl.evaluate --run {FOLDER}" in lines
     assert f"  python -m marin_rl.view {FOLDER}" in lines
     assert max(len(line) for line in lines if "marin_rl.train" not in line and "runs/" not in line) <= width
+
+
+def test_rewards_of_evaluations_are_no_accuracy():
+    stream = Stream()
+    rewards = {"eval/sums/reward_sampled": 0.25, "eval/sums/reward_greedy": 0.5}
+    print_closing_table(Console(file=stream, width=80), Path("x"), {"before RL": rewards}, {}, {})
+    assert "Held-out reward" in stream.getvalue()
+    assert plain(2, [1], METRICS | rewards)[0].endswith(
+        "held-out reward 0.250   greedy reward 0.500   rollouts/s 12   entropy 0.500"
+    )
 
 
 def test_closing_table_without_evaluation_and_time():

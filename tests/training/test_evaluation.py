@@ -75,6 +75,17 @@ def measure(made: RolloutRunner, split: Split = Split.HELD_OUT, seed: int = 0, *
     return metrics
 
 
+def test_rewards_that_do_not_tell_right_from_wrong_give_no_accuracy(monkeypatch):
+    async def praise(self: Sitting, reply: str) -> Step:
+        return Step({"style": 0.75 if reply == "1" else 0.25})
+
+    monkeypatch.setattr(Sitting, "step", praise)
+    replies = iter("1111222211112222")
+    measured = measure(runner(lambda request: next(replies)), tasks=4, samples=2)
+    assert measured == {"eval/exam/tasks": 4.0, "eval/exam/reward_sampled": 0.5, "eval/exam/reward_greedy": 0.75}
+    assert describe_accuracy(measured) == "held-out exam/reward_sampled 0.500, exam/reward_greedy 0.750"
+
+
 def test_task_count_is_per_environment():
     measured = measure(runner(lambda request: "1"), tasks=1) | measure(
         runner(lambda request: "1", Exam(sources=("b", "a"))), tasks=1

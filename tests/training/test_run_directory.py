@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from marin_rl.errors import RunDirectoryError
-from marin_rl.training.run_directory import RunDirectory, create_or_open, holder, lock, open_existing, write_atomically
+from marin_rl.training.run_directory import (
+    RunDirectory,
+    create_or_open,
+    exported_step,
+    holder,
+    lock,
+    open_existing,
+    write_atomically,
+)
 
 CONFIG = "name: a\nseed: 0\ntrainer:\n  seed: 1\n  tracker: []\n"
 
@@ -33,51 +41,35 @@ def test_layout(tmp_path):
     assert [path.name for path in names] == ["metrics.jsonl", "hf", "log.txt", "curves.png"]
 
 
-def test_equal_config_with_other_formatting_opens_the_directory(tmp_path):
-    create_or_open(tmp_path, CONFIG)
-    (tmp_path / "metrics.jsonl").write_text("kept")
-    create_or_open(tmp_path, "seed: 0\nname: 'a'\ntrainer: {tracker: [], seed: 1.0}\n")
-    assert (tmp_path / "metrics.jsonl").read_text() == "kept"
-
-
-def test_differing_config_is_refused_by_key(tmp_path):
+def test_the_history_stays_when_a_config_is_rewritten(tmp_path):
     begin(tmp_path)
-    with pytest.raises(RunDirectoryError) as caught:
-        create_or_open(tmp_path, "name: b\nseed: 0\ntrainer:\n  seed: 2\n  tracker: []\nsteps: 3\n")
-    lines = str(caught.value).splitlines()
-    assert lines[0] == f"run directory {str(tmp_path)!r} belongs to a run with another config:"
-    assert lines[1:4] == [
-        '  name: "a" there, "b" now',
-        "  trainer.seed: 1 there, 2 now",
-        "  steps: not set there, 3 now",
-    ]
-    assert "choose another run_dir" in lines[4]
-    assert (tmp_path / "config.yaml").read_text() == CONFIG
+    (tmp_path / "config.yaml").write_text("# after step 2: seed 1 -> 0\n# a note\n" + CONFIG)
+    changed = CONFIG.replace("seed: 1", "seed: 2")
+    create_or_open(tmp_path, changed, keep_config=True)
+    assert (tmp_path / "config.yaml").read_text().endswith(CONFIG)
+    create_or_open(tmp_path, changed)
+    assert (tmp_path / "config.yaml").read_text() == "# after step 2: seed 1 -> 0\n# a note\n" + changed
 
 
-def test_config_without_results_can_be_replaced(tmp_path):
+def test_config_without_results_is_replaced(tmp_path):
     corrected = CONFIG.replace("seed: 1", "seed: 2")
-    create_or_open(tmp_path, CONFIG)
-    directory = create_or_open(tmp_path, corrected)
-    assert directory.config.read_text() == corrected
-    (directory.checkpoints / "step-00000000").mkdir()
-    with pytest.raises(RunDirectoryError, match=r"trainer\.seed: 2 there, 1 now"):
-        create_or_open(tmp_path, CONFIG)
+    create_or_open(tmp_path, "# of a failed start\n" + CONFIG)
+    assert create_or_open(tmp_path, corrected).config.read_text() == corrected
 
 
-def test_keys_that_may_differ_are_rewritten(tmp_path):
-    begin(tmp_path)
-    changed = "name: a\nseed: 0\ntrainer:\n  seed: 1\n  tracker:\n    type: tensorboard\n"
-    with pytest.raises(RunDirectoryError, match=r"trainer\.tracker"):
-        create_or_open(tmp_path, changed)
-    create_or_open(tmp_path, changed, may_differ=["trainer.tracker"])
-    assert (tmp_path / "config.yaml").read_text() == changed
-
-
-def test_key_with_the_prefix_of_a_key_that_may_differ_is_refused(tmp_path):
-    begin(tmp_path, "name: a\nname_of_it: b\n")
-    with pytest.raises(RunDirectoryError, match="name_of_it"):
-        create_or_open(tmp_path, "name: a\nname_of_it: c\n", may_differ=["name"])
+@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"step": "x"}', "\x00"])
+def test_the_step_of_an_export_is_unknown_if_its_file_is_not_complete(tmp_path, content):
+    directory = RunDirectory(tmp_path)
+    assert exported_step(directory) is None
+    directory.hf.mkdir()
+    (directory.hf / "training_step.json").write_text('{"step": 3}')
+    assert exported_step(directory) is None
+    (directory.hf / "config.json").write_text("{}")
+    assert exported_step(directory) == 3
+    (directory.hf / "training_step.json").unlink()
+    if content is not None:
+        (directory.hf / "training_step.json").write_text(content)
+    assert exported_step(directory) is None
 
 
 def test_run_without_config_is_refused(tmp_path):
@@ -201,7 +193,9 @@ def test_a_config_that_cannot_be_read_is_named(tmp_path, kind):
         os.mkfifo(tmp_path / "config.yaml")
     else:
         (tmp_path / "config.yaml").write_bytes(b"\xff\xfe")
-    with pytest.raises(RunDirectoryError, match=r"cannot read .*config\.yaml': .*; choose another run_dir, or repair"):
+    with pytest.raises(
+        RunDirectoryError, match=r"cannot read .*config\.yaml': .*; repair the file, or choose another run_dir"
+    ):
         create_or_open(tmp_path, CONFIG)
 
 

@@ -1,0 +1,349 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Changes of the config of a run that resumes: which are possible, and their history in `config.yaml`.
+
+Keys that affect the results may change only if the field is declared `may_change_by_name` and the command line names
+the key. `config.yaml` begins with a comment for each change:
+
+```
+# after step 12: num_steps 12 -> 20
+```
+"""
+
+import dataclasses
+import json
+import re
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import numpy as np
+from haliax import Axis
+from levanter.optim import OptimizerConfig
+from levanter.tracker import NoopTracker, current_tracker
+from levanter.trainer_state import init_optimizer_for_trainables
+
+from marin_rl.config.decode import decode, encode
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.yaml_text import parse_value, parse_yaml, to_yaml
+from marin_rl.config_fields import changeable_keys, flatten, is_within, keys_changeable_by_name
+from marin_rl.errors import RunDirectoryError
+from marin_rl.learner.array_files import named_arrays
+from marin_rl.learner.checkpoint import Checkpoints
+from marin_rl.learner.critic import with_critic
+from marin_rl.learner.policy_model import model_shape
+from marin_rl.training.run_directory import (
+    RunDirectory,
+    comments_of,
+    exported_step,
+    read_config_text,
+    show_value,
+    write_atomically,
+)
+from marin_rl.training.starting_weights import read_config
+
+NOT_SET = "not set"
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A changed key of the config."""
+
+    step: int
+    """Completed steps before the change."""
+    key: str
+    """Dotted key."""
+    old: str
+    """Value before the change, as JSON, or `not set`."""
+    new: str
+    """Value after the change, likewise."""
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.old} -> {self.new}"
+
+
+def plan_changes(directory: RunDirectory, config: TrainConfig, named: Collection[str] = ()) -> list[Change]:
+    """Compare the config of a run with the one to resume it with; changes no file and uses no device.
+
+    Args:
+        directory: run directory, which may be absent.
+        config: the new config; `model` is set.
+        named: dotted keys that the command line gave.
+
+    Returns:
+        The changes of keys that affect the results, at the newest checkpoint.
+
+    Raises:
+        RunDirectoryError: if a key differs that cannot change, or that was not named; the message lists all of them.
+        ConfigError: if the config of the run is invalid.
+    """
+    if not directory.config.exists() or not directory.has_results():
+        return []
+    former = read_config(directory)
+    # Keys that a former version did not have count with their defaults, as in every command that reads the run.
+    old, new = (flatten(encode(each)) for each in (former, config))
+    differing = [key for key in dict.fromkeys([*old, *new]) if key not in old or key not in new or old[key] != new[key]]
+    steps = Checkpoints(directory.checkpoints, config.checkpoint).steps()
+    newest = steps[-1] if steps else 0
+    changes = [Change(newest, key, show_value(old, key), show_value(new, key)) for key in differing]
+    _require_possible(directory, former, config, changes, named)
+    recorded = keys_changeable_by_name(TrainConfig)
+    return [change for change in changes if is_within(change.key, recorded)]
+
+
+def _require_possible(
+    directory: RunDirectory,
+    former: TrainConfig,
+    config: TrainConfig,
+    changes: Sequence[Change],
+    named: Collection[str],
+) -> None:
+    """Raise a RunDirectoryError with all changes that are refused, and the remedy of each kind."""
+    by_name = keys_changeable_by_name(TrainConfig)
+    if any(change.key == "optimizer.type" for change in changes):
+        # Another optimizer has other keys.
+        changes = [c for c in changes if c.key == "optimizer.type" or not is_within(c.key, ["optimizer"])]
+    # Another type of a section below names all keys of it.
+    named = {*named, *(c.key.removesuffix(".type") for c in changes if c.key.endswith(".type") and c.key in named)}
+    strict = [change for change in changes if not is_within(change.key, changeable_keys(TrainConfig))]
+    fixed = [change for change in strict if not is_within(change.key, by_name) or change.key == "optimizer.type"]
+    rest = [change for change in strict if change not in fixed]
+    short = [change for change in rest if change.key == "num_steps" and config.num_steps < change.step]
+    unnamed = [change for change in rest if not _is_named(change.key, named) and change not in short]
+    problems = [
+        *([_cannot_change(directory, fixed)] if fixed else []),
+        *(_too_short(change) for change in short),
+        *([_name_them(unnamed)] if unnamed else []),
+    ]
+    optimizer = [change for change in rest if is_within(change.key, ["optimizer"])]
+    if not problems and optimizer and (difference := _state_difference(former, config)):
+        problems = [_cannot_change(directory, optimizer, f" ({difference})")]
+    if problems:
+        refused = {change.key: change for change in (*fixed, *short, *unnamed)} or {c.key: c for c in optimizer}
+        raise RunDirectoryError(
+            f"run directory {str(directory.path)!r} belongs to a run with another config:\n"
+            + "".join(f"  {key}: {change.old} there, {change.new} now\n" for key, change in refused.items())
+            + "\n".join(problems)
+        )
+
+
+def _is_named(key: str, named: Collection[str]) -> bool:
+    return is_within(key, named) or any(is_within(name, [key]) for name in named)
+
+
+def _cannot_change(directory: RunDirectory, changes: Sequence[Change], reason: str = "") -> str:
+    names = _listed([change.key for change in changes])
+    return (
+        f"{names} cannot change in a run{reason}; make {'it' if len(changes) == 1 else 'them'} equal to resume that "
+        f"run, or {_another_run(directory, changes[0].step)}"
+    )
+
+
+def _another_run(directory: RunDirectory, newest: int) -> str:
+    """The options that start another run, from the weights of this one if it has any."""
+    run, weights = shlex.quote(str(directory.path)), shlex.quote(str(directory.path))
+    if not any(directory.checkpoints.glob("step-*")):
+        return "choose another run_dir"
+    export = ""
+    if exported_step(directory) != newest:
+        weights = "WEIGHTS"
+        export = f"python -m marin_rl.export --run {run} --output WEIGHTS, and then "
+    return (
+        f"choose another run_dir; to start it from the weights of this run: {export}--run_dir NEW --initialize_from "
+        f"{weights} --warm_start.max_steps 0"
+    )
+
+
+def _too_short(change: Change) -> str:
+    remedy = f"--num_steps {change.old} goes on as before"
+    if change.old != str(change.step):
+        remedy += f", and --num_steps {change.step} ends the run"
+    return f"num_steps is {change.new}, but the run has done {change.step} steps; {remedy}"
+
+
+def _name_them(changes: Sequence[Change]) -> str:
+    new = " ".join(_option(change.key, change.new) for change in changes if change.new != NOT_SET)
+    old = " ".join(_option(change.key, change.old) for change in changes if change.old != NOT_SET)
+    return (
+        f"to go on as before, add {old} to the command line; to change {_listed([c.key for c in changes])} from step "
+        f"{changes[0].step + 1} on, add {new}"
+    )
+
+
+def _option(key: str, value: str) -> str:
+    """The command line's option for a value.
+
+    >>> _option("optimizer.lr_schedule", '"cosine"'), _option("evaluation.pass_at", "[1, 2]")
+    ('--optimizer.lr_schedule cosine', "--evaluation.pass_at '[1, 2]'")
+    """
+    text = json.loads(value)
+    is_plain = isinstance(text, str) and text.isalnum() and parse_value(text) == text
+    return f"--{key} {shlex.quote(text if is_plain else value)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _state_difference(old: TrainConfig, new: TrainConfig) -> str | None:
+    """Return how the arrays of the optimizer's state differ between two configs of one model, None if they do not."""
+    before, after = (_state_arrays(new, config.optimizer) for config in (old, new))
+    for name in (*before, *after):
+        if before.get(name) != after.get(name):
+            return (
+                f"the state of the optimizer in the checkpoints would not fit: {name} is {before.get(name, 'absent')} "
+                f"there, and {after.get(name, 'absent')} now"
+            )
+    return None
+
+
+def _state_arrays(config: TrainConfig, optimizer: OptimizerConfig) -> dict[str, str]:
+    assert config.model is not None
+    # The size of the vocabulary is not known before the tokenizer is loaded, and the same for both optimizers.
+    policy = model_shape(config.model, Axis("vocab", 2**15), config.trainer)
+    model = policy if config.critic is None else eqx.filter_eval_shape(with_critic, config.critic, policy)
+    built = optimizer.build(config.num_updates)
+    # Levanter logs the decayed weights to the current tracker.
+    with current_tracker(NoopTracker()):
+        state = eqx.filter_eval_shape(lambda model: init_optimizer_for_trainables(built, model), model)
+    return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in named_arrays(state).items()}
+
+
+def read_history(text: str) -> list[Change]:
+    """Return the changes that the comments of a `config.yaml` list, in their order."""
+    parsed = [_parse(line) for line in comments_of(text).splitlines()]
+    return [change for change in parsed if change is not None]
+
+
+def _parse(line: str) -> Change | None:
+    match = re.fullmatch(r"# after step (\d+): (\S+) (.+)", line)
+    if match is None:
+        return None
+    values = match[3]
+    try:
+        end = len(NOT_SET) if values.startswith(NOT_SET) else json.JSONDecoder().raw_decode(values)[1]
+        if values[end + 4 :] != NOT_SET:
+            json.loads(values[end + 4 :])
+    except ValueError:
+        return None
+    return Change(int(match[1]), match[2], values[:end], values[end + 4 :])
+
+
+def record_changes(directory: RunDirectory, changes: Sequence[Change], config: TrainConfig, step: int) -> list[Change]:
+    """Write the config of a run that resumes, with the changes in its history.
+
+    Args:
+        directory: run directory.
+        changes: new changes.
+        config: the new config.
+        step: step of the checkpoint from which the run resumes. The run repeats later steps with the new config, so
+            former changes after later steps are moved to this one.
+
+    Returns:
+        The history.
+
+    Raises:
+        RunDirectoryError: if the file cannot be written.
+    """
+    text = read_config_text(directory)
+    lines = comments_of(text).splitlines()
+    for index, former in enumerate(map(_parse, lines)):
+        if former is not None and former.step > step:
+            lines[index] = f"# after step {step}: {former}"
+    lines += [f"# after step {step}: {change}" for change in changes]
+    new = "".join(f"{line}\n" for line in lines) + (to_yaml(config) if changes else text[len(comments_of(text)) :])
+    if new != text:
+        write_atomically(directory.config, new)
+    return read_history(new)
+
+
+def changed_values(history: Sequence[Change], step: int) -> dict[str, float]:
+    """Return the numbers that were changed after a step, as metrics `config/<key>`."""
+    values = {change.key: json.loads(change.new) for change in history if change.step == step and change.new != NOT_SET}
+    return {f"config/{key}": float(value) for key, value in values.items() if type(value) in (int, float)}
+
+
+def describe_learning_rate(old: TrainConfig, new: TrainConfig, updates: int) -> str:
+    """Describe the learning rate of the next update before and after a change.
+
+    Args:
+        old: the config before.
+        new: the config after.
+        updates: completed updates.
+    """
+    before, after = (float(np.asarray(c.optimizer.lr_scheduler(c.num_updates)(updates))) for c in (old, new))
+    return (
+        f"learning rate of update {updates + 1}: {after:.4g}, and {before:.4g} with the former settings. The schedule "
+        f"is a function of the number of updates done and their total, which is {new.num_updates} now and was "
+        f"{old.num_updates}"
+    )
+
+
+def values_of_step(directory: RunDirectory, step: int) -> dict[str, Any]:
+    """Return the config that a step of a run was trained with, as plain values: later changes are undone.
+
+    Raises:
+        RunDirectoryError: if the config cannot be read.
+        ConfigError: if it is not valid YAML.
+    """
+    text = read_config_text(directory)
+    values = parse_yaml(text, str(directory.config))
+    later = [change for change in reversed(read_history(text)) if change.step >= step]
+    # A section that replaced a plain value is removed before the value is set again.
+    for change in sorted(later, key=lambda change: (-change.step, change.old != NOT_SET)):
+        _undo(values, change)
+    return values
+
+
+def _undo(values: dict[str, Any], change: Change) -> None:
+    *sections, leaf = change.key.split(".")
+    for section in sections:
+        inner = values.get(section)
+        values[section] = values = inner if isinstance(inner, dict) else {}
+    if change.old == NOT_SET:
+        values.pop(leaf, None)
+    else:
+        values[leaf] = json.loads(change.old)
+
+
+def read_config_of_step(directory: RunDirectory, step: int) -> TrainConfig:
+    """Read the config that a step of a run was trained with; see `values_of_step`."""
+    read_config(directory)
+    return decode(TrainConfig, values_of_step(directory, step))
+
+
+def check_config_files(files: Sequence[Path], config: TrainConfig) -> list[str]:
+    """Check the `config.yaml` of runs among config files.
+
+    Args:
+        files: config files of the command line.
+        config: the config from them.
+
+    Returns:
+        Messages for the user.
+
+    Raises:
+        RunDirectoryError: if a file is that of a run which was moved or copied, and names the former folder.
+    """
+    messages = []
+    for file in files:
+        folder, text = file.parent, file.read_text(encoding="utf-8")
+        if folder.resolve() == Path(config.run_dir).resolve():
+            continue
+        values: Mapping[str, Any] = parse_yaml(text, str(file))
+        if values.get("run_dir") == config.run_dir:
+            if file.name == "config.yaml" and (folder / "checkpoints").is_dir():
+                raise RunDirectoryError(
+                    f"{str(file)!r} is in the folder of its run, but its run_dir is {config.run_dir!r}; give --run_dir "
+                    f"{shlex.quote(str(folder))} to resume the run there, or --run_dir NEW for another one"
+                )
+            continue
+        if history := ", ".join(f"{change} after step {change.step}" for change in read_history(text)):
+            messages.append(
+                f"{str(file)!r} is the config of a run whose settings were changed ({history}); this run has the last "
+                "ones from its first step on"
+            )
+    return messages
