@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import equinox as eqx
+import jax
 import numpy as np
 from haliax import Axis
 from levanter.optim import OptimizerConfig
@@ -266,15 +267,19 @@ def changed_values(history: Sequence[Change], step: int) -> dict[str, float]:
     return {f"config/{key}": float(value) for key, value in values.items() if type(value) in (int, float)}
 
 
-def describe_learning_rate(old: TrainConfig, new: TrainConfig, updates: int) -> str:
-    """Describe the learning rate of the next update before and after a change.
+def describe_learning_rate(old: TrainConfig, new: TrainConfig, updates: int) -> str | None:
+    """Describe the learning rate of the next update before and after a change; None if the schedule is the same.
 
     Args:
         old: the config before.
         new: the config after.
         updates: completed updates.
     """
-    before, after = (float(np.asarray(c.optimizer.lr_scheduler(c.num_updates)(updates))) for c in (old, new))
+    counts = np.array([updates, new.num_updates - 1])
+    rates = [np.asarray(jax.vmap(each.optimizer.lr_scheduler(each.num_updates))(counts)) for each in (old, new)]
+    if old.num_updates == new.num_updates and np.array_equal(rates[0], rates[1]):
+        return None
+    before, after = (float(rate[0]) for rate in rates)
     return (
         f"learning rate of update {updates + 1}: {after:.4g}, and {before:.4g} with the former settings. The schedule "
         f"is a function of the number of updates done and their total, which is {new.num_updates} now and was "

@@ -25,7 +25,6 @@ from marin_rl.config.decode import encode
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import to_yaml
-from marin_rl.config_fields import is_within
 from marin_rl.distributed.ray_workers import find_cluster
 from marin_rl.errors import Closing, UserError, explain, writing
 from marin_rl.host_status import StopRequestedError, exit_on_error, explain_errors, require_same_software
@@ -222,8 +221,8 @@ def _apply_changes(start: _Start, progress: Progress, report: Callable[[str], No
     history = record_changes(start.directory, start.changes, start.config, progress.step)
     for change in start.changes:
         report(f"changed from step {progress.step + 1} on: {change}")
-    if any(is_within(change.key, ("num_steps", "optimizer")) for change in start.changes):
-        report(describe_learning_rate(former, start.config, progress.updates))
+    if start.changes and (rates := describe_learning_rate(former, start.config, progress.updates)):
+        report(rates)
     return changed_values(history, progress.step)
 
 

@@ -25,6 +25,7 @@ from marin_rl.training.config_changes import (
     Change,
     changed_values,
     check_config_files,
+    describe_learning_rate,
     plan_changes,
     read_config_of_step,
     read_history,
@@ -305,3 +306,18 @@ def test_keys_that_a_former_version_did_not_have_count_with_their_defaults(tmp_p
     assert "logprob_block_size: null there, 64 now" in refusal(
         directory, dataclasses.replace(CONFIG, logprob_block_size=64)
     )
+
+
+def test_the_learning_rate_is_described_if_the_schedule_changes():
+    assert describe_learning_rate(CONFIG, adam(beta1=0.5), 12) is None
+    assert describe_learning_rate(CONFIG, dataclasses.replace(CONFIG, evaluation=EvaluationConfig()), 12) is None
+    # The rates of the first update are equal.
+    flat = dataclasses.replace(ADAM, lr_schedule="constant", warmup=0)
+    decaying = dataclasses.replace(ADAM, lr_schedule="linear", warmup=0)
+    old, new = (dataclasses.replace(CONFIG, optimizer=optimizer) for optimizer in (flat, decaying))
+    text = describe_learning_rate(old, new, 0)
+    assert text is not None
+    assert text.startswith("learning rate of update 1: 0.001, and 0.001 with the former settings")
+    text = describe_learning_rate(new, dataclasses.replace(new, num_steps=30), 10)
+    assert text is not None
+    assert text.startswith("learning rate of update 11: 0.0007, and 0.00055 with the former settings")
