@@ -294,6 +294,9 @@ def test_resume_with_a_changed_data_file(
     # The content is that of the uninterrupted run.
     assert outcome(run)["state"] == outcome(finished_run)["state"]
     data.write_text(data.read_text() + "\n")
+    # A finished run reads its files only to be exported.
+    assert run.train() == 0
+    shutil.rmtree(run.path / "hf")
     assert run.train() == 1
     assert f"environment: {data} was changed" in capfd.readouterr().err
     with caplog.at_level(logging.WARNING, "marin_rl"):
