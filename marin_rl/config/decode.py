@@ -303,7 +303,7 @@ def _unknown_key(section: Any, concrete: Any, key: str, valid: Sequence[str], pa
     kind = _dotted((*path, CHOICE_TYPE_KEY))
     registry = plain_type(section)
     types_by_key: dict[str, list[str]] = {}
-    for choice, option in registry.get_known_choices().items():
+    for choice, option in sorted(registry.get_known_choices().items()):
         for other in field_types(option):
             types_by_key.setdefault(other, []).append(choice)
     selected, suggestion = registry.get_choice_name(concrete), nearest(key, valid)

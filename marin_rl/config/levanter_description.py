@@ -200,9 +200,9 @@ def _describe_section(section: Any, entries: dict[str, Any]) -> str:
         return name
     entries[name] = {}
     if is_choice_type(registry):
-        choices = {
-            choice: _describe_section(kind, entries) for choice, kind in sorted(registry.get_known_choices().items())
-        }
+        # The order of registration depends on the order of imports.
+        kinds = sorted(registry.get_known_choices().items())
+        choices = {choice: _describe_section(kind, entries) for choice, kind in kinds}
         entries[name] = {"choices": choices, "default": registry.default_choice_name()}
     else:
         entries[name] = {"fields": {key: _describe_field(section, key, entries) for key in field_types(section)}}

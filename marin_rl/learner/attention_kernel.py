@@ -13,6 +13,7 @@ from levanter.models.lm_model import LmConfig
 
 from marin_rl.batching.packing import GroupRow
 from marin_rl.learner.gpu_attention import LARGEST_TILE, GpuBackend
+from marin_rl.models.model_settings import EXACT_WITH_CAP, attention_problems
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 """Supported platforms."""
@@ -214,29 +215,16 @@ def attention_kernel(model: LmConfig | None, platform: str, context_shards: int 
     >>> attention_kernel(None, "tpu").backend.value
     'splash'
     """
+    for problem in attention_problems(model):
+        raise ValueError(problem)
     backend = cast(AttentionBackend | None, getattr(model, "attn_backend", None))
-    unwanted = getattr(model, "use_flash_attention", None) is False
-    cap = getattr(model, "attn_logit_softcapping", None)
-    exact = (AttentionBackend.VANILLA, AttentionBackend.SPLASH, GpuBackend.PALLAS)
     if backend in (None, AttentionBackend.DEFAULT):
         default = _default_backend(model, platform)
-        if unwanted or (cap is not None and default not in exact):
+        unwanted = getattr(model, "use_flash_attention", None) is False
+        is_capped = getattr(model, "attn_logit_softcapping", None) is not None
+        if unwanted or (is_capped and default.value not in EXACT_WITH_CAP):
             default = AttentionBackend.VANILLA
         return AttentionKernel(default, getattr(model, "flash_attention_block_size", None), context_shards)
-    if backend is AttentionBackend.NVTE:
-        raise ValueError(
-            "model.attn_backend is nvte, but Transformer Engine, as levanter calls it, does not read segment ids, so "
-            "the sequences of a packed row would attend to one another; set it to null"
-        )
-    if unwanted and backend is not AttentionBackend.VANILLA:
-        raise ValueError(
-            f"model.use_flash_attention is false, but model.attn_backend is {backend.value}; set one of them only"
-        )
-    if cap is not None and backend not in exact:
-        raise ValueError(
-            f"model.attn_backend is {backend.value}, which does not differentiate the cap of the attention logits "
-            f"(model.attn_logit_softcapping, {cap}); set it to vanilla, or to null"
-        )
     return AttentionKernel(backend, getattr(model, "flash_attention_block_size", None), context_shards)
 
 

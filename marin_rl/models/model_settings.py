@@ -10,9 +10,13 @@ MODEL_TYPES = ("gemma", "gemma2", "gpt2", "llama", "mistral", "mixtral", "olmo2"
 """Supported architectures: values of `model_type` in a `config.json`, and of `model.type` in a run's config."""
 SIZES = (
     *("seq_len", "hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
-    *("n_routed_experts", "num_experts_per_tok"),
+    *("n_routed_experts", "num_experts_per_tok", "flash_attention_block_size"),
 )
 """Settings of levanter's model configs that are numbers of at least 1, or null."""
+
+
+EXACT_WITH_CAP = ("vanilla", "splash", "pallas")
+"""Attention kernels that differentiate the cap of the attention logits."""
 
 
 def model_problems(model: Any) -> Iterator[str]:
@@ -36,9 +40,36 @@ def model_problems(model: Any) -> Iterator[str]:
         )
     if getattr(model, "scan_layers", True) is False:
         yield "model.scan_layers is false, but the learner supports scanned layers only; set it to true"
+    yield from attention_problems(model)
     sizes = {size: value for size in SIZES if (value := getattr(model, size, None)) is not None}
     wrong = [f"model.{size} is {value}; it must be at least 1" for size, value in sizes.items() if value < 1]
     yield from wrong or _shape_problems(sizes)
+
+
+def attention_problems(model: Any) -> Iterator[str]:
+    """Problems of the attention settings of a model.
+
+    Args:
+        model: levanter's model config, or an object with the same settings; None if there are none.
+
+    Yields:
+        Messages that name the setting and the remedy.
+    """
+    backend = getattr(model, "attn_backend", None)
+    name = "default" if backend is None else backend.value
+    cap = getattr(model, "attn_logit_softcapping", None)
+    if name == "nvte":
+        yield (
+            "model.attn_backend is nvte, but Transformer Engine, as levanter calls it, does not read segment ids, so "
+            "the sequences of a packed row would attend to one another; set it to null"
+        )
+    elif name not in ("default", "vanilla") and getattr(model, "use_flash_attention", None) is False:
+        yield f"model.use_flash_attention is false, but model.attn_backend is {name}; set one of them only"
+    elif cap is not None and name not in ("default", *EXACT_WITH_CAP):
+        yield (
+            f"model.attn_backend is {name}, which does not differentiate the cap of the attention logits "
+            f"(model.attn_logit_softcapping, {cap}); set it to vanilla, or to null"
+        )
 
 
 def _shape_problems(sizes: dict[str, int]) -> Iterator[str]:

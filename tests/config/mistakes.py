@@ -75,8 +75,8 @@ MISTAKES: dict[str, Mistake] = {
     "top key": Mistake("--sede 1", ("unknown key sede", "did you mean 'seed'?")),
     "nested key": Mistake("--rollouts.group_sise 4", ("unknown key rollouts.group_sise", "'group_size'")),
     "key of another section": Mistake("--max_new_tokens 4", ("max_new_tokens", "sampling.max_new_tokens")),
-    "key of another name": Mistake("--kl.coef 0.1", ("kl.coef", "kl.beta (of in_reward and in_loss)")),
-    "key of another type": Mistake("--kl.beta 0.1", ("kl.beta", "belongs to kl.type in_reward or in_loss", "is none")),
+    "key of another name": Mistake("--kl.coef 0.1", ("kl.coef", "kl.beta (of in_loss and in_reward)")),
+    "key of another type": Mistake("--kl.beta 0.1", ("kl.beta", "belongs to kl.type in_loss or in_reward", "is none")),
     "nested model key": Mistake("--model.hiden_dim 32", ("model.hiden_dim", "'hidden_dim'")),
     "model key of another type": Mistake("--model.embed_pdrop 0", ("model.embed_pdrop", "model.type gpt2", "is llama")),
     "optimizer key": Mistake("--optimizer.learning_rat 1e-3", ("optimizer.learning_rat", "'learning_rate'")),
@@ -107,6 +107,7 @@ MISTAKES: dict[str, Mistake] = {
     "enum": Mistake("--mode asynchronous", ("mode is 'asynchronous'", "one of sync, async")),
     "levanter's enum": Mistake("--model.attn_backend flash", ("model.attn_backend is 'flash'", "splash")),
     "precision": Mistake("--trainer.mp fp7", ("trainer.mp is 'fp7'",)),
+    "attention": Mistake("--model.attn_backend nvte", ("model.attn_backend is nvte", "set it to null")),
     # Ranges.
     "below the minimum": Mistake("--rollouts.group_size 0", ("rollouts.group_size is 0", "at least 1")),
     "negative": Mistake("--num_steps -3", ("num_steps is -3", "at least 0")),
