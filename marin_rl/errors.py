@@ -185,6 +185,7 @@ def nearest(name: str, valid: Iterable[str], heading: str = "Valid here") -> str
     names = [str(candidate) for candidate in valid]
     listing = f"{heading}: {', '.join(names)}" if names else "Nothing is valid here"
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    close = close or difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.6)
     close += [full for full in names if full not in close and name == "".join(word[:1] for word in full.split("_"))]
     if not close:
         return listing

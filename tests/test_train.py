@@ -193,14 +193,16 @@ def test_module_is_a_command(tmp_path: Path):
         (["--config"], "--config needs a value"),
     ],
 )
-def test_command_line_errors_are_reported_without_importing_jax(arguments: list[str], problem: str, tmp_path: Path):
+def test_command_line_errors_are_reported_without_importing_levanter(
+    arguments: list[str], problem: str, tmp_path: Path
+):
     (tmp_path / "present.yaml").write_text("enviroment: {type: arithmetic}\n")
     (tmp_path / "broken.yaml").write_text("a: [\n")
     script = (
         "import sys\n"
         "from marin_rl.train import main\n"
         f"status = main({arguments!r})\n"
-        "print(status, sorted({'jax', 'levanter', 'haliax', 'transformers'} & set(sys.modules)))\n"
+        "print(status, sorted({'levanter', 'haliax', 'transformers'} & set(sys.modules)))\n"
     )
     finished = subprocess.run(
         [sys.executable, "-c", script],

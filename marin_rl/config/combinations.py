@@ -51,8 +51,10 @@ def _check_model(config: "AbstractTrainConfig") -> Iterator[str]:
         )
     if config.model is None:
         return
-    yield from model_problems(config.model)
-    if config.rollouts.max_length > config.model.seq_len:
+    problems = list(model_problems(config.model))
+    yield from problems
+    # An architecture that is not supported may have no seq_len.
+    if not problems and config.rollouts.max_length > config.model.seq_len:
         yield (
             f"rollouts.max_length is {config.rollouts.max_length}, but the model's context has {config.model.seq_len} "
             "tokens (model.seq_len); lower rollouts.max_length or raise model.seq_len"

@@ -394,6 +394,8 @@ def _suggest_section(problem: str, known: Sequence[str]) -> str:
         return problem
     leaf = match[1].rpartition(".")[2]
     leaves = {key: key.rpartition(".")[2] for key in known}
+    if difflib.get_close_matches(match[1], CONFIG_OPTIONS, n=1, cutoff=0.75):
+        return f"unknown key {match[1]}; did you mean '{CONFIG_OPTIONS[0]}'?"
     # An equal name is the closest match.
     close = difflib.get_close_matches(leaf, set(leaves.values()), n=1, cutoff=0.75)
     elsewhere = [key for key in known if leaves[key] in close]

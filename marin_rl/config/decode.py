@@ -154,7 +154,7 @@ def resolve_section(section: Any, raw: Mapping[str, Any], path: Sequence[str] = 
     registry = plain_type(section)
     if not is_choice_type(registry):
         return section
-    name = raw.get(CHOICE_TYPE_KEY)
+    name = _without_texts(raw.get(CHOICE_TYPE_KEY))
     if name is None and isinstance(base, registry):
         return type(base)
     name = registry.default_choice_name() if name is None else name
@@ -266,8 +266,7 @@ def _wrong(annotation: Any, raw: Any, path: Sequence[str], reason: str = "") -> 
 
 def _decode_section(section: Any, raw: Any, path: Sequence[str], base: Any) -> Any:
     if not isinstance(raw, Mapping):
-        is_type = is_choice_type(plain_type(section)) and raw in list(plain_type(section).get_known_choices())
-        raise _wrong(section, raw, path, f"write {{{CHOICE_TYPE_KEY}: {raw}}}" if is_type else "")
+        raise _wrong(section, raw, path, _as_type(section, raw))
     concrete = resolve_section(section, raw, path, base)
     base = base if type(base) is plain_type(concrete) else None
     known = field_types(concrete)
@@ -286,11 +285,21 @@ def _decode_section(section: Any, raw: Any, path: Sequence[str], base: Any) -> A
                 problems.extend(error.problems)
                 invalid.add(name)
         elif default is dataclasses.MISSING:
-            problems.append(f"{_dotted((*path, name))} is missing; it takes {describe(annotation)} and has no default")
+            if name not in invalid:
+                problems.append(
+                    f"{_dotted((*path, name))} is missing; it takes {describe(annotation)} and has no default"
+                )
             invalid.add(name)
         elif base is not None:
             values[name] = default
     return _construct(concrete, values, path, problems, invalid)
+
+
+def _as_type(section: Any, raw: Any) -> str:
+    """Remedy for a section that is only the name of a type."""
+    registry = plain_type(section)
+    is_type = is_choice_type(registry) and raw in list(registry.get_known_choices())
+    return f"write {{{CHOICE_TYPE_KEY}: {raw}}}" if is_type else ""
 
 
 def _unknown_key(section: Any, concrete: Any, key: str, valid: Sequence[str], path: Sequence[str]) -> str:
@@ -398,7 +407,8 @@ def _decode_union(annotation: Any, raw: Any, path: Sequence[str], base: Any) -> 
     for option in sorted(candidates, key=lambda option: option is not type(raw)):
         with contextlib.suppress(ConfigError):
             return decode(option, raw, path, base)
-    raise _wrong(annotation, raw, path)
+    section = section_of(annotation)
+    raise _wrong(annotation, raw, path, "" if section is None else _as_type(section, raw))
 
 
 def _has_form(annotation: Any, raw: Any) -> bool:
@@ -449,6 +459,8 @@ def _decode_scalar(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
         if type(raw) is plain and raw == raw:
             return raw
         hint = "NaN is not allowed" if raw != raw else ""
+        if plain is int and isinstance(raw, float) and raw.is_integer():
+            hint = f"write {int(raw)}"
         if plain is str and isinstance(raw, bool):
             hint = "YAML reads yes, no, on, off, true and false as booleans; quote the word"
         if plain is str and isinstance(raw, float):

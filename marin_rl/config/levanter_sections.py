@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from marin_rl.config.decode import choice_name, decode, default_of
+from marin_rl.config.decode import choice_name, decode, default_of, field_types, section_of
+from marin_rl.errors import nearest
 from marin_rl.remote_path import RemotePath
 from marin_rl.storage import storage_path, user_cache
 
@@ -79,6 +80,9 @@ def check_optimizer(config: "AbstractTrainConfig") -> Iterator[str]:
     optimizer, name = config.optimizer, choice_name(config.optimizer)
     if not 0 <= optimizer.learning_rate < math.inf:
         yield (f"optimizer.learning_rate is {optimizer.learning_rate}; it must be a finite number of at least 0")
+    schedules = section_of(field_types(type(optimizer))["lr_schedule"]).get_known_choices()
+    if isinstance(optimizer.lr_schedule, str) and optimizer.lr_schedule not in schedules:
+        yield f"optimizer.lr_schedule is {optimizer.lr_schedule!r}; {nearest(optimizer.lr_schedule, sorted(schedules))}"
     if name in UNUSABLE_OPTIMIZERS:
         usable = sorted(type(optimizer).get_known_choices().keys() - set(UNUSABLE_OPTIMIZERS))
         yield (
@@ -107,7 +111,8 @@ def check_trainer(config: "AbstractTrainConfig") -> Iterator[str]:
         given = getattr(trainer, name)
         if given not in (default_of(type(trainer), name), getattr(defaults, name)):
             yield f"trainer.{name} is {given!r}, but this setting has no effect: {remedy}"
-    for name in ("profiler_start_step", "profiler_num_steps"):
+    axes = ("model_axis_size", "replica_ici_axis_size", "replica_dcn_axis_size")
+    for name in ("profiler_start_step", "profiler_num_steps", *axes):
         if getattr(trainer, name) < 1:
             yield f"trainer.{name} is {getattr(trainer, name)}; it must be at least 1"
     precision = trainer.mp

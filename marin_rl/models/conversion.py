@@ -15,9 +15,7 @@ from typing import Any, cast
 
 from levanter.compat.hf_checkpoints import HFCompatConfig
 from levanter.layers.rotary import (
-    DefaultRotaryEmbeddingsConfig,
     Llama3RotaryEmbeddingsConfig,
-    YarnRotaryEmbeddingsConfig,
 )
 from levanter.models.lm_model import LmConfig
 from levanter.models.qwen import Qwen3Config
@@ -121,13 +119,6 @@ def to_hf_config(config: LmConfig, vocab_size: int) -> PretrainedConfig:
 def _check_export(config: LmConfig) -> PretrainedConfig:
     """Return the Hugging Face config of a model's export, or raise an error if it would compute another function."""
     name = LmConfig.get_choice_name(type(config))
-    rope = getattr(config, "rope", None)
-    if type(rope) is YarnRotaryEmbeddingsConfig:
-        raise PolicyModelError("model.rope.type is 'yarn', which levanter computes unlike transformers; use hf_yarn")
-    if type(rope) is DefaultRotaryEmbeddingsConfig and rope.factor != 1.0:
-        raise PolicyModelError(
-            f"model.rope.factor is {rope.factor}, which levanter cannot export; use model.rope.type: hf_linear"
-        )
     hf_config = to_hf_config(config, vocab_size=256)
     check_implemented(hf_config)
     try:

@@ -41,6 +41,7 @@ def model_problems(model: Any) -> Iterator[str]:
     if getattr(model, "scan_layers", True) is False:
         yield "model.scan_layers is false, but the learner supports scanned layers only; set it to true"
     yield from attention_problems(model)
+    yield from _rope_problems(getattr(model, "rope", None))
     sizes = {size: value for size in SIZES if (value := getattr(model, size, None)) is not None}
     wrong = [f"model.{size} is {value}; it must be at least 1" for size, value in sizes.items() if value < 1]
     yield from wrong or _shape_problems(sizes)
@@ -70,6 +71,14 @@ def attention_problems(model: Any) -> Iterator[str]:
             f"model.attn_backend is {name}, which does not differentiate the cap of the attention logits "
             f"(model.attn_logit_softcapping, {cap}); set it to vanilla, or to null"
         )
+
+
+def _rope_problems(rope: Any) -> Iterator[str]:
+    name = None if rope is None else rope.get_choice_name(type(rope))
+    if name == "yarn":
+        yield "model.rope.type is 'yarn', which levanter computes unlike transformers; use hf_yarn"
+    if name == "default" and rope.factor != 1.0:
+        yield f"model.rope.factor is {rope.factor}, which levanter cannot export; use model.rope.type: hf_linear"
 
 
 def _shape_problems(sizes: dict[str, int]) -> Iterator[str]:

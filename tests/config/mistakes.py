@@ -90,6 +90,7 @@ MISTAKES: dict[str, Mistake] = {
     # Types of values.
     "text for a number": Mistake("--seed one", ("seed is 'one'", "an integer")),
     "fraction for an integer": Mistake("--num_steps 1.5", ("num_steps is 1.5 (float)", "an integer")),
+    "exponent for an integer": Mistake("--num_steps 1e3", ("num_steps is 1000.0", "write 1000")),
     "text for a switch": Mistake("--rollouts.packing maybe", ("rollouts.packing is 'maybe'", "true or false")),
     "number for a model size": Mistake("--model.num_layers two", ("model.num_layers is 'two'", "an integer")),
     "text for a learning rate": Mistake("--optimizer.learning_rate 1-e4", ("optimizer.learning_rate is '1-e4'",)),
@@ -107,6 +108,13 @@ MISTAKES: dict[str, Mistake] = {
     "enum": Mistake("--mode asynchronous", ("mode is 'asynchronous'", "one of sync, async")),
     "levanter's enum": Mistake("--model.attn_backend flash", ("model.attn_backend is 'flash'", "splash")),
     "precision": Mistake("--trainer.mp fp7", ("trainer.mp is 'fp7'",)),
+    "model without a context": Mistake("--model.type whisper", ("model.type 'whisper' is not supported",)),
+    "schedule": Mistake("--optimizer.lr_schedule cosin", ("optimizer.lr_schedule is 'cosin'", "'cosine'")),
+    "name for a tracker": Mistake(
+        "--trainer.tracker wandb", ("trainer.tracker is 'wandb'", "write {type: wandb}"), only_early=True
+    ),
+    "rope": Mistake("--model.rope.type yarn", ("model.rope.type is 'yarn'", "use hf_yarn")),
+    "upper case": Mistake("--environment.type JSONL", ("environment.type is 'JSONL'", "did you mean 'jsonl'")),
     "attention": Mistake("--model.attn_backend nvte", ("model.attn_backend is nvte", "set it to null")),
     # Ranges.
     "below the minimum": Mistake("--rollouts.group_size 0", ("rollouts.group_size is 0", "at least 1")),
@@ -114,6 +122,7 @@ MISTAKES: dict[str, Mistake] = {
     "temperature": Mistake("--sampling.temperature -1", ("sampling.temperature is -1",)),
     "learning rate": Mistake("--optimizer.learning_rate .inf", ("optimizer.learning_rate is inf", "finite number")),
     "heads": Mistake("--model.num_heads 3", ("num_heads is 3", "num_kv_heads is 2", "one of 1, 3"), 2, only_early=True),
+    "axis": Mistake("--trainer.model_axis_size 0", ("trainer.model_axis_size is 0", "at least 1")),
     "model size": Mistake("--model.num_layers 0", ("model.num_layers is 0", "at least 1")),
     "dropout": Mistake(
         (

@@ -17,6 +17,7 @@ import pytest
 
 from marin_rl import chips
 from marin_rl.launch.local import LocalConfig, Process, run_together, training_processes
+from tests.config.mistakes import BASE
 from tests.tiny_run import TinyRun, set_num_steps
 
 TIMEOUT = 400.0
@@ -157,7 +158,7 @@ def launch(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 def test_dry_run_prints_the_commands(tmp_path: Path) -> None:
     config = tmp_path / "a b.yaml"
-    config.write_text("seed: 1\n")
+    config.write_text(BASE)
     done = launch("--num_processes", "2", "--dry_run", "--", "--config", str(config))
     first, second = done.stdout.splitlines()
     assert first.startswith("JAX_PLATFORMS=cpu XLA_FLAGS=")

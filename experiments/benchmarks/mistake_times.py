@@ -3,7 +3,7 @@
 
 """CPU seconds until `marin_rl.train` reports a mistake in a config, for each mistake of `tests/config/mistakes.py`.
 
-    python -m experiments.benchmarks.benchmark_mistakes
+    python -m experiments.benchmarks.mistake_times
 
 Each mistake is made in a process of its own.
 """
