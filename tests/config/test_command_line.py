@@ -351,3 +351,16 @@ def test_an_error_that_nothing_handles_does_not_control_the_terminal(place: str)
     assert ended.returncode == status
     assert "RuntimeError: \\x1b]52;c;AAAA\\x07\\x9b2J\\u202e\\rreply\n" in shown
     assert shown == escape(shown)
+
+
+@pytest.mark.parametrize("text", ["1_000", "1.10", "yes", "0x10", "-5", ".nan"])
+def test_keys_that_take_text_have_it_as_it_was_written(text: str):
+    assert parse("--name", text).config.name == text
+    with pytest.raises(ConfigError, match=r"^advantage\.type is "):
+        parse("--name", "x", "--advantage.type", text)
+
+
+def test_numbers_of_the_command_line_are_numbers_elsewhere():
+    assert parse("--name", "x", "--steps", "1_000", "--verbose", "yes").config == RunConfig(
+        "x", steps=1000, verbose=True
+    )

@@ -10,8 +10,8 @@ from levanter.models.lm_model import LmConfig
 from levanter.optim import AdamConfig, OptimizerConfig
 from levanter.trainer import TrainerConfig
 
-from marin_rl.config.decode import ConfigError, default_of, encode, field_types
-from marin_rl.config.help import COMMON_KEYS, all_keys, help_text
+from marin_rl.config.decode import ConfigError, default_of, encode, field_types, section_of
+from marin_rl.config.help import COMMON_KEYS, SECTIONS, all_keys, help_text
 from marin_rl.config.train_config import TrainConfig
 
 UNUSED = TrainConfig.__dataclass_fields__["trainer"].metadata["without_effect"]
@@ -162,6 +162,10 @@ def test_defaults_of_the_overview_are_those_of_the_classes(key: str, shown: str)
     if section and isinstance(default, dict):
         default = default[name]
     assert shown == ("required" if default is dataclasses.MISSING else "null" if default is None else str(default))
+
+
+def test_sections_of_the_overview_are_those_of_the_class():
+    assert set(SECTIONS) == {name for name, kind in field_types(TrainConfig).items() if section_of(kind) is not None}
 
 
 def test_flags_are_listed():

@@ -347,3 +347,12 @@ def test_a_folder_and_a_pipe_are_not_files(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(ValueError, match=rf"^the file '{path}' of a jsonl environment is not a file; correct path"):
             JsonlConfig(path=str(path)).build()
+
+
+def test_paths_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "sums.jsonl", sums(40))
+    assert_sound(JsonlConfig(path="~/sums.jsonl").build(), 40)
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "train.jsonl", sums(40))
+    assert_sound(HuggingFaceConfig(path="~/data").build(), 40)
