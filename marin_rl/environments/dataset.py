@@ -24,6 +24,7 @@ from marin_rl.environments.splits import (
     split_problems,
     without_duplicates,
 )
+from marin_rl.hub import DATASET, check_source
 from marin_rl.rewards.grading import (
     ExactConfig,
     FormatConfig,
@@ -230,7 +231,7 @@ class HuggingFaceConfig(DatasetConfig):
                 choices = ", ".join(repr(name) for name in splits)
                 raise ValueError(f"dataset {self.path!r} has no split {split!r}; it has {choices}")
             return splits[split]
-        if folder.is_dir():
+        if check_source(self.path, "environment.path", DATASET) is not None:
             check_data_files(folder)
         try:
             return datasets.load_dataset(name_or_folder, self.subset, split=split, revision=self.revision)

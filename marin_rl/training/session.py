@@ -53,7 +53,7 @@ from marin_rl.training.run_state import Progress
 from marin_rl.training.shared_run import require_same_config, require_shared_folder
 from marin_rl.training.starting_weights import check_weight_files, read_config, resolve_model
 from marin_rl.training.summary import print_and_log, say_finished, summary_of
-from marin_rl.training.trackers import make_tracker
+from marin_rl.training.trackers import check_trackers, make_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,8 @@ def run_session(
         directory = RunDirectory(storage_path(config.run_dir, "run_dir"))
         if multihost.on_main(lambda: say_finished(config, directory, stream, named, accept_changes=accept_changes)):
             return
+        if multihost.is_main():
+            check_trackers(config.trainer.tracker)
         check_weight_files(config)
         check_lock = _lock_on_main(directory, config, resources)
         require_same_config(config)

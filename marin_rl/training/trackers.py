@@ -4,17 +4,61 @@
 """Trackers such as TensorBoard and wandb, which receive the metrics of a run that may repeat steps after a resume."""
 
 import dataclasses
+import importlib.util
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from levanter.tracker import CompositeTracker, Tracker, TrackerConfig
 from levanter.tracker.tensorboard import TensorboardConfig
-from levanter.tracker.wandb import WandbTracker
+from levanter.tracker.wandb import WandbConfig, WandbTracker
 
 from marin_rl.config_fields import flatten
+from marin_rl.errors import UserError
 
 STEP = "step"
 """Metric of wandb that is the horizontal axis of all others."""
+
+
+_PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboardX", "trackio": "trackio"}
+"""Packages of trackers."""
+
+
+def check_trackers(configs: TrackerConfig | Sequence[TrackerConfig]) -> None:
+    """Check that the packages of trackers are installed, and that wandb has an account, without a request.
+
+    Args:
+        configs: levanter's tracker section.
+
+    Raises:
+        UserError: if one is missing; the message names the tracker and the remedy.
+    """
+    for config in [configs] if isinstance(configs, TrackerConfig) else configs:
+        name = TrackerConfig.get_choice_name(type(config))
+        package = _PACKAGES.get(name)
+        if package is not None and importlib.util.find_spec(package) is None:
+            extra = package if name == "trackio" else f"marin_rl[{name}]"
+            raise UserError(
+                f"trainer.tracker is {name!r}, but the package {package} is not installed; pip install '{extra}', or "
+                "leave out the tracker (metrics.jsonl has the same metrics)"
+            )
+        if isinstance(config, WandbConfig):
+            _check_wandb_account(config)
+
+
+def _check_wandb_account(config: WandbConfig) -> None:
+    import wandb
+    from requests.utils import get_netrc_auth
+
+    settings = wandb.setup().settings
+    mode = config.mode or settings.mode
+    keys = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+    if mode != "online" or any(os.environ.get(key) for key in keys) or get_netrc_auth(settings.base_url):
+        return
+    raise UserError(
+        "trainer.tracker is 'wandb', but there is no login for it on this machine; run `wandb login`, set "
+        "WANDB_API_KEY, or set trainer.tracker.mode to offline"
+    )
 
 
 def make_tracker(

@@ -324,7 +324,7 @@ def test_hf_missing_split_and_dataset(tmp_path: Path, offline):
     write(tmp_path / "train.jsonl", sums(10))
     with pytest.raises(ValueError, match=r"cannot load dataset .* split 'tset'.*Should be one of \['train'\]"):
         HuggingFaceConfig(path=str(tmp_path), split="tset").build()
-    with pytest.raises(ValueError, match="cannot load dataset 'nobody/nothing-of-this-name'"):
+    with pytest.raises(ValueError, match=r"environment.path is 'nobody/nothing-of-this-name': there is no such folder"):
         HuggingFaceConfig(path="nobody/nothing-of-this-name").build()
 
 

@@ -1,18 +1,23 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import importlib.util
 import json
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import wandb
 from levanter.tracker.tensorboard import TensorboardConfig
-from levanter.tracker.tracker import NoopTracker
+from levanter.tracker.tracker import NoopConfig, NoopTracker
 from levanter.tracker.wandb import WandbConfig
 
-from marin_rl.training.trackers import make_tracker
+from marin_rl.errors import UserError
+from marin_rl.training.trackers import check_trackers, make_tracker
 
 
 def test_missing_package_names_the_extra_to_install(monkeypatch):
@@ -24,6 +29,26 @@ def test_missing_package_names_the_extra_to_install(monkeypatch):
         ImportError, match=r"tracker 'tensorboard' needs .*'absent'.*pip install 'marin_rl\[tensorboard"
     ):
         make_tracker((TensorboardConfig(),), "a", {})
+
+
+def test_trackers_are_checked_before_they_start(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for key in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setattr("wandb.setup", lambda: SimpleNamespace(settings=wandb.Settings()))
+    check_trackers(())
+    check_trackers((NoopConfig(), WandbConfig(mode="offline"), WandbConfig(mode="disabled")))
+    with pytest.raises(UserError, match=r"trainer.tracker is 'wandb', but there is no login .* run `wandb login`"):
+        check_trackers(WandbConfig())
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    check_trackers(WandbConfig())
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for config, extra in ((WandbConfig(), "wandb"), (TensorboardConfig(), "tensorboard")):
+        with pytest.raises(
+            UserError, match=rf"is '{extra}', but the package .* not installed; pip install 'marin_rl\["
+        ):
+            check_trackers([config])
 
 
 def test_tensorboard_hides_steps_that_are_repeated(monkeypatch):
