@@ -101,7 +101,7 @@ def test_mesh_that_does_not_divide_the_heads_is_one_sentence(config: Path):
         ),
         (
             ["--topology", "cpu:1", "--initialize_from", "no/such_weights"],
-            "no model in Hugging Face format at 'no/such_weights'",
+            "initialize_from is 'no/such_weights': there is no such folder",
         ),
         (
             ["--topology", "cpu:1", "--initialize_from", "gs://bucket/weights", "--model", "null", "--vocab_size", "9"],
