@@ -21,8 +21,7 @@ SECONDS = 4.0
 """Time for the hub to answer."""
 MODEL, DATASET = "model", "dataset"
 """Kinds of repositories."""
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-"""Pattern of names on the hub."""
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 class HubError(ValueError):
@@ -48,7 +47,7 @@ def check_source(text: str, key: str, kind: str = MODEL) -> Path | None:
         return path
     if path.exists():
         raise HubError(f"{key} is {text!r}, which is a file; name the folder that contains it: {str(path.parent)!r}")
-    if HUB_NAME.fullmatch(text) is None:
+    if _HUB_NAME.fullmatch(text) is None:
         resolved = "" if str(path) == text and path.is_absolute() else f" (resolved to {path.absolute()})"
         raise HubError(
             f"{key} is {text!r}, but there is no such folder{resolved}; correct the path, or name a repository on the "

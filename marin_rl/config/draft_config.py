@@ -22,9 +22,9 @@ from marin_rl.config.levanter_description import described_sections
 from marin_rl.config.levanter_sections import trainer_defaults
 from marin_rl.config_fields import input_files, may_change_by_name
 from marin_rl.errors import nearest_file
-from marin_rl.hub import HUB_NAME
+from marin_rl.hub import HubError, check_source
 from marin_rl.storage import user_path
-from marin_rl.tokenization.config import PLAIN
+from marin_rl.tokenization.config import BYTES, PLAIN
 
 
 @functools.cache
@@ -64,11 +64,11 @@ def _check_files(config: AbstractTrainConfig) -> Iterator[str]:
     is_new = "://" in config.run_dir or not user_path(config.run_dir, "run_dir").exists()
     folders = {"tokenizer.path": config.tokenizer.path, "initialize_from": config.initialize_from if is_new else None}
     for key, text in folders.items():
-        if text is None or "://" in text or HUB_NAME.fullmatch(text):
-            continue
-        if not user_path(text, key).is_dir():
-            problem = "is not a folder" if user_path(text, key).exists() else "does not exist"
-            yield f"{key} is {text!r}, which {problem}; set it to a folder, or to a name on the Hugging Face hub"
+        if text is not None and text != BYTES and "://" not in text:
+            try:
+                check_source(text, key)
+            except HubError as error:
+                yield str(error)
 
 
 def _file_problem(path: Path) -> str:

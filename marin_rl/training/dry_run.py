@@ -45,6 +45,7 @@ from marin_rl.training.run_files import RUN_FILES, RunFiles, compare_on_resume
 from marin_rl.training.run_sizes import describe_run, format_quantity
 from marin_rl.training.run_state import Progress
 from marin_rl.training.starting_weights import check_first_policy, check_weight_files, hf_folder, resolve_model
+from marin_rl.training.trackers import check_trackers
 from marin_rl.training.trial_rollouts import (
     TRIAL_TASKS,
     FixedReplies,
@@ -120,6 +121,7 @@ def dry_run(
     config = found.attempt(resolve_model, config) or config
     state = found.attempt(_check_directory, config, accept_changes=accept_changes, named=named)
     found.attempt(check_weight_files, config)
+    found.attempt(check_trackers, config.trainer.tracker)
     tokenizer = found.attempt(config.tokenizer.build)
     environment = found.attempt(build_environment, config.environment, report)
     vocab_size = None

@@ -202,6 +202,7 @@ RED: dict[str, tuple[Make, str]] = {
         with_tokenizer(lambda folder: (folder / "chat_template.jinja").unlink()),
         "has no chat template",
     ),
+    "tracker not installed": (change(trainer__tracker=[{"type": "trackio"}]), "the package trackio is not installed"),
     "template missing": (change(tokenizer__chat_template="absent.jinja"), "absent.jinja"),
     "template is not Jinja": (template("{% for m in messages %}"), "template"),
     "template rejects the prompts": (template("{{ raise_exception('no users') }}"), "no users"),
