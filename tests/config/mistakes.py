@@ -168,7 +168,7 @@ MISTAKES: dict[str, Mistake] = {
         "--tokenizer.chat_template x.jinja", ("tokenizer.chat_template is 'x.jinja'", "not exist"), only_early=True
     ),
     "weights missing": Mistake(
-        "--initialize_from /no/such/folder", ("initialize_from is '/no/such", "does not exist"), only_early=True
+        "--initialize_from /no/such/folder", ("initialize_from is '/no/such", "no such folder"), only_early=True
     ),
     # YAML.
     "empty": _file("empty.yaml", "is empty"),

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.tiny_run import PROBLEMS, TinyRun, contents, copy_of, interrupted_after, make_run
+from tests.tiny_run import PROBLEMS, TinyRun, contents, interrupted_after, make_run
 
 SHORT = {
     "num_steps": 1,
@@ -133,7 +133,7 @@ def template(text: str, **changes: Any) -> Make:
 
 RED: dict[str, tuple[Make, str]] = {
     "data file missing": (change(environment__path="absent.jsonl"), "absent.jsonl"),
-    "data file is a folder": (lambda folder: {"environment__path": str(folder)}, "is not a file"),
+    "data file is a folder": (lambda folder: {"environment__path": str(folder)}, "is a folder"),
     "data file empty": (with_data(""), "data.jsonl"),
     "data line is not JSON": (with_data('{"prompt": "1", "answer": "1"}\n{"prompt": \n'), "data.jsonl:2"),
     "data line is not UTF-8": (with_data(b'{"prompt": "1", "answer": "1"}\n\xff\n'), "data.jsonl:2"),
@@ -167,7 +167,7 @@ RED: dict[str, tuple[Make, str]] = {
     ),
     "reward is a string": (returning("'1'"), "str"),
     "reward is NaN": (returning("float('nan')"), "score"),
-    "reward is None": (returning("None"), "NoneType"),
+    "reward is None": (returning("None"), "returned None"),
     "reward function raises": (returning("1 / 0"), "ZeroDivisionError"),
     "environment file missing": (
         change(environment={"type": "file", "path": "absent.py", "name": "Own"}),
@@ -304,7 +304,7 @@ def smaller_vocabulary(folder: Path) -> None:
         (damaged, {}, "missing or damaged: model.safetensors"),
         (other_shape, {}, "not those of a"),
         (smaller_vocabulary, {}, "the tokenizer has 264 tokens"),
-        (shutil.rmtree, {}, "does not exist"),
+        (shutil.rmtree, {}, "no such folder"),
         (lambda folder: None, {"model.num_layers": 2}, "another model"),
         (lambda folder: None, {"model.hidden_dim": 32}, "another model"),
     ],
@@ -327,8 +327,8 @@ def test_broken_weights(
 def test_intact_weights(finished_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     run = make_run(tmp_path, **SHORT, initialize_from=str(weights(finished_run, tmp_path)), model=None)
     assert_green(run, capfd, "the run starts from the beginning")
-    # The weights are not needed any more.
-    shutil.rmtree(tmp_path / "weights")
+    # The weights are not needed any more, but the tokenizer is.
+    (tmp_path / "weights" / "model.safetensors").unlink()
     assert run.train("--dry_run") == 0
     assert "the run is finished: it has done all 1 steps" in capfd.readouterr().out
 
@@ -399,16 +399,17 @@ def test_changed_files_are_accepted_with_the_flag(interrupted: TinyRun, capfd: p
     assert "the run resumes after step 4 of 6" in capfd.readouterr().out
 
 
-def test_locked_run_directory(finished_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_locked_run_directory(interrupted: TinyRun, capfd: pytest.CaptureFixture[str]):
     from marin_rl.training.run_directory import RunDirectory, lock
 
-    run = copy_of(finished_run, tmp_path / "copy")
-    with lock(RunDirectory(run.path)):
-        assert_red(run, "is in use by process", capfd)
-    assert run.train("--dry_run") == 0
+    with lock(RunDirectory(interrupted.path)):
+        assert_red(interrupted, "is in use by process", capfd)
+    assert interrupted.train("--dry_run") == 0
 
 
-def test_all_problems_are_reported_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_all_problems_are_reported_at_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "file").write_text("")
     absent = {"type": "function", "path": "absent.py", "function": "score"}
     run = make_run(
@@ -421,11 +422,15 @@ def test_all_problems_are_reported_at_once(tmp_path: Path, capfd: pytest.Capture
     )
     assert run.train("--dry_run") == 1
     error = capfd.readouterr().err
-    for name in ("absent.jsonl", "absent.py", "lost.py", "no-tokenizer", "is a file, not a folder"):
+    for name in ("absent.jsonl", "absent.py", "lost.py", "no-tokenizer"):
         assert name in error
-    assert run.train("--dry_run", "--environment.path", str(tmp_path / "problems.jsonl")) == 1
+    (tmp_path / "absent.jsonl").write_text("{")
+    for name in ("absent.py", "lost.py"):
+        (tmp_path / name).write_text("def")
+    monkeypatch.chdir(tmp_path)
+    assert run.train("--dry_run", "--tokenizer.path", "null") == 1
     error = capfd.readouterr().err
-    for name in ("absent.py", "lost.py", "no-tokenizer"):
+    for name in ("absent.jsonl:1", "absent.py", "lost.py", "is a file, not a folder"):
         assert name in error
 
 
