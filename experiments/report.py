@@ -65,7 +65,7 @@ def curve(run: Path, ending: str) -> Curve:
         (int(record["step"]), value)
         for record in read_records(run / "metrics.jsonl")
         for name, value in record.items()
-        if name.endswith(ending)
+        if name.endswith(ending) and not name.startswith("before_warm_start/")
     ]
     if not points:
         raise ValueError(f"{run} has no metric whose name ends in {ending}; check that the run has finished")

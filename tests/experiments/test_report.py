@@ -17,6 +17,9 @@ def write_run(run: Path) -> Path:
     for step in range(61):
         record = {"step": step, "train/rewards": step / 100, "objective/kl": 0.5, "mismatch/k3": 0.25}
         record["policy/clipfrac_avg"] = 0.125
+        if step == 0:
+            # Not a point of the curve.
+            record |= {f"before_warm_start/eval/sums/accuracy_{kind}": 0.0 for kind in ("sampled", "greedy")}
         if step % 10 == 0:
             record |= {"eval/sums/accuracy_sampled": 0.2 + step / 100, "eval/sums/accuracy_greedy": 0.3 + step / 100}
         records.append(record)
