@@ -42,7 +42,7 @@ from marin_rl.config.help import all_keys, help_text, overview_text
 from marin_rl.config.imports import import_types
 from marin_rl.config.yaml_text import load_yaml, parse_value
 from marin_rl.config_fields import flatten
-from marin_rl.errors import USER_ERRORS, explain, own_frames, require_threads
+from marin_rl.errors import LISTED_NAMES, USER_ERRORS, explain, own_frames, require_threads
 from marin_rl.escaping import escape
 from marin_rl.logs import warnings_to_stderr
 from marin_rl.output import guarded_output
@@ -366,7 +366,8 @@ def _override_value(name: str, text: str) -> Any:
     try:
         value = parse_value(text)
         # YAML drops comments, folds newlines and strips spaces, which may be part of a path.
-        if isinstance(value, str) and text.lstrip()[0] not in _QUOTED:
+        is_comment = value is None and text.lstrip().startswith("#")
+        if is_comment or (isinstance(value, str) and text.lstrip()[0] not in _QUOTED):
             return text
         return Written(text, value) if isinstance(value, int | float) and text[0] not in _QUOTED else value
     except yaml.YAMLError as error:
@@ -399,7 +400,12 @@ def _suggest_section(problem: str, known: Sequence[str]) -> str:
     # An equal name is the closest match.
     close = difflib.get_close_matches(leaf, set(leaves.values()), n=1, cutoff=0.75)
     elsewhere = [key for key in known if leaves[key] in close]
-    return f"unknown key {match[1]}; did you mean {' or '.join(elsewhere[:3])}?" if elsewhere else problem
+    if not elsewhere:
+        return problem
+    # The keys of the section itself follow, unless they are those of the whole config.
+    listing = problem.partition("; ")[2]
+    own = f" {listing}" if "." in match[1] and listing.count(",") < LISTED_NAMES else ""
+    return f"unknown key {match[1]}; did you mean {' or '.join(elsewhere[:3])}?{own}"
 
 
 def _suggest_option(problem: str) -> str:

@@ -261,6 +261,10 @@ def _wrong(annotation: Any, raw: Any, path: Sequence[str], reason: str = "") -> 
     shown = repr(raw)
     shown = shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[:SHOWN_CHARACTERS]}..."
     given = f"{shown} ({'null' if raw is None else type(raw).__name__})"
+    if isinstance(raw, Mapping) and members(annotation) == (str,):
+        reason = (
+            "YAML reads text with a colon, or in braces, as a mapping; put it in quotes, also within those of a shell"
+        )
     return ConfigError(f"{_dotted(path)} is {given}, but it takes {describe(annotation)}{reason and f': {reason}'}")
 
 

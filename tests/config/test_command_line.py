@@ -138,7 +138,7 @@ def test_both_names_of_the_file_option(tmp_path, option):
 )
 def test_overrides(arguments, key, value):
     if value is None:
-        with pytest.raises(ConfigError, match=r"name is \{'null-ish': False\} \(dict\), but it takes text"):
+        with pytest.raises(ConfigError, match=r"name is \{'null-ish': False\} \(dict\), but it takes text: .* quotes"):
             parse("--name", "x", *arguments)
         return
     assert getattr(parse("--name", "x", *arguments).config, key) == value
@@ -176,6 +176,8 @@ def test_type_is_an_ordinary_key_outside_of_choices():
             ["--name", "x", "--num_train_steps", "1"],
             r"unknown key num_train_steps; did you mean trainer\.num_train_steps",
         ),
+        # A key of another section is named, and the keys of this one.
+        (["--name", "x", "--advantage.learning_rate", "1"], r"did you mean optimizer\.learning_rate\? .*normalize"),
         (["--name", "x", "--learning_rte", "1"], r"unknown key learning_rte; did you mean optimizer\.learning_rate\?$"),
         (
             ["--name", "x", "--advantage.epsilon", "1"],
@@ -353,7 +355,7 @@ def test_an_error_that_nothing_handles_does_not_control_the_terminal(place: str)
     assert shown == escape(shown)
 
 
-@pytest.mark.parametrize("text", ["1_000", "1.10", "yes", "0x10", "-5", ".nan"])
+@pytest.mark.parametrize("text", ["1_000", "1.10", "yes", "0x10", "-5", ".nan", "# 1", "#### (-?[0-9]+)"])
 def test_keys_that_take_text_have_it_as_it_was_written(text: str):
     assert parse("--name", text).config.name == text
     with pytest.raises(ConfigError, match=r"^advantage\.type is "):
