@@ -58,6 +58,22 @@ def check_source(text: str, key: str, kind: str = MODEL) -> Path | None:
     return None
 
 
+LFS_PROBLEM = "it is a pointer of Git LFS and not the file itself; run `git lfs pull` in the clone"
+"""Problem and remedy of a file for which `is_lfs_pointer` is true."""
+
+_LFS_START = b"version https://git-lfs.github.com/spec/"
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file is a pointer of Git LFS; a clone without Git LFS has them in place of large files."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_LFS_START)) == _LFS_START
+    except OSError:
+        # A file that is missing or cannot be read is reported by its reader.
+        return False
+
+
 @functools.cache
 def _problem(name: str, kind: str) -> str | None:
     """Reason why a repository cannot be loaded, with the remedy."""

@@ -82,6 +82,11 @@ def read_hf_config(checkpoint: str) -> PretrainedConfig:
 
 def _check_supported(raw: Mapping[str, Any], checkpoint: str) -> None:
     model_type = raw.get("model_type")
+    if model_type is None:
+        raise PolicyModelError(
+            f"config.json of {checkpoint!r} has no model_type, which names the architecture; use the config.json that "
+            f"belongs to the weights; supported are {', '.join(MODEL_TYPES)}"
+        )
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         reason = f": {_UNSUPPORTED[str(model_type)]}" if str(model_type) in _UNSUPPORTED else ""
         raise PolicyModelError(

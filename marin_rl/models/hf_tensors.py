@@ -14,6 +14,7 @@ from levanter.models.lm_model import LmHeadModel
 from safetensors import SafetensorError, safe_open
 from transformers.utils.hub import cached_file
 
+from marin_rl.hub import LFS_PROBLEM, is_lfs_pointer
 from marin_rl.models.hf_config import PolicyModelError
 
 BASE_PREFIX = "transformer"
@@ -60,8 +61,8 @@ def check_tensors(checkpoint: str, model: LmHeadModel) -> None:
     ]
     if problems:
         raise PolicyModelError(
-            f"the weights in {checkpoint!r} are not those of a {type(model).__name__} as config.json and the model "
-            f"section describe it: {'; '.join(problems)}"
+            f"the weights in {checkpoint!r} are not those that its config.json describes: {'; '.join(problems)}; use "
+            "config.json and weights of the same checkpoint"
         )
 
 
@@ -88,6 +89,8 @@ def read_tensor_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
         for name in _file_names(checkpoint):
             if Path(checkpoint).is_dir() and not (Path(checkpoint) / name).exists():
                 raise FileNotFoundError("the file does not exist")
+            if is_lfs_pointer(Path(checkpoint) / name):
+                raise ValueError(LFS_PROBLEM)
             with safe_open(cast(str, cached_file(checkpoint, name)), framework="numpy") as file:
                 for tensor in file.keys():  # noqa: SIM118 (not a mapping)
                     header = file.get_slice(tensor)

@@ -67,6 +67,11 @@ class ChatTokenizer:
                 f"the chat_template of {self.name} is {self.tokenizer.chat_template!r}; it must be the text of a Jinja "
                 "template. Correct tokenizer_config.json, or give a file as tokenizer.chat_template"
             )
+        if isinstance(self.tokenizer.chat_template, dict) and "default" not in self.tokenizer.chat_template:
+            raise ChatTemplateError(
+                f"{self.name} has the chat templates {', '.join(map(repr, self.tokenizer.chat_template))}, but none of "
+                "the name 'default'; rename one, or name a Jinja file with tokenizer.chat_template"
+            )
         if not self.stop_token_ids:
             raise ValueError(
                 f"{self.name} has no eos token, and its chat template ends a reply without a special token, so "
@@ -333,7 +338,10 @@ class ChatTokenizer:
         text = self._template.render(messages, add_generation_prompt=False)
         _, separator, rest = text.rpartition(reply)
         if not separator:
-            raise ChatTemplateError(f"the chat template of {self.name} leaves out the assistant's content")
+            raise ChatTemplateError(
+                f"the chat template of {self.name} leaves out the assistant's content, message['content']; correct it, "
+                "or name another one with tokenizer.chat_template"
+            )
         ids = self.tokenizer(rest, add_special_tokens=False)["input_ids"]
         return tuple(ids[:1]) if ids and ids[0] in self.tokenizer.added_tokens_decoder else ()
 

@@ -168,6 +168,25 @@ class ChatTemplate:
         return texts[0], spans[0] if track else []
 
 
+def check_template_syntax(source: str, owner: str) -> None:
+    """Check that a text is a Jinja template.
+
+    Args:
+        source: source of the template.
+        owner: file of the template, or name of the tokenizer that has it.
+
+    Raises:
+        ChatTemplateError: if it is not; the message has the line.
+    """
+    try:
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION_BLOCKS.sub("", source))
+    except jinja2.TemplateSyntaxError as error:
+        raise ChatTemplateError(
+            f"the chat template of {owner} is not valid Jinja, line {error.lineno}: {error.message}; correct it, or "
+            "name another one with tokenizer.chat_template"
+        ) from error
+
+
 def check_template_ends(source: str, owner: str) -> None:
     """Render a template once in a process with limits, because it may loop, or build a text, without end.
 

@@ -15,12 +15,12 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 from transformers.utils.hub import cached_file
 
-from marin_rl.hub import check_source
+from marin_rl.hub import LFS_PROBLEM, check_source, is_lfs_pointer
 from marin_rl.logs import without_message
 from marin_rl.remote_path import RemotePath
 from marin_rl.storage import WEIGHTS, StoragePath, check_descriptions, local_copy, storage_path, user_cache
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.tokenization.chat_template import check_template_ends
+from marin_rl.tokenization.chat_template import check_template_ends, check_template_syntax
 from marin_rl.tokenization.config import BYTES, PLAIN, TokenizerConfig
 
 PAD = "<|pad|>"
@@ -121,7 +121,7 @@ def build_tokenizer(config: TokenizerConfig) -> ChatTokenizer:
     elif config.chat_template is not None:
         tokenizer.chat_template = _read_template(Path(config.chat_template))
     if tokenizer.chat_template != CHAT_TEMPLATE and config.chat_template != PLAIN:
-        _check_templates_end(tokenizer)
+        _check_templates(tokenizer, config.chat_template or tokenizer.name_or_path)
     chat = ChatTokenizer(tokenizer, () if source is None else _stop_ids(source, path))
     if unknown := [token for token in chat.more_stop_token_ids if token >= chat.vocab_size]:
         raise TokenizerLoadError(
@@ -131,12 +131,13 @@ def build_tokenizer(config: TokenizerConfig) -> ChatTokenizer:
     return chat
 
 
-def _check_templates_end(tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_templates(tokenizer: PreTrainedTokenizerBase, owner: str) -> None:
     templates: object = tokenizer.chat_template
     for template in templates.values() if isinstance(templates, dict) else [templates]:
         # The tokenizer reports a missing template, and one that is not text.
         if isinstance(template, str):
-            check_template_ends(template, tokenizer.name_or_path)
+            check_template_syntax(template, owner)
+            check_template_ends(template, owner)
 
 
 def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -225,6 +226,11 @@ def _load(source: str, path: str) -> PreTrainedTokenizerBase:
         if is_folder:
             missing = [name for name in TOKENIZER_FILES if not (folder / name).exists()]
             problem = f"{' and '.join(missing)} missing" if missing else _first_line(error)
+            pointers = [name for name in TOKENIZER_FILES if is_lfs_pointer(folder / name)]
+            if pointers:
+                raise TokenizerLoadError(
+                    f"the folder {path} holds no loadable tokenizer: {pointers[0]}: {LFS_PROBLEM}"
+                ) from error
             raise TokenizerLoadError(
                 f"the folder {path} holds no loadable tokenizer: {problem}; it needs the files that "
                 "save_pretrained of a Hugging Face tokenizer writes, such as tokenizer_config.json and tokenizer.json"

@@ -50,19 +50,33 @@ NORM = "model.layers.0.input_layernorm.weight"
 @pytest.mark.parametrize(
     ("case", "change", "problem"),
     [
-        ("llama", add(BIAS, 32), f"the model does not use {BIAS}$"),
-        ("llama", add(NORM, 31), rf"of another shape than in the model are {NORM} \(31,\), not \(32,\)$"),
-        ("llama", drop(NORM), f"the files lack {NORM}$"),
-        ("llama", drop("lm_head.weight"), r"the files lack lm_head.weight$"),
-        ("qwen2", drop(BIAS), f"the files lack {BIAS}$"),
-        ("llama", lambda tensors: tensors.clear(), "the files lack .* and 16 more$"),
+        ("llama", add(BIAS, 32), f"the model does not use {BIAS}; use config.json"),
+        (
+            "llama",
+            add(NORM, 31),
+            rf"of another shape than in the model are {NORM} \(31,\), not \(32,\); use config.json",
+        ),
+        ("llama", drop(NORM), f"the files lack {NORM}; use config.json"),
+        ("llama", drop("lm_head.weight"), r"the files lack lm_head.weight; use config.json"),
+        ("qwen2", drop(BIAS), f"the files lack {BIAS}; use config.json"),
+        ("llama", lambda tensors: tensors.clear(), "the files lack .* and 16 more; use config.json"),
     ],
 )
 def test_error_names_unexpected_tensors(tmp_path: Path, case: str, change, problem: str):
     tensors = weights(record(case)["tensors"])
     change(tensors)
     checkpoint = write_checkpoint(tmp_path, case, tensors)
-    with pytest.raises(PolicyModelError, match=f"the weights in .* are not those of a LlamaLMHeadModel .*{problem}"):
+    with pytest.raises(
+        PolicyModelError, match=f"the weights in .* are not those that its config.json describes: .*{problem}"
+    ):
+        check_tensors(checkpoint, shapes_of(checkpoint))
+
+
+def test_a_pointer_of_git_lfs_is_named_with_its_remedy(tmp_path: Path):
+    checkpoint = write_checkpoint(tmp_path, "llama")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
+    (tmp_path / "model.safetensors").write_text(pointer, encoding="utf-8")
+    with pytest.raises(PolicyModelError, match=r"model\.safetensors: it is a pointer of Git LFS .*`git lfs pull`"):
         check_tensors(checkpoint, shapes_of(checkpoint))
 
 

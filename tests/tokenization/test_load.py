@@ -259,6 +259,29 @@ def test_error_names_a_template_that_is_not_text(tmp_path: Path):
         TokenizerConfig(path=str(tmp_path)).build()
 
 
+def test_error_names_the_templates_of_which_none_is_the_default(tmp_path: Path):
+    save_with(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    named = [{"name": "rag", "template": "x"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+    with pytest.raises(ChatTemplateError, match="has the chat templates 'rag', but none of the name 'default'"):
+        TokenizerConfig(path=str(tmp_path)).build()
+
+
+def test_error_of_a_template_that_is_not_jinja_names_file_and_line(tmp_path: Path):
+    (tmp_path / "mine.jinja").write_text("{% generation %}\n{% endgeneration %}\n{% for m in %}")
+    with pytest.raises(ChatTemplateError, match=r"mine\.jinja is not valid Jinja, line 3: .*; correct it"):
+        TokenizerConfig(chat_template=str(tmp_path / "mine.jinja")).build()
+
+
+def test_error_of_a_pointer_of_git_lfs_has_its_remedy(tmp_path: Path):
+    save_with(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    with pytest.raises(TokenizerLoadError, match=r"tokenizer\.json: it is a pointer of Git LFS .*`git lfs pull`"):
+        TokenizerConfig(path=str(tmp_path)).build()
+
+
 def test_an_unreachable_hub_is_an_error_with_the_remedy(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(HubError, match=r"tokenizer.path is 'some-org/some-model': there is no such folder.*network"):
