@@ -24,7 +24,7 @@ from marin_rl.environments.splits import (
     split_problems,
     without_duplicates,
 )
-from marin_rl.hub import DATASET, check_source
+from marin_rl.hub import DATASET, LFS_PROBLEM, check_source
 from marin_rl.rewards.grading import (
     ExactConfig,
     FormatConfig,
@@ -144,6 +144,18 @@ class DatasetConfig(EnvironmentConfig):
 MAX_LINE_BYTES = 64 * 2**20
 """Maximum size of a line of a JSONL file."""
 
+_SHOWN_BYTES = 16
+"""Largest number of bytes of other encodings that an error shows; each may take four characters."""
+_OTHER_FORMATS = {
+    b"\x1f\x8b": "decompress the file, which is gzip",
+    b"PK\x03\x04": "unpack the file, which is zip",
+    b"version https://git-lfs": LFS_PROBLEM,
+    b"PAR1": "read the file, which is Parquet, with an environment of type hf, whose path is its folder",
+}
+"""Remedies by the first bytes of files that are given as JSONL by mistake."""
+_ONE_PER_LINE = 'write each problem as one JSON object on a line of its own, {"prompt": "3+4=", "answer": "7"}'
+"""Remedy for CSV, arrays and objects over several lines."""
+
 
 @EnvironmentConfig.register_subclass("jsonl")
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +182,9 @@ class JsonlConfig(DatasetConfig):
         with path.open("rb") as file:
             for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
                 where = f"{source}:{number}"
+                remedy = next((remedy for start, remedy in _OTHER_FORMATS.items() if raw.startswith(start)), None)
+                if number == 1 and remedy is not None:
+                    raise ValueError(f"{source} is not text with a JSON object per line; {remedy}")
                 if len(raw) > MAX_LINE_BYTES:
                     raise ValueError(
                         f"{where}: the line has more than {MAX_LINE_BYTES // 2**20} MiB: {raw[:200]!r}; shorten it, or "
@@ -179,7 +194,10 @@ class JsonlConfig(DatasetConfig):
                     # -sig: editors on Windows may write a byte order mark.
                     line = raw.decode("utf-8-sig").strip()
                 except UnicodeDecodeError as error:
-                    raise ValueError(f"{where}: not UTF-8 text: {raw[:200]!r}; save the file as UTF-8") from error
+                    around = raw[error.start : error.start + _SHOWN_BYTES]
+                    raise ValueError(
+                        f"{where}: not UTF-8 text: {around!r} at byte {error.start + 1}; save the file as UTF-8"
+                    ) from error
                 if line:
                     yield Row(_parse_object(line, where), where)
 
@@ -280,14 +298,14 @@ def _parse_object(line: str, where: str) -> dict[str, Any]:
     except KeyError as error:
         raise ValueError(f"{where}: repeated key {error.args[0]!r}; keep one of them: {shown}") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}: {shown}") from error
+        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}: {shown}; {_ONE_PER_LINE}") from error
     except RecursionError as error:
         raise ValueError(f"{where}: nested too deeply to read: {shown}; flatten the row") from error
     except ValueError as error:
         # Python limits the conversion of integers to 4,300 decimal digits.
         raise ValueError(f"{where}: {error}: {shown}; write the number as text") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{where}: {shown} is not a JSON object; write {{...}} on one line")
+        raise ValueError(f"{where}: {shown} is not a JSON object; {_ONE_PER_LINE}")
     try:
         # Parquet, JSON responses and tokenizers require text that UTF-8 can encode.
         if "\\ud" in line.lower():

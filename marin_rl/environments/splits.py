@@ -129,12 +129,13 @@ def without_duplicates(problems: Iterable[Problem], source: str) -> list[Problem
     first: dict[str, Problem] = {}
     ids: dict[str, Problem] = {}
     copies = Counter[str]()
-    contradicting = 0
+    contradicting: list[Problem] = []
     for problem in problems:
         copies[problem.text] += 1
         earlier = first.setdefault(problem.text, problem)
         if earlier is not problem:
-            contradicting += earlier.task.answer != problem.task.answer
+            if earlier.task.answer != problem.task.answer:
+                contradicting.append(problem)
             continue
         same_id = ids.setdefault(problem.task.id, problem)
         if same_id is not problem:
@@ -145,7 +146,17 @@ def without_duplicates(problems: Iterable[Problem], source: str) -> list[Problem
     if not first:
         raise ValueError(f"{source} is empty: it has no problems")
     if contradicting:
-        logger.warning("%s: %d duplicates have a different answer; the first is kept", source, contradicting)
+        second = contradicting[0]
+        logger.warning(
+            "%s: the answer of %d of the repeated problems differs from that of the first copy, which is kept; %s has "
+            "%r, %s has %r",
+            source,
+            len(contradicting),
+            first[second.text].where,
+            first[second.text].task.answer,
+            second.where,
+            second.task.answer,
+        )
     logger.info("%s: %d distinct problems, %d duplicates removed", source, len(first), copies.total() - len(first))
     return [dataclasses.replace(problem, copies=copies[text]) for text, problem in first.items()]
 

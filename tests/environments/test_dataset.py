@@ -1,6 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import gzip
 import json
 import os
 import runpy
@@ -165,7 +166,8 @@ def test_blank_lines_and_a_byte_order_mark_are_ignored(tmp_path: Path):
     ("line", "message"),
     [
         ('{"prompt": "a", "answer": ', r"a\.jsonl:3: not JSON: Expecting value at column 26"),
-        ("[1, 2]", r"a\.jsonl:3: '\[1, 2\]' is not a JSON object"),
+        ("[1, 2]", r"a\.jsonl:3: '\[1, 2\]' is not a JSON object; write each problem as one JSON object on a line"),
+        ("prompt,answer", r"a\.jsonl:3: not JSON: .*; write each problem as one JSON object on a line of its own"),
         ('{"prompt": "a", "anwser": "1"}', r"a\.jsonl:3: there is no column 'answer'; did you mean 'anwser'"),
         ('{"prompt": "a", "answer": [1]}', r"a\.jsonl:3: column 'answer' holds \[1\] of type list"),
         ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", r"a\.jsonl:3: .*4300 digits.*; write the number as text"),
@@ -199,6 +201,25 @@ def test_errors_for_invalid_utf8_name_file_and_line(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"prompt": "a", "answer": "1"}\n{"prompt": "\xff", "answer": "1"}\n')
     with pytest.raises(ValueError, match=r"a\.jsonl:2: not UTF-8 text"):
+        JsonlConfig(path=str(path)).build()
+
+
+@pytest.mark.parametrize(
+    ("data", "remedy"),
+    [
+        (gzip.compress(b'{"prompt": "a", "answer": "1"}'), "is not text with .*; decompress the file, which is gzip"),
+        (b"PAR1" + bytes(range(256)), "is not text with .*environment of type hf"),
+        (b"version https://git-lfs.github.com/spec/v1\noid", "is not text with .*`git lfs pull`"),
+        (
+            '{"prompt": "a", "answer": "1"}'.encode("utf-16"),
+            "1: not UTF-8 text: .{1,80} at byte 1; save the file as UTF-8",
+        ),
+    ],
+)
+def test_errors_for_other_formats_have_their_remedy_and_not_their_bytes(tmp_path: Path, data: bytes, remedy: str):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"a\.jsonl.{remedy}"):
         JsonlConfig(path=str(path)).build()
 
 

@@ -71,7 +71,7 @@ def test_duplicates_are_removed_and_logged(caplog):
     assert [kept_one.text for kept_one in kept] == ["a", "b"]
     assert kept[0].task.answer == "1"
     assert "2 distinct problems, 2 duplicates removed" in caplog.text
-    assert "1 duplicates have a different answer" in caplog.text
+    assert "row a has '1', row a has '2'" in caplog.text
 
 
 def test_shared_id_is_an_error():
