@@ -118,14 +118,16 @@ def dry_run(
         The problems, one for each reason for which the run cannot start; empty if it can.
     """
     found = DryRun(report)
-    config = found.attempt(resolve_model, config) or config
+    resolved = found.attempt(resolve_model, config)
+    config = resolved or config
     state = found.attempt(_check_directory, config, accept_changes=accept_changes, named=named)
     found.attempt(check_weight_files, config)
     found.attempt(check_trackers, config.trainer.tracker)
     tokenizer = found.attempt(config.tokenizer.build)
     environment = found.attempt(build_environment, config.environment, report)
     vocab_size = None
-    if tokenizer is not None and config.model is not None:
+    # A model that differs from the starting weights has been reported.
+    if tokenizer is not None and resolved is not None and config.model is not None:
         vocab_size = found.attempt(_vocab_size, config, tokenizer, state)
         found.attempt(check_sampler, config, tokenizer, vocab_size or tokenizer.vocab_size)
     if environment is None:

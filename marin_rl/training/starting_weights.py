@@ -111,8 +111,10 @@ def check_weight_files(config: TrainConfig) -> None:
     if not is_hub_name(config.initialize_from):
         if any((storage_path(config.run_dir) / "checkpoints").glob("step-*")):
             return
-        folder = str(Path(hf_folder(config.initialize_from)).absolute())
-        read_tensor_shapes(folder)
+        folder = Path(hf_folder(config.initialize_from)).absolute()
+        # A folder without it is no checkpoint, which `resolve_model` reports.
+        if (folder / "config.json").exists():
+            read_tensor_shapes(str(folder))
     if config.tokenizer.path is not None:
         _check_vocabulary(config.tokenizer.path, config.initialize_from)
 

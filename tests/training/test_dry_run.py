@@ -302,9 +302,9 @@ def smaller_vocabulary(folder: Path) -> None:
     [
         (without_file, {}, "model.safetensors"),
         (damaged, {}, "missing or damaged: model.safetensors"),
-        (other_shape, {}, "not those of a"),
+        (other_shape, {}, "not those that its config.json describes"),
         (smaller_vocabulary, {}, "the tokenizer has 264 tokens"),
-        (shutil.rmtree, {}, "no such folder"),
+        (shutil.rmtree, {}, "there is no such folder"),
         (lambda folder: None, {"model.num_layers": 2}, "another model"),
         (lambda folder: None, {"model.hidden_dim": 32}, "another model"),
     ],
@@ -321,6 +321,26 @@ def test_broken_weights(
     break_it(folder)
     model = {} if changes else {"model": None}
     assert_red(make_run(tmp_path, **SHORT, initialize_from=str(folder), **model, **changes), message, capfd)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "changes"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), {"model": None}),
+        (lambda folder: None, {"model.num_layers": 2}),
+    ],
+)
+def test_one_mistake_in_the_starting_weights_is_one_error(
+    break_it: Callable[[Path], None],
+    changes: dict[str, Any],
+    finished_run: TinyRun,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+):
+    folder = weights(finished_run, tmp_path)
+    break_it(folder)
+    assert make_run(tmp_path, **SHORT, initialize_from=str(folder), **changes).train("--dry_run") == 1
+    assert capfd.readouterr().err.count("error: ") == 1
 
 
 @pytest.mark.medium
