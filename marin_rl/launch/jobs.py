@@ -171,12 +171,15 @@ class Launch:
             GcloudError: if a host cannot be reached.
         """
         for group in self.groups:
-            if queued_resource.describe(self.gcloud, group.name).stage is Stage.ACTIVE or self.gcloud.dry_run:
+            found = queued_resource.describe(self.gcloud, group.name)
+            if found.stage is Stage.ACTIVE or self.gcloud.dry_run:
                 for job in reversed(group.jobs("")):
                     group.hosts.stop(job.name, self.stop_timeout)
                 self._report_done(f"{group.name}: jobs stopped; its slices still exist")
+            elif found.stage is Stage.ABSENT:
+                self._report_absent(group, "stopped")
             else:
-                self._report_done(f"{group.name}: no slices")
+                self._report_done(f"{group.name}: {found.state}, so no job runs; delete ends the request")
 
     def delete(self) -> None:
         """Delete all queued resources with their slices.
@@ -185,8 +188,10 @@ class Launch:
             GcloudError: if one cannot be deleted.
         """
         for group in self.groups:
-            queued_resource.delete(self.gcloud, group.name)
-            self._report_done(f"{group.name}: deleted")
+            if queued_resource.delete(self.gcloud, group.name):
+                self._report_done(f"{group.name}: deleted")
+            else:
+                self._report_absent(group, "deleted")
 
     def show_status(self) -> None:
         """Print the state of queued resources and jobs.
@@ -201,6 +206,13 @@ class Launch:
             if found.stage is Stage.ACTIVE:
                 for status in sorted(group.hosts.statuses(), key=lambda status: (status.job, status.host)):
                     self.gcloud.report(f"  {_sentence(status)}")
+
+    def _report_absent(self, group: Group, done: str) -> None:
+        project = self.gcloud.project or "gcloud's default project"
+        self._report_done(
+            f"{group.name}: there are no slices of this name in zone {self.gcloud.zone} of {project}, so nothing was "
+            f"{done}; slices elsewhere need their tpu_name, zone and project"
+        )
 
     def _report_done(self, text: str) -> None:
         if not self.gcloud.dry_run:

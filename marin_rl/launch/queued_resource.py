@@ -173,8 +173,11 @@ def create(gcloud: Gcloud, resource: QueuedResource) -> None:
     )
 
 
-def delete(gcloud: Gcloud, name: str) -> None:
+def delete(gcloud: Gcloud, name: str) -> bool:
     """Delete a queued resource with its slices; nothing happens if there is none.
+
+    Returns:
+        Whether there was one.
 
     Raises:
         GcloudError: if it cannot be deleted.
@@ -182,7 +185,8 @@ def delete(gcloud: Gcloud, name: str) -> None:
     try:
         gcloud.tpus("queued-resources", "delete", name, "--force", timeout=DELETE_TIMEOUT)
     except NotFoundError:
-        return
+        return False
+    return True
 
 
 def check_same(resource: QueuedResource, found: Description) -> None:

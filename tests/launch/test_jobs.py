@@ -549,7 +549,11 @@ def test_delete_of_nothing(cloud: Cloud, project: Project, capsys: pytest.Captur
     assert launch("delete", project) == 0
     assert launch("status", project) == 0
     assert launch("stop", project) == 0
-    assert capsys.readouterr().out == "pod: deleted\npod: ABSENT\npod: no slices\n"
+    lines = capsys.readouterr().out.splitlines()
+    absent = "pod: there are no slices of this name in zone us-east5-a of gcloud's default project, so nothing was "
+    assert lines[0].startswith(f"{absent}deleted; ")
+    assert lines[1] == "pod: ABSENT"
+    assert lines[2].startswith(f"{absent}stopped; ")
 
 
 def test_commands_for_what_is_left_keep_a_name_like_a_flag(
