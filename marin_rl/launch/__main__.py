@@ -16,7 +16,7 @@ from marin_rl.launch.gcloud import check_login, check_tpu_types, check_writable
 from marin_rl.launch.jobs import Launch
 from marin_rl.launch.local import LocalConfig, run_together, training_processes
 from marin_rl.launch.supervise import SupervisorConfig, supervise
-from marin_rl.launch.tpu import TpuConfig, open_launch, training_run
+from marin_rl.launch.tpu import NO_ARGUMENTS, TpuConfig, open_launch, training_run
 from marin_rl.output import go_on_without_output
 
 USAGE = """\
@@ -86,7 +86,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _local(own: Sequence[str], passed: Sequence[str]) -> int:
     if not passed and not {"-h", "--help"} & set(own):
-        raise ConfigError("no training arguments; give those of marin_rl.train after --, such as -- --config FILE")
+        raise ConfigError(NO_ARGUMENTS)
     parsed = parse_config(LocalConfig, own, DRY_RUN)
     # Each process would report the same mistake.
     check_command_line(passed, {"dry_run": "", "print_config": "", **RESUME_FLAGS})
@@ -112,10 +112,13 @@ def _tpu(command: str, own: Sequence[str], passed: Sequence[str]) -> int:
         action, options = "start", ["--help", *options]
     if action not in ACTIONS:
         raise ConfigError(f"unknown action {action!r} of {command}; {nearest(action, ACTIONS)}")
+    _check_division(action, options, passed)
     parsed = parse_config(TpuConfig, options, ACTIONS[action])
     config, flags = parsed.config, parsed.flags
-    if (config.rollout_slices is None) != (command == "tpu"):
-        raise ConfigError("rollout_slices is for `launch ray`, which needs it; it is not for `launch tpu`")
+    if config.rollout_slices is None and command == "ray":
+        raise ConfigError("rollout_slices is missing; set it, such as {tpu_type: v5p-8}, or use `launch tpu`")
+    if config.rollout_slices is not None and command == "tpu":
+        raise ConfigError("rollout_slices is set, but `launch tpu` has none; use `launch ray`, or remove it")
     launch = open_launch(config, passed, _report, dry_run="dry_run" in flags)
     if action == "start":
         return _start(launch, config, command, options, passed, flags)
@@ -128,6 +131,17 @@ def _tpu(command: str, own: Sequence[str], passed: Sequence[str]) -> int:
     return 0
 
 
+def _check_division(action: str, options: Sequence[str], passed: Sequence[str]) -> None:
+    """Check that training arguments are after `--`, and flags of the launch before it.
+
+    The keys of one config would otherwise be reported as unknown keys of the other.
+    """
+    if action == "start" and not passed and not {"-h", "--help"} & set(options):
+        raise ConfigError(NO_ARGUMENTS)
+    if misplaced := [name for name in ACTIONS[action] if f"--{name}" in passed]:
+        raise ConfigError(f"--{misplaced[0]} is a flag of the launch, but comes after --; write it before --")
+
+
 def _start(
     launch: Launch,
     config: TpuConfig,
@@ -138,7 +152,7 @@ def _start(
 ) -> int:
     if {"detach", "autodelete"} <= flags:
         raise ConfigError("--autodelete waits for the end of the run, but --detach does not; remove one of them")
-    run_dir = training_run(config, passed)
+    run_dir = training_run(config, passed, _report)
     rollouts = config.rollout_slices
     check_login(launch.gcloud)
     check_tpu_types(launch.gcloud, [config.slices.tpu_type, *([] if rollouts is None else [rollouts.tpu_type])])

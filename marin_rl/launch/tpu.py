@@ -7,13 +7,13 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from marin_rl.config.decode import ConfigError
 from marin_rl.config.imports import IMPORTS
-from marin_rl.config_fields import check_at_least
+from marin_rl.config_fields import check_at_least, input_files, local_inputs
 from marin_rl.launch.gcloud import Gcloud, check_flags
 from marin_rl.launch.hosts import Hosts
 from marin_rl.launch.jobs import Group, Job, JobsConfig, Launch
@@ -23,8 +23,10 @@ from marin_rl.launch.upload import PYTHON, CodeConfig, UploadError, code_files, 
 from marin_rl.user_code import imported_files, is_module_name
 
 if TYPE_CHECKING:
+    from marin_rl.config.train_config import TrainConfig
     from marin_rl.config.workers_config import WorkersConfig
 
+NO_ARGUMENTS = "no training arguments; give those of marin_rl.train after --, such as -- --config FILE"
 RAY_PORT = 6379
 """Port of Ray on the first host of the trainer."""
 _MAX_NODE_NAME = 63
@@ -85,30 +87,33 @@ class TpuConfig:
         check_at_least(self, "tpu", log_lines=1)
 
 
-def training_run(config: TpuConfig, arguments: Sequence[str]) -> str:
+def training_run(config: TpuConfig, arguments: Sequence[str], report: Callable[[str], None] = print) -> str:
     """Check the arguments of `marin_rl.train`, and that the hosts can execute them.
 
     Args:
         config: the launch.
         arguments: arguments of `marin_rl.train`.
+        report: prints a message about what is not checked.
 
     Returns:
         The run directory.
 
     Raises:
         ConfigError: if the training config is invalid, or its run directory is on the disk of a host.
-        UploadError: if a config file or a file of `imports` is not among the uploaded files, or a secret is not set.
+        UploadError: if a local file that training reads is not among the uploaded files, or a secret is not set.
     """
     # Imported here because jax and levanter take seconds to import, and the other actions do not need them.
     from marin_rl.config.command_line import CONFIG_OPTIONS, RESUME_FLAGS, check_command_line, parse_config
     from marin_rl.config.sections import Mode
 
     if not arguments:
-        raise ConfigError("no training arguments; give those of marin_rl.train after --, such as -- --config FILE")
+        raise ConfigError(NO_ARGUMENTS)
     # This command sets ray_address, on which other settings depend.
     own = [] if config.rollout_slices is None else ["--ray_address", f"HOST:{RAY_PORT}"]
     if own and any(name == "ray_address" for name, _ in _options(arguments)):
         raise ConfigError("rollout_slices is set, so this command sets ray_address; remove it from the arguments")
+    # A missing secret must be found before slices are requested.
+    environment_script(config.code)
     names = set(code_files(Path(config.code.folder)))
     # The hosts run the command in a copy of this folder.
     with contextlib.chdir(config.code.folder):
@@ -117,16 +122,12 @@ def training_run(config: TpuConfig, arguments: Sequence[str]) -> str:
         from marin_rl.config.train_config import TrainConfig
 
         parsed = parse_config(TrainConfig, [*arguments, *own], RESUME_FLAGS).config
-    # A missing secret must be found before slices are requested.
-    environment_script(config.code)
-    needed = [(f"--{name}", value) for name, value in _options(arguments) if name in CONFIG_OPTIONS]
-    needed += [(IMPORTS, text) for text in _imported(parsed.imports, Path(config.code.folder))]
-    for key, value in needed:
-        if os.path.normpath(value) not in names:
-            raise UploadError(
-                f"{key} {value} is not copied to the hosts; give its path relative to code.folder "
-                f"{config.code.folder!r}, and remove it from .gitignore if it is there"
-            )
+    files = [(f"--{name}", value) for name, value in _options(arguments) if name in CONFIG_OPTIONS]
+    with contextlib.chdir(config.code.folder):
+        _check_copied([*files, *_local_files(parsed)], names, config.code.folder)
+    for key, text in sorted({*input_files(parsed), *local_inputs(parsed)}):
+        if os.path.isabs(text):
+            report(f"{key} {text} is not copied to the hosts, and is not checked: every host must mount it")
     if config.rollout_slices is None and parsed.mode is Mode.ASYNC and parsed.ray_address is None:
         raise ConfigError(
             "mode is async, which needs hosts for its workers; use `launch ray` with rollout_slices, or set "
@@ -144,11 +145,32 @@ def training_run(config: TpuConfig, arguments: Sequence[str]) -> str:
     return parsed.run_dir
 
 
-def _imported(imports: Sequence[str], folder: Path) -> list[str]:
-    """Paths, as in the config, of the files in `imports` and of those in the folder that they import."""
-    with contextlib.chdir(folder):
-        files = [text for text in imports if not is_module_name(text)]
-        return files + [str(file) for text in files for file in imported_files(Path(text))]
+def _local_files(parsed: "TrainConfig") -> list[tuple[str, str]]:
+    """Keys and paths, as in the config, of the files that training reads, with those that its Python files import.
+
+    Absolute paths may be on a file system that the hosts mount, and folders that are not on this machine names on the
+    hub: only imports and existing relative paths are certainly read from the copied code.
+    """
+    imports = [(IMPORTS, text) for text in parsed.imports if not is_module_name(text)]
+    files = {(key, text) for key, text in input_files(parsed) if not os.path.isabs(text)}
+    folders = {(key, text) for key, text in local_inputs(parsed) if not os.path.isabs(text) and os.path.exists(text)}
+    found = [*imports, *sorted(files | folders)]
+    return found + [
+        (key, str(file)) for key, text in found if text.endswith(".py") for file in imported_files(Path(text))
+    ]
+
+
+def _check_copied(files: Sequence[tuple[str, str]], names: Set[str], folder: str) -> None:
+    """Check that files and folders are among the copied files, or contain some of them."""
+    for key, value in files:
+        if not os.path.exists(value):
+            raise UploadError(f"{key} {value} does not exist in code.folder {folder!r}; correct its path")
+        path = os.path.normpath(value)
+        if path not in names and not any(name.startswith(f"{path}/") for name in names):
+            raise UploadError(
+                f"{key} {value} is not copied to the hosts; give its path relative to code.folder {folder!r}, and "
+                "remove it from .gitignore if it is there"
+            )
 
 
 def _check_workers(workers: "WorkersConfig", slices: SlicesConfig) -> None:

@@ -24,8 +24,16 @@ def test_usage(argv: list[str], status: int, capsys: pytest.CaptureFixture[str])
         (["tpu"], "unknown action '' of tpu; Valid here: start, status, logs, stop, delete"),
         (["tpu", "starts"], "unknown action 'starts' of tpu; did you mean 'start'"),
         (["tpu", "status", "--detach", *POD], "--detach needs a value"),
-        (["tpu", "start", *POD[:4]], "slices is missing"),
-        (["tpu", "start", *POD, "--detach", "--autodelete"], "--autodelete waits for the end of the run"),
+        (["tpu", "start", *POD[:4], "--", "--seed", "1"], "slices is missing"),
+        (["tpu", "start", *POD, "--config", "experiments/rloo.yaml"], "no training arguments; give those of marin_rl."),
+        (["tpu", "start", *POD, "--", "--seed", "1", "--dry_run"], "--dry_run is a flag of the launch, but comes af"),
+        (["tpu", "start", *POD, "--", "--autodelete"], "--autodelete is a flag of the launch, but comes after --"),
+        (["ray", "status", *POD], "rollout_slices is missing; set it, such as {tpu_type: v5p-8}, or use `launch tpu`"),
+        (["tpu", "status", *POD, "--rollout_slices.tpu_type", "v5p-8"], "rollout_slices is set, but `launch tpu` has"),
+        (
+            ["tpu", "start", *POD, "--detach", "--autodelete", "--", "--seed", "1"],
+            "--autodelete waits for the end of the run",
+        ),
         (["tpu", "stop", *POD, "--", "--seed", "1"], "stop takes no training arguments; remove -- and what follows"),
         (["supervise"], "no command; give it after --"),
         (

@@ -177,6 +177,50 @@ def test_imports_that_are_not_copied_are_refused(folder: Path, hidden: str, name
         training_run(decode(TpuConfig, VALID), arguments)
 
 
+JSONL = ["--environment", "{type: jsonl, path: data/a.jsonl, grader: {type: exact}}"]
+REWARD = ["--environment.rewards", "[{type: function, path: rewards.py, function: score}]"]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("hidden", "options", "message"),
+    [
+        ("data", JSONL, "environment.path data/a.jsonl is not copied to the hosts"),
+        ("rewards.py", REWARD, r"rewards.py is not copied to the hosts"),
+        ("helpers.py", REWARD, r"helpers.py is not copied to the hosts"),
+        ("weights", ["--tokenizer.path", "weights"], "tokenizer.path weights is not copied to the hosts"),
+        ("", ["--tokenizer.chat_template", "~/a.jinja"], "~/a.jinja does not exist in code.folder '.'; correct its"),
+        ("", [*JSONL, "--environment.path", "absent.jsonl"], "environment.path absent.jsonl does not exist"),
+        ("", [*JSONL, *REWARD, "--tokenizer.path", "weights"], None),
+        ("", ["--tokenizer.path", "owner/name"], None),
+    ],
+)
+def test_files_that_training_reads_must_be_copied(
+    folder: Path, hidden: str, options: list[str], message: str | None
+) -> None:
+    files = {"data/a.jsonl": "{}", "rewards.py": "import helpers\n", "helpers.py": "", "weights/tokenizer.json": "{}"}
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / ".gitignore").write_text(f"{hidden}\n")
+    arguments = ["--config", "run.yaml", "--run_dir", "/mnt/a", *options]
+    if message is None:
+        assert training_run(decode(TpuConfig, VALID), arguments) == "/mnt/a"
+        return
+    with pytest.raises(UploadError, match=message):
+        training_run(decode(TpuConfig, VALID), arguments)
+
+
+@pytest.mark.medium
+def test_absolute_paths_are_reported(folder: Path) -> None:
+    lines: list[str] = []
+    options = [*JSONL, "--environment.path", "/mnt/a.jsonl"]
+    training_run(decode(TpuConfig, VALID), ["--config", "run.yaml", "--run_dir", "/mnt/a", *options], lines.append)
+    assert lines == [
+        "environment.path /mnt/a.jsonl is not copied to the hosts, and is not checked: every host must mount it"
+    ]
+
+
 @pytest.mark.medium
 def test_a_config_outside_the_folder_is_refused(folder: Path) -> None:
     config = decode(TpuConfig, VALID)
