@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from marin_rl import multihost
 from marin_rl.learner.hf_export import DeviceWeights, WeightParts, write_weights
+from marin_rl.learner.sharding import check_sharding
 from marin_rl.models.conversion import check_same_function, levanter_config, to_hf_config
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.hf_tensors import BASE_PREFIX, check_tensors
@@ -40,8 +41,12 @@ def initialize_policy(
         tokenizer: its vocabulary becomes the model's.
         trainer: mesh, axis mapping and parameter precision.
         key: random key of the initial weights.
+
+    Raises:
+        ShardingError: if the mesh does not divide an axis of the model.
     """
     Vocab = Axis("vocab", tokenizer.vocab_size)
+    _check_mesh(model_shape(config, Vocab, trainer), trainer)
 
     def build(key: jax.Array) -> LmHeadModel:
         return trainer.mp.cast_to_param(_only_arrays(config.build(Vocab, key=key)))
@@ -57,6 +62,21 @@ def model_shape(config: LmConfig, Vocab: Axis, trainer: TrainerConfig) -> LmHead
         return trainer.mp.cast_to_param(_only_arrays(config.build(Vocab, key=jax.random.PRNGKey(0))))
 
     return eqx.filter_eval_shape(build)
+
+
+def restored_shape(config: LmConfig, Vocab: Axis, trainer: TrainerConfig) -> LmHeadModel:
+    """Return the `model_shape` of a policy that is read from a checkpoint.
+
+    Raises:
+        ShardingError: if the mesh does not divide an axis of the model.
+    """
+    shape = model_shape(config, Vocab, trainer)
+    _check_mesh(shape, trainer)
+    return shape
+
+
+def _check_mesh(shape: LmHeadModel, trainer: TrainerConfig) -> None:
+    check_sharding(shape, trainer.device_mesh.shape, [trainer.parameter_axis_mapping])
 
 
 def _only_arrays(model: LmHeadModel) -> LmHeadModel:
@@ -78,10 +98,12 @@ def load_hf_policy(
     Raises:
         PolicyModelError: if the checkpoint is missing, damaged or of an unknown architecture, has settings or tensors
             that the model does not implement, or does not fit `config` or the tokenizer.
+        ShardingError: if the mesh does not divide an axis of the model.
     """
     # Levanter queries the hub for any file that it does not find; it would take a relative folder for a hub name.
     checkpoint = str(Path(checkpoint).absolute()) if Path(checkpoint).is_dir() else checkpoint
     hf_config, config = check_hf_policy(checkpoint, tokenizer, trainer, config)
+    _check_mesh(model_shape(config, Axis("vocab", hf_config.vocab_size), trainer), trainer)
     converter = HFCheckpointConverter(
         cast(type[HFCompatConfig], type(config)),
         reference_checkpoint=checkpoint,

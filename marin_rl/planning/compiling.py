@@ -6,14 +6,11 @@
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
 import numpy as np
-from haliax import NamedArray
-from haliax.partitioning import ResourceMapping
-from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.chips import Number
 from marin_rl.planning.hlo import CollectiveBytes, collective_bytes
@@ -144,45 +141,6 @@ def chip_bytes(tree: Any) -> int:
     """Return the bytes of arrays or shapes with shardings on each chip."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if getattr(leaf, "sharding", None) is not None]
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
-
-
-class ShardingError(ValueError):
-    """A mesh axis does not divide an axis of the model."""
-
-
-def check_sharding(policy: LmHeadModel, mesh: Mapping[str, int], mappings: Sequence[ResourceMapping]) -> None:
-    """Check that every axis of the parameters is divisible by the mesh axes that shard it.
-
-    Args:
-        policy: shapes of the parameters.
-        mesh: sizes of the mesh axes.
-        mappings: mesh axes of the model's axes, for parameters and for computation.
-
-    Raises:
-        ShardingError: if one is not; names the sizes that divide it.
-    """
-    for leaf in jax.tree.leaves(policy, is_leaf=lambda node: isinstance(node, NamedArray)):
-        if isinstance(leaf, NamedArray):
-            for mapping in mappings:
-                _check_axes(leaf, mapping, mesh)
-
-
-def _check_axes(leaf: NamedArray, mapping: ResourceMapping, mesh: Mapping[str, int]) -> None:
-    for axis in leaf.axes:
-        target = mapping.get(axis.name)
-        names = [] if target is None else [target] if isinstance(target, str) else list(target)
-        shards = math.prod(mesh[name] for name in names)
-        if axis.size % shards:
-            remedy = (
-                f"shard another axis than {axis.name} (trainer.fsdp_axis), or use a number of chips that divides it"
-            )
-            if names == ["model"]:
-                sizes = [size for size in range(1, axis.size + 1) if axis.size % size == 0 and size <= 2 * shards]
-                remedy = f"set trainer.model_axis_size to one of {', '.join(map(str, sizes))}"
-            raise ShardingError(
-                f"the model's axis {axis.name} has {axis.size} elements, which {shards} shards of the mesh axis "
-                f"{' x '.join(names)} do not divide; {remedy}"
-            )
 
 
 def explain(name: str, error: Exception, run: RunShapes) -> Failure:

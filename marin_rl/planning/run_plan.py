@@ -15,10 +15,11 @@ from marin_rl.chips import GIB, Chip, Number, Topology
 from marin_rl.config.device_settings import logprob_block
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.learner.sharding import check_sharding
 from marin_rl.models.hf_config import read_hf_config
 from marin_rl.planning import time_model
 from marin_rl.planning.absent_devices import absent_devices
-from marin_rl.planning.compiling import Failure, Measured, check_sharding, chip_bytes, compile_program, memory_remedy
+from marin_rl.planning.compiling import Failure, Measured, chip_bytes, compile_program, memory_remedy
 from marin_rl.planning.programs import UNROLLED, RunShapes, open_shapes, programs_of
 from marin_rl.planning.time_model import Bound, StepSize, Work
 from marin_rl.tokenization.load import TokenizerLoadError

@@ -26,8 +26,8 @@ from marin_rl.learner.policy_model import (
     check_hf_policy,
     initialize_policy,
     load_hf_policy,
-    model_shape,
     read_hf_architecture,
+    restored_shape,
 )
 from marin_rl.learner.saved_checkpoint import Checkpoint, CheckpointError
 from marin_rl.learner.train_step import Learner
@@ -363,4 +363,4 @@ def _model_shape(checkpoint: Checkpoint, config: TrainConfig, trainer: TrainerCo
 
 
 def _policy_shape(checkpoint: Checkpoint, config: TrainConfig, trainer: TrainerConfig) -> LmHeadModel:
-    return model_shape(trained_model(config, trainer), Axis("vocab", checkpoint.progress["vocab_size"]), trainer)
+    return restored_shape(trained_model(config, trainer), Axis("vocab", checkpoint.progress["vocab_size"]), trainer)

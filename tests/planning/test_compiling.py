@@ -10,8 +10,6 @@ from marin_rl.planning import compiling
 from marin_rl.planning.compiling import (
     Failure,
     Measured,
-    ShardingError,
-    check_sharding,
     chip_bytes,
     compile_program,
     explain,
@@ -29,11 +27,6 @@ def run() -> RunShapes:
 
 def with_config(run: RunShapes, *overrides: str) -> RunShapes:
     return open_shapes(tiny_config(*overrides), vocab_size=128)
-
-
-def check_on_mesh(run: RunShapes, **sizes: int) -> None:
-    mappings = [{"embed": "data", "kv_head": "model"}, {"kv_head": "model", "batch": ("replica", "data")}]
-    check_sharding(run.policy, {"replica": 1, "data": 1, "model": 1} | sizes, mappings)
 
 
 def test_sizes_of_more_layers_follow_from_one_and_two():
@@ -61,25 +54,6 @@ def test_unrolled_program_of_three_layers_equals_the_compiled_one(run: RunShapes
         # Small arguments are padded.
         assert getattr(whole, name) == pytest.approx(getattr(direct, name), rel=0.01)
     assert whole.traffic == pytest.approx(direct.traffic, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        (
-            {"model": 4},
-            r"axis kv_head has 2 elements, which 4 shards.* model do not divide; set.*model_axis_size to one of 1, 2",
-        ),
-        ({"data": 64}, r"axis embed has 32 elements, which 64 shards.* data do not divide; .*trainer.fsdp_axis"),
-    ],
-)
-def test_mesh_that_does_not_divide_the_model_is_named(run: RunShapes, sizes: dict[str, int], message: str):
-    with pytest.raises(ShardingError, match=message):
-        check_on_mesh(run, **sizes)
-
-
-def test_mesh_that_divides_the_model_passes(run: RunShapes):
-    check_on_mesh(run, model=2, data=16)
 
 
 HBM = "RESOURCE_EXHAUSTED: XLA:TPU compile error. Ran out of memory in memory space hbm. Used 40.10G of 15.75G hbm."
