@@ -196,6 +196,17 @@ def chips_of(slice_type: str) -> int:
     return int(slice_type.partition("-")[2]) // generation_of(slice_type).cores_in_name
 
 
+def hosts_of(slice_type: str) -> tuple[int, int]:
+    """Return the number of hosts of a type from `slice_type`, and the chips of each.
+
+    >>> hosts_of("v5p-32"), hosts_of("v5litepod-8"), hosts_of("v5litepod-16")
+    ((4, 4), (1, 8), (4, 4))
+    """
+    chips, generation = chips_of(slice_type), generation_of(slice_type)
+    per_host = chips if chips <= generation.single_host else math.prod(generation.host_bounds)
+    return max(chips // per_host, 1), per_host
+
+
 def _parts(text: str, others: str = "") -> tuple[int, Generation, int | None, tuple[int, ...]]:
     """Number of slices, generation, size of a type and shape of a topology."""
     match = _FORM.fullmatch(text.strip().lower())

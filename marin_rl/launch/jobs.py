@@ -151,12 +151,16 @@ class Launch:
     def dry_run(self) -> None:
         """Print every command and file of a launch that finds nothing."""
         names = code_files(Path(self.code.folder))
+        shown: dict[str, str] = {}
         for group in self.groups:
             queued_resource.describe(self.gcloud, group.name)
             queued_resource.create(self.gcloud, group.resource)
         for group in self.groups:
             jobs = group.jobs("HOST_ADDRESS")
-            self.gcloud.report(show_upload(self.code, names, {job.name: job.command for job in jobs}))
+            files = show_upload(self.code, names, {job.name: job.command for job in jobs})
+            # Rollout slices differ in their names only.
+            self.gcloud.report(f"# upload: as for {shown[files]}" if files in shown else files)
+            shown.setdefault(files, group.name)
             for node in group.resource.nodes:
                 queued_resource.describe_node(self.gcloud, node)
             group.hosts.upload(Path("upload"))

@@ -20,6 +20,7 @@ from marin_rl.launch.jobs import Group, Job, JobsConfig, Launch
 from marin_rl.launch.queued_resource import QueuedResource, SlicesConfig
 from marin_rl.launch.supervise import SupervisorConfig
 from marin_rl.launch.upload import PYTHON, CodeConfig, UploadError, code_files, environment_script
+from marin_rl.slice_names import hosts_of
 from marin_rl.user_code import imported_files, is_module_name
 
 if TYPE_CHECKING:
@@ -183,6 +184,7 @@ def _check_workers(workers: "WorkersConfig", slices: SlicesConfig) -> None:
             "workers.tpu_slice to the shape of a slice, such as v5p:2x2x1"
         )
     if workers.tpu_slice is None:
+        _check_resources(workers.num_workers, workers.reserved[TPU], slices)
         return
     kind = TpuSlice.parse(workers.tpu_slice)
     if kind.accelerator_type != slices.tpu_type:
@@ -195,6 +197,18 @@ def _check_workers(workers: "WorkersConfig", slices: SlicesConfig) -> None:
         raise ConfigError(
             f"workers.num_workers is {workers.num_workers}, which needs {needed} slices of {kind.num_hosts} hosts, but "
             f"rollout_slices.num_slices is {slices.num_slices}; raise it, or lower workers.num_workers"
+        )
+
+
+def _check_resources(num_workers: int, chips: float, slices: SlicesConfig) -> None:
+    """Check that the hosts of the rollout slices have as many chips as the workers reserve."""
+    hosts, per_host = hosts_of(slices.tpu_type)
+    hosts *= slices.num_slices
+    most = hosts * int(per_host // chips)
+    if num_workers > most:
+        raise ConfigError(
+            f"workers.num_workers is {num_workers} and workers.resources.TPU is {chips:g}, but the rollout_slices have "
+            f"{hosts} hosts of {per_host} chips, which is room for {most} workers; change one of them"
         )
 
 

@@ -28,7 +28,7 @@ RUN_DIR = "gs://bucket/runs/a"
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retry at once, and leave out the check of the training config, which takes seconds; `test_tpu.py` tests it."""
     monkeypatch.setattr("marin_rl.launch.hosts.RETRY_DELAY", 0.0)
-    monkeypatch.setattr(command_line, "training_run", lambda config, arguments: RUN_DIR)
+    monkeypatch.setattr(command_line, "training_run", lambda config, arguments, report: RUN_DIR)
 
 
 def launch(action: str, project: Project, *options: str, command: str = "tpu") -> int:
@@ -289,6 +289,11 @@ def test_dry_run_prints_everything_and_does_nothing(
     assert "# upload/code.tar.gz: 3 files of" in output
     for action in ("status", "logs", "stop", "delete"):
         assert launch(action, project, "--dry_run") == 0
+    capsys.readouterr()
+    assert launch("start", project, *ROLLOUTS, "--dry_run", command="ray") == 0
+    output = capsys.readouterr().out
+    assert output.count("# upload/host.sh:") == 2
+    assert "# upload: as for pod-rollouts-0\n" in output
     assert not (cloud.folder / "calls.jsonl").exists()
 
 
@@ -445,7 +450,7 @@ def test_unknown_zone_and_type(
 def test_run_dir_that_cannot_be_written(
     cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command_line, "training_run", lambda config, arguments: "gs://other/run")
+    monkeypatch.setattr(command_line, "training_run", lambda config, arguments, report: "gs://other/run")
     error = failed(project, capsys)
     assert "cannot write to run_dir 'gs://other/run'; create its bucket" in error
     assert "your account lacks a permission" in error
@@ -455,7 +460,7 @@ def test_run_dir_that_cannot_be_written(
 def test_mounted_run_dir_is_not_checked(
     cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command_line, "training_run", lambda config, arguments: "/mnt/runs/a")
+    monkeypatch.setattr(command_line, "training_run", lambda config, arguments, report: "/mnt/runs/a")
     assert launch("start", project, "--dry_run") == 0
     output = capsys.readouterr().out
     assert output.startswith("$ ")

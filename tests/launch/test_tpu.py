@@ -120,6 +120,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (ROLLOUTS, ["--config", "run.yaml", "--run_dir", "a"], "rollout_slices needs --mode async"),
         (ROLLOUTS, [*ASYNC, "--ray_address", "h:1"], "this command sets ray_address; remove it from the arguments"),
         (ROLLOUTS, [*ASYNC[:-2]], "weights.host is 127.0.0.1, which only this machine can reach"),
+        (
+            {"rollout_slices": {"tpu_type": "v5p-16"}},
+            [*ASYNC, "--workers.resources.TPU", "8"],
+            "2 hosts of 4 chips, which is room for 0 workers",
+        ),
+        (
+            ROLLOUTS,
+            [*ASYNC, "--workers.resources.TPU", "4", "--workers.num_workers", "3"],
+            "workers.num_workers is 3 and workers.resources.TPU is 4, but the rollout_slices have 1 hosts of 8 chips",
+        ),
         (ROLLOUTS, ASYNC, "workers.resources has no TPU, so workers would run on the CPUs of the rollout slices"),
         (
             {"rollout_slices": {"tpu_type": "v5e-8"}},
