@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from marin_rl.config.command_line import CommandParser, check_command_line, parse_config, positive, run_command
+from marin_rl.config.decode import ConfigError
 from marin_rl.escaping import escape
 
 FITS, DOES_NOT_FIT = 0, 2
@@ -60,6 +61,9 @@ def _run(argv: Sequence[str]) -> int:
     worker_topology = None if arguments.worker_topology is None else parse_topology(arguments.worker_topology)
 
     check_command_line(rest, {}, reads_files=False)
+    # Compilation takes minutes.
+    if arguments.json is not None and (arguments.json.is_dir() or not arguments.json.parent.is_dir()):
+        raise ConfigError(f"--json {arguments.json} cannot be written; give a file in an existing folder")
 
     from marin_rl.config.train_config import TrainConfig
     from marin_rl.planning.report import describe, to_json
