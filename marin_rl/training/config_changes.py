@@ -296,9 +296,12 @@ def values_of_step(directory: RunDirectory, step: int) -> dict[str, Any]:
     """
     text = read_config_text(directory)
     values = parse_yaml(text, str(directory.config))
-    later = [change for change in reversed(read_history(text)) if change.step >= step]
-    # A section that replaced a plain value is removed before the value is set again.
-    for change in sorted(later, key=lambda change: (-change.step, change.old != NOT_SET)):
+    former: dict[str, Change] = {}
+    for change in read_history(text):
+        if change.step >= step:
+            former.setdefault(change.key, change)
+    # A section that replaced a plain value, and keys of another type, are removed before values are set again.
+    for change in sorted(former.values(), key=lambda change: change.old != NOT_SET):
         _undo(values, change)
     return values
 

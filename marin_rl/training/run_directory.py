@@ -155,9 +155,9 @@ def _require_writable(folder: Path) -> None:
 
 
 def comments_of(config_yaml: str) -> str:
-    """Return the comments at the top of a config, such as its history."""
+    """Return the comments at the top of a config, such as its history, with the empty lines among them."""
     lines = config_yaml.splitlines(keepends=True)
-    return "".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
+    return "".join(itertools.takewhile(lambda line: line.startswith("#") or line.isspace(), lines))
 
 
 def exported_step(directory: RunDirectory) -> int | None:

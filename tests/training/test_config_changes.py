@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from levanter.optim import AdamConfig, LionConfig
-from levanter.optim.config import CosineLrSchedule
+from levanter.optim.config import CosineLrSchedule, InvLrSchedule
 
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.decode import ConfigError
@@ -240,6 +240,33 @@ def test_a_run_that_falls_back_moves_its_later_changes_to_that_step(tmp_path: Pa
     # The checkpoint of step 12 is damaged.
     assert record_changes(directory, [], config, 10) == [Change(10, "num_steps", "20", "40")]
     assert changed_values(read_history(directory.config.read_text()), 10) == {"config/num_steps": 40.0}
+
+
+def test_a_type_that_is_changed_and_changed_back_before_a_step_leaves_no_keys(tmp_path: Path):
+    cosine, inverse = CosineLrSchedule(exponent=0.5), InvLrSchedule()
+    first = adam(lr_schedule=cosine)
+    directory = begun(tmp_path, 12, first)
+    for step, schedule in ((12, inverse), (12, cosine), (14, inverse), (14, "linear")):
+        config = adam(lr_schedule=schedule)
+        changes = plan_changes(directory, config, ["optimizer.lr_schedule", "optimizer.lr_schedule.type"])
+        assert changes
+        record_changes(directory, changes, config, step)
+    assert read_config_of_step(directory, 12) == first
+    assert read_config_of_step(directory, 14) == first
+    assert read_config_of_step(directory, 15) == adam(lr_schedule="linear")
+
+
+@pytest.mark.parametrize("comment", ["\n", "# mine\n\n", "   \n#\n"])
+def test_comments_and_empty_lines_of_a_user_keep_the_history(tmp_path: Path, comment: str):
+    directory = begun(tmp_path)
+    longer = dataclasses.replace(CONFIG, num_steps=30)
+    record_changes(directory, plan_changes(directory, longer, ["num_steps"]), longer, 12)
+    directory.config.write_text(comment + directory.config.read_text(), encoding="utf-8")
+    create_or_open(directory.path, to_yaml(longer))
+    assert record_changes(directory, [], longer, 12) == [Change(12, "num_steps", "20", "30")]
+    assert record_changes(directory, [], longer, 10) == [Change(10, "num_steps", "20", "30")]
+    assert read_config_of_step(directory, 10) == CONFIG
+    assert read_config_of_step(directory, 11) == longer
 
 
 def test_numbers_that_changed_are_metrics():
