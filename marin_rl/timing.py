@@ -35,9 +35,9 @@ class CompileClock:
         """Add an event of jax that ends now, if it is one of `COMPILE_EVENTS`."""
         if event not in COMPILE_EVENTS:
             return
-        end = time.perf_counter()
-        start = end - duration_secs
         with self._lock:
+            end = time.perf_counter()
+            start = end - duration_secs
             while self._spans and self._spans[-1][0] >= start:
                 first, last = self._spans.pop()
                 self.seconds -= last - first

@@ -306,9 +306,9 @@ def _time_table(title: str, column: str, seconds: Mapping[str, int | float], com
     table.add_section()
     table.add_row("total", format_seconds(total), "", style="bold")
     if compiling:
-        table.add_row(
-            "of which compilation", format_seconds(compiling), f"{min(compiling / total, 1):.0%}", style="dim"
-        )
+        # Another thread may have compiled since before the first step.
+        compiling = min(compiling, total)
+        table.add_row("of which compilation", format_seconds(compiling), f"{compiling / total:.0%}", style="dim")
     return table
 
 

@@ -84,7 +84,7 @@ def run_session(
         NonFiniteUpdateError: if training diverged; the last checkpoint precedes the divergence.
     """
     started = time.perf_counter() if started is None else started
-    compile_clock()
+    compiled = compile_clock().seconds
     # First, so that an error of one process ends the others, too.
     join_processes(config.trainer)
     with contextlib.ExitStack() as resources, exit_on_error():
@@ -110,8 +110,8 @@ def run_session(
             with ProgressDisplay(config.num_steps, console) as display:
                 finished = _train(start, display)
             if main and finished is not None:
-                command = start.seconds(finished.command_timer)
-                print_and_log(display.console, summary_of(directory, finished.state.progress, command))
+                command, compiling = start.seconds(finished.command_timer), compile_clock().seconds - compiled
+                print_and_log(display.console, summary_of(directory, finished.state.progress, command, compiling))
 
 
 def _lock_on_main(directory: RunDirectory, config: TrainConfig, resources: contextlib.ExitStack) -> Callable[[], None]:

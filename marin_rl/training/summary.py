@@ -16,7 +16,6 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.errors import writing
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.saved_checkpoint import CheckpointError, folder_name, read_manifest
-from marin_rl.timing import compile_clock
 from marin_rl.training.config_changes import plan_changes
 from marin_rl.training.console import Compiling, ProgressDisplay, print_closing_table
 from marin_rl.training.metrics_file import read_records
@@ -64,23 +63,26 @@ def _finished_progress(directory: RunDirectory, config: TrainConfig) -> Progress
     return None if progress.unrecorded else progress
 
 
-def summary_of(directory: RunDirectory, progress: Progress, command: Mapping[str, float]) -> Callable[[Console], None]:
+def summary_of(
+    directory: RunDirectory, progress: Progress, command: Mapping[str, float], compiling: float = 0.0
+) -> Callable[[Console], None]:
     """Return a function that prints the summary of a complete run.
 
     Args:
         directory: run directory.
         progress: counts and evaluations.
         command: seconds of this command by part; empty if it has not trained.
+        compiling: seconds of this command in which programs were compiled.
     """
     records = read_records(directory.metrics)
     prefix = "seconds/"
     names = dict.fromkeys(name for name in itertools.chain(*records) if name.startswith(prefix))
     seconds = {name.removeprefix(prefix): sum(record.get(name, 0.0) for record in records) for name in names}
     seconds.pop("total", None)
-    compiling = Compiling(seconds.pop("compile", 0.0), compile_clock().seconds)
+    compilation = Compiling(seconds.pop("compile", 0.0), compiling)
     totals = {"updates": progress.updates, "rollouts": progress.episodes, "tokens sampled": progress.sampled_tokens}
     return lambda console: print_closing_table(
-        console, directory.path, progress.evaluations, seconds, totals, command, compiling
+        console, directory.path, progress.evaluations, seconds, totals, command, compilation
     )
 
 

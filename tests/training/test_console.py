@@ -153,6 +153,14 @@ def test_permanent_lines_are_printed_above_live_lines():
     assert "a line that stays" in stream.getvalue()
 
 
+def test_compilation_is_a_part_of_its_total():
+    stream = Stream()
+    console = Console(file=stream, width=80, highlight=False)
+    print_closing_table(console, FOLDER, {}, {"step": 1.0}, {}, {}, Compiling(3.0, 0.0))
+    (line,) = [line.split() for line in stream.getvalue().splitlines() if "compilation" in line]
+    assert line[-2:] == ["1.0s", "100%"]
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_closing_table(width):
     stream = Stream()
