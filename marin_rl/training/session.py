@@ -48,7 +48,7 @@ from marin_rl.training.loop import TrainingRun, train
 from marin_rl.training.metrics_file import append_record, format_record, read_records, rewind_records
 from marin_rl.training.open_run import open_run
 from marin_rl.training.profiler import open_profiler
-from marin_rl.training.run_directory import RunDirectory, create_or_open, lock
+from marin_rl.training.run_directory import EXPORTED_STEP, RunDirectory, create_or_open, exported_step, lock
 from marin_rl.training.run_state import Progress
 from marin_rl.training.shared_run import require_same_config, require_shared_folder
 from marin_rl.training.starting_weights import check_weight_files, read_config, resolve_model
@@ -130,6 +130,10 @@ def _lock_on_main(directory: RunDirectory, config: TrainConfig, resources: conte
 def _open_directory(config: TrainConfig, directory: RunDirectory, named: Collection[str]) -> list[Change]:
     """Create or open the run directory; return the changes of its config, which are not yet written."""
     changes = plan_changes(directory, config, named)
+    if exported_step(directory) is not None and read_config(directory).export != config.export:
+        # If this start is killed, the next one exports with the new settings.
+        with writing(directory.hf):
+            (directory.hf / EXPORTED_STEP).unlink(missing_ok=True)
     create_or_open(directory.path, to_yaml(config), keep_config=bool(changes))
     return changes
 
@@ -199,10 +203,7 @@ def _train(start: _Start, display: ProgressDisplay) -> TrainingRun | None:
 
         with exempt_from_collection():
             complete = train(run, record, stop.is_set)
-    if complete:
-        with timer.phase("export, plots"):
-            _export(run, directory)
-    else:
+    if not complete:
         report(
             f"stopped after step {run.state.progress.step} of {config.num_steps}; everything is saved in "
             f"{directory.path}. Run the same command again to resume"
@@ -214,6 +215,10 @@ def _train(start: _Start, display: ProgressDisplay) -> TrainingRun | None:
         with timer.phase("export, plots"):
             plot_curves(directory.metrics, directory.curves)
         records.finish({"episodes": run.state.progress.episodes})
+    if complete:
+        # Last, because a run with an export is complete, and is not opened again.
+        with timer.phase("export, plots"):
+            _export(run, directory)
     return run if complete else None
 
 

@@ -28,6 +28,10 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
 
 
+def killed(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 def state_of(folder: Path) -> dict[str, Any]:
     """Contents and times of all files and folders of a run."""
     times = {str(path): path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
@@ -112,7 +116,7 @@ def test_a_change_is_not_written_if_the_run_cannot_be_opened(
         raise ValueError("no tasks")
 
     with monkeypatch.context() as patched:
-        patched.setattr("marin_rl.training.open_run._build_environment", fail)
+        patched.setattr("marin_rl.training.open_run.build_environment", fail)
         assert run.train(*LONGER) == 1
     assert (run.path / "config.yaml").read_bytes() == before
 
@@ -166,6 +170,34 @@ def test_a_finished_run_without_its_export_is_exported(
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert run.train() == 0
     assert outcome(run) == outcome(finished_run)
+
+
+@pytest.mark.parametrize("place", ["marin_rl.training.session.open_run", "marin_rl.training.session._export"])
+def test_a_new_type_of_the_export_is_exported_after_a_kill(
+    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+):
+    no_plots(monkeypatch)
+    run = copy_of(finished_run, tmp_path / "copy")
+    with monkeypatch.context() as patched:
+        patched.setattr(place, killed)
+        assert run.train("--export.dtype", "bfloat16") == 130
+    assert run.train("--export.dtype", "bfloat16") == 0
+    size = (run.path / "hf" / "model.safetensors").stat().st_size
+    assert size < 0.75 * (finished_run.path / "hf" / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("place", ["marin_rl.training.curves.plot_curves", "marin_rl.training.session._export"])
+def test_a_run_that_is_killed_at_its_end_is_plotted_and_exported(
+    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+):
+    run = interrupted_after(finished_run, 6, tmp_path / "killed")
+    (run.path / "curves.png").unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr(place, killed)
+        assert run.train() == 130
+    assert run.train() == 0
+    assert (run.path / "curves.png").exists()
+    assert exported_step(RunDirectory(run.path)) == 6
 
 
 def test_a_damaged_last_checkpoint_does_not_make_a_run_complete(
