@@ -10,38 +10,45 @@ import logging
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from levanter.distributed import DistributedConfig
-from levanter.trainer import TrainerConfig
-
-from marin_rl import multihost
+import marin_rl.rewards.pipeline  # noqa: F401  registers the rewards of environments
 from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.config.decode import encode
-from marin_rl.config.device_settings import logprob_block, row_layout
 from marin_rl.config.imports import IMPORTS
-from marin_rl.config.input_files import NAMED
 from marin_rl.config.sections import EvaluationConfig, Mode
-from marin_rl.config.train_config import TrainConfig
 from marin_rl.config_fields import LOCAL_PATH
-from marin_rl.distributed.make_runner import make_runner, open_reward_functions
-from marin_rl.distributed.samplers import open_group_sampler
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.escaping import escape_line
-from marin_rl.host_status import exit_on_error, explain_errors, require_same_software
-from marin_rl.learner.checkpoint import Checkpoints
-from marin_rl.learner.devices import join_processes, start_devices
-from marin_rl.learner.scoring import Scorer
-from marin_rl.rollouts.failures import FailureReports
 from marin_rl.sampling.config import MIN_TEMPERATURE, LevanterSamplerConfig
 from marin_rl.storage import storage_path
-from marin_rl.training.evaluation import evaluate, first_of_each, reference_loss
-from marin_rl.training.shared_run import check_config, require_same_tasks
-from marin_rl.training.starting_weights import load_run, restore_checkpoint
+from marin_rl.training.run_directory import open_with_checkpoint
+
+if TYPE_CHECKING:
+    from levanter.distributed import DistributedConfig
+
+    from marin_rl.config.train_config import TrainConfig
+    from marin_rl.learner.checkpoint import Checkpoints
 
 logger = logging.getLogger(__name__)
 
 FLAGS = {"json": "Print one JSON object instead of lines."}
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessesConfig:
+    """Several processes that evaluate together: the keys of levanter's `trainer.distributed`."""
+
+    coordinator_address: str | None = None
+    """Address and port of the first process; null: that of the cluster, if jax finds one."""
+    num_processes: int | None = None
+    """Number of processes; null: that of the cluster."""
+    process_id: int | None = None
+    """Number of this process, from 0; null: that of the cluster."""
+    local_device_ids: int | list[int] | None = None
+    """Devices of this process; null: all of its host."""
+    initialize_jax_distributed: bool = False
+    """Whether to connect the processes; false: this process evaluates alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +72,7 @@ class EvaluateConfig:
     environment: EnvironmentConfig | None = None
     """Environment to evaluate on instead of the run's, as in a training config:
     `--environment.type jsonl --environment.path FILE`, or a section of a file (`--config FILE`)."""
-    distributed: DistributedConfig = dataclasses.field(
-        default_factory=lambda: DistributedConfig(initialize_jax_distributed=False)
-    )
+    distributed: ProcessesConfig = ProcessesConfig()
     """Several processes that evaluate together, like `trainer.distributed` of a training run; one by default. All of
     them need access to the run directory."""
 
@@ -98,19 +103,33 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
         RunDirectoryError: if the run does not exist.
         CheckpointError: if the run has no checkpoint of this step, or no valid checkpoint.
     """
+    if not config.distributed.initialize_jax_distributed:
+        open_with_checkpoint(config.run, config.step)
+    # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
+    from levanter.distributed import DistributedConfig
+    from levanter.trainer import TrainerConfig
+
+    from marin_rl import multihost
+    from marin_rl.host_status import exit_on_error, explain_errors, require_same_software
+    from marin_rl.learner.devices import join_processes
+    from marin_rl.training.shared_run import check_config
+
+    distributed = DistributedConfig(**dataclasses.asdict(config.distributed))
     # First, so that an error of one process ends the others, too.
-    join_processes(TrainerConfig(distributed=config.distributed))
+    join_processes(TrainerConfig(distributed=distributed))
     with exit_on_error(), explain_errors():
         require_same_software()
-        train_config, checkpoints = _open_run(config)
+        train_config, checkpoints = _open_run(config, distributed)
         check_config(train_config)
         settings = {**encode(config), "run": None, "distributed": None}
         multihost.require_equal({"settings": repr(settings).encode()}, "the evaluation")
         return _evaluate(config, train_config, checkpoints)
 
 
-def _open_run(config: EvaluateConfig) -> tuple[TrainConfig, Checkpoints]:
+def _open_run(config: EvaluateConfig, distributed: "DistributedConfig") -> tuple["TrainConfig", "Checkpoints"]:
     """Return the config of the run with the settings of the evaluation, and its checkpoints."""
+    from marin_rl.training.starting_weights import load_run
+
     train_config, checkpoints = load_run(config.run, config.step)
     changed = dataclasses.replace(
         train_config,
@@ -118,14 +137,25 @@ def _open_run(config: EvaluateConfig) -> tuple[TrainConfig, Checkpoints]:
         # The processes divide the groups among themselves, as in a synchronous run.
         mode=Mode.SYNC,
         sampler=LevanterSamplerConfig(),
-        trainer=dataclasses.replace(train_config.trainer, distributed=config.distributed),
+        trainer=dataclasses.replace(train_config.trainer, distributed=distributed),
     )
     return changed, checkpoints
 
 
 def _evaluate(
-    config: EvaluateConfig, train_config: TrainConfig, checkpoints: Checkpoints
+    config: EvaluateConfig, train_config: "TrainConfig", checkpoints: "Checkpoints"
 ) -> tuple[int, dict[str, float]]:
+    from marin_rl.config.device_settings import logprob_block, row_layout
+    from marin_rl.config.input_files import NAMED
+    from marin_rl.distributed.make_runner import make_runner, open_reward_functions
+    from marin_rl.distributed.samplers import open_group_sampler
+    from marin_rl.learner.devices import start_devices
+    from marin_rl.learner.scoring import Scorer
+    from marin_rl.rollouts.failures import FailureReports
+    from marin_rl.training.evaluation import evaluate, first_of_each, reference_loss
+    from marin_rl.training.shared_run import require_same_tasks
+    from marin_rl.training.starting_weights import restore_checkpoint
+
     trainer = start_devices(
         train_config.trainer_config(), rows_per_device=train_config.rollouts.rows_per_device, of_other_machine=True
     )
@@ -174,6 +204,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     parsed = parse_config(EvaluateConfig, arguments, FLAGS)
     step, metrics = run_evaluation(parsed.config)
+    from marin_rl import multihost
+
     if not multihost.is_main():
         return 0
     if "json" in parsed.flags:

@@ -7,16 +7,13 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-import jax
-
 from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.config_fields import STORAGE_PATH, check_paths
 from marin_rl.errors import UserError
 from marin_rl.escaping import escape_line
 from marin_rl.learner.config import ExportConfig
 from marin_rl.storage import file_sizes, storage_path
-from marin_rl.training.export import export_checkpoint
-from marin_rl.training.starting_weights import load_run
+from marin_rl.training.run_directory import open_with_checkpoint
 
 
 class OutputExistsError(UserError):
@@ -57,6 +54,11 @@ def run_export(config: ExportRunConfig) -> int:
     output = storage_path(config.output, "output")
     if file_sizes(output):
         raise OutputExistsError(f"output {config.output!r} exists and is not replaced; name another folder")
+    open_with_checkpoint(config.run, config.step)
+    # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
+    from marin_rl.training.export import export_checkpoint
+    from marin_rl.training.starting_weights import load_run
+
     train_config, checkpoints = load_run(config.run, config.step)
     train_config = dataclasses.replace(train_config, export=config.export or train_config.export)
     return export_checkpoint(train_config, checkpoints, config.step, output)
@@ -76,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     config = parse_config(ExportRunConfig, arguments).config
+    import jax
+
     # Also on a machine whose accelerators are in use.
     jax.config.update("jax_platforms", "cpu")
     step = run_export(config)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from marin_rl.config.command_line import CommandParser, check_command_line, parse_config, positive, run_command
+from marin_rl.config.command_line import CommandParser, check_command_line, parse_arguments, positive, run_command
 from marin_rl.config.decode import ConfigError
 from marin_rl.escaping import escape
 
@@ -60,7 +60,7 @@ def _run(argv: Sequence[str]) -> int:
     topology = parse_topology(arguments.topology)
     worker_topology = None if arguments.worker_topology is None else parse_topology(arguments.worker_topology)
 
-    check_command_line(rest, {}, reads_files=False)
+    checked = check_command_line(rest, {}, reads_files=False)
     # Compilation takes minutes.
     if arguments.json is not None and (arguments.json.is_dir() or not arguments.json.parent.is_dir()):
         raise ConfigError(f"--json {arguments.json} cannot be written; give a file in an existing folder")
@@ -70,7 +70,7 @@ def _run(argv: Sequence[str]) -> int:
     from marin_rl.planning.run_plan import Lengths, Plan, default_lengths, make_plan, vocab_size_of, with_model
     from marin_rl.planning.search import describe_search, search
 
-    config = with_model(parse_config(TrainConfig, rest).config)
+    config = with_model(parse_arguments(TrainConfig, checked).config)
     longest = default_lengths(config)
     lengths = Lengths(arguments.prompt_tokens or longest.prompt, arguments.answer_tokens or longest.answer)
     if lengths.prompt + lengths.answer > config.rollouts.max_length:

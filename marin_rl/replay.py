@@ -7,16 +7,16 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from marin_rl.config.command_line import CommandParser, parse_config, run_command
-from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.command_line import CommandParser, check_command_line, parse_arguments, run_command
 from marin_rl.escaping import escape_line
-from marin_rl.storage import storage_path
-from marin_rl.training.config_changes import values_of_step
-from marin_rl.training.fake_rollouts import FakeRun, parse_shape, train_on_fake
-from marin_rl.training.replay import ReplayedStep, replay_step
-from marin_rl.training.run_directory import RunDirectory, open_existing
-from marin_rl.training.starting_weights import read_config, resolve_model
+from marin_rl.training.config_history import values_of_step
+from marin_rl.training.run_directory import RunDirectory, open_with_checkpoint
+
+if TYPE_CHECKING:
+    from marin_rl.training.fake_rollouts import FakeRun
+    from marin_rl.training.replay import ReplayedStep
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,12 +56,25 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def _replay(arguments: argparse.Namespace, rest: Sequence[str]) -> str:
-    directory = None if arguments.run is None else open_existing(storage_path(arguments.run, "run"))
+    # A replay may start at an earlier checkpoint.
+    checkpoint = None if arguments.fake is None else arguments.step
+    directory = None if arguments.run is None else open_with_checkpoint(arguments.run, checkpoint)
     if arguments.fake is None and (directory is None or arguments.step is None):
         raise ValueError("give --run DIR and --step N to replay a step, or --fake SHAPE for synthetic rollouts")
     if directory is None and arguments.step is not None:
         raise ValueError(f"--step is {arguments.step}, but only a run has steps; give --run DIR, or omit --step")
-    config = parse_config(TrainConfig, rest, defaults=_config_of(directory, arguments.step)).config
+    defaults = _config_of(directory, arguments.step)
+    checked = check_command_line(rest, {}, reads_files=False, defaults=defaults)
+    # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
+    from marin_rl.config.train_config import TrainConfig
+    from marin_rl.training.fake_rollouts import parse_shape, train_on_fake
+    from marin_rl.training.replay import replay_step
+    from marin_rl.training.starting_weights import read_config, resolve_model
+
+    if directory is not None:
+        # Errors in the file name the file; later ones are those of arguments.
+        read_config(directory)
+    config = parse_arguments(TrainConfig, checked, defaults=defaults).config
     if directory is None:
         config = resolve_model(config)
     if arguments.fake is not None:
@@ -75,19 +88,17 @@ def _replay(arguments: argparse.Namespace, rest: Sequence[str]) -> str:
     return _describe_step(str(arguments.run), arguments.step, replayed)
 
 
-def _config_of(directory: RunDirectory | None, step: int | None) -> Mapping[str, object]:
+def _config_of(directory: RunDirectory | None, step: int | None) -> Mapping[str, object] | None:
     """Return the config that a step of a run was trained with as plain values, for one process."""
     if directory is None:
-        return {}
-    # Errors in the file name the file; later ones are those of arguments.
-    read_config(directory)
+        return None
     # Synthetic rollouts go on after a checkpoint of this step.
     values = values_of_step(directory, sys.maxsize if step is None else step)
     trainer = {**values.get("trainer", {}), "distributed": {"initialize_jax_distributed": False}}
     return {**values, "trainer": trainer}
 
 
-def _describe_step(run: str, step: int, replayed: ReplayedStep) -> str:
+def _describe_step(run: str, step: int, replayed: "ReplayedStep") -> str:
     lines = [f"{escape_line(run)}, step {step}, from the checkpoint of step {replayed.start}"]
     width = max(map(len, replayed.metrics))
     lines.append(f"  {'':<{width}}  {'replayed':>14}  {'recorded':>14}")
@@ -106,7 +117,7 @@ def _describe_step(run: str, step: int, replayed: ReplayedStep) -> str:
     return "\n".join(lines)
 
 
-def _describe_fake(fake: FakeRun, steps: int) -> str:
+def _describe_fake(fake: "FakeRun", steps: int) -> str:
     width = max(map(len, fake.median))
     device = fake.device_peak_bytes
     peak = "not tracked on this platform" if device is None else f"{device / 2**30:.2f} GiB"

@@ -10,26 +10,23 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
-
-from levanter.models.lm_model import LmHeadModel
+from typing import TYPE_CHECKING, NamedTuple
 
 from marin_rl.config.command_line import parse_config, run_command
-from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.config_fields import check_at_least, is_loopback, local_path
-from marin_rl.distributed.samplers import open_group_sampler, stop_text_bytes
 from marin_rl.errors import UserError
 from marin_rl.escaping import escape_line
-from marin_rl.learner.devices import exempt_from_collection, start_devices
-from marin_rl.learner.policy_model import load_hf_policy
 from marin_rl.output import go_on_without_output
 from marin_rl.sampling.config import SamplingConfig
-from marin_rl.sampling.group_sampler import GroupSampler
-from marin_rl.serving.engine import CALL_SECONDS
 from marin_rl.storage import storage_path
-from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.config import TokenizerConfig
-from marin_rl.training.starting_weights import load_run, restore_checkpoint
+from marin_rl.training.run_directory import open_with_checkpoint
+
+if TYPE_CHECKING:
+    from levanter.models.lm_model import LmHeadModel
+
+    from marin_rl.sampling.group_sampler import GroupSampler
+    from marin_rl.tokenization.chat import ChatTokenizer
 
 _PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 _DEFAULT_CONTEXT = 4096
@@ -101,9 +98,9 @@ class ServeConfig:
 class Policy(NamedTuple):
     """A policy that can be served."""
 
-    sampler: GroupSampler
+    sampler: "GroupSampler"
     """Samples from it."""
-    tokenizer: ChatTokenizer
+    tokenizer: "ChatTokenizer"
     """Its tokenizer."""
     vocab_size: int
     """Vocabulary size of the model."""
@@ -122,10 +119,21 @@ def load_policy(config: ServeConfig) -> Policy:
         PolicyModelError: if the model cannot be loaded.
         UserError: if `model` is not a folder, or `max_context` exceeds the number of the model's positions.
     """
+    if config.run is not None:
+        open_with_checkpoint(config.run, config.step)
+    elif not Path(str(config.model)).is_dir():
+        raise UserError(f"--model is {config.model!r}, which is not a folder; give a folder in Hugging Face format")
+    print(f"loading the weights of {escape_line(str(config.run or config.model))}", file=sys.stderr, flush=True)
     return _load_run(config, config.run) if config.run is not None else _load_folder(config, str(config.model))
 
 
 def _load_run(config: ServeConfig, run: str) -> Policy:
+    # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
+    from marin_rl.distributed.samplers import open_group_sampler
+    from marin_rl.learner.devices import start_devices
+    from marin_rl.serving.engine import CALL_SECONDS
+    from marin_rl.training.starting_weights import load_run, restore_checkpoint
+
     train_config, checkpoints = load_run(run, config.step)
     sampling = _limited(config, train_config.sampling)
     trainer = start_devices(
@@ -152,8 +160,13 @@ def _load_run(config: ServeConfig, run: str) -> Policy:
 
 
 def _load_folder(config: ServeConfig, folder: str) -> Policy:
-    if not Path(folder).is_dir():
-        raise UserError(f"--model is {folder!r}, which is not a folder; give a folder in Hugging Face format")
+    from marin_rl.config.levanter_sections import default_trainer
+    from marin_rl.distributed.samplers import stop_text_bytes
+    from marin_rl.learner.devices import start_devices
+    from marin_rl.learner.policy_model import load_hf_policy
+    from marin_rl.sampling.group_sampler import GroupSampler
+    from marin_rl.serving.engine import CALL_SECONDS
+
     tokenizer = TokenizerConfig(path=folder).build()
     stop = _stop_texts(Path(folder))
     trainer = start_devices(default_trainer(), rows_per_device=1, alone=True)
@@ -189,7 +202,7 @@ def _stop_texts(folder: Path) -> tuple[str, ...]:
         raise UserError(f"stop_strings in {file} is {value!r}: {error}") from error
 
 
-def _max_context(config: ServeConfig, model: LmHeadModel, default: int) -> int:
+def _max_context(config: ServeConfig, model: "LmHeadModel", default: int) -> int:
     max_context = config.max_context or default
     if max_context > model.Pos.size:
         raise UserError(
@@ -217,10 +230,7 @@ def serve(config: ServeConfig) -> None:
     if missing:
         raise UserError(f"serving needs {', '.join(missing)}; install the extra: pip install 'marin_rl[serve]'")
     # Imported here because the extra is optional.
-    from marin_rl.serving.app import Server, ServerOptions
-    from marin_rl.serving.engine import Engine
     from marin_rl.serving.http_server import HttpServer, listen, url_of
-    from marin_rl.serving.protocol import RequestLimits
 
     key = os.environ.get(config.api_key_env) or None
     if key is None and not is_loopback(config.host):
@@ -232,8 +242,12 @@ def serve(config: ServeConfig) -> None:
     go_on_without_output()
     listener = listen(config.host, config.port, config.client_seconds)
     with listener:
-        print(f"loading the weights of {escape_line(str(config.run or config.model))}", file=sys.stderr, flush=True)
         policy = load_policy(config)
+        from marin_rl.learner.devices import exempt_from_collection
+        from marin_rl.serving.app import Server, ServerOptions
+        from marin_rl.serving.engine import Engine
+        from marin_rl.serving.protocol import RequestLimits
+
         name = config.name or Path(str(config.run or config.model)).resolve().name
         limits = RequestLimits(
             max_context=policy.max_context,

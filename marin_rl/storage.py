@@ -75,10 +75,8 @@ def storage_path(text: str, key: str = "path") -> StoragePath:
     try:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
-        package = f"marin_rl[{EXTRAS[protocol]}]" if protocol in EXTRAS else str(error)
-        raise ValueError(
-            f"{key} is {text!r}, but the package for {protocol}:// is not installed; pip install '{package}'"
-        ) from error
+        remedy = f"pip install 'marin_rl[{EXTRAS[protocol]}]'" if protocol in EXTRAS else str(error)
+        raise ValueError(f"{key} is {text!r}, but the package for {protocol}:// is not installed; {remedy}") from error
     if not rest.strip("/"):
         raise ValueError(f"{key} is {text!r}, which names no bucket and no folder; use {protocol}://BUCKET/FOLDER")
     return RemotePath(f"{protocol}://{rest.rstrip('/')}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from marin_rl.config.command_line import (
     RESUME_FLAGS,
     check_command_line,
-    parse_config,
+    parse_arguments,
     run_command,
     without_collections,
 )
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     started = time.perf_counter()
-    check_command_line(arguments, FLAGS)
+    checked = check_command_line(arguments, FLAGS)
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
     with without_collections():
         from marin_rl.config.train_config import TrainConfig
@@ -53,7 +53,7 @@ def _run(arguments: Sequence[str]) -> int:
         from marin_rl.training.session import run_session
         from marin_rl.training.starting_weights import resolve_model
 
-    parsed = parse_config(TrainConfig, arguments, FLAGS)
+    parsed = parse_arguments(TrainConfig, checked, FLAGS)
     accept_changes = "accept_changes" in parsed.flags
     if "print_config" in parsed.flags:
         print(to_yaml(resolve_model(parsed.config)), end="")

@@ -10,6 +10,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import itertools
+import os
 import re
 import sys
 import threading
@@ -164,18 +165,14 @@ def import_file(path: str) -> types.ModuleType:
     Raises:
         UserFileError: if it is missing or not a Python file, or its import raises; the message names the line.
     """
-    file = Path(path).expanduser().resolve()
-    if file.is_dir():
-        raise UserFileError(f"{path!r} is a folder; name a Python file in it")
-    if not file.is_file():
-        raise UserFileError(f"file {path!r} does not exist (resolved to {file}); paths start at the working directory")
+    file = _find_file(path)
     package = _package_of(file.parent)
     name = f"{package}.{re.sub(r'[^0-9A-Za-z_]', '_', file.stem)}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise UserFileError(f"{path} is not a Python file; its name must end with .py")
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -185,6 +182,36 @@ def import_file(path: str) -> types.ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def find_code(text: str) -> None:
+    """Check that a Python file exists, or the package of a module, without running it.
+
+    Args:
+        text: path of a file, or dotted name of a module.
+
+    Raises:
+        UserFileError: as `import_file` and `import_module` do.
+    """
+    if not is_module_name(text):
+        _find_file(text)
+        return
+    package = text.partition(".")[0]
+    if package not in sys.modules and importlib.util.find_spec(package) is None:
+        import_module(text)
+
+
+def _find_file(path: str) -> Path:
+    file = Path(path).expanduser().resolve()
+    if file.is_dir():
+        raise UserFileError(f"{path!r} is a folder; name a Python file in it")
+    if not file.is_file():
+        raise UserFileError(f"file {path!r} does not exist (resolved to {file}); paths start at the working directory")
+    if importlib.util.spec_from_file_location(file.stem, file) is None:
+        raise UserFileError(f"{path} is not a Python file; its name must end with .py")
+    if not os.access(file, os.R_OK):
+        raise UserFileError(f"this user may not read {path!r}; change its permissions")
+    return file
 
 
 def _package_of(folder: Path) -> str:

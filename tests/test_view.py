@@ -216,7 +216,7 @@ def test_empty_run_explains_missing_rollouts(tmp_path, capsys):
     ("argv", "message"),
     [
         (["{tmp}"], "is not a run directory: it has no config.yaml"),
-        (["{tmp}/nowhere"], "is not a run directory: it has no config.yaml"),
+        (["{tmp}/nowhere"], "is not a run directory: it does not exist"),
         (["gss://bucket/run"], "RUN is 'gss://bucket/run', but the protocol gss:// is unknown"),
         (["{run}/config.yaml"], "is neither a run directory nor a file of rollouts"),
         (["{run}", "--id", "x"], "no stored rollout has the id 'x'"),

@@ -18,7 +18,7 @@ from marin_rl.config.workers_config import Refresh
 from marin_rl.config_fields import check_paths, is_loopback, nested_sections
 from marin_rl.kernel_sharding import POSITION
 from marin_rl.logs import module_levels
-from marin_rl.models.model_settings import model_problems
+from marin_rl.models.model_settings import model_problems, window_problem
 from marin_rl.objectives.advantage_inputs import AdvantageConfig
 from marin_rl.objectives.importance import OffPolicyCorrectionConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig
@@ -59,6 +59,9 @@ def _check_model(config: "AbstractTrainConfig") -> Iterator[str]:
             f"rollouts.max_length is {config.rollouts.max_length}, but the model's context has {config.model.seq_len} "
             "tokens (model.seq_len); lower rollouts.max_length or raise model.seq_len"
         )
+    if choice_name(config.model) in ("mistral", "mixtral"):
+        problem = window_problem(config.model, config.model.sliding_window, config.rollouts.max_length)
+        yield from [] if problem is None else [problem]
     if choice_name(config.model) == "mixtral":
         yield from _check_mixtral(config)
 

@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
 import gc
 import re
 import sys
@@ -34,6 +35,7 @@ from marin_rl.config.decode import (
     Written,
     decode,
     field_types,
+    find_problems,
     plain_type,
     resolve_section,
     section_of,
@@ -174,11 +176,20 @@ def parse_config(
         HelpShown: with status 0, after `--help` has printed its text.
     """
     flags = flags or {}
-    arguments = read_arguments(argv, flags)
-    layers = [defaults or {}, *arguments.load_layers()]
+    return parse_arguments(config_class, read_arguments(argv, flags), flags, defaults)
+
+
+def parse_arguments(
+    config_class: type[ConfigT],
+    arguments: "Arguments",
+    flags: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> ParsedConfig[ConfigT]:
+    """Parse the arguments that `check_command_line` has checked; see `parse_config`."""
+    layers = [defaults or {}, *arguments.layers()]
     import_types(config_class, layers)
     if arguments.help_section is not None:
-        sys.stdout.write(help_text(config_class, flags, arguments.help_section))
+        sys.stdout.write(help_text(config_class, flags or {}, arguments.help_section))
         raise HelpShown(0)
     raw = merge_layers(config_class, layers)
     try:
@@ -188,15 +199,25 @@ def parse_config(
         raise with_suggestions(error, config_class, raw, arguments) from error
 
 
-def check_command_line(argv: Sequence[str], flags: Mapping[str, str], *, reads_files: bool = True) -> None:
+def check_command_line(
+    argv: Sequence[str],
+    flags: Mapping[str, str],
+    *,
+    reads_files: bool = True,
+    defaults: Mapping[str, Any] | None = None,
+) -> "Arguments":
     """Validate a command line of `TrainConfig`, or print the overview of `--help`, without importing levanter.
 
-    Importing levanter takes seconds. `parse_config` checks the few settings that only levanter can judge.
+    Importing levanter takes seconds. `parse_arguments` checks the few settings that only levanter can judge.
 
     Args:
         argv: arguments of `parse_config`.
         flags: flags of `parse_config`.
         reads_files: whether the run will read its input files on this machine, so that they must exist.
+        defaults: defaults of `parse_config`. Their own problems are left to the complete check, which names their file.
+
+    Returns:
+        The arguments, for `parse_arguments`.
 
     Raises:
         ConfigError: if the command line is invalid; the message names every problem.
@@ -204,24 +225,24 @@ def check_command_line(argv: Sequence[str], flags: Mapping[str, str], *, reads_f
     """
     arguments = read_arguments(argv, flags)
     if arguments.help_section:
-        return
+        return arguments
     if arguments.help_section == "":
         sys.stdout.write(overview_text(flags))
         raise HelpShown(0)
-    if not arguments.config_paths and not arguments.overrides:
+    if not arguments.config_paths and not arguments.overrides and defaults is None:
         raise ConfigError("no config; give its file with --config FILE. --help lists the most important keys")
-    layers = arguments.load_layers()
+    layers = arguments.layers()
     # Imported here because the sections take a second to import, and the problems above can be reported without them.
     with without_collections():
         from marin_rl.config.draft_config import draft_class, left_to_levanter
 
     draft = draft_class(reads_files=reads_files)
-    raw = merge_layers(draft, layers)
-    try:
-        decode(draft, raw)
-    except ConfigError as error:
-        if problems := [problem for problem in error.problems if not left_to_levanter(problem, raw)]:
-            raise with_suggestions(ConfigError(*problems), draft, raw, arguments) from error
+    raw = merge_layers(draft, [defaults or {}, *layers])
+    found = find_problems(draft, raw)
+    known = find_problems(draft, defaults) if found and defaults is not None else []
+    if problems := [item for item in found if item not in known and not left_to_levanter(item, raw)]:
+        raise with_suggestions(ConfigError(*problems), draft, raw, arguments)
+    return arguments
 
 
 @contextlib.contextmanager
@@ -296,13 +317,15 @@ class Arguments:
     help_section: str | None = None
     """Argument of `--help`, empty if it has none; None without `--help`."""
 
-    def load_layers(self) -> list[dict[str, Any]]:
-        """Load the config files, and append the overrides: raw values in the order of increasing precedence.
-
-        `--help` ignores absent files.
-        """
+    @functools.cached_property
+    def files(self) -> dict[Path, dict[str, Any]]:
+        """Raw values of each config file, read once, because a file may be a pipe; `--help` ignores absent files."""
         paths = [path for path in self.config_paths if self.help_section is None or path.is_file()]
-        return [*map(load_yaml, paths), self.overrides]
+        return {path: load_yaml(path) for path in dict.fromkeys(paths)}
+
+    def layers(self) -> list[dict[str, Any]]:
+        """Raw values of the config files and the overrides, in the order of increasing precedence."""
+        return [*(self.files[path] for path in self.config_paths if path in self.files), self.overrides]
 
 
 def read_arguments(argv: Sequence[str], known_flags: Iterable[str]) -> Arguments:

@@ -252,6 +252,15 @@ def decode(annotation: Any, raw: Any, path: Sequence[str] = (), base: Any = None
     return _decode_scalar(target, raw, path)
 
 
+def find_problems(annotation: Any, raw: Any) -> list[str]:
+    """Return the problems that `decode` reports; empty if it succeeds."""
+    try:
+        decode(annotation, raw)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
 def _dotted(path: Sequence[str]) -> str:
     return ".".join(path) or "the config"
 

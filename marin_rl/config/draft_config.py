@@ -18,6 +18,7 @@ from typing import Any
 from marin_rl.config.base_config import TRAINER_METADATA, AbstractTrainConfig
 from marin_rl.config.combinations import CHECKS
 from marin_rl.config.decode import UnknownType, decode
+from marin_rl.config.imports import import_problems
 from marin_rl.config.levanter_description import described_sections
 from marin_rl.config.levanter_sections import trainer_defaults
 from marin_rl.config_fields import input_files, may_change_by_name
@@ -49,10 +50,15 @@ def draft_class(*, reads_files: bool = True) -> type[AbstractTrainConfig]:
             dataclasses.field(default_factory=lambda: decode(trainer, trainer_defaults()), metadata=TRAINER_METADATA),
         ),
     ]
-    namespace = {"checks": (*CHECKS, _check_files) if reads_files else CHECKS}
+    checks = (*CHECKS, _check_imports)
+    namespace = {"checks": (*checks, _check_files) if reads_files else checks}
     return dataclasses.make_dataclass(
         "DraftConfig", fields, bases=(AbstractTrainConfig,), frozen=True, namespace=namespace
     )
+
+
+def _check_imports(config: AbstractTrainConfig) -> Iterator[str]:
+    yield from import_problems(config.imports)
 
 
 def _check_files(config: AbstractTrainConfig) -> Iterator[str]:

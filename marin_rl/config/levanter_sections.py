@@ -80,6 +80,7 @@ def check_optimizer(config: "AbstractTrainConfig") -> Iterator[str]:
     optimizer, name = config.optimizer, choice_name(config.optimizer)
     if not 0 <= optimizer.learning_rate < math.inf:
         yield (f"optimizer.learning_rate is {optimizer.learning_rate}; it must be a finite number of at least 0")
+    yield from _schedule_problems(optimizer)
     schedules = section_of(field_types(type(optimizer))["lr_schedule"]).get_known_choices()
     if isinstance(optimizer.lr_schedule, str) and optimizer.lr_schedule not in schedules:
         yield f"optimizer.lr_schedule is {optimizer.lr_schedule!r}; {nearest(optimizer.lr_schedule, sorted(schedules))}"
@@ -93,6 +94,23 @@ def check_optimizer(config: "AbstractTrainConfig") -> Iterator[str]:
             f"optimizer.max_grad_norm is {optimizer.max_grad_norm}, but levanter's clipping in mars cannot be "
             "compiled; set optimizer.max_grad_norm: null, or use optimizer: {type: adam}"
         )
+
+
+def _schedule_problems(optimizer: Any) -> Iterator[str]:
+    for key in ("warmup", "decay", "rewarmup", "cooldown"):
+        value = getattr(optimizer, key)
+        if value is not None and not (0 <= value <= 1 or (1 < value < math.inf and value == int(value))):
+            yield (
+                f"optimizer.{key} is {value}; it must be a fraction of the updates from 0 to 1, or a whole number of "
+                "updates"
+            )
+    for key in ("weight_decay", "min_lr_ratio", "max_grad_norm"):
+        value = getattr(optimizer, key, None)
+        if value is not None and not 0 <= value < math.inf:
+            yield f"optimizer.{key} is {value}; it must be a finite number of at least 0"
+    for key in ("beta1", "beta2"):
+        if not 0 <= getattr(optimizer, key, 0) < 1:
+            yield f"optimizer.{key} is {getattr(optimizer, key)}; it must be at least 0 and below 1"
 
 
 def check_trainer(config: "AbstractTrainConfig") -> Iterator[str]:

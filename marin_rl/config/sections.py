@@ -63,6 +63,8 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         convert_enum_fields(self)
         check_at_least(self, "rollouts", prompts_per_step=1, group_size=1, max_length=1, max_turns=1)
+        if self.max_prompt_length is not None and self.max_prompt_length < 1:
+            raise ValueError(f"rollouts.max_prompt_length is {self.max_prompt_length}; it must be at least 1, or null")
         if self.max_prompt_length is not None and not 1 <= self.max_prompt_length < self.max_length:
             raise ValueError(
                 f"rollouts.max_prompt_length is {self.max_prompt_length}; it must be at least 1 and below "
@@ -74,6 +76,8 @@ class RolloutConfig:
             raise ValueError(
                 f"rollouts.max_seconds is {self.max_seconds}; it must be a number of seconds above 0 and at most 1e9"
             )
+        if self.row_length is not None and self.row_length < 1:
+            raise ValueError(f"rollouts.row_length is {self.row_length}; it must be at least 1, or null")
         if self.row_length is not None and self.row_length < self.max_length:
             raise ValueError(
                 f"rollouts.row_length is {self.row_length}, but a sequence may have rollouts.max_length = "
@@ -253,12 +257,11 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, "evaluation", every=0, tasks=0, samples=1)
-        for k in self.pass_at:
-            if not 1 <= k <= self.samples:
-                raise ValueError(
-                    f"evaluation.pass_at contains k = {k} with evaluation.samples = {self.samples}; "
-                    "k must be between 1 and the number of samples"
-                )
+        if wrong := [k for k in self.pass_at if not 1 <= k <= self.samples]:
+            raise ValueError(
+                f"evaluation.pass_at contains k = {', '.join(map(str, wrong))} with evaluation.samples = "
+                f"{self.samples}; each k must be between 1 and the number of samples"
+            )
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Return whether to evaluate after `step` of `num_steps`.

@@ -89,7 +89,9 @@ def _local(own: Sequence[str], passed: Sequence[str]) -> int:
         raise ConfigError(NO_ARGUMENTS)
     parsed = parse_config(LocalConfig, own, DRY_RUN)
     # Each process would report the same mistake.
-    check_command_line(passed, {"dry_run": "", "print_config": "", **RESUME_FLAGS})
+    checked = check_command_line(passed, {"dry_run": "", "print_config": "", **RESUME_FLAGS})
+    if pipes := [path for path in checked.config_paths if path.exists() and not path.is_file()]:
+        raise ConfigError(f"--config is {str(pipes[0])!r}, a pipe, which only one process can read; give it a file")
     processes = training_processes(parsed.config, passed)
     if "dry_run" in parsed.flags:
         print(escape("\n".join(map(str, processes))))

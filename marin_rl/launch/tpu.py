@@ -104,7 +104,7 @@ def training_run(config: TpuConfig, arguments: Sequence[str], report: Callable[[
         UploadError: if a local file that training reads is not among the uploaded files, or a secret is not set.
     """
     # Imported here because jax and levanter take seconds to import, and the other actions do not need them.
-    from marin_rl.config.command_line import CONFIG_OPTIONS, RESUME_FLAGS, check_command_line, parse_config
+    from marin_rl.config.command_line import CONFIG_OPTIONS, RESUME_FLAGS, check_command_line, parse_arguments
     from marin_rl.config.sections import Mode
 
     if not arguments:
@@ -119,10 +119,10 @@ def training_run(config: TpuConfig, arguments: Sequence[str], report: Callable[[
     # The hosts run the command in a copy of this folder.
     with contextlib.chdir(config.code.folder):
         # The hosts may have other disks.
-        check_command_line([*arguments, *own], RESUME_FLAGS, reads_files=False)
+        checked = check_command_line([*arguments, *own], RESUME_FLAGS, reads_files=False)
         from marin_rl.config.train_config import TrainConfig
 
-        parsed = parse_config(TrainConfig, [*arguments, *own], RESUME_FLAGS).config
+        parsed = parse_arguments(TrainConfig, checked, RESUME_FLAGS).config
     files = [(f"--{name}", value) for name, value in _options(arguments) if name in CONFIG_OPTIONS]
     with contextlib.chdir(config.code.folder):
         _check_copied([*files, *_local_files(parsed)], names, config.code.folder)

@@ -39,21 +39,25 @@ from marin_rl.learner.array_files import (
     to_jsonable,
     write_boxes,
 )
+from marin_rl.learner.checkpoint_folders import (
+    MANIFEST,
+    CheckpointError,
+    folder_name,
+    is_committed,
+    list_steps,
+    step_of,
+)
 from marin_rl.learner.config import CheckpointConfig
 from marin_rl.learner.saved_checkpoint import (
     FORMAT,
-    MANIFEST,
     STATE,
     Checkpoint,
-    CheckpointError,
     DamagedCheckpointError,
     array_file_sizes,
     checksum,
     dump_manifest,
-    folder_name,
     open_checkpoint,
     require_complete,
-    step_of,
     stored_path,
 )
 from marin_rl.remote_path import RemotePath
@@ -187,11 +191,7 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, damaged ones included, oldest first; ignores names such as `step-1`."""
         self._job.flush()
-        return self._steps()
-
-    def _steps(self) -> list[int]:
-        steps = [(step_of(path), path) for path in self.folder.glob("step-*")]
-        return sorted(step for step, path in steps if step is not None and _is_committed(path))
+        return list_steps(self.folder)
 
     def open(self, step: int) -> Checkpoint:
         """Open the checkpoint of one step; collective over all processes.
@@ -238,9 +238,9 @@ class Checkpoints:
         for path in sorted(self.folder.glob("step-*")):
             if step_of(path) is None:
                 logger.warning("%s is ignored: checkpoints are folders named like %s", path, folder_name(1))
-            elif not _is_committed(path):
+            elif not is_committed(path):
                 logger.warning("%s is ignored: its save was interrupted before it wrote %s", path, MANIFEST)
-        return self._steps()[::-1]
+        return list_steps(self.folder)[::-1]
 
     @contextlib.contextmanager
     def _writing(self, target: StoragePath) -> Iterator[None]:
@@ -263,7 +263,7 @@ class Checkpoints:
             return
         with contextlib.suppress(OSError):
             if isinstance(self.folder, RemotePath):
-                leftovers = [path for path in self.folder.glob("step-*") if not _is_committed(path)]
+                leftovers = [path for path in self.folder.glob("step-*") if not is_committed(path)]
             else:
                 leftovers = list(self.folder.glob(".step-*.partial"))
             for leftover in leftovers:
@@ -272,7 +272,7 @@ class Checkpoints:
 
     def _prune(self, newest: int) -> None:
         # Newer checkpoints are damaged, or the run would have resumed from them; they must not count as kept.
-        every = self._steps()
+        every = list_steps(self.folder)
         steps = [step for step in every if step <= newest]
         kept = set(steps[-self._config.keep_last :])
         if self.keep_first:
@@ -295,8 +295,3 @@ class Checkpoints:
 
     def _path(self, step: int) -> StoragePath:
         return self.folder / folder_name(step)
-
-
-def _is_committed(path: StoragePath) -> bool:
-    """Whether the save was not interrupted; locally the name itself tells."""
-    return not isinstance(path, RemotePath) or (path / MANIFEST).is_file()

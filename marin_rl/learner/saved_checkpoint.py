@@ -13,23 +13,18 @@ from typing import Any, TypeVar
 from levanter.trainer import TrainerConfig
 
 from marin_rl import multihost
-from marin_rl.errors import UserError
 from marin_rl.learner.array_files import DamagedArraysError, SavedArray, from_jsonable, load_arrays, named_arrays
+from marin_rl.learner.checkpoint_folders import MANIFEST, CheckpointError, folder_name, step_of
 from marin_rl.remote_path import StorageError
 from marin_rl.storage import StoragePath, file_sizes
 
 T = TypeVar("T")
 
 FORMAT = 3
-MANIFEST = "manifest.json"
 STATE = "state"
 """The folder of the arrays in a checkpoint."""
 _SET_ASIDE = "move its folder elsewhere to go on from the checkpoint before it"
 _MANIFEST_TYPES = {"step": int, "progress": dict, "arrays": dict, "files": dict}
-
-
-class CheckpointError(UserError):
-    """A checkpoint cannot be written or read; the message names the folder and the problem."""
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -252,15 +247,3 @@ def _text_checksum(manifest: dict[str, Any]) -> str:
 def checksum(data: bytes) -> str:
     """Return the SHA-256 checksum of a file in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
-
-
-def folder_name(step: int) -> str:
-    """Return the name of the folder of a checkpoint."""
-    return f"step-{step:08d}"
-
-
-def step_of(path: StoragePath) -> int | None:
-    """Parse the step from a checkpoint folder's name; None if the name has another format."""
-    digits = path.name.removeprefix("step-")
-    is_name = digits.isascii() and digits.isdecimal() and path.name == folder_name(int(digits))
-    return int(digits) if is_name else None

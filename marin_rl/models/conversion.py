@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 # Registers the architecture.
 import marin_rl.models.qwen2  # noqa: F401
 from marin_rl.models.hf_config import ACTIVATIONS, PolicyModelError, declared_settings, first_line
-from marin_rl.models.model_settings import model_problems
+from marin_rl.models.model_settings import model_problems, window_problem
 from marin_rl.models.rotary import LinearRotaryConfig, YarnRotaryConfig, yarn_attention_factor
 
 
@@ -304,11 +304,5 @@ def check_model(config: LmConfig, *, max_length: int) -> None:
     """
     if problems := list(model_problems(config)):
         raise PolicyModelError("\n".join(problems))
-    name = LmConfig.get_choice_name(type(config))
-    window = attention_window(_check_export(config))
-    if window is not None and max_length > window:
-        raise PolicyModelError(
-            f"rollouts.max_length is {max_length}, but layers of this {name!r} model attend to the last {window} "
-            "positions only (model.sliding_window), which is not implemented; up to that length it makes no "
-            f"difference, so set rollouts.max_length to {window} or less"
-        )
+    if problem := window_problem(config, attention_window(_check_export(config)), max_length):
+        raise PolicyModelError(problem)

@@ -42,6 +42,7 @@ def model_problems(model: Any) -> Iterator[str]:
         yield "model.scan_layers is false, but the learner supports scanned layers only; set it to true"
     yield from attention_problems(model)
     yield from _rope_problems(getattr(model, "rope", None))
+    yield from _gemma_problems(name, model)
     sizes = {size: value for size in SIZES if (value := getattr(model, size, None)) is not None}
     wrong = [f"model.{size} is {value}; it must be at least 1" for size, value in sizes.items() if value < 1]
     yield from wrong or _shape_problems(sizes)
@@ -79,6 +80,39 @@ def _rope_problems(rope: Any) -> Iterator[str]:
         yield "model.rope.type is 'yarn', which levanter computes unlike transformers; use hf_yarn"
     if name == "default" and rope.factor != 1.0:
         yield f"model.rope.factor is {rope.factor}, which levanter cannot export; use model.rope.type: hf_linear"
+
+
+def _gemma_problems(name: str, model: Any) -> Iterator[str]:
+    """Settings that levanter's gemma models ignore."""
+    if name not in ("gemma", "gemma2") or min(model.num_heads, model.hidden_dim) < 1:
+        return
+    head_size = model.hidden_dim // model.num_heads
+    implemented: dict[str, Any] = {"head_dim": head_size}
+    if name == "gemma2":
+        implemented |= {"final_logit_softcapping": None, "query_pre_attn_scalar": head_size}
+    for key, value in implemented.items():
+        if getattr(model, key) != value:
+            text = "null" if value is None else value
+            given = getattr(model, key)
+            yield f"model.{key} is {given}, but levanter computes {name} models with {text}; set it to {text}"
+
+
+def window_problem(model: Any, window: int | None, max_length: int) -> str | None:
+    """Problem of sequences that are longer than the attention window of a model.
+
+    Args:
+        model: levanter's model config, or an object with the same settings.
+        window: last positions that some layers attend to; None for all.
+        max_length: longest sequence, in tokens.
+    """
+    if window is None or max_length <= window:
+        return None
+    name = model.get_choice_name(type(model))
+    return (
+        f"rollouts.max_length is {max_length}, but layers of this {name!r} model attend to the last {window} "
+        "positions only (model.sliding_window), which is not implemented; up to that length it makes no "
+        f"difference, so set rollouts.max_length to {window} or less"
+    )
 
 
 def _shape_problems(sizes: dict[str, int]) -> Iterator[str]:

@@ -10,13 +10,15 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from marin_rl.serving.engine import Engine
+if TYPE_CHECKING:
+    from marin_rl.serving.engine import Engine
 
 _ERROR_SECONDS = 5
 """Seconds in which clients read the errors of requests that did not complete in time."""
@@ -110,7 +112,7 @@ class HttpServer:
     that do not end in time get an error.
     """
 
-    def __init__(self, app: ASGIApp, engine: Engine, drain_seconds: float, client_seconds: float = 60.0) -> None:
+    def __init__(self, app: ASGIApp, engine: "Engine", drain_seconds: float, client_seconds: float = 60.0) -> None:
         """Configure the server.
 
         Args:

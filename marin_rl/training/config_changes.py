@@ -4,16 +4,10 @@
 """Changes of the config of a run that resumes: which are possible, and their history in `config.yaml`.
 
 Keys that affect the results may change only if the field is declared `may_change_by_name` and the command line names
-the key. `config.yaml` begins with a comment for each change:
-
-```
-# after step 12: num_steps 12 -> 20
-```
+the key. See [`config_history`][marin_rl.training.config_history] for the record of the changes.
 """
 
-import dataclasses
 import json
-import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -29,41 +23,20 @@ from levanter.trainer_state import init_optimizer_for_trainables
 
 from marin_rl.config.decode import decode, encode
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.yaml_text import parse_value, parse_yaml, to_yaml
+from marin_rl.config.yaml_text import parse_value, parse_yaml
 from marin_rl.config_fields import changeable_keys, flatten, is_within, keys_changeable_by_name
 from marin_rl.errors import RunDirectoryError
 from marin_rl.learner.array_files import named_arrays
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import with_critic
 from marin_rl.learner.policy_model import model_shape
+from marin_rl.training.config_history import NOT_SET, Change, read_history, values_of_step
 from marin_rl.training.run_directory import (
     RunDirectory,
-    comments_of,
     exported_step,
-    read_config_text,
     show_value,
-    write_atomically,
 )
 from marin_rl.training.starting_weights import read_config
-
-NOT_SET = "not set"
-
-
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """A changed key of the config."""
-
-    step: int
-    """Completed steps before the change."""
-    key: str
-    """Dotted key."""
-    old: str
-    """Value before the change, as JSON, or `not set`."""
-    new: str
-    """Value after the change, likewise."""
-
-    def __str__(self) -> str:
-        return f"{self.key} {self.old} -> {self.new}"
 
 
 def plan_changes(directory: RunDirectory, config: TrainConfig, named: Collection[str] = ()) -> list[Change]:
@@ -213,60 +186,6 @@ def _state_arrays(config: TrainConfig, optimizer: OptimizerConfig) -> dict[str, 
     return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in named_arrays(state).items()}
 
 
-def read_history(text: str) -> list[Change]:
-    """Return the changes that the comments of a `config.yaml` list, in their order."""
-    parsed = [_parse(line) for line in comments_of(text).splitlines()]
-    return [change for change in parsed if change is not None]
-
-
-def _parse(line: str) -> Change | None:
-    match = re.fullmatch(r"# after step (\d+): (\S+) (.+)", line)
-    if match is None:
-        return None
-    values = match[3]
-    try:
-        end = len(NOT_SET) if values.startswith(NOT_SET) else json.JSONDecoder().raw_decode(values)[1]
-        if values[end + 4 :] != NOT_SET:
-            json.loads(values[end + 4 :])
-    except ValueError:
-        return None
-    return Change(int(match[1]), match[2], values[:end], values[end + 4 :])
-
-
-def record_changes(directory: RunDirectory, changes: Sequence[Change], config: TrainConfig, step: int) -> list[Change]:
-    """Write the config of a run that resumes, with the changes in its history.
-
-    Args:
-        directory: run directory.
-        changes: new changes.
-        config: the new config.
-        step: step of the checkpoint from which the run resumes. The run repeats later steps with the new config, so
-            former changes after later steps are moved to this one.
-
-    Returns:
-        The history.
-
-    Raises:
-        RunDirectoryError: if the file cannot be written.
-    """
-    text = read_config_text(directory)
-    lines = comments_of(text).splitlines()
-    for index, former in enumerate(map(_parse, lines)):
-        if former is not None and former.step > step:
-            lines[index] = f"# after step {step}: {former}"
-    lines += [f"# after step {step}: {change}" for change in changes]
-    new = "".join(f"{line}\n" for line in lines) + (to_yaml(config) if changes else text[len(comments_of(text)) :])
-    if new != text:
-        write_atomically(directory.config, new)
-    return read_history(new)
-
-
-def changed_values(history: Sequence[Change], step: int) -> dict[str, float]:
-    """Return the numbers that were changed after a step, as metrics `config/<key>`."""
-    values = {change.key: json.loads(change.new) for change in history if change.step == step and change.new != NOT_SET}
-    return {f"config/{key}": float(value) for key, value in values.items() if type(value) in (int, float)}
-
-
 def describe_learning_rate(old: TrainConfig, new: TrainConfig, updates: int) -> str | None:
     """Describe the learning rate of the next update before and after a change; None if the schedule is the same.
 
@@ -285,36 +204,6 @@ def describe_learning_rate(old: TrainConfig, new: TrainConfig, updates: int) -> 
         f"is a function of the number of updates done and their total, which is {new.num_updates} now and was "
         f"{old.num_updates}"
     )
-
-
-def values_of_step(directory: RunDirectory, step: int) -> dict[str, Any]:
-    """Return the config that a step of a run was trained with, as plain values: later changes are undone.
-
-    Raises:
-        RunDirectoryError: if the config cannot be read.
-        ConfigError: if it is not valid YAML.
-    """
-    text = read_config_text(directory)
-    values = parse_yaml(text, str(directory.config))
-    former: dict[str, Change] = {}
-    for change in read_history(text):
-        if change.step >= step:
-            former.setdefault(change.key, change)
-    # A section that replaced a plain value, and keys of another type, are removed before values are set again.
-    for change in sorted(former.values(), key=lambda change: change.old != NOT_SET):
-        _undo(values, change)
-    return values
-
-
-def _undo(values: dict[str, Any], change: Change) -> None:
-    *sections, leaf = change.key.split(".")
-    for section in sections:
-        inner = values.get(section)
-        values[section] = values = inner if isinstance(inner, dict) else {}
-    if change.old == NOT_SET:
-        values.pop(leaf, None)
-    else:
-        values[leaf] = json.loads(change.old)
 
 
 def read_config_of_step(directory: RunDirectory, step: int) -> TrainConfig:
@@ -338,9 +227,11 @@ def check_config_files(files: Sequence[Path], config: TrainConfig) -> list[str]:
     """
     messages = []
     for file in files:
-        folder, text = file.parent, file.read_text(encoding="utf-8")
-        if folder.resolve() == Path(config.run_dir).resolve():
+        folder = file.parent
+        # A pipe has been read, and is not the file of a run.
+        if folder.resolve() == Path(config.run_dir).resolve() or not file.is_file():
             continue
+        text = file.read_text(encoding="utf-8")
         values: Mapping[str, Any] = parse_yaml(text, str(file))
         if values.get("run_dir") == config.run_dir:
             if file.name == "config.yaml" and (folder / "checkpoints").is_dir():

@@ -19,6 +19,7 @@ from levanter.trainer_state import TrainerState
 from marin_rl.batching.processed_rollout import process_rollout
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.checkpoint import Checkpoints
+from marin_rl.learner.checkpoint_folders import require_checkpoint
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.devices import device_peak_bytes
 from marin_rl.learner.scoring import Scorer
@@ -26,7 +27,7 @@ from marin_rl.seeds import derive_seed
 from marin_rl.training.open_run import first_state, make_scorer
 from marin_rl.training.replay import TrainingParts, start_trainer, timed_step
 from marin_rl.training.run_directory import RunDirectory
-from marin_rl.training.starting_weights import first_policy, require_checkpoint, restore_state
+from marin_rl.training.starting_weights import first_policy, restore_state
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
@@ -170,7 +171,7 @@ def _starting_state(
         vocab_size = policy.vocab_size
         return first_state(config, policy, parts.trainer, parts.learner), 0, vocab_size
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint)
-    require_checkpoint(str(directory.path), checkpoints, step)
+    require_checkpoint(str(directory.path), directory.checkpoints, step)
     checkpoint = checkpoints.newest_good() if step is None else checkpoints.open(step)
     assert checkpoint is not None
     state = restore_state(checkpoint, config, parts.learner)

@@ -39,10 +39,11 @@ from marin_rl.errors import Closing, writing
 from marin_rl.event_loop import BackgroundLoop
 from marin_rl.host_status import raise_if
 from marin_rl.learner.checkpoint import Checkpoints
+from marin_rl.learner.checkpoint_folders import CheckpointError
 from marin_rl.learner.critic import attach_critic, policy_of
 from marin_rl.learner.devices import own_rows, platform_of, start_devices
 from marin_rl.learner.loss import RlLoss
-from marin_rl.learner.saved_checkpoint import Checkpoint, CheckpointError
+from marin_rl.learner.saved_checkpoint import Checkpoint
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
 from marin_rl.learner.weight_history import WeightHistory

@@ -31,8 +31,9 @@ from typing import Any, TextIO
 from marin_rl.config.yaml_text import parse_yaml
 from marin_rl.config_fields import flatten, is_within
 from marin_rl.errors import RunDirectoryError, writing
+from marin_rl.learner.checkpoint_folders import require_checkpoint
 from marin_rl.remote_path import RemotePath
-from marin_rl.storage import StoragePath, write_bytes
+from marin_rl.storage import StoragePath, storage_path, write_bytes
 from marin_rl.training import lease
 
 EXPORTED_STEP = "training_step.json"
@@ -178,7 +179,24 @@ def open_existing(path: StoragePath) -> RunDirectory:
     """
     directory = RunDirectory(path)
     if not directory.config.is_file():
-        raise RunDirectoryError(f"{str(path)!r} is not a run directory: it has no config.yaml")
+        reason = "it has no config.yaml" if path.exists() else "it does not exist"
+        raise RunDirectoryError(f"{str(path)!r} is not a run directory: {reason}; give the run_dir of a run")
+    return directory
+
+
+def open_with_checkpoint(run: str, step: int | None) -> RunDirectory:
+    """Open the directory of an earlier run that has a checkpoint.
+
+    Args:
+        run: run directory, a path or an address.
+        step: step of the checkpoint; None for any.
+
+    Raises:
+        RunDirectoryError: if the run does not exist.
+        CheckpointError: if it has no such checkpoint.
+    """
+    directory = open_existing(storage_path(run, "run"))
+    require_checkpoint(run, directory.checkpoints, step)
     return directory
 
 

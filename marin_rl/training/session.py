@@ -35,13 +35,8 @@ from marin_rl.logs import log_to, module_levels
 from marin_rl.remote_path import RemotePath
 from marin_rl.storage import AppendedFile, FileDigest, StoragePath, storage_path
 from marin_rl.timing import PhaseTimer, compile_clock
-from marin_rl.training.config_changes import (
-    Change,
-    changed_values,
-    describe_learning_rate,
-    plan_changes,
-    record_changes,
-)
+from marin_rl.training.config_changes import describe_learning_rate, plan_changes
+from marin_rl.training.config_history import Change, changed_values, record_changes
 from marin_rl.training.console import ProgressDisplay, describe_step
 from marin_rl.training.export import export_folder
 from marin_rl.training.loop import TrainingRun, train

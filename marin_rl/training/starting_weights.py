@@ -29,7 +29,7 @@ from marin_rl.learner.policy_model import (
     read_hf_architecture,
     restored_shape,
 )
-from marin_rl.learner.saved_checkpoint import Checkpoint, CheckpointError
+from marin_rl.learner.saved_checkpoint import Checkpoint
 from marin_rl.learner.train_step import Learner
 from marin_rl.models.hf_config import PolicyModelError
 from marin_rl.models.hf_tensors import read_tensor_shapes
@@ -45,7 +45,7 @@ from marin_rl.tokenization.load import (
     load_tokenizer,
     other_tokens,
 )
-from marin_rl.training.run_directory import RunDirectory, exported_step, open_existing, read_config_text
+from marin_rl.training.run_directory import RunDirectory, exported_step, open_with_checkpoint, read_config_text
 from marin_rl.training.run_files import warn_of_changed_inputs
 
 logger = logging.getLogger(__name__)
@@ -286,29 +286,9 @@ def load_run(run: str, step: int | None) -> tuple[TrainConfig, Checkpoints]:
         RunDirectoryError: if the run does not exist.
         CheckpointError: if it has no such checkpoint.
     """
-    directory = open_existing(storage_path(run, "run"))
+    directory = open_with_checkpoint(run, step)
     config = read_config(directory)
-    checkpoints = Checkpoints(directory.checkpoints, config.checkpoint)
-    require_checkpoint(run, checkpoints, step)
-    return config, checkpoints
-
-
-def require_checkpoint(run: str, checkpoints: Checkpoints, step: int | None) -> None:
-    """Check that a run has a checkpoint.
-
-    Args:
-        run: the run, for the error message.
-        checkpoints: its checkpoints.
-        step: step of the checkpoint; None for any.
-
-    Raises:
-        CheckpointError: if it has none.
-    """
-    steps = checkpoints.steps()
-    if step is not None and step not in steps:
-        raise CheckpointError(f"run {run!r} has no checkpoint of step {step}; it has {steps}")
-    if not steps:
-        raise CheckpointError(f"run {run!r} has no checkpoint yet")
+    return config, Checkpoints(directory.checkpoints, config.checkpoint)
 
 
 def restore_checkpoint(
@@ -318,7 +298,7 @@ def restore_checkpoint(
     trainer: TrainerConfig,
     sections: Sequence[str] = ("tokenizer",),
 ) -> tuple[int, LmHeadModel]:
-    """Load the step and the policy of a checkpoint, and warn of changed inputs; see `require_checkpoint`.
+    """Load the step and the policy of a checkpoint, and warn of changed inputs; see `open_with_checkpoint`.
 
     Args:
         checkpoints: checkpoints of the run.

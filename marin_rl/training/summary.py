@@ -15,7 +15,8 @@ from rich.console import Console
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.errors import writing
 from marin_rl.learner.checkpoint import Checkpoints
-from marin_rl.learner.saved_checkpoint import CheckpointError, folder_name, read_manifest
+from marin_rl.learner.checkpoint_folders import CheckpointError, folder_name
+from marin_rl.learner.saved_checkpoint import read_manifest
 from marin_rl.training.config_changes import plan_changes
 from marin_rl.training.console import Compiling, ProgressDisplay, print_closing_table
 from marin_rl.training.metrics_file import read_records

@@ -5,13 +5,12 @@
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import json
 import os
 import sys
 from pathlib import Path
-
-from marin_rl.train import main
 
 BASE = """\
 run_dir: runs/test
@@ -24,7 +23,7 @@ sampling: {max_new_tokens: 8}
 
 @dataclasses.dataclass(frozen=True)
 class Mistake:
-    """A command line of `marin_rl.train` and what it must print."""
+    """A command line and what it must print."""
 
     arguments: str | tuple[str, ...]
     """Arguments after `--config base.yaml`, separated by spaces, or all arguments."""
@@ -34,6 +33,8 @@ class Mistake:
     """Number of problems."""
     only_early: bool = False
     """Whether the complete check of `parse_config` does not report it, or with other words."""
+    program: str = "train"
+    """Module of the command."""
 
     @property
     def argv(self) -> list[str]:
@@ -66,6 +67,11 @@ FILES: dict[str, str | bytes] = {
     "several.yaml": BASE
     + "sede: 1\nnum_steps: -1\nkl: {coef: 0.1}\nadvantage: {type: grop}\n"
     + "optimizer: {type: adam, learning_rat: 1}\nupdates: {epochs: 0, minibatches: 0}\nreplay: {max_stalenes: 2}\n",
+    "begun/config.yaml": BASE,
+    "run/config.yaml": BASE,
+    "run/checkpoints/step-00000002/manifest.json": "{}",
+    "old/config.yaml": BASE + "former_key: 1\n",
+    "old/checkpoints/step-00000002/manifest.json": "{}",
     "rows.jsonl": '{"prompt": "1+1=", "answer": "2"}\n',
 }
 """Files in the working directory by name; there is also a folder `data`."""
@@ -117,6 +123,24 @@ MISTAKES: dict[str, Mistake] = {
     "upper case": Mistake("--environment.type JSONL", ("environment.type is 'JSONL'", "did you mean 'jsonl'")),
     "attention": Mistake("--model.attn_backend nvte", ("model.attn_backend is nvte", "set it to null")),
     # Ranges.
+    "warmup": Mistake("--optimizer.warmup -1", ("optimizer.warmup is -1", "from 0 to 1, or a whole number")),
+    "part of an update": Mistake("--optimizer.decay 1.5", ("optimizer.decay is 1.5", "from 0 to 1")),
+    "clipping": Mistake("--optimizer.max_grad_norm -1", ("optimizer.max_grad_norm is -1", "at least 0")),
+    "momentum": Mistake("--optimizer.beta2 1", ("optimizer.beta2 is 1", "below 1")),
+    "pass@k": Mistake("--evaluation.pass_at [0,2,1]", ("evaluation.pass_at contains k = 0, 2",)),
+    "rows and sequences": Mistake(
+        "--rollouts.max_length 0 --rollouts.row_length 0",
+        ("rollouts.max_length is 0", "rollouts.row_length is 0"),
+        lines=2,
+    ),
+    "gemma": Mistake(
+        ("--config", "base.yaml", "--model", "{type: gemma, seq_len: 64, hidden_dim: 16, num_heads: 2}"),
+        ("model.head_dim is 256", "set it to 8"),
+    ),
+    "window": Mistake(
+        ("--config", "base.yaml", "--model.type", "mistral", "--model.seq_len", "64", "--model.sliding_window", "16"),
+        ("rollouts.max_length is 32", "model.sliding_window", "16"),
+    ),
     "below the minimum": Mistake("--rollouts.group_size 0", ("rollouts.group_size is 0", "at least 1")),
     "negative": Mistake("--num_steps -3", ("num_steps is -3", "at least 0")),
     "temperature": Mistake("--sampling.temperature -1", ("sampling.temperature is -1",)),
@@ -164,6 +188,11 @@ MISTAKES: dict[str, Mistake] = {
         ("environment.rewards.0.path is 'data', which is a folder",),
         only_early=True,
     ),
+    "import missing": Mistake("--imports [x.py] --sede 1", ("imports: file 'x.py' does not exist", "sede"), lines=2),
+    "import of a folder": Mistake("--imports [data/]", ("imports: 'data/' is a folder", "name a Python file")),
+    "import of a module": Mistake("--imports [no_such.module]", ("there is no module 'no_such.module'",)),
+    "import of text": Mistake("--imports [rows.jsonl]", ("rows.jsonl is not a Python file", "end with .py")),
+    "import of an address": Mistake("--imports ['gs://a/x.py']", ("imports", "gs://a/x.py")),
     "template missing": Mistake(
         "--tokenizer.chat_template x.jinja", ("tokenizer.chat_template is 'x.jinja'", "not exist"), only_early=True
     ),
@@ -212,18 +241,84 @@ MISTAKES: dict[str, Mistake] = {
 }
 
 
+def _of(program: str, arguments: str, *texts: str, lines: int = 1) -> Mistake:
+    return Mistake(tuple(arguments.split()), texts, lines, only_early=True, program=program)
+
+
+OTHER_COMMANDS: dict[str, Mistake] = {
+    "evaluate: no run": _of("evaluate", "", "run is missing", "give it with --run"),
+    "evaluate: key": _of("evaluate", "--run run --stepp 2", "unknown key stepp", "'step'"),
+    "evaluate: nested key": _of("evaluate", "--run run --evaluation.taks 2", "evaluation.taks", "'tasks'"),
+    "evaluate: value": _of("evaluate", "--run run --step two", "step is 'two'", "an integer"),
+    "evaluate: range": _of("evaluate", "--run run --temperature -1", "temperature is -1", "at least 1e-30"),
+    "evaluate: environment": _of("evaluate", "--run run --environment.type json", "environment.type", "'jsonl'"),
+    "evaluate: processes": _of("evaluate", "--run run --distributed.num_proceses 2", "distributed.num_proceses"),
+    "evaluate: several": _of("evaluate", "--rn run --step x --evaluation.samples 0", "rn", "step", "samples", lines=3),
+    "evaluate: no folder": _of("evaluate", "--run no", "'no' is not a run directory", "does not exist"),
+    "evaluate: not a run": _of("evaluate", "--run data", "'data' is not a run directory", "no config.yaml"),
+    "evaluate: no checkpoint": _of("evaluate", "--run begun", "run 'begun' has no checkpoint yet"),
+    "evaluate: other step": _of("evaluate", "--run run --step 3", "no checkpoint of step 3", "it has [2]"),
+    "evaluate: config missing": _of("evaluate", "--run run --config bas.yaml", "'bas.yaml' does not exist"),
+    "evaluate: imports missing": _of("evaluate", "--run run --imports [x.py]", "imports", "'x.py' does not exist"),
+    "serve: no policy": _of("serve", "", "give either run", "or model"),
+    "serve: key": _of("serve", "--run run --prot 80", "unknown key prot", "'port'"),
+    "serve: value": _of("serve", "--run run --port http", "port is 'http'", "an integer"),
+    "serve: range": _of("serve", "--run run --port 70000", "port is 70000", "between 0 and 65535"),
+    "serve: no folder": _of("serve", "--run no --port 0", "'no' is not a run directory"),
+    "serve: no checkpoint": _of("serve", "--run begun --port 0", "run 'begun' has no checkpoint yet"),
+    "serve: no model": _of("serve", "--model no --port 0", "--model is 'no', which is not a folder"),
+    "serve: public address": _of("serve", "--run run --host 0.0.0.0", "host is '0.0.0.0'", "MARIN_RL_API_KEY"),
+    "export: nothing": _of("export", "", "run is missing", "output is missing", lines=2),
+    "export: key": _of("export", "--run run --output x --stp 2", "unknown key stp", "'step'"),
+    "export: type": _of("export", "--run run --output x --export.dtype int8", "export.dtype is 'int8'"),
+    "export: no folder": _of("export", "--run no --output x", "'no' is not a run directory"),
+    "export: other step": _of("export", "--run run --output x --step 3", "no checkpoint of step 3"),
+    "export: output exists": _of("export", "--run run --output begun", "output 'begun' exists"),
+    "replay: nothing": _of("replay", "", "give --run DIR and --step N", "--fake SHAPE"),
+    "replay: no folder": _of("replay", "--run no --step 1", "'no' is not a run directory"),
+    "replay: no checkpoint": _of("replay", "--run begun --step 1", "run 'begun' has no checkpoint yet"),
+    "replay: value of step": _of("replay", "--run run --step two", "--step", "'two'"),
+    "replay: key": _of("replay", "--run run --step 1 --rollouts.group_sise 4", "rollouts.group_sise", "'group_size'"),
+    "replay: combination": _of("replay", "--run run --step 1 --rollouts.group_size 1", "rollouts.group_size is 1"),
+    "replay: of an older run": _of("replay", "--run old --step 1 --sede 1", "unknown key sede"),
+    "replay: synthetic without config": _of("replay", "--fake prompt=8,completion=8", "no config", "--config FILE"),
+    "replay: synthetic": _of("replay", "--fake prompt=8,completion=8 --config base.yaml --sede 1", "unknown key sede"),
+    "plan: no topology": _of("plan", "--config base.yaml", "--topology"),
+    "plan: topology": _of("plan", "--config base.yaml --topology v5q-8", "v5q-8"),
+    "plan: key": _of("plan", "--config base.yaml --topology cpu:1 --sede 1", "unknown key sede"),
+    "view: nothing": _of("view", "", "RUN", "--help"),
+    "view: no folder": _of("view", "no", "'no' is not a run directory"),
+    "view: option": _of("view", "run --stp 1", "--stp"),
+    "view: value": _of("view", "run --step two", "--step", "'two'"),
+    "view: range": _of("view", "run --steps 5-x", "'5-x' is not a range of steps", "10-20"),
+    "view: sort": _of("view", "run --sort rewrd", "--sort", "'rewrd'"),
+    "view: no id": _of("view", "run --id x", "'x'"),
+    "launch: command": _of("launch.__main__", "locl", "unknown command 'locl'", "'local'"),
+    "launch: action": _of("launch.__main__", "tpu strt", "unknown action 'strt'", "'start'"),
+    "launch: key": _of("launch.__main__", "local --num_proceses 2 -- --config base.yaml", "num_proceses"),
+    "launch: value": _of("launch.__main__", "local --num_processes two -- --config base.yaml", "'two'", "an integer"),
+    "launch: training key": _of("launch.__main__", "local -- --config base.yaml --sede 1", "unknown key sede"),
+    "launch: no arguments": _of("launch.__main__", "local", "no training arguments", "after --"),
+    "launch: slice": _of("launch.__main__", "tpu start --tpu_name a --zone b --slices.tpu_type v5q-8", "v5q-8"),
+    "launch: no command": _of("launch.__main__", "supervise", "no command", "after --"),
+}
+"""Mistakes in command lines of the other commands."""
+
+
 def write_files(folder: Path) -> None:
     """Write `FILES` to a folder."""
     (folder / "data").mkdir()
     for name, content in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
     results = {}
-    for case, mistake in MISTAKES.items():
-        with contextlib.redirect_stderr(io.StringIO()) as output:
+    for case, mistake in (MISTAKES | OTHER_COMMANDS).items():
+        main = importlib.import_module(f"marin_rl.{mistake.program}").main
+        with contextlib.redirect_stderr(io.StringIO()) as output, contextlib.redirect_stdout(output):
             status = main(mistake.argv)
         results[case] = status, output.getvalue(), "levanter" in sys.modules
     print(json.dumps(results))

@@ -19,10 +19,10 @@ from marin_rl.learner import array_files
 from marin_rl.learner import checkpoint as checkpoint_module
 from marin_rl.learner.array_files import write_boxes
 from marin_rl.learner.checkpoint import CheckpointConfig, Checkpoints
+from marin_rl.learner.checkpoint_folders import CheckpointError
 from marin_rl.learner.policy_model import model_shape
 from marin_rl.learner.saved_checkpoint import (
     Checkpoint,
-    CheckpointError,
     DamagedCheckpointError,
     dump_manifest,
     load_manifest,

@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from marin_rl.learner.saved_checkpoint import CheckpointError, open_checkpoint
+from marin_rl.learner.checkpoint_folders import CheckpointError
+from marin_rl.learner.saved_checkpoint import open_checkpoint
 from marin_rl.weights.arrow_flight import FlightSource
 from marin_rl.weights.config import ArrowFlightConfig
 from tests.cpu_host import cpu_host

@@ -22,15 +22,12 @@ from marin_rl.errors import RunDirectoryError
 from marin_rl.objectives.kl import LossKlConfig
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.training.config_changes import (
-    Change,
-    changed_values,
     check_config_files,
     describe_learning_rate,
     plan_changes,
     read_config_of_step,
-    read_history,
-    record_changes,
 )
+from marin_rl.training.config_history import Change, changed_values, read_history, record_changes
 from marin_rl.training.run_directory import RunDirectory, create_or_open
 from tests.training.bare_run import make_config
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from marin_rl.learner.checkpoint import Checkpoints
-from marin_rl.learner.saved_checkpoint import CheckpointError
+from marin_rl.learner.checkpoint_folders import CheckpointError
 from marin_rl.training.export import export_checkpoint
 from tests.tiny_run import TinyRun, copy_of
 from tests.training.reopened_run import config_of

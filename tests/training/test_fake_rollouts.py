@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from marin_rl.learner.checkpoint_folders import CheckpointError
 from marin_rl.learner.critic import CriticConfig
-from marin_rl.learner.saved_checkpoint import CheckpointError
 from marin_rl.objectives.gae import GaeConfig
 from marin_rl.objectives.kl import LossKlConfig
 from marin_rl.training.fake_rollouts import FakeShape, make_groups, parse_shape, train_on_fake

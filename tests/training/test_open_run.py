@@ -22,9 +22,9 @@ from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.learner import saved_checkpoint
+from marin_rl.learner.checkpoint_folders import CheckpointError
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.learner.devices import start_devices
-from marin_rl.learner.saved_checkpoint import CheckpointError
 from marin_rl.objectives import GaeConfig
 from marin_rl.objectives.kl import LossKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
