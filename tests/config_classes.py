@@ -10,7 +10,7 @@ from typing import Any
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 from draccus.utils import is_choice_type
 
-from marin_rl.config.decode import field_types, is_section
+from marin_rl.config.section_types import field_types, is_section
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.evaluate import EvaluateConfig
 from marin_rl.launch.local import LocalConfig

@@ -14,9 +14,9 @@ import pytest
 from fsspec.registry import _registry
 from levanter.trainer import TrainerConfig
 
-from marin_rl.config.decode import field_types
 from marin_rl.config.help import all_keys
 from marin_rl.config.levanter_sections import default_trainer
+from marin_rl.config.section_types import field_types
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config_fields import changeable_keys, convert_enum_fields, is_loopback
 from marin_rl.environments.arithmetic import ArithmeticConfig

@@ -26,7 +26,8 @@ import yaml
 from marin_rl import evaluate, export, plan, replay, serve, train
 from marin_rl.chips import parse_topology
 from marin_rl.config.command_line import merge, parse_config
-from marin_rl.config.decode import ConfigError, decode
+from marin_rl.config.decode import decode
+from marin_rl.config.section_types import ConfigError
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import parse_yaml
 from marin_rl.environments.base import EnvironmentConfig, Split

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""CPU seconds until `marin_rl.train` reports a mistake in a config, for each mistake of `tests/config/mistakes.py`.
+"""CPU seconds until a command reports a mistake in its arguments, for each mistake of `tests/config/mistakes.py`.
 
     python -m experiments.benchmarks.mistake_times
 
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.config.mistakes import MISTAKES, write_files
+from tests.config.mistakes import MISTAKES, OTHER_COMMANDS, write_files
 
 
 def main() -> int:
@@ -22,9 +22,9 @@ def main() -> int:
     times: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         write_files(Path(folder))
-        for case, mistake in MISTAKES.items():
+        for case, mistake in (MISTAKES | OTHER_COMMANDS).items():
             before = os.times()
-            command = [sys.executable, "-m", "marin_rl.train", *mistake.argv]
+            command = [sys.executable, "-m", f"marin_rl.{mistake.program}", *mistake.argv]
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
             after = os.times()
             times[case] = sum(after[2:4]) - sum(before[2:4])

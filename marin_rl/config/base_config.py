@@ -14,8 +14,8 @@ import marin_rl.objectives.gae
 import marin_rl.objectives.gigpo
 import marin_rl.rewards.pipeline  # noqa: F401
 from marin_rl.config.combinations import CHECKS, Check, run_checks
-from marin_rl.config.decode import CheckedConfig, ConfigError
 from marin_rl.config.levanter_sections import TRAINER_KEYS_WITHOUT_EFFECT
+from marin_rl.config.section_types import CheckedConfig, ConfigError
 from marin_rl.config.sections import (
     EvaluationConfig,
     Mode,

@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from marin_rl.config.decode import InvalidFieldError, choice_name
 from marin_rl.config.levanter_sections import check_optimizer, check_trainer
+from marin_rl.config.section_types import InvalidFieldError, choice_name
 from marin_rl.config.sections import Mode
 from marin_rl.config.workers_config import Refresh
 from marin_rl.config_fields import check_paths, is_loopback, nested_sections

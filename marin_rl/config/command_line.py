@@ -30,18 +30,10 @@ import yaml
 from draccus.choice_types import CHOICE_TYPE_KEY
 from draccus.utils import is_choice_type
 
-from marin_rl.config.decode import (
-    ConfigError,
-    Written,
-    decode,
-    field_types,
-    find_problems,
-    plain_type,
-    resolve_section,
-    section_of,
-)
+from marin_rl.config.decode import decode, find_problems
 from marin_rl.config.help import all_keys, help_text, overview_text
 from marin_rl.config.imports import import_types
+from marin_rl.config.section_types import ConfigError, Written, field_types, plain_type, resolve_section, section_of
 from marin_rl.config.yaml_text import load_yaml, parse_value
 from marin_rl.config_fields import flatten
 from marin_rl.errors import LISTED_NAMES, USER_ERRORS, explain, own_frames, require_threads

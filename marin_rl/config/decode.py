@@ -12,12 +12,10 @@ Supports the types of draccus: dataclasses, choice registries and types with a r
 - Keys missing in a section are taken from the default of the section's field, not from the defaults of its class.
 """
 
-import abc
 import contextlib
 import dataclasses
 import difflib
 import enum
-import functools
 import re
 import types
 import typing
@@ -29,193 +27,30 @@ import draccus
 from draccus.choice_types import CHOICE_TYPE_KEY
 from draccus.utils import is_choice_type
 
+from marin_rl.config.section_types import (
+    CheckedConfig,
+    ConfigError,
+    InvalidFieldError,
+    Written,
+    allows_none,
+    default_of,
+    describe,
+    dotted,
+    field_types,
+    is_fixed_tuple,
+    is_section,
+    members,
+    plain_type,
+    resolve_section,
+    section_of,
+    without_texts,
+)
 from marin_rl.errors import nearest
 
 LISTED_KEYS = 4
 """Maximum keys of other types that an error message lists."""
 SHOWN_CHARACTERS = 200
 """Maximum characters of an invalid value in an error message."""
-
-
-class ConfigError(ValueError):
-    """Invalid configuration. Each problem names the key, the value and the remedy."""
-
-    def __init__(self, *problems: str):
-        self.problems = tuple(dict.fromkeys(problems))
-        ValueError.__init__(self, "\n".join(self.problems))
-
-
-@dataclasses.dataclass(frozen=True)
-class Written:
-    """A scalar of a command line. Keys that take text have it as it was written: `1_000` and `yes` are text there."""
-
-    text: str
-    value: int | float | bool
-    """The value that YAML reads."""
-
-
-class UnknownType(str):
-    """Problem of a section whose `type` is not registered."""
-
-
-class InvalidFieldError(Exception):
-    """A check reads a setting that is invalid itself."""
-
-
-class CheckedConfig(abc.ABC):
-    """Config with checks of settings that restrict one another."""
-
-    @classmethod
-    @abc.abstractmethod
-    def find_problems(cls, config: Any) -> list[str]:
-        """Find violated restrictions.
-
-        Args:
-            config: the config, or an object with its methods and valid settings only, which raises an
-                `InvalidFieldError` for others.
-
-        Returns:
-            Messages that name the keys.
-        """
-
-
-# Types of fields.
-
-
-def plain_type(annotation: Any) -> Any:
-    """Strip the arguments of a generic type."""
-    return typing.get_origin(annotation) or annotation
-
-
-def is_section(annotation: Any) -> bool:
-    """Return whether values of this type are written as a mapping with fixed keys."""
-    plain = plain_type(annotation)
-    return is_choice_type(plain) or (
-        isinstance(plain, type)
-        and dataclasses.is_dataclass(plain)
-        and cast(Any, draccus.decode).dispatch(plain) is None
-    )
-
-
-def members(annotation: Any) -> tuple[Any, ...]:
-    """Members of a union without None; `(annotation,)` if it is not a union.
-
-    >>> members(int | None)
-    (<class 'int'>,)
-    """
-    if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
-        return (annotation,)
-    return tuple(member for member in typing.get_args(annotation) if member is not type(None))
-
-
-def section_of(annotation: Any) -> Any:
-    """First section type among a union's members, or None."""
-    return next((member for member in members(annotation) if is_section(member)), None)
-
-
-@functools.cache
-def field_types(section: Any) -> dict[str, Any]:
-    """Type of each constructor argument of a section's dataclass, with type variables resolved."""
-    origin = plain_type(section)
-    known = dict(zip(getattr(origin, "__parameters__", ()), typing.get_args(section), strict=False))
-    hints = typing.get_type_hints(origin)
-    return {
-        field.name: known.get(hints[field.name], hints[field.name])
-        for field in dataclasses.fields(origin)
-        if field.init
-    }
-
-
-def choice_name(section: Any) -> str:
-    """Name of the `type` of a value of a choice."""
-    return section.get_choice_name(type(section))
-
-
-def default_of(section: Any, name: str, base: Any = None) -> Any:
-    """Default value of a field: that of `base` if given, else the declared default, else `MISSING`."""
-    if base is not None:
-        return getattr(base, name)
-    field = plain_type(section).__dataclass_fields__[name]
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-
-def resolve_section(section: Any, raw: Mapping[str, Any], path: Sequence[str] = (), base: Any = None) -> Any:
-    """Concrete dataclass of a section.
-
-    Args:
-        section: type of the section; for a choice, `type` in `raw` selects the dataclass.
-        raw: plain values of the section.
-        path: parts of the key's name, for error messages.
-        base: default value of the section, whose class is selected if `raw` has no `type`; or None.
-
-    Raises:
-        ConfigError: if the section is a choice and its `type` is missing or unknown.
-    """
-    registry = plain_type(section)
-    if not is_choice_type(registry):
-        return section
-    name = _without_texts(raw.get(CHOICE_TYPE_KEY))
-    if name is None and isinstance(base, registry):
-        return type(base)
-    name = registry.default_choice_name() if name is None else name
-    options = sorted(registry.get_known_choices())
-    if name is None:
-        raise ConfigError(f"{_dotted(path)} needs a type: {CHOICE_TYPE_KEY} is one of {', '.join(options)}")
-    if name not in options:
-        near = nearest(str(name), options)
-        own = "" if near.startswith("did you mean") else ". A type of your own needs its file in `imports`"
-        problem = f"{_dotted((*path, CHOICE_TYPE_KEY))} is {name!r}, which is not one of its types; {near}{own}"
-        raise ConfigError(UnknownType(problem))
-    return registry.get_choice_class(name)
-
-
-_WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", Any: "anything", Path: "a path"}
-
-
-def describe(annotation: Any) -> str:
-    """Description of a type, for error messages and help.
-
-    >>> describe(int | None)
-    'an integer or null'
-    >>> describe(list[str] | str)
-    'a list (each item: text) or text'
-    """
-    options = members(annotation)
-    if len(options) > 1 or options[0] is not annotation:
-        words = [describe(option) for option in options]
-        return " or ".join([*dict.fromkeys(words), *(["null"] if _allows_none(annotation) else [])])
-    plain, arguments = plain_type(annotation), typing.get_args(annotation)
-    if plain in _WORDS:
-        return _WORDS[plain]
-    if plain is typing.Literal:
-        return f"one of {', '.join(map(str, arguments))}"
-    if not isinstance(plain, type):
-        return str(annotation)
-    if is_choice_type(plain):
-        return f"a section with a {CHOICE_TYPE_KEY} (one of {', '.join(sorted(cast(Any, plain).get_known_choices()))})"
-    if is_section(plain):
-        return f"a section with {', '.join(field_types(annotation))}"
-    if issubclass(plain, enum.Enum):
-        return f"one of {', '.join(str(member.value) for member in plain)}"
-    if issubclass(plain, Mapping):
-        return f"a mapping (each value: {describe(arguments[1] if arguments else Any)})"
-    if _is_fixed_tuple(annotation):
-        return f"a list of {len(arguments)} ({', '.join(map(describe, arguments))})"
-    if issubclass(plain, Sequence | set | frozenset):
-        return f"a list (each item: {describe(arguments[0] if arguments else Any)})"
-    return f"a {plain.__name__}"
-
-
-def _allows_none(annotation: Any) -> bool:
-    return annotation in (Any, None, type(None)) or type(None) in typing.get_args(annotation)
-
-
-def _is_fixed_tuple(annotation: Any) -> bool:
-    arguments = typing.get_args(annotation)
-    return plain_type(annotation) is tuple and len(arguments) > 1 and arguments[1] is not Ellipsis
-
-
-# Decoding.
 
 
 def decode(annotation: Any, raw: Any, path: Sequence[str] = (), base: Any = None) -> Any:
@@ -237,7 +72,7 @@ def decode(annotation: Any, raw: Any, path: Sequence[str] = (), base: Any = None
     options = members(annotation)
     if isinstance(raw, Written):
         raw = raw.text if options == (str,) else raw.value
-    if raw is None and _allows_none(annotation):
+    if raw is None and allows_none(annotation):
         return None
     if len(options) > 1:
         return _decode_union(annotation, raw, path, base)
@@ -261,12 +96,8 @@ def find_problems(annotation: Any, raw: Any) -> list[str]:
     return []
 
 
-def _dotted(path: Sequence[str]) -> str:
-    return ".".join(path) or "the config"
-
-
 def _wrong(annotation: Any, raw: Any, path: Sequence[str], reason: str = "") -> ConfigError:
-    raw = _without_texts(raw)
+    raw = without_texts(raw)
     shown = repr(raw)
     shown = shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[:SHOWN_CHARACTERS]}..."
     given = f"{shown} ({'null' if raw is None else type(raw).__name__})"
@@ -274,7 +105,7 @@ def _wrong(annotation: Any, raw: Any, path: Sequence[str], reason: str = "") -> 
         reason = (
             "YAML reads text with a colon, or in braces, as a mapping; put it in quotes, also within those of a shell"
         )
-    return ConfigError(f"{_dotted(path)} is {given}, but it takes {describe(annotation)}{reason and f': {reason}'}")
+    return ConfigError(f"{dotted(path)} is {given}, but it takes {describe(annotation)}{reason and f': {reason}'}")
 
 
 def _decode_section(section: Any, raw: Any, path: Sequence[str], base: Any) -> Any:
@@ -300,7 +131,7 @@ def _decode_section(section: Any, raw: Any, path: Sequence[str], base: Any) -> A
         elif default is dataclasses.MISSING:
             if name not in invalid:
                 problems.append(
-                    f"{_dotted((*path, name))} is missing; it takes {describe(annotation)} and has no default"
+                    f"{dotted((*path, name))} is missing; it takes {describe(annotation)} and has no default"
                 )
             invalid.add(name)
         elif base is not None:
@@ -317,12 +148,12 @@ def _as_type(section: Any, raw: Any) -> str:
 
 def _unknown_key(section: Any, concrete: Any, key: str, valid: Sequence[str], path: Sequence[str]) -> str:
     """Describe an unknown key; a key of other types of a choice is named with them."""
-    name = _dotted((*path, key))
+    name = dotted((*path, key))
     if ":" in key:
         return f"unknown key {name}; write a space after the colon, as in {key.replace(':', ': ', 1)}"
     if not is_choice_type(plain_type(section)):
         return f"unknown key {name}; {nearest(key, valid)}"
-    kind = _dotted((*path, CHOICE_TYPE_KEY))
+    kind = dotted((*path, CHOICE_TYPE_KEY))
     registry = plain_type(section)
     types_by_key: dict[str, list[str]] = {}
     for choice, option in sorted(registry.get_known_choices().items()):
@@ -337,7 +168,7 @@ def _unknown_key(section: Any, concrete: Any, key: str, valid: Sequence[str], pa
     close = difflib.get_close_matches(key, others, n=1) or (list(others) if len(others) <= LISTED_KEYS else [])
     if is_near or not close:
         return f"unknown key {name}; {suggestion}"
-    listed = ", ".join(f"{_dotted((*path, other))} (of {' and '.join(others[other])})" for other in close)
+    listed = ", ".join(f"{dotted((*path, other))} (of {' and '.join(others[other])})" for other in close)
     return f"unknown key {name}; {kind} is {selected}. {suggestion}; other types have {listed}"
 
 
@@ -370,7 +201,7 @@ def _construct(
             if any(re.search(rf"\b{name}\b", reason) for name in invalid for reason in reasons):
                 break
             problems += [_with_key(reason, path) for reason in reasons]
-            named = [name for name in values if reasons[0].startswith(f"{_dotted((*path, name))} ")]
+            named = [name for name in values if reasons[0].startswith(f"{dotted((*path, name))} ")]
             if len(reasons) > 1 or not named or not _has_default(concrete, named[0]):
                 break
             invalid.add(named[0])
@@ -386,8 +217,8 @@ def _has_default(section: Any, name: str) -> bool:
 
 def _with_key(reason: str, path: Sequence[str]) -> str:
     """Add the key of a section to a message that does not begin with it."""
-    is_named = not path or reason.startswith(f"{_dotted(path)}.")
-    return reason if is_named else f"{_dotted(path)}: {reason}"
+    is_named = not path or reason.startswith(f"{dotted(path)}.")
+    return reason if is_named else f"{dotted(path)}: {reason}"
 
 
 def _with_valid_fields(config_class: Any, values: Mapping[str, Any], invalid: Iterable[str]) -> Any:
@@ -450,9 +281,9 @@ def _decode_items(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
         raise _wrong(annotation, raw, path, f"write [{raw}]" if isinstance(raw, str) else "")
     plain = plain_type(annotation)
     arguments = typing.get_args(annotation) or (Any,)
-    if _is_fixed_tuple(annotation) and len(arguments) != len(raw):
+    if is_fixed_tuple(annotation) and len(arguments) != len(raw):
         raise _wrong(annotation, raw, path, f"{len(arguments)} items, not {len(raw)}")
-    item_types = arguments if _is_fixed_tuple(annotation) else (arguments[0],) * len(raw)
+    item_types = arguments if is_fixed_tuple(annotation) else (arguments[0],) * len(raw)
     constructor: Callable[[Iterable[Any]], Any] = plain if plain in (tuple, set, frozenset) else list
     return constructor(
         decode(item_type, item, (*path, str(index)))
@@ -463,7 +294,7 @@ def _decode_items(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
 def _decode_scalar(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
     plain = plain_type(annotation)
     if plain is Any:
-        return _without_texts(raw)
+        return without_texts(raw)
     if plain is str and type(raw) is int:
         return str(raw)
     if plain is float and type(raw) is int:
@@ -493,13 +324,6 @@ def _decode_scalar(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
     if not matching:
         raise _wrong(annotation, raw, path)
     return matching[0]
-
-
-def _without_texts(raw: Any) -> Any:
-    """Replace scalars of the command line by their values, also within mappings."""
-    if isinstance(raw, Mapping):
-        return {key: _without_texts(value) for key, value in raw.items()}
-    return raw.value if isinstance(raw, Written) else raw
 
 
 # Encoding.

@@ -17,10 +17,11 @@ from typing import Any
 
 from marin_rl.config.base_config import TRAINER_METADATA, AbstractTrainConfig
 from marin_rl.config.combinations import CHECKS
-from marin_rl.config.decode import UnknownType, decode
+from marin_rl.config.decode import decode
 from marin_rl.config.imports import import_problems
 from marin_rl.config.levanter_description import described_sections
 from marin_rl.config.levanter_sections import trainer_defaults
+from marin_rl.config.section_types import UnknownType
 from marin_rl.config_fields import input_files, may_change_by_name
 from marin_rl.errors import nearest_file
 from marin_rl.hub import HubError, check_source

@@ -21,17 +21,17 @@ from typing import Any
 from draccus.choice_types import CHOICE_TYPE_KEY
 from draccus.utils import is_choice_type
 
-from marin_rl.config.decode import (
+from marin_rl.config.decode import encode
+from marin_rl.config.field_docs import field_doc, section_doc
+from marin_rl.config.section_types import (
     ConfigError,
     default_of,
     describe,
-    encode,
     field_types,
     plain_type,
     resolve_section,
     section_of,
 )
-from marin_rl.config.field_docs import field_doc, section_doc
 
 MAX_WIDTH = 110
 """Maximum characters in a line, for readability on wide terminals."""

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from marin_rl.config.decode import ConfigError
+from marin_rl.config.section_types import ConfigError
 from marin_rl.config_fields import local_path
 from marin_rl.user_code import UserFileError, find_code, import_file, import_module, is_module_name
 

@@ -29,16 +29,8 @@ import jax.numpy as jnp
 import jmp
 from draccus.utils import is_choice_type
 
-from marin_rl.config.decode import (
-    InvalidFieldError,
-    decode,
-    default_of,
-    encode,
-    field_types,
-    is_section,
-    members,
-    plain_type,
-)
+from marin_rl.config.decode import decode, encode
+from marin_rl.config.section_types import InvalidFieldError, default_of, field_types, is_section, members, plain_type
 
 DISTRIBUTIONS = ("levanter", "marin-levanter")
 """Names of the distributions that contain levanter."""

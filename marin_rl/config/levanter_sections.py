@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from marin_rl.config.decode import choice_name, decode, default_of, field_types, section_of
+from marin_rl.config.decode import decode
+from marin_rl.config.section_types import choice_name, default_of, field_types, section_of
 from marin_rl.errors import nearest
 from marin_rl.remote_path import RemotePath
 from marin_rl.storage import storage_path, user_cache

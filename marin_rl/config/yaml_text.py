@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import yaml
 
-from marin_rl.config.decode import ConfigError, decode, encode
+from marin_rl.config.decode import decode, encode
 from marin_rl.config.imports import import_types
+from marin_rl.config.section_types import ConfigError
 from marin_rl.errors import nearest_file
 
 ConfigT = TypeVar("ConfigT")

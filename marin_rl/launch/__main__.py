@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from marin_rl.config.command_line import RESUME_FLAGS, check_command_line, parse_config, run_command
-from marin_rl.config.decode import ConfigError
+from marin_rl.config.section_types import ConfigError
 from marin_rl.errors import USER_ERRORS, nearest
 from marin_rl.escaping import escape
 from marin_rl.launch.gcloud import check_login, check_tpu_types, check_writable

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from marin_rl.config.decode import ConfigError
 from marin_rl.config.imports import IMPORTS
+from marin_rl.config.section_types import ConfigError
 from marin_rl.config_fields import check_at_least, input_files, local_inputs
 from marin_rl.launch.gcloud import Gcloud, check_flags
 from marin_rl.launch.hosts import Hosts

@@ -15,8 +15,8 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
-from marin_rl.config.decode import ConfigError
 from marin_rl.config.device_settings import trained_model
+from marin_rl.config.section_types import ConfigError
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import from_yaml
 from marin_rl.errors import USER_ERRORS

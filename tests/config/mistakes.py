@@ -188,7 +188,12 @@ MISTAKES: dict[str, Mistake] = {
         ("environment.rewards.0.path is 'data', which is a folder",),
         only_early=True,
     ),
-    "import missing": Mistake("--imports [x.py] --sede 1", ("imports: file 'x.py' does not exist", "sede"), lines=2),
+    "import missing": Mistake(
+        "--imports [x.py] --sede 1",
+        ("imports: file 'x.py' does not exist", "unknown key sede"),
+        lines=2,
+        only_early=True,
+    ),
     "import of a folder": Mistake("--imports [data/]", ("imports: 'data/' is a folder", "name a Python file")),
     "import of a module": Mistake("--imports [no_such.module]", ("there is no module 'no_such.module'",)),
     "import of text": Mistake("--imports [rows.jsonl]", ("rows.jsonl is not a Python file", "end with .py")),

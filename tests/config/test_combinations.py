@@ -4,7 +4,7 @@
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
-from marin_rl.config.decode import ConfigError
+from marin_rl.config.section_types import ConfigError
 from marin_rl.config.sections import UpdateConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import from_yaml, to_yaml

@@ -17,7 +17,8 @@ from levanter.optim import OptimizerConfig
 from levanter.tracker import TrackerConfig
 from levanter.trainer import TrainerConfig
 
-from marin_rl.config.decode import ConfigError, decode, describe, encode
+from marin_rl.config.decode import decode, encode
+from marin_rl.config.section_types import ConfigError, describe
 
 ItemT = TypeVar("ItemT")
 

@@ -10,8 +10,9 @@ from levanter.models.lm_model import LmConfig
 from levanter.optim import AdamConfig, OptimizerConfig
 from levanter.trainer import TrainerConfig
 
-from marin_rl.config.decode import ConfigError, default_of, encode, field_types, section_of
+from marin_rl.config.decode import encode
 from marin_rl.config.help import COMMON_KEYS, SECTIONS, all_keys, help_text
+from marin_rl.config.section_types import ConfigError, default_of, field_types, section_of
 from marin_rl.config.train_config import TrainConfig
 
 UNUSED = TrainConfig.__dataclass_fields__["trainer"].metadata["without_effect"]

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from marin_rl.config.command_line import HelpShown, parse_config
-from marin_rl.config.decode import ConfigError
 from marin_rl.config.input_files import digest_inputs
+from marin_rl.config.section_types import ConfigError
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import from_yaml, to_yaml
 from marin_rl.objectives import AdvantageConfig

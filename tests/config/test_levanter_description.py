@@ -2,19 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
 from levanter.optim import AdamConfig, OptimizerConfig
 
 from marin_rl.config import levanter_description
-from marin_rl.config.command_line import check_command_line, parse_config
-from marin_rl.config.decode import ConfigError, decode, encode, field_types
+from marin_rl.config.command_line import check_command_line, parse_arguments, parse_config
+from marin_rl.config.decode import decode, encode
 from marin_rl.config.draft_config import draft_class
 from marin_rl.config.levanter_description import describe_installed, description_file
+from marin_rl.config.section_types import ConfigError, field_types
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import load_yaml
-from tests.config.mistakes import MISTAKES, Mistake, write_files
+from tests.config.mistakes import BASE, MISTAKES, Mistake, write_files
 
 EXPERIMENTS = sorted(Path("experiments").glob("*.yaml"))
 
@@ -95,3 +97,15 @@ def test_types_that_user_code_registers_are_left_to_the_complete_check(tmp_path,
     assert parse_config(TrainConfig, own).config.optimizer == OwnAdamConfig(own=2.0)
     problems = problems_of(check_command_line, [*own, "--sede", "1"], {})
     assert problems == {"unknown key sede; did you mean 'seed'?"}
+
+
+def test_a_config_from_a_pipe_is_read_once():
+    reading, writing = os.pipe()
+    os.write(writing, BASE.encode())
+    os.close(writing)
+    try:
+        checked = check_command_line(["--config", f"/dev/fd/{reading}", "--seed", "3"], {})
+        config = parse_arguments(TrainConfig, checked).config
+    finally:
+        os.close(reading)
+    assert (config.run_dir, config.seed) == ("runs/test", 3)

@@ -7,7 +7,8 @@ from typing import Any
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
-from marin_rl.config.decode import ConfigError, decode
+from marin_rl.config.decode import decode
+from marin_rl.config.section_types import ConfigError
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.attention_kernel import attention_kernel

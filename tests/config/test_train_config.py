@@ -18,8 +18,9 @@ from levanter.models.mixtral import MixtralConfig
 from levanter.optim import AdamConfig, MarsConfig, MuonHConfig
 
 from marin_rl.config.command_line import parse_config
-from marin_rl.config.decode import ConfigError, encode
+from marin_rl.config.decode import encode
 from marin_rl.config.levanter_sections import default_trainer
+from marin_rl.config.section_types import ConfigError
 from marin_rl.config.sections import Mode, RolloutConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import from_yaml, parse_yaml, to_yaml

@@ -9,8 +9,9 @@ import jmp
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
-from marin_rl.config.decode import ConfigError, decode
+from marin_rl.config.decode import decode
 from marin_rl.config.levanter_sections import default_trainer
+from marin_rl.config.section_types import ConfigError
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.workers_config import Refresh, WorkerMeshConfig, WorkersConfig

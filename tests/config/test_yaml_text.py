@@ -14,7 +14,7 @@ from levanter.tracker.json_logger import JsonLoggerConfig
 from levanter.tracker.tracker import NoopConfig
 from levanter.trainer import TrainerConfig
 
-from marin_rl.config.decode import ConfigError
+from marin_rl.config.section_types import ConfigError
 from marin_rl.config.yaml_text import from_yaml, load_yaml, parse_value, parse_yaml, to_yaml
 
 

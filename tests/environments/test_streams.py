@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marin_rl.config.decode import ConfigError, decode
+from marin_rl.config.decode import decode
+from marin_rl.config.section_types import ConfigError
 from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, JsonlConfig, TextGameConfig, ToolUseConfig
 from marin_rl.environments.base import Split, StreamState, TaskStream
 from marin_rl.environments.games import View

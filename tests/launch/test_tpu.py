@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from marin_rl.config.decode import ConfigError, decode
+from marin_rl.config.decode import decode
+from marin_rl.config.section_types import ConfigError
 from marin_rl.launch.tpu import TpuConfig, open_launch, training_run
 from marin_rl.launch.upload import UploadError
 

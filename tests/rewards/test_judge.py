@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from marin_rl.config.decode import ConfigError, decode, encode
+from marin_rl.config.decode import decode, encode
+from marin_rl.config.section_types import ConfigError
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope
 from marin_rl.rewards.functions import RewardCallError, RewardFailure
 from marin_rl.rewards.judge import MAX_RESPONSE, LlmJudge, LlmJudgeConfig

@@ -14,7 +14,7 @@ from levanter.optim import AdamConfig, LionConfig
 from levanter.optim.config import CosineLrSchedule, InvLrSchedule
 
 from marin_rl.config.command_line import parse_config
-from marin_rl.config.decode import ConfigError
+from marin_rl.config.section_types import ConfigError
 from marin_rl.config.sections import EvaluationConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import from_yaml, to_yaml
