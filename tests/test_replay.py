@@ -70,7 +70,7 @@ def test_a_config_of_another_version_is_named(finished_run: TinyRun, tmp_path: P
         (["--run", "RUN", "--step", "3", "--model.hidden_dim", "32"], "does not fit the configured model"),
         (["--run", "RUN", "--step", "3", "--critic", "{}", "--advantage.type", "gae"], "does not fit the configured"),
         (["--run", "RUN", "--fake", "prompt=9,completion=9"], "exceed rollouts.max_length, 12"),
-        (["--fake", "prompt=9,completion=9"], "environment"),
+        (["--fake", "prompt=9,completion=9"], "no config; give its file with --config FILE"),
     ],
 )
 def test_mistakes_are_named(finished_run: TinyRun, argv: list[str], message: str, capfd: Capture):

@@ -304,7 +304,9 @@ OTHER_COMMANDS: dict[str, Mistake] = {
     "launch: value": _of("launch.__main__", "local --num_processes two -- --config base.yaml", "'two'", "an integer"),
     "launch: training key": _of("launch.__main__", "local -- --config base.yaml --sede 1", "unknown key sede"),
     "launch: no arguments": _of("launch.__main__", "local", "no training arguments", "after --"),
-    "launch: slice": _of("launch.__main__", "tpu start --tpu_name a --zone b --slices.tpu_type v5q-8", "v5q-8"),
+    "launch: slice": _of(
+        "launch.__main__", "tpu start --tpu_name a --zone b --slices.tpu_type v5q-8 -- --config base.yaml", "v5q-8"
+    ),
     "launch: no command": _of("launch.__main__", "supervise", "no command", "after --"),
 }
 """Mistakes in command lines of the other commands."""
