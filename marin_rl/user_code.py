@@ -184,23 +184,6 @@ def import_file(path: str) -> types.ModuleType:
     return module
 
 
-def find_code(text: str) -> None:
-    """Check that a Python file exists, or the package of a module, without running it.
-
-    Args:
-        text: path of a file, or dotted name of a module.
-
-    Raises:
-        UserFileError: as `import_file` and `import_module` do.
-    """
-    if not is_module_name(text):
-        _find_file(text)
-        return
-    package = text.partition(".")[0]
-    if package not in sys.modules and importlib.util.find_spec(package) is None:
-        import_module(text)
-
-
 def _find_file(path: str) -> Path:
     file = Path(path).expanduser().resolve()
     if file.is_dir():

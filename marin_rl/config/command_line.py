@@ -229,12 +229,23 @@ def check_command_line(
         from marin_rl.config.draft_config import draft_class, left_to_levanter
 
     draft = draft_class(reads_files=reads_files)
-    raw = merge_layers(draft, [defaults or {}, *layers])
-    found = find_problems(draft, raw)
+    layers = [defaults or {}, *layers]
+    unimported = _import_problems(draft, layers)
+    raw = merge_layers(draft, layers)
+    found = [*unimported, *find_problems(draft, raw)]
     known = find_problems(draft, defaults) if found and defaults is not None else []
-    if problems := [item for item in found if item not in known and not left_to_levanter(item, raw)]:
+    new = [problem for problem in found if problem not in known]
+    if problems := [problem for problem in new if not left_to_levanter(problem, is_imported=not unimported)]:
         raise with_suggestions(ConfigError(*problems), draft, raw, arguments)
     return arguments
+
+
+def _import_problems(config_class: Any, layers: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    try:
+        import_types(config_class, layers)
+    except ConfigError as error:
+        return error.problems
+    return ()
 
 
 @contextlib.contextmanager

@@ -11,14 +11,13 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from marin_rl.config.base_config import TRAINER_METADATA, AbstractTrainConfig
 from marin_rl.config.combinations import CHECKS
 from marin_rl.config.decode import decode
-from marin_rl.config.imports import import_problems
 from marin_rl.config.levanter_description import described_sections
 from marin_rl.config.levanter_sections import trainer_defaults
 from marin_rl.config.section_types import UnknownType
@@ -51,15 +50,10 @@ def draft_class(*, reads_files: bool = True) -> type[AbstractTrainConfig]:
             dataclasses.field(default_factory=lambda: decode(trainer, trainer_defaults()), metadata=TRAINER_METADATA),
         ),
     ]
-    checks = (*CHECKS, _check_imports)
-    namespace = {"checks": (*checks, _check_files) if reads_files else checks}
+    namespace = {"checks": (*CHECKS, _check_files) if reads_files else CHECKS}
     return dataclasses.make_dataclass(
         "DraftConfig", fields, bases=(AbstractTrainConfig,), frozen=True, namespace=namespace
     )
-
-
-def _check_imports(config: AbstractTrainConfig) -> Iterator[str]:
-    yield from import_problems(config.imports)
 
 
 def _check_files(config: AbstractTrainConfig) -> Iterator[str]:
@@ -87,12 +81,14 @@ def _file_problem(path: Path) -> str:
     return "" if os.access(path, os.R_OK) else "which this user may not read; change its permissions"
 
 
-def left_to_levanter(problem: str, raw: Mapping[str, Any]) -> bool:
+def left_to_levanter(problem: str, *, is_imported: bool) -> bool:
     """Return whether only the complete check can judge a problem, because code of the user may register a `type`.
+
+    Code that registers models or optimizers imports levanter. Its other types are known to the draft, too.
 
     Args:
         problem: a problem of the draft.
-        raw: plain values of the config.
+        is_imported: whether all of `imports` could be imported.
     """
-    may_register = bool(raw.get("imports")) or "levanter" in sys.modules
+    may_register = not is_imported or "levanter" in sys.modules
     return may_register and isinstance(problem, UnknownType)

@@ -4,12 +4,12 @@
 """Imports of a config: Python files and modules of users that register types, imported before the config is decoded."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from marin_rl.config.section_types import ConfigError
 from marin_rl.config_fields import local_path
-from marin_rl.user_code import UserFileError, find_code, import_file, import_module, is_module_name
+from marin_rl.user_code import UserFileError, import_file, import_module, is_module_name
 
 IMPORTS = "imports"
 """Key of the list; a config class with this field can be written with types that the files register."""
@@ -30,25 +30,17 @@ def import_types(config_class: Any, layers: Sequence[Mapping[str, Any]]) -> None
         return
     named = [layer[IMPORTS] for layer in layers if IMPORTS in layer][-1:]
     texts = [str(text) for texts in named if isinstance(texts, list) for text in texts if isinstance(text, str | int)]
-    if problems := import_problems(texts, lambda text: (import_module if is_module_name(text) else import_file)(text)):
-        raise ConfigError(*problems)
-
-
-def import_problems(texts: Iterable[str], load: Callable[[str], object] = find_code) -> list[str]:
-    """Return the problems of files and modules that a config imports.
-
-    Args:
-        texts: paths of files and names of modules.
-        load: imports one of them; by default it is only searched.
-    """
     problems = []
     for text in texts:
         try:
-            if not is_module_name(text):
+            if is_module_name(text):
+                import_module(text)
+            else:
                 local_path(text, IMPORTS)
-            load(text)
+                import_file(text)
         except UserFileError as error:
             problems.append(f"{IMPORTS}: {error}")
         except ValueError as error:
             problems.append(str(error))
-    return problems
+    if problems:
+        raise ConfigError(*problems)

@@ -21,6 +21,20 @@ sampling: {max_new_tokens: 8}
 """
 
 
+OWN_ADVANTAGE = """\
+import dataclasses
+from marin_rl.objectives import AdvantageConfig
+
+@AdvantageConfig.register_subclass("mistaken")
+@dataclasses.dataclass(frozen=True)
+class Mistaken(AdvantageConfig):
+    scale: float = 1.0
+
+    def compute(self, groups):
+        return []
+"""
+
+
 @dataclasses.dataclass(frozen=True)
 class Mistake:
     """A command line and what it must print."""
@@ -72,6 +86,8 @@ FILES: dict[str, str | bytes] = {
     "run/checkpoints/step-00000002/manifest.json": "{}",
     "old/config.yaml": BASE + "former_key: 1\n",
     "old/checkpoints/step-00000002/manifest.json": "{}",
+    "own.py": OWN_ADVANTAGE,
+    "open.py": "def compute(groups\n",
     "rows.jsonl": '{"prompt": "1+1=", "answer": "2"}\n',
 }
 """Files in the working directory by name; there is also a folder `data`."""
@@ -227,6 +243,31 @@ MISTAKES: dict[str, Mistake] = {
     "no config": Mistake((), ("no config", "--config FILE"), only_early=True),
     "open list": Mistake("--evaluation.pass_at [1", ("--evaluation.pass_at: '[1' is not valid YAML",)),
     "dots": Mistake("--rollouts..group_size 1", ("--rollouts..group_size is not a key",)),
+    # Types of the user. The complete check comes later: a process imports a file once.
+    "broken file of types": Mistake(
+        "--imports [open.py] --advantage.type x", ("open.py:1: def compute",), lines=2, only_early=True
+    ),
+    "key of an own type": Mistake(
+        "--imports [own.py] --advantage.type mistaken --advantage.scle 2", ("'scale'",), only_early=True
+    ),
+    "value of an own type": Mistake(
+        (
+            "--config",
+            "base.yaml",
+            "--imports",
+            "[own.py]",
+            "--advantage",
+            "{type: mistaken, scale: two}",
+            "--sede",
+            "1",
+        ),
+        ("advantage.scale is 'two'", "unknown key sede"),
+        lines=2,
+        only_early=True,
+    ),
+    "name of an own type": Mistake(
+        "--imports [own.py] --advantage.type mistakn", ("did you mean 'mistaken'",), only_early=True
+    ),
     # Several at once.
     "several": Mistake(
         ("--config", "several.yaml"),

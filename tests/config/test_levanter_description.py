@@ -57,7 +57,7 @@ SAME = {case: mistake for case, mistake in MISTAKES.items() if not mistake.only_
 def test_complete_check_reports_the_same_mistakes(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("marin_rl.config.draft_config.left_to_levanter", lambda problem, raw: False)
+    monkeypatch.setattr("marin_rl.config.draft_config.left_to_levanter", lambda problem, is_imported: False)
     flags = {"dry_run": ""}
     assert problems_of(check_command_line, mistake.argv, flags) == problems_of(
         parse_config, TrainConfig, mistake.argv, flags
