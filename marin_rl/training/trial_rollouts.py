@@ -253,7 +253,9 @@ def _reward(rollout: Rollout) -> str:
 
 def _details(rollout: Rollout) -> str:
     if rollout.error is not None:
-        return f"{rollout.status.value}: {_shown(rollout.error)}"
+        # It names the exception; the warning has all lines.
+        first, *_ = rollout.error.split("\n")
+        return f"{rollout.status.value}: {escape_line(first)}"
     reasons = {result.component: f" ({_shown(result.reason)})" for result in rollout.evaluations if result.reason}
     return ", ".join(f"{name} {value:g}{reasons.get(name, '')}" for name, value in rollout.rewards.items())
 
@@ -280,7 +282,7 @@ def trial_warnings(config: TrainConfig, trials: Sequence[Sequence[Trial]]) -> li
     if failed:
         warnings.append(
             f"environment {environment!r}: {len(failed)} of {len(every)} trial rollouts failed, and failed rollouts "
-            f"are not trained on; the first, {failed[0].reply.name}: {_shown(failed[0].rollout.error or '')}"
+            f"are not trained on; the first, {failed[0].reply.name}: {failed[0].rollout.error}"
         )
     limit = config.sampling.max_new_tokens
     long = [trial for trial in every if trial.reply.name == WORKED and trial.tokens > limit]

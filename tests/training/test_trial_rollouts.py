@@ -104,9 +104,13 @@ def test_some_failed_rollouts_are_a_warning(dry_run: Callable[..., Any], tmp_pat
     assert status == 0
     [warning] = [text for text in warnings(lines) if "trial rollouts failed" in text]
     assert "4 of 28 trial rollouts failed" in warning
+    # In full, with the line of the function.
+    assert "division by zero" in warning
+    assert "return 1 / len(reply)" in "\n".join(lines)
     assert "the first, an empty reply: " in warning
     assert "ZeroDivisionError" in warning
-    assert row(lines, "an empty reply").startswith("none failed: reward 'own': raised")
+    assert row(lines, "an empty reply").startswith("none failed: reward 'own': ")
+    assert "division by zero" in row(lines, "an empty reply")
 
 
 THINKING = (
