@@ -30,7 +30,7 @@ from typing import Any, TextIO
 
 from marin_rl.config.yaml_text import parse_yaml
 from marin_rl.config_fields import flatten, is_within
-from marin_rl.errors import RunDirectoryError, writing
+from marin_rl.errors import RunDirectoryError, nearest, writing
 from marin_rl.learner.checkpoint_folders import require_checkpoint
 from marin_rl.remote_path import RemotePath
 from marin_rl.storage import StoragePath, storage_path, write_bytes
@@ -179,8 +179,7 @@ def open_existing(path: StoragePath) -> RunDirectory:
     """
     directory = RunDirectory(path)
     if not directory.config.is_file():
-        reason = "it has no config.yaml" if path.exists() else "it does not exist"
-        raise RunDirectoryError(f"{str(path)!r} is not a run directory: {reason}; give the run_dir of a run")
+        raise RunDirectoryError(f"{str(path)!r} is not a run directory: {_reason(path)}")
     return directory
 
 
@@ -198,6 +197,16 @@ def open_with_checkpoint(run: str, step: int | None) -> RunDirectory:
     directory = open_existing(storage_path(run, "run"))
     require_checkpoint(run, directory.checkpoints, step)
     return directory
+
+
+def _reason(path: StoragePath) -> str:
+    """Explain why a path is not a run directory, with the run directories that may be meant."""
+    reason, remedy = "it has no config.yaml" if path.exists() else "it does not exist", "give the run_dir of a run"
+    if isinstance(path, Path):
+        folder = path if path.is_dir() else path.parent
+        if runs := sorted(str(config.parent) for config in folder.glob("*/config.yaml")):
+            remedy = nearest(str(path), runs, heading=f"Run directories in {str(folder)!r}")
+    return f"{reason}; {remedy}"
 
 
 def read_config_text(directory: RunDirectory) -> str:

@@ -89,8 +89,19 @@ def test_a_start_that_could_not_write_its_config_is_repeated(tmp_path, monkeypat
     assert create_or_open(tmp_path, CONFIG).config.read_text() == CONFIG
 
 
+def test_run_directories_near_a_wrong_path_are_named(tmp_path):
+    create_or_open(tmp_path / "middle", CONFIG)
+    for wrong in ("midle", "."):
+        with pytest.raises(RunDirectoryError, match=r"Run directories in .*middle"):
+            open_existing(tmp_path / wrong)
+    with pytest.raises(RunDirectoryError, match=r"it does not exist; give the run_dir of a run"):
+        open_existing(tmp_path / "no" / "run")
+
+
 def test_folder_that_is_not_a_run_directory_is_refused(tmp_path):
-    with pytest.raises(RunDirectoryError, match=r"is not a run directory: it has no config\.yaml"):
+    with pytest.raises(
+        RunDirectoryError, match=r"is not a run directory: it has no config\.yaml; give the run_dir of a run"
+    ):
         open_existing(tmp_path)
     assert open_existing(create_or_open(tmp_path, CONFIG).path) == RunDirectory(tmp_path)
 
