@@ -155,6 +155,8 @@ def test_second_process_is_refused(stored: Gcs, stored_run: TinyRun, capfd: pyte
     from marin_rl.remote_path import RemotePath
     from marin_rl.training.lease import hold
 
+    # A complete run is not opened.
+    drop(stored, f"{PREFIX}hf/training_step.json")
     with hold(RemotePath(f"{ADDRESS}/.lock")):
         before = dict(stored.objects)
         assert stored_run.train() == 1
@@ -163,6 +165,27 @@ def test_second_process_is_refused(stored: Gcs, stored_run: TinyRun, capfd: pyte
         rf"error: run directory '{ADDRESS}' is in use by process {os.getpid()} on .*; wait for it to end",
         capfd.readouterr().err,
     )
+
+
+def test_a_finished_run_that_is_started_again_changes_no_object(
+    stored: Gcs, stored_run: TinyRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = dict(stored.objects)
+    assert stored_run.train() == 0
+    assert "is complete after step 6, and nothing is changed" in capfd.readouterr().out
+    assert stored.objects == before
+
+
+@pytest.mark.medium
+def test_a_finished_run_in_a_bucket_goes_on_and_is_exported_with_other_settings(
+    stored: Gcs, stored_run: TinyRun, tmp_path: Path, no_curves: None
+) -> None:
+    assert stored_run.train("--num_steps", "7", "--export.dtype", "bfloat16") == 0
+    copy = local_copy(stored, stored_run, tmp_path / "copy")
+    assert (copy.path / "config.yaml").read_text().startswith("# after step 6: num_steps 6 -> 7\n")
+    assert copy.records()[-1]["config/num_steps"] == 7
+    assert '"step": 7' in (copy.path / "hf" / "training_step.json").read_text()
+    assert not list(Path.cwd().glob("gs:*"))
 
 
 @pytest.mark.medium
