@@ -185,7 +185,9 @@ def _phases(records: Sequence[Record]) -> dict[str, Any]:
     prefix = "seconds/"
     timed = [record for record in records if f"{prefix}total" in record]
     measured = dict.fromkeys(name for record in timed for name in record)
-    names = [name for name in measured if name.startswith(prefix) and name != f"{prefix}total"]
+    # Compilation is a part of the phases.
+    no_phases = f"{prefix}total", f"{prefix}compile"
+    names = [name for name in measured if name.startswith(prefix) and name not in no_phases]
     width = max(1, math.ceil(len(timed) / MAX_BARS))
     parts = [timed[start : start + width] for start in range(0, len(timed), width)]
     return {
