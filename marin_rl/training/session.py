@@ -203,17 +203,17 @@ def _train(start: _Start, display: ProgressDisplay) -> TrainingRun | None:
             f"stopped after step {run.state.progress.step} of {config.num_steps}; everything is saved in "
             f"{directory.path}. Run the same command again to resume"
         )
-    if records is not None:
-        # Imported here because matplotlib takes half a second to import.
-        from marin_rl.training.curves import plot_curves
-
-        with timer.phase("export, plots"):
-            plot_curves(directory.metrics, directory.curves)
-        records.finish({"episodes": run.state.progress.episodes})
-    if complete:
+    with timer.phase("export, plots"):
+        export = functools.partial(_export, run, directory) if complete else lambda: None
+        try:
+            if records is not None:
+                _plot_and_finish(run, directory, records)
+        except Exception:
+            # Plots that fail do not cost the model.
+            export()
+            raise
         # Last, because a run with an export is complete, and is not opened again.
-        with timer.phase("export, plots"):
-            _export(run, directory)
+        export()
     return run if complete else None
 
 
@@ -374,6 +374,15 @@ def _open_records(run: TrainingRun, directory: RunDirectory, check_lock: Callabl
         start = {f"before_warm_start/{name}": value for name, value in before.items()}
         records.record(0, {**start, **evaluations.get("before RL", {})})
     return records
+
+
+def _plot_and_finish(run: TrainingRun, directory: RunDirectory, records: StepRecords) -> None:
+    """Plot the metrics, and close the trackers."""
+    # Imported here because matplotlib takes half a second to import.
+    from marin_rl.training.curves import plot_curves
+
+    plot_curves(directory.metrics, directory.curves)
+    records.finish({"episodes": run.state.progress.episodes})
 
 
 def _export(run: TrainingRun, directory: RunDirectory) -> None:
