@@ -314,7 +314,8 @@ def _decode_scalar(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
         matching = [value for value in typing.get_args(annotation) if value == raw and type(value) is type(raw)]
     elif isinstance(plain, type) and issubclass(plain, enum.Enum):
         matching = [member for member in plain if raw in (member.value, member.name)]
-    elif plain is Path and not isinstance(raw, str):
+    elif raw is None or (plain is Path and not isinstance(raw, str)):
+        # draccus returns null for types with a decoder of their own.
         matching = []
     else:
         try:

@@ -130,6 +130,7 @@ MISTAKES: dict[str, Mistake] = {
     "enum": Mistake("--mode asynchronous", ("mode is 'asynchronous'", "one of sync, async")),
     "levanter's enum": Mistake("--model.attn_backend flash", ("model.attn_backend is 'flash'", "splash")),
     "precision": Mistake("--trainer.mp fp7", ("trainer.mp is 'fp7'",)),
+    "no precision": Mistake("--trainer.mp null", ("trainer.mp is None (null)",)),
     "model without a context": Mistake("--model.type whisper", ("model.type 'whisper' is not supported",)),
     "schedule": Mistake("--optimizer.lr_schedule cosin", ("optimizer.lr_schedule is 'cosin'", "'cosine'")),
     "name for a tracker": Mistake(
@@ -138,6 +139,10 @@ MISTAKES: dict[str, Mistake] = {
     "rope": Mistake("--model.rope.type yarn", ("model.rope.type is 'yarn'", "use hf_yarn")),
     "upper case": Mistake("--environment.type JSONL", ("environment.type is 'JSONL'", "did you mean 'jsonl'")),
     "attention": Mistake("--model.attn_backend nvte", ("model.attn_backend is nvte", "set it to null")),
+    # Files.
+    "imported file": Mistake(
+        "--imports [rows.py] --num_steps -3", ("imports has 'rows.py', which does not exist",), 2, only_early=True
+    ),
     # Ranges.
     "warmup": Mistake("--optimizer.warmup -1", ("optimizer.warmup is -1", "from 0 to 1, or a whole number")),
     "part of an update": Mistake("--optimizer.decay 1.5", ("optimizer.decay is 1.5", "from 0 to 1")),
