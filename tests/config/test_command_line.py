@@ -233,6 +233,9 @@ def test_parsing_uses_no_device():
         "parse('--name', 'x', '--model.type', 'llama', '--trainer.mp', 'bf16')\n"
         "try:\n    parse('--nmae', 'x')\nexcept ConfigError:\n    pass\n"
         "try:\n    parse('--help')\nexcept SystemExit:\n    pass\n"
+        "from marin_rl.config.train_config import TrainConfig\n"
+        "from marin_rl.config.command_line import parse_config\n"
+        "parse_config(TrainConfig, ['--run_dir=x', '--environment.type=arithmetic', '--model.type=llama'])\n"
         "assert not xla_bridge.backends_are_initialized()\n"
     )
     subprocess.run([sys.executable, "-c", code, str(Path(__file__).parent)], check=True, stdout=subprocess.DEVNULL)

@@ -105,6 +105,14 @@ def test_reinforce_accepts_groups_of_one():
         ({"optimizer": AdamConfig(learning_rate=math.inf)}, r"optimizer\.learning_rate is inf; it must be a finite"),
         ({"optimizer": MuonHConfig()}, r"optimizer\.type is 'muonH', .* use one of adam, adopt, .*, muon, soap"),
         ({"optimizer": MarsConfig()}, r"optimizer\.max_grad_norm is 1\.0, .* set optimizer\.max_grad_norm: null"),
+        *(
+            (
+                {"num_steps": 5, "optimizer": AdamConfig(**schedule)},
+                rf"optimizer\.{key} is {re.escape(str(value))}, but the run has 5 updates .*learning-rate schedule",
+            )
+            for schedule in ({"warmup": 10}, {"cooldown": 100}, {"warmup": -1.0}, {"cycle_length": 0})
+            for key, value in schedule.items()
+        ),
         ({"ray_address": "ray://head:10001"}, r"ray_address is 'ray://head:10001'; it must be `auto`, or `host:port`"),
         ({"ray_address": "head"}, "ray_address is 'head'; it must be `auto`, or `host:port`"),
         (
