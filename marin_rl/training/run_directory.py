@@ -105,13 +105,11 @@ def create_or_open(path: StoragePath, config_yaml: str, *, keep_config: bool = F
     Raises:
         RunDirectoryError: if the directory contains a run without a config, or cannot be written.
     """
-    directory, old_yaml, history = RunDirectory(path), None, ""
+    directory, history = RunDirectory(path), ""
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
-        require_config(directory)
-        if directory.config.exists():
-            old_yaml = read_config_text(directory)
-            history = comments_of(old_yaml) if directory.has_results() else ""
+        if (old_yaml := require_config(directory)) is not None and directory.has_results():
+            history = comments_of(old_yaml)
         for folder in (directory.rollouts, directory.checkpoints):
             folder.mkdir(exist_ok=True)
     if old_yaml is None or (not keep_config and old_yaml != history + config_yaml):
@@ -119,17 +117,31 @@ def create_or_open(path: StoragePath, config_yaml: str, *, keep_config: bool = F
     return directory
 
 
-def require_config(directory: RunDirectory) -> None:
-    """Check that a run directory with results has a config.
+def require_config(directory: RunDirectory) -> str | None:
+    """Return the config in a run directory, and check that it is that of an earlier start.
+
+    Returns:
+        The text; None if there is none.
 
     Raises:
-        RunDirectoryError: if it has none.
+        RunDirectoryError: if there are results without a config, or a config that a run has not written or that cannot
+            be read.
     """
-    if not directory.config.exists() and directory.has_results():
+    if not directory.config.exists():
+        if directory.has_results():
+            raise RunDirectoryError(
+                f"run directory {str(directory.path)!r} contains a run without config.yaml, so its config is unknown; "
+                "restore the file, or choose another run_dir"
+            )
+        return None
+    text = read_config_text(directory)
+    # A start creates this folder before its config. Object stores have no empty folders.
+    if isinstance(directory.checkpoints, Path) and not directory.checkpoints.exists():
         raise RunDirectoryError(
-            f"run directory {str(directory.path)!r} contains a run without config.yaml, so its config is unknown; "
-            "restore the file, or choose another run_dir"
+            f"run directory {str(directory.path)!r} contains a config.yaml, but no run, and the run would overwrite "
+            "this file; rename it, or choose another run_dir"
         )
+    return text
 
 
 def check_usable(directory: RunDirectory) -> None:

@@ -57,6 +57,15 @@ def test_config_without_results_is_replaced(tmp_path):
     assert create_or_open(tmp_path, corrected).config.read_text() == corrected
 
 
+def test_a_config_that_no_run_has_written_is_not_overwritten(tmp_path):
+    (tmp_path / "config.yaml").write_text("# my settings\nseed: 1\n")
+    with pytest.raises(
+        RunDirectoryError, match=r"contains a config\.yaml, but no run, .*; rename it, or choose another"
+    ):
+        create_or_open(tmp_path, CONFIG)
+    assert (tmp_path / "config.yaml").read_text() == "# my settings\nseed: 1\n"
+
+
 @pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"step": "x"}', "\x00"])
 def test_the_step_of_an_export_is_unknown_if_its_file_is_not_complete(tmp_path, content):
     directory = RunDirectory(tmp_path)
