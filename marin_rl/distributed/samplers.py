@@ -16,7 +16,7 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig, SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
-from marin_rl.sampling.openai_sampler import OpenAiSampler
+from marin_rl.sampling.openai_sampler import OpenAiSampler, read_server_key
 from marin_rl.sampling.sampler import Sampler, WeightPoll
 from marin_rl.sampling.stops import stop_table
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -121,12 +121,15 @@ def check_sampler(config: TrainConfig, tokenizer: ChatTokenizer, vocab_size: int
 
     Raises:
         UserFileError: if the function is missing.
-        ValueError: if a stop text cannot be written with the tokens.
+        ValueError: if a stop text cannot be written with the tokens, or the server's key is not set.
     """
     sampling = config.sampling
     stop_table(vocab_size, tokenizer.stop_token_ids, sampling.stop, stop_text_bytes(sampling, tokenizer))
     if isinstance(config.sampler, OpenAiSamplerConfig):
         load_reload_function(config.sampler.reload)
+        # Workers may have the key on other machines.
+        if config.mode is Mode.SYNC:
+            read_server_key(config.sampler)
 
 
 def stop_text_bytes(sampling: SamplingConfig, tokenizer: ChatTokenizer) -> Callable[[int], bytes] | None:

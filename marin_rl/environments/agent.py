@@ -13,6 +13,7 @@ import json
 import math
 import numbers
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -111,9 +112,15 @@ class AgentConfig(EnvironmentConfig):
 
         Raises:
             UserError: if a package of the extra `serve` is missing.
-            UserFileError: if the file has no such function, or it does not take the arguments.
+            UserFileError: if there is no such program, or the file has no such function, or it does not take the
+                arguments.
         """
         require_server()
+        if self.command and shutil.which(self.command[0]) is None:
+            raise UserFileError(
+                f"command is {list(self.command)}, but there is no program {self.command[0]!r} in PATH or at that path "
+                "that may be executed; correct the path, install it, or change its permissions"
+            )
         function = None if self.path is None else self._load(self.path, str(self.function))
         source = self.tasks.build()
         name = source.name if self.name is None else self.name

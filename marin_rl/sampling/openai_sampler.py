@@ -98,7 +98,7 @@ class OpenAiSampler(Sampler):
         self._stops = stop_table(vocab_size, self._stop_ids, config.stop, token_bytes)
         self._max_context = max_context
         self._vocab_size = vocab_size
-        self._key = None if server.api_key_env is None else _read_key(server.api_key_env)
+        self._key = read_server_key(server)
         # Created once, because it reads the system's certificates.
         self._tls = httpx.create_ssl_context()
         self._count = 0
@@ -285,8 +285,15 @@ class OpenAiSampler(Sampler):
             ) from error
 
 
-def _read_key(variable: str) -> str:
+def read_server_key(server: OpenAiSamplerConfig) -> str | None:
+    """Return the key of a server; None if it needs none.
+
+    Raises:
+        ValueError: if the environment variable is not set, or holds no key.
+    """
+    if server.api_key_env is None:
+        return None
     try:
-        return read_api_key(variable)
+        return read_api_key(server.api_key_env)
     except ValueError as error:
         raise ValueError(f"sampler.api_key_env: {error}") from None

@@ -131,6 +131,23 @@ def template(text: str, **changes: Any) -> Make:
     return lambda folder: {**with_file("chat.jinja", text, "tokenizer__chat_template")(folder), **changes}
 
 
+def with_config(text: bytes, *folders: str) -> Make:
+    def make(folder: Path) -> dict[str, Any]:
+        for name in ("", *folders):
+            (folder / "mine" / name).mkdir(parents=True, exist_ok=True)
+        (folder / "mine" / "config.yaml").write_bytes(text)
+        return {"run_dir": str(folder / "mine")}
+
+    return make
+
+
+def server_without_key(folder: Path) -> dict[str, Any]:
+    (folder / "reload.py").write_text("def load(folder, version, base_url): ...\n")
+    reload = {"folder": str(folder / "weights"), "path": str(folder / "reload.py"), "function": "load"}
+    server = {"type": "openai", "base_url": "http://127.0.0.1:1/v1", "model": "policy", "reload": reload}
+    return {"sampler": {**server, "api_key_env": "NO_SUCH_KEY"}}
+
+
 RED: dict[str, tuple[Make, str]] = {
     "data file missing": (change(environment__path="absent.jsonl"), "absent.jsonl"),
     "data file is a folder": (lambda folder: {"environment__path": str(folder)}, "is a folder"),
@@ -214,11 +231,24 @@ RED: dict[str, tuple[Make, str]] = {
         change(rollouts__state_hashing={"path": "absent.py", "function": "hash"}),
         "absent.py",
     ),
+    "learning-rate schedule longer than the run": (
+        change(optimizer={"type": "adam", "warmup": 10}),
+        "optimizer.warmup is 10, but the run has 1 updates",
+    ),
+    "program of an agent missing": (
+        lambda folder: {
+            "environment": {"type": "agent", "command": ["no_such_program"], "tasks": {"type": "arithmetic"}}
+        },
+        "no program 'no_such_program'",
+    ),
+    "key of an inference server not set": (server_without_key, "sampler.api_key_env"),
     "run directory is a file": (with_file("file", "", "run_dir"), "is a file"),
     "run directory in a file": (
         lambda folder: {"run_dir": with_file("file", "", "run_dir")(folder)["run_dir"] + "/run"},
         "is a file",
     ),
+    "run directory with another config": (with_config(b"seed: 1\n"), "contains a config.yaml, but no run"),
+    "run directory with a damaged config": (with_config(b"\xff", "checkpoints"), "cannot read"),
     "run directory not writable": (change(run_dir="/sys/run"), "/sys/run"),
 }
 
