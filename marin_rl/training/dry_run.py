@@ -283,8 +283,10 @@ def _check_prompts(found: DryRun, config: TrainConfig, runner: RolloutRunner, vo
         for split, tasks in used.items():
             if tasks and (described := found.attempt(_describe_prompts, split, tasks, runner)) is not None:
                 found.line(f"{split.value.replace('_', '-')} prompts", described)
-    if train and (shown := found.attempt(_shown_prompt, train[0], runner)) is not None:
-        found.line("first prompt", shown)
+    # A template that rejects it has been reported.
+    with contextlib.suppress(ChatTemplateError):
+        for task in train[:1]:
+            found.line("first prompt", _shown_prompt(task, runner))
     if config.warm_start.max_steps and (worked := found.attempt(_describe_worked, runner)) is not None:
         found.line("worked answers", worked)
 

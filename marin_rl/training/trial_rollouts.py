@@ -17,6 +17,7 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.config_fields import nested_sections
 from marin_rl.environments.base import CORRECT, AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.garbage import FULL_REWARD, GARBAGE, garbage_reply, is_answer
+from marin_rl.environments.random_reward import RandomRewardConfig
 from marin_rl.environments.streams import CompositeConfig, CompositeEnvironment
 from marin_rl.escaping import escape_line
 from marin_rl.rewards.component import RewardComponentConfig, RewardScope
@@ -277,7 +278,10 @@ def trial_warnings(config: TrainConfig, trials: Sequence[Sequence[Trial]]) -> li
     every = [trial for of_task in trials for trial in of_task]
     environment = every[0].rollout.task.environment
     allowed = any(getattr(one, "allow_garbage_rewards", False) for _, one in nested_sections(config.environment))
-    warnings = [*_rewarded_garbage(trials, allowed=allowed), *_unrewarded_answers(trials)]
+    warnings = []
+    # Rewards of the control are random on purpose.
+    if not isinstance(config.environment, RandomRewardConfig):
+        warnings = [*_rewarded_garbage(trials, allowed=allowed), *_unrewarded_answers(trials)]
     failed = [trial for trial in every if not trial.rollout.status.is_graded]
     if failed:
         warnings.append(

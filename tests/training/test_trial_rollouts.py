@@ -248,3 +248,25 @@ def test_own_environments_that_reward_garbage_are_named(dry_run: Callable[..., A
     # The grader is right to reward "1", but the regular expression finds it in noise.
     [warning] = [text for text in warnings(dry_run()[1]) if "garbage" in text]
     assert warning.startswith("environment 'ones' rewards garbage: a reply of 1,000 random characters scores")
+
+
+def test_random_rewards_of_a_control_are_no_sign_of_a_mistake(dry_run: Callable[..., Any]):
+    for probability in (0.0, 1.0):
+        control = {"type": "random_control", "probability": probability, "environment": {"type": "arithmetic"}}
+        status, lines, error = dry_run(environment=control, **NO_TRAINING)
+        assert (status, error, warnings(lines)) == (0, "", [])
+
+
+def test_a_prompt_that_the_template_rejects_is_reported_with_its_task(dry_run: Callable[..., Any], tmp_path: Path):
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ m['content'] + eos_token }}{% endfor %}"
+    )
+    (tmp_path / "chat.jinja").write_text(template)
+    status, _, error = dry_run(
+        tokenizer__chat_template=str(tmp_path / "chat.jinja"), environment__rows__system_prompt="Sum.", **NO_TRAINING
+    )
+    assert status == 1
+    [line] = error.splitlines()
+    assert line.startswith("error: task ")
+    assert line.endswith("rejects a conversation with roles ['system', 'user']: no system")
