@@ -216,10 +216,12 @@ def parse_tests(ground_truth: str) -> CodeTests:
     try:
         tests = CodeTests.model_validate_json(ground_truth)
     except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = "".join(f"{part}: " for part in first["loc"])
         raise CodeTestsError(
             f"the ground truth {ground_truth[:200]!r} holds no tests; use JSON with `calls` (a list of objects with "
             "function, args and returns), `asserts` (a list of assert statements) or `cases` (a list of objects with "
-            f"stdin and stdout): {error}"
+            f"stdin and stdout): {where}{first['msg']}"
         ) from error
     if not tests.call_tests and not tests.cases:
         raise CodeTestsError(f"the ground truth {ground_truth[:200]!r} has no calls, asserts or cases; add some")

@@ -453,3 +453,4 @@ def test_scores(grading: Grading, request_of: Any, score: CodeScore, expected: f
     )
     assert not invalid.is_score_valid
     assert "task t1: the ground truth '46' holds no tests" in str(invalid.error)
+    assert str(invalid.error).endswith("Input should be an object")
