@@ -45,6 +45,7 @@ from marin_rl.training.run_files import RUN_FILES, RunFiles, compare_on_resume
 from marin_rl.training.run_sizes import describe_run, format_quantity
 from marin_rl.training.run_state import Progress
 from marin_rl.training.starting_weights import check_first_policy, check_weight_files, hf_folder, resolve_model
+from marin_rl.training.summary import finished_progress
 from marin_rl.training.trackers import check_trackers
 from marin_rl.training.trial_rollouts import (
     TRIAL_TASKS,
@@ -183,6 +184,8 @@ def _check_directory(config: TrainConfig, *, accept_changes: bool, named: Collec
 def _directory_state(
     config: TrainConfig, directory: RunDirectory, *, accept_changes: bool, named: Collection[str]
 ) -> _DirectoryState:
+    if (progress := finished_progress(config, directory, named, accept_changes=accept_changes)) is not None:
+        return _DirectoryState(f"the run is finished: it has done all {config.num_steps} steps", progress)
     check_usable(directory)
     require_config(directory)
     plan_changes(directory, config, named)

@@ -34,12 +34,9 @@ def say_finished(
     config: TrainConfig, directory: RunDirectory, stream: TextIO, named: Collection[str], *, accept_changes: bool
 ) -> str | None:
     """Print the results of a run that is complete, and return that; None if it is not complete. Changes no file."""
-    with writing(directory.path):
-        if accept_changes or not directory.config.is_file() or plan_changes(directory, config, named):
-            return None
-        progress = _finished_progress(directory, config)
-        if progress is None or read_config(directory).export != config.export:
-            return None
+    progress = finished_progress(config, directory, named, accept_changes=accept_changes)
+    if progress is None:
+        return None
     message = (
         f"the run in {str(directory.path)!r} is complete after step {progress.step}, and nothing is changed. To make "
         f"it longer, add --num_steps N with N above {progress.step} to the command"
@@ -50,7 +47,18 @@ def say_finished(
     return message
 
 
-def _finished_progress(directory: RunDirectory, config: TrainConfig) -> Progress | None:
+def finished_progress(
+    config: TrainConfig, directory: RunDirectory, named: Collection[str], *, accept_changes: bool
+) -> Progress | None:
+    """Return the progress of a run that is complete, so that another start does nothing; None if it is not."""
+    with writing(directory.path):
+        if accept_changes or not directory.config.is_file() or plan_changes(directory, config, named):
+            return None
+        progress = _last_progress(directory, config)
+        return None if progress is None or read_config(directory).export != config.export else progress
+
+
+def _last_progress(directory: RunDirectory, config: TrainConfig) -> Progress | None:
     """Return the progress in the last checkpoint of a run that is complete and exported, None if it is not."""
     last = directory.checkpoints / folder_name(config.num_steps)
     steps = Checkpoints(directory.checkpoints, config.checkpoint).steps()

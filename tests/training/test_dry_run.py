@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.tiny_run import PROBLEMS, TinyRun, contents, interrupted_after, make_run
+from tests.tiny_run import PROBLEMS, TinyRun, contents, copy_of, interrupted_after, make_run
 
 SHORT = {
     "num_steps": 1,
@@ -447,6 +447,18 @@ def test_changed_files_are_accepted_with_the_flag(interrupted: TinyRun, capfd: p
     cut_metrics(interrupted)
     assert interrupted.train("--dry_run", "--accept_changes") == 0
     assert "the run resumes after step 4 of 6" in capfd.readouterr().out
+
+
+def test_changed_files_do_not_matter_to_a_finished_run(
+    finished_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    run = copy_of(finished_run, tmp_path)
+    cut_metrics(run)
+    before = contents(run.path)
+    assert run.train("--dry_run") == 0
+    assert "the run is finished" in capfd.readouterr().out.splitlines()[-1]
+    assert run.train() == 0
+    assert contents(run.path) == before
 
 
 def test_locked_run_directory(interrupted: TinyRun, capfd: pytest.CaptureFixture[str]):
