@@ -70,9 +70,15 @@ def reason_of(row: Row) -> str:
         row: the rollout, with `COLUMNS`.
     """
     if row["error"]:
-        return f"{row['status'].replace('_', ' ')}: {row['error']}"
-    parts = [_limit(row), *_explanations(row)]
+        return f"{row['status'].replace('_', ' ')}: {_first_line(row['error'])}"
+    # Where the middle of a reason is left out, what differs between rollouts and the limit remain.
+    parts = [*_explanations(row), _limit(row)]
     return "; ".join(part for part in parts if part)
+
+
+def _first_line(error: str) -> str:
+    """The sentence of an error, without the frames of the user's code below it."""
+    return error.partition("\n")[0]
 
 
 def _limit(row: Row) -> str:
@@ -104,7 +110,7 @@ def _reward(result: Row) -> float:
 
 def _explanation(result: Row) -> str:
     """A component's own text, or that of the step with its lowest reward."""
-    texts = [result["reason"], result["error"]]
+    texts = [result["reason"], _first_line(result["error"] or "")]
     steps = [step for step in result["steps"] if step["reason"]]
     if steps and not result["reason"]:
         worst = min(steps, key=lambda step: result["weight"] * step["base_reward"])

@@ -42,7 +42,9 @@ def test_texts_of_a_conversation():
 
 
 def test_rollout_without_turns_has_its_error():
-    shown = summary_of(rollout_of("r", reward=None, status=RolloutStatus.TIMED_OUT, error="longer than 3 s"))
+    shown = summary_of(
+        rollout_of("r", reward=None, status=RolloutStatus.TIMED_OUT, error="longer than 3 s\n  own.py:2, in f: wait()")
+    )
     assert shown == Summary("", "5", "", "timed out: longer than 3 s")
 
 
@@ -66,7 +68,7 @@ def test_tests_of_a_program_are_no_answer():
                 "turns": (cut(turn_of("2+3", "abc")),),
                 "info": {"reason": "expected 5, found abc"},
             },
-            "cut off at 4 tokens; expected 5, found abc",
+            "expected 5, found abc; cut off at 4 tokens",
         ),
         ({"status": RolloutStatus.TRUNCATED, "turns": (turn_of("", "a"), turn_of("", "b"))}, "stopped at 2 turns"),
         # The component with the lowest weighted reward decides.
