@@ -64,6 +64,8 @@ def _last_progress(directory: RunDirectory, config: TrainConfig) -> Progress | N
     steps = Checkpoints(directory.checkpoints, config.checkpoint).steps()
     if steps[-1:] != [config.num_steps] or exported_step(directory) != config.num_steps:
         return None
+    if not any(directory.hf.glob("*.safetensors")):
+        return None
     try:
         progress = Progress(**json.loads(read_manifest(last))["progress"])
     except (CheckpointError, TypeError):

@@ -160,7 +160,7 @@ def test_a_finished_run_that_is_started_again_says_so_and_changes_nothing(
     assert state_of(run.path) == before
 
 
-@pytest.mark.parametrize("missing", ["hf", "hf/config.json", "hf/training_step.json"])
+@pytest.mark.parametrize("missing", ["hf", "hf/config.json", "hf/training_step.json", "hf/model.safetensors"])
 def test_a_finished_run_without_its_export_is_exported(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ):
