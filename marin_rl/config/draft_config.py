@@ -7,10 +7,12 @@ Levanter's sections have the keys of their [descriptions][marin_rl.config.levant
 only levanter's own classes can judge remain unchecked.
 """
 
+import ast
 import dataclasses
 import functools
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from marin_rl.config.levanter_description import described_sections
 from marin_rl.config.levanter_sections import trainer_defaults
 from marin_rl.config.section_types import UnknownType
 from marin_rl.config_fields import input_files, may_change_by_name
-from marin_rl.errors import nearest_file
+from marin_rl.errors import explain, nearest_file
 from marin_rl.hub import HubError, check_source
 from marin_rl.storage import user_path
 from marin_rl.tokenization.config import BYTES, PLAIN
@@ -78,7 +80,20 @@ def _file_problem(path: Path) -> str:
         return "which is a folder; set it to a file in that folder"
     if not path.exists():
         return f"which does not exist; {nearest_file(path, {path.suffix})}"
-    return "" if os.access(path, os.R_OK) else "which this user may not read; change its permissions"
+    if not os.access(path, os.R_OK):
+        return "which this user may not read; change its permissions"
+    return _syntax_problem(path) if path.suffix == ".py" and path.is_file() else ""
+
+
+def _syntax_problem(path: Path) -> str:
+    try:
+        with warnings.catch_warnings():
+            # Repeated when the file is imported.
+            warnings.simplefilter("ignore")
+            ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError) as error:
+        return f"which Python cannot read: {explain(error)}"
+    return ""
 
 
 def left_to_levanter(problem: str, *, is_imported: bool) -> bool:

@@ -249,6 +249,12 @@ MISTAKES: dict[str, Mistake] = {
     "open list": Mistake("--evaluation.pass_at [1", ("--evaluation.pass_at: '[1' is not valid YAML",)),
     "dots": Mistake("--rollouts..group_size 1", ("--rollouts..group_size is not a key",)),
     # Types of the user. The complete check comes later: a process imports a file once.
+    "broken file of rewards": Mistake(
+        ("--config", "base.yaml", "--environment.rewards", "[{type: function, path: open.py, function: compute}]"),
+        ("environment.rewards.0.path is 'open.py'", "SyntaxError", "open.py:1: def compute"),
+        lines=2,
+        only_early=True,
+    ),
     "broken file of types": Mistake(
         "--imports [open.py] --advantage.type x", ("open.py:1: def compute",), lines=2, only_early=True
     ),
