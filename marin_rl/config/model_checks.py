@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from marin_rl.config.decode import default_of
+from marin_rl.config.levanter_sections import check_optimizer
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.models.conversion import check_model
 
@@ -43,6 +44,8 @@ def _export(config: "TrainConfig") -> Iterator[str]:
 
 def _schedule(config: "TrainConfig") -> Iterator[str]:
     """Check that levanter can build the learning-rate schedule, whose phases must fit into the run."""
+    if any(check_optimizer(config)):
+        return
     optimizer = config.optimizer
     try:
         with warnings.catch_warnings(action="ignore"):

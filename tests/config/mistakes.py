@@ -140,9 +140,6 @@ MISTAKES: dict[str, Mistake] = {
     "upper case": Mistake("--environment.type JSONL", ("environment.type is 'JSONL'", "did you mean 'jsonl'")),
     "attention": Mistake("--model.attn_backend nvte", ("model.attn_backend is nvte", "set it to null")),
     # Files.
-    "imported file": Mistake(
-        "--imports [rows.py] --num_steps -3", ("imports has 'rows.py', which does not exist",), 2, only_early=True
-    ),
     # Ranges.
     "warmup": Mistake("--optimizer.warmup -1", ("optimizer.warmup is -1", "from 0 to 1, or a whole number")),
     "part of an update": Mistake("--optimizer.decay 1.5", ("optimizer.decay is 1.5", "from 0 to 1")),

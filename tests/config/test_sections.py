@@ -22,9 +22,9 @@ def test_sizes_are_at_least_one(name: str):
         RolloutConfig(**{name: 0})
 
 
-@pytest.mark.parametrize("length", [0, 512, 600])
-def test_max_prompt_length_must_be_below_max_length(length: int):
-    with pytest.raises(ValueError, match=f"rollouts.max_prompt_length is {length}; .* below rollouts.max_length"):
+@pytest.mark.parametrize(("length", "limit"), [(0, "at least 1"), (512, "below rollouts.max_length"), (600, "below")])
+def test_max_prompt_length_must_be_below_max_length(length: int, limit: str):
+    with pytest.raises(ValueError, match=f"rollouts.max_prompt_length is {length}; .*{limit}"):
         RolloutConfig(max_prompt_length=length)
     assert RolloutConfig(max_prompt_length=511, long_prompts=LongPrompts.SKIP).long_prompts is LongPrompts.SKIP
 
