@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import hub
 
 from marin_rl.batching.rl_example import RlExample
+from marin_rl.hub import HubError
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
 from marin_rl.learner.policy_model import (
     initialize_policy,
@@ -299,9 +300,9 @@ def test_a_model_with_a_larger_vocabulary_keeps_it(tiny, trainer, chat, tmp_path
 
 @pytest.mark.parametrize("missing", ["/nowhere/at/all", "nowhere", "no-one/nothing", "../nowhere/at/all"])
 def test_error_names_a_missing_checkpoint(trainer, chat, missing: str) -> None:
-    with pytest.raises(PolicyModelError, match=f"no model in Hugging Face format at '{missing}'"):
+    with pytest.raises(HubError, match=f"initialize_from is '{missing}'.* there is no such folder"):
         load_hf_policy(missing, chat, trainer, None)
-    with pytest.raises(PolicyModelError, match=f"no model in Hugging Face format at '{missing}'"):
+    with pytest.raises(HubError, match=f"initialize_from is '{missing}'.* there is no such folder"):
         read_hf_architecture(missing)
 
 

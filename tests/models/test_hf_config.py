@@ -101,7 +101,7 @@ NOT_IMPLEMENTED = [
     ("llama", {"auto_map": {"AutoModelForCausalLM": "a.B"}}, r"names custom model code \(auto_map\)"),
     ("llama", {"model_type": "gemma3_text"}, "'gemma3_text' model, which is not supported: its layers alternate"),
     ("llama", {"model_type": "bert"}, "'bert' model, which is not supported; supported are gemma, gemma2"),
-    ("llama", {"model_type": None}, "a None model, which is not supported"),
+    ("llama", {"model_type": None}, "has no model_type"),
     ("llama", {"model_type": ["llama"]}, r"holds a \['llama'\] model, which is not supported"),
     ("llama", {"hidden_size": "wide"}, "config.json of .* sets hidden_size to 'wide'; it must be a positive integer"),
     ("gemma", {"num_attention_heads": 0}, "sets num_attention_heads to 0; it must be a positive integer"),
