@@ -133,7 +133,7 @@ def test_errors_are_escaped(new_run: Callable[..., TinyRun], monkeypatch: pytest
 
     monkeypatch.setattr("marin_rl.training.session.run_session", failed)
     assert new_run().train() == 1
-    assert capfd.readouterr().err == "error: task \\x1b[2J\nis wrong\n"
+    assert capfd.readouterr().err.startswith("error: task \\x1b[2J\nis wrong\n")
     assert main(["--x\x1b[2J", "3"]) == 1
     assert "\x1b" not in capfd.readouterr().err
 
@@ -153,17 +153,16 @@ def test_early_warnings_have_the_format_of_the_log(
     monkeypatch.setattr("marin_rl.training.session.run_session", warn)
     monkeypatch.setattr(evaluate, "run_evaluation", warn)
     assert (new_run().train() if command == "train" else evaluate.main(["--run", "r"])) == 1
-    warning, error = capfd.readouterr().err.splitlines()
+    # The function of this test counts as the user's code, whose frames follow.
+    warning, error, _ = capfd.readouterr().err.splitlines()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d [\d:,]+ WARNING marin_rl\.models: key \\x1b\[2J is ignored", warning)
     assert error == "error: stopped"
 
 
 def test_internal_errors_keep_their_traceback(new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch):
-    def broken(config: object, stream: object, **options: bool) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr("marin_rl.training.session.run_session", broken)
-    with pytest.raises(ZeroDivisionError):
+    # A builtin has no frame, so no code of a user is on the way to the error.
+    monkeypatch.setattr("marin_rl.training.session.run_session", divmod)
+    with pytest.raises(TypeError, match="divmod"):
         new_run().train()
 
 

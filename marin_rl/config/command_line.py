@@ -39,7 +39,7 @@ from marin_rl.config_fields import flatten
 from marin_rl.errors import LISTED_NAMES, USER_ERRORS, explain, own_frames, require_threads
 from marin_rl.escaping import escape
 from marin_rl.logs import warnings_to_stderr
-from marin_rl.output import guarded_output
+from marin_rl.output import OutputError, guarded_output
 
 ConfigT = TypeVar("ConfigT")
 
@@ -79,7 +79,7 @@ def run_command(
         except USER_ERRORS as error:
             print(f"error: {escape(explain(error, str(error)))}", file=sys.stderr)
             return 1
-        except HelpShown:
+        except (HelpShown, OutputError):
             raise
         except BaseException as error:
             if isinstance(error, Exception) and not own_frames(error):

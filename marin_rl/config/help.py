@@ -43,7 +43,7 @@ COMMON_KEYS = (
     ("run_dir", "required", "run directory; an existing run is resumed"),
     ("model.type", "null", "architecture for training from scratch, such as llama"),
     ("initialize_from", "null", "initial weights: Hugging Face folder or name, or a run"),
-    ("tokenizer.path", "null", "Hugging Face tokenizer; null: that of initialize_from, or the built-in bytes"),
+    ("tokenizer.path", "null", "tokenizer; null: that of initialize_from, or built-in bytes"),
     ("seed", "0", "seed of initial weights, task order and sampling"),
     ("num_steps", "200", "RL steps"),
     ("rollouts.prompts_per_step", "64", "tasks per step"),

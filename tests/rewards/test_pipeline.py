@@ -262,7 +262,7 @@ def test_rewards_are_weighted():
 
 def test_a_missing_score_fails_the_rollout():
     assert failure([CORRECT, LOST]) == "reward 'judge': no answer"
-    with pytest.raises(ValueError, match="'judge': timeout: no answer"):
+    with pytest.raises(ValueError, match="'judge': no answer"):
         weighted_rewards([CORRECT, LOST])
 
 

@@ -485,7 +485,7 @@ def raising(error: BaseException, is_async: bool) -> Play:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (raises, r"play of agent.py raised KeyError: 'missing'\n(?s:.*)in raises\n"),
+        (raises, r"play of agent.py raised KeyError: 'missing'\n  \S+test_gateway.py:\d+, in raises: raise KeyError"),
         (silent, "the agent got no reply of the policy"),
         (no_reward, "neither returned nor posted a reward"),
         (nan, "returned an invalid reward: reward 'reward' is nan"),
