@@ -57,9 +57,6 @@ class EvaluateConfig:
 
     run: str
     """Run directory, a path or an address such as `gs://bucket/run`; evaluation changes no file in it."""
-    imports: tuple[str, ...] = dataclasses.field(default=(), metadata=LOCAL_PATH)
-    """Python files or modules that register the type of `environment`, as in a training config. Those of the run are
-    imported too."""
     step: int | None = None
     """Step of the checkpoint; the newest valid checkpoint by default."""
     validation: bool = False
@@ -72,6 +69,9 @@ class EvaluateConfig:
     environment: EnvironmentConfig | None = None
     """Environment to evaluate on instead of the run's, as in a training config:
     `--environment.type jsonl --environment.path FILE`, or a section of a file (`--config FILE`)."""
+    imports: tuple[str, ...] = dataclasses.field(default=(), metadata=LOCAL_PATH)
+    """Python files or modules that register the type of `environment`, as in a training config. Those of the run are
+    imported too."""
     distributed: ProcessesConfig = ProcessesConfig()
     """Several processes that evaluate together, like `trainer.distributed` of a training run; one by default. All of
     them need access to the run directory."""

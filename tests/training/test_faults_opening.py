@@ -167,8 +167,9 @@ def rewarded(finished_run: TinyRun, shy_run: TinyRun, tmp_path: Path) -> TinyRun
 @pytest.mark.parametrize("fails", [True, False])
 def test_evaluation_closes_everything(rewarded: TinyRun, watch: Watch, fails: bool, monkeypatch: pytest.MonkeyPatch):
     from marin_rl import evaluate as command
+    from marin_rl.training import evaluation
 
-    measure = command.evaluate
+    measure = evaluation.evaluate
 
     def watched(*arguments: Any, **keywords: Any) -> dict[str, float]:
         found = measure(*arguments, **keywords)
@@ -177,7 +178,7 @@ def test_evaluation_closes_everything(rewarded: TinyRun, watch: Watch, fails: bo
             raise ZeroDivisionError("in the evaluation")
         return found
 
-    monkeypatch.setattr(command, "evaluate", watched)
+    monkeypatch.setattr(evaluation, "evaluate", watched)
     config = command.EvaluateConfig(str(rewarded.path))
     if fails:
         with pytest.raises(ZeroDivisionError, match="in the evaluation"):

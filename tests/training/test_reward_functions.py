@@ -142,7 +142,7 @@ def test_accuracy_uses_reward_functions(functions_only: Callable[..., TinyRun], 
             {"function": "has_one", "options": {"bonus": 0}, "scope": "group"},
             "so scope must be pointwise",
         ),
-        ({"function": "share", "path": "/nowhere/rewards.py"}, "the file /nowhere/rewards.py does not exist"),
+        ({"function": "share", "path": "/nowhere/rewards.py"}, "'/nowhere/rewards.py', which does not exist"),
     ],
 )
 def test_invalid_reward_functions_are_rejected_at_start(
