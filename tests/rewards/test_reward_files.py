@@ -57,7 +57,7 @@ class Explained:
 
 UNLOADABLE = {
     "syntax": Explained("x = 1\ndef correct(m:\n", "SyntaxError: '(' was never closed", (":2: def correct",)),
-    "no_text": Explained("x = 1\0", "SyntaxError: source code string cannot contain null bytes"),
+    "no_text": Explained("x = 1\0", "source code string cannot contain null bytes"),
     "package": Explained("import nope", "No module named 'nope' (packages must be installed;", (":1: import nope",)),
     "misspelled": Explained("from json import lods", "cannot import name 'lods'", (":1: from json import lods",)),
     "needs_helper": Explained("import helper", "ZeroDivisionError", (":1: import helper", "helper.py:1: x = 1 / 0")),

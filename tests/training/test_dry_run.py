@@ -488,7 +488,7 @@ def test_all_problems_are_reported_at_once(
         assert name in error
     (tmp_path / "absent.jsonl").write_text("{")
     for name in ("absent.py", "lost.py"):
-        (tmp_path / name).write_text("def")
+        (tmp_path / name).write_text("1 / 0")
     monkeypatch.chdir(tmp_path)
     assert run.train("--dry_run", "--tokenizer.path", "null") == 1
     error = capfd.readouterr().err
