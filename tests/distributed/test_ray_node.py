@@ -33,7 +33,7 @@ from marin_rl.distributed.ray_node import connected_to_local_node
 with connected_to_local_node(1):
     os.kill(os.getpid(), signal.SIGTERM)
     # Ray's libraries abort the process by a timer.
-    print(*received, "pending:", signal.alarm(0))
+    print(*received, "pending:", signal.alarm(0), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
