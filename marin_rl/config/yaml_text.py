@@ -45,10 +45,7 @@ def from_yaml(config_class: type[ConfigT], text: str, source: str) -> ConfigT:
         import_types(config_class, [raw])
         return decode(config_class, raw)
     except ConfigError as error:
-        remedy = "; if another version of marin_rl wrote the file, remove the key or rename it"
-        raise ConfigError(
-            *(f"{source}: {text}{remedy if text.startswith('unknown key') else ''}" for text in error.problems)
-        ) from error
+        raise ConfigError(*(f"{source}: {problem}" for problem in error.problems)) from error
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
