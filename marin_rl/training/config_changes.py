@@ -33,6 +33,7 @@ from marin_rl.learner.policy_model import model_shape
 from marin_rl.training.config_history import NOT_SET, Change, read_history, values_of_step
 from marin_rl.training.run_directory import (
     RunDirectory,
+    differing_keys,
     exported_step,
     show_value,
 )
@@ -59,10 +60,9 @@ def plan_changes(directory: RunDirectory, config: TrainConfig, named: Collection
     former = read_config(directory)
     # Keys that a former version did not have count with their defaults, as in every command that reads the run.
     old, new = (flatten(encode(each)) for each in (former, config))
-    differing = [key for key in dict.fromkeys([*old, *new]) if key not in old or key not in new or old[key] != new[key]]
     steps = Checkpoints(directory.checkpoints, config.checkpoint).steps()
     newest = steps[-1] if steps else 0
-    changes = [Change(newest, key, show_value(old, key), show_value(new, key)) for key in differing]
+    changes = [Change(newest, key, show_value(old, key), show_value(new, key)) for key in differing_keys(old, new)]
     _require_possible(directory, former, config, changes, named)
     recorded = keys_changeable_by_name(TrainConfig)
     return [change for change in changes if is_within(change.key, recorded)]

@@ -255,9 +255,14 @@ def config_differences(
     old, new = flatten(parse_yaml(old_yaml, name)), flatten(parse_yaml(new_yaml, "the new config"))
     return [
         f"  {key}: {show_value(old, key)} there, {show_value(new, key)} now"
-        for key in dict.fromkeys([*old, *new])
-        if (key not in old or key not in new or old[key] != new[key]) and not is_within(key, may_differ)
+        for key in differing_keys(old, new)
+        if not is_within(key, may_differ)
     ]
+
+
+def differing_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return the keys that only one of two flat mappings has, or that have other values."""
+    return [key for key in dict.fromkeys([*old, *new]) if key not in old or key not in new or old[key] != new[key]]
 
 
 def show_value(values: Mapping[str, Any], key: str) -> str:
