@@ -185,13 +185,16 @@ def stopped_descendants(spare: int | None, seconds: float) -> Iterator[None]:
     deadline = time.monotonic() + seconds
     # Negative numbers are process groups.
     stopped: set[int] = set()
+    last: set[int] = set()
     try:
         while time.monotonic() < deadline:
             found = {number: one for number, one in scan_descendants(os.getpid()).items() if number != spare}
             groups = {-process.group for process in found.values() if process.group not in (os.getpgrp(), spare)}
             running = {number for number, one in found.items() if not (one.has_ended or one.is_stopped)}
-            if not running and groups <= stopped:
+            # A scan misses the children of a process that ends meanwhile; the next scan finds them.
+            if not running and groups <= stopped and found.keys() == last:
                 break
+            last = set(found)
             _signal(groups | running, signal.SIGSTOP)
             stopped |= groups | running
             time.sleep(0.0001)
