@@ -80,7 +80,7 @@ def sample_and_score(config: TrainConfig, prompts: Sequence[str]) -> list[Sample
         config: run config with the checkpoint and the tokenizer.
         prompts: user messages.
     """
-    trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device, alone=True)
+    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device, alone=True)
     tokenizer = config.tokenizer.build()
     model = load_hf_policy(str(config.initialize_from), tokenizer, trainer, None)
     requests = [

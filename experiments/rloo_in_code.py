@@ -11,11 +11,12 @@ Use this form if an experiment computes its settings, sweeps over them, or is pa
 import sys
 
 from levanter.models.llama import LlamaConfig
-from levanter.optim import AdamConfig
+from levanter.optim.config import AdamConfig
 
 from marin_rl.config.sections import EvaluationConfig, RolloutConfig, WarmStartConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments import ReasoningGymConfig
+from marin_rl.levanter_line import seq_len
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.training.session import run_session
 
@@ -47,7 +48,7 @@ def rloo(seed: int = 0) -> TrainConfig:
             exact_answer=True,
         ),
         model=LlamaConfig(
-            seq_len=16,
+            **seq_len(16),
             hidden_dim=128,
             intermediate_dim=384,
             num_layers=3,

@@ -32,10 +32,10 @@ from levanter.models.llama import LlamaConfig
 
 from marin_rl.chips import CHIPS, GIB, parse_topology
 from marin_rl.config.device_settings import logprob_block
-from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.config.sections import RolloutConfig
-from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.train_config import TrainConfig, TrainerConfig
 from marin_rl.environments import ArithmeticConfig
+from marin_rl.levanter_line import seq_len
 from marin_rl.planning.absent_devices import absent_devices
 from marin_rl.planning.compiling import temporaries_at_peak
 from marin_rl.planning.hlo import collective_bytes
@@ -199,12 +199,12 @@ def _traffic(text: str, trips: Sequence[float]) -> tuple[float, float, float]:
 def _config(model: str, chips: int) -> TrainConfig:
     length = PROMPT_TOKENS + ANSWER_TOKENS
     trainer = dataclasses.replace(
-        default_trainer(), mp=jmp.get_policy("p=f32,c=bfloat16"), per_device_parallelism=1, fsdp_axis="embed"
+        TrainerConfig(), mp=jmp.get_policy("p=f32,c=bfloat16"), per_device_parallelism=1, fsdp_axis="embed"
     )
     return TrainConfig(
         environment=ArithmeticConfig(),
         run_dir=f"runs/scale-{model}",
-        model=dataclasses.replace(MODELS[model], seq_len=length),
+        model=dataclasses.replace(MODELS[model], **seq_len(length)),
         rollouts=RolloutConfig(prompts_per_step=chips, group_size=8, max_length=length, share_prompts=False),
         sampling=SamplingConfig(max_new_tokens=ANSWER_TOKENS, max_seqs=chips),
         trainer=trainer,

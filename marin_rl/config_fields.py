@@ -51,22 +51,18 @@ def may_change_by_name() -> dict[str, Any]:
     return {"may_change_by_name": True}
 
 
-def without_effect(**remedies: str) -> dict[str, Any]:
-    """Metadata of a section with keys that would be ignored, each with the setting to use instead."""
-    return {"without_effect": remedies}
-
-
 def changeable_keys(config_class: Any) -> list[str]:
     """Dotted keys and sections of a config class that may differ when a run is resumed.
 
-    These are the keys that `may_change`, and those `without_effect`, which configs of earlier versions contain.
+    These are the keys that `may_change`, and the `keys_without_effect` of the trainer section, of which configs of
+    earlier versions contain some.
     """
     keys: list[str] = []
     for field in dataclasses.fields(config_class):
         if field.metadata.get("may_change") == ():
             keys.append(field.name)
-        names = (*field.metadata.get("may_change", ()), *field.metadata.get("without_effect", ()))
-        keys += [f"{field.name}.{name}" for name in names]
+        ignored = getattr(field.type, "keys_without_effect", ())
+        keys += [f"{field.name}.{name}" for name in (*field.metadata.get("may_change", ()), *ignored)]
     return keys
 
 

@@ -22,33 +22,16 @@ from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.escaping import escape_line
 from marin_rl.sampling.config import MIN_TEMPERATURE, LevanterSamplerConfig
 from marin_rl.storage import storage_path
+from marin_rl.trainer_config import AbstractTrainerConfig, DistributedConfig
 from marin_rl.training.run_directory import open_with_checkpoint
 
 if TYPE_CHECKING:
-    from levanter.distributed import DistributedConfig
-
     from marin_rl.config.train_config import TrainConfig
     from marin_rl.learner.checkpoint import Checkpoints
 
 logger = logging.getLogger(__name__)
 
 FLAGS = {"json": "Print one JSON object instead of lines."}
-
-
-@dataclasses.dataclass(frozen=True)
-class ProcessesConfig:
-    """Several processes that evaluate together: the keys of levanter's `trainer.distributed`."""
-
-    coordinator_address: str | None = None
-    """Address and port of the first process; null: that of the cluster, if jax finds one."""
-    num_processes: int | None = None
-    """Number of processes; null: that of the cluster."""
-    process_id: int | None = None
-    """Number of this process, from 0; null: that of the cluster."""
-    local_device_ids: int | list[int] | None = None
-    """Devices of this process; null: all of its host."""
-    initialize_jax_distributed: bool = False
-    """Whether to connect the processes; false: this process evaluates alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +55,7 @@ class EvaluateConfig:
     imports: tuple[str, ...] = dataclasses.field(default=(), metadata=LOCAL_PATH)
     """Python files or modules that register the type of `environment`, as in a training config. Those of the run are
     imported too."""
-    distributed: ProcessesConfig = ProcessesConfig()
+    distributed: DistributedConfig = DistributedConfig()
     """Several processes that evaluate together, like `trainer.distributed` of a training run; one by default. All of
     them need access to the run directory."""
 
@@ -106,27 +89,23 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
     if not config.distributed.initialize_jax_distributed:
         open_with_checkpoint(config.run, config.step)
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
-    from levanter.distributed import DistributedConfig
-    from levanter.trainer import TrainerConfig
-
     from marin_rl import multihost
     from marin_rl.host_status import exit_on_error, explain_errors, require_same_software
     from marin_rl.learner.devices import join_processes
     from marin_rl.training.shared_run import check_config
 
-    distributed = DistributedConfig(**dataclasses.asdict(config.distributed))
     # First, so that an error of one process ends the others, too.
-    join_processes(TrainerConfig(distributed=distributed))
+    join_processes(AbstractTrainerConfig(distributed=config.distributed))
     with exit_on_error(), explain_errors():
         require_same_software()
-        train_config, checkpoints = _open_run(config, distributed)
+        train_config, checkpoints = _open_run(config)
         check_config(train_config)
         settings = {**encode(config), "run": None, "distributed": None}
         multihost.require_equal({"settings": repr(settings).encode()}, "the evaluation")
         return _evaluate(config, train_config, checkpoints)
 
 
-def _open_run(config: EvaluateConfig, distributed: "DistributedConfig") -> tuple["TrainConfig", "Checkpoints"]:
+def _open_run(config: EvaluateConfig) -> tuple["TrainConfig", "Checkpoints"]:
     """Return the config of the run with the settings of the evaluation, and its checkpoints."""
     from marin_rl.training.starting_weights import load_run
 
@@ -137,7 +116,7 @@ def _open_run(config: EvaluateConfig, distributed: "DistributedConfig") -> tuple
         # The processes divide the groups among themselves, as in a synchronous run.
         mode=Mode.SYNC,
         sampler=LevanterSamplerConfig(),
-        trainer=dataclasses.replace(train_config.trainer, distributed=distributed),
+        trainer=dataclasses.replace(train_config.trainer, distributed=config.distributed),
     )
     return changed, checkpoints
 
@@ -157,7 +136,7 @@ def _evaluate(
     from marin_rl.training.starting_weights import restore_checkpoint
 
     trainer = start_devices(
-        train_config.trainer_config(), rows_per_device=train_config.rollouts.rows_per_device, of_other_machine=True
+        train_config.trainer, rows_per_device=train_config.rollouts.rows_per_device, of_other_machine=True
     )
     sections = ("tokenizer",) if config.environment is not None else ("tokenizer", "environment", IMPORTS, NAMED)
     step, model = restore_checkpoint(checkpoints, config.step, train_config, trainer, sections)

@@ -16,6 +16,7 @@ from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.config_fields import check_at_least, is_loopback, local_path
 from marin_rl.errors import UserError
 from marin_rl.escaping import escape_line
+from marin_rl.levanter_line import max_positions
 from marin_rl.output import go_on_without_output
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.storage import storage_path
@@ -137,7 +138,7 @@ def _load_run(config: ServeConfig, run: str) -> Policy:
     train_config, checkpoints = load_run(run, config.step)
     sampling = _limited(config, train_config.sampling)
     trainer = start_devices(
-        train_config.trainer_config(),
+        train_config.trainer,
         rows_per_device=train_config.rollouts.rows_per_device,
         alone=True,
         of_other_machine=True,
@@ -160,7 +161,7 @@ def _load_run(config: ServeConfig, run: str) -> Policy:
 
 
 def _load_folder(config: ServeConfig, folder: str) -> Policy:
-    from marin_rl.config.levanter_sections import default_trainer
+    from marin_rl.config.train_config import TrainerConfig
     from marin_rl.distributed.samplers import stop_text_bytes
     from marin_rl.learner.devices import start_devices
     from marin_rl.learner.policy_model import load_hf_policy
@@ -169,9 +170,9 @@ def _load_folder(config: ServeConfig, folder: str) -> Policy:
 
     tokenizer = TokenizerConfig(path=folder).build()
     stop = _stop_texts(Path(folder))
-    trainer = start_devices(default_trainer(), rows_per_device=1, alone=True)
+    trainer = start_devices(TrainerConfig(), rows_per_device=1, alone=True)
     model = load_hf_policy(folder, tokenizer, trainer, None)
-    max_context = _max_context(config, model, min(model.Pos.size, _DEFAULT_CONTEXT))
+    max_context = _max_context(config, model, min(max_positions(model.config), _DEFAULT_CONTEXT))
     sampling = _limited(config, SamplingConfig(max_new_tokens=max_context - 1, stop=stop))
     sampler = GroupSampler(
         model,
@@ -204,9 +205,9 @@ def _stop_texts(folder: Path) -> tuple[str, ...]:
 
 def _max_context(config: ServeConfig, model: "LmHeadModel", default: int) -> int:
     max_context = config.max_context or default
-    if max_context > model.Pos.size:
+    if max_context > (positions := max_positions(model.config)):
         raise UserError(
-            f"--max_context is {max_context}, but the model has {model.Pos.size} positions; use at most that many"
+            f"--max_context is {max_context}, but the model has {positions} positions; use at most that many"
         )
     return max_context
 

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import numpy as np
 import pytest
-from levanter.distributed import DistributedConfig
 from levanter.layers.attention import AttentionMask
 
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import from_yaml
 from marin_rl.environments.base import Split
 from marin_rl.environments.dataset import JsonlConfig
-from marin_rl.evaluate import EvaluateConfig, ProcessesConfig, main, run_evaluation
+from marin_rl.evaluate import EvaluateConfig, main, run_evaluation
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.devices import start_devices
 from marin_rl.training.starting_weights import restore_policy
@@ -114,7 +113,7 @@ def test_loss_of_worked_answers(finished_run: TinyRun, tmp_path: Path):
     environment = JsonlConfig(str(sums(tmp_path)), held_out=0.5, validation=0.0)
     _, found = run_evaluation(EvaluateConfig(str(finished_run.path), environment=environment))
     config = from_yaml(TrainConfig, (finished_run.path / "config.yaml").read_text(), "the run")
-    trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device, alone=True)
+    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device, alone=True)
     model = restore_policy(Checkpoints(finished_run.path / "checkpoints", config.checkpoint).open(6), config, trainer)
     tokenizer = config.tokenizer.build()
     losses = []
@@ -189,9 +188,3 @@ def test_damaged_checkpoint_is_skipped_unless_selected(finished_run: TinyRun, tm
     assert json.loads(capfd.readouterr().out)["step"] == 5
     assert main(["--run", str(copied.path), "--step", "6"]) == 1
     assert "step-00000006" in capfd.readouterr().err
-
-
-def test_processes_have_the_keys_of_levanter():
-    assert [field.name for field in dataclasses.fields(ProcessesConfig)] == [
-        field.name for field in dataclasses.fields(DistributedConfig)
-    ]

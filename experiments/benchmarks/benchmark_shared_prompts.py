@@ -21,7 +21,6 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-from levanter.trainer import TrainerConfig
 
 from experiments.benchmarks.benchmark_training_step import RlooStep, pack
 from experiments.benchmarks.measurement import (
@@ -36,9 +35,10 @@ from experiments.benchmarks.measurement import (
 )
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.config.device_settings import trained_model
-from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.train_config import TrainConfig, TrainerConfig
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy
+from marin_rl.levanter_line import seq_len
 
 LAYOUTS = {
     # layout: packing, shared prompts
@@ -122,7 +122,7 @@ def measure_shape(
             row_length=None,
         )
         sampling = dataclasses.replace(config.sampling, max_new_tokens=answer)
-        model_config = dataclasses.replace(cast(Any, config.model), seq_len=prompt + answer)
+        model_config = dataclasses.replace(cast(Any, config.model), **seq_len(prompt + answer))
         shaped = dataclasses.replace(config, rollouts=sections, sampling=sampling, model=model_config)
         batch = pack(shaped, trainer, rollouts, advantages, packed=packed)
         model = initialize_policy(trained_model(shaped, trainer), tokenizer, trainer, key=jax.random.PRNGKey(0))
@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments, rest = parser.parse_known_args(argv)
     config = load_config(rest)
     without_compilation_cache()
-    trainer = start_devices(config.trainer_config(), rows_per_device=1)
+    trainer = start_devices(config.trainer, rows_per_device=1)
     figures = {}
     for prompt, answer, group_size in itertools.product(arguments.prompts, arguments.answers, arguments.group_sizes):
         shape = f"{prompt} + {answer} x {group_size}"

@@ -25,8 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 from jaxtyping import Int64
-from levanter.models.lm_model import LmExample, LmHeadModel, compute_next_token_loss
-from levanter.trainer import Trainer, TrainerConfig
+from levanter.models.lm_model import LmExample, LmHeadModel
+from levanter.trainer import Trainer
+from levanter.trainer import TrainerConfig as LevanterTrainerConfig
 from levanter.trainer_state import TrainerState
 from levanter.utils.types import ComputeLossFunction
 
@@ -50,7 +51,9 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.devices import device_peak_bytes, microbatch_rows, platform_of, start_devices
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.learner.train_step import Learner
+from marin_rl.levanter_line import next_token_loss, seq_len
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
+from marin_rl.trainer_config import AbstractTrainerConfig
 from marin_rl.training.open_run import make_loss
 
 SIGMA = 0.8
@@ -72,7 +75,9 @@ class Update(Protocol):
 class RlooStep:
     """The update of a run."""
 
-    def __init__(self, config: TrainConfig, trainer: TrainerConfig, model: LmHeadModel, packed: PackedBatch) -> None:
+    def __init__(
+        self, config: TrainConfig, trainer: AbstractTrainerConfig, model: LmHeadModel, packed: PackedBatch
+    ) -> None:
         self._learner = Learner(trainer, config.optimizer, make_loss(config, trainer), num_updates=1_000_000)
         self._state = self._learner.initial_state(model, jax.random.PRNGKey(1))
         self._microbatches = packed.microbatches
@@ -94,17 +99,20 @@ class LmStep:
     The microbatches of the RLOO update are its microbatches too.
     """
 
-    def __init__(self, config: TrainConfig, trainer: TrainerConfig, model: LmHeadModel, packed: PackedBatch) -> None:
+    def __init__(
+        self, config: TrainConfig, trainer: AbstractTrainerConfig, model: LmHeadModel, packed: PackedBatch
+    ) -> None:
         microbatches, tokens = len(packed.microbatches), packed.num_loss_tokens
 
         def loss(model: LmHeadModel, example: LmExample, *, key: jax.Array | None = None) -> jax.Array:
-            per_token = cast(hax.NamedArray, compute_next_token_loss(model, example, key=key, reduction=None))
+            per_token = next_token_loss(model, example)
             # Levanter's default mean fails with current jax. It averages microbatches; multiplying by their number
             # gives the sum.
             return jnp.sum(per_token.array) * (microbatches / tokens)
 
-        quiet = dataclasses.replace(
-            trainer,
+        quiet = LevanterTrainerConfig(
+            id=config.run_name,
+            mp=trainer.mp,
             tracker=(),
             train_batch_size=microbatches * packed.layout.rows_per_microbatch,
             per_device_parallelism=packed.layout.rows_per_microbatch // trainer.data_axis_size,
@@ -193,7 +201,7 @@ def random_rollouts(
 
 def pack(
     config: TrainConfig,
-    trainer: TrainerConfig,
+    trainer: AbstractTrainerConfig,
     rollouts: Sequence[ProcessedRollout],
     advantages: Sequence[float],
     *,
@@ -203,8 +211,8 @@ def pack(
     sections = dataclasses.replace(config.rollouts, packing=packed)
     whole = dataclasses.replace(config, rollouts=sections)
     default = sections.rows_per_device(platform_of(trainer), trainer.data_axis_size)
-    rows = microbatch_rows(config.trainer, default) * trainer.data_axis_size
-    layout = row_layout(whole, dataclasses.replace(trainer, train_batch_size=rows))
+    rows = microbatch_rows(config.trainer, default)
+    layout = row_layout(whole, dataclasses.replace(trainer, per_device_parallelism=rows))
     token_advantages_list = [
         TokenAdvantages(np.full(rollout.num_loss_tokens, advantage), np.zeros(rollout.num_loss_tokens))
         for rollout, advantage in zip(rollouts, advantages, strict=True)
@@ -224,7 +232,7 @@ def _join(microbatches: Sequence[RlExample]) -> RlExample:
 
 
 def measure_training_step(
-    config: TrainConfig, trainer: TrainerConfig, lengths: Int64[np.ndarray, " rollouts"], steps: int
+    config: TrainConfig, trainer: AbstractTrainerConfig, lengths: Int64[np.ndarray, " rollouts"], steps: int
 ) -> dict[str, Any]:
     """Time `steps` updates of each kind in alternation, after a warm-up update that compiles.
 
@@ -284,7 +292,7 @@ def lengthened(config: TrainConfig, longest: int) -> TrainConfig:
     assert config.model is not None
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(cast(Any, config.model), seq_len=longest),
+        model=dataclasses.replace(cast(Any, config.model), **seq_len(longest)),
         rollouts=dataclasses.replace(config.rollouts, max_length=longest, row_length=None),
         sampling=dataclasses.replace(config.sampling, max_new_tokens=longest * 3 // 4),
     )
@@ -300,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments, rest = parser.parse_known_args(argv)
     config = load_config(rest)
     without_compilation_cache()
-    trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
+    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device)
     full = np.full(config.rollouts.rollouts_per_step, config.rollouts.max_length)
     drawn = log_normal_lengths(arguments.long_rollouts, arguments.long_length)
     figures = {

@@ -221,7 +221,7 @@ def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: ArrowFl
     """
     config, secret = dataclasses.replace(config, weights=way), make_secret()
     assert config.model is not None
-    trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device, alone=True)
+    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device, alone=True)
     vocab_size = config.tokenizer.build().vocab_size
     like = model_shape(config.model, Axis("vocab", vocab_size), trainer)
     shapes = {name: leaf.shape for name, leaf in named_leaves(like).items()}
@@ -285,7 +285,7 @@ def measure_publishing(config: TrainConfig, steps: int, way: WeightTransferConfi
         way: configuration of publishing.
     """
     assert config.model is not None
-    trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
+    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device)
     tokenizer = config.tokenizer.build()
     lengths = np.full(config.rollouts.rollouts_per_step, config.rollouts.max_length)
     rollouts = random_rollouts(

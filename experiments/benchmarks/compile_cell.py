@@ -19,10 +19,10 @@ from levanter.models.qwen import Qwen3Config
 
 from experiments.benchmarks.measurement import program_bytes
 from marin_rl.chips import parse_topology
-from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.config.sections import RolloutConfig
-from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.train_config import TrainConfig, TrainerConfig
 from marin_rl.environments import ArithmeticConfig
+from marin_rl.levanter_line import seq_len
 from marin_rl.planning.absent_devices import absent_devices
 from marin_rl.planning.compiling import chip_bytes
 from marin_rl.planning.hlo import count_collectives
@@ -82,7 +82,7 @@ def make_config(name: str, length: int) -> TrainConfig:
     """Return the config of a run with a model and sequences of this length."""
     model, _, model_axis = MODELS[name]
     trainer = dataclasses.replace(
-        default_trainer(),
+        TrainerConfig(),
         model_axis_size=model_axis,
         tensor_parallel_axes=["mlp", "heads", "kv_head"] if model_axis > 1 else None,
         mp=jmp.get_policy("p=f32,c=bfloat16"),
@@ -92,7 +92,7 @@ def make_config(name: str, length: int) -> TrainConfig:
     return TrainConfig(
         environment=ArithmeticConfig(),
         run_dir=f"runs/compile-{name}",
-        model=dataclasses.replace(model, seq_len=length),
+        model=dataclasses.replace(model, **seq_len(length)),
         rollouts=RolloutConfig(
             prompts_per_step=trainer.per_device_parallelism, group_size=8, max_length=length, packing=True
         ),

@@ -216,7 +216,7 @@ def prepare(size: Size, folder: Path, seed: int = 0) -> None:
     arguments = ["--config", str(folder / "config.yaml"), "--run_dir", str(folder / "unused")]
     config = parse_config(TrainConfig, arguments).config
     assert config.model is not None
-    trainer = start_devices(config.trainer_config(), rows_per_device=1)
+    trainer = start_devices(config.trainer, rows_per_device=1)
     tokenizer = config.tokenizer.build()
     model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(seed))
     with trainer.use_device_mesh():

@@ -25,6 +25,7 @@ from levanter.models.lm_model import LmExample
 from marin_rl.batching.packing import GroupRow, Prompt, RowLayout, Slot, choose_layout, count_microbatches
 from marin_rl.batching.places import find_places, join
 from marin_rl.batching.processed_rollout import ProcessedRollout, join_arrays
+from marin_rl.levanter_line import lm_example
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.aggregation import NO_ROLLOUT, AggregationConfig, TokenMeanConfig
 
@@ -155,11 +156,7 @@ class RlExample(eqx.Module):
 
     def to_lm_example(self) -> LmExample:
         """Convert to levanter's `LmExample`, with the loss mask at the predicting positions."""
-        return LmExample(
-            tokens=self.input_ids,
-            loss_mask=to_predictors(self.loss_mask.astype(jnp.int32)),
-            attn_mask=self.attention_mask,
-        )
+        return lm_example(self.input_ids, to_predictors(self.loss_mask.astype(jnp.int32)), self.attention_mask)
 
     def to_inputs(self, per_token: NamedArray) -> NamedArray:
         """Keep the positions that the model computes: not the last token of the part of each answer."""

@@ -4,7 +4,7 @@
 """The settings of a training run, without levanter's classes, which take seconds to import.
 
 Each section is defined in a module that imports neither levanter nor transformers; `combinations` checks sections that
-restrict one another. The subclasses add the types of levanter's sections `model`, `optimizer` and `trainer`.
+restrict one another. The subclasses add the types of levanter's sections `model`, `optimizer` and `trainer.tracker`.
 """
 
 import dataclasses
@@ -14,7 +14,6 @@ import marin_rl.objectives.gae
 import marin_rl.objectives.gigpo
 import marin_rl.rewards.pipeline  # noqa: F401
 from marin_rl.config.combinations import CHECKS, Check, run_checks
-from marin_rl.config.levanter_sections import TRAINER_KEYS_WITHOUT_EFFECT
 from marin_rl.config.section_types import CheckedConfig, ConfigError
 from marin_rl.config.sections import (
     EvaluationConfig,
@@ -32,7 +31,6 @@ from marin_rl.config_fields import (
     may_change,
     may_change_by_name,
     nested_sections,
-    without_effect,
 )
 from marin_rl.environments.base import EnvironmentConfig
 from marin_rl.kernel_sharding import POSITION
@@ -51,18 +49,19 @@ from marin_rl.rollouts.filters import FilterConfig, KeepGroupsConfig
 from marin_rl.rollouts.store import RolloutStoreConfig
 from marin_rl.sampling.config import LevanterSamplerConfig, SamplerConfig, SamplingConfig
 from marin_rl.tokenization.config import TokenizerConfig
+from marin_rl.trainer_config import AbstractTrainerConfig
 from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig
 
 TRAINER_METADATA = may_change(
     *("tracker", "jax_compilation_cache_dir", "distributed"),
     *("profiler", "profiler_start_step", "profiler_num_steps"),
-) | without_effect(**TRAINER_KEYS_WITHOUT_EFFECT)
+)
 """Metadata of the field `trainer`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AbstractTrainConfig(CheckedConfig):
-    """Configuration of a training run; subclasses set the types and defaults of `model`, `optimizer` and `trainer`."""
+    """Configuration of a training run; subclasses set the types of `model`, `optimizer` and `trainer.tracker`."""
 
     checks: ClassVar[tuple[Check, ...]] = CHECKS
     """Checks of the settings."""
@@ -158,9 +157,9 @@ class AbstractTrainConfig(CheckedConfig):
     """Export of the final weights to `hf/` in the run directory."""
     optimizer: Any = dataclasses.field(default=None, metadata=may_change_by_name())
     """Optimizer and learning-rate schedule of RL (levanter's section)."""
-    trainer: Any = dataclasses.field(default=None, metadata=TRAINER_METADATA)
-    """Mesh, precision, microbatches and trackers (levanter's section). Batch size and number of steps follow from
-    `rollouts` and `num_steps`."""
+    trainer: AbstractTrainerConfig = dataclasses.field(default=AbstractTrainerConfig(), metadata=TRAINER_METADATA)
+    """Mesh, precision, microbatches and trackers. Batch size and number of steps follow from `rollouts` and
+    `num_steps`."""
 
     def __post_init__(self) -> None:
         convert_enum_fields(self)

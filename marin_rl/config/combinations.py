@@ -17,6 +17,7 @@ from marin_rl.config.sections import Mode
 from marin_rl.config.workers_config import Refresh
 from marin_rl.config_fields import check_paths, is_loopback, nested_sections
 from marin_rl.kernel_sharding import POSITION
+from marin_rl.levanter_line import max_positions
 from marin_rl.logs import module_levels
 from marin_rl.models.model_settings import model_problems, window_problem
 from marin_rl.objectives.advantage_inputs import AdvantageConfig
@@ -54,10 +55,10 @@ def _check_model(config: "AbstractTrainConfig") -> Iterator[str]:
     problems = list(model_problems(config.model))
     yield from problems
     # An architecture that is not supported may have no seq_len.
-    if not problems and config.rollouts.max_length > config.model.seq_len:
+    if not problems and config.rollouts.max_length > max_positions(config.model):
         yield (
-            f"rollouts.max_length is {config.rollouts.max_length}, but the model's context has {config.model.seq_len} "
-            "tokens (model.seq_len); lower rollouts.max_length or raise model.seq_len"
+            f"rollouts.max_length is {config.rollouts.max_length}, but the model's context has "
+            f"{max_positions(config.model)} tokens (model.seq_len); lower rollouts.max_length or raise model.seq_len"
         )
     if choice_name(config.model) in ("mistral", "mixtral"):
         problem = window_problem(config.model, config.model.sliding_window, config.rollouts.max_length)

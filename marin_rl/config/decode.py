@@ -9,6 +9,7 @@ Supports the types of draccus: dataclasses, choice registries and types with a r
 - Errors report all invalid keys at once, with their full dotted names and the nearest valid keys.
 - In a union, the member with the value's exact type is preferred. Draccus uses the first member that accepts the
   value: it decodes `true` as `"True"` for `str | bool`, which changes levanter's `jax_config`.
+- A section may name `keys_without_effect`, each with its remedy; null is accepted for them.
 - Keys missing in a section are taken from the default of the section's field, not from the defaults of its class.
 """
 
@@ -46,6 +47,7 @@ from marin_rl.config.section_types import (
     without_texts,
 )
 from marin_rl.errors import nearest
+from marin_rl.levanter_line import field_of_key
 
 LISTED_KEYS = 4
 """Maximum keys of other types that an error message lists."""
@@ -115,8 +117,14 @@ def _decode_section(section: Any, raw: Any, path: Sequence[str], base: Any) -> A
     base = base if type(base) is plain_type(concrete) else None
     known = field_types(concrete)
     valid = [CHOICE_TYPE_KEY, *known] if is_choice_type(plain_type(section)) else list(known)
-    unknown = [str(key) for key in raw if key not in valid]
-    problems = [_unknown_key(section, concrete, key, valid, path) for key in unknown]
+    ignored: Mapping[str, str] = getattr(plain_type(concrete), "keys_without_effect", {})
+    unknown = [str(key) for key in raw if key not in valid and key not in ignored]
+    problems = [
+        f"{dotted((*path, key))} is {without_texts(raw[key])!r}, but this setting has no effect: {remedy}"
+        for key, remedy in ignored.items()
+        if raw.get(key) is not None
+    ]
+    problems += [_unknown_key(section, concrete, key, valid, path) for key in unknown]
     # A key that an unknown one may stand for has an unknown value.
     invalid = {name for key in unknown for name in difflib.get_close_matches(key, known)}
     values: dict[str, Any] = {}
@@ -194,7 +202,7 @@ def _construct(
     is_complete = all(name in values or _has_default(concrete, name) for name in field_types(concrete))
     while is_complete:
         try:
-            section = concrete(**values)
+            section = concrete(**{field_of_key(plain_type(concrete), name): item for name, item in values.items()})
             break
         except (ValueError, TypeError, AssertionError, ArithmeticError) as error:
             reasons = error.problems if isinstance(error, ConfigError) else [str(error) or type(error).__name__]
@@ -331,7 +339,7 @@ def _decode_scalar(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
 
 
 def encode(value: Any, annotation: Any = Any) -> Any:
-    """Convert a config to plain YAML values; the inverse of `decode`. Keys `without_effect` are left out.
+    """Convert a config to plain YAML values; the inverse of `decode`.
 
     Args:
         value: a config dataclass or one of its values.
@@ -365,10 +373,8 @@ def _encode_fields(value: Any, annotation: Any) -> dict[str, Any]:
     registries = (option for option in map(plain_type, members(annotation)) if is_choice_type(option))
     registry = next((option for option in registries if isinstance(value, option)), None)
     encoded = {} if registry is None else {CHOICE_TYPE_KEY: registry.get_choice_name(type(value))}
-    encoded |= {name: encode(getattr(value, name), hint) for name, hint in field_types(type(value)).items()}
-    for field in dataclasses.fields(value):
-        for name in field.metadata.get("without_effect", ()):
-            del encoded[field.name][name]
+    kinds = field_types(type(value)).items()
+    encoded |= {name: encode(getattr(value, field_of_key(type(value), name)), hint) for name, hint in kinds}
     return encoded
 
 

@@ -8,22 +8,21 @@ Their argument `trainer` is the trainer section as completed by `start_devices`.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import cast
 
 from levanter.models.lm_model import LmConfig
-from levanter.trainer import TrainerConfig
 
 from marin_rl.batching.packing import GroupRow, RowLayout
 from marin_rl.config.sections import TOKENS_PER_MICROBATCH
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.attention_kernel import AttentionKernel, attention_kernel
 from marin_rl.learner.devices import microbatch_rows, platform_of
+from marin_rl.trainer_config import AbstractTrainerConfig
 
 LOGPROB_BLOCK_SIZE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
 """Tokens on each device whose logits are in memory at once, by platform, if the config does not set their number."""
 
 
-def row_layout(config: TrainConfig, trainer: TrainerConfig) -> RowLayout:
+def row_layout(config: TrainConfig, trainer: AbstractTrainerConfig) -> RowLayout:
     """Shape of the microbatches, for a trainer section completed by `start_devices`.
 
     A row of R positions and P computed pairs of a query and a key costs `R + P / (6 · hidden size)`: the second
@@ -35,7 +34,7 @@ def row_layout(config: TrainConfig, trainer: TrainerConfig) -> RowLayout:
     """
     kernel, rollouts = _kernel(config, trainer), config.rollouts
     packed = rollouts.packing is not False
-    layout = _layout(config, kernel, rollouts.positions(kernel), cast(int, trainer.train_batch_size), packed=packed)
+    layout = _layout(config, kernel, rollouts.positions(kernel), trainer.microbatch_rows, packed=packed)
     platform, devices = platform_of(trainer), trainer.data_axis_size
     alternatives = []
     separate = dataclasses.replace(rollouts, packing=False)
@@ -83,12 +82,12 @@ def _layout(
     )
 
 
-def logprob_block(config: TrainConfig, trainer: TrainerConfig) -> int:
+def logprob_block(config: TrainConfig, trainer: AbstractTrainerConfig) -> int:
     """Tokens per device whose logits are in memory at once, for a trainer section of started devices."""
     return config.logprob_block_size or LOGPROB_BLOCK_SIZE[platform_of(trainer)]
 
 
-def trained_model(config: TrainConfig, trainer: TrainerConfig) -> LmConfig:
+def trained_model(config: TrainConfig, trainer: AbstractTrainerConfig) -> LmConfig:
     """Model config with the attention kernel of the trainer's platform and a block size that divides the rows.
 
     Raises:
@@ -99,5 +98,5 @@ def trained_model(config: TrainConfig, trainer: TrainerConfig) -> LmConfig:
     return kernel.configure(config.model, config.rollouts.positions(kernel))
 
 
-def _kernel(config: TrainConfig, trainer: TrainerConfig) -> AttentionKernel:
+def _kernel(config: TrainConfig, trainer: AbstractTrainerConfig) -> AttentionKernel:
     return attention_kernel(config.model, platform_of(trainer), config.context_shards)

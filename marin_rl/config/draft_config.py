@@ -21,13 +21,13 @@ from marin_rl.config.base_config import TRAINER_METADATA, AbstractTrainConfig
 from marin_rl.config.combinations import CHECKS
 from marin_rl.config.decode import decode
 from marin_rl.config.levanter_description import described_sections
-from marin_rl.config.levanter_sections import trainer_defaults
 from marin_rl.config.section_types import UnknownType
 from marin_rl.config_fields import input_files, may_change_by_name
 from marin_rl.errors import explain, nearest_file
 from marin_rl.hub import HubError, check_source
 from marin_rl.storage import user_path
 from marin_rl.tokenization.config import BYTES, PLAIN
+from marin_rl.trainer_config import AbstractTrainerConfig
 
 
 @functools.cache
@@ -38,7 +38,13 @@ def draft_class(*, reads_files: bool = True) -> type[AbstractTrainConfig]:
         reads_files: whether the run will read its input files on this machine, so that they must exist.
     """
     sections = described_sections()
-    model, optimizer, trainer = (sections[name] for name in ("LmConfig", "OptimizerConfig", "TrainerConfig"))
+    model, optimizer, tracker = (sections[name] for name in ("LmConfig", "OptimizerConfig", "TrackerConfig"))
+    trainer: Any = dataclasses.make_dataclass(
+        "DraftTrainer",
+        [("tracker", tracker | tuple[tracker, ...], dataclasses.field(default=()))],
+        bases=(AbstractTrainerConfig,),
+        frozen=True,
+    )
     fields: list[tuple[str, Any, Any]] = [
         ("model", model | None, dataclasses.field(default=None)),
         (
@@ -46,11 +52,7 @@ def draft_class(*, reads_files: bool = True) -> type[AbstractTrainConfig]:
             optimizer,
             dataclasses.field(default_factory=lambda: decode(optimizer, {}), metadata=may_change_by_name()),
         ),
-        (
-            "trainer",
-            trainer,
-            dataclasses.field(default_factory=lambda: decode(trainer, trainer_defaults()), metadata=TRAINER_METADATA),
-        ),
+        ("trainer", trainer, dataclasses.field(default=trainer(), metadata=TRAINER_METADATA)),
     ]
     namespace = {"checks": (*CHECKS, _check_files) if reads_files else CHECKS}
     return dataclasses.make_dataclass(

@@ -15,7 +15,7 @@ import json
 import shutil
 import textwrap
 import typing
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from draccus.choice_types import CHOICE_TYPE_KEY
@@ -181,7 +181,6 @@ def _walk(
     within: tuple[Any, ...] = (),
     *,
     every_option: bool = True,
-    hidden: Container[str] = (),
 ) -> Iterator[_Entry]:
     """Entries of a section's fields and of nested sections; plain values in `given` replace the defaults.
 
@@ -192,11 +191,8 @@ def _walk(
         depth: number of enclosing options of choices.
         within: enclosing sections, whose own fields are not repeated.
         every_option: whether to list the fields of all options of this project's choices, or of selected ones only.
-        hidden: names of fields without effect, which are left out.
     """
     for name, annotation in field_types(section).items():
-        if name in hidden:
-            continue
         value = default_of(section, name)
         value = value if value is dataclasses.MISSING else encode(value, annotation)
         if name in given:
@@ -208,9 +204,8 @@ def _walk(
             continue
         key, values = f"{prefix}{name}{place}", value if isinstance(value, Mapping) and not place else None
         if not _is_choice(inner):
-            unused = plain_type(section).__dataclass_fields__[name].metadata.get("without_effect", ())
             enclosing = (*within, inner)
-            yield from _walk(inner, f"{key}.", values or {}, depth, enclosing, every_option=every_option, hidden=unused)
+            yield from _walk(inner, f"{key}.", values or {}, depth, enclosing, every_option=every_option)
             continue
         selected = _selected(inner, values)
         for option in inner.get_known_choices():

@@ -15,7 +15,6 @@ python -m marin_rl.config.levanter_description
 import dataclasses
 import enum
 import functools
-import importlib.metadata
 import json
 import sys
 import types
@@ -30,11 +29,10 @@ import jmp
 from draccus.utils import is_choice_type
 
 from marin_rl.config.decode import decode, encode
-from marin_rl.config.section_types import InvalidFieldError, default_of, field_types, is_section, members, plain_type
+from marin_rl.config.section_types import InvalidFieldError, default_of, field_types, is_section, plain_type
+from marin_rl.levanter_line import installed
 
-DISTRIBUTIONS = ("levanter", "marin-levanter")
-"""Names of the distributions that contain levanter."""
-TOP_SECTIONS = ("LmConfig", "OptimizerConfig", "TrainerConfig")
+TOP_SECTIONS = ("LmConfig", "OptimizerConfig", "TrackerConfig")
 """Sections of levanter that a training config contains."""
 
 
@@ -73,13 +71,7 @@ _CONTAINERS: dict[str, Any] = {"list": list, "dict": dict, "tuple": tuple, "unio
 
 def description_file() -> Path:
     """Path of the description of the installed levanter; it does not exist if that version has none."""
-    installed = []
-    for name in DISTRIBUTIONS:
-        try:
-            installed.append(f"{name}-{importlib.metadata.version(name)}.json")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return Path(__file__).with_name((installed or ["levanter.json"])[0])
+    return Path(__file__).with_name("-".join(filter(None, installed())) + ".json")
 
 
 @functools.cache
@@ -148,11 +140,16 @@ def describe_installed() -> str:
     Returns:
         The text of a description file: JSON with a line for each key.
     """
-    from marin_rl.config.train_config import TrainConfig
+    # Registers the models and trackers.
+    from levanter.models.lm_model import LmConfig
+    from levanter.optim.config import OptimizerConfig
+    from levanter.tracker import TrackerConfig
+
+    import marin_rl.config.train_config  # noqa: F401
 
     entries: dict[str, Any] = {}
-    for name in ("model", "optimizer", "trainer"):
-        _describe(members(field_types(TrainConfig)[name])[0], entries)
+    for section in (LmConfig, OptimizerConfig, TrackerConfig):
+        _describe(section, entries)
     blocks = [f"{json.dumps(name)}: {_format_entry(entries[name])}" for name in sorted(entries)]
     return "{\n" + ",\n".join(blocks) + "\n}\n"
 

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Levanter's sections of `TrainConfig`, `optimizer` and `trainer`: defaults, and settings that a run cannot use."""
+"""Checks of the sections `optimizer` and `trainer`: settings that a run cannot use."""
 
 import math
 from collections.abc import Iterator
@@ -9,71 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from marin_rl.config.decode import decode
-from marin_rl.config.section_types import choice_name, default_of, field_types, section_of
+from marin_rl.config.section_types import choice_name, field_types, section_of
 from marin_rl.errors import nearest
 from marin_rl.remote_path import RemotePath
-from marin_rl.storage import storage_path, user_cache
+from marin_rl.storage import storage_path
 
 if TYPE_CHECKING:
-    from levanter.trainer import TrainerConfig
-
     from marin_rl.config.base_config import AbstractTrainConfig
 
 UNUSABLE_OPTIMIZERS = ("adamH", "kron", "muonH", "rmsprop", "scion", "sophia-h")
 """Levanter's optimizers whose update cannot be compiled: sophia-h needs the loss function, the others call functions
 that the installed jax has removed or does not support in a compiled program."""
-TRAINER_KEYS_WITHOUT_EFFECT = {
-    "seed": "set seed",
-    "train_batch_size": "set rollouts.prompts_per_step and rollouts.group_size, whose product is the batch",
-    "num_train_steps": "set num_steps",
-    "steps_per_eval": "set evaluation.every",
-    "max_eval_batches": "set evaluation.tasks",
-    "load_checkpoint": "rerun in the same run_dir to resume",
-    "load_checkpoint_path": "rerun in the same run_dir to resume",
-    "initialize_from": "set initialize_from at the top level",
-    "checkpointer": "set checkpoint",
-    "quantization": "not supported; leave it out",
-    "model_averaging": "not supported; leave it out",
-    "batch_axis": "the axis of rows is always named batch",
-    "profiler_perfetto_link": "open profile/ in the run directory with TensorBoard or Perfetto",
-    "watch": "not supported; leave it out",
-    "crash_on_nan": "a run always ends at an update that is not finite",
-    "crash_on_inf": "a run always ends at an update that is not finite",
-    "log_dir": "the log is in the run directory",
-    "log_jaxprs": "the environment variable XLA_FLAGS=--xla_dump_to=FOLDER writes compiled programs",
-    "log_xla_hlo": "the environment variable XLA_FLAGS=--xla_dump_to=FOLDER writes compiled programs",
-    "shutdown_at_exit": "python -m marin_rl.launch tpu has the option --autodelete",
-    "per_device_eval_parallelism": "set sampling.max_seqs",
-    "allow_partial_checkpoint": "a checkpoint must be complete",
-    "allow_nondivisible_batch_size": "rows that fill up a batch need no setting",
-    "ray": "set ray_address at the top level",
-}
-"""Keys of the trainer section that would be ignored, each with the setting to use instead."""
-
-
-def trainer_defaults() -> dict[str, Any]:
-    """Plain values of levanter's trainer section that make it work on any machine.
-
-    Levanter's own defaults require an accelerator, log to wandb, write compiler dumps and start Ray.
-    """
-    return {
-        "tracker": [],
-        "require_accelerator": False,
-        "log_jaxprs": False,
-        "log_xla_hlo": False,
-        "jax_compilation_cache_dir": str(user_cache("jax")),
-        "distributed": {"initialize_jax_distributed": False},
-        "ray": {"auto_start_cluster": False},
-    }
-
-
-def default_trainer() -> "TrainerConfig":
-    """Levanter's trainer section with `trainer_defaults`."""
-    # Checks of configs do without levanter, which takes seconds to import.
-    from levanter.trainer import TrainerConfig
-
-    return decode(TrainerConfig, trainer_defaults())
 
 
 def check_optimizer(config: "AbstractTrainConfig") -> Iterator[str]:
@@ -125,11 +71,6 @@ def check_trainer(config: "AbstractTrainConfig") -> Iterator[str]:
                 f"trainer.jax_compilation_cache_dir is {cache!r}, but jax supports only gs:// and s3:// addresses "
                 "besides paths on a mounted file system"
             )
-    defaults = decode(type(trainer), trainer_defaults())
-    for name, remedy in TRAINER_KEYS_WITHOUT_EFFECT.items():
-        given = getattr(trainer, name)
-        if given not in (default_of(type(trainer), name), getattr(defaults, name)):
-            yield f"trainer.{name} is {given!r}, but this setting has no effect: {remedy}"
     axes = ("model_axis_size", "replica_ici_axis_size", "replica_dcn_axis_size")
     for name in ("profiler_start_step", "profiler_num_steps", *axes):
         if getattr(trainer, name) < 1:

@@ -18,6 +18,7 @@ from draccus.choice_types import CHOICE_TYPE_KEY
 from draccus.utils import is_choice_type
 
 from marin_rl.errors import nearest
+from marin_rl.levanter_line import field_of_key, key_of_field
 
 
 class ConfigError(ValueError):
@@ -95,12 +96,12 @@ def section_of(annotation: Any) -> Any:
 
 @functools.cache
 def field_types(section: Any) -> dict[str, Any]:
-    """Type of each constructor argument of a section's dataclass, with type variables resolved."""
+    """Type of each constructor argument of a section's dataclass by its key, with type variables resolved."""
     origin = plain_type(section)
     known = dict(zip(getattr(origin, "__parameters__", ()), typing.get_args(section), strict=False))
     hints = typing.get_type_hints(origin)
     return {
-        field.name: known.get(hints[field.name], hints[field.name])
+        key_of_field(origin, field.name): known.get(hints[field.name], hints[field.name])
         for field in dataclasses.fields(origin)
         if field.init
     }
@@ -112,10 +113,11 @@ def choice_name(section: Any) -> str:
 
 
 def default_of(section: Any, name: str, base: Any = None) -> Any:
-    """Default value of a field: that of `base` if given, else the declared default, else `MISSING`."""
+    """Default value of a key: that of `base` if given, else the declared default, else `MISSING`."""
+    field_name = field_of_key(plain_type(section), name)
     if base is not None:
-        return getattr(base, name)
-    field = plain_type(section).__dataclass_fields__[name]
+        return getattr(base, field_name)
+    field = plain_type(section).__dataclass_fields__[field_name]
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 

@@ -6,15 +6,22 @@
 import dataclasses
 
 from levanter.models.lm_model import LmConfig
-from levanter.optim import AdamConfig, OptimizerConfig
-from levanter.trainer import TrainerConfig
+from levanter.optim.config import AdamConfig, OptimizerConfig
+from levanter.tracker import TrackerConfig
 
 from marin_rl.config.base_config import TRAINER_METADATA, AbstractTrainConfig
 from marin_rl.config.combinations import CHECKS
-from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.config.model_checks import MODEL_CHECKS
 from marin_rl.config_fields import may_change_by_name
 from marin_rl.storage import storage_path
+from marin_rl.trainer_config import AbstractTrainerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerConfig(AbstractTrainerConfig):
+    """Mesh, precision, microbatches, trackers and settings of JAX."""
+
+    tracker: TrackerConfig | tuple[TrackerConfig, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +32,7 @@ class TrainConfig(AbstractTrainConfig):
 
     model: LmConfig | None = None
     optimizer: OptimizerConfig = dataclasses.field(default_factory=AdamConfig, metadata=may_change_by_name())
-    trainer: TrainerConfig = dataclasses.field(default_factory=default_trainer, metadata=TRAINER_METADATA)
+    trainer: TrainerConfig = dataclasses.field(default=TrainerConfig(), metadata=TRAINER_METADATA)
 
     @property
     def num_updates(self) -> int:
@@ -33,11 +40,7 @@ class TrainConfig(AbstractTrainConfig):
         # A run with 0 steps only warms up and exports, but a schedule needs at least one update.
         return max(self.num_steps, 1) * self.updates.per_step
 
-    def trainer_config(self) -> TrainerConfig:
-        """Levanter's trainer section with the number of steps, the seed and the run's name."""
-        return dataclasses.replace(
-            self.trainer,
-            num_train_steps=self.num_steps,
-            seed=self.seed,
-            id=self.trainer.id or storage_path(self.run_dir).name,
-        )
+    @property
+    def run_name(self) -> str:
+        """Name of the run in trackers."""
+        return self.trainer.id or storage_path(self.run_dir).name

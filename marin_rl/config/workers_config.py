@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import jax.numpy as jnp
 import jmp
@@ -15,9 +15,7 @@ from jax.typing import DTypeLike
 
 from marin_rl.config_fields import check_at_least, convert_enum_fields
 from marin_rl.slice_names import TopologyError, parse_slice
-
-if TYPE_CHECKING:
-    from levanter.trainer import TrainerConfig
+from marin_rl.trainer_config import TrainerT
 
 CPU, GPU, TPU = "CPU", "GPU", "TPU"
 """Ray's names of its predefined resources."""
@@ -209,7 +207,7 @@ class WorkersConfig:
         chips = {} if self.tpu_slice is None else {TPU: float(TpuSlice.parse(self.tpu_slice).chips_per_host)}
         return {name: amount for name, amount in ({CPU: 1.0} | chips | self.resources).items() if amount > 0}
 
-    def trainer_config(self, trainer: "TrainerConfig") -> "TrainerConfig":
+    def trainer_config(self, trainer: TrainerT) -> TrainerT:
         """Return the trainer section of a worker, which must find an accelerator if it reserves one."""
         changes: dict[str, Any] = {"require_accelerator": bool({GPU, TPU} & self.reserved.keys())}
         if self.precision is not None:

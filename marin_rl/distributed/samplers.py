@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from levanter.models.lm_model import LmHeadModel
-from levanter.trainer import TrainerConfig
 
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
@@ -21,6 +20,7 @@ from marin_rl.sampling.sampler import Sampler, WeightPoll
 from marin_rl.sampling.stops import stop_table
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenPieces
+from marin_rl.trainer_config import AbstractTrainerConfig
 from marin_rl.types import WeightVersion
 from marin_rl.user_code import UserFileError, load_from_file, user_errors
 
@@ -29,7 +29,7 @@ def open_trainer_sampler(
     config: TrainConfig,
     model: LmHeadModel,
     tokenizer: ChatTokenizer,
-    trainer: TrainerConfig,
+    trainer: AbstractTrainerConfig,
     version: WeightVersion,
 ) -> Sampler:
     """Open the trainer's sampler: the configured one in `mode: sync`, otherwise the built-in one.
@@ -45,7 +45,7 @@ def open_worker_sampler(
     config: TrainConfig,
     model: LmHeadModel,
     tokenizer: ChatTokenizer,
-    trainer: TrainerConfig,
+    trainer: AbstractTrainerConfig,
     version: WeightVersion,
     weight_poll: WeightPoll | None = None,
 ) -> Sampler:
@@ -84,7 +84,7 @@ def open_group_sampler(
     config: TrainConfig,
     model: LmHeadModel,
     tokenizer: ChatTokenizer,
-    trainer: TrainerConfig,
+    trainer: AbstractTrainerConfig,
     version: WeightVersion,
     weight_poll: WeightPoll | None = None,
     *,
@@ -160,7 +160,7 @@ class WeightReloader:
         config: ReloadConfig,
         base_url: str,
         tokenizer: ChatTokenizer,
-        trainer: TrainerConfig,
+        trainer: AbstractTrainerConfig,
         stop: Sequence[str] = (),
     ) -> None:
         """Import the user's function.

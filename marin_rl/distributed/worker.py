@@ -207,7 +207,7 @@ class WorkerPolicy:
         self._secret = secret
         self._announced = announced
         self._trainer = start_devices(
-            config.workers.trainer_config(config.trainer_config()),
+            config.workers.trainer_config(config.trainer),
             rows_per_device=config.rollouts.rows_per_device,
             alone=True,
         )

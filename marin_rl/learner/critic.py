@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 from levanter.models.lm_model import LmHeadModel
-from levanter.trainer import TrainerConfig
 
 from marin_rl.batching.rl_example import RlExample, to_predictors, to_tokens
 from marin_rl.learner.config import CriticConfig
 from marin_rl.learner.logprobs import policy_activations
+from marin_rl.trainer_config import AbstractTrainerConfig
 
 
 class ActorCritic(eqx.Module):
@@ -70,7 +70,7 @@ def with_critic(config: CriticConfig, policy: LmHeadModel) -> ActorCritic:
 
 
 def attach_critic(
-    config: CriticConfig | None, policy: LmHeadModel, trainer: TrainerConfig
+    config: CriticConfig | None, policy: LmHeadModel, trainer: AbstractTrainerConfig
 ) -> LmHeadModel | ActorCritic:
     """Return the trainable model: the policy alone or with a critic, in parameter precision, sharded like the policy.
 

@@ -11,17 +11,15 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
 
 import jax
 import numpy as np
-from haliax.partitioning import ResourceAxis
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int64
-from levanter.trainer import TrainerConfig
 
 from marin_rl import multihost
 from marin_rl.kernel_sharding import POSITION
+from marin_rl.trainer_config import BATCH, DATA, MODEL, AbstractTrainerConfig, DistributedConfig, TrainerT
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +32,15 @@ COLLECTION_THRESHOLD = 500_000
 """New objects after which Python collects garbage itself in `collect_rarely`; about 100 MB if all are garbage."""
 
 
-def join_processes(config: TrainerConfig) -> None:
+def join_processes(config: AbstractTrainerConfig) -> None:
     """Apply the trainer's JAX settings and initialize `jax.distributed` if configured.
 
     Does nothing if `jax.distributed` is already initialized.
 
     Args:
-        config: levanter's trainer config.
+        config: the trainer section.
     """
-    config._initialize_jax_config()
+    config.configure_jax()
     _check_cache()
     # Its handler would replace the program's own and only log SIGTERM. A stop request is passed on without it.
     jax.config.update("jax_enable_preemption_service", False)
@@ -108,7 +106,7 @@ def collect_garbage(step: int) -> None:
     gc.collect(2 if step % 10 == 0 else 1)
 
 
-def platform_of(trainer: TrainerConfig) -> str:
+def platform_of(trainer: AbstractTrainerConfig) -> str:
     """Return the platform of the devices of a run: `cpu`, `gpu` or `tpu`."""
     return trainer.device_mesh.devices.flat[0].platform
 
@@ -120,19 +118,16 @@ def device_peak_bytes() -> int | None:
 
 
 def start_devices(
-    config: TrainerConfig,
+    config: TrainerT,
     *,
     rows_per_device: int | Callable[[str, int], int],
     alone: bool = False,
     of_other_machine: bool = False,
-) -> TrainerConfig:
-    """Apply the trainer's JAX settings, initialize `jax.distributed`, and fill in the batch size.
-
-    This is the device-related part of levanter's `TrainerConfig.initialize`. The run directory replaces
-    levanter's logging, trackers and run ids.
+) -> TrainerT:
+    """Apply the trainer's JAX settings, initialize `jax.distributed`, and fill in the rows of a microbatch.
 
     Args:
-        config: levanter's trainer config; not modified.
+        config: the trainer section.
         rows_per_device: microbatch rows on each data-parallel device if `per_device_parallelism` is not set; a number,
             or a function of the platform (`cpu`, `gpu` or `tpu`) and the number of data-parallel devices.
         alone: whether this process is separate from the trainer and must not join its distributed runtime.
@@ -140,16 +135,15 @@ def start_devices(
             if it does not fit these, and a CPU suffices.
 
     Returns:
-        A copy of the config with `train_batch_size` set to the microbatch rows over all devices. If the model axis
-        splits positions, its parameters are sharded over that axis too.
+        A copy of the config with `per_device_parallelism` set. If the model axis splits positions, the parameters are
+        sharded over that axis too.
 
     Raises:
         DeviceError: if the mesh does not fit the devices, or a required accelerator is missing.
     """
-    # Levanter completes the config in place, and warns if the batch size differs from its own.
     config = _with_sharded_parameters(config)
     if alone:
-        config.distributed = dataclasses.replace(config.distributed, initialize_jax_distributed=False)
+        config = dataclasses.replace(config, distributed=DistributedConfig())
     join_processes(config)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     if not alone and jax.process_count() > 1 and not jax.distributed.is_initialized():
@@ -164,27 +158,24 @@ def start_devices(
     _check_mesh(config)
     if not isinstance(rows_per_device, int):
         rows_per_device = rows_per_device(platform_of(config), config.data_axis_size)
-    config.per_device_parallelism = microbatch_rows(config, rows_per_device)
-    config.train_batch_size = config.per_device_parallelism * config.data_axis_size
-    config._validate_and_set_defaults()
-    return config
+    return dataclasses.replace(config, per_device_parallelism=microbatch_rows(config, rows_per_device))
 
 
-def _with_sharded_parameters(config: TrainerConfig) -> TrainerConfig:
+def _with_sharded_parameters(config: TrainerT) -> TrainerT:
     """Return a copy that shards parameters over all devices of a replica.
 
-    Levanter shards the axes of `fsdp_axis` over the data axis only. A model axis that splits positions splits no axis
-    of the parameters, so that each of its devices would hold the same ones.
+    The axes of `fsdp_axis` are sharded over the data axis only. A model axis that splits positions splits no axis of
+    the parameters, so that each of its devices would hold the same ones.
     """
     if POSITION not in (config.tensor_parallel_axes or ()) or config.fsdp_axis is None:
-        return dataclasses.replace(config)
+        return config
     axes = [config.fsdp_axis] if isinstance(config.fsdp_axis, str) else config.fsdp_axis
-    sharded = cast(Any, dict.fromkeys(axes, (ResourceAxis.DATA, ResourceAxis.MODEL)))
+    sharded = {name: [DATA, MODEL] for name in axes}
     resources = {**config.parameter_axis_resources, **sharded}
     return dataclasses.replace(config, fsdp_axis=None, parameter_axis_resources=resources)
 
 
-def _fitted(config: TrainerConfig) -> TrainerConfig:
+def _fitted(config: TrainerT) -> TrainerT:
     """Return the config with a mesh that fits the devices: with the same model axis if possible, or a part of it."""
     config = dataclasses.replace(config, require_accelerator=False)
     try:
@@ -197,17 +188,17 @@ def _fitted(config: TrainerConfig) -> TrainerConfig:
     return config
 
 
-def microbatch_rows(config: TrainerConfig, default: int) -> int:
+def microbatch_rows(config: AbstractTrainerConfig, default: int) -> int:
     """Return the microbatch rows on each data-parallel device.
 
     Args:
-        config: levanter's trainer config; `per_device_parallelism` wins if set.
+        config: the trainer section; `per_device_parallelism` wins if set.
         default: rows if `per_device_parallelism` is not set.
     """
     return config.per_device_parallelism if config.per_device_parallelism > 0 else default
 
 
-def _check_mesh(config: TrainerConfig) -> None:
+def _check_mesh(config: AbstractTrainerConfig) -> None:
     for name in ("model_axis_size", "replica_ici_axis_size"):
         if getattr(config, name) < 1:
             raise DeviceError(f"trainer.{name} is {getattr(config, name)}; it must be at least 1")
@@ -226,7 +217,7 @@ def _check_mesh(config: TrainerConfig) -> None:
         )
 
 
-def own_rows(config: TrainerConfig) -> Callable[[int], Int64[np.ndarray, " own"]] | None:
+def own_rows(config: AbstractTrainerConfig) -> Callable[[int], Int64[np.ndarray, " own"]] | None:
     """Return the function that lists the rows of a microbatch on the devices of this process.
 
     Args:
@@ -237,7 +228,7 @@ def own_rows(config: TrainerConfig) -> Callable[[int], Int64[np.ndarray, " own"]
     """
     if not multihost.is_multihost():
         return None
-    axes = config.compute_axis_mapping[cast(str, config.batch_axis)]
+    axes = config.compute_axis_mapping[BATCH]
     sharding = NamedSharding(config.device_mesh, PartitionSpec(axes))
 
     def rows(count: int) -> Int64[np.ndarray, " own"]:

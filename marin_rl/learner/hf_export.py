@@ -27,11 +27,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from levanter.compat.hf_checkpoints import _shard_hf_checkpoint
 from levanter.models.gpt2 import Gpt2Config
 from levanter.models.lm_model import LmHeadModel
-from levanter.trainer import TrainerConfig
 
 from marin_rl import multihost
 from marin_rl.learner.array_files import SavedArray, read_rows, verify
 from marin_rl.storage import StoragePath
+from marin_rl.trainer_config import AbstractTrainerConfig
 
 SHARD_BYTES = 10**10
 """Size above which the tensors are written to several files with an index."""
@@ -63,7 +63,7 @@ class WeightParts(Protocol):
 class DeviceWeights:
     """Weights on the devices of all processes."""
 
-    def __init__(self, model: LmHeadModel, trainer: TrainerConfig, dtype: jnp.dtype | None = None) -> None:
+    def __init__(self, model: LmHeadModel, trainer: AbstractTrainerConfig, dtype: jnp.dtype | None = None) -> None:
         """Convert nothing yet.
 
         Args:

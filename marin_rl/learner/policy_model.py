@@ -17,7 +17,6 @@ import jax
 from haliax import Axis
 from levanter.compat.hf_checkpoints import HFCheckpointConverter, HFCompatConfig
 from levanter.models.lm_model import LmConfig, LmHeadModel
-from levanter.trainer import TrainerConfig
 from safetensors import SafetensorError
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -25,14 +24,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from marin_rl import multihost
 from marin_rl.learner.hf_export import DeviceWeights, WeightParts, write_weights
 from marin_rl.learner.sharding import check_sharding
+from marin_rl.levanter_line import max_positions
 from marin_rl.models.conversion import check_same_function, levanter_config, to_hf_config
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.hf_tensors import BASE_PREFIX, check_tensors
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.trainer_config import AbstractTrainerConfig
 
 
 def initialize_policy(
-    config: LmConfig, tokenizer: ChatTokenizer, trainer: TrainerConfig, *, key: jax.Array
+    config: LmConfig, tokenizer: ChatTokenizer, trainer: AbstractTrainerConfig, *, key: jax.Array
 ) -> LmHeadModel:
     """Initialize a policy with random weights and the tokenizer's vocabulary, sharded like the trainer's parameters.
 
@@ -55,7 +56,7 @@ def initialize_policy(
         return hax.named_jit(build, axis_resources=trainer.parameter_axis_mapping)(key)
 
 
-def model_shape(config: LmConfig, Vocab: Axis, trainer: TrainerConfig) -> LmHeadModel:
+def model_shape(config: LmConfig, Vocab: Axis, trainer: AbstractTrainerConfig) -> LmHeadModel:
     """Return the shapes and dtypes of a policy's parameters without allocating them."""
 
     def build() -> LmHeadModel:
@@ -64,7 +65,7 @@ def model_shape(config: LmConfig, Vocab: Axis, trainer: TrainerConfig) -> LmHead
     return eqx.filter_eval_shape(build)
 
 
-def restored_shape(config: LmConfig, Vocab: Axis, trainer: TrainerConfig) -> LmHeadModel:
+def restored_shape(config: LmConfig, Vocab: Axis, trainer: AbstractTrainerConfig) -> LmHeadModel:
     """Return the `model_shape` of a policy that is read from a checkpoint.
 
     Raises:
@@ -75,7 +76,7 @@ def restored_shape(config: LmConfig, Vocab: Axis, trainer: TrainerConfig) -> LmH
     return shape
 
 
-def _check_mesh(shape: LmHeadModel, trainer: TrainerConfig) -> None:
+def _check_mesh(shape: LmHeadModel, trainer: AbstractTrainerConfig) -> None:
     check_sharding(shape, trainer.device_mesh.shape, [trainer.parameter_axis_mapping])
 
 
@@ -85,7 +86,7 @@ def _only_arrays(model: LmHeadModel) -> LmHeadModel:
 
 
 def load_hf_policy(
-    checkpoint: str, tokenizer: ChatTokenizer, trainer: TrainerConfig, config: LmConfig | None
+    checkpoint: str, tokenizer: ChatTokenizer, trainer: AbstractTrainerConfig, config: LmConfig | None
 ) -> LmHeadModel:
     """Load a policy from a folder or hub name in Hugging Face format.
 
@@ -130,7 +131,12 @@ def load_hf_policy(
 
 
 def check_hf_policy(
-    checkpoint: str, tokenizer: ChatTokenizer, trainer: TrainerConfig, config: LmConfig | None, *, download: bool = True
+    checkpoint: str,
+    tokenizer: ChatTokenizer,
+    trainer: AbstractTrainerConfig,
+    config: LmConfig | None,
+    *,
+    download: bool = True,
 ) -> tuple[PretrainedConfig, LmConfig]:
     """Check that a policy can be loaded; reads only descriptions and the headers of weight files, and uses no device.
 
@@ -162,7 +168,7 @@ def check_hf_policy(
 
 
 def save_hf_policy(
-    model: LmHeadModel, tokenizer: ChatTokenizer, folder: Path, trainer: TrainerConfig, stop: Sequence[str] = ()
+    model: LmHeadModel, tokenizer: ChatTokenizer, folder: Path, trainer: AbstractTrainerConfig, stop: Sequence[str] = ()
 ) -> None:
     """Write a policy that is on devices in Hugging Face format; see `save_hf_folder`."""
     save_hf_folder(DeviceWeights(model, trainer), tokenizer, folder, stop)
@@ -206,7 +212,8 @@ def save_hf_folder(weights: WeightParts, tokenizer: ChatTokenizer, folder: Path,
             tokenizer.tokenizer.save_pretrained(folder)
             (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
             stop_texts = {"stop_strings": list(stop)} if stop else {}
-            GenerationConfig(**special_tokens, **stop_texts, max_length=model.Pos.size).save_pretrained(folder)
+            positions = max_positions(model.config)
+            GenerationConfig(**special_tokens, **stop_texts, max_length=positions).save_pretrained(folder)
 
 
 @contextlib.contextmanager

@@ -10,13 +10,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from levanter.trainer import TrainerConfig
-
 from marin_rl import multihost
 from marin_rl.learner.array_files import DamagedArraysError, SavedArray, from_jsonable, load_arrays, named_arrays
 from marin_rl.learner.checkpoint_folders import MANIFEST, CheckpointError, folder_name, step_of
 from marin_rl.remote_path import StorageError
 from marin_rl.storage import StoragePath, file_sizes
+from marin_rl.trainer_config import AbstractTrainerConfig
 
 T = TypeVar("T")
 
@@ -47,7 +46,7 @@ class Checkpoint:
     """Size in bytes of every file, by name; of a file without arrays also the checksum, and its path if it is not its
     name."""
 
-    def restore(self, like: T, trainer: TrainerConfig, subpath: str = "") -> T:
+    def restore(self, like: T, trainer: AbstractTrainerConfig, subpath: str = "") -> T:
         """Load the training state or a part of it, on a mesh that may differ from that of the save; collective.
 
         Args:

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32
 from levanter.models.lm_model import LmHeadModel
-from levanter.trainer import TrainerConfig
 
 from marin_rl import multihost
 from marin_rl.batching.packing import RowLayout
@@ -29,6 +28,7 @@ from marin_rl.learner.train_step import (
     stack_microbatches,
     take_microbatch,
 )
+from marin_rl.trainer_config import AbstractTrainerConfig
 
 
 class Scores(NamedTuple):
@@ -48,7 +48,7 @@ class Scorer:
 
     def __init__(
         self,
-        trainer: TrainerConfig,
+        trainer: AbstractTrainerConfig,
         layout: RowLayout,
         *,
         pad_token_id: int,

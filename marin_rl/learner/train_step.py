@@ -3,9 +3,10 @@
 
 """The learner: sharded gradients summed over microbatches, and one optimizer update from the sum."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import equinox as eqx
@@ -19,15 +20,15 @@ from haliax.partitioning import ResourceMapping, pspec_for_axis
 from haliax.tree_util import hashable_combine, hashable_partition
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from levanter.metrics import Metric, ReductionType, fold
-from levanter.optim import OptimizerConfig
-from levanter.trainer import Trainer, TrainerConfig
+from levanter.optim.config import OptimizerConfig
+from levanter.tracker import NoopTracker, current_tracker
 from levanter.trainer_state import TrainerState
-from levanter.utils.types import ComputeLossFunction
 
 from marin_rl import multihost
 from marin_rl.batching.rl_example import RlExample
 from marin_rl.errors import UserError
 from marin_rl.learner.devices import own_rows
+from marin_rl.trainer_config import AbstractTrainerConfig
 
 T = TypeVar("T")
 
@@ -87,35 +88,33 @@ class Learner:
     change the gradient. The number of microbatches is an argument of the program, so it may vary without recompilation.
 
     Attributes:
-        trainer: levanter's trainer, which provides mesh, precision and sharding.
+        trainer: mesh, precision and sharding.
     """
 
     def __init__(
         self,
-        config: TrainerConfig,
+        trainer: AbstractTrainerConfig,
         optimizer: OptimizerConfig,
         loss: Callable[..., tuple[jax.Array, dict[str, Metric]]],
         *,
         num_updates: int,
         capacity: int = 1,
     ):
-        """Build the optimizer and the trainer.
+        """Build the optimizer.
 
         Args:
-            config: mesh, precision and sharding.
+            trainer: mesh, precision and sharding, completed by `start_devices`.
             optimizer: optimizer and learning-rate schedule.
             loss: function of model and microbatch that returns the microbatch's part of the loss and its metrics.
             num_updates: updates of the run, the length of the learning-rate schedule.
             capacity: microbatches that the compiled program has room for, at least 1. A larger batch doubles it as
                 often as necessary, which compiles again.
         """
-        quiet = dataclasses.replace(
-            config, tracker=(), num_train_steps=num_updates, crash_on_nan=False, crash_on_inf=False
-        )
         self._learning_rate = optimizer.lr_scheduler(num_updates)
         self._capacity = capacity
-        wrapped = skip_nonfinite_updates(optimizer.build(num_updates))
-        self.trainer = Trainer(quiet, wrapped, cast(ComputeLossFunction, loss), add_default_hooks=False)
+        self._optimizer = skip_nonfinite_updates(optimizer.build(num_updates))
+        self._loss = loss
+        self.trainer = trainer
         self._program = functools.cache(self._make_program)
 
     def initial_state(self, model: eqx.Module, key: jax.Array) -> TrainerState:
@@ -125,13 +124,13 @@ class Learner:
             model: its arrays become part of the state; use the state's model from here on.
             key: random key of the training state.
         """
-        with self.trainer:
+        with self._compiling():
             return self.place(eqx.filter_jit(self._init)(model, key))
 
     def state_shape(self, model: eqx.Module) -> TrainerState:
         """Return shapes and dtypes of the training state of a model with these shapes."""
         key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
-        with self.trainer:
+        with self._compiling():
             return eqx.filter_eval_shape(self._init, model, key)
 
     def lower_initial_state(self, model: eqx.Module) -> jax.stages.Lowered:
@@ -146,7 +145,7 @@ class Learner:
         def create(arrays: Any, key: jax.Array) -> list[jax.Array]:
             return _flatten(self._init(eqx.combine(arrays, rest), key))[1]
 
-        with self.trainer:
+        with self._compiling():
             return jax.jit(create).lower(arrays, jax.eval_shape(lambda: jax.random.PRNGKey(0)))
 
     def place(self, state: TrainerState) -> TrainerState:
@@ -157,9 +156,16 @@ class Learner:
         """
         return place(state, self.trainer.device_mesh, self.trainer.parameter_axis_mapping)
 
+    @contextlib.contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """Set the mesh and the axis mapping of compiled programs. Levanter's optimizers log to a tracker."""
+        mapping = hax.axis_mapping(self.trainer.parameter_axis_mapping)
+        with current_tracker(NoopTracker()), self.trainer.use_device_mesh(), mapping:
+            yield
+
     def _init(self, model: eqx.Module, key: jax.Array) -> TrainerState:
         trainer = self.trainer
-        state = TrainerState.init(trainer.optimizer, model, key=key, is_trainable=True, mp=trainer.mp)
+        state = TrainerState.init(self._optimizer, model, key=key, is_trainable=True, mp=trainer.mp)
         state = dataclasses.replace(state, step=jnp.zeros((), jnp.int32))
         return hax.shard(state, trainer.parameter_axis_mapping)
 
@@ -194,7 +200,7 @@ class Learner:
         Returns:
             The new state, which the next update may take at once, and the update's metrics.
         """
-        with self.trainer:
+        with self._compiling():
             constants, leaves = _flatten(state)
             program = self._program(constants, tuple(leaf.sharding for leaf in leaves))
             leaves, update = program(leaves, *self._place(microbatches, num_rows))
@@ -209,7 +215,7 @@ class Learner:
         """
         mesh, mapping = self.trainer.device_mesh, self.trainer.compute_axis_mapping
         batch = placed_shape(stack_microbatches(microbatches, self._capacity), mesh, mapping)
-        with self.trainer:
+        with self._compiling():
             constants, leaves = _flatten(state)
             program = self._program(constants, tuple(leaf.sharding for leaf in leaves))
             return program.lower(leaves, batch, np.int32(len(microbatches)))
@@ -217,7 +223,7 @@ class Learner:
     def _place(self, microbatches: Sequence[RlExample], num_rows: int | None) -> tuple[RlExample, np.int32]:
         """Put the stacked microbatches on the devices; also return their number."""
         stacked = stack_microbatches(microbatches, self._capacity)
-        return place_batch(stacked, self.trainer.config, num_rows), np.int32(len(microbatches))
+        return place_batch(stacked, self.trainer, num_rows), np.int32(len(microbatches))
 
     def _make_program(self, constants: _Constants, shardings: tuple[jax.sharding.Sharding, ...]) -> jax.stages.Wrapped:
         # Flat arguments, because jax compares the structure of its arguments in every call, in Python for modules.
@@ -268,9 +274,11 @@ class Learner:
         return MicrobatchSums(gradient, jnp.zeros(()), metrics)
 
     def _gradient(self, model: eqx.Module, batch: RlExample) -> MicrobatchSums:
+        def compute(model: eqx.Module, batch: RlExample) -> tuple[jax.Array, dict[str, Metric]]:
+            return self._loss(self.trainer.mp.cast_to_compute(model), batch)
+
         with hax.axis_mapping(self.trainer.compute_axis_mapping):
-            differentiate = eqx.filter_value_and_grad(self.trainer.loss_fn, has_aux=True)
-            (loss, metrics), gradient = differentiate(model, batch, key=None)
+            (loss, metrics), gradient = eqx.filter_value_and_grad(compute, has_aux=True)(model, batch)
         return MicrobatchSums(hax.shard(gradient, self.trainer.parameter_axis_mapping), jnp.asarray(loss), metrics)
 
 
@@ -341,7 +349,7 @@ def place(tree: T, mesh: Mesh, mapping: ResourceMapping) -> T:
     return _map_arrays(multihost.put, tree, mesh, mapping)
 
 
-def place_batch(batch: RlExample, config: TrainerConfig, num_rows: int | None) -> RlExample:
+def place_batch(batch: RlExample, config: AbstractTrainerConfig, num_rows: int | None) -> RlExample:
     """Put stacked microbatches on the mesh.
 
     Args:

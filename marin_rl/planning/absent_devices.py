@@ -35,17 +35,12 @@ def absent_devices(topology: Topology) -> Iterator[None]:
         return
     devices = _describe_gpus(topology) if topology.chip.platform == "gpu" else _describe(topology)
 
-    def make_mesh(
-        replicas: int, data: int, model: int, replica_slices: int = 1, data_slices: int = 1
-    ) -> jax.sharding.Mesh:
-        per_slice, slices = (replicas, data, model), (replica_slices, data_slices, 1)
+    def arrange(within: tuple[int, int, int], between: tuple[int, int, int]) -> Any:
         if topology.slices > 1:
-            grid = mesh_utils.create_hybrid_device_mesh(per_slice, slices, devices, allow_split_physical_axes=True)
-        elif topology.chip.platform == "gpu":
-            grid = np.array(devices).reshape(per_slice)
-        else:
-            grid = mesh_utils.create_device_mesh(per_slice, devices, allow_split_physical_axes=True)
-        return jax.sharding.Mesh(grid, ("replica", "data", "model"))
+            return mesh_utils.create_hybrid_device_mesh(within, between, devices, allow_split_physical_axes=True)
+        if topology.chip.platform == "gpu":
+            return np.array(devices).reshape(within)
+        return mesh_utils.create_device_mesh(within, devices, allow_split_physical_axes=True)
 
     def local_devices() -> list[jax.Device]:
         return [device for device in devices if device.process_index == 0]
@@ -58,7 +53,7 @@ def absent_devices(topology: Topology) -> Iterator[None]:
         mock.patch("jax.local_devices", side_effect=lambda *_, backend=None: local_devices()),
         mock.patch("jax.local_device_count", return_value=len(local_devices())),
         mock.patch("jax.default_backend", return_value=topology.chip.platform),
-        mock.patch("levanter.trainer.create_fsdp_mesh", make_mesh),
+        mock.patch("marin_rl.trainer_config.arrange_devices", arrange),
         mock.patch("jax.ensure_compile_time_eval", contextlib.nullcontext),
         mock.patch("haliax.partitioning.is_in_jit", _is_tracing),
     ):

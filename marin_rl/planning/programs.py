@@ -17,9 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 from jax.sharding import Mesh
-from levanter.distributed import DistributedConfig
 from levanter.models.lm_model import LmConfig, LmHeadModel
-from levanter.trainer import TrainerConfig
 
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
@@ -38,6 +36,7 @@ from marin_rl.sampling.group_sampler import DECODE_STEPS
 from marin_rl.sampling.prefill import PrefillShape
 from marin_rl.sampling.sizes import SamplerSizes, check_cache_size, sampler_sizes
 from marin_rl.sampling.stops import StopTable
+from marin_rl.trainer_config import AbstractTrainerConfig, DistributedConfig
 from marin_rl.training.open_run import make_learner, make_scorer
 from marin_rl.weights.publish import copy_program
 from marin_rl.weights.tree import named_leaves
@@ -49,7 +48,7 @@ class RunShapes:
 
     config: TrainConfig
     """Training config; `model` is set."""
-    trainer: TrainerConfig
+    trainer: AbstractTrainerConfig
     """Mesh, precision and sharding, completed by `start_devices`."""
     layout: RowLayout
     """Shape of a microbatch."""
@@ -148,8 +147,8 @@ def open_shapes(config: TrainConfig, vocab_size: int) -> RunShapes:
         ValueError: if the mesh or the rows do not fit the devices.
     """
     trainer = dataclasses.replace(
-        config.trainer_config(),
-        distributed=DistributedConfig(initialize_jax_distributed=False),
+        config.trainer,
+        distributed=DistributedConfig(),
         require_accelerator=False,
     )
     trainer = start_devices(trainer, rows_per_device=config.rollouts.rows_per_device)

@@ -9,7 +9,7 @@ sharded over the model axis.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import haliax as hax
 import jax
@@ -19,13 +19,13 @@ from haliax.partitioning import ResourceMapping
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 from levanter.models.lm_model import LmConfig, LmHeadModel
-from levanter.trainer import TrainerConfig
 
 from marin_rl.kernel_sharding import POSITION
 from marin_rl.sampling.attention import PADDING, AttentionForm, CacheAxes, Tokens, einsum_in_float32
 from marin_rl.sampling.cached_model import Cache, CachedModel, ModelArrays, empty_cache, with_cache
 from marin_rl.sampling.sizes import SamplerSizes
 from marin_rl.sampling.stops import ENDED, StopTable
+from marin_rl.trainer_config import BATCH, AbstractTrainerConfig
 
 _SMALL_BLOCK = 64
 _LARGE_BLOCK = 512
@@ -231,7 +231,9 @@ class Programs(NamedTuple):
     decode: Callable[..., tuple[Cache, tuple[jax.Array, jax.Array, jax.Array]]]
 
 
-def compile_programs(trainer: TrainerConfig | None, model: LmConfig, sizes: SamplerSizes, *, steps: int) -> Programs:
+def compile_programs(
+    trainer: AbstractTrainerConfig | None, model: LmConfig, sizes: SamplerSizes, *, steps: int
+) -> Programs:
     """Return the programs; each is compiled at its first call, once per process for equal arguments.
 
     Args:
@@ -243,9 +245,9 @@ def compile_programs(trainer: TrainerConfig | None, model: LmConfig, sizes: Samp
     axes = sizes.cache_axes(model)
     if trainer is None:
         return _programs(None, None, (), None, axes, sizes.form, sizes.context, sizes.dtype, steps)
-    learners = (trainer.batch_axis, POSITION)
+    learners = (BATCH, POSITION)
     mapping = {name: axes for name, axes in trainer.compute_axis_mapping.items() if name not in learners}
-    batch_axes = cast(tuple[str, ...], trainer.compute_axis_mapping[cast(str, trainer.batch_axis)])
+    batch_axes = trainer.compute_axis_mapping[BATCH]
     return _programs(
         sizes.mesh, _entries(mapping), batch_axes, trainer.mp, axes, sizes.form, sizes.context, sizes.dtype, steps
     )
@@ -256,7 +258,7 @@ _Mapping = tuple[tuple[str, str | tuple[str, ...]], ...]
 
 
 def conversion_program(
-    trainer: TrainerConfig, form: AttentionForm, context: int
+    trainer: AbstractTrainerConfig, form: AttentionForm, context: int
 ) -> Callable[[LmHeadModel], CachedModel]:
     """Return the program that converts weights to the layout for decoding, sharded as the learner's parameters are.
 

@@ -25,7 +25,6 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from levanter.models.lm_model import LmHeadModel
-from levanter.trainer import TrainerConfig
 
 from marin_rl.sampling.cached_model import Cache, ModelArrays
 from marin_rl.sampling.config import SamplingConfig
@@ -42,6 +41,7 @@ from marin_rl.sampling.sampler import (
 from marin_rl.sampling.sizes import check_cache_size, sampler_sizes
 from marin_rl.sampling.slots import AcceptedRequest, SlotTable
 from marin_rl.sampling.stops import stop_table
+from marin_rl.trainer_config import AbstractTrainerConfig
 from marin_rl.types import Generation, WeightVersion
 
 DECODE_STEPS = 16
@@ -82,7 +82,7 @@ class GroupSampler(Sampler):
         token_bytes: Callable[[int], bytes] | None = None,
         version: WeightVersion = 0,
         weight_poll: WeightPoll | None = None,
-        trainer: TrainerConfig | None = None,
+        trainer: AbstractTrainerConfig | None = None,
         call_seconds: float = math.inf,
     ) -> None:
         """Check the sizes, without allocating memory or compiling.

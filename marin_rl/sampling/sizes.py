@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from haliax.partitioning import ResourceAxis
 from levanter.models.lm_model import LmConfig
-from levanter.trainer import TrainerConfig
 
 from marin_rl.sampling.attention import AttentionForm, CacheAxes, attention_form
 from marin_rl.sampling.cached_model import cache_axes
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.host_mesh import count_hosts, host_mesh
 from marin_rl.sampling.prefill import PrefillShapes, prefill_shapes
+from marin_rl.trainer_config import AbstractTrainerConfig
 
 
 class SamplerSizes(NamedTuple):
@@ -51,7 +51,7 @@ class SamplerSizes(NamedTuple):
         return cache_axes(model, self.form, self.slots, self.context, self.head_shards)
 
 
-def sampler_sizes(config: SamplingConfig, max_context: int, trainer: TrainerConfig | None) -> SamplerSizes:
+def sampler_sizes(config: SamplingConfig, max_context: int, trainer: AbstractTrainerConfig | None) -> SamplerSizes:
     """Return the sizes of a sampler; the arguments are those of `GroupSampler`."""
     mesh = None if trainer is None else host_mesh(trainer.device_mesh)
     hosts = 1 if trainer is None else count_hosts(trainer.device_mesh)
@@ -71,7 +71,7 @@ def sampler_sizes(config: SamplingConfig, max_context: int, trainer: TrainerConf
     )
 
 
-def _head_shards(trainer: TrainerConfig, mesh: jax.sharding.Mesh) -> int:
+def _head_shards(trainer: AbstractTrainerConfig, mesh: jax.sharding.Mesh) -> int:
     axes = trainer.compute_axis_mapping.get("kv_head", ())
     return math.prod(mesh.shape[name] for name in ((axes,) if isinstance(axes, str) else axes))
 

@@ -17,7 +17,7 @@ import equinox as eqx
 import jax
 import numpy as np
 from haliax import Axis
-from levanter.optim import OptimizerConfig
+from levanter.optim.config import OptimizerConfig
 from levanter.tracker import NoopTracker, current_tracker
 from levanter.trainer_state import init_optimizer_for_trainables
 

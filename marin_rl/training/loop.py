@@ -17,12 +17,11 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer_state import TrainerState
-from levanter.utils.flop_utils import device_hardware_flops
 
 from marin_rl import multihost
 from marin_rl.batching.rl_example import PackedBatch
@@ -35,6 +34,7 @@ from marin_rl.learner.devices import collect_garbage, collect_rarely
 from marin_rl.learner.loss import first_log_ratios, loss_metrics
 from marin_rl.learner.train_step import Learner, PendingUpdate
 from marin_rl.learner.weight_history import WeightHistory
+from marin_rl.levanter_line import peak_flops, seq_len
 from marin_rl.objectives.importance import mismatch_metrics
 from marin_rl.rollouts.failures import FailureReports
 from marin_rl.rollouts.run_rollouts import RolloutRunner
@@ -324,12 +324,11 @@ def model_flops_utilization(
     Returns:
         `mfu`, or nothing if the peak FLOPS of the device is unknown (for example on a CPU) or there was no update.
     """
-    peak = device_hardware_flops(jax.devices()[0])
+    peak = peak_flops(jax.devices()[0])
     if peak is None or not updates:
         return {}
-    # The model's own length is the longest that it supports. Every config of a model has the field.
-    fields: Any = {"seq_len": updates[0].layout.row_length}
-    per_token = dataclasses.replace(model, **fields).flops_per_token(vocab_size)
+    # The model's own length is the longest that it supports.
+    per_token = dataclasses.replace(model, **seq_len(updates[0].layout.row_length)).flops_per_token(vocab_size)
     if per_token is None:
         return {}
     tokens = sum(packed.num_tokens for packed in updates)

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import jax
 from levanter.models.lm_model import LmHeadModel
-from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
 from marin_rl import multihost
@@ -56,6 +55,7 @@ from marin_rl.storage import StoragePath
 from marin_rl.timing import PhaseTimer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenPieces
+from marin_rl.trainer_config import AbstractTrainerConfig
 from marin_rl.training.batch_builder import BatchBuilder
 from marin_rl.training.collect import GroupCollector
 from marin_rl.training.evaluation import describe_accuracy, evaluate
@@ -77,7 +77,7 @@ NOTICE_SECONDS = 5.0
 class _Parts(NamedTuple):
     """Parts of a run that do not depend on its weights."""
 
-    trainer: TrainerConfig
+    trainer: AbstractTrainerConfig
     layout: RowLayout
     tokenizer: ChatTokenizer
     environment: AbstractEnvironment
@@ -179,7 +179,7 @@ def open_run(
         )
 
 
-def make_loss(config: TrainConfig, trainer: TrainerConfig) -> RlLoss:
+def make_loss(config: TrainConfig, trainer: AbstractTrainerConfig) -> RlLoss:
     """Build the configured loss, for a trainer section of started devices."""
     return RlLoss(
         policy_loss=config.policy_loss,
@@ -190,7 +190,7 @@ def make_loss(config: TrainConfig, trainer: TrainerConfig) -> RlLoss:
     )
 
 
-def make_learner(config: TrainConfig, trainer: TrainerConfig, layout: RowLayout) -> Learner:
+def make_learner(config: TrainConfig, trainer: AbstractTrainerConfig, layout: RowLayout) -> Learner:
     """Build the learner of a run; the arguments are those of `make_scorer`."""
     capacity = layout.microbatches(math.ceil(config.rollouts.rollouts_per_step / config.updates.minibatches))
     return Learner(
@@ -198,7 +198,7 @@ def make_learner(config: TrainConfig, trainer: TrainerConfig, layout: RowLayout)
     )
 
 
-def make_scorer(config: TrainConfig, trainer: TrainerConfig, layout: RowLayout, pad_token_id: int) -> Scorer:
+def make_scorer(config: TrainConfig, trainer: AbstractTrainerConfig, layout: RowLayout, pad_token_id: int) -> Scorer:
     """Build the scorer of a run.
 
     Args:
@@ -217,7 +217,9 @@ def make_scorer(config: TrainConfig, trainer: TrainerConfig, layout: RowLayout, 
     )
 
 
-def first_state(config: TrainConfig, policy: LmHeadModel, trainer: TrainerConfig, learner: Learner) -> TrainerState:
+def first_state(
+    config: TrainConfig, policy: LmHeadModel, trainer: AbstractTrainerConfig, learner: Learner
+) -> TrainerState:
     """Return the training state of a run before its first update.
 
     Args:
@@ -252,7 +254,7 @@ def _open_parts(
     check_lock: Callable[[], None],
     resources: contextlib.ExitStack,
 ) -> _Parts:
-    trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
+    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device)
     layout = row_layout(config, trainer)
     check_config(config)
     check_worker_devices(config, platform_of(trainer), os.environ)

@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
-from levanter.trainer import TrainerConfig
 
 from marin_rl.errors import Closing, writing
 from marin_rl.remote_path import RemotePath
 from marin_rl.storage import StoragePath, remove
+from marin_rl.trainer_config import AbstractTrainerConfig
 
 logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def open_profiler(config: TrainerConfig, folder: StoragePath) -> Iterator[Callable[[int], None]]:
+def open_profiler(config: AbstractTrainerConfig, folder: StoragePath) -> Iterator[Callable[[int], None]]:
     """Trace the steps `profiler_start_step` to `profiler_start_step + profiler_num_steps - 1`, if `profiler` is set.
 
     A trace is written when its last step or the run ends. TensorBoard's profile plugin shows it, and Perfetto
@@ -29,7 +29,7 @@ def open_profiler(config: TrainerConfig, folder: StoragePath) -> Iterator[Callab
     steps traces none.
 
     Args:
-        config: levanter's trainer config.
+        config: the trainer section.
         folder: folder of the trace of this process.
 
     Yields:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from levanter.models.lm_model import LmHeadModel
-from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
 from marin_rl.batching.packing import RowLayout
@@ -31,6 +30,7 @@ from marin_rl.learner.train_step import Learner
 from marin_rl.rollouts.store import TRAINING, RolloutStoreConfig, list_files, read_rollouts
 from marin_rl.rollouts.stored_groups import COLUMNS, StoredGroups, TokenScores, groups_of_table
 from marin_rl.timing import PhaseTimer
+from marin_rl.trainer_config import AbstractTrainerConfig
 from marin_rl.training.batch_builder import BatchBuilder, ScoreFunction
 from marin_rl.training.config_changes import read_config_of_step
 from marin_rl.training.loop import (
@@ -76,7 +76,7 @@ class TrainingParts(NamedTuple):
 
     config: TrainConfig
     """Training config; nothing is stored."""
-    trainer: TrainerConfig
+    trainer: AbstractTrainerConfig
     """As returned by `start_devices`."""
     layout: RowLayout
     """Shape of a microbatch."""
@@ -99,7 +99,7 @@ class TrainingParts(NamedTuple):
 def start_trainer(config: TrainConfig) -> TrainingParts:
     """Start the devices and build the parts of a trainer."""
     config = dataclasses.replace(config, rollout_store=RolloutStoreConfig(every=0))
-    trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
+    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device)
     layout = row_layout(config, trainer)
     pad_token_id = config.tokenizer.build().pad_token_id
     return TrainingParts(config, trainer, layout, pad_token_id, make_learner(config, trainer, layout))

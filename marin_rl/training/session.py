@@ -367,7 +367,7 @@ def _open_records(run: TrainingRun, directory: RunDirectory, check_lock: Callabl
     rewind_records(directory.metrics, run.files.metrics, step)
     with writing(run.store.folder):
         run.store.truncate(progress.step, run.files.rollouts)
-    tracker = make_tracker(run.config.trainer.tracker, run.learner.trainer.run_id, encode(run.config), last_step=step)
+    tracker = make_tracker(run.config.trainer.tracker, run.config.run_name, encode(run.config), last_step=step)
     records = StepRecords(directory.metrics, tracker, check_lock)
     if progress.step == 0:
         before = evaluations.get("before warm start", {})
@@ -387,7 +387,7 @@ def _plot_and_finish(run: TrainingRun, directory: RunDirectory, records: StepRec
 
 def _export(run: TrainingRun, directory: RunDirectory) -> None:
     """Write the final weights in Hugging Face format, atomically."""
-    policy, trainer = policy_of(run.trainer_state.model), run.learner.trainer.config
+    policy, trainer = policy_of(run.trainer_state.model), run.learner.trainer
     weights = DeviceWeights(policy, trainer, run.config.export.numeric_dtype)
     with writing(directory.hf):
         export_folder(weights, run.runner.tokenizer, directory.hf, run.state.progress.step, run.config.sampling.stop)

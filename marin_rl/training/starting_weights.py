@@ -12,7 +12,6 @@ import equinox as eqx
 import jax
 from haliax import Axis
 from levanter.models.lm_model import LmHeadModel
-from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 
 from marin_rl.config.device_settings import trained_model
@@ -45,6 +44,7 @@ from marin_rl.tokenization.load import (
     load_tokenizer,
     other_tokens,
 )
+from marin_rl.trainer_config import AbstractTrainerConfig
 from marin_rl.training.run_directory import RunDirectory, exported_step, open_with_checkpoint, read_config_text
 from marin_rl.training.run_files import warn_of_changed_inputs
 
@@ -203,7 +203,7 @@ def _hf_location(source: str) -> str:
     return location
 
 
-def first_policy(config: TrainConfig, tokenizer: ChatTokenizer, trainer: TrainerConfig) -> LmHeadModel:
+def first_policy(config: TrainConfig, tokenizer: ChatTokenizer, trainer: AbstractTrainerConfig) -> LmHeadModel:
     """Create the initial policy of a run: random weights, or those of `initialize_from`.
 
     Args:
@@ -241,7 +241,7 @@ def check_first_policy(config: TrainConfig, tokenizer: ChatTokenizer) -> int:
     return check_hf_policy(checkpoint, tokenizer, config.trainer, config.model, download=False)[0].vocab_size
 
 
-def restore_policy(checkpoint: Checkpoint, config: TrainConfig, trainer: TrainerConfig) -> LmHeadModel:
+def restore_policy(checkpoint: Checkpoint, config: TrainConfig, trainer: AbstractTrainerConfig) -> LmHeadModel:
     """Load the policy weights from a checkpoint, without critic and optimizer state.
 
     Args:
@@ -295,7 +295,7 @@ def restore_checkpoint(
     checkpoints: Checkpoints,
     step: int | None,
     config: TrainConfig,
-    trainer: TrainerConfig,
+    trainer: AbstractTrainerConfig,
     sections: Sequence[str] = ("tokenizer",),
 ) -> tuple[int, LmHeadModel]:
     """Load the step and the policy of a checkpoint, and warn of changed inputs; see `open_with_checkpoint`.
@@ -328,19 +328,23 @@ def restore_state(checkpoint: Checkpoint, config: TrainConfig, learner: Learner)
     Raises:
         CheckpointError: if the model or optimizer in the checkpoint does not match the config.
     """
-    like = learner.state_shape(_model_shape(checkpoint, config, learner.trainer.config))
-    return learner.place(checkpoint.restore(like, learner.trainer.config))
+    like = learner.state_shape(_model_shape(checkpoint, config, learner.trainer))
+    return learner.place(checkpoint.restore(like, learner.trainer))
 
 
-def restore_model(checkpoint: Checkpoint, config: TrainConfig, trainer: TrainerConfig) -> LmHeadModel | ActorCritic:
+def restore_model(
+    checkpoint: Checkpoint, config: TrainConfig, trainer: AbstractTrainerConfig
+) -> LmHeadModel | ActorCritic:
     """Load the trained model from a checkpoint: the policy, with the critic if there is one; see `restore_policy`."""
     return checkpoint.restore(_model_shape(checkpoint, config, trainer), trainer, "model")
 
 
-def _model_shape(checkpoint: Checkpoint, config: TrainConfig, trainer: TrainerConfig) -> LmHeadModel | ActorCritic:
+def _model_shape(
+    checkpoint: Checkpoint, config: TrainConfig, trainer: AbstractTrainerConfig
+) -> LmHeadModel | ActorCritic:
     policy = _policy_shape(checkpoint, config, trainer)
     return policy if config.critic is None else eqx.filter_eval_shape(with_critic, config.critic, policy)
 
 
-def _policy_shape(checkpoint: Checkpoint, config: TrainConfig, trainer: TrainerConfig) -> LmHeadModel:
+def _policy_shape(checkpoint: Checkpoint, config: TrainConfig, trainer: AbstractTrainerConfig) -> LmHeadModel:
     return restored_shape(trained_model(config, trainer), Axis("vocab", checkpoint.progress["vocab_size"]), trainer)

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 from levanter.models.lm_model import LmHeadModel
-from levanter.optim import AdamConfig
-from levanter.trainer import TrainerConfig
+from levanter.optim.config import AdamConfig
 
 from marin_rl import multihost
 from marin_rl.batching.packing import RowLayout
@@ -29,6 +28,7 @@ from marin_rl.objectives.policy_loss import ReinforceLossConfig
 from marin_rl.rollouts.metrics import is_correct
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
 from marin_rl.seeds import derive_seed
+from marin_rl.trainer_config import AbstractTrainerConfig
 from marin_rl.training.evaluation import first_of_each
 from marin_rl.types import Task
 
@@ -43,7 +43,7 @@ def warm_start(
     config: WarmStartConfig,
     model: LmHeadModel,
     runner: RolloutRunner,
-    trainer: TrainerConfig,
+    trainer: AbstractTrainerConfig,
     layout: RowLayout,
     *,
     seed: int,

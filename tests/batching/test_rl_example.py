@@ -33,6 +33,7 @@ from marin_rl.batching.rl_example import (
     to_tokens,
 )
 from marin_rl.learner.logprobs import policy_activations
+from marin_rl.levanter_line import seq_len
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.aggregation import (
     AggregationConfig,
@@ -556,7 +557,7 @@ def test_rl_example_is_a_pytree() -> None:
 SMALL = {"hidden_dim": 16, "num_layers": 1, "num_heads": 4, "attn_backend": AttentionBackend.VANILLA}
 MODELS: dict[str, LmConfig] = {
     "llama": LlamaConfig(
-        seq_len=32,
+        **seq_len(32),
         intermediate_dim=32,
         num_kv_heads=2,
         initializer_range=0.3,
@@ -565,7 +566,7 @@ MODELS: dict[str, LmConfig] = {
     ),
     # Rotary positions are relative, so llama does not depend on where positions start. GPT-2 does.
     "gpt2": Gpt2Config(
-        seq_len=32,
+        **seq_len(32),
         initializer_range=0.3,
         embed_pdrop=0.0,
         resid_pdrop=0.0,

@@ -12,10 +12,10 @@ from pathlib import Path
 import draccus
 import pytest
 from levanter.models.lm_model import LmConfig
-from levanter.optim import AdamConfig, OptimizerConfig
-from levanter.trainer import TrainerConfig
+from levanter.optim.config import AdamConfig, OptimizerConfig
 
 from marin_rl.config.command_line import ConfigError, HelpShown, merge, parse_config, run_command
+from marin_rl.config.train_config import TrainerConfig
 from marin_rl.escaping import escape
 from marin_rl.user_code import load_from_file
 from tests.hostile_errors import HOSTILE_ERRORS
@@ -63,10 +63,10 @@ def write(folder: Path, text: str) -> str:
 
 
 def test_precedence_of_defaults_file_and_overrides(tmp_path):
-    path = write(tmp_path, "name: file\nsteps: 20\ntrainer: {seed: 3, num_train_steps: 7}\n")
-    config = parse("--config", path, "--steps", "30", "--trainer.seed=4").config
+    path = write(tmp_path, "name: file\nsteps: 20\ntrainer: {model_axis_size: 3, profiler_num_steps: 7}\n")
+    config = parse("--config", path, "--steps", "30", "--trainer.model_axis_size=4").config
     assert (config.name, config.steps) == ("file", 30)
-    assert (config.trainer.seed, config.trainer.num_train_steps) == (4, 7)
+    assert (config.trainer.model_axis_size, config.trainer.profiler_num_steps) == (4, 7)
     assert config.trainer.require_accelerator is False
     assert config.trainer.tracker == ()
 
@@ -82,10 +82,15 @@ def files(folder: Path, *texts: str) -> list[str]:
 
 
 def test_later_files_have_precedence_over_earlier_ones(tmp_path):
-    base = "name: base\nsteps: 20\ntrainer: {seed: 3, num_train_steps: 7}\n"
-    options = files(tmp_path, base, "name: own\ntrainer: {seed: 4}\n")
-    config = parse(*options, "--trainer.num_train_steps", "8").config
-    assert (config.name, config.steps, config.trainer.seed, config.trainer.num_train_steps) == ("own", 20, 4, 8)
+    base = "name: base\nsteps: 20\ntrainer: {model_axis_size: 3, profiler_num_steps: 7}\n"
+    options = files(tmp_path, base, "name: own\ntrainer: {model_axis_size: 4}\n")
+    config = parse(*options, "--trainer.profiler_num_steps", "8").config
+    assert (config.name, config.steps, config.trainer.model_axis_size, config.trainer.profiler_num_steps) == (
+        "own",
+        20,
+        4,
+        8,
+    )
     assert parse(*options[2:], *options[:2]).config.name == "base"
 
 
@@ -171,10 +176,10 @@ def test_type_is_an_ordinary_key_outside_of_choices():
     ("arguments", "message"),
     [
         (["--nmae", "x"], r"unknown key nmae; did you mean 'name'\?"),
-        (["--name", "x", "--trainer.sede", "1"], r"unknown key trainer\.sede; did you mean 'seed'\?"),
+        (["--name", "x", "--trainer.profilr", "1"], r"unknown key trainer\.profilr; did you mean 'profiler'\?"),
         (
-            ["--name", "x", "--num_train_steps", "1"],
-            r"unknown key num_train_steps; did you mean trainer\.num_train_steps",
+            ["--name", "x", "--profiler_num_steps", "1"],
+            r"unknown key profiler_num_steps; did you mean trainer\.profiler_num_steps",
         ),
         # A key of another section is named, and the keys of this one.
         (["--name", "x", "--advantage.learning_rate", "1"], r"did you mean optimizer\.learning_rate\? .*normalize"),
@@ -184,7 +189,10 @@ def test_type_is_an_ordinary_key_outside_of_choices():
             r"unknown key advantage\.epsilon; it belongs to advantage\.type grpo, but advantage\.type is rloo",
         ),
         (["--name", "x", "--model.type", "lama"], r"model\.type is 'lama'.*did you mean 'llama'\?"),
-        (["--name", "x", "--trainer.seed", "x"], r"trainer\.seed is 'x' \(str\), but it takes an integer"),
+        (
+            ["--name", "x", "--trainer.model_axis_size", "x"],
+            r"trainer\.model_axis_size is 'x' \(str\), but it takes an integer",
+        ),
         (["--name", "x", "--steps.a", "1"], r"steps is \{'a': 1\} \(dict\), but it takes an integer"),
         (["--name", "x", "--steps", "[1"], r"--steps: '\[1' is not valid YAML"),
         (["--name", "x", "--steps", "{a: 1, a: 2}"], r"--steps: .* key 'a' is given twice"),

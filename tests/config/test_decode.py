@@ -13,12 +13,12 @@ import jmp
 import pytest
 from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmConfig
-from levanter.optim import OptimizerConfig
+from levanter.optim.config import OptimizerConfig
 from levanter.tracker import TrackerConfig
-from levanter.trainer import TrainerConfig
 
 from marin_rl.config.decode import decode, encode
 from marin_rl.config.section_types import ConfigError, describe
+from marin_rl.config.train_config import TrainerConfig
 
 ItemT = TypeVar("ItemT")
 

@@ -9,10 +9,11 @@ from levanter.layers.attention import AttentionBackend
 
 from marin_rl.batching.packing import GroupRow
 from marin_rl.config.device_settings import logprob_block, row_layout, trained_model
-from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.config.sections import RolloutConfig
+from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.learner.devices import start_devices
+from marin_rl.levanter_line import seq_len
 from marin_rl.objectives.policy_loss import GspoLossConfig, RlooSequenceLossConfig
 from marin_rl.sampling.config import SamplingConfig
 from tests.config.small_config import MODEL, config
@@ -20,23 +21,23 @@ from tests.config.small_config import MODEL, config
 
 def test_row_length_that_the_platform_does_not_support_is_refused():
     built = config(rollouts=RolloutConfig(max_length=32, row_length=640))
-    trainer = dataclasses.replace(default_trainer(), train_batch_size=6)
+    trainer = TrainerConfig(per_device_parallelism=6)
     assert row_layout(built, trainer).row_length == 640
     with pytest.raises(ValueError, match=r"rollouts.row_length is 640, but splash .* set rollouts.row_length: 1024"):
         built.rollouts.positions(attention_kernel(MODEL, "tpu"))
 
 
 def test_trained_model_sets_the_attention_kernel_and_its_block_size():
-    trainer = dataclasses.replace(default_trainer(), train_batch_size=6)
+    trainer = TrainerConfig(per_device_parallelism=6)
     flash = AttentionBackend.JAX_FLASH
     assert trained_model(config(), trainer) == dataclasses.replace(MODEL, attn_backend=flash)
-    long = dataclasses.replace(MODEL, seq_len=2048)
+    long = dataclasses.replace(MODEL, **seq_len(2048))
     trained = trained_model(config(model=long, rollouts=RolloutConfig(max_length=1100)), trainer)
     assert trained == dataclasses.replace(long, attn_backend=flash, flash_attention_block_size=640)
 
 
 def test_layout_of_a_microbatch():
-    trainer = dataclasses.replace(default_trainer(), train_batch_size=6)
+    trainer = TrainerConfig(per_device_parallelism=6)
     layout = row_layout(config(), trainer)
     shape = (layout.row_length, layout.rows_per_microbatch, layout.packed, layout.whole_rollouts)
     assert shape == (128, 6, True, False)
@@ -45,13 +46,13 @@ def test_layout_of_a_microbatch():
 
 
 def test_packing_is_chosen_between_rows_of_both_lengths():
-    trainer = start_devices(default_trainer(), rows_per_device=6)
+    trainer = start_devices(TrainerConfig(), rows_per_device=6)
     (unpacked,) = row_layout(config(rollouts=RolloutConfig(max_length=32)), trainer).alternatives
     assert (unpacked.row_length, unpacked.rows_per_microbatch, unpacked.packed) == (32, 24, False)
     # Longer rows cost more per position, because of attention.
     layout = row_layout(config(rollouts=RolloutConfig(max_length=32)), trainer)
     assert layout.row_cost / 128 > unpacked.row_cost / 32 > 1
-    rows = dataclasses.replace(default_trainer(), per_device_parallelism=5)
+    rows = dataclasses.replace(TrainerConfig(), per_device_parallelism=5)
     (unpacked,) = row_layout(config(rollouts=RolloutConfig(max_length=32), trainer=rows), trainer).alternatives
     assert unpacked.rows_per_microbatch == 5
     # There is nothing to choose between rows of one length, or if the config decides.
@@ -76,9 +77,9 @@ def test_packing_is_chosen_between_rows_of_both_lengths():
     ],
 )
 def test_rows_without_shared_prompts(rollouts: RolloutConfig, new_tokens: int, backend: AttentionBackend | None):
-    model = dataclasses.replace(MODEL, attn_backend=backend, seq_len=2048)
+    model = dataclasses.replace(MODEL, attn_backend=backend, **seq_len(2048))
     limited = config(model=model, rollouts=rollouts, sampling=SamplingConfig(max_new_tokens=new_tokens))
-    layout = row_layout(limited, start_devices(default_trainer(), rows_per_device=6))
+    layout = row_layout(limited, start_devices(TrainerConfig(), rows_per_device=6))
     assert all(alternative.group is None for alternative in (layout, *layout.alternatives))
 
 
@@ -86,7 +87,7 @@ def test_rows_without_shared_prompts(rollouts: RolloutConfig, new_tokens: int, b
 def test_rows_with_shared_prompts(packing: bool | None):
     rollouts = RolloutConfig(max_length=32, group_size=4, packing=packing)
     sampling = SamplingConfig(max_new_tokens=8)
-    trainer = start_devices(default_trainer(), rows_per_device=6)
+    trainer = start_devices(TrainerConfig(), rows_per_device=6)
     layout = row_layout(config(rollouts=rollouts, sampling=sampling), trainer)
     groups = layout.alternatives[-1]
     assert len(layout.alternatives) == (2 if packing is None else 1)
@@ -98,9 +99,9 @@ def test_rows_with_shared_prompts(packing: bool | None):
 
 def test_rows_with_shared_prompts_have_no_more_positions_than_the_configured_ones():
     """`per_device_parallelism` is chosen for the memory of a device."""
-    trainer = dataclasses.replace(default_trainer(), per_device_parallelism=5)
+    trainer = dataclasses.replace(TrainerConfig(), per_device_parallelism=5)
     rollouts, sampling = RolloutConfig(max_length=200, group_size=12), SamplingConfig(max_new_tokens=49)
-    model = dataclasses.replace(MODEL, seq_len=256)
+    model = dataclasses.replace(MODEL, **seq_len(256))
     five = config(model=model, rollouts=rollouts, sampling=sampling, trainer=trainer)
     layout = row_layout(five, start_devices(trainer, rows_per_device=6))
     assert (layout.row_length, layout.rows_per_microbatch) == (256, 5)
@@ -114,15 +115,15 @@ def test_rows_with_shared_prompts_have_no_more_positions_than_the_configured_one
 
 
 def test_rows_with_shared_prompts_on_a_tpu_have_whole_blocks(monkeypatch: pytest.MonkeyPatch):
-    trainer = start_devices(default_trainer(), rows_per_device=6)
+    trainer = start_devices(TrainerConfig(), rows_per_device=6)
     monkeypatch.setattr("marin_rl.config.device_settings.platform_of", lambda trainer: "tpu")
     rollouts = RolloutConfig(max_length=2048, group_size=8)
-    tpu = config(model=dataclasses.replace(MODEL, seq_len=2048), rollouts=rollouts)
+    tpu = config(model=dataclasses.replace(MODEL, **seq_len(2048)), rollouts=rollouts)
     groups = row_layout(dataclasses.replace(tpu, sampling=SamplingConfig(max_new_tokens=512)), trainer).alternatives[-1]
     assert groups.group == GroupRow(prompt_length=1536, answers=8, answer_length=512)
 
 
 def test_default_logprob_block_depends_on_the_platform():
-    trainer = start_devices(default_trainer(), rows_per_device=6)
+    trainer = start_devices(TrainerConfig(), rows_per_device=6)
     assert logprob_block(config(), trainer) == 256
     assert logprob_block(config(logprob_block_size=7), trainer) == 7

@@ -4,9 +4,9 @@
 import dataclasses
 
 from levanter.models.llama import LlamaConfig
-from levanter.trainer import TrainerConfig
 
 from marin_rl.config.field_docs import field_doc, section_doc
+from marin_rl.config.train_config import TrainerConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ def test_class_without_source_has_no_descriptions():
 
 def test_fallback_covers_only_undescribed_fields_of_levanter():
     assert field_doc(LlamaConfig, "rope") == "Rotary position embedding."
-    assert field_doc(TrainerConfig, "seed") == "random seed"
+    assert field_doc(TrainerConfig, "id") == "Name of the run in trackers; null: the name of the run directory."
     built = dataclasses.make_dataclass("Made", [("rope", int)])
     assert field_doc(built, "rope") == ""
 

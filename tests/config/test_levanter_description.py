@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from levanter.optim import AdamConfig, OptimizerConfig
+from levanter.optim.config import AdamConfig, OptimizerConfig
 
 from marin_rl.config import levanter_description
 from marin_rl.config.command_line import check_command_line, parse_arguments, parse_config
@@ -71,7 +71,7 @@ def test_sections_of_an_undescribed_levanter_are_left_to_the_complete_check(tmp_
     draft_class.cache_clear()
     levanter_description.described_sections.cache_clear()
     try:
-        arguments = ["--config", "base.yaml", "--model.hiden_dim", "1", "--optimizer.lr", "1", "--trainer.x", "1"]
+        arguments = ["--config", "base.yaml", "--model.hiden_dim", "1", "--optimizer.lr", "1"]
         check_command_line(arguments, {})
         assert problems_of(check_command_line, [*arguments, "--sede", "1", "--rollouts.group_size", "1"], {}) == {
             "unknown key sede; did you mean 'seed'?",

@@ -10,21 +10,22 @@ import jmp
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 import yaml
-from levanter.distributed import RayConfig
 from levanter.layers.attention import AttentionBackend
 from levanter.models.gemma import Gemma3Config
 from levanter.models.gpt2 import Gpt2Config
 from levanter.models.mixtral import MixtralConfig
-from levanter.optim import AdamConfig, MarsConfig, MuonHConfig
+from levanter.optim.config import AdamConfig
+from levanter.optim.mars import MarsConfig
+from levanter.optim.muonh import MuonHConfig
 
 from marin_rl.config.command_line import parse_config
-from marin_rl.config.decode import encode
-from marin_rl.config.levanter_sections import default_trainer
-from marin_rl.config.section_types import ConfigError
+from marin_rl.config.decode import decode
+from marin_rl.config.section_types import ConfigError, field_types
 from marin_rl.config.sections import Mode, RolloutConfig
-from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.train_config import TrainConfig, TrainerConfig
 from marin_rl.config.yaml_text import from_yaml, parse_yaml, to_yaml
 from marin_rl.config_fields import changeable_keys
+from marin_rl.levanter_line import seq_len
 from marin_rl.objectives import (
     GrpoConfig,
     ReinforceConfig,
@@ -40,21 +41,16 @@ from tests.config.small_config import MODEL, SIZES, config
 
 def test_defaults_need_no_accelerator_tracker_or_cluster():
     trainer = config().trainer
-    assert trainer == default_trainer()
+    assert trainer == TrainerConfig()
     assert not trainer.require_accelerator
     assert not trainer.distributed.initialize_jax_distributed
-    assert not trainer.ray.auto_start_cluster
     assert trainer.tracker == ()
-    assert not trainer.log_jaxprs
-    assert not trainer.log_xla_hlo
     assert trainer.jax_compilation_cache_dir == str(user_cache("jax"))
 
 
-def test_trainer_config_has_steps_seed_and_id_of_the_run():
-    trainer = config(seed=7, num_steps=30).trainer_config()
-    assert (trainer.num_train_steps, trainer.seed, trainer.id) == (30, 7, "test")
-    named = dataclasses.replace(default_trainer(), id="mine")
-    assert config(trainer=named).trainer_config().id == "mine"
+def test_name_of_the_run_in_trackers():
+    assert config().run_name == "test"
+    assert config(trainer=TrainerConfig(id="mine")).run_name == "mine"
 
 
 def test_config_round_trips_through_yaml():
@@ -62,12 +58,20 @@ def test_config_round_trips_through_yaml():
     assert from_yaml(TrainConfig, to_yaml(built), "test") == built
 
 
-def test_trainer_settings_without_effect_are_not_written_and_are_read_from_older_configs():
+def test_keys_without_effect_are_refused_with_a_remedy_unless_they_are_null():
+    assert not TrainerConfig.keys_without_effect.keys() & field_types(TrainerConfig).keys()
+    for key, remedy in TrainerConfig.keys_without_effect.items():
+        with pytest.raises(ConfigError, match=rf"^trainer\.{key} is 7, but this setting has no effect: ") as raised:
+            decode(TrainerConfig, {key: 7}, ("trainer",))
+        assert raised.value.problems[0].endswith(remedy)
+        assert decode(TrainerConfig, {key: None}) == TrainerConfig()
+
+
+def test_null_of_keys_without_effect_in_older_configs_is_no_difference():
     built = config()
     text = to_yaml(built)
     older = parse_yaml(text, "test")
-    assert not {"seed", "train_batch_size", "checkpointer", "ray"} & set(older["trainer"])
-    older["trainer"] |= {"seed": 0, "watch": encode(built.trainer.watch)}
+    older["trainer"] |= {"wandb": None, "quantization": None}
     assert from_yaml(TrainConfig, yaml.safe_dump(older), "test") == built
     assert len(config_differences(yaml.safe_dump(older), text, ())) > 1
     assert config_differences(yaml.safe_dump(older), text, changeable_keys(TrainConfig)) == []
@@ -137,7 +141,7 @@ def test_reinforce_accepts_groups_of_one():
             (
                 {
                     "model": MixtralConfig(**SIZES, n_routed_experts=4),
-                    "trainer": dataclasses.replace(default_trainer(), **{key: value}),
+                    "trainer": dataclasses.replace(TrainerConfig(), **{key: value}),
                 },
                 rf"trainer\.{key} has 'experts', but levanter cannot shard the experts",
             )
@@ -145,51 +149,26 @@ def test_reinforce_accepts_groups_of_one():
         ),
         *(
             (
-                {"trainer": dataclasses.replace(default_trainer(), **changes)},
+                {"trainer": dataclasses.replace(TrainerConfig(), **changes)},
                 r"'position' can be split over .* only alone",
             )
             for changes in ({"tensor_parallel_axes": ["position", "mlp"]}, {"axis_resources": {"position": "model"}})
         ),
         (
             {
-                "model": Gpt2Config(seq_len=512),
-                "trainer": dataclasses.replace(default_trainer(), tensor_parallel_axes=["position"]),
+                "model": Gpt2Config(**seq_len(512)),
+                "trainer": dataclasses.replace(TrainerConfig(), tensor_parallel_axes=["position"]),
             },
             "the positions of a gpt2 model cannot be split over devices",
         ),
         ({"model": dataclasses.replace(MODEL, scan_layers=False)}, r"model\.scan_layers is false"),
         (
-            {"trainer": dataclasses.replace(default_trainer(), train_batch_size=8)},
-            r"trainer\.train_batch_size is 8, .* set rollouts\.prompts_per_step",
-        ),
-        (
-            {"trainer": dataclasses.replace(default_trainer(), num_train_steps=8)},
-            r"trainer\.num_train_steps is 8, .* set num_steps",
-        ),
-        (
-            {"trainer": dataclasses.replace(default_trainer(), batch_axis="rows")},
-            r"trainer\.batch_axis is 'rows', .* always named batch",
-        ),
-        *(
-            (
-                {"trainer": dataclasses.replace(default_trainer(), **{key: value})},
-                rf"trainer\.{key} is {re.escape(repr(value))}, but this setting has no effect: {remedy}",
-            )
-            for key, value, remedy in (
-                ("profiler_perfetto_link", True, "open profile/"),
-                ("crash_on_nan", False, "a run always ends"),
-                ("log_dir", Path("other"), "the log is"),
-                ("shutdown_at_exit", True, ".* --autodelete"),
-                ("ray", RayConfig(address="auto"), "set ray_address"),
-            )
-        ),
-        (
-            {"trainer": dataclasses.replace(default_trainer(), profiler_num_steps=0)},
+            {"trainer": dataclasses.replace(TrainerConfig(), profiler_num_steps=0)},
             r"trainer\.profiler_num_steps is 0; it must be at least 1",
         ),
         *(
             (
-                {"trainer": dataclasses.replace(default_trainer(), mp=jmp.get_policy(precision))},
+                {"trainer": dataclasses.replace(TrainerConfig(), mp=jmp.get_policy(precision))},
                 rf"trainer\.mp is '{text},o=f16', .* use bfloat16, such as p=f32,c=bf16",
             )
             for precision, text in (("p=f32,c=f16", "p=full,c=f16"), ("p=f16,c=f32,o=f16", "p=f16,c=full"))
@@ -295,10 +274,10 @@ def test_truncate_left_requires_max_prompt_length():
 
 def test_row_length_that_no_attention_kernel_supports_is_refused():
     for settings in ({"model": MODEL}, {"model": None, "initialize_from": "nowhere"}):
-        settings["model"] = settings["model"] and dataclasses.replace(settings["model"], seq_len=2048)
+        settings["model"] = settings["model"] and dataclasses.replace(settings["model"], **seq_len(2048))
         with pytest.raises(ValueError, match=r"rollouts.row_length is 1300, .*set rollouts.row_length: 1536, or null"):
             config(rollouts=RolloutConfig(max_length=1100, row_length=1300), **settings)
-    vanilla = dataclasses.replace(MODEL, seq_len=2048, attn_backend=AttentionBackend.VANILLA)
+    vanilla = dataclasses.replace(MODEL, **seq_len(2048), attn_backend=AttentionBackend.VANILLA)
     assert config(rollouts=RolloutConfig(max_length=1100, row_length=1300), model=vanilla)
 
 

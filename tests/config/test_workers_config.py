@@ -10,10 +10,9 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
 from marin_rl.config.decode import decode
-from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.config.section_types import ConfigError
 from marin_rl.config.sections import Mode
-from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.train_config import TrainConfig, TrainerConfig
 from marin_rl.config.workers_config import Refresh, WorkerMeshConfig, WorkersConfig
 from marin_rl.config.yaml_text import from_yaml, to_yaml
 from marin_rl.weights.config import ArrowFlightConfig, TransferDtype
@@ -81,7 +80,7 @@ def test_a_mesh_has_at_least_one_device() -> None:
 
 def test_a_worker_has_its_own_mesh_and_precision() -> None:
     trainer = dataclasses.replace(
-        default_trainer(), model_axis_size=8, replica_ici_axis_size=2, tensor_parallel_axes=["mlp"]
+        TrainerConfig(), model_axis_size=8, replica_ici_axis_size=2, tensor_parallel_axes=["mlp"]
     )
     assert WorkersConfig().trainer_config(trainer) == trainer
     on_tpu = WorkersConfig(resources={"TPU": 4.0}, mesh=WorkerMeshConfig(2), precision=HALF).trainer_config(trainer)

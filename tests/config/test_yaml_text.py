@@ -9,12 +9,12 @@ import pytest
 import yaml
 from levanter.models.lm_model import LmConfig
 from levanter.models.qwen import Qwen3Config
-from levanter.optim import AdamConfig, OptimizerConfig
+from levanter.optim.config import AdamConfig, OptimizerConfig
 from levanter.tracker.json_logger import JsonLoggerConfig
 from levanter.tracker.tracker import NoopConfig
-from levanter.trainer import TrainerConfig
 
 from marin_rl.config.section_types import ConfigError
+from marin_rl.config.train_config import TrainerConfig
 from marin_rl.config.yaml_text import from_yaml, load_yaml, parse_value, parse_yaml, to_yaml
 
 
@@ -125,7 +125,7 @@ def test_resolved_config_round_trips_with_levanters_sections():
         "a",
         model=Qwen3Config(hidden_dim=64, num_layers=2, num_heads=4, num_kv_heads=2),
         optimizer=AdamConfig(learning_rate=1e-8, lr_schedule="constant"),
-        trainer=TrainerConfig(tracker=(NoopConfig(), JsonLoggerConfig()), train_batch_size=8),
+        trainer=TrainerConfig(tracker=(NoopConfig(), JsonLoggerConfig()), model_axis_size=8),
     )
     text = to_yaml(config)
     assert from_yaml(RunConfig, text, "x") == config

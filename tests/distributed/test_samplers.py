@@ -190,7 +190,7 @@ def sampled(engine: Sampler) -> list[Generation]:
 
 
 def test_reply_ends_with_a_stop_text(opened: TrainingRun):
-    run = opened.config, opened.trainer_state.model, opened.runner.tokenizer, opened.learner.trainer.config, 3
+    run = opened.config, opened.trainer_state.model, opened.runner.tokenizer, opened.learner.trainer, 3
     # A byte is a token here. The digits sampled without stop texts are cut at the first of them.
     free = open_group_sampler(*run).sample(REQUESTS)
     token = free[2].token_ids[0]
@@ -206,7 +206,7 @@ def test_reply_ends_with_a_stop_text(opened: TrainingRun):
 def test_server_generations_equal_levanter_generations(opened: TrainingRun):
     assert isinstance(opened.runner.sampler, OpenAiSampler)
     own = open_group_sampler(
-        opened.config, opened.trainer_state.model, opened.runner.tokenizer, opened.learner.trainer.config, 3
+        opened.config, opened.trainer_state.model, opened.runner.tokenizer, opened.learner.trainer, 3
     )
     assert sampled(opened.runner.sampler) == sampled(own)
     assert opened.runner.sampler.batch_size == own.batch_size
@@ -291,7 +291,7 @@ HOOK = """
 @pytest.fixture
 def parts(new_run: Callable[..., TinyRun]) -> tuple[Any, Any, Any]:
     config = config_of(new_run())
-    trainer = start_devices(config.trainer_config(), rows_per_device=1)
+    trainer = start_devices(config.trainer, rows_per_device=1)
     tokenizer = config.tokenizer.build()
     assert config.model is not None
     return initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0)), tokenizer, trainer

@@ -16,7 +16,7 @@ from levanter.models.qwen import Qwen3Config
 from safetensors.numpy import load_file
 
 from experiments.parity import llama_logprobs, measure
-from marin_rl.config.levanter_sections import default_trainer
+from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import model_shape, save_hf_policy
 from marin_rl.tokenization.load import TokenizerConfig
@@ -39,7 +39,7 @@ TOKENS = (259, 50, 43, 51, 61, 257, 260, 7, 7, 99)
 def llama(tmp_path_factory: pytest.TempPathFactory):
     """A random llama and its Hugging Face folder."""
     tokenizer = TokenizerConfig().build()
-    trainer = start_devices(default_trainer(), rows_per_device=1, alone=True)
+    trainer = start_devices(TrainerConfig(), rows_per_device=1, alone=True)
     rng = np.random.default_rng(0)
     model = jax.tree.map(
         lambda leaf: jnp.asarray(rng.normal(scale=0.6, size=leaf.shape), leaf.dtype),

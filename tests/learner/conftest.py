@@ -18,21 +18,21 @@ import optax
 import pytest
 from haliax import Axis
 from jax import monitoring
-from levanter.distributed import DistributedConfig, RayConfig
 from levanter.layers.attention import AttentionBackend
 from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.models.qwen import Qwen3Config
-from levanter.optim import AdamConfig, OptimizerConfig
-from levanter.trainer import TrainerConfig
+from levanter.optim.config import AdamConfig, OptimizerConfig
 from levanter.trainer_state import TrainerState
 
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.batching.rl_example import RlExample
+from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.policy_model import model_shape
 from marin_rl.learner.train_step import Learner
+from marin_rl.levanter_line import seq_len
 from marin_rl.objectives.kl import KlEstimator, LossKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 
@@ -40,7 +40,7 @@ ROWS, POSITIONS, VOCAB = 8, 12, 264
 MESH_ROWS = 32
 # A wide initialization, so that probabilities are far from uniform and errors are visible.
 LLAMA = LlamaConfig(
-    seq_len=16,
+    **seq_len(16),
     hidden_dim=16,
     intermediate_dim=32,
     num_layers=1,
@@ -51,12 +51,12 @@ LLAMA = LlamaConfig(
     attn_backend=AttentionBackend.VANILLA,
 )
 QWEN3 = Qwen3Config(
-    seq_len=16, hidden_dim=16, intermediate_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, initializer_range=0.3
+    **seq_len(16), hidden_dim=16, intermediate_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, initializer_range=0.3
 )
 
 
 def make_trainer(rows: int = ROWS, *, model_axis: int = 1, policy: str = "f32") -> TrainerConfig:
-    """Return levanter's section as a run completes it for the available devices, with microbatches of `rows` rows."""
+    """Return the section as a run completes it for the available devices, with microbatches of `rows` rows."""
     config = TrainerConfig(
         id="test",
         model_axis_size=model_axis,
@@ -64,10 +64,6 @@ def make_trainer(rows: int = ROWS, *, model_axis: int = 1, policy: str = "f32") 
         mp=jmp.get_policy(policy),
         tracker=(),
         require_accelerator=False,
-        log_jaxprs=False,
-        log_xla_hlo=False,
-        distributed=DistributedConfig(initialize_jax_distributed=False),
-        ray=RayConfig(auto_start_cluster=False),
     )
     return start_devices(config, rows_per_device=rows * model_axis // jax.device_count())
 
@@ -171,7 +167,7 @@ def make_learner(trainer: TrainerConfig, *, optimizer: OptimizerConfig | None = 
 
 def fresh_state(learner: Learner, *, seed: int = 0) -> TrainerState:
     """Return a state with new weights, which steps may donate."""
-    model = make_model(learner.trainer.config, seed=seed)
+    model = make_model(learner.trainer, seed=seed)
     return learner.initial_state(model, jax.random.PRNGKey(1))
 
 

@@ -6,6 +6,8 @@
 import dataclasses
 import json
 
+from marin_rl.levanter_line import seq_len
+
 ROWS, POSITIONS, SPLASH_POSITIONS = 4, 32, 256
 
 
@@ -17,9 +19,9 @@ def main() -> None:
     import numpy as np
     from jaxtyping import PyTree
     from levanter.layers.attention import AttentionBackend
-    from levanter.trainer import TrainerConfig
 
     from marin_rl.batching.rl_example import RlExample
+    from marin_rl.config.train_config import TrainerConfig
     from marin_rl.learner.context_attention import with_context_attention
     from marin_rl.learner.devices import start_devices
     from marin_rl.learner.loss import RlLoss
@@ -55,7 +57,7 @@ def main() -> None:
 
     facts = {}
     for name, config in {"llama": tiny.LLAMA, "qwen3": tiny.QWEN3}.items():
-        model = jax.device_get(tiny.make_model(whole, dataclasses.replace(config, seq_len=POSITIONS)))
+        model = jax.device_get(tiny.make_model(whole, dataclasses.replace(config, **seq_len(POSITIONS))))
         batch = tiny.make_example(ROWS, POSITIONS)
         expected = gradients(whole, model, batch)
         facts[name] = [difference(expected, gradients(split(shards), model, batch)) for shards in (4,)]
@@ -65,7 +67,7 @@ def main() -> None:
     batch = tiny.make_example(2, SPLASH_POSITIONS)
 
     def attend(backend: AttentionBackend) -> PyTree:
-        config = dataclasses.replace(tiny.QWEN3, seq_len=SPLASH_POSITIONS, num_layers=1, attn_backend=backend)
+        config = dataclasses.replace(tiny.QWEN3, **seq_len(SPLASH_POSITIONS), num_layers=1, attn_backend=backend)
 
         def run(model: PyTree, batch: RlExample) -> jax.Array:
             with hax.axis_mapping(trainer.compute_axis_mapping):

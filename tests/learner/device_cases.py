@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 
-from marin_rl.config.levanter_sections import default_trainer
+from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.devices import DeviceError, start_devices
 
 CASES = {
@@ -30,12 +30,12 @@ OF_OTHER_MACHINE = {
 
 def outcome(changes: dict, of_other_machine: bool = False) -> str:
     """Return the rows per microbatch and per device, or the error message."""
-    section = dataclasses.replace(default_trainer(), jax_compilation_cache_dir=None, **changes)
+    section = dataclasses.replace(TrainerConfig(), jax_compilation_cache_dir=None, **changes)
     try:
         started = start_devices(section, rows_per_device=3, of_other_machine=of_other_machine)
     except DeviceError as error:
         return str(error)
-    return f"{started.train_batch_size} rows, {started.per_device_parallelism} a device"
+    return f"{started.microbatch_rows} rows, {started.per_device_parallelism} a device"
 
 
 if __name__ == "__main__":

@@ -110,13 +110,12 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     import equinox as eqx
     import jax
     import numpy as np
-    from levanter.distributed import DistributedConfig
-    from levanter.trainer import TrainerConfig
     from test_scoring import make_rollouts
 
     from marin_rl import multihost
     from marin_rl.batching.packing import RowLayout
     from marin_rl.batching.rl_example import OwnRows, PackedBatch, pack_batch
+    from marin_rl.config.train_config import TrainerConfig
     from marin_rl.learner import hf_export
     from marin_rl.learner.checkpoint import CheckpointConfig, Checkpoints
     from marin_rl.learner.devices import join_processes, own_rows
@@ -125,6 +124,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     from marin_rl.learner.weight_history import WeightHistory
     from marin_rl.objectives.advantage_inputs import TokenAdvantages
     from marin_rl.objectives.aggregation import SequenceMeanConfig
+    from marin_rl.trainer_config import DistributedConfig
     from marin_rl.training.batch_builder import TrainingBatch
     from marin_rl.training.shared_run import require_same_batch
     from marin_rl.weights.config import ArrowFlightConfig
@@ -133,7 +133,8 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     # So small that large messages take several rounds.
     multihost.EXCHANGE_BYTES = 2**17
     if count > 1:
-        shared = DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=count, process_id=index)
+        address = f"127.0.0.1:{port}"
+        shared = DistributedConfig(address, count, index, initialize_jax_distributed=True)
         join_processes(TrainerConfig(distributed=shared))
     alternate_devices()
     hide_memory_of_other_processes()
@@ -163,7 +164,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     bytes_read = count_reads()
     checkpoint = checkpoints.open(UPDATES)
     more = checkpoint.read("more").decode()
-    restored = checkpoint.restore(learner.state_shape(state.model), learner.trainer.config)
+    restored = checkpoint.restore(learner.state_shape(state.model), learner.trainer)
     restored = on_host(learner.place(restored))
     history = WeightHistory(1)
     history.keep(state.model, UPDATES)

@@ -27,11 +27,11 @@ from haliax import Axis, NamedArray
 from levanter.metrics import Metric
 from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmHeadModel
-from levanter.trainer import TrainerConfig
 
 from marin_rl.batching.packing import GroupRow, RowLayout
 from marin_rl.batching.processed_rollout import ProcessedRollout, process_rollout, without_loss
 from marin_rl.batching.rl_example import PackedBatch, RlExample, pack_batch
+from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.critic import ActorCritic, CriticConfig
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.scoring import Scorer

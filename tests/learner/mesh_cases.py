@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from marin_rl.levanter_line import seq_len
+
 CASES = {
     # name: model_axis_size, microbatches; 32 rows in all
     "data8-passes4": (1, 4),
@@ -46,7 +48,7 @@ def main(folder: Path) -> None:
     _, saved = states[1]
     checkpoints.save(saved, 1, {})
     learner, other = states[2]
-    restored = checkpoints.open(1).restore(learner.state_shape(other.model), learner.trainer.config)
+    restored = checkpoints.open(1).restore(learner.state_shape(other.model), learner.trainer)
     tiny.assert_same_bits(restored, saved)
     restored = learner.place(restored)
     tiny.assert_same_bits(restored, saved)
@@ -96,7 +98,7 @@ def differences_of_shared_prompts() -> list[tuple[float, float]]:
     groups = RowLayout(group.row_length, 4, packed=True, group=group)
 
     def logprobs_and_gradient(layout: RowLayout, backend: AttentionBackend) -> list[np.ndarray]:
-        config = dataclasses.replace(tiny.QWEN3, seq_len=256, num_layers=1, attn_backend=backend)
+        config = dataclasses.replace(tiny.QWEN3, **seq_len(256), num_layers=1, attn_backend=backend)
         batch = pack_to_score(rollouts, layout, pad_token_id=0)
         (example,) = batch.microbatches
         assert (example.group is None) == (layout is alone)

@@ -76,14 +76,14 @@ def test_saved_state_is_restored_bit_for_bit(tiny, learner, state, saved: Checkp
     assert checkpoint.step == 2
     assert checkpoint.progress == PROGRESS
     like = learner.state_shape(state.model)
-    restored = checkpoint.restore(like, learner.trainer.config)
+    restored = checkpoint.restore(like, learner.trainer)
     tiny.assert_same_bits(restored, state)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
 
 
 def test_restore_of_a_model_restores_only_weights(tiny, learner, state, saved: Checkpoints) -> None:
-    like = tiny.model_shape(tiny.LLAMA, Axis("vocab", tiny.VOCAB), learner.trainer.config)
-    model = saved.open(1).restore(like, learner.trainer.config, "model")
+    like = tiny.model_shape(tiny.LLAMA, Axis("vocab", tiny.VOCAB), learner.trainer)
+    model = saved.open(1).restore(like, learner.trainer, "model")
     tiny.assert_same_bits(model, state.model)
 
 
@@ -94,7 +94,7 @@ def test_restored_state_continues_bit_for_bit_without_compiling(tiny, learner, t
         state, _ = learner.step(state, [tiny.make_example(seed=seed)])
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     save(checkpoints, state, 2, {})
-    restored = learner.place(checkpoints.open(2).restore(learner.state_shape(state.model), learner.trainer.config))
+    restored = learner.place(checkpoints.open(2).restore(learner.state_shape(state.model), learner.trainer))
     assert tiny.placements(restored) == tiny.placements(state)
     for seed in range(2, 4):
         microbatches = [tiny.make_example(seed=seed), tiny.make_example(seed=seed + 10)]
@@ -241,7 +241,7 @@ def load(learner, state) -> Callable[[Checkpoint], tuple[int, object]]:
 
     def load(checkpoint: Checkpoint) -> tuple[int, object]:
         assert checkpoint.read("more") == b"more"
-        return checkpoint.step, checkpoint.restore(learner.state_shape(state.model), learner.trainer.config)
+        return checkpoint.step, checkpoint.restore(learner.state_shape(state.model), learner.trainer)
 
     return load
 
@@ -567,8 +567,8 @@ def test_another_architecture_does_not_fit(tiny, learner, saved: Checkpoints) ->
 
 
 def assert_does_not_fit(tiny, learner, saved: Checkpoints, config, vocab: int, complaint: str) -> None:
-    shape = model_shape(config, Axis("vocab", vocab), learner.trainer.config)
-    trainer = learner.trainer.config
+    shape = model_shape(config, Axis("vocab", vocab), learner.trainer)
+    trainer = learner.trainer
     with pytest.raises(CheckpointError, match=r"does not fit the configured model and optimizer: .*" + complaint):
         saved.open(2).restore(learner.state_shape(shape), trainer)
     with pytest.raises(CheckpointError, match=r"does not fit the configured model and optimizer: .*" + complaint):
@@ -578,7 +578,7 @@ def assert_does_not_fit(tiny, learner, saved: Checkpoints, config, vocab: int, c
 def test_another_optimizer_does_not_fit(tiny, trainer, state, saved: Checkpoints) -> None:
     other = tiny.make_learner(trainer, optimizer=tiny.SgdConfig())
     with pytest.raises(CheckpointError, match=r"does not fit the configured model and optimizer: \.opt_state"):
-        saved.open(2).restore(other.state_shape(state.model), other.trainer.config)
+        saved.open(2).restore(other.state_shape(state.model), other.trainer)
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,14 @@ import pytest
 from haliax import NamedArray
 from levanter.models.gpt2 import Gpt2Config
 from levanter.models.lm_model import LmHeadModel
-from levanter.trainer import TrainerConfig
 
 from marin_rl.batching.rl_example import RlExample
+from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.critic import ActorCritic, CriticConfig, attach_critic, policy_of, with_critic
 from marin_rl.learner.logprobs import policy_activations
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.policy_model import model_shape, save_hf_policy
+from marin_rl.levanter_line import seq_len
 from marin_rl.objectives.kl import NoKlConfig
 from marin_rl.objectives.policy_loss import ReinforceLossConfig
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -147,7 +148,7 @@ def test_separate_trunk_has_no_unused_head(tiny: ModuleType, trainer: TrainerCon
     assert tied.lm_head is None
     tiny.assert_same_bits(with_critic(SEPARATE, tied).trunk, tied)
     # Models with permanently tied embeddings have no field for the head.
-    gpt2 = model_shape(Gpt2Config(seq_len=16, hidden_dim=16, num_layers=1, num_heads=2), model.Vocab, trainer)
+    gpt2 = model_shape(Gpt2Config(**seq_len(16), hidden_dim=16, num_layers=1, num_heads=2), model.Vocab, trainer)
     trunk = eqx.filter_eval_shape(with_critic, SEPARATE, gpt2).trunk
     assert jax.tree.structure(trunk) == jax.tree.structure(gpt2)
 

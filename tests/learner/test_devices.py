@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from marin_rl.config.levanter_sections import default_trainer
+from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.devices import (
     COLLECTION_THRESHOLD,
     collect_garbage,
@@ -80,11 +80,11 @@ def test_device_errors_name_the_numbers(outcomes: dict[str, str], case: str, mes
 
 
 def test_input_config_is_not_modified():
-    section = default_trainer()
+    section = TrainerConfig()
     started = start_devices(section, rows_per_device=4)
-    assert section == default_trainer()
+    assert section == TrainerConfig()
     assert section.per_device_parallelism == -1
-    assert (started.per_device_parallelism, started.train_batch_size) == (4, 4 * jax.device_count())
+    assert (started.per_device_parallelism, started.microbatch_rows) == (4, 4 * jax.device_count())
 
 
 def test_cache_that_cannot_be_written_is_disabled_with_one_sentence(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -93,7 +93,7 @@ def test_cache_that_cannot_be_written_is_disabled_with_one_sentence(tmp_path: Pa
     try:
         for folder in (tmp_path / "file" / "jax", tmp_path / "file", Path("/proc/jax"), tmp_path / "new" / "jax"):
             caplog.clear()
-            join_processes(dataclasses.replace(default_trainer(), jax_compilation_cache_dir=str(folder)))
+            join_processes(dataclasses.replace(TrainerConfig(), jax_compilation_cache_dir=str(folder)))
             is_used = folder.parent.name == "new"
             assert jax.config.values["jax_compilation_cache_dir"] == (str(folder) if is_used else None)
             assert len(caplog.messages) == (0 if is_used else 1)

@@ -27,6 +27,7 @@ from marin_rl.learner import gpu_attention
 from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.learner.gpu_attention import attend_in_segments, block_attention, segment_attention, with_gpu_attention
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
+from marin_rl.levanter_line import seq_len
 from tests.sampling.families import FAMILIES, random_model
 
 POSITIONS = 256
@@ -191,7 +192,7 @@ MODELS: dict[str, LmConfig] = {
 def test_training_is_lowered_for_gpus_that_are_absent(name: str, mesh: tuple[int, int]):
     """The program has no `[position, position]` array. Without a cap it has the kernel and its gradient in bfloat16."""
     positions = 3456  # no other axis of the models has this size
-    config = dataclasses.replace(cast(Any, MODELS[name]), seq_len=positions)
+    config = dataclasses.replace(cast(Any, MODELS[name]), **seq_len(positions))
     config = attention_kernel(config, "gpu").configure(config, positions)
     Batch, Position = Axis("batch", 2 * mesh[0]), Axis("position", positions)
     arrays = {

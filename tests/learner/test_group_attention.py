@@ -22,6 +22,7 @@ from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.learner.gpu_attention import GpuBackend
 from marin_rl.learner.group_attention import group_attention, kernel_of
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
+from marin_rl.levanter_line import seq_len
 from tests.sampling.families import FAMILIES, VOCAB, random_model
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -185,7 +186,7 @@ def test_each_family_gives_the_same_logprobs_and_gradient(name: str, tiny) -> No
 def test_training_is_lowered_for_accelerators_that_are_absent(platform: str, lowered_for: str, kernel: str) -> None:
     """The program has the kernel and its gradient, and no scores of a part of a row."""
     heads = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
-    config = Qwen3Config(hidden_dim=48, intermediate_dim=80, num_layers=1, seq_len=1024, **heads)
+    config = Qwen3Config(hidden_dim=48, intermediate_dim=80, num_layers=1, **seq_len(1024), **heads)
     attention = attention_kernel(config, platform)
     config = attention.configure(config, 1024)
     places = attention.fit_group(300, 512)

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from levanter.compat.hf_checkpoints import HFCheckpointConverter
 from levanter.models.lm_model import LmHeadModel
-from levanter.trainer import TrainerConfig
 from safetensors.numpy import load_file
 
+from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner import hf_export
 from marin_rl.learner.array_files import DamagedArraysError, copy_to_host, write_boxes
 from marin_rl.learner.hf_export import DeviceWeights, SavedWeights, write_weights

@@ -25,6 +25,7 @@ from levanter.models.lm_model import LmConfig, LmHeadModel, compute_next_token_l
 
 from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample, to_tokens
 from marin_rl.learner.logprobs import blockwise_logprobs, policy_activations, token_logprobs
+from marin_rl.levanter_line import seq_len
 from tests.cpu_host import cpu_host
 
 BATCH, POSITIONS, EMBED, VOCAB = 2, 7, 4, 11
@@ -353,7 +354,7 @@ def test_any_mesh_gives_equal_results_and_loops_exchange_only_vocabulary_reducti
 
 
 LLAMA = LlamaConfig(
-    seq_len=16,
+    **seq_len(16),
     hidden_dim=16,
     intermediate_dim=32,
     num_layers=2,
@@ -364,7 +365,7 @@ LLAMA = LlamaConfig(
 )
 # Learned positions: unlike rotary ones, they do not cancel if a whole sequence moves.
 GPT2 = Gpt2Config(
-    seq_len=16,
+    **seq_len(16),
     hidden_dim=16,
     num_layers=2,
     num_heads=2,

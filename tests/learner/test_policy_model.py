@@ -33,6 +33,7 @@ from marin_rl.learner.policy_model import (
     read_hf_architecture,
     save_hf_policy,
 )
+from marin_rl.levanter_line import seq_len
 from marin_rl.models.conversion import check_same_function
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.hf_tensors import BASE_PREFIX
@@ -121,7 +122,7 @@ def speakers(tiny, trainer, several_stops, tmp_path_factory) -> dict[str, tuple[
     """Return weights and exported folder of models with greedy generations that end with each of the stop tokens."""
     made = {}
     for name, config in {"llama": tiny.LLAMA, "qwen3": tiny.QWEN3}.items():
-        model = tiny.make_model(trainer, dataclasses.replace(config, seq_len=CONTEXT), seed=7)
+        model = tiny.make_model(trainer, dataclasses.replace(config, **seq_len(CONTEXT)), seed=7)
         loud = np.ones(tiny.VOCAB, np.float32)
         loud[list(several_stops.stop_token_ids)] = 2.0
         head = model.lm_head.weight

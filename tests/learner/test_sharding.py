@@ -6,8 +6,8 @@ import types
 import jax
 import pytest
 from haliax import Axis
-from levanter.trainer import TrainerConfig
 
+from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.policy_model import initialize_policy, model_shape, restored_shape
 from marin_rl.learner.sharding import ShardingError, check_sharding
 from marin_rl.tokenization.chat import ChatTokenizer

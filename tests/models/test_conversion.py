@@ -18,6 +18,7 @@ from levanter.models.olmo import Olmo2Config
 from levanter.models.qwen import Qwen3Config, QwenConfig
 
 from marin_rl.config.yaml_text import from_yaml, to_yaml
+from marin_rl.levanter_line import seq_len
 from marin_rl.models.conversion import (
     attention_window,
     check_implemented,
@@ -123,7 +124,7 @@ def test_model_section_of_another_function_is_rejected(tmp_path: Path):
     checkpoint = write_config(tmp_path, record("llama")["config"])
     hf_config = read_hf_config(checkpoint)
     own = levanter_config(hf_config, checkpoint)
-    check_same_function(hf_config, dataclasses.replace(own, seq_len=32, gradient_checkpointing=False), "differs")
+    check_same_function(hf_config, dataclasses.replace(own, **seq_len(32), gradient_checkpointing=False), "differs")
     default_base = dataclasses.replace(own, rope=DefaultRotaryEmbeddingsConfig())
     with pytest.raises(PolicyModelError, match=r"differs: rope_theta: 500000.0, 10000"):
         check_same_function(hf_config, default_base, "differs")

@@ -19,6 +19,7 @@ from levanter.models.mixtral import MixtralConfig
 from levanter.models.olmo import Olmo2Config
 from levanter.models.qwen import Qwen3Config
 
+from marin_rl.levanter_line import seq_len
 from marin_rl.models.qwen2 import Qwen2Config
 from marin_rl.models.rotary import YarnRotaryConfig
 
@@ -37,7 +38,7 @@ FAMILIES: dict[str, LmConfig] = {
         final_logit_softcapping=None,
         sliding_window=CONTEXT,
     ),
-    "gpt2": Gpt2Config(seq_len=48, hidden_dim=32, num_layers=2, num_heads=4, scale_attn_by_inverse_layer_idx=True),
+    "gpt2": Gpt2Config(**seq_len(48), hidden_dim=32, num_layers=2, num_heads=4, scale_attn_by_inverse_layer_idx=True),
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "mistral": MistralConfig(**SIZES, sliding_window=CONTEXT),
     "mixtral": MixtralConfig(**SIZES, n_routed_experts=4, num_experts_per_tok=2),

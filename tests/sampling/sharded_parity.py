@@ -7,6 +7,8 @@ import dataclasses
 import json
 import sys
 
+from marin_rl.levanter_line import seq_len
+
 
 def measure(model_axis_size: int) -> dict[str, float]:
     """Sample three times from a model with the learner's sharding, and compare with its full forward pass."""
@@ -16,8 +18,8 @@ def measure(model_axis_size: int) -> dict[str, float]:
     from haliax import Axis
     from jax import monitoring
     from levanter.models.llama import LlamaConfig
-    from levanter.trainer import TrainerConfig
 
+    from marin_rl.config.train_config import TrainerConfig
     from marin_rl.sampling.config import SamplingConfig
     from marin_rl.sampling.group_sampler import GroupSampler
     from marin_rl.sampling.sampler import SampleRequest
@@ -30,7 +32,13 @@ def measure(model_axis_size: int) -> dict[str, float]:
         require_accelerator=False, model_axis_size=model_axis_size, tensor_parallel_axes=["mlp", "kv_head"]
     )
     config = LlamaConfig(
-        seq_len=32, hidden_dim=32, intermediate_dim=64, num_layers=1, num_heads=2, num_kv_heads=2, initializer_range=0.2
+        **seq_len(32),
+        hidden_dim=32,
+        intermediate_dim=64,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        initializer_range=0.2,
     )
     rng = np.random.default_rng(0)
     lengths = [1, 3, 8, 9, 12, 17, 20, 23]

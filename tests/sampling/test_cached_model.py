@@ -17,8 +17,8 @@ import levanter.tracker
 import pytest
 from levanter.models.lm_model import LmHeadModel
 from levanter.tracker import NoopTracker
-from levanter.trainer import TrainerConfig
 
+from marin_rl.config.train_config import TrainerConfig
 from marin_rl.models.model_settings import MODEL_TYPES
 from marin_rl.sampling.attention import DenseAttention
 from marin_rl.sampling.cached_model import with_cache

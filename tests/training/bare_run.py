@@ -22,6 +22,7 @@ from marin_rl.distributed.scheduler import RolloutScheduler
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.learner.scoring import Scores
+from marin_rl.levanter_line import seq_len
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.sampling.config import SamplingConfig
@@ -36,7 +37,7 @@ from tests.scripted_sampler import Script, ScriptedSampler
 
 END, USER, ASSISTANT = 257, 259, 260
 TOKENIZER = ChatTokenizer(byte_tokenizer())
-MODEL = LlamaConfig(seq_len=64, hidden_dim=16, intermediate_dim=32, num_layers=1, num_heads=2, num_kv_heads=2)
+MODEL = LlamaConfig(**seq_len(64), hidden_dim=16, intermediate_dim=32, num_layers=1, num_heads=2, num_kv_heads=2)
 
 
 def make_config(**changes: Any) -> TrainConfig:
@@ -90,7 +91,7 @@ def bare_builder(
 
     return BatchBuilder(
         config,
-        row_layout(config, dataclasses.replace(config.trainer, train_batch_size=rows)),
+        row_layout(config, dataclasses.replace(config.trainer, per_device_parallelism=rows)),
         tokenizer.pad_token_id,
         score,
         None if reference is None else functools.partial(score, (reference, zeros)),

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from levanter.optim import AdamConfig
+from levanter.optim.config import AdamConfig
 
 from marin_rl.training.metrics_file import read_records
 from marin_rl.training.replay import ReplayError, replay_step

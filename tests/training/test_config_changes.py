@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from levanter.optim import AdamConfig, LionConfig
-from levanter.optim.config import CosineLrSchedule, InvLrSchedule
+from levanter.optim.config import AdamConfig, CosineLrSchedule, InvLrSchedule, LionConfig
 
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.section_types import ConfigError

@@ -16,6 +16,7 @@ from marin_rl.config.sections import RolloutConfig
 from marin_rl.environments import ArithmeticConfig, Split, ToolUseConfig
 from marin_rl.environments.tool_use import ToolDescription
 from marin_rl.learner.critic import CriticConfig
+from marin_rl.levanter_line import seq_len
 from marin_rl.logs import LogLevel, log_to, module_levels
 from marin_rl.objectives import AdvantageConfig, GaeConfig, GigpoConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig, ReinforceLossConfig
@@ -74,7 +75,7 @@ def sampled_tokens(request: SampleRequest) -> Sequence[int]:
 def log_step(file: Path, advantage: AdvantageConfig, **logged: Any) -> tuple[list[str], list[str]]:
     """Log lines of a step with one group of two rollouts, and the anchor hashes of the turns."""
     config = make_config(
-        model=dataclasses.replace(MODEL, seq_len=512),
+        model=dataclasses.replace(MODEL, **seq_len(512)),
         rollouts=RolloutConfig(prompts_per_step=1, group_size=2, max_length=512, max_turns=2, row_length=512),
         sampling=SamplingConfig(max_new_tokens=100),
         advantage=advantage,

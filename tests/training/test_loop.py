@@ -22,6 +22,7 @@ from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.errors import RunDirectoryError
 from marin_rl.evaluate import EvaluateConfig, run_evaluation
 from marin_rl.learner.train_step import Learner, PendingUpdate
+from marin_rl.levanter_line import seq_len
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.rollouts.filters import ResampleGroupsConfig
@@ -67,7 +68,7 @@ def reopened(run: TinyRun, step: int) -> TrainingRun:
     """Open the run with the weights after a step."""
     opened = reopen(run)
     opened.state.progress.step = step
-    model = restore_policy(opened.checkpoints.open(step), opened.config, opened.learner.trainer.config)
+    model = restore_policy(opened.checkpoints.open(step), opened.config, opened.learner.trainer)
     opened.trainer_state = dataclasses.replace(opened.trainer_state, model=model)
     opened.publish_weights()
     return opened
@@ -383,7 +384,7 @@ def test_saved_state_is_restored_exactly(finished_run: TinyRun, tmp_path: Path):
 # Throughput.
 
 TASK = Task("t", "sums", ({"role": "user", "content": "2+3="},), "5")
-MODEL = LlamaConfig(seq_len=16, hidden_dim=16, intermediate_dim=32, num_layers=1, num_heads=2, num_kv_heads=2)
+MODEL = LlamaConfig(**seq_len(16), hidden_dim=16, intermediate_dim=32, num_layers=1, num_heads=2, num_kv_heads=2)
 SECONDS = {"sample": 0.5, "reward": 0.25, "step": 2.0, "transfer": 0.25}
 
 
@@ -496,9 +497,9 @@ def test_mfu_is_share_of_peak(monkeypatch: pytest.MonkeyPatch):
     peak = 1e6
     monkeypatch.setattr("marin_rl.training.loop.device_hardware_flops", lambda device: peak)
     found = model_flops_utilization(MODEL, 264, [batch(7), batch(8)], step_seconds=2.0)
-    per_token = dataclasses.replace(MODEL, seq_len=LAYOUT.row_length).flops_per_token(264)
+    per_token = dataclasses.replace(MODEL, **seq_len(LAYOUT.row_length)).flops_per_token(264)
     assert per_token is not None
-    longer = dataclasses.replace(MODEL, seq_len=131_072)
+    longer = dataclasses.replace(MODEL, **seq_len(131_072))
     assert model_flops_utilization(longer, 264, [batch(7), batch(8)], step_seconds=2.0) == found
     assert found == {"mfu": pytest.approx(3 * per_token * 15 / (2.0 * peak * jax.device_count()))}
 

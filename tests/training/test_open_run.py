@@ -126,7 +126,7 @@ def test_reference_is_not_loaded_without_penalty(
 def test_reference_is_policy_before_rl(finished_run: TinyRun):
     opened = reopen(finished_run, kl=LossKlConfig(beta=0.1))
     assert opened.checkpoints.keep_first
-    first = restore_policy(opened.checkpoints.open(0), opened.config, opened.learner.trainer.config)
+    first = restore_policy(opened.checkpoints.open(0), opened.config, opened.learner.trainer)
     score_reference = opened.batch_builder.score_reference
     assert isinstance(score_reference, functools.partial)
     reference, before, now = map(jax.tree.leaves, (score_reference.args[0], first, opened.trainer_state.model))
@@ -151,7 +151,7 @@ def test_make_loss_uses_config(finished_run: TinyRun):
         sampling=SamplingConfig(temperature=0.7),
         logprob_block_size=5,
     )
-    loss = make_loss(config, start_devices(config.trainer_config(), rows_per_device=1))
+    loss = make_loss(config, start_devices(config.trainer, rows_per_device=1))
     assert (loss.policy_loss, loss.kl, loss.critic) == (config.policy_loss, config.kl, config.critic)
     assert (loss.temperature, loss.block_size) == (0.7, 5)
 

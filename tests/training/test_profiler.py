@@ -13,14 +13,14 @@ from typing import Any
 import jax
 import pytest
 
-from marin_rl.config.levanter_sections import default_trainer
+from marin_rl.config.train_config import TrainerConfig
 from marin_rl.errors import RunDirectoryError
 from marin_rl.remote_path import RemotePath
 from marin_rl.timing import PhaseTimer
 from marin_rl.training.profiler import open_profiler
 from tests.gcs_emulator import Gcs
 
-TRAINER = dataclasses.replace(default_trainer(), profiler=True, profiler_start_step=3, profiler_num_steps=2)
+TRAINER = dataclasses.replace(TrainerConfig(), profiler=True, profiler_start_step=3, profiler_num_steps=2)
 
 
 @pytest.fixture

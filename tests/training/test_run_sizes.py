@@ -11,6 +11,7 @@ from marin_rl.config.sections import EvaluationConfig, RolloutConfig, UpdateConf
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.learner.critic import CriticConfig
+from marin_rl.levanter_line import seq_len
 from marin_rl.objectives import GaeConfig
 from marin_rl.objectives.kl import LossKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
@@ -21,7 +22,7 @@ from marin_rl.training.run_sizes import describe_run
 CONFIG = TrainConfig(
     environment=ArithmeticConfig(),
     run_dir="runs/test",
-    model=LlamaConfig(seq_len=64, hidden_dim=16, intermediate_dim=32, num_layers=2, num_heads=2, num_kv_heads=2),
+    model=LlamaConfig(**seq_len(64), hidden_dim=16, intermediate_dim=32, num_layers=2, num_heads=2, num_kv_heads=2),
     num_steps=100,
     rollouts=RolloutConfig(prompts_per_step=8, group_size=4, max_length=50, max_turns=3),
     sampling=SamplingConfig(max_new_tokens=6),
@@ -93,7 +94,7 @@ def test_configured_rows_without_packing():
 
 
 def test_row_positions_differ_on_gpu_and_tpu():
-    model = dataclasses.replace(CONFIG.model, seq_len=2048)
+    model = dataclasses.replace(CONFIG.model, **seq_len(2048))
     found = lines(dataclasses.replace(CONFIG, model=model, rollouts=RolloutConfig(max_length=1100)))
     assert found["one microbatch"].startswith("1 rows x 1,280 positions = 1,280 tokens on each data-parallel device")
     assert found["one microbatch"].endswith("; 7 x 1,152 on gpu; 7 x 1,536 on tpu")

@@ -15,14 +15,12 @@ from levanter.layers.attention import AttentionBackend
 from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig
 from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmHeadModel
-from levanter.trainer import TrainerConfig
 
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.batching.rl_example import pack_batch
 from marin_rl.config.device_settings import row_layout, trained_model
-from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.config.sections import RolloutConfig
-from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.train_config import TrainConfig, TrainerConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.hub import HubError
 from marin_rl.learner.checkpoint import Checkpoints
@@ -32,6 +30,7 @@ from marin_rl.learner.loss import first_log_ratios
 from marin_rl.learner.policy_model import model_shape, read_hf_architecture
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
+from marin_rl.levanter_line import seq_len
 from marin_rl.models.hf_config import PolicyModelError
 from marin_rl.models.hf_tensors import read_tensor_shapes
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
@@ -74,7 +73,7 @@ def test_weights_on_the_hub_are_checked_without_the_run_directory(monkeypatch: p
         raise PermissionError(f"no credentials for {path}")
 
     monkeypatch.setattr(RemotePath, "glob", refuse)
-    model = LlamaConfig(seq_len=512)
+    model = LlamaConfig(**seq_len(512))
     config = TrainConfig(ArithmeticConfig(), "memory://bucket/run", model, initialize_from="Qwen/Qwen3-0.6B")
     check_weight_files(config)
     with pytest.raises(PermissionError):
@@ -98,7 +97,7 @@ def test_hf_checkpoint_with_config_yaml_is_not_a_run(tmp_path: Path) -> None:
 def test_model_section_must_match_weights(tmp_path: Path):
     checkpoint = write_config(tmp_path / "hf", record("llama")["config"])
     model = LlamaConfig(
-        seq_len=64,
+        **seq_len(64),
         hidden_dim=32,
         intermediate_dim=48,
         num_layers=2,
@@ -145,7 +144,7 @@ def test_checkpoint_is_sampled_trained_and_exported(new_run: Callable[..., TinyR
 # Rows longer than an attention kernel's block.
 
 LONG = LlamaConfig(
-    seq_len=4096,
+    **seq_len(4096),
     hidden_dim=16,
     intermediate_dim=16,
     num_layers=1,
@@ -163,7 +162,7 @@ def long_run(max_length: int, *, packing: bool = True, model: LlamaConfig = LONG
         model=model,
         rollouts=RolloutConfig(prompts_per_step=1, group_size=2, max_length=max_length, packing=packing),
         policy_loss=PpoClipLossConfig(),
-        trainer=dataclasses.replace(default_trainer(), id="test", per_device_parallelism=2),
+        trainer=dataclasses.replace(TrainerConfig(), id="test", per_device_parallelism=2),
     )
 
 
@@ -208,7 +207,7 @@ def long_model(config: TrainConfig, trainer: TrainerConfig) -> LmHeadModel:
 
 def score(config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
     """Log-probs of the sampled tokens, and values of a critic with a separate trunk."""
-    trainer = start_devices(config.trainer_config(), rows_per_device=1)
+    trainer = start_devices(config.trainer, rows_per_device=1)
     model = with_critic(CriticConfig(shared_trunk=False), long_model(config, trainer))
     model = dataclasses.replace(model, value_weight=model.value_weight + 1)
     scorer = Scorer(trainer, row_layout(config, trainer), pad_token_id=0, temperature=1.0, block_size=16)
@@ -220,7 +219,7 @@ def score(config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
 
 def train_one_step(config: TrainConfig, policy_logprobs: np.ndarray) -> dict[str, float]:
     """Run a training step on the rollouts, and return the largest log-prob difference and the gradient norm."""
-    trainer = start_devices(config.trainer_config(), rows_per_device=1)
+    trainer = start_devices(config.trainer, rows_per_device=1)
     rollouts = long_rollouts()
     for rollout, logprobs in zip(rollouts, policy_logprobs, strict=True):
         rollout.policy_logprobs[rollout.loss_mask] = logprobs
@@ -269,10 +268,10 @@ def test_all_policies_of_a_run_use_same_attention_blocks(finished_run: TinyRun):
     config = config_of(finished_run)
     config = dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, attn_backend=None, seq_len=2048),
+        model=dataclasses.replace(config.model, attn_backend=None, **seq_len(2048)),
         rollouts=dataclasses.replace(config.rollouts, max_length=1100),
     )
-    trainer = start_devices(config.trainer_config(), rows_per_device=1)
+    trainer = start_devices(config.trainer, rows_per_device=1)
     tokenizer = config.tokenizer.build()
     checkpoint = Checkpoints(finished_run.checkpoints, config.checkpoint).newest_good()
     assert checkpoint is not None

@@ -13,16 +13,16 @@ from haliax import Axis
 from levanter.layers.attention import AttentionBackend
 from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmHeadModel
-from levanter.trainer import TrainerConfig
 
 from marin_rl.batching.packing import RowLayout
-from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.config.sections import WarmStartConfig
+from marin_rl.config.train_config import TrainerConfig
 from marin_rl.environments.base import Split
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.host_status import StopRequestedError
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import model_shape
+from marin_rl.levanter_line import seq_len
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -34,7 +34,7 @@ from tests.scripted_sampler import ScriptedSampler
 END = 257
 TOKENIZER = ChatTokenizer(byte_tokenizer())
 LLAMA = LlamaConfig(
-    seq_len=16,
+    **seq_len(16),
     hidden_dim=16,
     intermediate_dim=32,
     num_layers=1,
@@ -51,7 +51,7 @@ CONFIG = WarmStartConfig(
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> TrainerConfig:
-    section = dataclasses.replace(default_trainer(), id="test", jax_compilation_cache_dir=None)
+    section = dataclasses.replace(TrainerConfig(), id="test", jax_compilation_cache_dir=None)
     return start_devices(section, rows_per_device=8)
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from levanter.models.llama import LlamaConfig
 
+from marin_rl.levanter_line import seq_len
 from marin_rl.retry import RetryConfig
 from marin_rl.weights.config import (
     ArrowFlightConfig,
@@ -113,7 +114,7 @@ def test_receive_accepts_shapes_only(config: WeightTransferConfig):
 
 
 def test_policy_is_received_from_shapes_only():
-    llama = LlamaConfig(seq_len=8, hidden_dim=16, intermediate_dim=32, num_layers=2, num_heads=2, num_kv_heads=2)
+    llama = LlamaConfig(**seq_len(8), hidden_dim=16, intermediate_dim=32, num_layers=2, num_heads=2, num_kv_heads=2)
     like = eqx.filter_eval_shape(llama.build, hax.Axis("vocab", 32), key=jax.random.PRNGKey(0))
     noise = np.random.default_rng(0)
     policy = jax.tree.map(lambda leaf: jnp.asarray(noise.normal(size=leaf.shape), leaf.dtype), like)

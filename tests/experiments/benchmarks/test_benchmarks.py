@@ -109,7 +109,7 @@ def test_all_training_steps_do_the_same_work(tiny: list[str]) -> None:
     """With an advantage of 1 and a mean over tokens the RL loss is cross-entropy, so the baseline can be checked."""
     config = measurement.load_config([*tiny, "--aggregation.type=token_mean", "--trainer.per_device_parallelism=2"])
     assert config.model is not None
-    trainer = start_devices(config.trainer_config(), rows_per_device=1)
+    trainer = start_devices(config.trainer, rows_per_device=1)
     tokenizer = config.tokenizer.build()
     lengths = benchmark_training_step.log_normal_lengths(16, config.rollouts.max_length)
     rollouts = benchmark_training_step.random_rollouts(lengths, tokenizer.vocab_size, 3, config.rollouts.max_length)

@@ -1,0 +1,93 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Differences between the two lines of levanter that are supported; no other module asks for a version.
+
+- The old line, for Python 3.11: `levanter` and `haliax`, with transformers 4.
+- The new line, for Python 3.12 and later: `marin-levanter` and `marin-haliax`, with transformers 5.
+
+Both install packages named `levanter` and `haliax`. Each entry states the reason for it. Entries of the old line end
+when Python 3.11 is no longer supported; an entry that ends at another event states it.
+"""
+
+import importlib.metadata
+from typing import Any
+
+DISTRIBUTIONS = ("marin-levanter", "levanter")
+"""Names of the distributions that contain levanter, the new line first."""
+
+
+def installed() -> tuple[str, str]:
+    """Name and version of the distribution that contains levanter; two empty texts if there is none."""
+    for name in DISTRIBUTIONS:
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "", ""
+
+
+IS_NEW = installed()[0] == DISTRIBUTIONS[0]
+"""Whether the new line is installed."""
+
+# Model configs. The new line has renamed `seq_len`, which stays the name of the key of a config.
+
+_RENAMED = {"seq_len": "max_seq_len"} if IS_NEW else {}
+
+
+def field_of_key(section: Any, key: str) -> str:
+    """Name of the field of a section's dataclass that a key of a config sets."""
+    renamed = _RENAMED.get(key, key)
+    return renamed if renamed in section.__dataclass_fields__ else key
+
+
+def key_of_field(section: Any, field: str) -> str:
+    """Key of a config that sets a field of a section's dataclass."""
+    return next((key for key in _RENAMED if field_of_key(section, key) == field), field)
+
+
+def seq_len(positions: int) -> dict[str, Any]:
+    """Argument of model configs, and of `dataclasses.replace` of them, for the maximum positions in a sequence."""
+    return {_RENAMED.get("seq_len", "seq_len"): positions}
+
+
+def max_positions(model: Any) -> int:
+    """Maximum positions in a sequence of a model config."""
+    return getattr(model, field_of_key(type(model), "seq_len"))
+
+
+# Examples and losses.
+
+
+def lm_example(tokens: Any, loss_mask: Any, attn_mask: Any) -> Any:
+    """Levanter's `LmExample`; the new line weights tokens with floats."""
+    from levanter.models.lm_model import LmExample
+
+    loss: Any = {"loss_weight": loss_mask.astype("float32")} if IS_NEW else {"loss_mask": loss_mask}
+    return LmExample(tokens=tokens, attn_mask=attn_mask, **loss)
+
+
+def next_token_loss(model: Any, example: Any) -> Any:
+    """Levanter's loss of each token of an `LmExample`."""
+    if IS_NEW:
+        return model.compute_next_token_loss(example, reduction=None)
+    from levanter.models.lm_model import compute_next_token_loss
+
+    return compute_next_token_loss(model, example, reduction=None)
+
+
+# Devices.
+
+
+def peak_flops(device: Any) -> float | None:
+    """Peak floating-point operations per second of a device in bfloat16; None if it is unknown.
+
+    The new line has moved the table of devices to the package fray.
+    """
+    if IS_NEW:
+        from fray.device_flops import device_flops_for_jax_device
+
+        return device_flops_for_jax_device(device.device_kind)
+    from levanter.utils.flop_utils import device_hardware_flops
+
+    return device_hardware_flops(device)
