@@ -3,32 +3,53 @@
 
 """Run all checks and tests: `python -m tests.check`. Stops at the first failure.
 
-With `--quick`, docs and tests marked `medium` or `slow` are left out.
+The version of Python decides which of levanter's two lines is installed (docs/pages/versions.md). After the tests on
+this Python, the tests that depend on levanter run on the other line, in an environment that is made in the checkout
+and kept for the next time. With `--other_line` only these run. With `--quick`, docs, tests marked `medium` or `slow`
+and the other line are left out.
 """
 
 import argparse
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
+# xdist would run the files with the fewest tests last, but these are the slowest; tests/conftest.py sorts them. A
+# worker that dies must end the tests, because xdist would wait forever for its tests.
+PYTEST = ["-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart", "0"]
+OTHER_PYTHON = "3.12" if sys.version_info < (3, 12) else "3.11"
+"""A Python that levanter's other line is installed on."""
+OTHER_TESTS = (
+    "tests/models",
+    "tests/learner",
+    "tests/sampling",
+    "tests/tokenization",
+    "tests/batching",
+    "tests/objectives",
+    "tests/config",
+    "tests/training/test_loop.py",
+)
+"""The tests that run on both lines: all that calls levanter, haliax, jax or transformers directly, and a short run."""
+
+Checks = list[tuple[str, list[str]]]
+"""The name and command of each check."""
 
 
-def commands(site: str, *, quick: bool) -> list[tuple[str, list[str]]]:
-    """Return the name and command of each check, fastest first.
+def checks_of_this_line(site: str, *, quick: bool) -> Checks:
+    """Return the checks on this Python, fastest first.
 
     Args:
         site: folder for the built docs.
         quick: whether to leave out docs and longer tests.
     """
     python = sys.executable
-    # xdist would run the files with the fewest tests last, but these are the slowest; tests/conftest.py sorts them. A
-    # worker that dies must end the tests, because xdist would wait forever for its tests.
-    scheduling = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart", "0"]
-    pytest = [python, "-m", "pytest", "-q", *scheduling]
     checks = [
         ("format", [str(BIN / "ruff"), "format", "--check", "."]),
         ("lint", [str(BIN / "ruff"), "check", "."]),
@@ -36,29 +57,84 @@ def commands(site: str, *, quick: bool) -> list[tuple[str, list[str]]]:
         ("layers", [str(BIN / "lint-imports")]),
     ]
     if quick:
-        return [*checks, ("tests", [*pytest, "-m", "not slow and not medium"])]
+        return [*checks, ("tests", [python, *PYTEST, "-m", "not slow and not medium"])]
     docs = [python, "-m", "mkdocs", "build", "--strict", "-q", "-f", "docs/mkdocs.yml", "-d", site]
-    return [*checks, ("docs", docs), ("tests", [*pytest, "--durations", "40"])]
+    return [*checks, ("docs", docs), ("tests", [python, *PYTEST, "--durations", "40"])]
+
+
+def checks_of_other_line() -> Checks:
+    """Return the commands that make an environment of `OTHER_PYTHON` and test in it; none without such a Python."""
+    folder = ROOT / f".venv-{OTHER_PYTHON}"
+    python = str(folder / "bin" / "python")
+    found = next(find_pythons(OTHER_PYTHON), None)
+    if found is None:
+        return []
+    # Nothing of this environment may reach the other one.
+    path = f"PATH={folder / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    clean = ["env", "-u", "PYTHONPATH", "-u", "PYTHONHOME", f"VIRTUAL_ENV={folder}", path]
+    make = ("environment", [*clean, found, "-m", "venv", "--clear", str(folder)])
+    install = [*clean, python, "-m", "pip", "install", "-q", "-e", ".[test]"]
+    tests = [*clean, python, *PYTEST, "--durations", "20", *OTHER_TESTS]
+    checks = [(f"installation on Python {OTHER_PYTHON}", install), (f"tests on Python {OTHER_PYTHON}", tests)]
+    return checks if is_usable(python, OTHER_PYTHON) else [make, *checks]
+
+
+def find_pythons(version: str) -> Iterator[str]:
+    """Yield the usable Pythons of a version, such as "3.12", on `PATH` and of pyenv."""
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    # On PATH, pyenv has a program that fails unless its version is selected.
+    for candidate in (shutil.which(f"python{version}"), *pyenv.glob(f"versions/{version}.*/bin/python")):
+        if candidate is not None and is_usable(str(candidate), version):
+            yield str(candidate)
+
+
+def is_usable(python: str, version: str) -> bool:
+    """Whether a Python exists, has this version, and can make and fill environments."""
+    program = "import ensurepip, sys, venv; print('%d.%d' % sys.version_info[:2])"
+    try:
+        completed = subprocess.run([python, "-c", program], capture_output=True, text=True, check=False)
+    except OSError:
+        return False
+    return completed.returncode == 0 and completed.stdout.strip() == version
+
+
+def run(checks: Checks) -> int:
+    """Run checks until one fails; return its exit status, or 0."""
+    for name, command in checks:
+        print(f"== {name}", flush=True)
+        start = time.monotonic()
+        status = subprocess.run(command, cwd=ROOT, check=False).returncode
+        print(f"== {name}: {'ok' if status == 0 else 'FAILED'} in {time.monotonic() - start:.0f} s", flush=True)
+        if status != 0:
+            return status
+    return 0
 
 
 def main() -> int:
     """Run the checks.
 
     Returns:
-        The exit status of the first failed check, or 0.
+        The exit status of the first failed check, or 0. 1 if only the other line was requested and has no Python.
     """
     parser = argparse.ArgumentParser(description="Run all checks and tests; stop at the first failure.")
-    parser.add_argument("--quick", action="store_true", help="leave out docs and tests of more than 2 seconds")
-    quick = parser.parse_args().quick
-    with tempfile.TemporaryDirectory() as site:
-        for name, command in commands(site, quick=quick):
-            print(f"== {name}", flush=True)
-            start = time.monotonic()
-            status = subprocess.run(command, cwd=ROOT, check=False).returncode
-            print(f"== {name}: {'ok' if status == 0 else 'FAILED'} in {time.monotonic() - start:.0f} s", flush=True)
-            if status != 0:
-                return status
-    return 0
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument("--quick", action="store_true", help="leave out docs, tests of more than 2 s and the other line")
+    parts.add_argument("--other_line", action="store_true", help=f"only test on Python {OTHER_PYTHON}")
+    options = parser.parse_args()
+    if not options.other_line:
+        with tempfile.TemporaryDirectory() as site:
+            status = run(checks_of_this_line(site, quick=options.quick))
+        if status != 0 or options.quick:
+            return status
+    checks = checks_of_other_line()
+    if not checks:
+        line = "=" * 100
+        print(
+            f"{line}\nSKIPPED: no usable Python {OTHER_PYTHON} on PATH or in pyenv, so NOTHING WAS TESTED ON THE OTHER"
+        )
+        print(f"LINE OF LEVANTER. Install Python {OTHER_PYTHON}, and run: python -m tests.check --other_line\n{line}")
+        return int(options.other_line)
+    return run(checks)
 
 
 if __name__ == "__main__":
