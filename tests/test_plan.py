@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from marin_rl import plan
+from marin_rl.planning.absent_devices import CUDA_PLUGINS
 from tests import fork_server
 from tests.planning.plan_cases import TINY
 
@@ -49,7 +50,7 @@ def test_plan_of_a_cpu_mesh(config: Path, tmp_path: Path):
 
 
 NEEDS_LIBTPU = pytest.mark.skipif(util.find_spec("libtpu") is None, reason="needs libtpu, from the extra tpu")
-NEEDS_CUDA = pytest.mark.skipif(util.find_spec("jax_cuda12_plugin") is None, reason="needs the extra gpu")
+NEEDS_CUDA = pytest.mark.skipif(not any(map(util.find_spec, CUDA_PLUGINS)), reason="needs the extra gpu")
 
 
 @pytest.mark.slow

@@ -133,8 +133,12 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """XLA's description of an H100 SXM (`xla/tools/hlo_opt/gpu_specs/h100_sxm.txtpb`), with cuDNN 9.8."""
 
 
+CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+"""Packages with jax's compiler for GPUs; the extra gpu installs one of them."""
+
+
 def _describe_gpus(topology: Topology) -> list[jax.Device]:
-    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+    if not any(map(importlib.util.find_spec, CUDA_PLUGINS)):
         raise TopologyError(
             f"compiling for {topology.name} needs jax's CUDA plugin, which is not installed; install marin_rl with the "
             "extra gpu: pip install 'marin_rl[gpu]'"
