@@ -15,14 +15,12 @@ import pytest
 import marin_rl
 
 PACKAGE = Path(marin_rl.__file__).parent
-SEAM = "models/levanter_line.py"
+SEAM = "levanter_line.py"
 """The module with all that differs between levanter's lines."""
 OF_LINES = {"chex", "equinox", "fray", "haliax", "jax", "jaxlib", "levanter", "optax", "rigging", "tensorstore"}
 OF_LINES |= {"transformers"}
 """Packages whose versions differ between the lines."""
 ALLOWED = {
-    # The description of the installed levanter is found without importing levanter.
-    "config/levanter_description.py": ["import importlib.metadata"],
     # Versions that a run records.
     "host_status.py": ["from importlib import metadata"],
     # The version of the games is part of the key of a cache.
@@ -31,7 +29,8 @@ ALLOWED = {
     "models/hf_config.py": ["transformers.__version__", "transformers.__version__"],
 }
 """Questions about versions outside the seam, and their reasons."""
-VERSIONS = {"__version__", "__version_info__", "version_info", "hexversion", "python_version", "python_version_tuple"}
+VERSIONS = {"IS_NEW", "__version__", "version_info", "hexversion", "python_version", "python_version_tuple"}
+"""Names of a version, or of the line that is installed."""
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "off"), ("raise", "raise")])
@@ -88,6 +87,7 @@ def test_only_one_module_depends_on_versions() -> None:
         "from importlib.metadata import version",
         "def f():\n    from importlib import metadata",
         "import importlib.metadata as m",
+        "from marin_rl import levanter_line\nNAME = 'max_seq_len' if levanter_line.IS_NEW else 'seq_len'",
         "try:\n    from levanter.optim import MarsConfig\nexcept ImportError:\n    MarsConfig = None",
         "try:\n    import fray.device_flops as flops\nexcept Exception:\n    flops = None",
         "import contextlib\nwith contextlib.suppress(ImportError):\n    import jax.extend",
