@@ -4,7 +4,6 @@
 """Serve a policy over OpenAI's HTTP protocol: `python -m marin_rl.serve --run runs/rloo`."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import sys
@@ -16,6 +15,7 @@ from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.config_fields import check_at_least, is_loopback, local_path
 from marin_rl.errors import UserError
 from marin_rl.escaping import escape_line
+from marin_rl.extras import require_extra
 from marin_rl.levanter_line import max_positions
 from marin_rl.output import go_on_without_output
 from marin_rl.sampling.config import SamplingConfig
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from marin_rl.sampling.group_sampler import GroupSampler
     from marin_rl.tokenization.chat import ChatTokenizer
 
-_PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 _DEFAULT_CONTEXT = 4096
 
 
@@ -227,9 +226,7 @@ def serve(config: ServeConfig) -> None:
         UserError: if a package is missing, or the key that a public address requires.
         ValueError: if the address is not available. See `load_policy` for further errors.
     """
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"serving needs {', '.join(missing)}; install the extra: pip install 'marin_rl[serve]'")
+    require_extra("serve", "marin_rl.serve")
     # Imported here because the extra is optional.
     from marin_rl.serving.http_server import HttpServer, listen, url_of
 

@@ -15,8 +15,8 @@ import httpx
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
-from marin_rl import serve
 from marin_rl.errors import UserError
+from marin_rl.extras import PACKAGES
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.serve import ServeConfig, load_policy, main
 from tests.tiny_run import TinyRun
@@ -56,9 +56,11 @@ def test_an_address_in_use_is_named(capfd: Capture):
 
 
 def test_a_missing_extra_is_named(capfd: Capture, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(serve, "_PACKAGES", ("starlette", "no_such_package"))
+    monkeypatch.setitem(PACKAGES, "serve", ("starlette", "no_such_package"))
     assert main(["--run", "a"]) == 1
-    assert "serving needs no_such_package; install the extra: pip install 'marin_rl[serve]'" in capfd.readouterr().err
+    message = capfd.readouterr().err
+    assert "marin_rl.serve needs packages that are not installed: no_such_package." in message
+    assert "pip install 'marin_rl[serve]'" in message
 
 
 @pytest.mark.medium

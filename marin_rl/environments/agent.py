@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
-import importlib.util
 import inspect
 import json
 import math
@@ -30,13 +29,13 @@ from marin_rl.environments.base import (
     EnvironmentConfig,
 )
 from marin_rl.environments.splits import Split
-from marin_rl.errors import UserError, describe, explain
+from marin_rl.errors import describe, explain
+from marin_rl.extras import require_extra
 from marin_rl.rewards.component import COMPONENT_NAME, RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.types import MAX_REWARD, Task
 from marin_rl.user_code import UserFileError, load_from_file
 
-_PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 _MAX_OUTPUT = 8192
 """Last bytes of a program's output that an error message contains."""
 _GRACE_SECONDS = 2.0
@@ -111,11 +110,11 @@ class AgentConfig(EnvironmentConfig):
         """Build the tasks and import the function.
 
         Raises:
-            UserError: if a package of the extra `serve` is missing.
+            MissingPackageError: if a package of the extra `serve` is missing.
             UserFileError: if there is no such program, or the file has no such function, or it does not take the
                 arguments.
         """
-        require_server()
+        require_extra("serve", "environment.type: agent")
         if self.command and shutil.which(self.command[0]) is None:
             raise UserFileError(
                 f"command is {list(self.command)}, but there is no program {self.command[0]!r} in PATH or at that path "
@@ -152,17 +151,6 @@ class AgentConfig(EnvironmentConfig):
                 f"{where} is called with the keyword arguments task, base_url, api_key{options}, but {error}"
             ) from error
         return function
-
-
-def require_server() -> None:
-    """Check that the packages of the server for agents are installed, without importing them.
-
-    Raises:
-        UserError: if one is not.
-    """
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"agents need {', '.join(missing)}; install the extra: pip install 'marin_rl[serve]'")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,15 +1,13 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Parts shared by the environments of other packages: missing packages, actions in replies, and foreign text."""
+"""Parts shared by the environments of other packages: actions in replies, and foreign text."""
 
 import asyncio
-import importlib.util
 import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from marin_rl.errors import UserError
 from marin_rl.event_loop import BackgroundLoop
 from marin_rl.rewards.grading_process import NoAnswerError
 from marin_rl.rewards.reply_text import graded_text, search_reply
@@ -17,27 +15,6 @@ from marin_rl.rewards.reply_text import graded_text, search_reply
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-
-
-class MissingPackageError(UserError):
-    """The package of an environment is not installed; the message names the extra that installs it."""
-
-
-def require_package(package: str, extra: str) -> None:
-    """Check that an optional package is installed, without importing it.
-
-    Args:
-        package: name of the module.
-        extra: name of the extra of marin_rl that installs it.
-
-    Raises:
-        MissingPackageError: if it is not.
-    """
-    if importlib.util.find_spec(package) is None:
-        raise MissingPackageError(
-            f"environment.type {extra!r} needs the package {package}, which is not installed; install the extra: "
-            f"pip install 'marin_rl[{extra}]'"
-        )
 
 
 def bounded_text(text: str, max_characters: int) -> str:

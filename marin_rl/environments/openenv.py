@@ -20,9 +20,10 @@ from marin_rl.environments.base import (
     Step,
     check_invalid_reward,
 )
-from marin_rl.environments.external import bounded_text, require_package, run_in_thread
+from marin_rl.environments.external import bounded_text, run_in_thread
 from marin_rl.environments.splits import Problem, check_shares, split_problems, without_duplicates
 from marin_rl.errors import UserError
+from marin_rl.extras import require_extra
 from marin_rl.rewards.reply_text import graded_text
 from marin_rl.seeds import derive_seed
 from marin_rl.types import Message, Task, exact_sum
@@ -111,7 +112,7 @@ class OpenEnvConfig(EnvironmentConfig):
             MissingPackageError: if the package websockets is not installed.
             OpenEnvError: if the server cannot be reached, or does not answer in time.
         """
-        require_package("websockets", "openenv")
+        require_extra("openenv", "environment.type: openenv")
         schema, observations = run_in_thread(self._first_observations())
         source = f"openenv server {self.base_url}"
         problems = without_duplicates(self._problems(self._opening(schema), observations), source)

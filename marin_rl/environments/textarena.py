@@ -16,7 +16,6 @@ import draccus
 import httpx
 
 from marin_rl.config_fields import LOCAL_FILE, NAMES_FILES
-from marin_rl.environments.agent import require_server
 from marin_rl.environments.base import (
     AbstractEnvironment,
     AbstractSplitEnvironment,
@@ -27,10 +26,11 @@ from marin_rl.environments.base import (
     Episode,
     Step,
 )
-from marin_rl.environments.external import bounded_text, find_action, require_package
+from marin_rl.environments.external import bounded_text, find_action
 from marin_rl.environments.game_process import GameError, GameProcess, GameServer, call_each
 from marin_rl.environments.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.environments.text_game import GAME
+from marin_rl.extras import require_extra
 from marin_rl.rewards.reply_text import check_pattern
 from marin_rl.seeds import derive_seed
 from marin_rl.types import Message, Task
@@ -175,9 +175,9 @@ class TextArenaConfig(EnvironmentConfig):
             MissingPackageError: if the package textarena is not installed.
             ValueError: if TextArena does not have the game, or rejects the options or the number of players.
         """
-        require_package("textarena", "textarena")
+        require_extra("textarena", "environment.type: textarena")
         if isinstance(self.opponent, SelfOpponentConfig):
-            require_server()
+            require_extra("serve", "opponent.type: self")
         starts = list(self._draw())
         server = GameServer("marin_rl.environments.textarena_game:ArenaGame")
         try:

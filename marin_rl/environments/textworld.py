@@ -21,12 +21,13 @@ from marin_rl.environments.base import (
     Step,
     check_invalid_reward,
 )
-from marin_rl.environments.external import bounded_text, find_action, require_package
+from marin_rl.environments.external import bounded_text, find_action
 from marin_rl.environments.game_process import GameError, GameProcess, GameServer, call_each
 from marin_rl.environments.games import View
 from marin_rl.environments.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.environments.text_game import GAME
 from marin_rl.environments.textworld_game import CUSTOM
+from marin_rl.extras import require_extra
 from marin_rl.rewards.reply_text import check_pattern
 from marin_rl.seeds import derive_seed
 from marin_rl.storage import user_cache
@@ -108,7 +109,7 @@ class TextWorldConfig(EnvironmentConfig):
             MissingPackageError: if the package textworld is not installed.
             ValueError: if TextWorld does not have the challenge or an option, or rejects their values.
         """
-        require_package("textworld", "textworld")
+        require_extra("textworld", "environment.type: textworld")
         played = "marin_rl.environments.textworld_game:TextWorldGame"
         server = GameServer(played)
         common = {

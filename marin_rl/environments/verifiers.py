@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from marin_rl.config_fields import LOCAL_PATH, NAMES_FILES, check_finite
-from marin_rl.environments.agent import require_server
 from marin_rl.environments.base import (
     AbstractEnvironment,
     AbstractSplitEnvironment,
@@ -31,9 +30,10 @@ from marin_rl.environments.base import (
     AgentResult,
     EnvironmentConfig,
 )
-from marin_rl.environments.external import require_package, run_in_thread
+from marin_rl.environments.external import run_in_thread
 from marin_rl.environments.game_process import GameError, GameServer
 from marin_rl.environments.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
+from marin_rl.extras import require_extra
 from marin_rl.types import Message, Task
 
 _KEY_VARIABLE = "MARIN_RL_EPISODE_API_KEY"
@@ -97,8 +97,7 @@ class VerifiersConfig(EnvironmentConfig):
             GameServerError: if verifiers does not have the taskset, or rejects the options.
             ValueError: if the tasks cannot be loaded.
         """
-        require_package("verifiers", "verifiers")
-        require_server()
+        require_extra("verifiers", "environment.type: verifiers")
         env = {**self.env, "taskset": {**self.env.get("taskset", {}), "id": self.taskset}}
         folder = "" if self.folder is None else os.path.abspath(os.path.expanduser(self.folder))
         options = json.dumps(env), json.dumps(self.client), folder

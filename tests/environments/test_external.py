@@ -7,17 +7,8 @@ import threading
 
 import pytest
 
-from marin_rl.environments.external import MissingPackageError, find_action, require_package, run_in_thread
+from marin_rl.environments.external import find_action, run_in_thread
 from marin_rl.rewards import reply_text
-
-
-def test_a_missing_package_names_the_extra():
-    require_package("json", "json")
-    with pytest.raises(
-        MissingPackageError,
-        match=r"environment.type 'games' needs the package no_games.*pip install 'marin_rl\[games\]'",
-    ):
-        require_package("no_games", "games")
 
 
 @pytest.mark.parametrize(
