@@ -10,6 +10,7 @@ from marin_rl.errors import UserError
 _SERVER = ("starlette", "uvicorn", "prometheus_client")
 PACKAGES = {
     "openenv": ("websockets",),
+    "ray": ("ray", "cryptography"),
     "serve": _SERVER,
     "textarena": ("textarena",),
     "textworld": ("textworld",),

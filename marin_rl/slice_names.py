@@ -116,6 +116,16 @@ class SliceName:
         return self.shape if self.chips <= self.generation.single_host else self.generation.host_bounds
 
     @property
+    def chips_per_host(self) -> int:
+        """Number of chips of a host."""
+        return math.prod(self.host_shape)
+
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts of a slice."""
+        return self.chips // self.chips_per_host
+
+    @property
     def type(self) -> str:
         """Google's type of a slice; slices of another shape than the default one have the same.
 

@@ -4,7 +4,7 @@
 import pytest
 
 from marin_rl.chips import CHIPS, GIB, TopologyError, parse_topology
-from marin_rl.config.workers_config import TpuSlice
+from marin_rl.config.workers_config import parse_worker_slice
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,7 @@ def test_topologies_have_googles_names(name: str, chips: int, hosts: int, accele
     topology = parse_topology(name)
     assert (topology.num_chips, topology.num_hosts, topology.accelerator) == (chips, hosts, accelerator)
     assert topology.chip is CHIPS[topology.chip.name]
-    # Ray's description of a slice.
-    kind = TpuSlice.parse(f"{topology.chip.name}:{'x'.join(map(str, topology.shape))}")
+    kind = parse_worker_slice(f"{topology.chip.name}:{'x'.join(map(str, topology.shape))}")
     assert (kind.num_hosts, kind.chips_per_host) == (topology.num_hosts // topology.slices, topology.chips_per_host)
 
 

@@ -496,7 +496,7 @@ def ahead(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> li
     """Records of an asynchronous run with a worker."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
-        patch.setattr("marin_rl.distributed.open_rollout_source.ray_workers", thread_workers)
+        patch.setattr("marin_rl.distributed.open_worker_pool.ray_workers", thread_workers)
         run = make_run(
             tmp_path_factory.mktemp("ahead"),
             mode="async",

@@ -5,14 +5,16 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import marin_rl
+from tests.tiny_run import TinyRun
 
 PACKAGE = Path(marin_rl.__file__).parent
 SEAM = "levanter_line.py"
@@ -97,3 +99,62 @@ def test_only_one_module_depends_on_versions() -> None:
 )
 def test_questions_are_found(source: str) -> None:
     assert list(questions(source))
+
+
+UNUSED = (
+    *("ray", "datasets", "cryptography", "pyarrow.flight", "gymnasium", "reasoning_gym"),
+    *("math_verify", "latex2sympy2_extended", "sympy"),
+)
+"""Packages that a run imports only if its config names something that needs them."""
+WITHOUT_UNUSED = f"""
+import sys
+import levanter.compat.hf_checkpoints, levanter.tracker.tensorboard, levanter.tracker.wandb, levanter.trainer
+# From here on as if they were not installed. Levanter itself has imported some.
+for name in list(sys.modules):
+    if any(f"{{name}}.".startswith(f"{{unused}}.") for unused in {UNUSED}):
+        del sys.modules[name]
+sys.modules.update(dict.fromkeys({UNUSED}))
+
+from jax._src.xla_bridge import backends_are_initialized
+from marin_rl import evaluate, export, plan, replay, train, view
+
+config, run = sys.argv[1:]
+print("async", train.main(["--config", config, "--mode", "async"]), backends_are_initialized())
+print("dry run", train.main(["--config", config, "--dry_run"]))
+print("train", train.main(["--config", config]))
+print("evaluate", evaluate.main(["--run", run]))
+print("view", view.main([run]))
+print("replay", replay.main(["--run", run, "--step", "2"]))
+print("export", export.main(["--run", run, "--output", f"{{run}}-exported"]))
+print("plan", plan.main(["--config", config, "--topology", "cpu:1"]))
+"""
+RECORDED = """
+import sys
+def record(event, arguments):
+    if event == "import" and arguments[0] in {unused} and sys.orig_argv[1:2] != [{program!r}]:
+        with open({file!r}, "a") as file:
+            print(arguments[0], sys.orig_argv, file=file)
+sys.addaudithook(record)
+"""
+"""Records imports of unused packages by other processes than the program."""
+
+
+@pytest.mark.slow
+def test_a_sync_run_imports_no_package_that_it_does_not_use(new_run: Callable[..., TinyRun], tmp_path: Path) -> None:
+    run = new_run(num_steps=2, checkpoint__every=1, warm_start__max_steps=10, evaluation__tasks=4)
+    program, recorded = tmp_path / "program.py", tmp_path / "recorded.txt"
+    program.write_text(WITHOUT_UNUSED)
+    source = RECORDED.format(unused=UNUSED, program=str(program), file=str(recorded))
+    (tmp_path / "sitecustomize.py").write_text(source)
+    done = subprocess.run(
+        [sys.executable, str(program), str(run.config), str(run.path)],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[1]}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    statuses = [line for line in done.stdout.splitlines() if re.fullmatch(r"[a-z ]+ [01]( False)?", line)]
+    expected = ["async 1 False", "dry run 0", "train 0", "evaluate 0", "view 0", "replay 0", "export 0", "plan 0"]
+    assert statuses == expected, done.stderr
+    assert done.stderr.count("pip install 'marin_rl[ray]'") == 1
+    assert not recorded.exists(), recorded.read_text()

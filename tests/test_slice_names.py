@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import pytest
-from ray._private.accelerators.tpu import TPUAcceleratorManager, infer_tpu_pod_type_from_topology
+from ray._private.accelerators.tpu import VALID_TPU_TOPOLOGY, infer_tpu_pod_type_from_topology
+from ray.util.tpu import get_tpu_worker_resources
 
 from marin_rl.slice_names import GENERATIONS, TopologyError, parse_slice, slice_type
 
@@ -26,17 +27,24 @@ def test_type_of_a_slice_names_its_default_shape(name: str, topology: str):
         assert slice_type(name) == slice_type(topology) == named.type
 
 
-@pytest.mark.parametrize("generation", [GENERATIONS[name] for name in ("v2", "v3", "v4", "v5e", "v5p", "v6e")])
-def test_types_and_shapes_are_those_of_ray(generation):
-    """An independent table, which lacks some sizes."""
-    version = "v5litepod" if generation.name == "v5e" else generation.name
-    checked = 0
-    for chips in generation.sizes:
-        named = parse_slice(generation.type_of(chips))
-        if TPUAcceleratorManager.is_valid_tpu_accelerator_topology(version, named.shape_text):
-            assert infer_tpu_pod_type_from_topology(named.shape_text, version) == named.type
-            checked += 1
-    assert checked >= 4
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_types_and_hosts_are_those_of_ray(generation: str):
+    """An independent table, which lacks some sizes, and Google's name of v7x."""
+    version = "v5litepod" if generation == "v5e" else generation
+    assert len(VALID_TPU_TOPOLOGY[version]) >= 5
+    for shape in VALID_TPU_TOPOLOGY[version]:
+        named = parse_slice(f"{generation}:{shape}")
+        hosts, resources = get_tpu_worker_resources(shape, version)
+        assert (named.num_hosts, named.chips_per_host) == (hosts, resources["TPU"])
+        if generation != "v7x":
+            assert infer_tpu_pod_type_from_topology(shape, version) == named.type
+
+
+def test_default_shapes_are_those_of_ray():
+    for generation in ("v4", "v5e", "v5p", "v6e"):
+        version = "v5litepod" if generation == "v5e" else generation
+        shapes = {parse_slice(GENERATIONS[generation].type_of(chips)).shape_text for chips in (4, 8, 16, 64)}
+        assert shapes <= VALID_TPU_TOPOLOGY[version]
 
 
 @pytest.mark.parametrize(

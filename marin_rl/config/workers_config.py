@@ -7,20 +7,18 @@ import dataclasses
 import enum
 import math
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 import jmp
 from jax.typing import DTypeLike
 
 from marin_rl.config_fields import check_at_least, convert_enum_fields
-from marin_rl.slice_names import TopologyError, parse_slice
+from marin_rl.slice_names import SliceName, TopologyError, parse_slice
 from marin_rl.trainer_config import TrainerT
 
 CPU, GPU, TPU = "CPU", "GPU", "TPU"
 """Ray's names of its predefined resources."""
-_RAY_VERSIONS = {"v5e": "v5litepod"}
-"""Ray's names of TPU generations, if they differ."""
 
 
 class Refresh(enum.StrEnum):
@@ -33,64 +31,26 @@ class Refresh(enum.StrEnum):
     cache of the older ones (PipelineRL)."""
 
 
-@dataclasses.dataclass(frozen=True)
-class TpuSlice:
-    """Kind of a TPU slice, as Ray describes it."""
+def parse_worker_slice(text: str) -> SliceName:
+    """Parse the topology or type of the slices of workers, such as `v5e:4x4` or `v5e-16`.
 
-    version: str
-    """Ray's name of the TPU generation, such as v5litepod."""
-    topology: str
-    """Shape in chips, such as 4x4."""
-    num_hosts: int
-    """Hosts of the slice."""
-    chips_per_host: int
-    """Chips of each host."""
+    Raises:
+        ValueError: if there is no such slice.
 
-    @property
-    def accelerator_type(self) -> str:
-        """Google's name of the slice.
-
-        >>> [TpuSlice.parse(text).accelerator_type for text in ("v5e:4x4", "v5p:2x2x2")]
-        ['v5litepod-16', 'v5p-16']
-        """
-        from ray._private.accelerators.tpu import infer_tpu_pod_type_from_topology
-
-        return cast(str, infer_tpu_pod_type_from_topology(self.topology, self.version))
-
-    @classmethod
-    def parse(cls, text: str) -> "TpuSlice":
-        """Parse a topology.
-
-        Args:
-            text: topology or type of a slice, such as `v5e:4x4` or `v5e-16`.
-
-        Raises:
-            ValueError: if there is no such slice, or Ray does not know its shape.
-
-        >>> TpuSlice.parse("v5e:4x4")
-        TpuSlice(version='v5litepod', topology='4x4', num_hosts=4, chips_per_host=4)
-        >>> TpuSlice.parse("v5e-16") == TpuSlice.parse("v5litepod-16") == TpuSlice.parse("v5e:4x4")
-        True
-        """
-        # Imported here because Ray takes a third of a second to import, and few configs have a slice.
-        from ray._private.accelerators.tpu import TPUAcceleratorManager
-        from ray.util.tpu import get_tpu_worker_resources
-
-        try:
-            named = parse_slice(text)
-        except TopologyError as error:
-            raise ValueError(f"workers.tpu_slice is {error}") from error
-        if named.slices > 1:
-            raise ValueError(
-                f"workers.tpu_slice is {text!r}: it is the kind of one slice, and workers.num_workers determines their "
-                "number; remove the number"
-            )
-        name, topology = named.generation.name, named.shape_text
-        version = _RAY_VERSIONS.get(name, name)
-        if not TPUAcceleratorManager.is_valid_tpu_accelerator_topology(version, topology):
-            raise ValueError(f"workers.tpu_slice is {text!r}, but Ray knows no {name} slices of shape {topology}")
-        hosts, resources = get_tpu_worker_resources(topology, version)
-        return cls(version, topology, hosts, int(resources[TPU]))
+    >>> named = parse_worker_slice("v5e-16")
+    >>> str(named), named.num_hosts, named.chips_per_host
+    ('v5e:4x4', 4, 4)
+    """
+    try:
+        named = parse_slice(text)
+    except TopologyError as error:
+        raise ValueError(f"workers.tpu_slice is {error}") from error
+    if named.slices > 1:
+        raise ValueError(
+            f"workers.tpu_slice is {text!r}: it is the kind of one slice, and workers.num_workers determines their "
+            "number; remove the number"
+        )
+    return named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +121,7 @@ class WorkersConfig:
                 f"workers.resources has {chips[0]}, but workers.tpu_slice is {self.tpu_slice}, which gives each worker "
                 "all chips of a host; remove one of the two"
             )
-        hosts = TpuSlice.parse(self.tpu_slice).num_hosts
+        hosts = parse_worker_slice(self.tpu_slice).num_hosts
         if self.num_workers % hosts:
             nearest = -(-self.num_workers // hosts) * hosts
             raise ValueError(
@@ -204,7 +164,7 @@ class WorkersConfig:
         >>> WorkersConfig(tpu_slice="v6e:2x2", resources={"spot": 1.0}).reserved
         {'CPU': 1.0, 'TPU': 4.0, 'spot': 1.0}
         """
-        chips = {} if self.tpu_slice is None else {TPU: float(TpuSlice.parse(self.tpu_slice).chips_per_host)}
+        chips = {} if self.tpu_slice is None else {TPU: float(parse_worker_slice(self.tpu_slice).chips_per_host)}
         return {name: amount for name, amount in ({CPU: 1.0} | chips | self.resources).items() if amount > 0}
 
     def trainer_config(self, trainer: TrainerT) -> TrainerT:

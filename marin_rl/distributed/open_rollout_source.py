@@ -8,20 +8,14 @@ from collections.abc import Mapping
 
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl import multihost
 from marin_rl.config.input_files import Inputs
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.ray_workers import ray_workers
 from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
 from marin_rl.distributed.scheduler import StalenessLimits
-from marin_rl.distributed.worker_pool import WorkerPool
-from marin_rl.errors import Closing
 from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.rollouts.run_rollouts import RolloutRunner
-from marin_rl.weights.manifest import make_secret
-from marin_rl.weights.publish import MultiHostSender, TrainingHost
 
 
 def open_rollout_source(
@@ -47,27 +41,10 @@ def open_rollout_source(
     """
     if config.mode is Mode.SYNC:
         return LocalRollouts(config, runner)
-    secret = multihost.on_main(make_secret)
-    sender = config.weights.open_sender(secret, TrainingHost.current())
-    # With several hosts, `sender` is replaced below.
-    opened.enter_context(Closing(lambda: sender.close()))
-    addresses = multihost.gather_texts(sender.address)
-    if len(addresses) > 1 and multihost.is_main():
-        receiver = config.weights.open_receiver(addresses, secret)
-        sender = MultiHostSender(sender, receiver.newest, timeout=config.workers.no_progress_timeout)
-    client = None
-    if multihost.is_main():
-        # Workers are stopped before their weight server.
-        client = opened.enter_context(ray_workers(config, inputs, vocab_size, secret))
-    rollout_source = WorkerPool(
-        client,
-        sender,
-        addresses=addresses,
-        counts=worker_counts,
-        no_progress_timeout=config.workers.no_progress_timeout,
-    )
-    opened.enter_context(Closing(rollout_source.close))
-    return rollout_source
+    # Imported here because workers need Ray, which is an extra.
+    from marin_rl.distributed.open_worker_pool import open_worker_pool
+
+    return open_worker_pool(config, inputs, vocab_size, worker_counts, opened)
 
 
 def make_staleness_limits(config: TrainConfig) -> StalenessLimits:

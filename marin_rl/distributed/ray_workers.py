@@ -9,7 +9,6 @@ import functools
 import logging
 import math
 import os
-import socket
 import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -25,11 +24,11 @@ from marin_rl.config.workers_config import CPU
 from marin_rl.config.yaml_text import from_yaml, to_yaml
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.coordinator_client import CoordinatorClient, RayLostError
+from marin_rl.distributed.ray_cluster import find_cluster, no_cluster
 from marin_rl.distributed.ray_node import connect, connected_to_local_node
 from marin_rl.distributed.tpu_slices import SliceReservations
 from marin_rl.distributed.worker import run_worker
 from marin_rl.distributed.worker_devices import check_own_node, open_only_reserved, ray_options
-from marin_rl.errors import UserError
 from marin_rl.logs import log_to, module_levels
 from marin_rl.storage import storage_path
 
@@ -37,14 +36,8 @@ logger = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT = 20.0
 """Seconds that workers have to stop before they are killed."""
-CONNECT_TIMEOUT = 10.0
-"""Timeout of the connection to the head node of a cluster, in seconds."""
 EXTRA_CONCURRENCY = 64
 """Concurrent calls of the coordinator in addition to one waiting call per worker."""
-
-
-class NoClusterError(UserError):
-    """Raised when there is no Ray cluster at the configured address."""
 
 
 def join_cluster(address: str) -> None:
@@ -57,34 +50,8 @@ def join_cluster(address: str) -> None:
         NoClusterError: if no cluster responds.
     """
     find_cluster(address)
-    with _no_cluster(address):
+    with no_cluster(address):
         connect(address=address, log_to_driver=False)
-
-
-def find_cluster(address: str) -> None:
-    """Check that a cluster address accepts connections. Ray itself would retry for minutes and end the process.
-
-    Args:
-        address: `host:port`, or `auto`, which only Ray can resolve.
-
-    Raises:
-        NoClusterError: if the connection fails.
-    """
-    if address != "auto":
-        host, _, port = address.rpartition(":")
-        with _no_cluster(address):
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
-
-
-@contextlib.contextmanager
-def _no_cluster(address: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise NoClusterError(
-            f"no Ray cluster responds at ray_address {address!r} ({error}); start it with `ray start --head` on its "
-            "first machine, correct ray_address, or leave it out"
-        ) from error
 
 
 @dataclasses.dataclass

@@ -14,7 +14,8 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ray.util.tpu import SlicePlacementGroup
 
-from marin_rl.config.workers_config import TpuSlice, WorkersConfig
+from marin_rl.config.workers_config import WorkersConfig, parse_worker_slice
+from marin_rl.distributed.ray_cluster import ray_version
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class SliceReservations:
             fail: called from the thread with the error that ended it.
         """
         assert config.tpu_slice is not None
-        self._kind = TpuSlice.parse(config.tpu_slice)
+        self._kind = parse_worker_slice(config.tpu_slice)
         self._config = config
         self._start, self._fail = start, fail
         self._slices: list[SlicePlacementGroup] = []
@@ -82,8 +83,8 @@ class SliceReservations:
         while not self._stopped.is_set():
             try:
                 reserved = SlicePlacementGroup(
-                    self._kind.topology,
-                    self._kind.version,
+                    self._kind.shape_text,
+                    ray_version(self._kind),
                     resources_per_bundle=self._config.reserved,
                     head_reservation_timeout_s=POLL_SECONDS,
                 )

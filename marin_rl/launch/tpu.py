@@ -100,6 +100,7 @@ def training_run(config: TpuConfig, arguments: Sequence[str], report: Callable[[
         The run directory.
 
     Raises:
+        MissingPackageError: if the training has rollout workers, and Ray is not installed here.
         ConfigError: if the training config is invalid, or its run directory is on the disk of a host.
         UploadError: if a local file that training reads is not among the uploaded files, or a secret is not set.
     """
@@ -121,6 +122,7 @@ def training_run(config: TpuConfig, arguments: Sequence[str], report: Callable[[
         # The hosts may have other disks.
         checked = check_command_line([*arguments, *own], RESUME_FLAGS, reads_files=False)
         from marin_rl.config.train_config import TrainConfig
+        from marin_rl.distributed.ray_cluster import check_ray
 
         parsed = parse_arguments(TrainConfig, checked, RESUME_FLAGS).config
     files = [(f"--{name}", value) for name, value in _options(arguments) if name in CONFIG_OPTIONS]
@@ -134,6 +136,8 @@ def training_run(config: TpuConfig, arguments: Sequence[str], report: Callable[[
             "mode is async, which needs hosts for its workers; use `launch ray` with rollout_slices, or set "
             "ray_address to a cluster of yours"
         )
+    # The hosts would check this only after slices have been requested.
+    check_ray(parsed)
     if config.rollout_slices is not None:
         if parsed.mode is Mode.SYNC:
             raise ConfigError("rollout_slices needs --mode async")
@@ -176,7 +180,7 @@ def _check_copied(files: Sequence[tuple[str, str]], names: Set[str], folder: str
 
 def _check_workers(workers: "WorkersConfig", slices: SlicesConfig) -> None:
     """Check that rollout workers fit on the rollout slices, and use them."""
-    from marin_rl.config.workers_config import TPU, TpuSlice
+    from marin_rl.config.workers_config import TPU, parse_worker_slice
 
     if TPU not in workers.reserved:
         raise ConfigError(
@@ -186,10 +190,10 @@ def _check_workers(workers: "WorkersConfig", slices: SlicesConfig) -> None:
     if workers.tpu_slice is None:
         _check_resources(workers.num_workers, workers.reserved[TPU], slices)
         return
-    kind = TpuSlice.parse(workers.tpu_slice)
-    if kind.accelerator_type != slices.tpu_type:
+    kind = parse_worker_slice(workers.tpu_slice)
+    if kind.type != slices.tpu_type:
         raise ConfigError(
-            f"workers.tpu_slice is {workers.tpu_slice}, a {kind.accelerator_type}, but rollout_slices.tpu_type is "
+            f"workers.tpu_slice is {workers.tpu_slice}, a {kind.type}, but rollout_slices.tpu_type is "
             f"{slices.tpu_type}; correct one of them"
         )
     needed = workers.num_workers // kind.num_hosts

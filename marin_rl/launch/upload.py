@@ -21,7 +21,7 @@ MAX_MEGABYTES = 200.0
 INSTALL = """\
 python3 -m pip install --quiet --user uv
 python3 -m uv venv --quiet --allow-existing --python 3.11 ../venv
-python3 -m uv pip install --quiet --python ../venv/bin/python --editable '.[tpu]'
+python3 -m uv pip install --quiet --python ../venv/bin/python --editable '.[tpu,ray]'
 """
 """Default installation: a Python of its own, because the one of the runtime versions is too old."""
 PYTHON = "../venv/bin/python"

@@ -11,8 +11,8 @@ from typing import cast
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.hub import cached_file
 
 from marin_rl.hub import LFS_PROBLEM, check_source, is_lfs_pointer

@@ -18,6 +18,7 @@ from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config_fields import nested_sections
 from marin_rl.distributed.make_runner import make_runner, open_reward_functions
+from marin_rl.distributed.ray_cluster import check_ray
 from marin_rl.distributed.samplers import check_sampler
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.errors import USER_ERRORS, Closing, describe
@@ -124,6 +125,7 @@ def dry_run(
     state = found.attempt(_check_directory, config, accept_changes=accept_changes, named=named)
     found.attempt(check_weight_files, config)
     found.attempt(check_trackers, config.trainer.tracker)
+    found.attempt(check_ray, config)
     tokenizer = found.attempt(config.tokenizer.build)
     environment = found.attempt(build_environment, config.environment, report)
     vocab_size = None

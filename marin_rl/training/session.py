@@ -25,7 +25,7 @@ from marin_rl.config.decode import encode
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import to_yaml
-from marin_rl.distributed.ray_workers import find_cluster
+from marin_rl.distributed.ray_cluster import check_ray, find_cluster
 from marin_rl.errors import Closing, UserError, explain, writing
 from marin_rl.host_status import StopRequestedError, exit_on_error, explain_errors, require_same_software
 from marin_rl.learner.critic import policy_of
@@ -72,6 +72,7 @@ def run_session(
 
     Raises:
         PolicyModelError: if `initialize_from` cannot be loaded; its files are checked before devices start.
+        MissingPackageError: if workers are set, and Ray is not installed.
         NoClusterError: if no Ray cluster answers at `ray_address`; the run directory is not created.
         RunDirectoryError: if the directory belongs to another config, is in use, cannot be written, or differs between
             the training processes.
@@ -80,6 +81,7 @@ def run_session(
     """
     started = time.perf_counter() if started is None else started
     compiled = compile_clock().seconds
+    check_ray(config)
     # First, so that an error of one process ends the others, too.
     join_processes(config.trainer)
     with contextlib.ExitStack() as resources, exit_on_error():

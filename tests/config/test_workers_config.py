@@ -43,7 +43,6 @@ def test_refresh_modes_are_selected_by_name() -> None:
         ({"tpu_slice": "v6e"}, "workers.tpu_slice is 'v6e': it is not a slice of TPUs; "),
         ({"tpu_slice": "v9:2x2"}, "workers.tpu_slice is 'v9:2x2': it is not a slice of TPUs; nearest: "),
         ({"tpu_slice": "v5e:3x3"}, "workers.tpu_slice is 'v5e:3x3': it is not made of whole hosts.* nearest: v5e:4x4"),
-        ({"tpu_slice": "v5e:6x2"}, "workers.tpu_slice is 'v5e:6x2', but Ray knows no v5e slices of shape 6x2"),
         ({"tpu_slice": "2xv5e-8"}, "workers.tpu_slice is '2xv5e-8': it is the kind of one slice"),
         ({"tpu_slice": "v5e-24"}, "workers.tpu_slice is 'v5e-24': a slice of 24 has no default shape"),
         ({"tpu_slice": "h100-8"}, "workers.tpu_slice is 'h100-8': it is not a slice of TPUs; examples: v5e-8"),

@@ -15,7 +15,7 @@ from marin_rl.config.input_files import Inputs
 from marin_rl.config.sections import Mode, ReplayConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.workers_config import WorkersConfig
-from marin_rl.distributed import open_rollout_source as module
+from marin_rl.distributed import open_worker_pool as module
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.coordinator_client import CoordinatorClient
 from marin_rl.distributed.open_rollout_source import (

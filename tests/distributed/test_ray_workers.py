@@ -20,7 +20,8 @@ from marin_rl.config.workers_config import WorkersConfig
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.distributed import ray_workers
 from marin_rl.distributed.coordinator import Coordinator
-from marin_rl.distributed.ray_workers import NoClusterError, find_cluster, join_cluster
+from marin_rl.distributed.ray_cluster import NoClusterError, find_cluster
+from marin_rl.distributed.ray_workers import join_cluster
 from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.multihost import ProcessesDifferError
 from tests.distributed.fake_ray import Actor, Cluster

@@ -125,7 +125,7 @@ def test_interrupted_run_resumes_exactly(pair: Pair, tmp_path: Path):
 @pytest.mark.medium
 def test_worker_with_a_server_equals_worker_with_levanter(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Without staleness; the trainer evaluates with the in-process sampler."""
-    monkeypatch.setattr("marin_rl.distributed.open_rollout_source.ray_workers", thread_workers)
+    monkeypatch.setattr("marin_rl.distributed.open_worker_pool.ray_workers", thread_workers)
     start = {"initialize_from": str(config_of(pair.own).initialize_from), **SHORT}
     weights = tmp_path / "weights"
     run = make_run(tmp_path, mode="async", replay__max_staleness=0, **start, sampler=served_by(pair.server, weights))
@@ -145,7 +145,7 @@ def test_worker_with_a_server_equals_worker_with_levanter(pair: Pair, tmp_path: 
 def test_server_reload_error_ends_an_async_run(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("marin_rl.distributed.open_rollout_source.ray_workers", thread_workers)
+    monkeypatch.setattr("marin_rl.distributed.open_worker_pool.ray_workers", thread_workers)
 
     def broken() -> Any:
         raise RuntimeError("no room for the weights")

@@ -11,6 +11,7 @@ import pytest
 
 from marin_rl.config.decode import decode
 from marin_rl.config.section_types import ConfigError
+from marin_rl.errors import UserError
 from marin_rl.launch.tpu import TpuConfig, open_launch, training_run
 from marin_rl.launch.upload import UploadError
 
@@ -172,6 +173,13 @@ def test_config_files_are_those_of_the_code(folder: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("hardware", [["--workers.tpu_slice", "v5e:2x4"], ["--workers.resources.TPU", "4"]])
 def test_workers_on_rollout_slices(folder: Path, hardware: list[str]) -> None:
     assert training_run(decode(TpuConfig, VALID | ROLLOUTS), [*ASYNC, *hardware]) == "/mnt/a"
+
+
+@pytest.mark.medium
+def test_slices_that_ray_cannot_reserve_are_refused(folder: Path) -> None:
+    arguments = [*ASYNC, "--workers.tpu_slice", "v5e:6x2", "--workers.num_workers", "3"]
+    with pytest.raises(UserError, match="Ray knows no v5e slices of shape 6x2"):
+        training_run(decode(TpuConfig, VALID | ROLLOUTS), arguments)
 
 
 @pytest.mark.medium
