@@ -36,6 +36,6 @@ def require_extra(extra: str, needed_by: str) -> None:
     missing = [name for name in PACKAGES[extra] if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingPackageError(
-            f"{needed_by} needs packages that are not installed: {', '.join(missing)}. Install the extra: "
+            f"{needed_by} needs packages that are not installed ({', '.join(missing)}); install the extra: "
             f"pip install 'marin_rl[{extra}]'"
         )

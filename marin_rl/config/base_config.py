@@ -119,7 +119,7 @@ class AbstractTrainConfig(CheckedConfig):
     """Handling of groups in which all rewards are equal."""
     mode: Mode = Mode.SYNC
     """`sync` alternates sampling and training in the same processes; `async` samples in rollout workers during
-    training."""
+    training, and needs the extra `ray`."""
     workers: WorkersConfig = dataclasses.field(
         default=WorkersConfig(),
         metadata=may_change("num_workers", "resources", "tpu_slice", "heartbeat_timeout", "no_progress_timeout"),

@@ -34,7 +34,9 @@ def test_only_runs_with_workers_need_ray():
     for config in (make_config(), make_config(workers=slices), make_config(ray_address="127.0.0.1:6379")):
         check_ray(config)
     for config in (make_config(mode=Mode.ASYNC), make_config(**CLUSTER, workers=slices)):
-        with pytest.raises(MissingPackageError, match=r"^mode: async needs .*: ray\. .* pip install 'marin_rl\[ray\]'"):
+        with pytest.raises(
+            MissingPackageError, match=r"^mode: async needs .* \(ray\); .* pip install 'marin_rl\[ray\]'"
+        ):
             check_ray(config)
 
 
