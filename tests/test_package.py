@@ -108,7 +108,7 @@ UNUSED = (
 """Packages that a run imports only if its config names something that needs them."""
 WITHOUT_UNUSED = f"""
 import sys
-import levanter.compat.hf_checkpoints, levanter.tracker.tensorboard, levanter.tracker.wandb, levanter.trainer
+import levanter.compat.hf_checkpoints, levanter.tracker.tensorboard, levanter.tracker.wandb
 # From here on as if they were not installed. Levanter itself has imported some.
 for name in list(sys.modules):
     if any(f"{{name}}.".startswith(f"{{unused}}.") for unused in {UNUSED}):
