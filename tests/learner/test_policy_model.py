@@ -95,7 +95,8 @@ def test_exported_folder_has_hugging_face_format(tiny, exports, name: str) -> No
     tokenizer = AutoTokenizer.from_pretrained(folder)
     expected = byte_tokenizer()
     for each in (tokenizer, expected):
-        assert each.apply_chat_template(messages, add_generation_prompt=True) == [259, 50, 43, 51, 61, 257, 260]
+        encoded = each.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        assert encoded["input_ids"] == [259, 50, 43, 51, 61, 257, 260]
     assert tokenizer.chat_template == expected.chat_template
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (expected.eos_token_id, expected.pad_token_id)
     with safe_open(folder / "model.safetensors", framework="numpy") as tensors:

@@ -3,9 +3,12 @@
 
 """Small tokenizers similar to those of real models, trained on a few sentences."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
@@ -77,6 +80,11 @@ INSTRUCT = """\
 {%- endif %}
 {%- endfor %}
 """
+
+
+def template_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], **options: Any) -> list[int]:
+    """The ids of a conversation according to Hugging Face."""
+    return tokenizer.apply_chat_template(list(messages), return_dict=True, **options)["input_ids"]
 
 
 def _trained(special: list[AddedToken], byte_level: bool) -> Tokenizer:

@@ -98,9 +98,7 @@ def test_other_uses_of_the_word_are_not_generation_blocks():
 def test_overlapping_control_texts_are_all_escaped():
     tokenizer = byte_tokenizer()
     # One special token's text is a suffix of another's; splitting only the longer one would leave the shorter one.
-    tokenizer.add_special_tokens(
-        {"additional_special_tokens": ["|end|>", "d|>"]}, replace_additional_special_tokens=False
-    )
+    tokenizer.add_tokens(["|end|>", "d|>"], special_tokens=True)
     chat = ChatTokenizer(tokenizer)
     content = "<|end|>|end|>d|>"
     assert chat.prompt_tokens([{"role": "user", "content": content}]) == (259, *content.encode(), 257, 260)

@@ -11,7 +11,7 @@ from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.chat_template import ChatTemplate, ToolSchema, fit_conversation
 from marin_rl.tokenization.load import CHAT_TEMPLATE
 from marin_rl.types import Message
-from tests.tokenization.conftest import chatml_tokenizer, llama_tokenizer
+from tests.tokenization.conftest import chatml_tokenizer, llama_tokenizer, template_ids
 from tests.tokenization.tool_templates import LLAMA, QWEN3, SILENT, STRICT
 
 
@@ -114,7 +114,7 @@ LLAMA_CHAT = ChatTokenizer(llama_tokenizer())
 @pytest.mark.parametrize("system", ["", "Be brief."])
 def test_a_prompt_with_tools_is_that_of_hugging_face(chat: ChatTokenizer, system: str):
     plain = [Message(role="system", content=system), ASKED] if system else [ASKED]
-    expected = chat.tokenizer.apply_chat_template(plain, tools=[HELLO, WORLD], add_generation_prompt=True)
+    expected = template_ids(chat.tokenizer, plain, tools=[HELLO, WORLD], add_generation_prompt=True)
     assert list(chat.prompt_tokens([offer(system), ASKED])) == expected
 
 
@@ -188,7 +188,7 @@ def test_turn_adds_the_text_that_hugging_face_renders(chat: ChatTokenizer):
     )
     rest, starts = chat.observation_tokens(history, sequence, [answer('5 "five"')])
     plain = [Message(role="system", content="Be brief."), ASKED, SAID, answer('5 "five"')]
-    expected = chat.tokenizer.apply_chat_template(plain, tools=[HELLO, WORLD], add_generation_prompt=True)
+    expected = template_ids(chat.tokenizer, plain, tools=[HELLO, WORLD], add_generation_prompt=True)
     assert not starts
     assert [*sequence, *rest] == expected
     shown = json.dumps('5 "five"') if chat is LLAMA_CHAT else '5 "five"'
