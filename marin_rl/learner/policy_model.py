@@ -29,6 +29,7 @@ from marin_rl.models.conversion import check_same_function, levanter_config, to_
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.hf_tensors import BASE_PREFIX, check_tensors
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.hf_folder import save_tokenizer
 from marin_rl.trainer_config import AbstractTrainerConfig
 
 
@@ -209,7 +210,7 @@ def save_hf_folder(weights: WeightParts, tokenizer: ChatTokenizer, folder: Path,
             folder.mkdir(parents=True, exist_ok=True)
         write_weights(weights, folder)
         if multihost.is_main():
-            tokenizer.tokenizer.save_pretrained(folder)
+            save_tokenizer(tokenizer.tokenizer, folder)
             (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
             stop_texts = {"stop_strings": list(stop)} if stop else {}
             positions = max_positions(model.config)

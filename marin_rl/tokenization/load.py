@@ -7,21 +7,19 @@ import contextlib
 import json
 import re
 from pathlib import Path
-from typing import cast
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.hub import cached_file
 
 from marin_rl.hub import LFS_PROBLEM, check_source, is_lfs_pointer
-from marin_rl.logs import without_message
 from marin_rl.remote_path import RemotePath
 from marin_rl.storage import WEIGHTS, StoragePath, check_descriptions, local_copy, storage_path, user_cache
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.chat_template import check_template_ends, check_template_syntax
 from marin_rl.tokenization.config import BYTES, PLAIN, TokenizerConfig
+from marin_rl.tokenization.hf_folder import TokenizerLoadError, read_tokenizer
 
 PAD = "<|pad|>"
 END = "<|end|>"
@@ -105,10 +103,6 @@ _PLAIN_TEMPLATE = """\
 
 KEY = "tokenizer.path"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-
-
-class TokenizerLoadError(ValueError):
-    """A tokenizer cannot be loaded; the message names the tokenizer and the remedy."""
 
 
 def build_tokenizer(config: TokenizerConfig) -> ChatTokenizer:
@@ -217,7 +211,7 @@ def _load(source: str, path: str) -> PreTrainedTokenizerBase:
     if is_folder:
         check_descriptions(folder)
     try:
-        return _from_files(source)
+        return read_tokenizer(source)
     except TokenizerLoadError:
         raise
     except Exception as error:
@@ -238,34 +232,6 @@ def _load(source: str, path: str) -> PreTrainedTokenizerBase:
         raise TokenizerLoadError(
             f"{KEY} is {path!r}, a repository on the Hugging Face hub whose tokenizer cannot be loaded: "
             f"{_first_line(error)}; check that it has one, or give a folder"
-        ) from error
-
-
-def _from_files(source: str) -> PreTrainedTokenizerBase:
-    """Load from a folder or hub name; never runs code from the files."""
-    config = get_tokenizer_config(source)
-    extra = config.get("extra_special_tokens")
-    if config.get("tokenizer_class") == "TokenizersBackend" or isinstance(extra, list):
-        # Written by transformers 5, with a class and a list that transformers 4 does not support.
-        cached_file(source, "tokenizer.json")
-        tokens = extra if isinstance(extra, list) else []
-        # The class in the files is the one that transformers 4 lacks; tokenizer.json alone determines the tokens.
-        with without_message("transformers.tokenization_utils_base", "The tokenizer class you load from"):
-            loaded = PreTrainedTokenizerFast.from_pretrained(
-                source,
-                extra_special_tokens={} if isinstance(extra, list) else extra or {},
-                additional_special_tokens=[token["content"] if isinstance(token, dict) else token for token in tokens],
-            )
-        return cast(PreTrainedTokenizerBase, loaded)
-    try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise TokenizerLoadError(
-            f"the tokenizer {source} is Python code in its files (auto_map in tokenizer_config.json), and such code is "
-            "never run here. If you trust it, load it with transformers and save it as a fast "
-            "tokenizer (a tokenizer.json), and give that folder as tokenizer.path"
         ) from error
 
 

@@ -22,6 +22,7 @@ from marin_rl.tokenization.load import (
     byte_tokenizer,
     plain_template,
 )
+from tests.tokenization.conftest import template_ids
 
 USER = {"role": "user", "content": "2+3="}
 
@@ -112,7 +113,7 @@ def as_transformers_5_writes(folder: Path, *, tokenizer_class: str = "Tokenizers
         "tokenizer_class": tokenizer_class,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "special_tokens_map.json").unlink()
+    (folder / "special_tokens_map.json").unlink(missing_ok=True)
     return folder
 
 
@@ -234,7 +235,7 @@ def test_error_names_a_folder_without_a_tokenizer(tmp_path):
         ({"tokenizer_config": "{"}, "Expecting property name"),
         ({"tokenizer_config": [1]}, "list indices must be"),
         ({"tokenizer_config": "[" * 100_000}, "maximum recursion depth"),
-        ({"tokenizer_config": {"tokenizer_class": 3}}, "attribute name must be string"),
+        ({"tokenizer_config": {"tokenizer_class": 3}}, "tokenizer_class is 3; it must be the name of a class"),
     ],
 )
 def test_error_names_a_damaged_tokenizer(tmp_path: Path, files: dict, problem: str):
@@ -351,7 +352,7 @@ def test_saved_and_loaded_from_a_folder(tmp_path):
     assert loaded.get_vocab() == TOKENIZER.get_vocab()
     assert (loaded.pad_token_id, loaded.eos_token_id, len(loaded)) == (256, 257, 264)
     assert set(loaded.all_special_ids) == set(range(256, 264))
-    assert loaded.apply_chat_template(messages) == TOKENIZER.apply_chat_template(messages)
+    assert template_ids(loaded, messages) == template_ids(TOKENIZER, messages)
     assert loaded.decode(loaded(" isn 't  x")["input_ids"]) == " isn 't  x"
 
 
