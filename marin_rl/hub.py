@@ -13,6 +13,7 @@ import re
 import sys
 from pathlib import Path
 
+from marin_rl.levanter_line import reset_hub_sessions
 from marin_rl.storage import user_path
 
 logger = logging.getLogger(__name__)
@@ -78,10 +79,10 @@ def is_lfs_pointer(path: Path) -> bool:
 def _problem(name: str, kind: str) -> str | None:
     """Reason why a repository cannot be loaded, with the remedy."""
     # Imported here because it takes half a second.
+    import httpx
     from huggingface_hub import constants
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, http_backoff
-    from requests import RequestException
 
     logging.getLogger(http_backoff.__module__).setLevel(logging.ERROR)
     if constants.HF_HUB_OFFLINE:
@@ -90,10 +91,9 @@ def _problem(name: str, kind: str) -> str | None:
     # Every repository has an address for this file, whether it exists or not.
     page = f"{constants.ENDPOINT}/{constants.REPO_TYPES_URL_PREFIXES.get(kind, '')}{name}"
     try:
-        answer = get_session().head(
-            f"{page}/resolve/main/config.json", headers=build_hf_headers(), timeout=SECONDS, allow_redirects=True
-        )
-        hf_raise_for_status(answer)
+        # A redirection is an answer too: to the new name of the repository.
+        session, headers = get_session(), build_hf_headers()
+        hf_raise_for_status(session.head(f"{page}/resolve/main/config.json", headers=headers, timeout=SECONDS))
     except EntryNotFoundError:
         return None
     except GatedRepoError:
@@ -106,7 +106,8 @@ def _problem(name: str, kind: str) -> str | None:
                 "HF_TOKEN or run `hf auth login`, or give a folder"
             )
         _go_offline(f"{constants.ENDPOINT} answers {status}", name, kind)
-    except RequestException as error:
+    except (OSError, httpx.HTTPError) as error:
+        # Sessions are those of requests, whose errors are OSErrors, or of httpx.
         _go_offline(f"{constants.ENDPOINT} cannot be reached: {_first_cause(error)}", name, kind)
     else:
         return None
@@ -120,7 +121,7 @@ _reason = "HF_HUB_OFFLINE is set"
 def _go_offline(reason: str, name: str, kind: str) -> None:
     """Switch the libraries to their offline mode, in which they do not repeat requests, and warn if that helps."""
     global _reason
-    import huggingface_hub.utils
+    import huggingface_hub.constants
 
     _reason = reason
     if _is_cached(name, kind):
@@ -130,7 +131,7 @@ def _go_offline(reason: str, name: str, kind: str) -> None:
     for module, setting in (("transformers.utils.hub", "_is_offline_mode"), ("datasets.config", "HF_HUB_OFFLINE")):
         if module in sys.modules:
             setattr(sys.modules[module], setting, True)
-    huggingface_hub.utils.reset_sessions()
+    reset_hub_sessions()
 
 
 def _is_cached(name: str, kind: str) -> bool:

@@ -91,3 +91,17 @@ def peak_flops(device: Any) -> float | None:
     from levanter.utils.flop_utils import device_hardware_flops
 
     return device_hardware_flops(device)
+
+
+# The hub of Hugging Face.
+
+
+def reset_hub_sessions() -> None:
+    """Drop the HTTP sessions of huggingface_hub, which keep the settings of their first use.
+
+    Version 1, which the new line needs, has renamed the function.
+    """
+    from huggingface_hub import utils
+
+    module: Any = utils
+    (module.close_session if IS_NEW else module.reset_sessions)()

@@ -4,17 +4,18 @@
 import contextlib
 import http.server
 import logging
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub.constants
-import huggingface_hub.utils
 import pytest
 import transformers.utils.hub
 
 from marin_rl import hub
 from marin_rl.hub import DATASET, HubError, check_source
+from marin_rl.levanter_line import reset_hub_sessions
 from marin_rl.tokenization.load import TokenizerConfig, byte_tokenizer
 from tests.free_port import free_port
 
@@ -25,20 +26,21 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(transformers.utils.hub, "_is_offline_mode", False)
-    monkeypatch.setattr(transformers.utils.hub, "TRANSFORMERS_CACHE", str(tmp_path / "cache"))
+    # Copies of the settings, which only transformers 4 has.
+    monkeypatch.setattr(transformers.utils.hub, "_is_offline_mode", False, raising=False)
+    monkeypatch.setattr(transformers.utils.hub, "TRANSFORMERS_CACHE", str(tmp_path / "cache"), raising=False)
     monkeypatch.setattr(hub, "_reason", hub._reason)
     set_endpoint(monkeypatch, f"http://127.0.0.1:{free_port()}")
     yield
     monkeypatch.undo()
     hub._problem.cache_clear()
-    huggingface_hub.utils.reset_sessions()
+    reset_hub_sessions()
 
 
 def set_endpoint(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
     hub._problem.cache_clear()
-    huggingface_hub.utils.reset_sessions()
+    reset_hub_sessions()
 
 
 @contextlib.contextmanager
@@ -158,16 +160,20 @@ def test_datasets_are_other_repositories(asked: None, monkeypatch: pytest.Monkey
 
 
 def test_a_hub_that_does_not_answer_is_given_up(asked: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = []
+    monkeypatch.setattr(hub, "SECONDS", 0.1)
+    # It accepts connections, and no more.
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        set_endpoint(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(HubError, match=r"cannot be reached: .*timed out"):
+            check_source("foo/bar", "x")
 
-    def head(self: object, url: str, timeout: float, **options: object) -> None:
-        limits.append(timeout)
-        raise huggingface_hub.utils._http.requests.ConnectTimeout("timed out")
 
-    monkeypatch.setattr(huggingface_hub.utils._http.requests.Session, "head", head)
-    with pytest.raises(HubError, match=r"cannot be reached: timed out"):
-        check_source("foo/bar", "x")
-    assert limits == [hub.SECONDS]
+def test_a_renamed_repository_is_accepted(asked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with answering(200) as (address, paths), answering(307, Location=f"{address}/new/name") as (older, asked_first):
+        set_endpoint(monkeypatch, older)
+        assert check_source("org/old", "tokenizer.path") is None
+        assert asked_first == ["/org/old/resolve/main/config.json"]
+        assert set(paths) <= {"/new/name"}
 
 
 def test_offline_mode_is_named(asked: None, monkeypatch: pytest.MonkeyPatch) -> None:
