@@ -12,10 +12,11 @@ from haliax import Axis
 from levanter.layers.attention import AttentionMask
 from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig
 from levanter.models.llama import LlamaConfig
+from levanter.models.olmo import Olmo2Config
 from levanter.models.qwen import Qwen3Config
 from safetensors.numpy import load_file
 
-from experiments.parity import llama_logprobs, measure
+from experiments.parity import float64_gradient, llama_logprobs, measure
 from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import model_shape, save_hf_policy
@@ -31,40 +32,45 @@ SIZES = {
     "num_heads": 4,
     "num_kv_heads": 2,
 }
-LLAMA = LlamaConfig(**SIZES, rope=DefaultRotaryEmbeddingsConfig(theta=500.0))
+ROPE = DefaultRotaryEmbeddingsConfig(theta=500.0)
+MODELS = {
+    "llama": LlamaConfig(**SIZES, rope=ROPE),
+    "qwen3": Qwen3Config(**SIZES, head_dim=8, rope=ROPE, tie_word_embeddings=True),
+}
 TOKENS = (259, 50, 43, 51, 61, 257, 260, 7, 7, 99)
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory):
-    """A random llama and its Hugging Face folder."""
+@pytest.fixture(scope="module", params=MODELS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """A random model and its Hugging Face folder."""
+    config = MODELS[request.param]
     tokenizer = TokenizerConfig().build()
     trainer = start_devices(TrainerConfig(), rows_per_device=1, alone=True)
     rng = np.random.default_rng(0)
     model = jax.tree.map(
         lambda leaf: jnp.asarray(rng.normal(scale=0.6, size=leaf.shape), leaf.dtype),
-        model_shape(LLAMA, Axis("vocab", tokenizer.vocab_size), trainer),
+        model_shape(config, Axis("vocab", tokenizer.vocab_size), trainer),
     )
-    folder = tmp_path_factory.mktemp("llama") / "hf"
+    folder = tmp_path_factory.mktemp(request.param) / "hf"
     save_hf_policy(model, tokenizer, folder, trainer)
     return model, folder
 
 
-def test_the_numpy_forward_pass_is_levanters(llama) -> None:
-    model, folder = llama
+def test_the_numpy_forward_pass_is_levanters(saved) -> None:
+    model, folder = saved
     logits = model(hax.named(np.array(TOKENS, np.int32), "position"), AttentionMask.causal())
     logprobs = jax.nn.log_softmax(logits.rearrange(("position", "vocab")).array)
     expected = np.asarray(logprobs)[np.arange(len(TOKENS) - 1), TOKENS[1:]]
     weights = {name: array.astype(np.float64) for name, array in load_file(folder / "model.safetensors").items()}
-    found = llama_logprobs(LLAMA, weights, TOKENS, np.float64)
+    found = llama_logprobs(model.config, weights, TOKENS, np.float64)
     assert found.dtype == np.float64
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert np.ptp(expected) > 1
 
 
 @pytest.mark.medium
-def test_sampler_and_learner_deviate_from_float64_by_rounding(llama) -> None:
-    _, folder = llama
+def test_sampler_and_learner_deviate_from_float64_by_rounding(saved) -> None:
+    _, folder = saved
     differences = measure(str(folder), prompts=("12+3=", "a"), max_new_tokens=4)
     assert list(differences) == [
         "sampler - learner",
@@ -78,9 +84,28 @@ def test_sampler_and_learner_deviate_from_float64_by_rounding(llama) -> None:
     assert differences["numpy float32 - float64"].max() > 0
 
 
+def test_the_float64_gradient_is_that_of_finite_differences(saved) -> None:
+    model, folder = saved
+    weights = {name: array.astype(np.float64) for name, array in load_file(folder / "model.safetensors").items()}
+    sequences = [(TOKENS, 4), (TOKENS[:6], 1)]
+
+    def loss(scale: float, direction: dict[str, np.ndarray]) -> float:
+        moved = {name: array + scale * direction[name] for name, array in weights.items()}
+        scored = [llama_logprobs(model.config, moved, tokens, np.float64)[at - 1 :] for tokens, at in sequences]
+        return -np.concatenate(scored).mean()
+
+    gradient = float64_gradient(model.config, weights, sequences)
+    rng = np.random.default_rng(0)
+    direction = {name: rng.normal(size=array.shape) for name, array in weights.items()}
+    expected = (loss(1e-5, direction) - loss(-1e-5, direction)) / 2e-5
+    found = sum(float((gradient[name] * direction[name]).sum()) for name in weights)
+    assert all(array.dtype == np.float64 for array in gradient.values())
+    assert found == pytest.approx(expected, rel=1e-7)
+
+
 def test_another_architecture_is_refused(tmp_path: Path) -> None:
-    Qwen3Config(**SIZES).to_hf_config(264).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="holds a Qwen3Config; the numpy forward pass supports llama only"):
+    Olmo2Config(**SIZES).to_hf_config(264).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds a Olmo2Config; the numpy forward pass supports llama and Qwen3 only"):
         measure(str(tmp_path))
 
 
