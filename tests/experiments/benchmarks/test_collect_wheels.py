@@ -1,0 +1,74 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.benchmarks import collect_wheels
+from experiments.benchmarks.collect_wheels import RECORDER, conflicts, installed_here, main, packages_of
+
+
+def write_distribution(folder: Path, name: str, requires: list[str]) -> importlib.metadata.Distribution:
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    lines = [f"Name: {name}", "Version: 1.0", *(f"Requires-Dist: {one}" for one in requires)]
+    (info / "METADATA").write_text("\n".join(["Metadata-Version: 2.1", *lines]))
+    return importlib.metadata.Distribution.at(info)
+
+
+def test_modules_belong_to_the_packages_of_this_environment():
+    files = {name: [str(path) for path in one.files or ()] for name, one in installed_here().items()}
+    modules = ["json", "levanter.trainer", "haliax", "jaxlib.xla_client", "google.protobuf.message", "yaml"]
+    found = packages_of(modules, files)
+    assert {"haliax", "jaxlib", "protobuf", "pyyaml"} <= found
+    assert len(found) == 5
+
+
+def test_versions_outside_a_declared_range_are_conflicts(tmp_path: Path):
+    requires = ["transformers<5.13", "numpy>=2", "absent>=1", "ray>=2; extra == 'ray'", "jax>=0.9,<0.12"]
+    carried = {"levanter": write_distribution(tmp_path, "levanter", requires)}
+    installed = {"transformers": "5.17.0", "numpy": "2.5.5", "ray": "1.0", "jax": "0.11.2"}
+    assert list(conflicts(carried, installed)) == [("transformers", "5.17.0", "levanter needs transformers<5.13")]
+
+
+def test_imports_of_child_processes_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "sitecustomize.py").write_text(RECORDER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("RECORDED_IMPORTS", str(tmp_path / "imports.txt"))
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import colorsys'], check=True)"
+    subprocess.run([sys.executable, "-c", child], check=True)
+    assert {"subprocess", "colorsys"} <= set((tmp_path / "imports.txt").read_text().split())
+
+
+def test_only_missing_packages_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    wanted: list[str] = []
+
+    def build(requirements: list[str], folder: Path) -> None:
+        wanted.extend(requirements)
+        folder.mkdir()
+        for requirement in requirements:
+            (folder / f"{requirement.split('==')[0]}.whl").write_bytes(bytes(700_000))
+
+    monkeypatch.setattr(collect_wheels, "recorded_imports", lambda folder: {"haliax", "jax", "equinox", "os"})
+    monkeypatch.setattr(collect_wheels, "build", build)
+    installed = tmp_path / "installed.txt"
+    installed.write_text("jax==0.11.2\nequinox==0.0.1\n")
+    assert main([str(installed), str(tmp_path / "wheels"), "--limit_mb", "1"]) == 0
+    assert wanted == [f"haliax=={importlib.metadata.version('haliax')}"]
+    printed = capsys.readouterr().out
+    assert "kept equinox 0.0.1, although haliax needs equinox" in printed
+    assert "0.70 MB  1 wheels, of at most 1 MB" in printed
+    wanted.clear()
+    assert main([str(installed), str(tmp_path / "more"), "--limit_mb", "1", "--replace", "equinox"]) == 1
+    assert [requirement.split("==")[0] for requirement in wanted] == ["equinox", "haliax"]
+
+
+def test_a_list_without_versions_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "installed.txt").write_text("Package Version\n")
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "installed.txt"), str(tmp_path / "wheels")])
+    assert "has no line name==version; write it with pip list --format=freeze" in capsys.readouterr().err
