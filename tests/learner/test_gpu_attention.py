@@ -28,6 +28,7 @@ from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.learner.gpu_attention import attend_in_segments, block_attention, segment_attention, with_gpu_attention
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
 from marin_rl.levanter_line import seq_len
+from tests.absent_gpu import H100
 from tests.sampling.families import FAMILIES, random_model
 
 POSITIONS = 256
@@ -206,7 +207,7 @@ def test_training_is_lowered_for_gpus_that_are_absent(name: str, mesh: tuple[int
             return jnp.sum(policy_activations(model, batch).array.astype(jnp.float32))
 
     model = eqx.filter_eval_shape(lambda: config.build(Axis("vocab", 512), key=jax.random.PRNGKey(0)))
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(mesh, ("data", "model"))):
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(mesh, ("data", "model"), abstract_device=H100)):
         lowered = jax.jit(jax.grad(loss)).trace(model, RlExample(**arrays)).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
     assert f"{positions}x{positions}" not in text

@@ -25,6 +25,7 @@ from marin_rl.sampling.attention import (
     attention_form,
 )
 from marin_rl.sampling.decoding import copy_slots
+from tests.absent_gpu import H100
 
 SLOTS = 3
 CONTEXT = 300
@@ -177,7 +178,9 @@ def trace_decode(
 
 def lower_gpu_decode(config: AttentionConfig, context: int) -> str:
     """Return a decode step, lowered for a GPU that is absent: none compiles or runs it here."""
-    return trace_decode(BlockAttention(), config, context).lower(lowering_platforms=("cuda",)).as_text()
+    traced = trace_decode(BlockAttention(), config, context)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("device",), abstract_device=H100)):
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize(("head_size", "has_kernel"), [(HEAD_SIZE, True), (80, False)])
