@@ -7,7 +7,8 @@
     python -m experiments.benchmarks.collect_wheels installed.txt wheels   # here, with the same version of Python
 
 The packages are those that the parts of `first_gpu_run` import, at tiny sizes on this machine's CPU, in the versions
-that are installed here. So dependencies that nothing imports stay out, and the wheels fit a small upload. A package
+that are installed here. So dependencies that nothing imports stay out, and so do those of `OPTIONAL`, without which the
+parts run. A package
 that the machine has keeps its version; if it is outside the range that one of the wheels declares, the script prints
 both. `--replace NAME` carries this environment's version of it instead, which then takes precedence.
 """
@@ -19,6 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -31,11 +33,17 @@ LIMIT_MB = 60
 TRACED = ("device", "packed rows, float32", "log-probs qwen3, float32", "gradient qwen3, float32", "rloo.yaml")
 TRACED += ("plan update 4k", "decode 64", "update 4k")
 """Parts whose imports are recorded: one of each function."""
+OPTIONAL = ("ray", "pandas", "PIL", "matplotlib", "uvloop", "grpc")
+"""Modules that are large and not necessary: the traced parts run without them."""
+UNUSED_FILES = {"wandb": "wandb/bin/", "botocore": "botocore/data/"}
+"""Folders of packages that levanter imports but does not use here: wandb's service, and descriptions of AWS."""
 RECORDER = """
 import os, sys
-_seen = set()
+_seen, _absent = set(), set(os.environ["ABSENT_MODULES"].split())
 def _record(event, arguments):
     if event == "import" and arguments[0] not in _seen:
+        if arguments[0].partition(".")[0] in _absent:
+            raise ModuleNotFoundError(f"No module named {arguments[0]!r}", name=arguments[0])
         _seen.add(arguments[0])
         with open(os.environ["RECORDED_IMPORTS"], "a") as file:
             file.write(arguments[0] + "\\n")
@@ -53,7 +61,12 @@ def recorded_imports(folder: Path) -> set[str]:
     (folder / "sitecustomize.py").write_text(RECORDER)
     names = folder / "imports.txt"
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "RECORDED_IMPORTS": str(names)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "RECORDED_IMPORTS": str(names),
+        "ABSENT_MODULES": " ".join(OPTIONAL),
+    }
     files = ["--work", str(folder / "work"), "--output", str(folder / "report.json")]
     command = [sys.executable, "-m", "experiments.benchmarks.first_gpu_run", "--tiny", *files, *TRACED]
     done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
@@ -122,6 +135,19 @@ def build(requirements: Sequence[str], folder: Path) -> None:
         raise SystemExit("pip could not collect the wheels; its messages are above")
 
 
+def strip(wheel: Path, folder: str) -> None:
+    """Remove a folder from a wheel."""
+    smaller = wheel.with_suffix(".smaller")
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new:
+        for name in old.namelist():
+            content = old.read(name)
+            if name.endswith(".dist-info/RECORD"):
+                content = b"".join(line for line in content.splitlines(True) if not line.startswith(folder.encode()))
+            if not name.startswith(folder):
+                new.writestr(old.getinfo(name), content, zipfile.ZIP_DEFLATED)
+    smaller.replace(wheel)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Collect the wheels and print them; return 1 if they exceed the limit, otherwise 0."""
     parser = argparse.ArgumentParser(description="Collect wheels for first_gpu_run", allow_abbrev=False)
@@ -143,6 +169,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     kept = there.keys() - replaced
     carried = {name: here[name] for name in sorted(used - kept) if name != "marin-rl"}
     build([f"{name}=={one.version}" for name, one in carried.items()], arguments.folder)
+    for name, unused in UNUSED_FILES.items():
+        for wheel in arguments.folder.glob(f"{name}-*.whl"):
+            strip(wheel, unused)
     for name, version, requirement in sorted(set(conflicts(carried, {name: there[name] for name in kept}))):
         print(f"kept {name} {version}, although {requirement}; to carry another version: --replace {name}")
     sizes = {path.name: path.stat().st_size / 1e6 for path in arguments.folder.glob("*.whl")}

@@ -4,12 +4,14 @@
 import importlib.metadata
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from experiments.benchmarks import collect_wheels
 from experiments.benchmarks.collect_wheels import RECORDER, conflicts, installed_here, main, packages_of
+from experiments.benchmarks.first_gpu_run import install
 
 
 def write_distribution(folder: Path, name: str, requires: list[str]) -> importlib.metadata.Distribution:
@@ -39,9 +41,12 @@ def test_imports_of_child_processes_are_recorded(tmp_path: Path, monkeypatch: py
     (tmp_path / "sitecustomize.py").write_text(RECORDER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("RECORDED_IMPORTS", str(tmp_path / "imports.txt"))
+    monkeypatch.setenv("ABSENT_MODULES", "wave")
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import colorsys'], check=True)"
     subprocess.run([sys.executable, "-c", child], check=True)
     assert {"subprocess", "colorsys"} <= set((tmp_path / "imports.txt").read_text().split())
+    done = subprocess.run([sys.executable, "-c", "import wave"], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.stderr.endswith("ModuleNotFoundError: No module named 'wave'\n")
 
 
 def test_only_missing_packages_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
@@ -65,6 +70,23 @@ def test_only_missing_packages_are_collected(tmp_path: Path, monkeypatch: pytest
     wanted.clear()
     assert main([str(installed), str(tmp_path / "more"), "--limit_mb", "1", "--replace", "equinox"]) == 1
     assert [requirement.split("==")[0] for requirement in wanted] == ["equinox", "haliax"]
+
+
+def test_unused_files_are_removed_from_a_wheel(tmp_path: Path):
+    wheel, target = tmp_path / "a-1.0-py3-none-any.whl", tmp_path / "target"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("a/__init__.py", "number = 3\n")
+        archive.writestr("a/bin/service", "x" * 1000)
+        archive.writestr("a-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: a\nVersion: 1.0\n")
+        archive.writestr("a-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        lines = ["a/__init__.py", "a/bin/service", "a-1.0.dist-info/METADATA", "a-1.0.dist-info/WHEEL"]
+        archive.writestr(
+            "a-1.0.dist-info/RECORD", "".join(f"{line},,\n" for line in [*lines, "a-1.0.dist-info/RECORD"])
+        )
+    collect_wheels.strip(wheel, "a/bin/")
+    install(tmp_path, target)
+    assert (target / "a/__init__.py").read_text() == "number = 3\n"
+    assert not (target / "a/bin").exists()
 
 
 def test_a_list_without_versions_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
