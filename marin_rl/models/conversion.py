@@ -10,13 +10,10 @@ that survive the conversion but have no effect in levanter's model are rejected 
 
 import copy
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, cast
 
 from levanter.compat.hf_checkpoints import HFCompatConfig
-from levanter.layers.rotary import (
-    Llama3RotaryEmbeddingsConfig,
-)
+from levanter.layers.rotary import Llama3RotaryEmbeddingsConfig
 from levanter.models.lm_model import LmConfig
 from levanter.models.qwen import Qwen3Config
 from transformers import PretrainedConfig
@@ -24,8 +21,9 @@ from transformers import PretrainedConfig
 # Registers the architecture.
 import marin_rl.models.qwen2  # noqa: F401
 from marin_rl.models.hf_config import ACTIVATIONS, PolicyModelError, declared_settings, first_line
-from marin_rl.models.model_settings import model_problems, window_problem
-from marin_rl.models.rotary import LinearRotaryConfig, YarnRotaryConfig, yarn_attention_factor
+from marin_rl.models.hf_rope import canonical_scaling, rope_settings
+from marin_rl.models.model_settings import model_problems, rope_problems, window_problem
+from marin_rl.models.rotary import LinearRotaryConfig, YarnRotaryConfig
 
 
 def levanter_config(hf_config: PretrainedConfig, checkpoint: str) -> LmConfig:
@@ -49,12 +47,18 @@ def levanter_config(hf_config: PretrainedConfig, checkpoint: str) -> LmConfig:
 
 def _convert(hf_config: PretrainedConfig) -> LmConfig:
     plain = copy.deepcopy(hf_config)
-    # Levanter ignores or misreads `rope_scaling`, depending on the architecture; it is added below.
+    theta, scaling = _rope(hf_config)
+    # Levanter ignores or misreads `rope_scaling`, depending on the architecture; it is added below. In transformers 5
+    # this also removes the base.
     plain.rope_scaling = None
-    scaling = _canonical_rope_scaling(hf_config)
+    if theta is not None:
+        plain.rope_theta = theta
+    if hf_config.model_type == "gemma":
+        # Levanter requires the attribute but does not use its value; the config class of transformers 5 lacks it.
+        plain.hidden_activation = None
     fields = _settings_not_read(hf_config)
     if scaling is not None:
-        fields["rope"] = _ROPE_CONFIGS[scaling["rope_type"]].make_from_hf_config(hf_config.rope_theta, scaling)
+        fields["rope"] = _ROPE_CONFIGS[scaling["rope_type"]].make_from_hf_config(theta, scaling)
     choice = cast(type[HFCompatConfig], LmConfig.get_choice_class(hf_config.model_type))
     return dataclasses.replace(cast(HFCompatConfig, choice.from_hf_config(plain)), **fields)
 
@@ -108,6 +112,8 @@ def to_hf_config(config: LmConfig, vocab_size: int) -> PretrainedConfig:
     name = LmConfig.get_choice_name(type(config))
     if not isinstance(config, HFCompatConfig):
         raise PolicyModelError(f"model.type {name!r} has no Hugging Face form and cannot be exported")
+    if problem := next(rope_problems(getattr(config, "rope", None)), None):
+        raise PolicyModelError(f"model: this {name!r} model cannot be exported in Hugging Face format: {problem}")
     try:
         return config.to_hf_config(vocab_size)
     except (AttributeError, KeyError, TypeError, ValueError, AssertionError) as error:
@@ -149,6 +155,12 @@ _NOT_EXPORTED = frozenset(
 """Fields of levanter's configs that do not change the logits, or that are checked by other means."""
 
 
+def _rope(hf_config: PretrainedConfig) -> tuple[float | None, dict[str, Any] | None]:
+    """Return the base of rotary embeddings, None without them, and the canonical form of their scaling."""
+    theta, scaling = rope_settings(hf_config)
+    return theta, canonical_scaling(scaling, hf_config.model_type, getattr(hf_config, "max_position_embeddings", 0))
+
+
 def _exported_fields(config: LmConfig) -> dict[str, Any]:
     fields = {
         field.name: getattr(config, field.name)
@@ -171,57 +183,6 @@ def attention_window(hf_config: PretrainedConfig) -> int | None:
     return None
 
 
-def _canonical_rope_scaling(hf_config: PretrainedConfig) -> dict[str, Any] | None:
-    """Return `rope_scaling` with transformers' defaults filled in; None if there is no scaling."""
-    scaling = getattr(hf_config, "rope_scaling", None)
-    if scaling is None:
-        return None
-    kind = scaling.get("rope_type") or scaling.get("type")
-    given = {name: value for name, value in scaling.items() if name not in ("rope_type", "type")}
-    canonical: dict[str, Any]
-    match kind:
-        case None | "":
-            raise PolicyModelError(f"rope_scaling is {scaling!r}, without a rope_type; add it to a copy of config.json")
-        case "default":
-            return None
-        case "linear":
-            canonical = {"factor": float(_required(given, kind, "factor"))}
-        case "llama3":
-            names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-            canonical = {name: _required(given, kind, name) for name in names}
-        case "yarn":
-            canonical = _canonical_yarn(given, hf_config.max_position_embeddings)
-        case _:
-            raise PolicyModelError(
-                f"rope_scaling of type {kind!r} is not supported; supported are default, linear, llama3 and yarn"
-            )
-    # Both are resolved into the attention factor.
-    if unknown := sorted(given.keys() - canonical.keys() - {"mscale", "mscale_all_dim"}):
-        raise PolicyModelError(f"rope_scaling of type {kind!r} has settings that are not supported: {unknown}")
-    return {"rope_type": kind, **canonical}
-
-
-def _required(scaling: Mapping[str, Any], kind: str, name: str) -> Any:
-    if scaling.get(name) is None:
-        raise PolicyModelError(f"rope_scaling of type {kind!r} lacks {name}; add it to a copy of config.json")
-    return scaling[name]
-
-
-def _canonical_yarn(given: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
-    factor = float(_required(given, "yarn", "factor"))
-    attention_factor = given.get("attention_factor")
-    if attention_factor is None:
-        attention_factor = yarn_attention_factor(factor, given.get("mscale"), given.get("mscale_all_dim"))
-    return {
-        "factor": factor,
-        "attention_factor": float(attention_factor),
-        "beta_fast": float(given.get("beta_fast") or 32),
-        "beta_slow": float(given.get("beta_slow") or 1),
-        "original_max_position_embeddings": given.get("original_max_position_embeddings") or max_position_embeddings,
-        "truncate": given.get("truncate", True),
-    }
-
-
 _NOT_THE_FUNCTION = frozenset(
     {
         # Checked against the tokenizer and the weights.
@@ -231,6 +192,8 @@ _NOT_THE_FUNCTION = frozenset(
         *("router_aux_loss_coef", "router_jitter_noise", "output_router_logits"),
         # Settings of classification heads.
         *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
+        # Compared in a form that does not depend on the version of transformers.
+        "rope_parameters",
         # Compared in a form that does not depend on the architecture (`attention_window`).
         *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
         # Longer rows are rejected elsewhere, and scaled rotary embeddings carry the original length.
@@ -249,7 +212,7 @@ def _function_settings(hf_config: PretrainedConfig) -> dict[str, Any]:
     declared = declared_settings(type(hf_config)) - _NOT_THE_FUNCTION
     settings = {name: getattr(hf_config, name) for name in sorted(declared) if hasattr(hf_config, name)}
     settings["tie_word_embeddings"] = hf_config.tie_word_embeddings
-    settings["rope_scaling"] = _canonical_rope_scaling(hf_config)
+    settings["rope_theta"], settings["rope_scaling"] = _rope(hf_config)
     settings["partial_rotary_factor"] = getattr(hf_config, "partial_rotary_factor", 1.0)
     if "hidden_size" in declared:
         default = hf_config.hidden_size // hf_config.num_attention_heads
@@ -258,7 +221,7 @@ def _function_settings(hf_config: PretrainedConfig) -> dict[str, Any]:
     settings["layer_types"] = settings["sliding_window"] and getattr(hf_config, "layer_types", None)
     if hf_config.model_type == "gemma":
         # Transformers' Gemma reads only `hidden_act`.
-        del settings["hidden_activation"]
+        settings.pop("hidden_activation", None)
     if hf_config.model_type == "gpt2":
         settings["n_inner"] = hf_config.n_inner or 4 * hf_config.n_embd
     for name in ACTIVATIONS:

@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.hub import cached_file
 
 from marin_rl.hub import check_source
+from marin_rl.models.hf_rope import canonical_scaling, read_rope
 from marin_rl.models.model_settings import MODEL_TYPES
 from marin_rl.storage import check_descriptions
 
@@ -35,8 +36,8 @@ class PolicyModelError(ValueError):
 def read_hf_config(checkpoint: str) -> PretrainedConfig:
     """Read the Hugging Face config of a checkpoint, in the form of the installed transformers.
 
-    Configs written by transformers 5 keep the rotary settings in `rope_parameters`. Transformers 4 ignores that key
-    and falls back to a base of 10000 without scaling, so it is translated to `rope_theta` and `rope_scaling`.
+    Rotary settings are read in the forms of transformers 4 and 5, see `hf_rope`. Transformers 4 alone would ignore the
+    form of 5 and fall back to a base of 10000 without scaling.
 
     Keys that the config class does not declare do not affect the forward pass of the installed transformers. Training
     tools leave many of them in checkpoints, so they are only logged. If a newer transformers wrote the file, such a key
@@ -70,8 +71,14 @@ def read_hf_config(checkpoint: str) -> PretrainedConfig:
     if not isinstance(raw, dict):
         raise PolicyModelError(f"config.json of {checkpoint!r} is not a JSON object")
     _check_supported(raw, checkpoint)
-    values = _translate_rope_parameters(raw, checkpoint)
-    _check_values(values, checkpoint)
+    try:
+        values = read_rope(raw)
+        _check_values(values, checkpoint)
+        canonical_scaling(values.get("rope_scaling"), values["model_type"], values.get("max_position_embeddings", 0))
+    except PolicyModelError:
+        raise
+    except ValueError as error:
+        raise PolicyModelError(f"config.json of {checkpoint!r}: {error}") from error
     hf_class = CONFIG_MAPPING[values["model_type"]]
     _check_undeclared(values, declared_settings(hf_class) | hf_class.attribute_map.keys(), checkpoint)
     try:
@@ -181,38 +188,23 @@ def _check_values(values: Mapping[str, Any], checkpoint: str) -> None:
     check(values.get("rope_scaling") or {}, _SCALING, "rope_scaling.")
 
 
-def _translate_rope_parameters(raw: Mapping[str, Any], checkpoint: str) -> dict[str, Any]:
-    """Translate `rope_parameters` of transformers 5, if any, to `rope_theta` and `rope_scaling`."""
-    values = dict(raw)
-    parameters = values.pop("rope_parameters", None)
-    if parameters is None:
-        return values
-    where = f"rope_parameters in config.json of {checkpoint!r}"
-    if not isinstance(parameters, dict) or not isinstance(parameters.get("rope_theta"), int | float):
-        raise PolicyModelError(f"{where} is {parameters!r}; it must hold a number rope_theta for all layers")
-    scaling = dict(parameters)
-    theta = scaling.pop("rope_theta")
-    if (partial := scaling.pop("partial_rotary_factor", 1.0)) != 1.0:
-        raise PolicyModelError(f"{where} sets partial_rotary_factor to {partial!r}; only 1.0 is supported")
-    given = [scaling.pop(name, None) for name in ("rope_type", "type")]
-    kind = given[0] or given[1] or "default"
-    # `type` is the older name; OLMo 2's config class in transformers 4 accepts no other.
-    scaling = {"type" if kind == "linear" else "rope_type": kind, **scaling}
-    translated = {"rope_theta": theta, "rope_scaling": None if kind == "default" else scaling}
-    for name, value in translated.items():
-        if values.get(name) not in (None, value):
-            raise PolicyModelError(f"{where} contradicts {name} {values[name]!r} in it; remove one of the two")
-    return values | translated
-
-
 def declared_settings(hf_class: type[PretrainedConfig]) -> set[str]:
-    """Return the settings that a config class of transformers declares."""
-    return set(inspect.signature(hf_class.__init__).parameters) - {"self", "kwargs"}
+    """Return the settings that a config class of transformers declares, without those of every class."""
+    common = inspect.signature(PretrainedConfig.__init__).parameters.keys()
+    return set(inspect.signature(hf_class.__init__).parameters) - common - {"self", "kwargs"}
 
 
 def _check_undeclared(values: Mapping[str, Any], declared: Set[str], checkpoint: str) -> None:
     # Transformers reads these for every architecture, although not every config class declares them.
-    read_anyway = {"rope_scaling", "partial_rotary_factor", "head_dim", "model_type", "dtype", "torch_dtype"}
+    read_anyway = {
+        "rope_theta",
+        "rope_scaling",
+        "partial_rotary_factor",
+        "head_dim",
+        "model_type",
+        "dtype",
+        "torch_dtype",
+    }
     known = declared | read_anyway | PretrainedConfig().to_dict().keys()
     known |= {"architectures", "auto_map", "transformers_version", "attn_implementation"}
     # Levanter writes it for qwen, also where it says the same as `attention_bias` or the architecture.

@@ -41,7 +41,7 @@ def model_problems(model: Any) -> Iterator[str]:
     if getattr(model, "scan_layers", True) is False:
         yield "model.scan_layers is false, but the learner supports scanned layers only; set it to true"
     yield from attention_problems(model)
-    yield from _rope_problems(getattr(model, "rope", None))
+    yield from rope_problems(getattr(model, "rope", None))
     yield from _gemma_problems(name, model)
     sizes = {size: value for size in SIZES if (value := getattr(model, size, None)) is not None}
     wrong = [f"model.{size} is {value}; it must be at least 1" for size, value in sizes.items() if value < 1]
@@ -74,7 +74,15 @@ def attention_problems(model: Any) -> Iterator[str]:
         )
 
 
-def _rope_problems(rope: Any) -> Iterator[str]:
+def rope_problems(rope: Any) -> Iterator[str]:
+    """Problems of the rotary settings of a model.
+
+    Args:
+        rope: levanter's config of rotary embeddings; None without them.
+
+    Yields:
+        Messages that name the setting and the remedy.
+    """
     name = None if rope is None else rope.get_choice_name(type(rope))
     if name == "yarn":
         yield "model.rope.type is 'yarn', which levanter computes unlike transformers; use hf_yarn"

@@ -50,9 +50,11 @@ class Qwen2Config(LlamaConfig):
             ValueError: if a setting has no Hugging Face form.
         """
         llama = LlamaConfig.to_hf_config(self, vocab_size)
+        theta, scaling = self.rope.to_hf_config()
         names = (
             "max_position_embeddings hidden_size intermediate_size num_hidden_layers num_attention_heads "
-            "num_key_value_heads hidden_act initializer_range rms_norm_eps tie_word_embeddings rope_theta rope_scaling"
+            "num_key_value_heads hidden_act initializer_range rms_norm_eps tie_word_embeddings"
         )
         values = {name: getattr(llama, name) for name in names.split()}
+        values |= {"rope_theta": theta, "rope_scaling": scaling}
         return HfQwen2Config(vocab_size=vocab_size, use_sliding_window=False, **values, **(config_overrides or {}))

@@ -176,7 +176,7 @@ def test_settings_that_levanter_ignores_are_rejected(tmp_path: Path):
     ("config", "problem"),
     [
         (LlamaConfig(**SIZES, use_qk_norm=True), "use_qk_norm"),
-        (LlamaConfig(**SIZES, rope=DefaultRotaryEmbeddingsConfig(factor=4.0)), "rope_type"),
+        (LlamaConfig(**SIZES, rope=DefaultRotaryEmbeddingsConfig(factor=4.0)), "use model.rope.type: hf_linear"),
     ],
 )
 def test_error_names_a_model_without_a_hugging_face_form(config: LmConfig, problem: str):
