@@ -27,6 +27,7 @@ from marin_rl.learner.sharding import check_sharding
 from marin_rl.levanter_line import max_positions
 from marin_rl.models.conversion import check_same_function, levanter_config, to_hf_config
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
+from marin_rl.models.hf_rope import write_rope
 from marin_rl.models.hf_tensors import BASE_PREFIX, check_tensors
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.hf_folder import save_tokenizer
@@ -204,7 +205,7 @@ def save_hf_folder(weights: WeightParts, tokenizer: ChatTokenizer, folder: Path,
     hf_config.update(special_tokens)
     dtype = (weights.dtype or jax.tree.leaves(model)[0].dtype).name
     # Transformers before 4.56 and many servers read the older name of the dtype.
-    settings = {**hf_config.to_diff_dict(), "dtype": dtype, "torch_dtype": dtype}
+    settings = {**write_rope(hf_config.to_diff_dict()), "dtype": dtype, "torch_dtype": dtype}
     with _system_errors(folder):
         if multihost.is_main():
             folder.mkdir(parents=True, exist_ok=True)

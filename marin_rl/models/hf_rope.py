@@ -25,19 +25,28 @@ def read_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
         return values
     if not isinstance(parameters, dict) or not isinstance(parameters.get("rope_theta"), int | float):
         raise ValueError(f"rope_parameters is {parameters!r}; it must hold a number rope_theta for all layers")
-    scaling = dict(parameters)
+    kind, scaling = _split_type(parameters)
     theta = scaling.pop("rope_theta")
     if (partial := scaling.pop("partial_rotary_factor", 1.0)) != 1.0:
         raise ValueError(f"rope_parameters sets partial_rotary_factor to {partial!r}; only 1.0 is supported")
-    given = [scaling.pop(name, None) for name in ("rope_type", "type")]
-    kind = given[0] or given[1] or "default"
+    old_theta, old_scaling = values.get("rope_theta"), values.get("rope_scaling")
+    if old_theta not in (None, theta):
+        raise ValueError(f"rope_parameters contradicts rope_theta {old_theta!r}; remove one of the two")
+    if old_scaling is not None and not (isinstance(old_scaling, dict) and _split_type(old_scaling) == (kind, scaling)):
+        raise ValueError(f"rope_parameters contradicts rope_scaling {old_scaling!r}; remove one of the two")
+    return {**values, "rope_theta": theta, "rope_scaling": _join_type(kind, scaling)}
+
+
+def _split_type(scaling: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the type of a `rope_scaling`, and its other settings."""
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    return kind, {name: value for name, value in scaling.items() if name not in ("rope_type", "type")}
+
+
+def _join_type(kind: str, scaling: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the `rope_scaling` of transformers 4."""
     # `type` is the older name; OLMo 2's config class in transformers 4 accepts no other.
-    scaling = {"type" if kind == "linear" else "rope_type": kind, **scaling}
-    translated = {"rope_theta": theta, "rope_scaling": None if kind == "default" else scaling}
-    for name, value in translated.items():
-        if values.get(name) not in (None, value):
-            raise ValueError(f"rope_parameters contradicts {name} {values[name]!r}; remove one of the two")
-    return values | translated
+    return None if kind == "default" else {"type" if kind == "linear" else "rope_type": kind, **scaling}
 
 
 def write_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,10 +54,9 @@ def write_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
     values = read_rope(settings)
     if "rope_theta" not in values:
         return values
-    scaling = dict(values.setdefault("rope_scaling", None) or {})
-    given = [scaling.pop(name, None) for name in ("rope_type", "type")]
-    parameters = {"rope_theta": values["rope_theta"], "rope_type": given[0] or given[1] or "default", **scaling}
-    return {**values, "rope_parameters": parameters}
+    theta, (kind, scaling) = values["rope_theta"], _split_type(values.get("rope_scaling") or {})
+    parameters = {"rope_theta": theta, "rope_type": kind, **scaling}
+    return {**values, "rope_scaling": _join_type(kind, scaling), "rope_parameters": parameters}
 
 
 def rope_settings(hf_config: Any) -> tuple[float | None, dict[str, Any] | None]:
