@@ -28,9 +28,8 @@ from safetensors.numpy import load_file
 
 from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.config.device_settings import logprob_block, row_layout
-from marin_rl.config.levanter_sections import default_trainer
 from marin_rl.config.sections import RolloutConfig
-from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.train_config import TrainConfig, TrainerConfig
 from marin_rl.distributed.samplers import open_group_sampler
 from marin_rl.environments import ReasoningGymConfig
 from marin_rl.learner.devices import start_devices
@@ -257,7 +256,7 @@ def measure(
         tokenizer=TokenizerConfig(folder),
         rollouts=RolloutConfig(max_length=MAX_LENGTH),
         sampling=SamplingConfig(max_new_tokens=max_new_tokens, max_seqs=len(prompts), kv_cache_dtype=dtype),
-        trainer=dataclasses.replace(default_trainer(), mp=jmp.get_policy(f"params=float32,compute={dtype}")),
+        trainer=dataclasses.replace(TrainerConfig(), mp=jmp.get_policy(f"params=float32,compute={dtype}")),
     )
     sampled = sample_and_score(config, prompts)
     logprobs = {
