@@ -3,6 +3,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -94,6 +96,13 @@ def test_a_template_file_replaces_the_tokenizers_and_is_saved_with_it(tmp_path):
     assert chat.prompt_tokens([USER]) == (*b"user:2+3=", 257)
     chat.tokenizer.save_pretrained(tmp_path / "saved")
     assert TokenizerConfig(path=str(tmp_path / "saved")).build().tokenizer.chat_template == template
+
+
+def test_the_import_prints_nothing():
+    # Transformers 5 advises users to install PyTorch.
+    command = [sys.executable, "-c", "import marin_rl.tokenization.load"]
+    imported = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (imported.stdout, imported.stderr) == ("", "")
 
 
 # Folders written by transformers 5.
