@@ -176,7 +176,8 @@ def _load_file(source: str, file: Path, config: Mapping[str, Any]) -> PreTrained
     """Load `tokenizer.json` as it is, with the special tokens and templates of the other files."""
     extra = config.get("extra_special_tokens")
     named = extra if isinstance(extra, dict) else config.get("model_specific_special_tokens")
-    arguments: dict[str, Any] = {}
+    # The config may name another file.
+    arguments: dict[str, Any] = {"tokenizer_file": str(file)}
     if named is not None or "extra_special_tokens" in config:
         # Transformers 4 reads only named tokens from this key, and transformers 5 then ignores the list of the others.
         arguments["extra_special_tokens"] = named or {}
@@ -188,7 +189,7 @@ def _load_file(source: str, file: Path, config: Mapping[str, Any]) -> PreTrained
             # The error of a damaged file is clearer than that of transformers.
             Tokenizer.from_file(str(file))
             raise
-    if arguments:
+    if "extra_special_tokens" in arguments:
         others = extra if isinstance(extra, list) else config.get("additional_special_tokens") or []
         present = {token.content: token for token in loaded.added_tokens_decoder.values()}
         texts = [token["content"] if isinstance(token, dict) else token for token in others]
@@ -213,9 +214,9 @@ def _set_prefix_space(tokenizer: PreTrainedTokenizerFast, value: object) -> None
 
 def _add_of_class(tokenizer: PreTrainedTokenizerFast, adds: _Class, config: Mapping[str, Any]) -> None:
     """Add what the class of the tokenizer adds to `tokenizer.json` in transformers 4."""
-    vocabulary = tokenizer.get_vocab()
+    backend = tokenizer.backend_tokenizer
     for name, token in adds.tokens.items():
-        if name not in config and getattr(tokenizer, name) is None and token in vocabulary:
+        if name not in config and getattr(tokenizer, name) is None and backend.token_to_id(token) is not None:
             setattr(tokenizer, name, token)
     if adds.adds_bos is None:
         return
@@ -226,7 +227,7 @@ def _add_of_class(tokenizer: PreTrainedTokenizerFast, adds: _Class, config: Mapp
                 f"the tokenizer {tokenizer.name_or_path} adds a token to each text (add_{end}_token), but its "
                 f"{end}_token is null; set {end}_token in tokenizer_config.json, or add_{end}_token to false"
             )
-    _set_ends(tokenizer.backend_tokenizer, *(getattr(tokenizer, f"{end}_token") if ends[end] else None for end in ends))
+    _set_ends(backend, *(getattr(tokenizer, f"{end}_token") if ends[end] else None for end in ends))
 
 
 def _set_ends(backend: Tokenizer, bos: str | None, eos: str | None) -> None:

@@ -287,6 +287,13 @@ def test_special_tokens_are_kept_in_the_forms_of_both_versions(tmp_path: Path, c
         assert set(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))) >= expected
 
 
+def test_the_config_cannot_name_another_file(tmp_path: Path):
+    other = tmp_path / "other.json"
+    byte_tokenizer().backend_tokenizer.save(str(other))
+    folder = write(tmp_path / "folder", chatml_tokenizer, {**QWEN, "tokenizer_file": str(other)}, {})
+    assert load(folder).tokenizer.get_vocab() == chatml_tokenizer().get_vocab()
+
+
 def test_special_tokens_in_the_oldest_files(tmp_path: Path):
     config = {"tokenizer_class": "Qwen2Tokenizer", "unk_token": None}
     folder = write(tmp_path, chatml_tokenizer, config, {})
