@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
 from haliax.nn import Stacked
-from haliax.state_dict import flatten_modules_for_export, to_state_dict
 from jax.sharding import NamedSharding, PartitionSpec
 from levanter.compat.hf_checkpoints import _shard_hf_checkpoint
 from levanter.models.gpt2 import Gpt2Config
@@ -30,6 +29,7 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl import multihost
 from marin_rl.learner.array_files import SavedArray, read_rows, verify
+from marin_rl.models.hf_tensors import to_tensors
 from marin_rl.storage import StoragePath
 from marin_rl.trainer_config import AbstractTrainerConfig
 
@@ -192,7 +192,7 @@ def _tensors(model: LmHeadModel, dtype: jnp.dtype | None) -> dict[str, jax.Array
     """Convert a policy to the tensors of its Hugging Face form."""
     if dtype is not None:
         model = jax.tree.map(lambda array: array.astype(dtype), model)
-    return to_state_dict(flatten_modules_for_export(model))
+    return to_tensors(model)
 
 
 def _convert_layer(parts: WeightParts, layer: Any) -> dict[str, jax.Array]:

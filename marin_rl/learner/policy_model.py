@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import equinox as eqx
 import haliax as hax
@@ -28,7 +28,7 @@ from marin_rl.levanter_line import max_positions
 from marin_rl.models.conversion import check_same_function, levanter_config, to_hf_config
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.hf_rope import write_rope
-from marin_rl.models.hf_tensors import BASE_PREFIX, check_tensors
+from marin_rl.models.hf_tensors import BASE_PREFIX, check_tensors, split_experts
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.hf_folder import save_tokenizer
 from marin_rl.trainer_config import AbstractTrainerConfig
@@ -107,7 +107,7 @@ def load_hf_policy(
     checkpoint = str(Path(checkpoint).absolute()) if Path(checkpoint).is_dir() else checkpoint
     hf_config, config = check_hf_policy(checkpoint, tokenizer, trainer, config)
     _check_mesh(model_shape(config, Axis("vocab", hf_config.vocab_size), trainer), trainer)
-    converter = HFCheckpointConverter(
+    converter = _Converter(
         cast(type[HFCompatConfig], type(config)),
         reference_checkpoint=checkpoint,
         HfConfigClass=type(hf_config),
@@ -130,6 +130,13 @@ def load_hf_policy(
             f"the weights in {checkpoint!r} are missing or damaged: {str(error).splitlines()[0]}"
         ) from error
     return _only_arrays(cast(LmHeadModel, model))
+
+
+class _Converter(HFCheckpointConverter):
+    """Levanter's converter, for files with fused experts, too."""
+
+    def load_state_dict(self, ref: Any = None, dtype: Any = None) -> dict[str, Any]:
+        return split_experts(HFCheckpointConverter.load_state_dict(self, ref, dtype))
 
 
 def check_hf_policy(

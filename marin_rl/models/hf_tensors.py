@@ -1,14 +1,16 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Compares names and shapes of the tensors in a Hugging Face checkpoint with those of a model."""
+"""Names and shapes of the tensors in Hugging Face checkpoints, and their comparison with those of a model."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
 from haliax.state_dict import flatten_modules_for_export, to_state_dict
 from levanter.models.lm_model import LmHeadModel
 from safetensors import SafetensorError, safe_open
@@ -24,6 +26,11 @@ _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Suffixes of constants that older versions of transformers saved with the weights."""
 _WEIGHT_TYPES = ("BF16", "F16", "F32", "F64")
 _MOST_NAMED = 5
+_FUSED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+"""Suffixes of tensors that contain all experts of a layer."""
+_ROUTER = ".mlp.gate.weight"
+MAX_EXPERTS = 4096
+"""Maximum number of experts in a fused tensor; the time to split it grows with it."""
 
 
 def check_tensors(checkpoint: str, model: LmHeadModel) -> None:
@@ -68,15 +75,47 @@ def check_tensors(checkpoint: str, model: LmHeadModel) -> None:
 
 def tensor_shapes(model: LmHeadModel) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's tensors by their Hugging Face names."""
+    named = eqx.filter_eval_shape(lambda model: to_tensors(eqx.filter(model, eqx.is_array)), model)
+    return {name: tuple(leaf.shape) for name, leaf in named.items()}
 
-    def export(model: LmHeadModel) -> dict:
-        return to_state_dict(flatten_modules_for_export(eqx.filter(model, eqx.is_array)))
 
-    return {name: tuple(leaf.shape) for name, leaf in eqx.filter_eval_shape(export, model).items()}
+def to_tensors(model: LmHeadModel) -> dict[str, jax.Array]:
+    """Convert a model to the tensors of its Hugging Face form, by name."""
+    return split_experts(to_state_dict(flatten_modules_for_export(model)))
+
+
+def split_experts(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Split fused tensors of Mixtral's experts into those of each expert; returns the same dictionary.
+
+    Levanter's new line writes `mlp.experts.gate_up_proj`, `[experts, 2 mlp, embed]`, and `mlp.experts.down_proj`,
+    `[experts, embed, mlp]`, which are the parameters of transformers 5. The files of both transformers and the servers
+    that read them have `w1` (gate), `w2` (down) and `w3` (up) of each expert. Levanter's old line reads no others.
+
+    Args:
+        tensors: tensors by name; each fused one is removed before the next one is split.
+    """
+    fused = [name for name in tensors if name.endswith(_FUSED) and _is_stack(tensors[name].shape)]
+    for name in fused:
+        layer, _, kind = name.partition(".mlp.experts.")
+        stack = tensors.pop(name)
+        half = stack.shape[1] // 2
+        rows = {"w1": slice(half), "w3": slice(half, None)} if kind == "gate_up_proj" else {"w2": slice(None)}
+        for expert in range(stack.shape[0]):
+            for weight, part in rows.items():
+                tensors[f"{layer}.block_sparse_moe.experts.{expert}.{weight}.weight"] = stack[expert, part]
+        if (router := tensors.pop(layer + _ROUTER, None)) is not None:
+            tensors[f"{layer}.block_sparse_moe.gate.weight"] = router
+    return tensors
+
+
+def _is_stack(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 3 and shape[0] <= MAX_EXPERTS and max(shape) < 2**31
 
 
 def read_tensor_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
-    """Read the shapes of the tensors in a checkpoint's safetensors files; drops the prefix of GPT-2's names.
+    """Read the shapes of the tensors in a checkpoint's safetensors files.
+
+    The names are without the prefix of GPT-2, and fused experts are split.
 
     Raises:
         PolicyModelError: if a file is missing, damaged or in PyTorch's pickle format, or holds no floats.
@@ -106,7 +145,12 @@ def read_tensor_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
             f"the weights in {checkpoint!r} are not in bfloat16, float16, float32 or float64, as in quantized "
             f"checkpoints: {_listing(not_weights)}; use the checkpoint that they were made from"
         )
-    return {name.removeprefix(f"{BASE_PREFIX}."): shape for name, shape in shapes.items()}
+    named = {name.removeprefix(f"{BASE_PREFIX}."): shape for name, shape in shapes.items()}
+    mixtures = [name for name in named if name.endswith((*_FUSED, _ROUTER))]
+    split = jax.eval_shape(
+        split_experts, {name: jax.ShapeDtypeStruct(named.pop(name), jnp.float32) for name in mixtures}
+    )
+    return named | {name: tuple(leaf.shape) for name, leaf in split.items()}
 
 
 def _file_names(checkpoint: str) -> list[str]:

@@ -13,7 +13,6 @@ import levanter.tracker
 import numpy as np
 import pytest
 from haliax import Axis, NamedArray
-from haliax.state_dict import flatten_modules_for_export, to_state_dict
 from huggingface_hub import hf_hub_download
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmHeadModel
@@ -36,13 +35,13 @@ from marin_rl.learner.policy_model import (
 from marin_rl.levanter_line import seq_len
 from marin_rl.models.conversion import check_same_function
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
-from marin_rl.models.hf_tensors import BASE_PREFIX
+from marin_rl.models.hf_tensors import BASE_PREFIX, to_tensors
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenizerConfig, byte_tokenizer
-from tests.models.hf_checkpoint import record, write_checkpoint
+from tests.models.hf_checkpoint import fuse, record, write_checkpoint
 from tests.models.hf_oracle.make_oracle import (
     CASES,
     GREEDY_TOKENS,
@@ -52,6 +51,7 @@ from tests.models.hf_oracle.make_oracle import (
     loss_weights,
     summarize_gradient,
     token_ids,
+    weights,
 )
 
 ARCHITECTURES = ("gemma", "gemma2", "gpt2", "llama_yarn", "mistral", "mixtral", "olmo2", "qwen2", "qwen3")
@@ -446,7 +446,7 @@ def test_log_probabilities_and_gradients_equal_those_of_transformers(tmp_path, t
     with trainer.use_device_mesh(), levanter.tracker.current_tracker(NoopTracker()):
         differentiate = hax.named_jit(eqx.filter_grad(loss, has_aux=True), axis_resources=trainer.compute_axis_mapping)
         gradient, scored = differentiate(model, oracle_batch(tiny))
-        by_name = to_state_dict(flatten_modules_for_export(gradient))
+        by_name = to_tensors(gradient)
     np.testing.assert_allclose(scored.array[:, 1:], record(case)["logprobs"], rtol=0, atol=1e-5)
     expected = {name.removeprefix(f"{BASE_PREFIX}."): value for name, value in record(case)["gradients"].items()}
     assert by_name.keys() == expected.keys()
@@ -479,6 +479,16 @@ def test_greedy_generations_equal_those_of_transformers(tmp_path, trainer, chat,
     for generation, expected in zip(generations, record(case)["greedy"], strict=True):
         assert list(generation.token_ids) == expected["tokens"]
         np.testing.assert_allclose(generation.logprobs, expected["logprobs"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.medium
+def test_fused_experts_are_loaded(tiny, trainer, chat, tmp_path) -> None:
+    expected = load_hf_policy(write_checkpoint(tmp_path / "split", "mixtral"), chat, trainer, None)
+    fused = weights(record("mixtral")["tensors"])
+    fuse(fused)
+    tiny.assert_same_bits(
+        load_hf_policy(write_checkpoint(tmp_path / "fused", "mixtral", fused), chat, trainer, None), expected
+    )
 
 
 def test_unused_tensors_are_rejected_at_loading(trainer, chat, tmp_path) -> None:

@@ -42,3 +42,16 @@ def write_checkpoint(folder: Path, case: str, tensors: Mapping[str, np.ndarray] 
         write_config(folder, {**record(case)["config"], **changes}) + "/model.safetensors",
     )
     return str(folder)
+
+
+def fuse(tensors: dict[str, np.ndarray]) -> None:
+    """Give the experts of the record `mixtral` the form of levanter's new line."""
+    for layer in range(2):
+        old, new = f"model.layers.{layer}.block_sparse_moe", f"model.layers.{layer}.mlp"
+
+        def take(weight: str, old: str = old) -> np.ndarray:
+            return np.stack([tensors.pop(f"{old}.experts.{expert}.{weight}.weight") for expert in range(4)])
+
+        tensors[f"{new}.gate.weight"] = tensors.pop(f"{old}.gate.weight")
+        tensors[f"{new}.experts.gate_up_proj"] = np.concatenate([take("w1"), take("w3")], axis=1)
+        tensors[f"{new}.experts.down_proj"] = take("w2")

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from safetensors.numpy import save_file
 
 from marin_rl.models.conversion import levanter_config
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
-from marin_rl.models.hf_tensors import check_tensors, read_tensor_shapes
-from tests.models.hf_checkpoint import record, write_checkpoint, write_config
+from marin_rl.models.hf_tensors import check_tensors, read_tensor_shapes, split_experts
+from tests.models.hf_checkpoint import fuse, record, write_checkpoint, write_config
 from tests.models.hf_oracle.make_oracle import CASES, VOCAB, weights
 
 
@@ -30,6 +31,51 @@ def test_the_tensors_of_a_checkpoint_are_those_of_the_model(tmp_path: Path, case
     assert case in CASES
     checkpoint = write_checkpoint(tmp_path, case)
     check_tensors(checkpoint, shapes_of(checkpoint))
+
+
+def test_fused_experts_are_read_as_those_of_each_expert(tmp_path: Path):
+    expected = weights(record("mixtral")["tensors"])
+    fused = dict(expected)
+    fuse(fused)
+    assert len(fused) < len(expected)
+    checkpoint = write_checkpoint(tmp_path, "mixtral", fused)
+    assert read_tensor_shapes(checkpoint) == {name: array.shape for name, array in expected.items()}
+    check_tensors(checkpoint, shapes_of(checkpoint))
+    found = split_experts(fused)
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+EXPERTS = "model.layers.1.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("shape", "problem"),
+    [
+        ((3, 96, 32), r"lack model.layers.1.block_sparse_moe.experts.3.w1.weight"),
+        ((5, 96, 32), r"does not use model.layers.1.block_sparse_moe.experts.4.w1.weight"),
+        ((4, 97, 32), r"are model.layers.1.block_sparse_moe.experts.0.w3.weight \(49, 32\), not \(48, 32\)"),
+        ((4, 96), rf"does not use {EXPERTS}.gate_up_proj"),
+        ((2**40, 0, 32), rf"does not use {EXPERTS}.gate_up_proj"),
+    ],
+)
+def test_error_names_wrong_fused_experts(tmp_path: Path, shape: tuple[int, ...], problem: str):
+    tensors = weights(record("mixtral")["tensors"])
+    fuse(tensors)
+    # Numpy's arrays cannot have every shape that a file can name.
+    header = {name: {"dtype": "F32", "shape": array.shape} for name, array in tensors.items()}
+    header[f"{EXPERTS}.gate_up_proj"]["shape"] = shape
+    checkpoint = write_checkpoint(tmp_path, "mixtral", {})
+    offset = 0
+    for value in header.values():
+        size = 4 * math.prod(value["shape"])
+        value["data_offsets"] = (offset, offset + size)
+        offset += size
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(offset))
+    with pytest.raises(PolicyModelError, match=problem):
+        check_tensors(checkpoint, shapes_of(checkpoint))
 
 
 def add(name: str, *shape: int) -> Callable[[dict[str, np.ndarray]], None]:
