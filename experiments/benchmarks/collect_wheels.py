@@ -33,10 +33,11 @@ LIMIT_MB = 60
 TRACED = ("device", "packed rows, float32", "log-probs qwen3, float32", "gradient qwen3, float32", "rloo.yaml")
 TRACED += ("plan update 4k", "decode 64", "update 4k")
 """Parts whose imports are recorded: one of each function."""
-OPTIONAL = ("ray", "pandas", "PIL", "matplotlib", "uvloop", "grpc")
+OPTIONAL = ("ray", "pandas", "uvloop", "grpc", "fontTools")
 """Modules that are large and not necessary: the traced parts run without them."""
-UNUSED_FILES = {"wandb": "wandb/bin/", "botocore": "botocore/data/"}
-"""Folders of packages that levanter imports but does not use here: wandb's service, and descriptions of AWS."""
+UNUSED_FILES = re.compile(r"wandb/bin/|botocore/data/|pillow\.libs/libavif|(.*/)?tests/")
+"""Large files of packages that are imported but not used for this: wandb's service, descriptions of AWS, a codec of
+images, and tests."""
 RECORDER = """
 import os, sys
 _seen, _absent = set(), set(os.environ["ABSENT_MODULES"].split())
@@ -135,16 +136,17 @@ def build(requirements: Sequence[str], folder: Path) -> None:
         raise SystemExit("pip could not collect the wheels; its messages are above")
 
 
-def strip(wheel: Path, folder: str) -> None:
-    """Remove a folder from a wheel."""
+def strip(wheel: Path) -> None:
+    """Remove unused files from a wheel."""
     smaller = wheel.with_suffix(".smaller")
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new:
         for name in old.namelist():
             content = old.read(name)
             if name.endswith(".dist-info/RECORD"):
-                content = b"".join(line for line in content.splitlines(True) if not line.startswith(folder.encode()))
-            if not name.startswith(folder):
-                new.writestr(old.getinfo(name), content, zipfile.ZIP_DEFLATED)
+                lines = content.decode().splitlines(keepends=True)
+                content = "".join(line for line in lines if not UNUSED_FILES.match(line)).encode()
+            if not UNUSED_FILES.match(name):
+                new.writestr(old.getinfo(name), content, zipfile.ZIP_DEFLATED, 9)
     smaller.replace(wheel)
 
 
@@ -169,9 +171,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     kept = there.keys() - replaced
     carried = {name: here[name] for name in sorted(used - kept) if name != "marin-rl"}
     build([f"{name}=={one.version}" for name, one in carried.items()], arguments.folder)
-    for name, unused in UNUSED_FILES.items():
-        for wheel in arguments.folder.glob(f"{name}-*.whl"):
-            strip(wheel, unused)
+    for wheel in arguments.folder.glob("*.whl"):
+        strip(wheel)
     for name, version, requirement in sorted(set(conflicts(carried, {name: there[name] for name in kept}))):
         print(f"kept {name} {version}, although {requirement}; to carry another version: --replace {name}")
     sizes = {path.name: path.stat().st_size / 1e6 for path in arguments.folder.glob("*.whl")}

@@ -330,10 +330,11 @@ def gradient(settings: Settings, family: str, dtype: str) -> Result:
 def _command(module: str, arguments: Sequence[str]) -> str:
     """Run a command of the package; return its standard output. Its log is that of the part."""
     command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
-    print(done.stdout, flush=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    print(done.stdout, done.stderr, flush=True)
     if done.returncode:
-        raise RuntimeError(f"{module} ended with status {done.returncode}; see the log")
+        last = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()][-1:]
+        raise RuntimeError(f"{module} ended with status {done.returncode}: {''.join(last)}")
     return done.stdout
 
 
