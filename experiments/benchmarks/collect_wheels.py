@@ -33,11 +33,11 @@ LIMIT_MB = 60
 TRACED = ("device", "packed rows, float32", "log-probs qwen3, float32", "gradient qwen3, float32", "rloo.yaml")
 TRACED += ("plan update 4k", "decode 64", "update 4k")
 """Parts whose imports are recorded: one of each function."""
-OPTIONAL = ("ray", "pandas", "uvloop", "grpc", "fontTools")
+OPTIONAL = ("ray", "pandas", "uvloop", "grpc")
 """Modules that are large and not necessary: the traced parts run without them."""
-UNUSED_FILES = re.compile(r"wandb/bin/|botocore/data/|pillow\.libs/libavif|(.*/)?tests/")
+UNUSED_FILES = re.compile(r"wandb/bin/|botocore/data/|pillow\.libs/libavif|fontTools/.*\.(so|c)$|(.*/)?tests/")
 """Large files of packages that are imported but not used for this: wandb's service, descriptions of AWS, a codec of
-images, and tests."""
+images, compiled copies of Python modules, and tests."""
 RECORDER = """
 import os, sys
 _seen, _absent = set(), set(os.environ["ABSENT_MODULES"].split())
