@@ -234,6 +234,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.smollm2 is not None and not arguments.smollm2.exists():
         parser.error(f"--smollm2 {arguments.smollm2} does not exist; give the folder or the wheel of SmolLM2")
     settings = Settings(arguments.work.absolute(), arguments.tiny, arguments.smollm2)
+    # So that a part that runs is stopped, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     packages = None
     if arguments.wheels is not None:
         packages = settings.work / "packages"

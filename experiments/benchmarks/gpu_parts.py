@@ -10,6 +10,7 @@ of TF32 on a GPU) and far below the effect of a mistake, such as a wrong mask.
 import dataclasses
 import functools
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -341,6 +342,8 @@ def _command(module: str, arguments: Sequence[str]) -> str:
 def _train(settings: Settings, name: str, arguments: Sequence[str]) -> Result:
     """Run an experiment; return its seconds and its curve of the accuracy."""
     run_dir = settings.work / f"run-{name}"
+    # Otherwise the run of an earlier call would be resumed.
+    shutil.rmtree(run_dir, ignore_errors=True)
     start = time.perf_counter()
     fresh = ["--config", f"experiments/{name}.yaml", "--run_dir", str(run_dir), *arguments]
     _command("marin_rl.train", fresh)
