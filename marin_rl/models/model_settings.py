@@ -6,6 +6,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from marin_rl.levanter_line import field_of_key
+
 MODEL_TYPES = ("gemma", "gemma2", "gpt2", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3")
 """Supported architectures: values of `model_type` in a `config.json`, and of `model.type` in a run's config."""
 SIZES = (
@@ -43,9 +45,13 @@ def model_problems(model: Any) -> Iterator[str]:
     yield from attention_problems(model)
     yield from rope_problems(getattr(model, "rope", None))
     yield from _gemma_problems(name, model)
-    sizes = {size: value for size in SIZES if (value := getattr(model, size, None)) is not None}
+    sizes = {size: value for size in SIZES if (value := _setting(model, size)) is not None}
     wrong = [f"model.{size} is {value}; it must be at least 1" for size, value in sizes.items() if value < 1]
     yield from wrong or _shape_problems(sizes)
+
+
+def _setting(model: Any, key: str) -> Any:
+    return getattr(model, field_of_key(type(model), key), None)
 
 
 def attention_problems(model: Any) -> Iterator[str]:

@@ -75,6 +75,7 @@ def test_every_architecture_is_accepted(name: str):
         (QwenConfig(**SIZES), r"'qwen' is not supported; use qwen2; supported are gemma"),
         (Gemma3Config(**SIZES), r"'gemma3' is not supported; supported are gemma"),
         (LlamaConfig(**{**SIZES, "num_layers": -1}), r"^model\.num_layers is -1; it must be at least 1$"),
+        (LlamaConfig(**SIZES, **seq_len(0)), r"^model\.seq_len is 0; it must be at least 1$"),
         (Qwen3Config(**{**SIZES, "intermediate_dim": 0}), r"^model\.intermediate_dim is 0; it must be at least 1$"),
     ],
 )

@@ -26,7 +26,8 @@ from marin_rl.models.rotary import YarnRotaryConfig
 VOCAB = 64
 CONTEXT = 40
 SIZES: dict[str, Any] = {
-    **{"seq_len": 48, "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
+    **seq_len(48),
+    **{"hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
 }
 FAMILIES: dict[str, LmConfig] = {
     "gemma": GemmaConfig(**SIZES, head_dim=8),
