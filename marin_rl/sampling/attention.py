@@ -76,11 +76,12 @@ class AttentionForm(Protocol):
         config: AttentionConfig,
         *,
         all_slots: bool,
+        window: int | None = None,
     ) -> tuple[Float[Array, "rows queries kv_heads group head_size"], LayerCache]:
         """Write new keys and values to a layer's cache, and attend to the positions up to each query's.
 
-        `out_i = Σ_j softmax_j(scale·q_i·k_j)·v_j` over `j <= positions_i`. With a soft cap `c`, scores are
-        `c·tanh(score/c)`. The output at padding is arbitrary.
+        `out_i = Σ_j softmax_j(scale·q_i·k_j)·v_j` over `j <= positions_i`, and `j > positions_i - w` with a window
+        `w`. With a soft cap `c`, scores are `c·tanh(score/c)`. The output at padding is arbitrary.
 
         Args:
             query: queries of the new tokens.
@@ -90,6 +91,7 @@ class AttentionForm(Protocol):
             tokens: slot and position of each token.
             config: scale, soft cap and heads.
             all_slots: whether row `i` is slot `i` for all slots.
+            window: last positions that a query attends to, its own included; None for all.
 
         Returns:
             The output, and the cache with the new tokens.
@@ -127,17 +129,26 @@ class DenseAttention:
         config: AttentionConfig,
         *,
         all_slots: bool,
+        window: int | None = None,
     ) -> tuple[Array, LayerCache]:
         """See `AttentionForm.attend`."""
         cache = _write(cache, (key, value), tokens)
         keys, values = _rows(cache, tokens, all_slots)
         scores = _scores(query, keys, config)
-        visible: Bool[Array, "rows queries context"] = jnp.arange(keys.shape[2]) <= tokens.positions[..., None]
+        visible = _visible(jnp.arange(keys.shape[2]), tokens.positions, window)
         scores = jnp.where(visible[:, None, :, None], scores, -jnp.inf)
         weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
         total = weights.sum(axis=-1)
         summed = einsum_in_float32("rhqgc,rhcd->rqhgd", weights.astype(values.dtype), values)
         return summed / jnp.moveaxis(total, 2, 1)[..., None], cache
+
+
+def _visible(
+    keys: Int[Array, " keys"], positions: Int[Array, "rows queries"], window: int | None
+) -> Bool[Array, "rows queries keys"]:
+    """Return whether the queries at some positions attend to keys at others."""
+    visible = keys <= positions[..., None]
+    return visible if window is None else visible & (keys > positions[..., None] - window)
 
 
 def _write(cache: LayerCache, new: Sequence[Array], tokens: Tokens) -> LayerCache:
@@ -209,15 +220,16 @@ class BlockAttention:
         config: AttentionConfig,
         *,
         all_slots: bool,
+        window: int | None = None,
     ) -> tuple[Array, LayerCache]:
         """See `AttentionForm.attend`."""
         cache = _write(cache, (key, value), tokens)
         head_size = config.HeadSize.size
         has_kernel = config.logits_soft_cap is None and head_size & (head_size - 1) == 0
         if not all_slots or query.shape[1] > 1 or not has_kernel:
-            return _attend_in_blocks(query, cache, tokens, config), cache
+            return _attend_in_blocks(query, cache, tokens, config, window), cache
         lengths = jnp.where(tokens.positions[:, 0] == PADDING, 0, tokens.positions[:, 0] + 1)
-        decode = functools.partial(_flash_decode, scale=_scale(config), interpret=self.interpret)
+        decode = functools.partial(_flash_decode, scale=_scale(config), window=window, interpret=self.interpret)
         by_head = sharding_of(None, config.KVHeads)
         sharded = on_each_shard(decode, (by_head, by_head, by_head, PartitionSpec()), by_head)
         return sharded(query[:, 0].astype(cache[0].dtype), *cache, lengths)[:, None], cache
@@ -235,6 +247,7 @@ def _flash_decode(
     lengths: Int[Array, " slots"],
     *,
     scale: float,
+    window: int | None,
     interpret: bool,
 ) -> Float[Array, "slots kv_heads group head_size"]:
     # The kernel's own order of axes; it swaps them back.
@@ -243,6 +256,7 @@ def _flash_decode(
     attended = gqa(
         flat,
         *by_position,
+        start_idx=None if window is None else jnp.maximum(lengths - window, 0),
         kv_seq_len=lengths,
         sm_scale=scale,
         block_k=min(_GPU_BLOCK, _GPU_TILE_BYTES // (keys.shape[-1] * keys.dtype.itemsize)),
@@ -265,14 +279,15 @@ def _attend_in_blocks(
     cache: LayerCache,
     tokens: Tokens,
     config: AttentionConfig,
+    window: int | None,
 ) -> Float[Array, "rows queries kv_heads group head_size"]:
-    """Attend to blocks of the context up to the last block with a visible position; no others are read."""
+    """Attend to the blocks of the context from the first to the last with a visible position; no others are read."""
     positions = tokens.positions
 
     def add(index: Int[Array, ""], before: _Softmax) -> _Softmax:
         start = index * _GPU_BLOCK
         block_keys, block_values = (_block(array, tokens.slots, start) for array in cache)
-        visible = start + jnp.arange(_GPU_BLOCK) <= positions[..., None]
+        visible = _visible(start + jnp.arange(_GPU_BLOCK), positions, window)
         scores = jnp.where(visible[:, None, :, None], _scores(query, block_keys, config), -jnp.inf)
         largest = jnp.maximum(before.largest, scores.max(axis=-1))
         weights = jnp.exp(scores - largest[..., None])
@@ -284,7 +299,9 @@ def _attend_in_blocks(
     # A finite start, so that a block without visible positions has weights of 0 and not NaN.
     start = _Softmax(jnp.full(shape[:-1], -1e30), jnp.zeros(shape[:-1]), jnp.zeros(shape))
     last = jnp.max(jnp.where(positions == PADDING, -1, positions))
-    end = jax.lax.fori_loop(0, last // _GPU_BLOCK + 1, add, start)
+    # Padding has a position after all others.
+    first = 0 if window is None else jnp.clip(positions.min() - window + 1, 0, last) // _GPU_BLOCK
+    end = jax.lax.fori_loop(first, last // _GPU_BLOCK + 1, add, start)
     return jnp.moveaxis(end.summed / end.total[..., None], 2, 1)
 
 
@@ -342,9 +359,10 @@ class PagedAttention:
         config: AttentionConfig,
         *,
         all_slots: bool,
+        window: int | None = None,
     ) -> tuple[Array, LayerCache]:
         """See `AttentionForm.attend`; `all_slots` makes no difference."""
-        run = functools.partial(self._run, scale=_scale(config), soft_cap=config.logits_soft_cap)
+        run = functools.partial(self._run, scale=_scale(config), soft_cap=config.logits_soft_cap, window=window)
         by_head, pages = sharding_of(None, None, config.KVHeads), sharding_of(None, None, None, config.KVHeads)
         inputs = (by_head, by_head, by_head, pages, PartitionSpec(), PartitionSpec())
         sharded = on_each_shard(run, inputs, (by_head, pages))
@@ -362,6 +380,7 @@ class PagedAttention:
         *,
         scale: float,
         soft_cap: float | None,
+        window: int | None,
     ) -> tuple[Array, Array]:
         num_slots, pages = cache.shape[:2]
         rows, queries = positions.shape
@@ -391,6 +410,7 @@ class PagedAttention:
             jnp.arange(rows + 1, dtype=jnp.int32) * queries,
             jnp.array([rows], jnp.int32),
             sm_scale=scale,
+            sliding_window=window,
             soft_cap=soft_cap,
             num_kv_pages_per_block=min(self.pages_per_block, pages),
             num_queries_per_block=self.queries_per_block,

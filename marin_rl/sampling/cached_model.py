@@ -23,6 +23,7 @@ from levanter.models.gpt2 import Gpt2Attention, Gpt2Block, Gpt2Config
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.models.mixtral import MixtralConfig, MixtralDecoderLayer, MixtralSparseMoeBlock, MixtralTransformer
 
+from marin_rl.attention_windows import windows_within
 from marin_rl.sampling.attention import PADDING, AttentionForm, CacheAxes, DenseAttention, LayerCache, Tokens
 
 Cache = tuple[LayerCache, ...]
@@ -138,7 +139,8 @@ def with_cache(model: LmHeadModel, form: AttentionForm, context: int) -> CachedM
     stacked = stack(transformer)
     layers = list(stacked.unstacked())
     rotary = None if isinstance(layers[0], Gpt2Block) else _rotary_table(layers[0].self_attn, context)
-    cached = [_layer_with_cache(layer, form) for layer in layers]
+    windows = windows_within(model.config, context) or (None,) * len(layers)
+    cached = [_layer_with_cache(layer, form, window) for layer, window in zip(layers, windows, strict=True)]
     if isinstance(form, DenseAttention):
         cached = [_inputs_first(layer) for layer in cached]
     unstacked = BlockSeq(cached, stacked.Block, ScanCheckpointPolicy._mk(False))
@@ -153,11 +155,11 @@ def with_cache(model: LmHeadModel, form: AttentionForm, context: int) -> CachedM
     return CachedModel(unrolled, head.rearrange((Embed, ...)), rotary)
 
 
-def _layer_with_cache(layer: Any, form: AttentionForm) -> Any:
+def _layer_with_cache(layer: Any, form: AttentionForm, window: int | None) -> Any:
     """Replace the attention of a layer, and its experts if it has any."""
     if isinstance(layer, Gpt2Block):
         return eqx.tree_at(lambda node: node.attn, layer, _CachedGpt2Attention(layer.attn, form))
-    layer = eqx.tree_at(lambda node: node.self_attn, layer, _CachedAttention(layer.self_attn, form))
+    layer = eqx.tree_at(lambda node: node.self_attn, layer, _CachedAttention(layer.self_attn, form, window))
     if isinstance(layer, MixtralDecoderLayer):
         layer = eqx.tree_at(lambda node: node.block_sparse_moe, layer, _Experts(layer.block_sparse_moe))
     return layer
@@ -198,7 +200,13 @@ class _CachedLayers:
         self._layer = 0
 
     def attend(
-        self, form: AttentionForm, query: NamedArray, key: NamedArray, value: NamedArray, config: AttentionConfig
+        self,
+        form: AttentionForm,
+        query: NamedArray,
+        key: NamedArray,
+        value: NamedArray,
+        config: AttentionConfig,
+        window: int | None = None,
     ) -> NamedArray:
         """Write the next layer's keys and values, and attend to its cache."""
         tokens, layer = self._tokens, self._layer
@@ -217,6 +225,7 @@ class _CachedLayers:
             tokens,
             config,
             all_slots=self._all_slots,
+            window=window,
         )
         return hax.named(attended.reshape(query.array.shape), query.axes)
 
@@ -254,6 +263,7 @@ class _CachedAttention(eqx.Module):
 
     attention: Attention
     form: AttentionForm = eqx.field(static=True)
+    window: int | None = eqx.field(static=True)
 
     def __call__(
         self, x: NamedArray, mask: _CachedLayers, *, key: None = None, pos_ids: NamedArray | None = None
@@ -262,7 +272,7 @@ class _CachedAttention(eqx.Module):
         if mask.rotary is not None:
             attention = eqx.tree_at(lambda node: node.rot_embs, attention, mask.rotary)
         query, new_key, new_value = attention._compute_qkv(x, key=None, pos_ids=mask.positions)
-        attended = mask.attend(self.form, query, new_key, new_value, self.attention.config)
+        attended = mask.attend(self.form, query, new_key, new_value, self.attention.config, self.window)
         heads = attended.flatten_axes(("kv_head", "q_heads_per_group"), "heads")
         return self.attention.o_proj(heads.astype(x.dtype))
 

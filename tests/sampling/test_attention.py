@@ -48,8 +48,8 @@ def attention_config(
 class Case:
     """Runs a form on random queries, keys and values, next to a float64 oracle."""
 
-    def __init__(self, form: AttentionForm, config: AttentionConfig) -> None:
-        self.config = config
+    def __init__(self, form: AttentionForm, config: AttentionConfig, window: int | None = None) -> None:
+        self.config, self.window = config, window
         self.group = config.num_heads // config.num_kv_heads
         self.rng = np.random.default_rng(0)
         self.history: list[list[np.ndarray]] = [[] for _ in range(SLOTS)]
@@ -58,7 +58,7 @@ class Case:
         )
         self._attend = jax.jit(
             lambda query, key, value, cache, tokens, all_slots: form.attend(
-                query, key, value, cache, tokens, config, all_slots=all_slots
+                query, key, value, cache, tokens, config, all_slots=all_slots, window=window
             ),
             static_argnums=5,
         )
@@ -91,7 +91,7 @@ class Case:
         self.history[target] = self.history[source].copy()
 
     def _expected(self, query: np.ndarray, history: list[np.ndarray]) -> np.ndarray:
-        keys, values = np.stack(history, axis=1)
+        keys, values = np.stack(history[-(self.window or CONTEXT) :], axis=1)
         scale = self.config.scaling_factor or HEAD_SIZE**-0.5
         scores = np.einsum("hgd,chd->hgc", query, keys) * scale
         if self.config.logits_soft_cap is not None:
@@ -135,6 +135,18 @@ def test_output_equals_float64_attention(form: AttentionForm, soft_cap: float | 
     case.copy_slot(1, 0)
     errors += [case.add([(0, 1), (1, 1), (2, step)], 1, all_slots=True) for step in range(2)]
     assert [len(history) for history in case.history] == [64 + 64 + 9 + 2, 64 + 64 + 9 + 2, 3 + 1]
+    assert max(errors) < 1e-5
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", pytest.param("tpu", marks=pytest.mark.medium)])
+@pytest.mark.parametrize("window", [1, 40, 200])
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+def test_window_limits_attention_to_the_last_positions(form: AttentionForm, soft_cap: float | None, window: int):
+    """Windows within a chunk, over chunks, and over blocks of the context, also with whole blocks before them."""
+    case = Case(form, attention_config(soft_cap), window)
+    errors = [case.add(counts, 64) for counts in [[(1, 64), (0, 7)], [(2, 3), (1, 64)], [(1, 64)], [(1, 64), (0, 9)]]]
+    case.copy_slot(1, 2)
+    errors += [case.add([(0, 1), (1, 1), (2, step)], 1, all_slots=True) for step in range(2)]
     assert max(errors) < 1e-5
 
 

@@ -1,0 +1,47 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Attention windows of the layers of a model: the last positions that a token attends to, its own included."""
+
+from typing import Any
+
+from marin_rl.levanter_line import max_positions
+
+Windows = tuple[int | None, ...]
+"""The window of each layer; None for all positions."""
+
+
+def layer_windows(model: Any) -> Windows:
+    """Return the windows of a levanter model config, which are those of transformers' model of its export.
+
+    Levanter's models ignore most of these settings, so that sampler and learner apply the windows. `mixtral` has none:
+    levanter exports it without.
+
+    Args:
+        model: levanter's model config.
+    """
+    layers, window = range(model.num_layers), getattr(model, "sliding_window", None)
+    match model.get_choice_name(type(model)):
+        case "mistral":
+            has_window = [True for _ in layers]
+        case "gemma2":
+            # Levanter exports null as the length of the context.
+            window = max_positions(model) if window is None else window
+            has_window = [layer % 2 == 0 for layer in layers]
+        case "qwen3" if model.use_sliding_window:
+            # Levanter has no `max_window_layers`, and exports its default.
+            has_window = [layer >= 28 for layer in layers]
+        case _:
+            has_window = [False for _ in layers]
+    return tuple(window if has else None for has in has_window)
+
+
+def windows_within(model: Any, positions: int) -> Windows | None:
+    """Return the windows of a model that make a difference for sequences of some length; None if there are none.
+
+    Args:
+        model: levanter's model config.
+        positions: maximum positions in a sequence.
+    """
+    windows = tuple(None if window is None or window >= positions else window for window in layer_windows(model))
+    return windows if any(windows) else None
