@@ -29,6 +29,11 @@ class GroupRow(NamedTuple):
     """Positions of the rest of each sequence that the model computes, one less than its tokens."""
 
     @property
+    def longest(self) -> int:
+        """Positions of the longest sequence that has a place in the row."""
+        return self.prompt_length + self.answer_length
+
+    @property
     def row_length(self) -> int:
         """Positions of the row that the model computes.
 

@@ -87,6 +87,10 @@ class SharedPromptMask(AttentionMask):
         self, QPos: Axis, KPos: Axis, q_slice: hax.dslice | None = None, k_slice: hax.dslice | None = None
     ) -> NamedArray:
         """Return the mask of some queries and keys: `k <= q` and (`segment_k = segment_q` or `= prompt_q`)."""
+        if self.sliding_window is not None:
+            raise NotImplementedError(
+                "only marin_rl.learner.group_attention computes windows in rows with shared prompts"
+            )
         assert self.segment_ids is not None
         segments, _ = self.segment_ids
         own = AttentionMask.causal().with_segment_ids(segments)
@@ -96,9 +100,9 @@ class SharedPromptMask(AttentionMask):
         assert in_prompt is not None
         return in_segment | in_prompt
 
-    def with_sliding_window(self, sliding_window: int | None) -> AttentionMask:
-        """Refuse a sliding window: distances in a row with shared prompts are not those in a sequence."""
-        raise NotImplementedError("rows with shared prompts do not support sliding windows")
+    def with_sliding_window(self, sliding_window: int | None) -> "SharedPromptMask":
+        """Return this mask with a window, which counts positions in a sequence and not in the row."""
+        return dataclasses.replace(self, sliding_window=sliding_window)
 
 
 class RlExample(eqx.Module):

@@ -60,10 +60,9 @@ def _check_model(config: "AbstractTrainConfig") -> Iterator[str]:
             f"rollouts.max_length is {config.rollouts.max_length}, but the model's context has "
             f"{max_positions(config.model)} tokens (model.seq_len); lower rollouts.max_length or raise model.seq_len"
         )
-    if choice_name(config.model) in ("mistral", "mixtral"):
-        problem = window_problem(config.model, config.model.sliding_window, config.rollouts.max_length)
-        yield from [] if problem is None else [problem]
     if choice_name(config.model) == "mixtral":
+        problem = window_problem(config.model, config.rollouts.max_length)
+        yield from [] if problem is None else [problem]
         yield from _check_mixtral(config)
 
 

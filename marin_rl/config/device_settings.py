@@ -55,7 +55,7 @@ def _group_layouts(
     rollouts, own_rows = config.rollouts, microbatch_rows(config.trainer, 0)
     most_tokens = own_rows * row_length or TOKENS_PER_MICROBATCH[platform]
     group = rollouts.group_row(config.sampling.max_new_tokens, kernel, most_tokens)
-    if group is None:
+    if group is None or not kernel.supports_shared_prompts(config.model, group):
         return ()
     default = rollouts.group_rows_per_device(group, platform, devices)
     rows = most_tokens // group.row_length if own_rows else default

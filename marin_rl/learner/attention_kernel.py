@@ -11,6 +11,7 @@ from levanter.layers.attention import AttentionBackend
 from levanter.models.gpt2 import Gpt2Config
 from levanter.models.lm_model import LmConfig
 
+from marin_rl.attention_windows import windows_within
 from marin_rl.batching.packing import GroupRow
 from marin_rl.learner.gpu_attention import LARGEST_TILE, GpuBackend
 from marin_rl.models.model_settings import EXACT_WITH_CAP, attention_problems
@@ -51,21 +52,28 @@ class AttentionKernel:
                 f"{LANES}; set {round_up(self.block_size, LANES)}, or null for the kernel's own"
             )
 
-    def supports_shared_prompts(self, model: LmConfig | None) -> bool:
+    def supports_shared_prompts(self, model: LmConfig | None, group: GroupRow | None = None) -> bool:
         """Return whether a model can be trained on rows of a prompt and several answers.
 
         `learner/group_attention.py` computes their attention. GPT-2 has an attention module of its own; `splash` reads
-        only the segment ids of its mask.
+        only the segment ids of its mask. The windows of `splash` are distances in a row, and `pallas` has none.
 
         Args:
             model: the architecture.
+            group: parts of a row; None for rows without windows.
 
         >>> splash = AttentionKernel(AttentionBackend.SPLASH)
         >>> [splash.supports_shared_prompts(model) for model in (None, Gpt2Config())]
         [True, False]
         """
-        in_segments = self.backend is AttentionBackend.SPLASH and isinstance(model, Gpt2Config)
-        return self.context_shards == 1 and not in_segments
+        if self.context_shards > 1:
+            return False
+        match self.backend:
+            case AttentionBackend.SPLASH | GpuBackend.PALLAS if model is not None and group is not None:
+                return windows_within(model, group.longest) is None
+            case AttentionBackend.SPLASH:
+                return not isinstance(model, Gpt2Config)
+        return True
 
     def fit_group(self, prompt: int, answer: int) -> tuple[int, int] | None:
         """Return the shortest supported places of a prompt and of an answer in rows that share prompts.

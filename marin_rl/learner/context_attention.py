@@ -52,9 +52,12 @@ class _ContextAttention(eqx.Module):
     def __call__(
         self, x: NamedArray, mask: AttentionMask, *, key: None = None, pos_ids: NamedArray | None = None
     ) -> NamedArray:
-        return attend_in_segments(self.attention, x, segments_of(mask), pos_ids, self._attend)
+        attend = functools.partial(self._attend, window=mask.sliding_window)
+        return attend_in_segments(self.attention, x, segments_of(mask), pos_ids, attend)
 
-    def _attend(self, query: NamedArray, keys: Array, values: Array, segments: Array, scale: float) -> Array:
+    def _attend(
+        self, query: NamedArray, keys: Array, values: Array, segments: Array, scale: float, *, window: int | None
+    ) -> Array:
         config = self.attention.config
         Batch, Position = query.resolve_axis("batch"), query.resolve_axis(POSITION)
         inputs = (query.array, keys, values, segments, segments)
@@ -67,6 +70,7 @@ class _ContextAttention(eqx.Module):
                 query.axis_size("kv_head") * query.axis_size("q_heads_per_group"),
                 block=block,
                 soft_cap=config.logits_soft_cap,
+                window=window,
                 shards=context_shards(),
                 interpret=self.interpret,
             )
@@ -79,6 +83,7 @@ class _ContextAttention(eqx.Module):
             axis=cast(str, physical_axis_name(POSITION)),
             scale=scale,
             soft_cap=config.logits_soft_cap,
+            window=window,
         )
         return on_each_shard(run, (own, whole, whole, own, whole), own)(*inputs)
 
@@ -93,7 +98,8 @@ def _block_attention(
     axis: str,
     scale: float,
     soft_cap: float | None,
+    window: int | None,
 ) -> Float[Array, "batch own kv_head group head_size"]:
     """Attend with XLA, one block of queries at a time, on one device of several."""
-    first = jax.lax.axis_index(axis) * query.shape[1]
-    return block_attention(query, keys, values, query_segments, segments, first=first, scale=scale, soft_cap=soft_cap)
+    first, limits = jax.lax.axis_index(axis) * query.shape[1], {"soft_cap": soft_cap, "window": window}
+    return block_attention(query, keys, values, query_segments, segments, first=first, scale=scale, **limits)

@@ -96,17 +96,21 @@ class _GpuAttention(eqx.Module):
     def __call__(
         self, x: NamedArray, mask: AttentionMask, *, key: None = None, pos_ids: NamedArray | None = None
     ) -> NamedArray:
-        return attend_in_segments(self.attention, x, segments_of(mask), pos_ids, self._attend)
+        attend = functools.partial(self._attend, window=mask.sliding_window)
+        return attend_in_segments(self.attention, x, segments_of(mask), pos_ids, attend)
 
-    def _attend(self, query: NamedArray, keys: Array, values: Array, segments: Array, scale: float) -> Array:
+    def _attend(
+        self, query: NamedArray, keys: Array, values: Array, segments: Array, scale: float, *, window: int | None
+    ) -> Array:
         config, Batch = self.attention.config, query.resolve_axis("batch")
-        if config.logits_soft_cap is None:
+        cap = config.logits_soft_cap
+        if cap is window is None:
             run = functools.partial(segment_attention, scale=scale, interpret=self.interpret)
         else:
 
             def run(query: Array, keys: Array, values: Array, segments: Array) -> Array:
-                cap = config.logits_soft_cap
-                return block_attention(query, keys, values, segments, segments, scale=scale, soft_cap=cap)
+                limits = {"soft_cap": cap, "window": window}
+                return block_attention(query, keys, values, segments, segments, scale=scale, **limits)
 
         by_row, by_row_and_head = sharding_of(Batch), sharding_of(Batch, None, config.KVHeads)
         sharded = on_each_shard(run, (by_row_and_head,) * 3 + (by_row,), by_row_and_head)
@@ -116,10 +120,10 @@ class _GpuAttention(eqx.Module):
 def segments_of(mask: AttentionMask) -> NamedArray:
     """Return the segment ids of a causal mask, which are those of queries and keys."""
     plain = type(mask) is AttentionMask and mask.is_causal and mask.segment_ids is not None
-    if not plain or not (mask.causal_offset is mask.explicit_mask is mask.sliding_window is None):
+    if not plain or not (mask.causal_offset is mask.explicit_mask is None):
         raise NotImplementedError(
             "attention on GPU, or of positions that are split over devices, takes causal masks with segments, not "
-            f"{type(mask).__name__} or sliding windows; set model.attn_backend: JAX_FLASH and no "
+            f"{type(mask).__name__}; set model.attn_backend: JAX_FLASH and no "
             "trainer.tensor_parallel_axes: [position]"
         )
     assert mask.segment_ids is not None
@@ -182,6 +186,7 @@ def block_attention(
     first: Int[Array, ""] | int = 0,
     scale: float,
     soft_cap: float | None,
+    window: int | None = None,
 ) -> Float[Array, "batch own kv_head group head_size"]:
     """Attend as `segment_attention` does, with XLA, from some positions of a row to all before them.
 
@@ -196,20 +201,27 @@ def block_attention(
         first: position of the first query.
         scale: multiplies the scores before the cap.
         soft_cap: scores are `c · tanh(score / c)` with this cap `c`; None for no cap.
+        window: last positions that a query attends to, its own included; None for all. No others are read by its block.
     """
-    positions = keys.shape[1]
     block = math.gcd(query.shape[1], QUERY_BLOCK)
+    positions = keys.shape[1] if window is None else min(window + block - 1, keys.shape[1])
 
     @jax.checkpoint
     def attend(start: Int[Array, ""]) -> Float[Array, "batch block kv_head group head_size"]:
         queries, own = (jax.lax.dynamic_slice_in_dim(array, start, block, 1) for array in (query, query_segments))
-        scores = jnp.einsum("bqhgd,bkhd->bhgqk", queries, keys, preferred_element_type=jnp.float32) * scale
+        at, near = jnp.arange(positions), (keys, values, segments)
+        if window is not None:
+            begin = jnp.clip(first + start - window + 1, 0, keys.shape[1] - positions)
+            at, near = begin + at, tuple(jax.lax.dynamic_slice_in_dim(array, begin, positions, 1) for array in near)
+        near_keys, near_values, others = near
+        scores = jnp.einsum("bqhgd,bkhd->bhgqk", queries, near_keys, preferred_element_type=jnp.float32) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
-        causal = first + start + jnp.arange(block)[:, None] >= jnp.arange(positions)
-        visible = causal & (own[:, :, None] == segments[:, None, :])
+        own_at = first + start + jnp.arange(block)[:, None]
+        causal = own_at >= at if window is None else (own_at >= at) & (own_at - at < window)
+        visible = causal & (own[:, :, None] == others[:, None, :])
         weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
-        return jnp.einsum("bhgqk,bkhd->bqhgd", weights.astype(values.dtype), values)
+        return jnp.einsum("bhgqk,bkhd->bqhgd", weights.astype(values.dtype), near_values)
 
     blocks = jax.lax.map(attend, jnp.arange(0, query.shape[1], block))
     return jnp.moveaxis(blocks, 0, 1).reshape(query.shape)

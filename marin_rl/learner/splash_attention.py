@@ -43,7 +43,14 @@ def splash_attention(
 
 
 def splash_kernel(
-    shape: tuple[int, int], heads: int, *, block: int, soft_cap: float | None, shards: int = 1, interpret: bool = False
+    shape: tuple[int, int],
+    heads: int,
+    *,
+    block: int,
+    soft_cap: float | None,
+    window: int | None = None,
+    shards: int = 1,
+    interpret: bool = False,
 ) -> splash_attention_kernel.SplashAttentionKernel:
     """Return the kernel for a number of queries, which are those of the last positions, and of keys.
 
@@ -52,6 +59,7 @@ def splash_kernel(
         heads: number of heads of the queries.
         block: largest number of positions in a block.
         soft_cap: cap of the scores, or None.
+        window: last positions that a query attends to, its own included; None for all.
         shards: number of devices over which the queries are split.
         interpret: whether to interpret the kernel.
     """
@@ -67,9 +75,11 @@ def splash_kernel(
         block_q_dq=of_queries,
         block_kv_dq=of_keys,
     )
-    causal = splash_attention_mask.CausalMask(shape, offset=keys - queries)
+    mask = splash_attention_mask.CausalMask(shape, offset=keys - queries)
+    if window is not None:
+        mask = splash_attention_mask.LocalMask(shape, (window - 1, 0), offset=keys - queries)
     return splash_attention_kernel.make_splash_mha(
-        mask=splash_attention_mask.MultiHeadMask([causal] * heads),
+        mask=splash_attention_mask.MultiHeadMask([mask] * heads),
         head_shards=1,
         q_seq_shards=shards,
         block_sizes=sizes,

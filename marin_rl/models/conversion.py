@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 # Registers the architecture.
 import marin_rl.models.qwen2  # noqa: F401
+from marin_rl.attention_windows import Windows, layer_windows
 from marin_rl.models.hf_config import ACTIVATIONS, PolicyModelError, declared_settings, first_line
 from marin_rl.models.hf_rope import canonical_scaling, rope_settings
 from marin_rl.models.model_settings import model_problems, rope_problems, window_problem
@@ -127,6 +128,11 @@ def _check_export(config: LmConfig) -> PretrainedConfig:
     name = LmConfig.get_choice_name(type(config))
     hf_config = to_hf_config(config, vocab_size=256)
     check_implemented(hf_config)
+    if (ours := layer_windows(config)) != (theirs := attention_windows(hf_config)):
+        raise PolicyModelError(
+            f"model: this {name!r} model is exported with other attention windows (model.sliding_window) than it is "
+            f"trained with: {theirs}, {ours}"
+        )
     try:
         exported = _exported_fields(_convert(hf_config))
     except (AttributeError, KeyError, TypeError, ValueError, AssertionError) as error:
@@ -174,13 +180,12 @@ def _exported_fields(config: LmConfig) -> dict[str, Any]:
     return fields
 
 
-def attention_window(hf_config: PretrainedConfig) -> int | None:
-    """Return the width of the narrowest attention window of any layer, own position included; None without windows."""
+def attention_windows(hf_config: PretrainedConfig) -> Windows:
+    """Return the attention window of each layer, own position included; None for all positions."""
     if hf_config.model_type in ("mistral", "mixtral"):
-        return hf_config.sliding_window
-    if "sliding_attention" in (getattr(hf_config, "layer_types", None) or ()):
-        return hf_config.sliding_window
-    return None
+        return (hf_config.sliding_window,) * hf_config.num_hidden_layers
+    types = getattr(hf_config, "layer_types", None) or [""] * hf_config.num_hidden_layers
+    return tuple(hf_config.sliding_window if kind == "sliding_attention" else None for kind in types)
 
 
 _NOT_THE_FUNCTION = frozenset(
@@ -194,7 +199,7 @@ _NOT_THE_FUNCTION = frozenset(
         *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
         # Compared in a form that does not depend on the version of transformers.
         "rope_parameters",
-        # Compared in a form that does not depend on the architecture (`attention_window`).
+        # Compared in a form that does not depend on the architecture (`attention_windows`).
         *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
         # Longer rows are rejected elsewhere, and scaled rotary embeddings carry the original length.
         "max_position_embeddings",
@@ -217,7 +222,7 @@ def _function_settings(hf_config: PretrainedConfig) -> dict[str, Any]:
     if "hidden_size" in declared:
         default = hf_config.hidden_size // hf_config.num_attention_heads
         settings["head_dim"] = getattr(hf_config, "head_dim", None) or default
-    settings["sliding_window"] = attention_window(hf_config)
+    settings["sliding_window"] = next((window for window in attention_windows(hf_config) if window is not None), None)
     settings["layer_types"] = settings["sliding_window"] and getattr(hf_config, "layer_types", None)
     if hf_config.model_type == "gemma":
         # Transformers' Gemma reads only `hidden_act`.
@@ -267,5 +272,6 @@ def check_model(config: LmConfig, *, max_length: int) -> None:
     """
     if problems := list(model_problems(config)):
         raise PolicyModelError("\n".join(problems))
-    if problem := window_problem(config, attention_window(_check_export(config)), max_length):
+    _check_export(config)
+    if problem := window_problem(config, max_length):
         raise PolicyModelError(problem)

@@ -12,7 +12,7 @@ MODEL_TYPES = ("gemma", "gemma2", "gpt2", "llama", "mistral", "mixtral", "olmo2"
 """Supported architectures: values of `model_type` in a `config.json`, and of `model.type` in a run's config."""
 SIZES = (
     *("seq_len", "hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
-    *("n_routed_experts", "num_experts_per_tok", "flash_attention_block_size"),
+    *("n_routed_experts", "num_experts_per_tok", "flash_attention_block_size", "sliding_window"),
 )
 """Settings of levanter's model configs that are numbers of at least 1, or null."""
 
@@ -111,21 +111,18 @@ def _gemma_problems(name: str, model: Any) -> Iterator[str]:
             yield f"model.{key} is {given}, but levanter computes {name} models with {text}; set it to {text}"
 
 
-def window_problem(model: Any, window: int | None, max_length: int) -> str | None:
-    """Problem of sequences that are longer than the attention window of a model.
+def window_problem(model: Any, max_length: int) -> str | None:
+    """Problem of a mixtral's attention window, which levanter does not export.
 
     Args:
         model: levanter's model config, or an object with the same settings.
-        window: last positions that some layers attend to; None for all.
         max_length: longest sequence, in tokens.
     """
-    if window is None or max_length <= window:
+    if model.get_choice_name(type(model)) != "mixtral" or (model.sliding_window or max_length) >= max_length:
         return None
-    name = model.get_choice_name(type(model))
     return (
-        f"rollouts.max_length is {max_length}, but layers of this {name!r} model attend to the last {window} "
-        "positions only (model.sliding_window), which is not implemented; up to that length it makes no "
-        f"difference, so set rollouts.max_length to {window} or less"
+        f"model.sliding_window is {model.sliding_window} and rollouts.max_length {max_length}, but levanter exports "
+        "mixtral models without a window; set model.sliding_window to null, or to rollouts.max_length or more"
     )
 
 

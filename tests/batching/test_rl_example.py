@@ -530,10 +530,14 @@ def test_a_rollout_without_loss_shares_no_prompt() -> None:
     assert batch.microbatches[1].loss_weights.array.sum() == 0
 
 
-def test_rows_with_shared_prompts_have_no_sliding_windows() -> None:
+def test_a_window_in_rows_with_shared_prompts_is_not_ignored() -> None:
+    """Only the learner computes it, from the positions in the sequences."""
     mask = pack(GROUP, SHARING).microbatches[0].attention_mask
-    with pytest.raises(NotImplementedError, match="sliding windows"):
-        mask.with_sliding_window(2)
+    windowed = mask.with_sliding_window(2)
+    assert windowed.sliding_window == 2
+    Position = windowed.position_ids.resolve_axis("position")
+    with pytest.raises(NotImplementedError, match="group_attention"):
+        windowed.materialize(Position, Position.alias("key_position"))
 
 
 def test_packed_arrays_stay_on_the_host() -> None:

@@ -156,8 +156,8 @@ MISTAKES: dict[str, Mistake] = {
         ("model.head_dim is 256", "set it to 8"),
     ),
     "window": Mistake(
-        ("--config", "base.yaml", "--model.type", "mistral", "--model.seq_len", "64", "--model.sliding_window", "16"),
-        ("rollouts.max_length is 32", "model.sliding_window", "16"),
+        ("--config", "base.yaml", "--model.type", "mixtral", "--model.seq_len", "64", "--model.sliding_window", "16"),
+        ("rollouts.max_length 32", "model.sliding_window is 16", "to null"),
     ),
     "below the minimum": Mistake("--rollouts.group_size 0", ("rollouts.group_size is 0", "at least 1")),
     "negative": Mistake("--num_steps -3", ("num_steps is -3", "at least 0")),

@@ -19,13 +19,16 @@ def main() -> None:
     import numpy as np
     from jaxtyping import PyTree
     from levanter.layers.attention import AttentionBackend
+    from levanter.models.gemma import Gemma2Config
 
+    from marin_rl.attention_windows import layer_windows
     from marin_rl.batching.rl_example import RlExample
     from marin_rl.config.train_config import TrainerConfig
     from marin_rl.learner.context_attention import with_context_attention
     from marin_rl.learner.devices import start_devices
     from marin_rl.learner.loss import RlLoss
     from marin_rl.learner.train_step import place
+    from marin_rl.learner.window_attention import with_windows
     from marin_rl.objectives.kl import NoKlConfig
     from marin_rl.objectives.policy_loss import ReinforceLossConfig
     from marin_rl.sampling.config import SamplingConfig
@@ -67,11 +70,17 @@ def main() -> None:
     batch = tiny.make_example(2, SPLASH_POSITIONS)
 
     def attend(backend: AttentionBackend) -> PyTree:
-        config = dataclasses.replace(tiny.QWEN3, **seq_len(SPLASH_POSITIONS), num_layers=1, attn_backend=backend)
+        """One of the two layers has a window."""
+        config = Gemma2Config(
+            **{**seq_len(SPLASH_POSITIONS), "hidden_dim": 16, "intermediate_dim": 32, "num_layers": 2},
+            **{"num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 50},
+            attn_logit_softcapping=None,
+            attn_backend=backend,
+        )
 
         def run(model: PyTree, batch: RlExample) -> jax.Array:
             with hax.axis_mapping(trainer.compute_axis_mapping):
-                model = with_context_attention(model, interpret=True)
+                model = with_windows(with_context_attention(model, interpret=True), layer_windows(config))
                 out = model.activations(batch.input_ids, batch.attention_mask, key=None, pos_ids=batch.position_ids)
                 return hax.mean(hax.sin(out) * (batch.segment_ids > 0)).scalar()
 

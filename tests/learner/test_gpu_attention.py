@@ -139,7 +139,7 @@ def test_models_train_as_with_levanters_attention(name: str):
     [
         example(prompts=True).attention_mask,
         AttentionMask.causal(),
-        AttentionMask.causal(sliding_window=8).with_segment_ids(example().segment_ids),
+        AttentionMask.causal(offset=1).with_segment_ids(example().segment_ids),
     ],
 )
 def test_masks_that_the_kernel_does_not_support_are_refused(mask: AttentionMask):

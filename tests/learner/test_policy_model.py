@@ -54,8 +54,11 @@ from tests.models.hf_oracle.make_oracle import (
     weights,
 )
 
-ARCHITECTURES = ("gemma", "gemma2", "gpt2", "llama_yarn", "mistral", "mixtral", "olmo2", "qwen2", "qwen3")
-"""One oracle case per architecture."""
+ARCHITECTURES = (
+    *("gemma", "gemma2", "gemma2_window", "gpt2", "llama_yarn", "mistral", "mistral_window", "mixtral", "olmo2"),
+    *("qwen2", "qwen3"),
+)
+"""Oracle cases: one per architecture, and those of attention windows shorter than the sequences."""
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,11 @@ from levanter.models.mixtral import MixtralConfig
 from levanter.models.olmo import Olmo2Config
 from levanter.models.qwen import Qwen3Config, QwenConfig
 
+from marin_rl.attention_windows import layer_windows
 from marin_rl.config.yaml_text import from_yaml, to_yaml
 from marin_rl.levanter_line import seq_len
 from marin_rl.models.conversion import (
-    attention_window,
+    attention_windows,
     check_implemented,
     check_model,
     check_same_function,
@@ -114,11 +115,10 @@ def test_scaled_rotary_embeddings_can_be_exported(choice: type, rope):
     check_model(choice(**SIZES, rope=rope), max_length=16)
 
 
-def test_sequences_must_fit_into_the_attention_window():
-    mistral = MistralConfig(**SIZES, sliding_window=64)
-    check_model(mistral, max_length=64)
-    with pytest.raises(PolicyModelError, match=r"rollouts.max_length is 65, .* last 64 positions .* to 64 or less"):
-        check_model(mistral, max_length=65)
+def test_mixtral_has_no_window_of_its_own():
+    check_model(MixtralConfig(**SIZES, sliding_window=64), max_length=64)
+    with pytest.raises(PolicyModelError, match=r"sliding_window is 64 and rollouts.max_length 65, .* to null"):
+        check_model(MixtralConfig(**SIZES, sliding_window=64), max_length=65)
 
 
 def test_model_section_of_another_function_is_rejected(tmp_path: Path):
@@ -155,15 +155,28 @@ def test_config_round_trips_through_the_text_form(tmp_path: Path, case: str):
     assert from_yaml(Section, to_yaml(section), "config.yaml") == section
 
 
-def test_attention_window_of_layers(tmp_path: Path):
-    def window(config: LmConfig) -> int | None:
-        return attention_window(to_hf_config(config, 264))
+@pytest.mark.parametrize("case", ["mistral", "gemma2", "gemma2_window", "qwen2", "qwen3", "mixtral"])
+def test_attention_windows_of_layers_are_those_of_transformers(tmp_path: Path, case: str):
+    hf_config = read_hf_config(write_config(tmp_path, record(case)["config"]))
+    windows = layer_windows(levanter_config(hf_config, "folder"))
+    assert windows == attention_windows(hf_config)
+    expected = {"mistral": (48, 48), "gemma2": (48, None), "gemma2_window": (10, None)}
+    assert windows == expected.get(case, (None, None))
 
-    assert window(read(tmp_path, record("mistral")["config"])) == 48
-    assert window(read(tmp_path, record("gemma2")["config"])) == 48
-    assert window(read(tmp_path, record("qwen2")["config"])) is None
-    assert window(LlamaConfig(**SIZES)) is None
-    assert window(MistralConfig(**SIZES)) == 4096
+
+def test_windows_of_default_sizes():
+    assert layer_windows(MistralConfig(**SIZES)) == (4096, 4096)
+    assert layer_windows(MistralConfig(**SIZES, sliding_window=None)) == (None, None)
+    qwen3 = Qwen3Config(**{**SIZES, "num_layers": 30}, use_sliding_window=True, sliding_window=8)
+    assert layer_windows(qwen3) == (None,) * 28 + (8, 8)
+    check_model(qwen3, max_length=16)
+
+
+@pytest.mark.parametrize(("name", "changes"), [("qwen2", {"max_window_layers": 1}), ("mixtral", {})])
+def test_windows_that_are_lost_in_the_export_are_rejected(tmp_path: Path, name: str, changes: dict[str, Any]):
+    config = {**record(name)["config"], **changes, "use_sliding_window": True, "sliding_window": 10}
+    with pytest.raises(PolicyModelError, match="sliding_window: 10, None"):
+        read(tmp_path, config)
 
 
 def test_settings_that_levanter_ignores_are_rejected(tmp_path: Path):

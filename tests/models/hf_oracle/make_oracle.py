@@ -4,7 +4,8 @@
 """Record the outputs of transformers for tiny checkpoints: `python make_oracle.py`, with torch, in two steps.
 
 The records in this folder were made with torch 2.15.0 and transformers 4.57.6 in float64 (step `logprobs`), then with
-transformers 5.23.0 (step `version5`, which needs no torch). Neither is needed to run the tests.
+transformers 5.23.0 (step `version5`, which needs no torch); those of attention windows with torch 2.14.1 and
+transformers 5.12.1. None of them is needed to run the tests.
 
     python make_oracle.py logprobs   # with transformers 4: config, tensor shapes and outputs
     python make_oracle.py version5   # with transformers 5: the config of each case as that version writes it
@@ -63,12 +64,14 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_llama3": {"model_type": "qwen3", "rope_scaling": LLAMA3, "head_dim": 16},
     "qwen3_yarn": {"model_type": "qwen3", "rope_theta": 1000000.0, "rope_scaling": YARN, "head_dim": 16},
     "mistral": {"model_type": "mistral", "sliding_window": 48},
+    "mistral_window": {"model_type": "mistral", "sliding_window": 10},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo2": {"model_type": "olmo2", "rope_theta": 500000.0},
     "olmo2_linear": {"model_type": "olmo2", "rope_scaling": {"type": "linear", "factor": 4.0}},
     "gemma": {"model_type": "gemma", "head_dim": 8},
     "gemma2": {**GEMMA, "attn_logit_softcapping": 2.0, "sliding_window": 48},
     "gemma2_linear": {**GEMMA, "attn_logit_softcapping": None, "sliding_window": 48, "rope_scaling": LINEAR},
+    "gemma2_window": {**GEMMA, "attn_logit_softcapping": 2.0, "sliding_window": 10},
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": VOCAB,
