@@ -76,6 +76,16 @@ def next_token_loss(model: Any, example: Any) -> Any:
     return compute_next_token_loss(model, example, reduction=None)
 
 
+# Optimizers.
+
+UNUSABLE_OPTIMIZERS = (
+    ("grug_muon", "rmsprop", "scion") if IS_NEW else ("adamH", "kron", "muonH", "rmsprop", "scion", "sophia-h")
+)
+"""Levanter's optimizers whose update cannot be compiled: sophia-h needs the loss function, grug_muon a model of plain
+arrays, and the others call functions that the installed jax has removed or does not support in a compiled program. A
+name is removed when levanter fixes the optimizer."""
+
+
 # Devices.
 
 

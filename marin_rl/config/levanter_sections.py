@@ -11,15 +11,12 @@ import jax.numpy as jnp
 
 from marin_rl.config.section_types import choice_name, field_types, section_of
 from marin_rl.errors import nearest
+from marin_rl.levanter_line import UNUSABLE_OPTIMIZERS
 from marin_rl.remote_path import RemotePath
 from marin_rl.storage import storage_path
 
 if TYPE_CHECKING:
     from marin_rl.config.base_config import AbstractTrainConfig
-
-UNUSABLE_OPTIMIZERS = ("adamH", "kron", "muonH", "rmsprop", "scion", "sophia-h")
-"""Levanter's optimizers whose update cannot be compiled: sophia-h needs the loss function, the others call functions
-that the installed jax has removed or does not support in a compiled program."""
 
 
 def check_optimizer(config: "AbstractTrainConfig") -> Iterator[str]:

@@ -16,7 +16,6 @@ import pytest
 from levanter.layers.attention import AttentionMask
 from levanter.optim.config import OptimizerConfig
 
-from marin_rl.config.levanter_sections import UNUSABLE_OPTIMIZERS
 from marin_rl.learner.loss import loss_metrics
 from marin_rl.learner.train_step import (
     Learner,
@@ -27,6 +26,7 @@ from marin_rl.learner.train_step import (
     stack_microbatches,
     take_microbatch,
 )
+from marin_rl.levanter_line import UNUSABLE_OPTIMIZERS
 from marin_rl.objectives.kl import KlEstimator
 from tests.cpu_host import cpu_host
 
