@@ -10,8 +10,12 @@ Both install packages named `levanter` and `haliax`. Each entry states the reaso
 when Python 3.11 is no longer supported; an entry that ends at another event states it.
 """
 
+import dataclasses
 import importlib.metadata
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 DISTRIBUTIONS = ("marin-levanter", "levanter")
 """Names of the distributions that contain levanter, the new line first."""
@@ -29,6 +33,7 @@ def installed() -> tuple[str, str]:
 
 IS_NEW = installed()[0] == DISTRIBUTIONS[0]
 """Whether the new line is installed."""
+
 
 # Model configs. The new line has renamed `seq_len`, which stays the name of the key of a config.
 
@@ -84,9 +89,41 @@ UNUSABLE_OPTIMIZERS = (
 """Levanter's optimizers whose update cannot be compiled: sophia-h needs the loss function, grug_muon a model of plain
 arrays, and the others call functions that the installed jax has removed or does not support in a compiled program. A
 name is removed when levanter fixes the optimizer."""
+# Sharding.
+
+
+def shard(tree: T, mapping: Mapping[str, Any] | None = None) -> T:
+    """`haliax.shard` of a tree in a compiled program, by `mapping` or the current axis mapping.
+
+    That of the new line omits constraints that replicate an array, and XLA may then keep it sharded: weights are not
+    gathered before the loop that reads them. Ends when haliax no longer takes a specification without axes as one of
+    explicit axes (`haliax.partitioning.all_mesh_axes_explicit`).
+    """
+    import haliax as hax
+    import jax
+    from haliax.partitioning import current_thread_local_mapping, pspec_for_axis
+
+    def replicate(leaf: Any) -> Any:
+        is_array = isinstance(leaf, hax.NamedArray) and isinstance(leaf.array, jax.core.Tracer)
+        if not is_array or any(pspec_for_axis(leaf.axes, mapping)):
+            return leaf
+        return jax.lax.with_sharding_constraint(leaf, jax.sharding.PartitionSpec())
+
+    mapping = current_thread_local_mapping() if mapping is None else mapping
+    sharded = tree if mapping is None else hax.shard(tree, dict(mapping))
+    if not IS_NEW or mapping is None or jax.sharding.get_abstract_mesh().empty:
+        return sharded
+    return jax.tree.map(replicate, sharded, is_leaf=lambda leaf: isinstance(leaf, hax.NamedArray))
 
 
 # Devices.
+
+
+def flops_per_token(model: Any, vocab_size: int, positions: int) -> float | None:
+    """Floating-point operations of a forward pass per token, in sequences of this length."""
+    if IS_NEW:
+        return model.flops_per_token(vocab_size, positions)
+    return dataclasses.replace(model, seq_len=positions).flops_per_token(vocab_size)
 
 
 def peak_flops(device: Any) -> float | None:

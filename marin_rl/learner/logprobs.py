@@ -28,6 +28,7 @@ from marin_rl.learner.context_attention import context_shards, with_context_atte
 from marin_rl.learner.gpu_attention import GpuBackend, with_gpu_attention
 from marin_rl.learner.group_attention import with_group_attention
 from marin_rl.learner.window_attention import with_windows
+from marin_rl.levanter_line import shard
 
 Carry = TypeVar("Carry")
 
@@ -92,7 +93,7 @@ def token_logprobs(
     # otherwise hold the gathered head during all microbatches, and the gradient during the backward pass.
     activations, lm_head = jax.lax.optimization_barrier((activations, lm_head))
     # The head may be sharded along its embedding axis. Gather it here once instead of in every block.
-    lm_head = hax.auto_sharded(lm_head)
+    lm_head = shard(lm_head)
     logprobs, entropies = blockwise_logprobs(
         activations.rearrange((Batch, Pos, Embed)).array,
         lm_head.rearrange((Embed, Vocab)).array,

@@ -28,6 +28,7 @@ from marin_rl import multihost
 from marin_rl.batching.rl_example import RlExample
 from marin_rl.errors import UserError
 from marin_rl.learner.devices import own_rows
+from marin_rl.levanter_line import shard
 from marin_rl.trainer_config import AbstractTrainerConfig
 
 T = TypeVar("T")
@@ -167,7 +168,7 @@ class Learner:
         trainer = self.trainer
         state = TrainerState.init(self._optimizer, model, key=key, is_trainable=True, mp=trainer.mp)
         state = dataclasses.replace(state, step=jnp.zeros((), jnp.int32))
-        return hax.shard(state, trainer.parameter_axis_mapping)
+        return shard(state, trainer.parameter_axis_mapping)
 
     def step(self, state: TrainerState, microbatches: Sequence[RlExample]) -> tuple[TrainerState, dict[str, Metric]]:
         """Run one update and wait for it.
@@ -270,7 +271,7 @@ class Learner:
         }
         # Also those of bfloat16 parameters are summed in float32.
         gradient = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), like.gradient)
-        gradient = hax.shard(gradient, self.trainer.parameter_axis_mapping)
+        gradient = shard(gradient, self.trainer.parameter_axis_mapping)
         return MicrobatchSums(gradient, jnp.zeros(()), metrics)
 
     def _gradient(self, model: eqx.Module, batch: RlExample) -> MicrobatchSums:
@@ -279,7 +280,7 @@ class Learner:
 
         with hax.axis_mapping(self.trainer.compute_axis_mapping):
             (loss, metrics), gradient = eqx.filter_value_and_grad(compute, has_aux=True)(model, batch)
-        return MicrobatchSums(hax.shard(gradient, self.trainer.parameter_axis_mapping), jnp.asarray(loss), metrics)
+        return MicrobatchSums(shard(gradient, self.trainer.parameter_axis_mapping), jnp.asarray(loss), metrics)
 
 
 def _add(sums: MicrobatchSums, part: MicrobatchSums) -> MicrobatchSums:

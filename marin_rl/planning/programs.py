@@ -28,6 +28,7 @@ from marin_rl.learner.critic import with_critic
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import model_shape
 from marin_rl.learner.train_step import placed_shape
+from marin_rl.levanter_line import shard
 from marin_rl.sampling.attention import Tokens
 from marin_rl.sampling.cached_model import CachedModel, ModelArrays, with_cache
 from marin_rl.sampling.config import LevanterSamplerConfig
@@ -195,7 +196,7 @@ def lower_resharding(run: RunShapes) -> jax.stages.Lowered:
     """Lower the copy of the converted weights to every host, as sharded in one host."""
     mapping = run.trainer.compute_axis_mapping
     with run.trainer.use_device_mesh():
-        return jax.jit(lambda model: hax.shard(model, mapping)).lower(run.place(run.converted))
+        return jax.jit(lambda model: shard(model, mapping)).lower(run.place(run.converted))
 
 
 def lower_prefill(run: RunShapes) -> jax.stages.Lowered:

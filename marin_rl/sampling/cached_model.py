@@ -24,6 +24,7 @@ from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.models.mixtral import MixtralConfig, MixtralDecoderLayer, MixtralSparseMoeBlock, MixtralTransformer
 
 from marin_rl.attention_windows import windows_within
+from marin_rl.levanter_line import shard
 from marin_rl.sampling.attention import PADDING, AttentionForm, CacheAxes, DenseAttention, LayerCache, Tokens
 
 Cache = tuple[LayerCache, ...]
@@ -114,7 +115,7 @@ def cache_axes(
 
 def empty_cache(axes: tuple[CacheAxes, ...], dtype: jnp.dtype) -> Cache:
     """Return an empty cache of these axes, sharded as the current axis mapping shards slots and heads."""
-    return tuple(tuple(hax.auto_sharded(hax.zeros(array, dtype)).array for array in layer) for layer in axes)
+    return tuple(tuple(shard(hax.zeros(array, dtype)).array for array in layer) for layer in axes)
 
 
 def _attention_config(model: LmConfig) -> AttentionConfig:

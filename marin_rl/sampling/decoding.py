@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from marin_rl.kernel_sharding import POSITION
+from marin_rl.levanter_line import shard
 from marin_rl.sampling.attention import PADDING, AttentionForm, CacheAxes, Tokens, einsum_in_float32
 from marin_rl.sampling.cached_model import Cache, CachedModel, ModelArrays, empty_cache, with_cache
 from marin_rl.sampling.sizes import SamplerSizes
@@ -274,7 +275,7 @@ def _conversion(
     """`mesh` is a part of the cache key; the program runs under the current mesh."""
 
     def convert(model: LmHeadModel) -> CachedModel:
-        return hax.shard(with_cache(precision.cast_to_compute(model), form, context), dict(mapping))
+        return shard(with_cache(precision.cast_to_compute(model), form, context), dict(mapping))
 
     return jax.jit(convert)
 
@@ -328,7 +329,7 @@ def _programs(
     def prepare(model: LmHeadModel) -> CachedModel:
         assert precision is not None
         with hax.axis_mapping(axis_mapping):
-            return with_cache(hax.shard(precision.cast_to_compute(model), axis_mapping), form, context)
+            return with_cache(shard(precision.cast_to_compute(model), axis_mapping), form, context)
 
     def empty() -> Cache:
         with hax.axis_mapping({**axis_mapping, "slot": batch_axes}):

@@ -34,7 +34,7 @@ from marin_rl.learner.devices import collect_garbage, collect_rarely
 from marin_rl.learner.loss import first_log_ratios, loss_metrics
 from marin_rl.learner.train_step import Learner, PendingUpdate
 from marin_rl.learner.weight_history import WeightHistory
-from marin_rl.levanter_line import peak_flops, seq_len
+from marin_rl.levanter_line import flops_per_token, peak_flops
 from marin_rl.objectives.importance import mismatch_metrics
 from marin_rl.rollouts.failures import FailureReports
 from marin_rl.rollouts.run_rollouts import RolloutRunner
@@ -328,7 +328,7 @@ def model_flops_utilization(
     if peak is None or not updates:
         return {}
     # The model's own length is the longest that it supports.
-    per_token = dataclasses.replace(model, **seq_len(updates[0].layout.row_length)).flops_per_token(vocab_size)
+    per_token = flops_per_token(model, vocab_size, updates[0].layout.row_length)
     if per_token is None:
         return {}
     tokens = sum(packed.num_tokens for packed in updates)

@@ -22,7 +22,7 @@ from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.errors import RunDirectoryError
 from marin_rl.evaluate import EvaluateConfig, run_evaluation
 from marin_rl.learner.train_step import Learner, PendingUpdate
-from marin_rl.levanter_line import seq_len
+from marin_rl.levanter_line import flops_per_token, seq_len
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.rollouts.filters import ResampleGroupsConfig
@@ -495,9 +495,9 @@ def test_missing_phases_do_not_divide_by_zero():
 
 def test_mfu_is_share_of_peak(monkeypatch: pytest.MonkeyPatch):
     peak = 1e6
-    monkeypatch.setattr("marin_rl.training.loop.device_hardware_flops", lambda device: peak)
+    monkeypatch.setattr("marin_rl.training.loop.peak_flops", lambda device: peak)
     found = model_flops_utilization(MODEL, 264, [batch(7), batch(8)], step_seconds=2.0)
-    per_token = dataclasses.replace(MODEL, **seq_len(LAYOUT.row_length)).flops_per_token(264)
+    per_token = flops_per_token(MODEL, 264, LAYOUT.row_length)
     assert per_token is not None
     longer = dataclasses.replace(MODEL, **seq_len(131_072))
     assert model_flops_utilization(longer, 264, [batch(7), batch(8)], step_seconds=2.0) == found
@@ -505,11 +505,11 @@ def test_mfu_is_share_of_peak(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_no_mfu_if_peak_is_unknown(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("marin_rl.training.loop.device_hardware_flops", lambda device: None)
+    monkeypatch.setattr("marin_rl.training.loop.peak_flops", lambda device: None)
     assert model_flops_utilization(MODEL, 264, [batch(8)], 1.0) == {}
 
 
 @pytest.mark.medium
 def test_no_mfu_without_updates(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("marin_rl.training.loop.device_hardware_flops", lambda device: 1e6)
+    monkeypatch.setattr("marin_rl.training.loop.peak_flops", lambda device: 1e6)
     assert model_flops_utilization(MODEL, 264, [], 1.0) == {}
