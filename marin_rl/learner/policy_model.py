@@ -20,6 +20,7 @@ from levanter.models.lm_model import LmConfig, LmHeadModel
 from safetensors import SafetensorError
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.hub import cached_file
 
 from marin_rl import multihost
 from marin_rl.learner.hf_export import DeviceWeights, WeightParts, write_weights
@@ -107,9 +108,11 @@ def load_hf_policy(
     checkpoint = str(Path(checkpoint).absolute()) if Path(checkpoint).is_dir() else checkpoint
     hf_config, config = check_hf_policy(checkpoint, tokenizer, trainer, config)
     _check_mesh(model_shape(config, Axis("vocab", hf_config.vocab_size), trainer), trainer)
+    # Files of a hub name are in the cache by now. Levanter's new line would download them again, also offline.
+    folder = str(Path(cast(str, cached_file(checkpoint, "config.json"))).parent)
     converter = _Converter(
         cast(type[HFCompatConfig], type(config)),
-        reference_checkpoint=checkpoint,
+        reference_checkpoint=folder,
         HfConfigClass=type(hf_config),
         tokenizer=cast(PreTrainedTokenizerFast, tokenizer.tokenizer),
         trust_remote_code=False,
@@ -119,7 +122,7 @@ def load_hf_policy(
         with trainer.use_device_mesh():
             model = converter.load_pretrained(
                 config.model_type,
-                ref=checkpoint,
+                ref=folder,
                 config=cast(HFCompatConfig, config),
                 axis_mapping=trainer.parameter_axis_mapping,
                 resize_vocab_to_match_tokenizer=False,

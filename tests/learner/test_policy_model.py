@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import equinox as eqx
@@ -13,7 +14,7 @@ import levanter.tracker
 import numpy as np
 import pytest
 from haliax import Axis, NamedArray
-from huggingface_hub import hf_hub_download
+from huggingface_hub import constants, hf_hub_download
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmHeadModel
 from levanter.tracker import NoopTracker
@@ -282,6 +283,19 @@ def test_relative_folder_is_not_looked_up_on_the_hub(tiny, trainer, chat, export
     # Requests for optional files must not use a name that is valid on the hub.
     assert asked
     assert all(Path(repo_id).is_absolute() for repo_id in asked)
+
+
+def test_a_model_in_the_cache_of_the_hub_is_loaded_from_it(tiny, trainer, chat, exports, tmp_path, monkeypatch) -> None:
+    model, folder = exports["llama"]
+    cached = tmp_path / "models--org--cached"
+    shutil.copytree(folder, cached / "snapshots" / ("0" * 40))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    # A copy of the setting, which only transformers 4 has.
+    monkeypatch.setattr(hub, "TRANSFORMERS_CACHE", str(tmp_path), raising=False)
+    assert constants.HF_HUB_OFFLINE
+    tiny.assert_same_bits(load_hf_policy("org/cached", chat, trainer, None), model)
 
 
 def test_tokenizer_with_more_tokens_than_the_model_is_rejected(trainer, exports) -> None:
