@@ -207,6 +207,9 @@ def _check_undeclared(values: Mapping[str, Any], declared: Set[str], checkpoint:
     }
     known = declared | read_anyway | PretrainedConfig().to_dict().keys()
     known |= {"architectures", "auto_map", "transformers_version", "attn_implementation"}
+    # Neither transformers reads it for gemma, but transformers 4 and levanter write it.
+    if values["model_type"] == "gemma":
+        known.add("hidden_activation")
     # Levanter writes it for qwen, also where it says the same as `attention_bias` or the architecture.
     if values.get("no_bias") is (not values.get("attention_bias", True)):
         known.add("no_bias")

@@ -162,20 +162,22 @@ def test_unknown_setting_of_a_newer_transformers_is_rejected(tmp_path: Path, cap
 
 
 @pytest.mark.parametrize(
-    ("name", "biases", "is_known"),
+    ("name", "settings", "is_known"),
     [
         ("qwen3", {"no_bias": True, "attention_bias": False}, True),
         ("qwen3", {"no_bias": False, "attention_bias": False}, False),
         ("qwen2", {"no_bias": False}, True),
         ("qwen2", {"no_bias": True}, False),
+        ("gemma", {"hidden_activation": "gelu_pytorch_tanh"}, True),
+        ("gemma", {"hidden_activation": "gelu"}, True),
     ],
 )
-def test_biases_in_levanters_files_are_known_if_they_agree(
-    tmp_path: Path, caplog, name: str, biases: dict[str, bool], is_known: bool
+def test_unused_settings_in_levanters_files_are_known(
+    tmp_path: Path, caplog, name: str, settings: dict[str, Any], is_known: bool
 ):
     with caplog.at_level(logging.WARNING, "marin_rl.models.hf_config"):
-        read(tmp_path, {**record(name)["config"], **biases})
-    assert ("no_bias" not in caplog.text) is is_known
+        read(tmp_path, {**record(name)["config"], **settings})
+    assert ("does not use" not in caplog.text) is is_known
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"llama"', "\udce4", "[" * 100_000])
