@@ -30,7 +30,7 @@ from marin_rl.learner.loss import first_log_ratios
 from marin_rl.learner.policy_model import model_shape, read_hf_architecture
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
-from marin_rl.levanter_line import seq_len
+from marin_rl.levanter_line import max_positions, seq_len
 from marin_rl.models.hf_config import PolicyModelError
 from marin_rl.models.hf_tensors import read_tensor_shapes
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
@@ -57,7 +57,7 @@ def test_missing_model_section_is_read_from_weights(finished_run: TinyRun):
         left_out = dataclasses.replace(config, model=None, initialize_from=str(source))
         model = resolve_model(left_out).model
         assert model is not None
-        assert (model.Pos.size, model.Embed.size) == (16, 16)
+        assert (max_positions(model), model.Embed.size) == (16, 16)
 
 
 def test_a_run_resumes_without_its_starting_weights(finished_run: TinyRun, tmp_path: Path):
