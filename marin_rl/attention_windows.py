@@ -31,9 +31,18 @@ def layer_windows(model: Any) -> Windows:
         case "qwen3" if model.use_sliding_window:
             # Levanter has no `max_window_layers`, and exports its default.
             has_window = [layer >= 28 for layer in layers]
+        case "olmo3" if model.layer_types is not None:
+            has_window = [kind == "sliding_attention" for kind in model.layer_types]
+        case "olmo3":
+            has_window = [layer % 4 != 3 for layer in layers]
         case _:
             has_window = [False for _ in layers]
     return tuple(window if has else None for has in has_window)
+
+
+def window_rope(model: Any) -> Any:
+    """Return the rotary embeddings of the layers with a window, a levanter config; None if they are those of all."""
+    return getattr(model, "window_rope", None)
 
 
 def windows_within(model: Any, positions: int) -> Windows | None:
@@ -43,5 +52,7 @@ def windows_within(model: Any, positions: int) -> Windows | None:
         model: levanter's model config.
         positions: maximum positions in a sequence.
     """
-    windows = tuple(None if window is None or window >= positions else window for window in layer_windows(model))
+    windows = layer_windows(model)
+    if window_rope(model) is None:
+        windows = tuple(None if window is None or window >= positions else window for window in windows)
     return windows if any(windows) else None

@@ -61,6 +61,24 @@ def max_positions(model: Any) -> int:
     return getattr(model, field_of_key(type(model), "seq_len"))
 
 
+# Architectures.
+
+
+def register_model(name: str) -> Any:
+    """Register a model config class under a name.
+
+    The new line has an `olmo3` of its own, which the class of marin_rl replaces, because its layers of different types
+    are not stacked. Ends when levanter stacks them.
+    """
+    from levanter.models.lm_model import LmConfig
+
+    if IS_NEW and name == "olmo3":
+        import levanter.models.olmo3  # pyrefly: ignore[missing-import]  # noqa: F401
+
+        del LmConfig._choice_registry[name]
+    return LmConfig.register_subclass(name)
+
+
 # Examples and losses.
 
 

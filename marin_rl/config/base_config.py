@@ -76,7 +76,7 @@ class AbstractTrainConfig(CheckedConfig):
     register further types. Every command that reads the config imports them first, without isolation."""
     model: Any = None
     """Model architecture (levanter's section), required to train from scratch; null: read from `initialize_from`. Its
-    type is `gemma`, `gemma2`, `gpt2`, `llama`, `mistral`, `mixtral`, `olmo2`, `qwen2` or `qwen3`."""
+    type is `gemma`, `gemma2`, `gpt2`, `llama`, `mistral`, `mixtral`, `olmo2`, `olmo3`, `qwen2` or `qwen3`."""
     initialize_from: str | None = dataclasses.field(default=None, metadata=STORAGE_PATH)
     """Initial weights: a folder or hub name in Hugging Face format, or a run directory of marin_rl; null: random
     weights. A folder in an object store is copied into the cache folder of the user."""

@@ -144,6 +144,7 @@ LEVANTER_FIELD_DOCS = {
     "attn_logit_softcapping": "Soft cap of attention logits, through tanh; null: no cap.",
     "use_sliding_window": "Whether some layers attend only to a window of recent positions.",
     "sliding_window": "Positions in the sliding window.",
+    "layer_types": "`sliding_attention` or `full_attention` for each layer; null: every fourth layer is full.",
     # Optimizers
     "learning_rate": "Peak learning rate.",
     "lr": "Learning rate of the parameters for which this optimizer is designed.",

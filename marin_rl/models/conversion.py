@@ -18,7 +18,8 @@ from levanter.models.lm_model import LmConfig
 from levanter.models.qwen import Qwen3Config
 from transformers import PretrainedConfig
 
-# Registers the architecture.
+# Registers the architectures.
+import marin_rl.models.olmo3
 import marin_rl.models.qwen2  # noqa: F401
 from marin_rl.attention_windows import Windows, layer_windows
 from marin_rl.models.hf_config import ACTIVATIONS, PolicyModelError, declared_settings, first_line
@@ -155,7 +156,7 @@ _NOT_EXPORTED = frozenset(
         *("upcast_attn", "attn_backend", "use_flash_attention", "flash_attention_block_size"),
         *("gradient_checkpointing", "scan_layers", "reference_checkpoint", "tokenizer", "vocab_size"),
         *("lbl_coef", "rzl_coef", "embed_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout"),
-        *("sliding_window", "query_pre_attn_scalar"),
+        *("sliding_window", "layer_types", "query_pre_attn_scalar"),
     }
 )
 """Fields of levanter's configs that do not change the logits, or that are checked by other means."""
@@ -245,7 +246,7 @@ def _settings_not_read(hf_config: PretrainedConfig) -> dict[str, Any]:
             return {name: getattr(hf_config, name) for name in names}
         case "gpt2":
             return {"embed_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
-        case "olmo2":
+        case "olmo2" | "olmo3":
             return {"attention_dropout": 0.0}
         case "qwen3" if hf_config.sliding_window is None:
             # The field is an integer even without a window, and a run's config.yaml must be readable.

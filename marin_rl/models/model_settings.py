@@ -8,7 +8,7 @@ from typing import Any
 
 from marin_rl.levanter_line import field_of_key
 
-MODEL_TYPES = ("gemma", "gemma2", "gpt2", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3")
+MODEL_TYPES = ("gemma", "gemma2", "gpt2", "llama", "mistral", "mixtral", "olmo2", "olmo3", "qwen2", "qwen3")
 """Supported architectures: values of `model_type` in a `config.json`, and of `model.type` in a run's config."""
 SIZES = (
     *("seq_len", "hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim"),

@@ -19,11 +19,12 @@ from haliax.nn.scan import BlockSeq, ScanCheckpointPolicy
 from haliax.util import ensure_tuple
 from jaxtyping import Array, Float
 from levanter.layers.attention import Attention, AttentionConfig
+from levanter.layers.rotary import RotaryEmbeddings
 from levanter.models.gpt2 import Gpt2Attention, Gpt2Block, Gpt2Config
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.models.mixtral import MixtralConfig, MixtralDecoderLayer, MixtralSparseMoeBlock, MixtralTransformer
 
-from marin_rl.attention_windows import windows_within
+from marin_rl.attention_windows import window_rope, windows_within
 from marin_rl.levanter_line import shard
 from marin_rl.sampling.attention import PADDING, AttentionForm, CacheAxes, DenseAttention, LayerCache, Tokens
 
@@ -40,6 +41,8 @@ class CachedModel(NamedTuple):
     """`{embed, vocab}`."""
     rotary: "_RotaryTable | None"
     """Rotary embeddings, which have no weights and are those of all layers; None if the model has none."""
+    window_rotary: "_RotaryTable | None" = None
+    """Rotary embeddings of the layers with a window, if they have others."""
 
     def run(self, tokens: Tokens, cache: Cache, *, all_slots: bool) -> tuple[Float[Array, "rows queries embed"], Cache]:
         """Add tokens to the cache, and compute their activations.
@@ -57,7 +60,8 @@ class CachedModel(NamedTuple):
         # Padding reads the first row of a table of positions.
         positions = jnp.where(tokens.positions == PADDING, 0, tokens.positions)
         positions = hax.named(positions.reshape(-1), Position)
-        layers = _CachedLayers(tokens, positions, list(cache), self.rotary, all_slots)
+        rotary = (self.rotary, self.window_rotary or self.rotary)
+        layers = _CachedLayers(tokens, positions, list(cache), rotary, all_slots)
         activations = self.model.activations(
             hax.named(tokens.ids.reshape(-1), Position), cast(Any, layers), key=None, pos_ids=positions
         )
@@ -139,7 +143,11 @@ def with_cache(model: LmHeadModel, form: AttentionForm, context: int) -> CachedM
 
     stacked = stack(transformer)
     layers = list(stacked.unstacked())
-    rotary = None if isinstance(layers[0], Gpt2Block) else _rotary_table(layers[0].self_attn, context)
+    rotary = window_rotary = None
+    if not isinstance(layers[0], Gpt2Block):
+        rotary = _rotary_table(layers[0].self_attn.rot_embs, model.config, context)
+        if (rope := window_rope(model.config)) is not None:
+            window_rotary = _rotary_table(rope.build(_attention_config(model.config).HeadSize), model.config, context)
     windows = windows_within(model.config, context) or (None,) * len(layers)
     cached = [_layer_with_cache(layer, form, window) for layer, window in zip(layers, windows, strict=True)]
     if isinstance(form, DenseAttention):
@@ -153,7 +161,7 @@ def with_cache(model: LmHeadModel, form: AttentionForm, context: int) -> CachedM
     (Embed,) = (axis for axis in head.axes if axis.name == "embed")
     if getattr(unrolled, "lm_head", None) is not None:
         unrolled = eqx.tree_at(lambda node: node.lm_head, unrolled, None)
-    return CachedModel(unrolled, head.rearrange((Embed, ...)), rotary)
+    return CachedModel(unrolled, head.rearrange((Embed, ...)), rotary, window_rotary)
 
 
 def _layer_with_cache(layer: Any, form: AttentionForm, window: int | None) -> Any:
@@ -190,12 +198,12 @@ class _CachedLayers:
         tokens: Tokens,
         positions: NamedArray,
         cache: list[LayerCache],
-        rotary: "_RotaryTable | None",
+        rotary: "tuple[_RotaryTable | None, _RotaryTable | None]",
         all_slots: bool,
     ) -> None:
         self.cache = cache
         self.positions = positions
-        self.rotary = rotary
+        self.rotary, self.window_rotary = rotary
         self._tokens = tokens
         self._all_slots = all_slots
         self._layer = 0
@@ -248,14 +256,14 @@ class _RotaryTable(eqx.Module):
         return x * cosines + hax.concatenate(HeadSize, (-second, first)) * sines
 
 
-def _rotary_table(attention: Attention, context: int) -> _RotaryTable | None:
+def _rotary_table(embeddings: RotaryEmbeddings | None, model: LmConfig, context: int) -> _RotaryTable | None:
     """Return the values of rotary embeddings, which are linear, on a vector of ones and zeros."""
-    if attention.rot_embs is None:
+    if embeddings is None:
         return None
-    axes = (Axis("position", context), attention.config.HeadSize)
-    half = attention.config.HeadSize.size // 2
+    HeadSize = _attention_config(model).HeadSize
+    axes, half = (Axis("position", context), HeadSize), HeadSize.size // 2
     ones = hax.named(jnp.broadcast_to(jnp.repeat(jnp.array([1.0, 0.0]), half), (context, 2 * half)), axes)
-    table = attention.rot_embs(ones, hax.arange(axes[0]))
+    table = embeddings(ones, hax.arange(axes[0]))
     return _RotaryTable(table.rearrange(axes))
 
 
@@ -270,8 +278,9 @@ class _CachedAttention(eqx.Module):
         self, x: NamedArray, mask: _CachedLayers, *, key: None = None, pos_ids: NamedArray | None = None
     ) -> NamedArray:
         attention = self.attention
-        if mask.rotary is not None:
-            attention = eqx.tree_at(lambda node: node.rot_embs, attention, mask.rotary)
+        rotary = mask.rotary if self.window is None else mask.window_rotary
+        if rotary is not None:
+            attention = eqx.tree_at(lambda node: node.rot_embs, attention, rotary)
         query, new_key, new_value = attention._compute_qkv(x, key=None, pos_ids=mask.positions)
         attended = mask.attend(self.form, query, new_key, new_value, self.attention.config, self.window)
         heads = attended.flatten_axes(("kv_head", "q_heads_per_group"), "heads")

@@ -57,7 +57,7 @@ from tests.models.hf_oracle.make_oracle import (
 
 ARCHITECTURES = (
     *("gemma", "gemma2", "gemma2_window", "gpt2", "llama_yarn", "mistral", "mistral_window", "mixtral", "olmo2"),
-    *("qwen2", "qwen3"),
+    *("olmo3", "olmo3_yarn", "qwen2", "qwen3"),
 )
 """Oracle cases: one per architecture, and those of attention windows shorter than the sequences."""
 

@@ -29,6 +29,8 @@ from marin_rl.learner.gpu_attention import GpuBackend, with_gpu_attention
 from marin_rl.learner.group_attention import kernel_of
 from marin_rl.learner.logprobs import policy_activations
 from marin_rl.levanter_line import seq_len
+from marin_rl.models.olmo3 import Olmo3Config
+from marin_rl.models.rotary import YarnRotaryConfig
 from tests.sampling.families import FAMILIES, VOCAB, random_model
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -126,6 +128,11 @@ def test_windows_that_make_a_difference():
     assert windows_within(GEMMA, WINDOW + 1) == (WINDOW, None)
     assert windows_within(GEMMA, WINDOW) is None
     assert windows_within(LlamaConfig(), 10**6) is None
+    # The rotary embeddings of layers with a window differ at any length.
+    yarn = YarnRotaryConfig(factor=4.0)
+    sizes = {"num_layers": 2, "layer_types": ("sliding_attention", "full_attention")}
+    assert windows_within(Olmo3Config(**sizes), 48) is None
+    assert windows_within(Olmo3Config(**sizes, rope=yarn), 48) == (4096, None)
 
 
 @pytest.mark.parametrize("backend", [AttentionBackend.SPLASH, GpuBackend.PALLAS])

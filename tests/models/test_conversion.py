@@ -30,6 +30,7 @@ from marin_rl.models.conversion import (
 )
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.model_settings import MODEL_TYPES
+from marin_rl.models.olmo3 import Olmo3Config
 from marin_rl.models.qwen2 import Qwen2Config
 from marin_rl.models.rotary import LinearRotaryConfig, YarnRotaryConfig
 from tests.models.hf_checkpoint import record, write_config
@@ -51,6 +52,7 @@ MODELS: dict[str, LmConfig] = {
     "mistral": MistralConfig(**SIZES),
     "mixtral": MixtralConfig(**SIZES),
     "olmo2": Olmo2Config(**SIZES),
+    "olmo3": Olmo3Config(**SIZES),
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES),
 }
@@ -155,21 +157,34 @@ def test_config_round_trips_through_the_text_form(tmp_path: Path, case: str):
     assert from_yaml(Section, to_yaml(section), "config.yaml") == section
 
 
-@pytest.mark.parametrize("case", ["mistral", "gemma2", "gemma2_window", "qwen2", "qwen3", "mixtral"])
+@pytest.mark.parametrize("case", ["mistral", "gemma2_window", "olmo3", "qwen2", "qwen3", "mixtral"])
 def test_attention_windows_of_layers_are_those_of_transformers(tmp_path: Path, case: str):
     hf_config = read_hf_config(write_config(tmp_path, record(case)["config"]))
     windows = layer_windows(levanter_config(hf_config, "folder"))
     assert windows == attention_windows(hf_config)
-    expected = {"mistral": (48, 48), "gemma2": (48, None), "gemma2_window": (10, None)}
+    expected = {"mistral": (48, 48), "olmo3": (10, None), "gemma2_window": (10, None)}
     assert windows == expected.get(case, (None, None))
 
 
 def test_windows_of_default_sizes():
     assert layer_windows(MistralConfig(**SIZES)) == (4096, 4096)
     assert layer_windows(MistralConfig(**SIZES, sliding_window=None)) == (None, None)
+    assert layer_windows(Olmo3Config(**{**SIZES, "num_layers": 5})) == (4096, 4096, 4096, None, 4096)
     qwen3 = Qwen3Config(**{**SIZES, "num_layers": 30}, use_sliding_window=True, sliding_window=8)
     assert layer_windows(qwen3) == (None,) * 28 + (8, 8)
     check_model(qwen3, max_length=16)
+
+
+@pytest.mark.parametrize(
+    ("types", "problem"),
+    [
+        (["full_attention"], "layer_types has 1 entries, but there are 2 layers"),
+        (["a", "a"], r"layer_types has \['a'\]"),
+    ],
+)
+def test_types_of_layers_are_validated(types: list[str], problem: str):
+    with pytest.raises(ValueError, match=problem):
+        Olmo3Config(**SIZES, layer_types=tuple(types))
 
 
 @pytest.mark.parametrize(("name", "changes"), [("qwen2", {"max_window_layers": 1}), ("mixtral", {})])

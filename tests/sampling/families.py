@@ -20,6 +20,7 @@ from levanter.models.olmo import Olmo2Config
 from levanter.models.qwen import Qwen3Config
 
 from marin_rl.levanter_line import seq_len
+from marin_rl.models.olmo3 import Olmo3Config
 from marin_rl.models.qwen2 import Qwen2Config
 from marin_rl.models.rotary import YarnRotaryConfig
 
@@ -44,6 +45,7 @@ FAMILIES: dict[str, LmConfig] = {
     "mistral": MistralConfig(**SIZES, sliding_window=CONTEXT),
     "mixtral": MixtralConfig(**SIZES, n_routed_experts=4, num_experts_per_tok=2),
     "olmo2": Olmo2Config(**SIZES, attention_bias=True),
+    "olmo3": Olmo3Config(**SIZES, sliding_window=CONTEXT),
     "qwen2": Qwen2Config(**SIZES, rope=YarnRotaryConfig(factor=4.0, original_max_position_embeddings=10)),
     "qwen3": Qwen3Config(**SIZES, head_dim=16),
 }

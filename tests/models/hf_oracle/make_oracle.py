@@ -51,6 +51,7 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8.0}
 YARN_MSCALE = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.5, "truncate": False}
 GEMMA = {"model_type": "gemma2", "head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": None}
+LAYERS = ["sliding_attention", "full_attention"]
 
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_theta": 500000.0},
@@ -68,6 +69,8 @@ CASES: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo2": {"model_type": "olmo2", "rope_theta": 500000.0},
     "olmo2_linear": {"model_type": "olmo2", "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "olmo3": {"model_type": "olmo3", "rope_theta": 500000.0, "sliding_window": 10, "layer_types": LAYERS},
+    "olmo3_yarn": {"model_type": "olmo3", "rope_scaling": YARN, "sliding_window": 10, "layer_types": LAYERS},
     "gemma": {"model_type": "gemma", "head_dim": 8},
     "gemma2": {**GEMMA, "attn_logit_softcapping": 2.0, "sliding_window": 48},
     "gemma2_linear": {**GEMMA, "attn_logit_softcapping": None, "sliding_window": 48, "rope_scaling": LINEAR},
