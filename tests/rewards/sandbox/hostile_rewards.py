@@ -445,11 +445,16 @@ def recurses(messages, ground_truth, **kwargs):
 
 @reward_function
 def overflows_the_stack(messages, ground_truth, **kwargs):
+    """Overflows a small stack: Python 3.12 limits nested calls of C functions, whatever the limit of recursion."""
     sys.setrecursionlimit(10**9)
     nested = []
     for _ in range(10**6):
         nested = [nested]
-    return float(len(repr(nested)))
+    threading.stack_size(32768)
+    thread = threading.Thread(target=repr, args=(nested,))
+    thread.start()
+    thread.join()
+    return 1.0
 
 
 @reward_function

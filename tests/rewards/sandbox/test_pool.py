@@ -377,9 +377,10 @@ def judges(messages, ground_truth, **kwargs): return 1.0
 """
 THREAD = """
 import gc, os, threading, time
+frozen = gc.get_freeze_count()
 def attack():
-    # The forkserver freezes its objects shortly before the first call.
-    while not gc.get_freeze_count():
+    # The forkserver freezes its objects shortly before the first call. Python 3.12 freezes some when it starts.
+    while gc.get_freeze_count() == frozen:
         time.sleep(0.001)
     for _ in range(20):
         if os.fork() == 0:
