@@ -135,7 +135,7 @@ class AttentionKernel:
                 return float(prompt**2 + answers * answer * (prompt + answer))
 
     def supports_length(self, row_length: int) -> bool:
-        """Return whether the kernel supports rows of this many positions.
+        """Return whether the kernel supports rows of this many positions, in blocks of its size.
 
         >>> flash, splash = AttentionKernel(AttentionBackend.JAX_FLASH), AttentionKernel(AttentionBackend.SPLASH)
         >>> [flash.supports_length(length) for length in (1000, 1100, 1152)]
