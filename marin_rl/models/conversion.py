@@ -218,7 +218,9 @@ def _function_settings(hf_config: PretrainedConfig) -> dict[str, Any]:
     declared = declared_settings(type(hf_config)) - _NOT_THE_FUNCTION
     settings = {name: getattr(hf_config, name) for name in sorted(declared) if hasattr(hf_config, name)}
     settings["tie_word_embeddings"] = hf_config.tie_word_embeddings
-    settings["rope_theta"], settings["rope_scaling"] = _rope(hf_config)
+    theta, settings["rope_scaling"] = _rope(hf_config)
+    if hf_config.model_type != "gpt2":
+        settings["rope_theta"] = theta
     settings["partial_rotary_factor"] = getattr(hf_config, "partial_rotary_factor", 1.0)
     if "hidden_size" in declared:
         default = hf_config.hidden_size // hf_config.num_attention_heads

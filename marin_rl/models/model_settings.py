@@ -43,6 +43,8 @@ def model_problems(model: Any) -> Iterator[str]:
     if getattr(model, "scan_layers", True) is False:
         yield "model.scan_layers is false, but the learner supports scanned layers only; set it to true"
     yield from attention_problems(model)
+    if getattr(model, "rope", name) is None:
+        yield "model.rope is null, but the model needs rotary embeddings; leave it out, or set model.rope.type"
     yield from rope_problems(getattr(model, "rope", None))
     yield from _gemma_problems(name, model)
     sizes = {size: value for size in SIZES if (value := _setting(model, size)) is not None}

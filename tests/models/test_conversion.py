@@ -103,6 +103,7 @@ def test_error_names_an_unsupported_architecture(config: LmConfig, problem: str)
         (Olmo2Config(**SIZES, attention_dropout=0.1), r"Set model.attention_dropout to 0 \(it is 0.1\)"),
         (Qwen3Config(**SIZES, use_bias=True), "attention_bias is True, implemented is False"),
         (LlamaConfig(**SIZES, rope=DefaultRotaryEmbeddingsConfig(factor=4.0)), r"use model.rope.type: hf_linear"),
+        (LlamaConfig(**SIZES, rope=None), r"model.rope is null, .*; leave it out, or set model.rope.type"),
         (LlamaConfig(**SIZES, rope=YarnRotaryEmbeddingsConfig(factor=4.0)), r"unlike transformers; use hf_yarn"),
     ],
 )

@@ -138,6 +138,7 @@ def test_error_names_an_unimplemented_setting(tmp_path: Path, case: str, changes
         ("llama", {"architectures": ["LlamaForCausalLM"], "auto_map": {}, "_name_or_path": "x"}),
         ("qwen2", {"use_sliding_window": False, "sliding_window": 16, "max_window_layers": 0}),
         ("gpt2", {"attn_pdrop": 0.0, "n_inner": 128}),
+        ("gpt2", {"rope_theta": 500000.0}),
     ],
 )
 def test_settings_that_change_nothing_are_accepted(tmp_path: Path, case: str, changes: dict[str, Any]):
