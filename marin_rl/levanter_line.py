@@ -107,6 +107,18 @@ UNUSABLE_OPTIMIZERS = (
 """Levanter's optimizers whose update cannot be compiled: sophia-h needs the loss function, grug_muon a model of plain
 arrays, and the others call functions that the installed jax has removed or does not support in a compiled program. A
 name is removed when levanter fixes the optimizer."""
+
+
+def metric(value: Any, reduction: Any) -> Any:
+    """Levanter's `Metric` of one value. Its count is an integer; that of the new line is a float.
+
+    With other types XLA merges other sums, and `loss/total` may differ in its last bit.
+    """
+    from levanter.metrics import Metric, ReductionType
+
+    return Metric(_value=value, _count=int(reduction is ReductionType.MEAN), reduction=reduction)
+
+
 # Sharding.
 
 

@@ -16,6 +16,7 @@ from marin_rl.batching.rl_example import RlExample
 from marin_rl.learner.config import CriticConfig
 from marin_rl.learner.critic import ActorCritic, policy_of
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
+from marin_rl.levanter_line import metric
 from marin_rl.objectives.importance import LogRatioStatistics, Sum, log_ratio_statistics
 from marin_rl.objectives.kl import KlConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig, TokenBatch
@@ -85,7 +86,7 @@ class RlLoss:
         ratios = log_ratio_statistics(jax.lax.stop_gradient(learner) - policy, mask)
         for name, value in ratios._asdict().items():
             reduction = ReductionType.MAX if name == "maximum" else ReductionType.SUM
-            metrics[_LOG_RATIO + name] = Metric.from_value(value, reduction)
+            metrics[_LOG_RATIO + name] = metric(value, reduction)
         total = policy_part + kl_part
         if self.critic is not None and isinstance(model, ActorCritic):
             values = model.values(batch, trunk).array
@@ -153,4 +154,4 @@ def _mean(values: jax.Array, mask: jax.Array) -> Metric:
 
 
 def _sum(value: jax.Array) -> Metric:
-    return Metric.from_value(value, ReductionType.SUM)
+    return metric(value, ReductionType.SUM)

@@ -28,7 +28,7 @@ from marin_rl import multihost
 from marin_rl.batching.rl_example import RlExample
 from marin_rl.errors import UserError
 from marin_rl.learner.devices import own_rows
-from marin_rl.levanter_line import shard
+from marin_rl.levanter_line import metric, shard
 from marin_rl.trainer_config import AbstractTrainerConfig
 
 T = TypeVar("T")
@@ -256,9 +256,9 @@ class Learner:
         rate = jnp.asarray(self._learning_rate(state.step), jnp.float32)
         metrics = {
             **sums.metrics,
-            "loss/total": Metric.from_value(sums.loss, ReductionType.MEAN),
-            "grad_norm": Metric.from_value(optimizer_state.grad_norm, ReductionType.MEAN),
-            "lr": Metric.from_value(rate, ReductionType.LAST),
+            "loss/total": metric(sums.loss, ReductionType.MEAN),
+            "grad_norm": metric(optimizer_state.grad_norm, ReductionType.MEAN),
+            "lr": metric(rate, ReductionType.LAST),
         }
         return new_state, PendingUpdate(jnp.asarray(new_state.step), optimizer_state.finite, metrics)
 
