@@ -14,9 +14,10 @@ from tests.faults.live_run import HEARTBEAT_TIMEOUT, async_settings, live, start
 from tests.tiny_run import TinyRun
 
 
-def async_run(finished_run: TinyRun, new_run: Callable[..., TinyRun], steps: int) -> LiveRun:
+def endless_run(finished_run: TinyRun, new_run: Callable[..., TinyRun]) -> LiveRun:
+    """A run that ends when it is asked to: the number of its steps while faults happen depends on the machine."""
     settings = async_settings(
-        num_steps=steps,
+        num_steps=1_000_000,
         replay__max_staleness=1,
         initialize_from=str(finished_run.path),
         checkpoint__every=5,
@@ -34,7 +35,7 @@ def trains_on(run: LiveRun, steps: int = 3) -> None:
 def test_run_survives_killed_and_paused_workers_and_coordinator(
     finished_run: TinyRun, new_run: Callable[..., TinyRun]
 ) -> None:
-    run = async_run(finished_run, new_run, steps=30)
+    run = endless_run(finished_run, new_run)
     with started(run):
         run.wait_until(lambda: run.steps >= 3, "step 3")
         (first, *_) = run.named("ray::Worker")
@@ -53,8 +54,10 @@ def test_run_survives_killed_and_paused_workers_and_coordinator(
         os.kill(coordinator, signal.SIGKILL)
         trains_on(run)
         children = run.children()
+        assert run.process is not None
+        run.process.terminate()
         assert run.end() == 0, run.output.read_text()
         assert [child for child in children if child.is_alive] == []
-    assert whole_and_once(run, groups=4, members=4, staleness=1) == 30
+    assert whole_and_once(run, groups=4, members=4, staleness=1) == run.saved_steps >= 15
     log = (run.run_dir / "log.txt").read_text()
     assert "the coordinator was restarted; submitting" in log
