@@ -27,6 +27,7 @@ from jax._src import distributed
 from marin_rl import multihost
 from marin_rl.errors import UserError
 from marin_rl.escaping import escape
+from marin_rl.levanter_line import distribution_of
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +230,7 @@ def explain_errors() -> Iterator[None]:
 
 def software_versions() -> dict[str, str | None]:
     """Return the versions of the packages that determine results; None for one that is not installed."""
-    return {name: _version(name) for name in SOFTWARE}
+    return {name: _version(distribution_of(name)) for name in SOFTWARE}
 
 
 def _version(package: str) -> str | None:

@@ -11,8 +11,11 @@ when Python 3.11 is no longer supported; an entry that ends at another event sta
 """
 
 import dataclasses
+import functools
 import importlib.metadata
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -33,6 +36,11 @@ def installed() -> tuple[str, str]:
 
 IS_NEW = installed()[0] == DISTRIBUTIONS[0]
 """Whether the new line is installed."""
+
+
+def distribution_of(package: str) -> str:
+    """Name of the distribution that contains a package, as far as it differs between the lines."""
+    return f"marin-{package}" if IS_NEW and package in ("haliax", "levanter") else package
 
 
 # Model configs. The new line has renamed `seq_len`, which stays the name of the key of a config.
@@ -77,6 +85,30 @@ def register_model(name: str) -> Any:
 
         del LmConfig._choice_registry[name]
     return LmConfig.register_subclass(name)
+
+
+# Keys of levanter's sections that only one line has. A run records all of its keys, and either line reads it.
+
+OTHER = DISTRIBUTIONS[1] if IS_NEW else DISTRIBUTIONS[0]
+"""Name of the distribution of the line that is not installed."""
+
+
+@functools.cache
+def _fields_of_other_line() -> dict[str, dict[str, list[Any]]]:
+    """Keys of the sections of the other line, each with its type and, if it has one, its default."""
+    files = (Path(__file__).parent / "config").glob(f"{OTHER}-*.json")
+    sections = [section for file in files for section in json.loads(file.read_text(encoding="utf-8")).items()]
+    return {name: section["fields"] for name, section in sections if "fields" in section}
+
+
+def is_key_of_other_line(section: type, key: str) -> bool:
+    """Whether a section has a key on the other line."""
+    return key in _fields_of_other_line().get(section.__name__, {})
+
+
+def is_default_of_other_line(section: type, key: str, value: Any) -> bool:
+    """Whether a section has a key on the other line, with this value as its default."""
+    return is_key_of_other_line(section, key) and _fields_of_other_line()[section.__name__][key][1:] == [value]
 
 
 # Examples and losses.

@@ -57,6 +57,8 @@ TRAINER_METADATA = may_change(
     *("profiler", "profiler_start_step", "profiler_num_steps"),
 )
 """Metadata of the field `trainer`."""
+MODEL_METADATA = may_change("reference_checkpoint")
+"""Metadata of the field `model`. Levanter's lines have other defaults for this key, which nothing here reads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +76,7 @@ class AbstractTrainConfig(CheckedConfig):
     imports: tuple[str, ...] = dataclasses.field(default=(), metadata=LOCAL_PATH)
     """Python files, such as `[my_objectives.py]`, or modules of installed packages, such as `[lab.objectives]`, that
     register further types. Every command that reads the config imports them first, without isolation."""
-    model: Any = None
+    model: Any = dataclasses.field(default=None, metadata=MODEL_METADATA)
     """Model architecture (levanter's section), required to train from scratch; null: read from `initialize_from`. Its
     type is `gemma`, `gemma2`, `gpt2`, `llama`, `mistral`, `mixtral`, `olmo2`, `olmo3`, `qwen2` or `qwen3`."""
     initialize_from: str | None = dataclasses.field(default=None, metadata=STORAGE_PATH)

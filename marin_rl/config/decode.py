@@ -11,6 +11,7 @@ Supports the types of draccus: dataclasses, choice registries and types with a r
   value: it decodes `true` as `"True"` for `str | bool`, which changes levanter's `jax_config`.
 - A section may name `keys_without_effect`, each with its remedy; null is accepted for them.
 - Keys missing in a section are taken from the default of the section's field, not from the defaults of its class.
+- A key that only the other line of levanter has is accepted if its value is the default there.
 """
 
 import contextlib
@@ -47,7 +48,7 @@ from marin_rl.config.section_types import (
     without_texts,
 )
 from marin_rl.errors import nearest
-from marin_rl.levanter_line import field_of_key
+from marin_rl.levanter_line import OTHER, field_of_key, is_default_of_other_line, is_key_of_other_line
 
 LISTED_KEYS = 4
 """Maximum keys of other types that an error message lists."""
@@ -118,7 +119,13 @@ def _decode_section(section: Any, raw: Any, path: Sequence[str], base: Any) -> A
     known = field_types(concrete)
     valid = [CHOICE_TYPE_KEY, *known] if is_choice_type(plain_type(section)) else list(known)
     ignored: Mapping[str, str] = getattr(plain_type(concrete), "keys_without_effect", {})
-    unknown = [str(key) for key in raw if key not in valid and key not in ignored]
+    unknown = [
+        str(key)
+        for key, value in raw.items()
+        if key not in valid
+        and key not in ignored
+        and not is_default_of_other_line(plain_type(concrete), key, without_texts(value))
+    ]
     problems = [
         f"{dotted((*path, key))} is {without_texts(raw[key])!r}, but this setting has no effect: {remedy}"
         for key, remedy in ignored.items()
@@ -159,6 +166,8 @@ def _unknown_key(section: Any, concrete: Any, key: str, valid: Sequence[str], pa
     name = dotted((*path, key))
     if ":" in key:
         return f"unknown key {name}; write a space after the colon, as in {key.replace(':', ': ', 1)}"
+    if is_key_of_other_line(plain_type(concrete), key):
+        return f"unknown key {name}; it exists only with {OTHER} in place of the installed line of levanter"
     if not is_choice_type(plain_type(section)):
         return f"unknown key {name}; {nearest(key, valid)}"
     kind = dotted((*path, CHOICE_TYPE_KEY))

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from marin_rl.config.base_config import TRAINER_METADATA, AbstractTrainConfig
+from marin_rl.config.base_config import MODEL_METADATA, TRAINER_METADATA, AbstractTrainConfig
 from marin_rl.config.combinations import CHECKS
 from marin_rl.config.decode import decode
 from marin_rl.config.levanter_description import described_sections
@@ -46,7 +46,7 @@ def draft_class(*, reads_files: bool = True) -> type[AbstractTrainConfig]:
         frozen=True,
     )
     fields: list[tuple[str, Any, Any]] = [
-        ("model", model | None, dataclasses.field(default=None)),
+        ("model", model | None, dataclasses.field(default=None, metadata=MODEL_METADATA)),
         (
             "optimizer",
             optimizer,

@@ -5,11 +5,13 @@
 
 import dataclasses
 
+# Registers the decoders and encoders of levanter's types.
+import levanter.config  # noqa: F401
 from levanter.models.lm_model import LmConfig
 from levanter.optim.config import AdamConfig, OptimizerConfig
 from levanter.tracker import TrackerConfig
 
-from marin_rl.config.base_config import TRAINER_METADATA, AbstractTrainConfig
+from marin_rl.config.base_config import MODEL_METADATA, TRAINER_METADATA, AbstractTrainConfig
 from marin_rl.config.combinations import CHECKS
 from marin_rl.config.model_checks import MODEL_CHECKS
 from marin_rl.config_fields import may_change_by_name
@@ -30,7 +32,7 @@ class TrainConfig(AbstractTrainConfig):
 
     checks = (*CHECKS, *MODEL_CHECKS)
 
-    model: LmConfig | None = None
+    model: LmConfig | None = dataclasses.field(default=None, metadata=MODEL_METADATA)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=AdamConfig, metadata=may_change_by_name())
     trainer: TrainerConfig = dataclasses.field(default=TrainerConfig(), metadata=TRAINER_METADATA)
 

@@ -15,7 +15,7 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.trainer_state import TrainerState
 
 from marin_rl.config.device_settings import trained_model
-from marin_rl.config.section_types import ConfigError
+from marin_rl.config.section_types import ConfigError, UnknownType
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import from_yaml
 from marin_rl.errors import USER_ERRORS
@@ -266,11 +266,11 @@ def read_config(directory: RunDirectory) -> TrainConfig:
     try:
         return from_yaml(TrainConfig, read_config_text(directory), str(directory.config))
     except ConfigError as error:
-        if not any("unknown key" in problem for problem in error.problems):
+        if not any("unknown key" in problem or isinstance(problem, UnknownType) for problem in error.problems):
             raise
         remedy = (
-            "these keys are of another version of marin_rl; use the version that wrote the run, which "
-            "checkpoints/*/run_files.json names, or start another run with --run_dir NEW"
+            "these keys or types are of another version of marin_rl or levanter; use the version that wrote the run, "
+            "which checkpoints/*/run_files.json names, or start another run with --run_dir NEW"
         )
         raise ConfigError(*error.problems, remedy) from error
 

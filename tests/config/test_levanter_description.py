@@ -2,11 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from levanter.models.lm_model import LmConfig
 from levanter.optim.config import AdamConfig, OptimizerConfig
+from levanter.tracker import TrackerConfig
 
 from marin_rl.config import levanter_description
 from marin_rl.config.command_line import check_command_line, parse_arguments, parse_config
@@ -16,6 +20,7 @@ from marin_rl.config.levanter_description import describe_installed, description
 from marin_rl.config.section_types import ConfigError, field_types
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import load_yaml
+from marin_rl.levanter_line import OTHER, is_key_of_other_line
 from tests.config.mistakes import BASE, MISTAKES, Mistake, write_files
 
 EXPERIMENTS = sorted(Path("experiments").glob("*.yaml"))
@@ -27,8 +32,21 @@ def problems_of(check, *arguments) -> set[str]:
     return set(raised.value.problems)
 
 
+def without_order(described: Any) -> Any:
+    """A part of a description with sorted unions: equal unions are one object, whose order is that of the first."""
+    match described:
+        case dict():
+            return {key: without_order(item) for key, item in described.items()}
+        case ["union", *kinds]:
+            return ["union", *sorted(map(without_order, kinds), key=json.dumps)]
+        case list():
+            return [without_order(item) for item in described]
+    return described
+
+
 def test_description_is_that_of_the_installed_levanter():
-    assert description_file().read_text() == describe_installed(), (
+    recorded, installed = json.loads(description_file().read_text()), json.loads(describe_installed())
+    assert without_order(recorded) == without_order(installed), (
         "levanter or a model of this project was changed: run `python -m marin_rl.config.levanter_description`"
     )
 
@@ -97,6 +115,45 @@ def test_types_that_user_code_registers_are_left_to_the_complete_check(tmp_path,
     assert parse_config(TrainConfig, own).config.optimizer == OwnAdamConfig(own=2.0)
     problems = problems_of(check_command_line, [*own, "--sede", "1"], {})
     assert problems == {"unknown key sede; did you mean 'seed'?"}
+
+
+def of_other_line() -> dict[tuple[Any, str], dict[str, Any]]:
+    """The default values of a section as a run of the other line records them, by registry and type."""
+    (file,) = description_file().parent.glob(f"{OTHER}-*.json")
+    description = json.loads(file.read_text())
+    return {
+        (registry, choice): {key: entry[1] for key, entry in description[name]["fields"].items() if len(entry) > 1}
+        for registry in (LmConfig, OptimizerConfig, TrackerConfig)
+        for choice, name in description[registry.__name__]["choices"].items()
+        if choice in registry.get_known_choices()
+    }
+
+
+RECORDED = of_other_line()
+
+
+@pytest.mark.parametrize(("section", "recorded"), RECORDED.items(), ids=[choice for _, choice in RECORDED])
+def test_sections_recorded_by_the_other_line_are_read(section: tuple[Any, str], recorded: dict[str, Any]):
+    registry, choice = section
+    defaults = encode(decode(registry, {"type": choice}), registry)
+    read = encode(decode(registry, {"type": choice, **recorded}), registry)
+    assert read == {**defaults, **{key: value for key, value in recorded.items() if key in defaults}}
+
+
+def test_a_setting_of_the_other_line_is_refused_by_name():
+    of_one_line = [
+        (registry, choice, key)
+        for (registry, choice), recorded in RECORDED.items()
+        for key in recorded.keys() - field_types(registry.get_choice_class(choice)).keys()
+    ]
+    assert of_one_line
+    for registry, choice, key in of_one_line:
+        assert is_key_of_other_line(registry.get_choice_class(choice), key)
+        with pytest.raises(ConfigError) as raised:
+            decode(registry, {"type": choice, key: "another value"})
+        assert raised.value.problems == (
+            f"unknown key {key}; it exists only with {OTHER} in place of the installed line of levanter",
+        )
 
 
 def test_a_config_from_a_pipe_is_read_once():
