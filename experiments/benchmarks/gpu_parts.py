@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -24,8 +24,6 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from haliax import Axis
-from levanter.layers.attention import AttentionConfig
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
@@ -33,15 +31,12 @@ from experiments import parity
 from experiments.benchmarks.benchmark_sampling import measure_sampling
 from experiments.benchmarks.benchmark_training_step import pack, random_rollouts
 from experiments.benchmarks.first_gpu_run import ROOT, Settings
-from experiments.benchmarks.measurement import load_config, without_compilation_cache
-from marin_rl.batching.packing import GroupRow
+from experiments.benchmarks.gpu_kernels import REPEATS, kernel_errors
+from experiments.benchmarks.measurement import load_config, timed, without_compilation_cache
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.host_status import software_versions
 from marin_rl.learner.devices import device_peak_bytes, start_devices
-from marin_rl.learner.gpu_attention import GpuBackend, block_attention, segment_attention
-from marin_rl.learner.group_attention import group_attention, kernel_of
 from marin_rl.learner.policy_model import initialize_policy, save_hf_policy
-from marin_rl.sampling.attention import PADDING, BlockAttention, Tokens
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.training.open_run import make_loss
 
@@ -52,8 +47,6 @@ LOGPROB_LIMITS = {"cpu": {"float32": 1e-4, "bfloat16": 0.3}, "gpu": {"float32": 
 """Largest difference of a log-probability (nats)."""
 GRADIENT_LIMITS = {"cpu": {"float32": 1e-4, "bfloat16": 0.2}, "gpu": {"float32": 3e-2, "bfloat16": 0.2}}
 """Largest relative error (norms) of the gradient of one tensor."""
-SCALE, SOFT_CAP = 0.125, 2.0
-REPEATS = 10
 VOCAB = 151_936
 """Tokens of Qwen3."""
 
@@ -88,7 +81,9 @@ def device(settings: Settings) -> Result:
     """Return the device, versions, and the rate of a product of two bfloat16 matrices."""
     size = 256 if settings.tiny else 8192
     matrix = jnp.ones((size, size), jnp.bfloat16)
-    seconds = _timed(jax.jit(lambda a: a @ a), matrix)
+    product = jax.jit(lambda a: a @ a)
+    # The first call compiles.
+    seconds = min(timed(lambda: jax.block_until_ready(product(matrix))) for _ in range(REPEATS))
     first, problem = jax.devices()[0], None
     if not settings.tiny and first.platform != "gpu":
         problem = f"jax found no GPU, but {first.platform}; give --tiny for a CPU"
@@ -113,149 +108,21 @@ def _driver() -> str | None:
         return None
 
 
-def _timed(function: Callable[..., Any], *arguments: Any) -> float:
-    """Return the least seconds of a call, after one that compiles."""
-    jax.block_until_ready(function(*arguments))
-    seconds = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        jax.block_until_ready(function(*arguments))
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
-
-
-class KernelCase(NamedTuple):
-    """One problem of attention, for a kernel and for plain attention."""
-
-    run: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-    """The kernel: a function of queries, keys and values."""
-    visible: np.ndarray
-    """Whether each query sees each key: `[batch, query, key]`."""
-    used: np.ndarray
-    """Whether the output of each query is compared: `[batch, query]`."""
-    soft_cap: float | None = None
-    """Cap of the scores."""
-    differentiable: bool = True
-    """Whether gradients are compared."""
-
-
-def plain_attention(
-    query: jax.Array, keys: jax.Array, values: jax.Array, visible: np.ndarray, soft_cap: float | None
-) -> jax.Array:
-    """Attend with all scores in memory."""
-    scores = jnp.einsum("bqhgd,bkhd->bhgqk", query, keys) * SCALE
-    scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
-    return jnp.einsum("bhgqk,bkhd->bqhgd", weights, values)
-
-
 def kernel(settings: Settings, name: str, dtype: str) -> Result:
-    """Compare a kernel with plain attention in float64: output, and gradients where there are any.
+    """Compare an attention kernel with plain attention.
 
     Args:
         settings: settings of all parts.
         name: one of `first_gpu_run.KERNELS`.
         dtype: type of the inputs.
     """
-    positions, heads, group = (256, 2, 2) if settings.tiny else (2048, 4, 4)
+    positions, heads, group, sizes = (256, 2, 2, (64,)) if settings.tiny else (2048, 4, 4, (64, 128))
     errors, figures = {}, {}
-    for size in (64,) if settings.tiny else (64, 128):
-        case = kernel_case(name, positions, heads, group, size, dtype, interpret=platform() == "cpu")
-        rng = np.random.default_rng(0)
-        shapes = ((*case.used.shape, heads, group, size), *[(len(case.used), positions, heads, size)] * 2)
-        inputs = [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
-        cotangent = jnp.asarray(rng.normal(size=shapes[0]) * case.used[..., None, None, None], dtype)
-        run = jax.jit(functools.partial(_pull_back, case.run, case.differentiable))
-        start = time.perf_counter()
-        found = [np.asarray(array, np.float64) for array in run(inputs, cotangent)]
-        figures[f"first_call_seconds_{size}"] = time.perf_counter() - start
-        figures[f"milliseconds_{size}"] = 1000 * _timed(run, inputs, cotangent)
-        with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-            *exact, weights = (jnp.asarray(np.asarray(array, np.float64)) for array in (*inputs, cotangent))
-            plain = functools.partial(plain_attention, visible=case.visible, soft_cap=case.soft_cap)
-            expected = [np.asarray(array) for array in _pull_back(plain, case.differentiable, exact, weights)]
-        # The output at padding is arbitrary.
-        found[0], expected[0] = (array[0] * case.used[..., None, None, None] for array in (found, expected))
-        for label, ours, theirs in zip(("output", "query", "keys", "values"), found, expected, strict=False):
-            errors[f"{label}_{size}"] = float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+    for size in sizes:
+        found, seconds = kernel_errors(name, positions, heads, group, size, dtype)
+        errors |= {f"{label}_{size}": error for label, error in found.items()}
+        figures |= {f"first_call_seconds_{size}": seconds[0], f"milliseconds_{size}": 1000 * min(seconds[1:])}
     return judged(figures, errors, KERNEL_LIMITS[platform()][dtype])
-
-
-def _pull_back(
-    run: Callable[..., jax.Array], differentiable: bool, inputs: Sequence[jax.Array], cotangent: jax.Array
-) -> list[jax.Array]:
-    """Return the output of a function, and the gradients of its inputs if there are any."""
-    if not differentiable:
-        return [run(*inputs)]
-    output, backward = jax.vjp(run, *inputs)
-    return [output, *backward(cotangent)]
-
-
-def kernel_case(
-    name: str, positions: int, heads: int, group: int, size: int, dtype: str, *, interpret: bool
-) -> KernelCase:
-    """Return the problem of one kernel; a few tokens are padding."""
-    at = np.arange(positions)
-    causal = at[:, None] >= at
-    segments = np.stack([np.searchsorted([positions * 3 // 8, positions * 7 // 8], at, side="right") + 1, 0 * at + 1])
-    segments[0, positions * 7 // 8 :] = 0
-    config = AttentionConfig(Axis("embed", heads * group * size), heads * group, heads, head_dim=size)
-    config = dataclasses.replace(config, scaling_factor=SCALE, attn_backend=cast(Any, GpuBackend.PALLAS))
-    same = causal & (segments[:, :, None] == segments[:, None, :])
-    attend: Callable[..., jax.Array]
-    match name:
-        case "packed rows":
-            attend = functools.partial(segment_attention, scale=SCALE, interpret=interpret)
-            return KernelCase(_with_segments(attend, segments), same, segments > 0)
-        case "capped scores":
-            attend = functools.partial(block_attention, scale=SCALE, soft_cap=SOFT_CAP)
-            return KernelCase(_with_segments(attend, segments, segments), same, segments > 0, SOFT_CAP)
-        case "shared prompts":
-            row = GroupRow(positions // 2, 2, positions // 4)
-            own = np.where(at < row.prompt_length, -1, (at - row.prompt_length) // row.answer_length)
-            visible = np.stack([causal & ((own == -1) | (own[:, None] == own))] * 2)
-            attend = functools.partial(group_attention, group=row, attend=kernel_of(config, SCALE, interpret=interpret))
-            ones = np.ones((2, positions), np.int32)
-            return KernelCase(_with_segments(attend, ones), visible, ones > 0)
-    return _cached_case(name, positions, config, dtype, interpret)
-
-
-def _with_segments(attend: Callable[..., jax.Array], *segments: np.ndarray) -> Callable[..., jax.Array]:
-    ids = [array.astype(np.int32) for array in segments]
-    return lambda query, keys, values: attend(query, keys, values, *map(jnp.asarray, ids))
-
-
-def _cached_case(name: str, positions: int, config: AttentionConfig, dtype: str, interpret: bool) -> KernelCase:
-    """Return the problem of the sampler's kernel: the last tokens of sequences of several lengths."""
-    lengths = np.array([1, 7, positions // 2 + 3, positions])
-    queries = 1 if name == "decode" else positions // 4
-    at = lengths[:, None] - queries + np.arange(queries)
-    used = at >= 0
-    form = BlockAttention(interpret=interpret)
-    # Padding follows a row's tokens.
-    order = np.argsort(~used, axis=1, kind="stable")
-    back = np.argsort(order, axis=1)
-
-    def take(array: jax.Array, indices: np.ndarray) -> jax.Array:
-        return jnp.take_along_axis(array, jnp.asarray(indices).reshape(*indices.shape, *[1] * (array.ndim - 2)), axis=1)
-
-    def run(query: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
-        axes = form.cache_axes(config, len(lengths), positions)
-        cache = tuple(
-            jnp.zeros([axis.size for axis in array], dtype).at[:, :, :positions].set(jnp.swapaxes(content, 1, 2))
-            for array, content in zip(axes, (keys, values), strict=True)
-        )
-        places = jnp.asarray(np.take_along_axis(np.where(used, at, PADDING), order, axis=1))
-        tokens = Tokens(jnp.zeros(used.shape, jnp.int32), jnp.arange(len(lengths)), places)
-        new = (take(array, np.take_along_axis(np.clip(at, 0, None), order, axis=1)) for array in (keys, values))
-        new_keys, new_values = new
-        ordered = take(query, order)
-        output, _ = form.attend(ordered, new_keys, new_values, cache, tokens, config, all_slots=name == "decode")
-        return take(output, back)
-
-    visible = np.arange(positions) <= at[:, :, None]
-    visible |= ~used[:, :, None]
-    return KernelCase(run, visible, used, differentiable=False)
 
 
 def model_arguments(family: str, dtype: str, settings: Settings) -> list[str]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.benchmarks import first_gpu_run, gpu_parts
+from experiments.benchmarks import first_gpu_run, gpu_kernels, gpu_parts
 from experiments.benchmarks.first_gpu_run import PARTS, Part, Settings, main, run_parts, table
 from marin_rl.learner import gpu_attention
 
@@ -121,7 +121,7 @@ def test_a_wrong_kernel_is_a_failed_row(settings: Settings, monkeypatch: pytest.
     def without_segments(query: jax.Array, keys: jax.Array, values: jax.Array, own: Any, all_: Any, **rest: Any):
         return gpu_attention.block_attention(query, keys, values, jnp.ones_like(own), jnp.ones_like(all_), **rest)
 
-    monkeypatch.setattr(gpu_parts, "block_attention", without_segments)
+    monkeypatch.setattr(gpu_kernels, "block_attention", without_segments)
     row = run_here(named("capped scores, float32"), settings)
     assert row["status"] == "failed"
     assert "too far from float64 (limit 1e-05): output_64 " in row["reason"]
