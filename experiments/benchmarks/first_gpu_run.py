@@ -234,14 +234,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.smollm2 is not None and not arguments.smollm2.exists():
         parser.error(f"--smollm2 {arguments.smollm2} does not exist; give the folder or the wheel of SmolLM2")
     settings = Settings(arguments.work.absolute(), arguments.tiny, arguments.smollm2)
-    # So that a part that runs is stopped, too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     packages = None
     if arguments.wheels is not None:
         packages = settings.work / "packages"
         install(arguments.wheels, packages)
     chosen = [part for part in PARTS if not arguments.parts or part.name in arguments.parts]
-    report = run_parts(chosen, settings, packages, arguments.output.absolute(), arguments.seconds)
+    # Otherwise a part that runs would not be stopped.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        report = run_parts(chosen, settings, packages, arguments.output.absolute(), arguments.seconds)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(table(report))
     print(f"report: {arguments.output}, logs: {settings.work}", file=sys.stderr)
     return int(any(report["rows"][part.name]["status"] in ("failed", "timed out") for part in chosen))

@@ -4,6 +4,7 @@
 """The first run on a GPU in its CPU form: every part at tiny sizes, and the rows of parts that fail."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from experiments.benchmarks import first_gpu_run, gpu_kernels, gpu_parts
 from experiments.benchmarks.first_gpu_run import PARTS, Part, Settings, main, run_parts, table
 from marin_rl.learner import gpu_attention
+from tests.serving.serving_cases import has_ended, until
 
 FAULTS = """
 import json, os, signal, subprocess, sys
@@ -35,6 +37,14 @@ with open(result, "w") as file:
     json.dump({"status": "ok", "figures": {"called": json.loads(arguments)}}, file)
 """
 """A module whose parts crash, exit or hang."""
+STOPPED = """
+import sys
+from experiments.benchmarks import first_gpu_run
+first_gpu_run.MODULE = "faulty_parts"
+first_gpu_run.PARTS = (first_gpu_run.Part("hang", 600, "hang"),)
+sys.exit(first_gpu_run.main())
+"""
+"""A run whose only part does not end by itself."""
 KERNEL_PARTS = [Part(f"{name}, float32", 60, "kernel", (name, "float32")) for name in first_gpu_run.KERNELS]
 KERNEL_PARTS.append(Part("decode, bfloat16", 60, "kernel", ("decode", "bfloat16")))
 
@@ -161,8 +171,26 @@ def test_a_part_that_fails_costs_one_row(settings: Settings, tmp_path: Path):
     assert rows["crash"]["reason"] == "the process ended with signal SIGSEGV; it printed nothing"
     assert rows["hang"]["reason"] == "took longer than 1 s; its last output: compiling"
     # A process that the part started has ended, too.
-    state = Path("/proc", (settings.work / "child").read_text(), "stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    until(lambda: has_ended(int((settings.work / "child").read_text())))
+
+
+@pytest.mark.usefixtures("faults")
+def test_a_stopped_run_stops_its_part(settings: Settings, tmp_path: Path):
+    run = [sys.executable, "-c", STOPPED, "--work", str(settings.work), "--output", str(tmp_path / "report.json")]
+    child = settings.work / "child"
+    with subprocess.Popen(run) as process:
+        until(lambda: child.exists() and child.read_text() != "")
+        process.terminate()
+        assert process.wait() == 128 + signal.SIGTERM
+    until(lambda: has_ended(int(child.read_text())))
+
+
+@pytest.mark.usefixtures("faults")
+def test_signals_are_handled_as_before_after_a_run(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(first_gpu_run, "PARTS", (Part("a", 60, "a"),))
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["--work", str(settings.work), "--output", str(tmp_path / "report.json")]) == 0
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.usefixtures("faults")
