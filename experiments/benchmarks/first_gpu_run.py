@@ -172,11 +172,19 @@ def run_parts(
         seconds: time for all parts.
 
     Returns:
-        The report: when the last run began, and the rows by name.
+        The report: when the last run began, whether its sizes are tiny, and the rows by name.
+
+    Raises:
+        SystemExit: if the file has rows of other sizes.
     """
-    before = json.loads(output.read_text())["rows"] if output.exists() else {}
-    rows = {name: row for name, row in before.items() if row["status"] == "ok"}
-    report = {"started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "rows": rows}
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    report: dict[str, Any] = {"started": started, "tiny": settings.tiny, "rows": {}}
+    before = json.loads(output.read_text()) if output.exists() else report
+    if before["tiny"] != settings.tiny:
+        sizes = "tiny sizes" if before["tiny"] else "full sizes"
+        raise SystemExit(f"{output} has rows of {sizes}, which this run would keep; give another --output")
+    rows = report["rows"]
+    rows |= {name: row for name, row in before["rows"].items() if row["status"] == "ok"}
     end = time.monotonic() + seconds
     settings.work.mkdir(parents=True, exist_ok=True)
     for part in parts:

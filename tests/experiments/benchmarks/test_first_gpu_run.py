@@ -194,6 +194,16 @@ def test_signals_are_handled_as_before_after_a_run(settings: Settings, tmp_path:
 
 
 @pytest.mark.usefixtures("faults")
+def test_rows_of_other_sizes_are_not_kept(settings: Settings, tmp_path: Path):
+    output, parts = tmp_path / "report.json", [Part("a", 60, "a")]
+    run_parts(parts, settings, None, output, 600)
+    report = output.read_text()
+    with pytest.raises(SystemExit, match="has rows of tiny sizes, which this run would keep; give another --output"):
+        run_parts(parts, settings._replace(tiny=False), None, output, 600)
+    assert output.read_text() == report
+
+
+@pytest.mark.usefixtures("faults")
 def test_good_rows_are_kept_and_no_row_is_missing(settings: Settings, tmp_path: Path):
     output, part = tmp_path / "report.json", Part("a", 60, "a", (1,))
     run_parts([part], settings, None, output, 600)
