@@ -131,7 +131,7 @@ def next_token_loss(model: Any, example: Any) -> Any:
     return compute_next_token_loss(model, example, reduction=None)
 
 
-# Optimizers.
+# Optimizers and metrics.
 
 UNUSABLE_OPTIMIZERS = (
     ("grug_muon", "rmsprop", "scion") if IS_NEW else ("adamH", "kron", "muonH", "rmsprop", "scion", "sophia-h")
