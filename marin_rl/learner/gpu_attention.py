@@ -209,15 +209,16 @@ def block_attention(
     @jax.checkpoint
     def attend(start: Int[Array, ""]) -> Float[Array, "batch block kv_head group head_size"]:
         queries, own = (jax.lax.dynamic_slice_in_dim(array, start, block, 1) for array in (query, query_segments))
-        at, near = jnp.arange(positions), (keys, values, segments)
+        begin, near = None, (keys, values, segments)
         if window is not None:
             begin = jnp.clip(first + start - window + 1, 0, keys.shape[1] - positions)
-            at, near = begin + at, tuple(jax.lax.dynamic_slice_in_dim(array, begin, positions, 1) for array in near)
+            near = tuple(jax.lax.dynamic_slice_in_dim(array, begin, positions, 1) for array in near)
         near_keys, near_values, others = near
         scores = jnp.einsum("bqhgd,bkhd->bhgqk", queries, near_keys, preferred_element_type=jnp.float32) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
-        own_at = first + start + jnp.arange(block)[:, None]
+        own_at, at = first + start + jnp.arange(block)[:, None], jnp.arange(positions)
+        at = at if begin is None else begin + at
         causal = own_at >= at if window is None else (own_at >= at) & (own_at - at < window)
         visible = causal & (own[:, :, None] == others[:, None, :])
         weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)

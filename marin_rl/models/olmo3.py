@@ -39,8 +39,10 @@ class Olmo3Config(Olmo2Config):
         return None if isinstance(rope, DefaultRotaryEmbeddingsConfig) else DefaultRotaryEmbeddingsConfig(rope.theta)
 
     def __post_init__(self) -> None:
-        """Validate the types of layers."""
+        """Validate the window and the types of layers."""
         Olmo2Config.__post_init__(self)
+        if self.sliding_window is None:
+            raise ValueError("sliding_window is null; set layer_types to full_attention for layers without a window")
         types = self.layer_types or ()
         if self.layer_types is not None and len(types) != self.num_layers:
             raise ValueError(

@@ -188,6 +188,11 @@ def test_types_of_layers_are_validated(types: list[str], problem: str):
         Olmo3Config(**SIZES, layer_types=tuple(types))
 
 
+def test_olmo3_needs_a_window(tmp_path: Path):
+    with pytest.raises(PolicyModelError, match="sliding_window is null; set layer_types to full_attention"):
+        read(tmp_path, {**record("olmo3")["config"], "sliding_window": None})
+
+
 @pytest.mark.parametrize(("name", "changes"), [("qwen2", {"max_window_layers": 1}), ("mixtral", {})])
 def test_windows_that_are_lost_in_the_export_are_rejected(tmp_path: Path, name: str, changes: dict[str, Any]):
     config = {**record(name)["config"], **changes, "use_sliding_window": True, "sliding_window": 10}
