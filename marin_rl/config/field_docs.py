@@ -22,17 +22,20 @@ import tokenize
 import typing
 from typing import Any
 
+from marin_rl.levanter_line import field_of_key
+
 
 def field_doc(section: Any, name: str) -> str:
     """Description of a field as one paragraph; empty if the field is not described.
 
     Args:
         section: the dataclass.
-        name: name of the field.
+        name: key of the field.
     """
     plain = typing.get_origin(section) or section
+    field = field_of_key(plain, name)
     for ancestor in plain.__mro__:
-        doc = _field_docs(ancestor).get(name) or _args_of(ancestor).get(name)
+        doc = _field_docs(ancestor).get(field) or _args_of(ancestor).get(field)
         if doc:
             return doc
     return LEVANTER_FIELD_DOCS.get(name, "") if plain.__module__.split(".")[0] in ("levanter", "haliax") else ""
