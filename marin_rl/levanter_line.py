@@ -191,8 +191,10 @@ def flops_per_token(model: Any, vocab_size: int, positions: int) -> float | None
 def peak_flops(device: Any) -> float | None:
     """Peak floating-point operations per second of a device in bfloat16; None if it is unknown.
 
-    The new line has moved the table of devices to the package fray.
+    The new line has moved the table of devices to the package fray, which logs a warning for each call on a CPU.
     """
+    if device.platform == "cpu":
+        return None
     if IS_NEW:
         from fray.device_flops import device_flops_for_jax_device
 
