@@ -35,7 +35,7 @@ from experiments.benchmarks.gpu_kernels import REPEATS, kernel_errors
 from experiments.benchmarks.measurement import load_config, timed, without_compilation_cache
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.host_status import software_versions
-from marin_rl.learner.devices import device_peak_bytes, start_devices
+from marin_rl.learner.devices import DeviceError, device_peak_bytes, start_devices
 from marin_rl.learner.policy_model import initialize_policy, save_hf_policy
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.training.open_run import make_loss
@@ -64,9 +64,21 @@ class NotRunError(Exception):
     """The part cannot run here; the message has the reason."""
 
 
-def platform() -> str:
-    """Return `cpu` or `gpu`."""
-    return jax.devices()[0].platform
+def platform(settings: Settings) -> str:
+    """Return `cpu` or `gpu`.
+
+    Raises:
+        DeviceError: if a CPU would compute full sizes.
+    """
+    found = jax.devices()[0].platform
+    if found == "cpu" and not settings.tiny:
+        raise DeviceError("jax found no GPU, but a CPU; give --tiny for it")
+    return found
+
+
+def needs_gpu(settings: Settings) -> list[str]:
+    """Return the arguments of a run that must not compute full sizes on a CPU."""
+    return [] if settings.tiny else ["--trainer.require_accelerator=true"]
 
 
 def judged(figures: dict[str, Any], errors: Mapping[str, float], limit: float) -> Result:
@@ -79,14 +91,13 @@ def judged(figures: dict[str, Any], errors: Mapping[str, float], limit: float) -
 
 def device(settings: Settings) -> Result:
     """Return the device, versions, and the rate of a product of two bfloat16 matrices."""
+    platform(settings)
     size = 256 if settings.tiny else 8192
     matrix = jnp.ones((size, size), jnp.bfloat16)
     product = jax.jit(lambda a: a @ a)
     # The first call compiles.
     seconds = min(timed(lambda: jax.block_until_ready(product(matrix))) for _ in range(REPEATS))
-    first, problem = jax.devices()[0], None
-    if not settings.tiny and first.platform != "gpu":
-        problem = f"jax found no GPU, but {first.platform}; give --tiny for a CPU"
+    first = jax.devices()[0]
     versions = {name: version for name, version in software_versions().items() if version}
     figures = {
         "device": first.device_kind,
@@ -97,7 +108,7 @@ def device(settings: Settings) -> Result:
         "python": sys.version.split()[0],
         "matmul_tflops": 2 * size**3 / seconds / 1e12,
     }
-    return Result({**figures, **versions}, problem)
+    return Result({**figures, **versions})
 
 
 def _driver() -> str | None:
@@ -117,12 +128,13 @@ def kernel(settings: Settings, name: str, dtype: str) -> Result:
         dtype: type of the inputs.
     """
     positions, heads, group, sizes = (256, 2, 2, (64,)) if settings.tiny else (2048, 4, 4, (64, 128))
+    limit = KERNEL_LIMITS[platform(settings)][dtype]
     errors, figures = {}, {}
     for size in sizes:
         found, seconds = kernel_errors(name, positions, heads, group, size, dtype)
         errors |= {f"{label}_{size}": error for label, error in found.items()}
         figures |= {f"first_call_seconds_{size}": seconds[0], f"milliseconds_{size}": 1000 * min(seconds[1:])}
-    return judged(figures, errors, KERNEL_LIMITS[platform()][dtype])
+    return judged(figures, errors, limit)
 
 
 def model_arguments(family: str, dtype: str, settings: Settings) -> list[str]:
@@ -155,16 +167,18 @@ def saved_model(family: str, dtype: str, settings: Settings) -> tuple[TrainConfi
 
 def logprobs(settings: Settings, family: str, dtype: str) -> Result:
     """Compare the log-probabilities of sampler and learner with float64."""
+    limit = LOGPROB_LIMITS[platform(settings)][dtype]
     *_, folder = saved_model(family, dtype, settings)
     differences = parity.measure(str(folder), dtype=dtype)
     figures = {f"{name}, mean": float(values.mean()) for name, values in differences.items()}
     figures["tokens"] = len(differences["sampler - learner"])
     errors = {f"{name}, most": float(values.max()) for name, values in differences.items() if "numpy" not in name}
-    return judged(figures, errors, LOGPROB_LIMITS[platform()][dtype])
+    return judged(figures, errors, limit)
 
 
 def gradient(settings: Settings, family: str, dtype: str) -> Result:
     """Compare the gradient of the learner's loss, with packed rows, with float64 on the CPU."""
+    limit = GRADIENT_LIMITS[platform(settings)][dtype]
     config, trainer, model, folder = saved_model(family, dtype, settings)
     config = dataclasses.replace(config, aggregation=load_config(["--aggregation.type=token_mean"]).aggregation)
     lengths = np.array([64, 40, 24, 17, 30, 16])
@@ -192,7 +206,7 @@ def gradient(settings: Settings, family: str, dtype: str) -> Result:
     errors = {name: float(np.linalg.norm(found[name] - array) / np.linalg.norm(array)) for name, array in exact.items()}
     worst = sorted(errors, key=lambda name: -errors[name])[:2]
     figures = {"tensors": len(errors), "microbatches": len(packed.microbatches)}
-    return judged(figures, {name: errors[name] for name in worst}, GRADIENT_LIMITS[platform()][dtype])
+    return judged(figures, {name: errors[name] for name in worst}, limit)
 
 
 def _command(module: str, arguments: Sequence[str]) -> str:
@@ -212,7 +226,7 @@ def _train(settings: Settings, name: str, arguments: Sequence[str]) -> Result:
     # Otherwise the run of an earlier call would be resumed.
     shutil.rmtree(run_dir, ignore_errors=True)
     start = time.perf_counter()
-    fresh = ["--config", f"experiments/{name}.yaml", "--run_dir", str(run_dir), *arguments]
+    fresh = ["--config", f"experiments/{name}.yaml", "--run_dir", str(run_dir), *needs_gpu(settings), *arguments]
     _command("marin_rl.train", fresh)
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     curve = [value for record in records for key, value in record.items() if key.endswith("/accuracy_sampled")]
@@ -275,6 +289,7 @@ def qwen3_arguments(settings: Settings, name: str) -> list[str]:
         f"--sampling.max_seqs={sequences}",
         "--warm_start.max_steps=0",
         "--trainer.mp=p=f32,c=bf16",
+        *needs_gpu(settings),
     ]
 
 
@@ -291,7 +306,7 @@ def save_tokenizer(folder: Path, size: int) -> None:
 def plan(settings: Settings, name: str) -> Result:
     """Compile a run's programs for an H100 with `marin_rl.plan`, and keep the plan for the row with this name."""
     file = _plan_file(settings, name)
-    topology = "cpu:1" if platform() == "cpu" else "h100:1"
+    topology = "cpu:1" if platform(settings) == "cpu" else "h100:1"
     arguments = ["--topology", topology, "--json", str(file), *qwen3_arguments(settings, name)]
     _command("marin_rl.plan", arguments)
     made = json.loads(file.read_text())

@@ -127,6 +127,23 @@ def test_throughput_is_compared_with_the_plan(settings: Settings):
     assert rows["decode 64"]["figures"]["tokens_per_call"] == 8 * 16
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    "name", ["device", "decode, bfloat16", "log-probs llama, float32", "gradient llama, float32", "plan decode 64"]
+)
+def test_full_sizes_are_not_computed_by_a_cpu(name: str, settings: Settings):
+    row = run_here(named(name), settings._replace(tiny=False))
+    assert row == {"status": "failed", "reason": "DeviceError: jax found no GPU, but a CPU; give --tiny for it"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rloo.yaml", "decode 64", "update 4k"])
+def test_runs_of_full_sizes_are_not_computed_by_a_cpu(name: str, settings: Settings):
+    row = run_here(named(name), settings._replace(tiny=False))
+    assert row["status"] == "failed"
+    assert "trainer.require_accelerator is true, but jax found only a CPU" in row["reason"]
+
+
 def test_a_wrong_kernel_is_a_failed_row(settings: Settings, monkeypatch: pytest.MonkeyPatch):
     def without_segments(query: jax.Array, keys: jax.Array, values: jax.Array, own: Any, all_: Any, **rest: Any):
         return gpu_attention.block_attention(query, keys, values, jnp.ones_like(own), jnp.ones_like(all_), **rest)
