@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 import jax
 import jmp
+import levanter.config  # noqa: F401  registers the text forms of precisions
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
