@@ -41,36 +41,36 @@ images, compiled copies of Python modules, and tests."""
 RECORDER = """
 import os, sys
 _seen, _absent = set(), set(os.environ["ABSENT_MODULES"].split())
+_pipe = os.open(os.environ["RECORDED_IMPORTS"], os.O_WRONLY)
 def _record(event, arguments):
     if event == "import" and arguments[0] not in _seen:
         if arguments[0].partition(".")[0] in _absent:
             raise ModuleNotFoundError(f"No module named {arguments[0]!r}", name=arguments[0])
         _seen.add(arguments[0])
-        with open(os.environ["RECORDED_IMPORTS"], "a") as file:
-            file.write(arguments[0] + "\\n")
+        os.write(_pipe, arguments[0].encode() + b"\\n")
 sys.addaudithook(_record)
 """
-"""A `sitecustomize` that appends the name of every module that is imported, in this process and those it starts."""
+"""A `sitecustomize` that reports the name of every module that is imported, in this process and those it starts."""
 
 
-def recorded_imports(folder: Path) -> set[str]:
-    """Run the traced parts; return the names of the modules that they look for.
+def recorded_imports(command: Sequence[str], folder: Path) -> set[str]:
+    """Run a command; return the names of the modules that its processes look for.
+
+    Args:
+        command: the command, which runs in the root of this repository.
+        folder: folder for temporary files.
 
     Raises:
-        SystemExit: if a part fails.
+        SystemExit: if the command fails.
     """
     (folder / "sitecustomize.py").write_text(RECORDER)
-    names = folder / "imports.txt"
+    names, pipe = folder / "imports.txt", folder / "imports"
+    # Processes that check answers confine themselves: they can write to an open pipe, but not to a file.
+    os.mkfifo(pipe)
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {
-        **os.environ,
-        "PYTHONPATH": path,
-        "RECORDED_IMPORTS": str(names),
-        "ABSENT_MODULES": " ".join(OPTIONAL),
-    }
-    files = ["--work", str(folder / "work"), "--output", str(folder / "report.json")]
-    command = [sys.executable, "-m", "experiments.benchmarks.first_gpu_run", "--tiny", *files, *TRACED]
-    done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
+    recorder = {"PYTHONPATH": path, "RECORDED_IMPORTS": str(pipe), "ABSENT_MODULES": " ".join(OPTIONAL)}
+    with names.open("wb") as file, subprocess.Popen(["cat", pipe], stdout=file), pipe.open("wb"):
+        done = subprocess.run(command, cwd=ROOT, env={**os.environ, **recorder}, check=False)
     if done.returncode:
         raise SystemExit("a part failed here (see the table), so its imports are not known; repair this environment")
     return set(names.read_text().split())
@@ -164,10 +164,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not there:
         parser.error(f"{arguments.installed} has no line name==version; write it with pip list --format=freeze")
     with tempfile.TemporaryDirectory() as folder:
-        modules = recorded_imports(Path(folder))
-    files = {name: [str(path) for path in one.files or ()] for name, one in here.items()}
+        files = ["--work", f"{folder}/work", "--output", f"{folder}/report.json"]
+        run = [sys.executable, "-m", "experiments.benchmarks.first_gpu_run", "--tiny", *files, *TRACED]
+        modules = recorded_imports(run, Path(folder))
+    contents = {name: [str(path) for path in one.files or ()] for name, one in here.items()}
     replaced = set(map(canonicalize_name, arguments.replace))
-    used = packages_of(modules, files) | replaced
+    used = packages_of(modules, contents) | replaced
     kept = there.keys() - replaced
     carried = {name: here[name] for name in sorted(used - kept) if name != "marin-rl"}
     build([f"{name}=={one.version}" for name, one in carried.items()], arguments.folder)
