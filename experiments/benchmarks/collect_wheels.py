@@ -35,9 +35,12 @@ TRACED += ("plan update 4k", "decode 64", "update 4k")
 """Parts whose imports are recorded: one of each function."""
 OPTIONAL = ("ray", "pandas", "uvloop", "grpc")
 """Modules that are large and not necessary: the traced parts run without them."""
-UNUSED_FILES = re.compile(r"wandb/bin/|botocore/data/|pillow\.libs/libavif|fontTools/.*\.(so|c)$|(.*/)?tests/")
+UNUSED_FILES = re.compile(
+    r"wandb/bin/|botocore/data/|pillow\.libs/libavif|fontTools/.*\.(so|c)$|zstandard/_cffi.*\.so$"
+    r"|reasoning_gym/data/codeio|(.*/)?tests/"
+)
 """Large files of packages that are imported but not used for this: wandb's service, descriptions of AWS, a codec of
-images, compiled copies of Python modules, and tests."""
+images, compiled copies of Python modules, a second binding of zstd, data of another task, and tests."""
 RECORDER = """
 import os, sys
 _seen, _absent = set(), set(os.environ["ABSENT_MODULES"].split())
