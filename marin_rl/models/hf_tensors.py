@@ -118,7 +118,8 @@ def read_tensor_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
     The names are without the prefix of GPT-2, and fused experts are split.
 
     Raises:
-        PolicyModelError: if a file is missing, damaged or in PyTorch's pickle format, or holds no floats.
+        PolicyModelError: if a file is missing, damaged or in PyTorch's pickle format, or holds no floats, or if experts
+            are both fused and separate.
     """
     _refuse_pickled(checkpoint)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -150,6 +151,11 @@ def read_tensor_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
     split = jax.eval_shape(
         split_experts, {name: jax.ShapeDtypeStruct(named.pop(name), jnp.float32) for name in mixtures}
     )
+    if twice := [name for name in split if name in named]:
+        raise PolicyModelError(
+            f"the weights in {checkpoint!r} contain some tensors twice, in the names of transformers 4 and in those of "
+            f"fused experts: {_listing(twice)}; remove one of the two"
+        )
     return named | {name: tuple(leaf.shape) for name, leaf in split.items()}
 
 

@@ -3,6 +3,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,6 +46,18 @@ def test_fused_experts_are_read_as_those_of_each_expert(tmp_path: Path):
     assert found.keys() == expected.keys()
     for name, array in expected.items():
         np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["experts.2.w3", "gate"])
+def test_experts_in_both_forms_are_rejected(tmp_path: Path, name: str):
+    """Readers of one form would compute another function than those of the other."""
+    twice = f"model.layers.0.block_sparse_moe.{name}.weight"
+    tensors = weights(record("mixtral")["tensors"])
+    separate = tensors[twice]
+    fuse(tensors)
+    checkpoint = write_checkpoint(tmp_path, "mixtral", {**tensors, twice: 2 * separate})
+    with pytest.raises(PolicyModelError, match=rf"contain some tensors twice, .*: {re.escape(twice)}; remove one"):
+        check_tensors(checkpoint, shapes_of(checkpoint))
 
 
 EXPERTS = "model.layers.1.mlp.experts"
