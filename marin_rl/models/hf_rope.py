@@ -34,19 +34,26 @@ def read_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"rope_parameters contradicts rope_theta {old_theta!r}; remove one of the two")
     if old_scaling is not None and not (isinstance(old_scaling, dict) and _split_type(old_scaling) == (kind, scaling)):
         raise ValueError(f"rope_parameters contradicts rope_scaling {old_scaling!r}; remove one of the two")
-    return {**values, "rope_theta": theta, "rope_scaling": _join_type(kind, scaling)}
+    return {**values, "rope_theta": theta, "rope_scaling": _join_type(kind, scaling, values.get("model_type"))}
 
 
 def _split_type(scaling: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the type of a `rope_scaling`, and its other settings."""
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    return kind, {name: value for name, value in scaling.items() if name not in ("rope_type", "type")}
+    kind, older = scaling.get("rope_type"), scaling.get("type")
+    if kind and older and kind != older:
+        # Transformers 4 uses the older name, and transformers 5 the other one.
+        raise ValueError(f"rope_scaling has rope_type {kind!r} and type {older!r}; remove one of the two")
+    return kind or older or "default", {
+        name: value for name, value in scaling.items() if name not in ("rope_type", "type")
+    }
 
 
-def _join_type(kind: str, scaling: Mapping[str, Any]) -> dict[str, Any] | None:
+def _join_type(kind: str, scaling: Mapping[str, Any], model_type: str | None) -> dict[str, Any] | None:
     """Return the `rope_scaling` of transformers 4."""
-    # `type` is the older name; OLMo 2's config class in transformers 4 accepts no other.
-    return None if kind == "default" else {"type" if kind == "linear" else "rope_type": kind, **scaling}
+    if kind == "default":
+        return None
+    # `type` is the older name. In transformers 4, OLMo 2's config class accepts no other, and OLMo 3's ignores it.
+    return {"type" if kind == "linear" and model_type != "olmo3" else "rope_type": kind, **scaling}
 
 
 def write_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,7 +63,8 @@ def write_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
         return values
     theta, (kind, scaling) = values["rope_theta"], _split_type(values.get("rope_scaling") or {})
     parameters = {"rope_theta": theta, "rope_type": kind, **scaling}
-    return {**values, "rope_scaling": _join_type(kind, scaling), "rope_parameters": parameters}
+    old_scaling = _join_type(kind, scaling, values.get("model_type"))
+    return {**values, "rope_scaling": old_scaling, "rope_parameters": parameters}
 
 
 def rope_settings(hf_config: Any) -> tuple[float | None, dict[str, Any] | None]:
@@ -84,12 +92,11 @@ def canonical_scaling(
     """
     if scaling is None:
         return None
-    kind = scaling.get("rope_type") or scaling.get("type")
-    given = {name: value for name, value in scaling.items() if name not in ("rope_type", "type")}
+    if not (scaling.get("rope_type") or scaling.get("type")):
+        raise ValueError(f"rope_scaling is {scaling!r}, without a rope_type; add it to a copy of config.json")
+    kind, given = _split_type(scaling)
     canonical: dict[str, Any]
     match kind:
-        case None | "":
-            raise ValueError(f"rope_scaling is {scaling!r}, without a rope_type; add it to a copy of config.json")
         case "default":
             return None
         case "linear":

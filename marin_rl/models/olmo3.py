@@ -27,8 +27,8 @@ class Olmo3Config(Olmo2Config):
 
     layer_norm_epsilon: float = 1e-5
     reference_checkpoint: str = "allenai/Olmo-3-1025-7B"
-    sliding_window: int = 4096
-    """Last positions that a layer with a window attends to, in tokens."""
+    sliding_window: int | None = 4096
+    """Last positions that a layer with a window attends to, in tokens; null for all."""
     layer_types: tuple[str, ...] | None = None
     """`sliding_attention` or `full_attention` for each layer; by default every fourth layer is a full one."""
 
@@ -36,7 +36,9 @@ class Olmo3Config(Olmo2Config):
     def window_rope(self) -> DefaultRotaryEmbeddingsConfig | None:
         """Rotary embeddings of the layers with a window, which are not scaled; None if no layer has scaled ones."""
         rope: Any = self.rope
-        return None if isinstance(rope, DefaultRotaryEmbeddingsConfig) else DefaultRotaryEmbeddingsConfig(rope.theta)
+        # The class of linear scaling is a subclass.
+        is_scaled = type(rope) is not DefaultRotaryEmbeddingsConfig
+        return DefaultRotaryEmbeddingsConfig(rope.theta) if is_scaled else None
 
     def __post_init__(self) -> None:
         """Validate the window and the types of layers."""
@@ -73,6 +75,9 @@ class Olmo3Config(Olmo2Config):
         plain = dataclasses.replace(self, rope=DefaultRotaryEmbeddingsConfig())
         olmo2 = Olmo2Config.to_hf_config(plain, vocab_size)
         theta, scaling = self.rope.to_hf_config()
+        if scaling is not None and "type" in scaling:
+            # The class of transformers 4 does not read the older name.
+            scaling = {"rope_type" if name == "type" else name: value for name, value in scaling.items()}
         names = (
             "max_position_embeddings hidden_size intermediate_size num_hidden_layers num_attention_heads pad_token_id "
             "num_key_value_heads hidden_act initializer_range rms_norm_eps tie_word_embeddings attention_bias "

@@ -30,7 +30,7 @@ from marin_rl.learner.group_attention import kernel_of
 from marin_rl.learner.logprobs import policy_activations
 from marin_rl.levanter_line import seq_len
 from marin_rl.models.olmo3 import Olmo3Config
-from marin_rl.models.rotary import YarnRotaryConfig
+from marin_rl.models.rotary import LinearRotaryConfig, YarnRotaryConfig
 from tests.sampling.families import FAMILIES, VOCAB, random_model
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -133,6 +133,21 @@ def test_windows_that_make_a_difference():
     sizes = {"num_layers": 2, "layer_types": ("sliding_attention", "full_attention")}
     assert windows_within(Olmo3Config(**sizes), 48) is None
     assert windows_within(Olmo3Config(**sizes, rope=yarn), 48) == (4096, None)
+
+
+@pytest.mark.medium
+def test_rotary_embeddings_of_layers_with_a_window_are_not_scaled():
+    plain = dataclasses.replace(FAMILIES["olmo3"], layer_types=("sliding_attention",) * 2)
+    expected, *scaled = (
+        eqx.filter_jit(policy_activations)(random_model(config), example([[80]], 80)).array
+        for config in (
+            plain,
+            dataclasses.replace(plain, rope=LinearRotaryConfig(factor=4.0)),
+            dataclasses.replace(plain, rope=YarnRotaryConfig(factor=4.0)),
+        )
+    )
+    for found in scaled:
+        np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("backend", [AttentionBackend.SPLASH, GpuBackend.PALLAS])

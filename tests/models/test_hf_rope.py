@@ -12,6 +12,7 @@ import pytest
 from marin_rl.models.conversion import levanter_config, to_hf_config
 from marin_rl.models.hf_config import read_hf_config
 from marin_rl.models.hf_rope import canonical_scaling, read_rope, write_rope
+from marin_rl.models.rotary import LinearRotaryConfig
 from tests.models.hf_checkpoint import record, write_config
 from tests.models.hf_oracle.make_oracle import CASES
 
@@ -55,6 +56,16 @@ def test_each_form_alone_describes_the_exported_model(tmp_path: Path, case: str)
     assert write_rope(written) == written
 
 
+def test_each_form_of_linear_scaling_describes_an_olmo3(tmp_path: Path):
+    """The config class of transformers 4 reads no `type`, the name that other classes read."""
+    linear = {"rope_theta": 500.0, "rope_type": "linear", "factor": 2.0}
+    config = read(tmp_path, {**without(record("olmo3")["config_version5"], *OLD), NEW: linear})
+    assert config.rope == LinearRotaryConfig(500.0, 2.0)
+    written = write_rope(to_hf_config(config, 264).to_diff_dict())
+    for form in (written, without(written, NEW), without(written, *OLD)):
+        assert read(tmp_path, form) == config
+
+
 def test_forms_with_one_meaning_agree():
     linear = {"rope_theta": 500.0, "rope_type": "linear", "factor": 2.0}
     for kind in ("type", "rope_type"):
@@ -64,6 +75,8 @@ def test_forms_with_one_meaning_agree():
     assert read_rope(plain)["rope_theta"] == 500
     with pytest.raises(ValueError, match=r"contradicts rope_scaling .*'factor': 3.0.*; remove one of the two"):
         read_rope({NEW: linear, "rope_scaling": {"type": "linear", "factor": 3.0}})
+    with pytest.raises(ValueError, match="rope_type 'default' and type 'yarn'; remove one of the two"):
+        canonical_scaling({"rope_type": "default", "type": "yarn", "factor": 2.0}, "llama", 64)
 
 
 def test_settings_without_rotary_embeddings_stay():
