@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 import marin_rl.models.olmo3
 import marin_rl.models.qwen2  # noqa: F401
 from marin_rl.attention_windows import Windows, layer_windows
-from marin_rl.models.hf_config import ACTIVATIONS, PolicyModelError, declared_settings, first_line
+from marin_rl.models.hf_config import ACTIVATIONS, INVALID_CONFIG, PolicyModelError, declared_settings, first_line
 from marin_rl.models.hf_rope import canonical_scaling, rope_settings
 from marin_rl.models.model_settings import model_problems, rope_problems, window_problem
 from marin_rl.models.rotary import LinearRotaryConfig, YarnRotaryConfig
@@ -36,7 +36,7 @@ def levanter_config(hf_config: PretrainedConfig, checkpoint: str) -> LmConfig:
     """
     try:
         config = _convert(hf_config)
-    except (AttributeError, KeyError, TypeError, ValueError, AssertionError, ArithmeticError) as error:
+    except INVALID_CONFIG as error:
         raise PolicyModelError(f"the model in {checkpoint!r} is not supported: {first_line(error)}") from error
     check_same_function(
         hf_config,
@@ -118,7 +118,7 @@ def to_hf_config(config: LmConfig, vocab_size: int) -> PretrainedConfig:
         raise PolicyModelError(f"model: this {name!r} model cannot be exported in Hugging Face format: {problem}")
     try:
         return config.to_hf_config(vocab_size)
-    except (AttributeError, KeyError, TypeError, ValueError, AssertionError) as error:
+    except INVALID_CONFIG as error:
         raise PolicyModelError(
             f"model: this {name!r} model cannot be exported in Hugging Face format: {first_line(error)}"
         ) from error
@@ -136,7 +136,7 @@ def _check_export(config: LmConfig) -> PretrainedConfig:
         )
     try:
         exported = _exported_fields(_convert(hf_config))
-    except (AttributeError, KeyError, TypeError, ValueError, AssertionError) as error:
+    except INVALID_CONFIG as error:
         raise PolicyModelError(f"model: the export of this {name!r} model is not valid: {first_line(error)}") from error
     lost = [
         f"model.{field}: {value!r} (Hugging Face: {exported[field]!r})"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from packaging.version import InvalidVersion, Version
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -27,6 +28,14 @@ logger = logging.getLogger(__name__)
 _GEMMA3 = "its layers alternate between two rotary bases and between local and global attention"
 _UNSUPPORTED = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3}
 """Reasons for unsupported values of `model_type` that are well known."""
+
+
+INVALID_CONFIG = (
+    *(AttributeError, KeyError, TypeError, ValueError, AssertionError, ArithmeticError),
+    # Config classes of transformers 5 check the types of their fields.
+    StrictDataclassError,
+)
+"""Errors of levanter's and transformers' config classes for invalid values."""
 
 
 class PolicyModelError(ValueError):
@@ -83,7 +92,7 @@ def read_hf_config(checkpoint: str) -> PretrainedConfig:
     _check_undeclared(values, declared_settings(hf_class) | hf_class.attribute_map.keys(), checkpoint)
     try:
         return hf_class.from_dict(values)
-    except (KeyError, IndexError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
+    except (*INVALID_CONFIG, IndexError) as error:
         raise PolicyModelError(f"config.json of {checkpoint!r} is invalid: {first_line(error)}") from error
 
 
@@ -236,4 +245,7 @@ def _is_newer(written_by: object) -> bool:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error message, or the error's type if it is empty."""
+    if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
+        # Its own first line does not name the value.
+        error = error.__cause__
     return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -181,6 +181,19 @@ def test_unused_settings_in_levanters_files_are_known(
     assert ("does not use" not in caplog.text) is is_known
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"layer_types": ["full_attention"] * 3}, r"layer_types"),
+        ({"layer_types": 5}, r"layer_types|'int' object"),
+        ({"id2label": [1]}, "id2label"),
+    ],
+)
+def test_error_names_a_value_of_the_wrong_type(tmp_path: Path, changes: dict[str, Any], problem: str):
+    with pytest.raises(PolicyModelError, match=problem):
+        read(tmp_path, {**record("olmo3")["config"], **changes})
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '"llama"', "\udce4", "[" * 100_000])
 def test_error_names_an_unreadable_config(tmp_path: Path, text: str):
     (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
