@@ -100,6 +100,9 @@ def field_types(section: Any) -> dict[str, Any]:
     origin = plain_type(section)
     known = dict(zip(getattr(origin, "__parameters__", ()), typing.get_args(section), strict=False))
     hints = typing.get_type_hints(origin)
+    if hints.get("sliding_window") is int:
+        # Levanter declares an integer, but its mistral without a window, such as version 0.3 of the 7B model, has None.
+        hints["sliding_window"] = int | None
     return {
         key_of_field(origin, field.name): known.get(hints[field.name], hints[field.name])
         for field in dataclasses.fields(origin)

@@ -158,6 +158,13 @@ def test_config_round_trips_through_the_text_form(tmp_path: Path, case: str):
     assert from_yaml(Section, to_yaml(section), "config.yaml") == section
 
 
+@pytest.mark.parametrize("case", ["mistral", "olmo3"])
+def test_a_model_without_a_window_round_trips_through_the_text_form(tmp_path: Path, case: str):
+    section = Section(read(tmp_path, {**record(case)["config"], "sliding_window": None}))
+    assert layer_windows(section.model) == (None, None)
+    assert from_yaml(Section, to_yaml(section), "config.yaml") == section
+
+
 @pytest.mark.parametrize("case", ["mistral", "gemma2_window", "olmo3", "qwen2", "qwen3", "mixtral"])
 def test_attention_windows_of_layers_are_those_of_transformers(tmp_path: Path, case: str):
     hf_config = read_hf_config(write_config(tmp_path, record(case)["config"]))
