@@ -196,6 +196,14 @@ def test_special_tokens_that_the_config_leaves_out(tmp_path: Path, config: dict,
     assert len(tokenizer) == gemma().get_vocab_size()
 
 
+@pytest.mark.parametrize("model_type", ["gpt2", "olmo2", "olmo3"])
+def test_special_tokens_of_a_model_type(tmp_path: Path, model_type: str):
+    backend = chatml_tokenizer().backend_tokenizer
+    backend.add_special_tokens(["<|endoftext|>"])
+    tokenizer = load(write(tmp_path, backend, {"model_max_length": 9}, {"model_type": model_type})).tokenizer
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == ("<|endoftext|>",) * 3
+
+
 @pytest.mark.parametrize(
     ("config", "ends"),
     [
