@@ -159,7 +159,7 @@ class AbstractTrainConfig(CheckedConfig):
     """Export of the final weights to `hf/` in the run directory."""
     optimizer: Any = dataclasses.field(default=None, metadata=may_change_by_name())
     """Optimizer and learning-rate schedule of RL (levanter's section)."""
-    trainer: AbstractTrainerConfig = dataclasses.field(default=AbstractTrainerConfig(), metadata=TRAINER_METADATA)
+    trainer: AbstractTrainerConfig = dataclasses.field(default_factory=AbstractTrainerConfig, metadata=TRAINER_METADATA)
     """Mesh, precision, microbatches and trackers. Batch size and number of steps follow from `rollouts` and
     `num_steps`."""
 

@@ -52,7 +52,7 @@ def draft_class(*, reads_files: bool = True) -> type[AbstractTrainConfig]:
             optimizer,
             dataclasses.field(default_factory=lambda: decode(optimizer, {}), metadata=may_change_by_name()),
         ),
-        ("trainer", trainer, dataclasses.field(default=trainer(), metadata=TRAINER_METADATA)),
+        ("trainer", trainer, dataclasses.field(default_factory=trainer, metadata=TRAINER_METADATA)),
     ]
     namespace = {"checks": (*CHECKS, _check_files) if reads_files else CHECKS}
     return dataclasses.make_dataclass(

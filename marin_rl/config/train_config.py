@@ -34,7 +34,7 @@ class TrainConfig(AbstractTrainConfig):
 
     model: LmConfig | None = dataclasses.field(default=None, metadata=MODEL_METADATA)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=AdamConfig, metadata=may_change_by_name())
-    trainer: TrainerConfig = dataclasses.field(default=TrainerConfig(), metadata=TRAINER_METADATA)
+    trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig, metadata=TRAINER_METADATA)
 
     @property
     def num_updates(self) -> int:
