@@ -95,7 +95,7 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
     from marin_rl.training.shared_run import check_config
 
     # First, so that an error of one process ends the others, too.
-    join_processes(AbstractTrainerConfig(distributed=config.distributed))
+    join_processes(AbstractTrainerConfig(jax_compilation_cache_dir=None, distributed=config.distributed))
     with exit_on_error(), explain_errors():
         require_same_software()
         train_config, checkpoints = _open_run(config)

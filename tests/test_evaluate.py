@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import haliax as hax
+import jax
 import jax.numpy as jnp
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import numpy as np
@@ -55,6 +56,21 @@ def test_run_of_other_devices_is_evaluated_on_these(finished_run: TinyRun, tmp_p
     own = {"split": "held_out", "environment": None}
     assert without_losses(json.loads(found)) == {"run": str(run), "step": 6, **own, **expected}
     assert "The run had other devices" in warning
+
+
+def test_run_without_a_cache_of_programs_is_evaluated_without_the_users(finished_run: TinyRun, tmp_path: Path):
+    run = copy_of(finished_run, tmp_path / "copy").path
+    config = run / "config.yaml"
+    text, changes = re.subn("jax_compilation_cache_dir: .*", "jax_compilation_cache_dir: null", config.read_text())
+    assert changes == 1
+    config.write_text(text)
+    former = jax.config.values["jax_compilation_cache_dir"]
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        assert main(["--run", str(run), "--json"]) == 0
+        assert jax.config.values["jax_compilation_cache_dir"] is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", former)
 
 
 def test_text_output(finished_run: TinyRun, capfd: Capture):
