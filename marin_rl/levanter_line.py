@@ -196,9 +196,10 @@ def peak_flops(device: Any) -> float | None:
     if device.platform == "cpu":
         return None
     if IS_NEW:
-        from fray.device_flops import device_flops_for_jax_device
+        from fray.device_flops import DEVICE_FLOPS, jax_device_kind_to_fray_device_type
 
-        return device_flops_for_jax_device(device.device_kind)
+        # fray's own look-up would log a warning at every step on an unknown device, such as a CPU.
+        return DEVICE_FLOPS.get(jax_device_kind_to_fray_device_type(device.device_kind), {}).get("bf16")
     from levanter.utils.flop_utils import device_hardware_flops
 
     return device_hardware_flops(device)

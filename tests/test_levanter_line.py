@@ -1,6 +1,8 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+from types import SimpleNamespace
+
 import haliax as hax
 import jax
 import numpy as np
@@ -9,7 +11,7 @@ from haliax import Axis
 from haliax.partitioning import set_mesh
 from jax.sharding import Mesh
 
-from marin_rl.levanter_line import shard
+from marin_rl.levanter_line import peak_flops, shard
 
 ROWS, WIDTH = Axis("rows", 4), Axis("width", 2)
 
@@ -34,3 +36,10 @@ def test_shard_without_a_mesh_or_mapping_changes_nothing():
     assert shard(array) is array
     lowered = jax.jit(lambda array: shard(array, {})).lower(array).as_text()
     assert "constraint" not in lowered
+
+
+def test_peak_flops_of_known_and_unknown_devices(caplog: pytest.LogCaptureFixture):
+    kinds = ("NVIDIA H100 80GB HBM3", "TPU v5 lite", "cpu", "NVIDIA of next year", "")
+    assert [peak_flops(SimpleNamespace(device_kind=kind)) for kind in kinds] == [989.5e12, 197e12, None, None, None]
+    # It is called at every step.
+    assert caplog.messages == []
