@@ -199,14 +199,14 @@ def microbatch_rows(config: AbstractTrainerConfig, default: int) -> int:
 
 
 def _check_mesh(config: AbstractTrainerConfig) -> None:
-    for name in ("model_axis_size", "replica_ici_axis_size"):
+    for name in ("model_axis_size", "replica_ici_axis_size", "replica_dcn_axis_size"):
         if getattr(config, name) < 1:
             raise DeviceError(f"trainer.{name} is {getattr(config, name)}; it must be at least 1")
     replicas, slices = config.replica_dcn_axis_size, config.num_slices
-    if replicas != -1 and (replicas < 1 or slices % replicas):
+    if slices % replicas:
         raise DeviceError(
             f"trainer.replica_dcn_axis_size is {replicas}, but the number of slices is {slices}; set a number that "
-            "divides it, or -1 for one replica per slice"
+            "divides it"
         )
     devices = jax.device_count()
     fixed = config.model_axis_size * config.replica_ici_axis_size

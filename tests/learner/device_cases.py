@@ -19,7 +19,7 @@ CASES = {
     "no model axis": {"model_axis_size": 0},
     "negative replicas": {"replica_ici_axis_size": -1},
     "replicas over slices": {"replica_dcn_axis_size": 2},
-    "a replica per slice": {"replica_dcn_axis_size": -1},
+    "negative replicas over slices": {"replica_dcn_axis_size": -1},
     "accelerator": {"require_accelerator": True},
 }
 OF_OTHER_MACHINE = {

@@ -44,7 +44,6 @@ def outcomes() -> dict[str, str]:
         ("model axis", "12 rows, 3 a device"),
         ("replicas", "24 rows, 3 a device"),
         ("configured rows", "40 rows, 5 a device"),
-        ("a replica per slice", "24 rows, 3 a device"),
         # The model axis has the largest size that divides both numbers.
         ("pod", "6 rows, 3 a device"),
         ("fitting", "12 rows, 3 a device"),
@@ -66,9 +65,9 @@ def test_rows_per_data_parallel_device(outcomes: dict[str, str], case: str, rows
         ("negative replicas", "trainer.replica_ici_axis_size is -1; it must be at least 1"),
         (
             "replicas over slices",
-            "trainer.replica_dcn_axis_size is 2, but the number of slices is 1; set a number that divides it, "
-            "or -1 for one replica per slice",
+            "trainer.replica_dcn_axis_size is 2, but the number of slices is 1; set a number that divides it",
         ),
+        ("negative replicas over slices", "trainer.replica_dcn_axis_size is -1; it must be at least 1"),
         (
             "accelerator",
             "trainer.require_accelerator is true, but jax found only a CPU; set it to false to use that",
