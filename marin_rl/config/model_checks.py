@@ -21,8 +21,6 @@ _SCHEDULE = (
 """Settings of the learning-rate schedule."""
 
 if TYPE_CHECKING:
-    from levanter.optim.config import OptimizerConfig
-
     from marin_rl.config.train_config import TrainConfig
 
 
@@ -53,7 +51,6 @@ def _schedule(config: "TrainConfig") -> Iterator[str]:
         with warnings.catch_warnings(action="ignore"):
             # Traced, because a computation would start the devices, which only a run may do.
             jax.eval_shape(lambda: optimizer.lr_scheduler(config.num_updates)(0))
-        _require_room(optimizer, config.num_updates)
     except (ValueError, ArithmeticError) as error:
         keys = [key for key in _SCHEDULE if getattr(optimizer, key) != default_of(type(optimizer), key)]
         given = ", ".join(f"optimizer.{key} is {getattr(optimizer, key)!r}" for key in keys)
@@ -62,18 +59,6 @@ def _schedule(config: "TrainConfig") -> Iterator[str]:
             f"build the learning-rate schedule ({str(error).rstrip('.')}); set numbers of updates that fit into the "
             "run, or shares of it, such as 0.1"
         )
-
-
-def _require_room(optimizer: "OptimizerConfig", updates: int) -> None:
-    """Raise a ValueError if warmup and cooldown are longer than the run; some versions of levanter shorten them."""
-    cooldown = _steps(optimizer.cooldown or 0, updates)
-    warmup = _steps(optimizer.warmup, updates - cooldown)
-    if warmup + cooldown > updates:
-        raise ValueError(f"warmup and cooldown have {warmup + cooldown:g} updates")
-
-
-def _steps(share_or_steps: float, updates: float) -> float:
-    return share_or_steps if share_or_steps > 1 else share_or_steps * updates
 
 
 MODEL_CHECKS = (_row_length, _export, _schedule)

@@ -25,7 +25,7 @@ from marin_rl.config.sections import Mode, RolloutConfig
 from marin_rl.config.train_config import TrainConfig, TrainerConfig
 from marin_rl.config.yaml_text import from_yaml, parse_yaml, to_yaml
 from marin_rl.config_fields import changeable_keys
-from marin_rl.levanter_line import seq_len
+from marin_rl.levanter_line import IS_NEW, seq_len
 from marin_rl.objectives import (
     GrpoConfig,
     ReinforceConfig,
@@ -114,7 +114,8 @@ def test_reinforce_accepts_groups_of_one():
                 {"num_steps": 5, "optimizer": AdamConfig(**schedule)},
                 rf"optimizer\.{key} is {re.escape(str(value))}, but the run has 5 updates .*learning-rate schedule",
             )
-            for schedule in ({"warmup": 10}, {"cooldown": 100}, {"cycle_length": 0})
+            # The new line of levanter ends the warmup or begins the cooldown early.
+            for schedule in ({"cycle_length": 0}, *(() if IS_NEW else ({"warmup": 10}, {"cooldown": 100})))
             for key, value in schedule.items()
         ),
         ({"ray_address": "ray://head:10001"}, r"ray_address is 'ray://head:10001'; it must be `auto`, or `host:port`"),
