@@ -32,7 +32,7 @@ class LinearRotaryConfig(DefaultRotaryEmbeddingsConfig):
 
     def to_hf_config(self) -> tuple[float, dict[str, Any] | None]:
         """Return `rope_theta` and `rope_scaling` of a Hugging Face config."""
-        # `type` is the older name of `rope_type`; OLMo 2's config class accepts no other, only OLMo 3's needs `rope_type`.
+        # OLMo 2's config class accepts no other name of the type; see `hf_rope` for that of OLMo 3.
         return float(self.theta), {"type": "linear", "factor": self.factor}
 
 
