@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, Union, cast
 
 import draccus
-import jax.numpy as jnp
 import jmp
 from draccus.utils import is_choice_type
 
@@ -44,18 +43,8 @@ class Undescribed:
         raise InvalidFieldError(name)
 
 
-def _encode_policy(policy: jmp.Policy) -> str:
-    kinds = {"compute": policy.compute_dtype, "params": policy.param_dtype, "output": policy.output_dtype}
-    return ",".join(f"{name}={jnp.dtype(kind).name}" for name, kind in kinds.items())
-
-
-# Levanter registers equivalent functions for policies, before or after these.
-for kind, decoder, encoder in (
-    (jmp.Policy, jmp.get_policy, _encode_policy),
-    (Undescribed, lambda _: Undescribed(), lambda _: {}),
-):
-    cast(Any, draccus.decode).register(kind, decoder)
-    cast(Any, draccus.encode).register(kind, encoder)
+cast(Any, draccus.decode).register(Undescribed, lambda _: Undescribed())
+cast(Any, draccus.encode).register(Undescribed, lambda _: {})
 
 _TYPES: dict[str, Any] = {
     "any": Any,
