@@ -191,10 +191,8 @@ def flops_per_token(model: Any, vocab_size: int, positions: int) -> float | None
 def peak_flops(device: Any) -> float | None:
     """Peak floating-point operations per second of a device in bfloat16; None if it is unknown.
 
-    The new line has moved the table of devices to the package fray, which logs a warning for each call on a CPU.
+    The new line has moved the table of devices to the package fray.
     """
-    if device.platform == "cpu":
-        return None
     if IS_NEW:
         from fray.device_flops import DEVICE_FLOPS, jax_device_kind_to_fray_device_type
 

@@ -125,7 +125,7 @@ MISTAKES: dict[str, Mistake] = {
     "model": Mistake("--model.type lama", ("model.type is 'lama'", "'llama'")),
     "model without support": Mistake("--model.type qwen", ("model.type 'qwen' is not supported", "use qwen2")),
     "optimizer": Mistake("--optimizer.type adamw", ("optimizer.type is 'adamw'", "'adam'")),
-    "optimizer without support": Mistake("--optimizer.type kron", ("optimizer.type is 'kron'", "use one of adam")),
+    "optimizer without support": Mistake("--optimizer.type scion", ("optimizer.type is 'scion'", "use one of adam")),
     "environment": Mistake("--environment.type json", ("environment.type is 'json'", "'jsonl'")),
     "enum": Mistake("--mode asynchronous", ("mode is 'asynchronous'", "one of sync, async")),
     "levanter's enum": Mistake("--model.attn_backend flash", ("model.attn_backend is 'flash'", "splash")),
