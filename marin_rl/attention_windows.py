@@ -21,7 +21,9 @@ def layer_windows(model: Any) -> Windows:
         model: levanter's model config.
     """
     layers, window = range(model.num_layers), getattr(model, "sliding_window", None)
-    match model.get_choice_name(type(model)):
+    # A subclass need not be registered.
+    names = {choice: name for name, choice in model.get_known_choices().items()}
+    match next((names[base] for base in type(model).__mro__ if base in names), None):
         case "mistral":
             has_window = [True for _ in layers]
         case "gemma2":
