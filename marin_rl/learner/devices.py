@@ -30,6 +30,8 @@ class DeviceError(ValueError):
 
 COLLECTION_THRESHOLD = 500_000
 """New objects after which Python collects garbage itself in `collect_rarely`; about 100 MB if all are garbage."""
+MOST_IMMORTAL_OBJECTS = 10_000
+"""More objects than Python exempts itself: a few hundred in a full collection of Python 3.12."""
 
 
 def join_processes(config: AbstractTrainerConfig) -> None:
@@ -75,7 +77,7 @@ def exempt_from_collection() -> Iterator[None]:
     visit them all, and training steps create enough objects for several collections per second. Does nothing if the
     program has exempted objects already.
     """
-    if gc.get_freeze_count():
+    if gc.get_freeze_count() > MOST_IMMORTAL_OBJECTS:
         yield
         return
     gc.collect()

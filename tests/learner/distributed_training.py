@@ -12,6 +12,7 @@ import dataclasses
 import json
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +46,15 @@ def sample(model_axis: int) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
 
 def alternate_devices() -> None:
     """Let the first and the second half of the devices alternate in the mesh of every trainer."""
-    import jax
-    from levanter import trainer
+    from marin_rl import trainer_config
 
-    create = trainer.create_fsdp_mesh
+    arrange = trainer_config.arrange_devices
 
-    def create_alternating(*sizes: int) -> jax.sharding.Mesh:
-        mesh = create(*sizes)
-        return jax.sharding.Mesh(mesh.devices.reshape(2, -1).T.reshape(mesh.devices.shape), mesh.axis_names)
+    def arrange_alternating(*sizes: Sequence[int]) -> Any:
+        devices = arrange(*sizes)
+        return devices.reshape(2, -1).T.reshape(devices.shape)
 
-    trainer.create_fsdp_mesh = create_alternating
+    trainer_config.arrange_devices = arrange_alternating
 
 
 def hide_memory_of_other_processes() -> None:
