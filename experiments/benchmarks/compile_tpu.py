@@ -23,6 +23,7 @@ from typing import Any
 
 from experiments.benchmarks.measurement import PACKAGES, benchmark_parser, say
 from marin_rl.chips import CHIPS, GIB
+from marin_rl.levanter_line import distribution_of
 
 MODEL_LAYERS = {"0.6B": 28, "1B": 16, "8B": 36}
 """Number of layers of each model."""
@@ -163,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             file.write(json.dumps(row) + "\n")
     print(table(finished[cell] for cell in cells if cell in finished))
     packages = [*PACKAGES, *(["libtpu"] if util.find_spec("libtpu") else [])]
-    print("\n" + ", ".join(f"{name} {metadata.version(name)}" for name in packages))
+    print("\n" + ", ".join(f"{name} {metadata.version(distribution_of(name))}" for name in packages))
 
 
 if __name__ == "__main__":

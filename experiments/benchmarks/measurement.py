@@ -23,6 +23,7 @@ from jax import monitoring
 
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.levanter_line import distribution_of
 
 
 class BenchmarkedRunError(RuntimeError):
@@ -139,7 +140,7 @@ def describe_machine() -> dict[str, Any]:
         "cpu_cores": os.cpu_count(),
         "cpu_architecture": platform.machine(),
         "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in PACKAGES},
+        "versions": {name: metadata.version(distribution_of(name)) for name in PACKAGES},
     }
 
 
