@@ -4,6 +4,8 @@
 import dataclasses
 import enum
 import math
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -251,3 +253,12 @@ def test_arithmetic_error_in_a_section_names_it():
 
 def test_description_of_a_choice_lists_its_options():
     assert describe(Shape | None) == "a section with a type (one of circle, square) or null"
+
+
+def test_precision_round_trips_before_levanter_is_imported():
+    program = (
+        "import sys, jmp; from marin_rl.config.decode import decode, encode\n"
+        "policy = jmp.get_policy('p=f32,c=bf16')\n"
+        "assert decode(jmp.Policy, encode(policy)) == policy and 'levanter' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
