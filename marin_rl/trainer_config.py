@@ -10,11 +10,9 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
-import draccus
 import jax
-import jax.numpy as jnp
 import jmp
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
@@ -27,16 +25,6 @@ REPLICA, DATA, MODEL = "replica", "data", "model"
 """Names of the axes of the mesh. Rows are split over `replica` and `data`, parameters over `data` and `model`."""
 BATCH = "batch"
 """Name of the axis of rows."""
-
-
-def _encode_policy(policy: jmp.Policy) -> str:
-    kinds = {"compute": policy.compute_dtype, "params": policy.param_dtype, "output": policy.output_dtype}
-    return ",".join(f"{name}={jnp.dtype(kind).name}" for name, kind in kinds.items())
-
-
-# Levanter registers equivalent functions, before or after these.
-cast(Any, draccus.decode).register(jmp.Policy, jmp.get_policy)
-cast(Any, draccus.encode).register(jmp.Policy, _encode_policy)
 
 
 @dataclasses.dataclass(frozen=True)
