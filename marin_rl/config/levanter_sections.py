@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 
 from marin_rl.config.section_types import choice_name, field_types, section_of
@@ -14,6 +15,7 @@ from marin_rl.errors import nearest
 from marin_rl.levanter_line import UNUSABLE_OPTIMIZERS
 from marin_rl.remote_path import RemotePath
 from marin_rl.storage import storage_path
+from marin_rl.trainer_config import DATA, MODEL, REPLICA, AbstractTrainerConfig
 
 if TYPE_CHECKING:
     from marin_rl.config.base_config import AbstractTrainConfig
@@ -72,9 +74,23 @@ def check_trainer(config: "AbstractTrainConfig") -> Iterator[str]:
     for name in ("profiler_start_step", "profiler_num_steps", *axes):
         if getattr(trainer, name) < 1:
             yield f"trainer.{name} is {getattr(trainer, name)}; it must be at least 1"
+    if trainer.per_device_parallelism < 1 and trainer.per_device_parallelism != -1:
+        yield f"trainer.per_device_parallelism is {trainer.per_device_parallelism}; it must be at least 1, or -1"
+    for name in trainer.jax_config.keys() - jax.config.values.keys():
+        yield f"trainer.jax_config has {name!r}, which jax does not know; {nearest(name, sorted(jax.config.values))}"
+    yield from _axis_problems(trainer)
     precision = trainer.mp
     if jnp.float16 in (precision.param_dtype, precision.compute_dtype, precision.output_dtype):
         yield (
             f"trainer.mp is '{precision}', but gradients of many tokens underflow in float16, because the loss is "
             "not scaled; use bfloat16, such as p=f32,c=bf16"
         )
+
+
+def _axis_problems(trainer: AbstractTrainerConfig) -> Iterator[str]:
+    mesh = (REPLICA, DATA, MODEL)
+    for key in ("axis_resources", "parameter_axis_resources"):
+        for name, given in getattr(trainer, key).items():
+            axes = [given] if isinstance(given, str) else given
+            if not set(axes) <= set(mesh) or len(set(axes)) < len(axes):
+                yield f"trainer.{key}.{name} is {given!r}; it must be one of {', '.join(mesh)}, or a list of them"

@@ -107,7 +107,7 @@ def test_reinforce_accepts_groups_of_one():
         ({"logprob_block_size": 0}, "logprob_block_size is 0"),
         ({"optimizer": AdamConfig(learning_rate=-1e-3)}, r"optimizer\.learning_rate is -0\.001; it must be a finite"),
         ({"optimizer": AdamConfig(learning_rate=math.inf)}, r"optimizer\.learning_rate is inf; it must be a finite"),
-        ({"optimizer": ScionConfig()}, r"optimizer\.type is 'scion', .* use one of adam, adopt, "),
+        ({"optimizer": ScionConfig()}, r"optimizer\.type is 'scion', .* use one of adam, .*adopt, "),
         ({"optimizer": MarsConfig()}, r"optimizer\.max_grad_norm is 1\.0, .* set optimizer\.max_grad_norm: null"),
         *(
             (
@@ -166,6 +166,21 @@ def test_reinforce_accepts_groups_of_one():
         (
             {"trainer": dataclasses.replace(TrainerConfig(), profiler_num_steps=0)},
             r"trainer\.profiler_num_steps is 0; it must be at least 1",
+        ),
+        *(
+            ({"trainer": TrainerConfig(**{key: value})}, message)
+            for key, value, message in (
+                ("per_device_parallelism", 0, r"trainer\.per_device_parallelism is 0; it must be at least 1, or -1"),
+                ("per_device_parallelism", -2, r"trainer\.per_device_parallelism is -2"),
+                ("jax_config", {"jax_enable_x46": True}, r"trainer\.jax_config has 'jax_enable_x46', .*jax_enable_x64"),
+                (
+                    "axis_resources",
+                    {"mlp": "modle"},
+                    r"trainer\.axis_resources\.mlp is 'modle'; .* replica, data",
+                ),
+                ("axis_resources", {"mlp": ["data", "data"]}, r"trainer\.axis_resources\.mlp is \['data', 'data'\]"),
+                ("parameter_axis_resources", {"embed": ["data", "x"]}, r"trainer\.parameter_axis_resources\.embed is"),
+            )
         ),
         *(
             (
