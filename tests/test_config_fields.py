@@ -189,7 +189,7 @@ def test_missing_package_of_an_object_store_is_named(monkeypatch: pytest.MonkeyP
 def test_keys_that_may_change_on_resume_exist_or_are_keys_without_effect():
     keys = set(changeable_keys(TrainConfig))
     assert {"ray_address", "rollout_store", "workers.num_workers", "trainer.tracker"} <= keys
-    raw = {"sampler": {"type": "openai"}, "weights": {"type": "arrow_flight"}}
+    raw = {"sampler": {"type": "openai"}, "weights": {"type": "arrow_flight"}, "model": {"type": "llama"}}
     assert keys - set(all_keys(TrainConfig, raw)) == {f"trainer.{name}" for name in TrainerConfig.keys_without_effect}
 
 
