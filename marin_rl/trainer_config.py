@@ -92,7 +92,7 @@ class AbstractTrainerConfig:
     id: str | None = None
     """Name of the run in trackers; null: the name of the run directory."""
     tracker: Any = ()
-    """Where metrics are logged besides the run directory, such as `[{type: wandb}]`."""
+    """Trackers, whose type a subclass sets."""
     profiler: bool = False
     """Whether to write a trace of some steps to profile/ in the run directory."""
     profiler_start_step: int = 5

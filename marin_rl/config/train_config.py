@@ -24,6 +24,7 @@ class TrainerConfig(AbstractTrainerConfig):
     """Mesh, precision, microbatches, trackers and settings of JAX."""
 
     tracker: TrackerConfig | tuple[TrackerConfig, ...] = ()
+    """Where metrics are logged besides the run directory, such as `[{type: wandb}]`."""
 
 
 @dataclasses.dataclass(frozen=True)
