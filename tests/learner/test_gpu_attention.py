@@ -3,11 +3,9 @@
 
 """Attention on GPUs: its kernel is interpreted or only lowered here, because there is no GPU."""
 
-import contextlib
 import dataclasses
 import re
 from typing import Any, cast
-from unittest import mock
 
 import equinox as eqx
 import haliax as hax
@@ -30,7 +28,7 @@ from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.learner.gpu_attention import attend_in_segments, block_attention, segment_attention, with_gpu_attention
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
 from marin_rl.levanter_line import seq_len
-from tests.absent_gpu import H100
+from tests.absent_gpu import absent_mesh
 from tests.sampling.families import FAMILIES, random_model
 
 POSITIONS = 256
@@ -209,11 +207,7 @@ def test_training_is_lowered_for_gpus_that_are_absent(name: str, mesh: tuple[int
             return jnp.sum(policy_activations(model, batch).array.astype(jnp.float32))
 
     model = eqx.filter_eval_shape(lambda: config.build(Axis("vocab", 512), key=jax.random.PRNGKey(0)))
-    automatic = (jax.sharding.AxisType.Auto,) * 2
-    absent = jax.sharding.AbstractMesh(mesh, ("data", "model"), axis_types=automatic, abstract_device=H100)
-    # Levanter computes the angles of rotary embeddings eagerly, which needs devices.
-    eager = mock.patch("jax.ensure_compile_time_eval", contextlib.nullcontext)
-    with eager, jax.sharding.use_abstract_mesh(absent):
+    with absent_mesh("gpu", mesh):
         lowered = jax.jit(jax.grad(loss)).trace(model, RlExample(**arrays)).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
     assert f"{positions}x{positions}" not in text

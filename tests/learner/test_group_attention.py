@@ -23,7 +23,7 @@ from marin_rl.learner.gpu_attention import GpuBackend
 from marin_rl.learner.group_attention import group_attention, kernel_of
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
 from marin_rl.levanter_line import seq_len
-from tests.absent_gpu import H100
+from tests.absent_gpu import absent_mesh
 from tests.sampling.families import FAMILIES, VOCAB, random_model
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -210,8 +210,7 @@ def test_training_is_lowered_for_accelerators_that_are_absent(platform: str, low
             return jnp.sum(policy_activations(model, batch).array)
 
     model = eqx.filter_eval_shape(lambda: config.build(Axis("vocab", 512), key=jax.random.PRNGKey(0)))
-    device = H100 if platform == "gpu" else None
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2, 2), ("data", "model"), abstract_device=device)):
+    with absent_mesh(platform, (2, 2)):
         traced = jax.jit(jax.grad(loss)).trace(model, RlExample(**arrays, group=group))
         text = traced.lower(lowering_platforms=(lowered_for,)).as_text()
     names = set(re.findall(rf"{kernel}_(?:mha_)?(?:fwd|dkv|dq|forward|backward)", text))

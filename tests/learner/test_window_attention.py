@@ -31,6 +31,7 @@ from marin_rl.learner.logprobs import policy_activations
 from marin_rl.levanter_line import seq_len
 from marin_rl.models.olmo3 import Olmo3Config
 from marin_rl.models.rotary import LinearRotaryConfig, YarnRotaryConfig
+from tests.absent_gpu import absent_mesh
 from tests.sampling.families import FAMILIES, VOCAB, random_model
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -186,7 +187,7 @@ def test_training_is_lowered_for_accelerators_that_are_absent(platform: str, low
             return jnp.sum(policy_activations(model, batch).array)
 
     model = eqx.filter_eval_shape(lambda: config.build(Axis("vocab", 512), key=jax.random.PRNGKey(0)))
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2, 2), ("data", "model"))):
+    with absent_mesh(platform, (2, 2)):
         traced = jax.jit(jax.grad(loss)).trace(model, RlExample(**arrays))
         text = traced.lower(lowering_platforms=(lowered_for,)).as_text()
     assert len(set(re.findall(rf"{kernel}_(?:mha_)?(?:fwd|dkv|dq|forward|backward)", text))) >= 2
