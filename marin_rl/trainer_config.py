@@ -8,7 +8,6 @@ Its keys are those of levanter's trainer section up to its version 1.2. Levanter
 
 import contextlib
 import dataclasses
-import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -17,9 +16,8 @@ import jmp
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
+from marin_rl.kernel_sharding import POSITION
 from marin_rl.storage import user_cache
-
-logger = logging.getLogger(__name__)
 
 REPLICA, DATA, MODEL = "replica", "data", "model"
 """Names of the axes of the mesh. Rows are split over `replica` and `data`, parameters over `data` and `model`."""
@@ -100,7 +98,8 @@ class AbstractTrainerConfig:
     profiler_num_steps: int = 100
     """Number of traced steps."""
     fsdp_axis: str | list[str] | None = "embed"
-    """Axis or axes of the parameters that are split over the data axis of the mesh; null: none."""
+    """Axis or axes of the parameters that are split over the data axis of the mesh, and over its model axis, too, if
+    that splits positions; null: none."""
     tensor_parallel_axes: list[str] | None = None
     """Axes that are split over the model axis of the mesh, such as `[mlp, heads, kv_head]`, or `[position]`."""
     axis_resources: dict[str, str | list[str]] = dataclasses.field(default_factory=dict)
@@ -161,7 +160,7 @@ class AbstractTrainerConfig:
         return jax.device_count() // self.model_axis_size
 
     @property
-    def microbatch_rows(self) -> int:
+    def rows_per_microbatch(self) -> int:
         """Rows of a microbatch over all devices, of a config completed by `start_devices`."""
         if self.per_device_parallelism < 1:
             raise ValueError("per_device_parallelism is not set; start_devices sets it")
@@ -177,7 +176,9 @@ class AbstractTrainerConfig:
     def parameter_axis_mapping(self) -> dict[str, Any]:
         """Axes of the mesh by axis of parameters and optimizer state."""
         fsdp = [self.fsdp_axis] if isinstance(self.fsdp_axis, str) else self.fsdp_axis or []
-        return {**self.compute_axis_mapping, **_as_tuples(self.parameter_axis_resources), **dict.fromkeys(fsdp, DATA)}
+        # A model axis that splits positions splits no axis of the parameters: each of its devices would hold the same.
+        over: Any = (DATA, MODEL) if POSITION in (self.tensor_parallel_axes or ()) else DATA
+        return {**self.compute_axis_mapping, **_as_tuples(self.parameter_axis_resources), **dict.fromkeys(fsdp, over)}
 
     def configure_jax(self) -> None:
         """Apply `jax_config` and the folder of compiled programs."""

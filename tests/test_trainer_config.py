@@ -30,11 +30,18 @@ def test_parameters_are_split_over_the_data_axis_by_default(axis):
     assert AbstractTrainerConfig(fsdp_axis=None).parameter_axis_mapping == {"batch": ("replica", "data")}
 
 
+def test_parameters_are_split_over_a_model_axis_that_splits_positions():
+    config = AbstractTrainerConfig(tensor_parallel_axes=["position"], parameter_axis_resources={"embed": "data"})
+    activations = {"position": "model", "batch": ("replica", "data")}
+    assert config.compute_axis_mapping == activations
+    assert config.parameter_axis_mapping == {**activations, "embed": ("data", "model")}
+
+
 def test_rows_of_a_microbatch():
     rows = AbstractTrainerConfig(per_device_parallelism=3)
-    assert rows.microbatch_rows == 3 * jax.device_count()
+    assert rows.rows_per_microbatch == 3 * jax.device_count()
     with pytest.raises(ValueError, match="per_device_parallelism is not set"):
-        dataclasses.replace(rows, per_device_parallelism=-1).microbatch_rows  # noqa: B018
+        dataclasses.replace(rows, per_device_parallelism=-1).rows_per_microbatch  # noqa: B018
 
 
 def test_one_process_does_not_initialize_jax_distributed():

@@ -34,7 +34,7 @@ def row_layout(config: TrainConfig, trainer: AbstractTrainerConfig) -> RowLayout
     """
     kernel, rollouts = _kernel(config, trainer), config.rollouts
     packed = rollouts.packing is not False
-    layout = _layout(config, kernel, rollouts.positions(kernel), trainer.microbatch_rows, packed=packed)
+    layout = _layout(config, kernel, rollouts.positions(kernel), trainer.rows_per_microbatch, packed=packed)
     platform, devices = platform_of(trainer), trainer.data_axis_size
     alternatives = []
     separate = dataclasses.replace(rollouts, packing=False)

@@ -18,8 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int64
 
 from marin_rl import multihost
-from marin_rl.kernel_sharding import POSITION
-from marin_rl.trainer_config import BATCH, DATA, MODEL, AbstractTrainerConfig, DistributedConfig, TrainerT
+from marin_rl.trainer_config import BATCH, AbstractTrainerConfig, DistributedConfig, TrainerT
 
 logger = logging.getLogger(__name__)
 
@@ -137,13 +136,11 @@ def start_devices(
             if it does not fit these, and a CPU suffices.
 
     Returns:
-        A copy of the config with `per_device_parallelism` set. If the model axis splits positions, the parameters are
-        sharded over that axis too.
+        A copy of the config with `per_device_parallelism` set.
 
     Raises:
         DeviceError: if the mesh does not fit the devices, or a required accelerator is missing.
     """
-    config = _with_sharded_parameters(config)
     if alone:
         config = dataclasses.replace(config, distributed=DistributedConfig())
     join_processes(config)
@@ -161,20 +158,6 @@ def start_devices(
     if not isinstance(rows_per_device, int):
         rows_per_device = rows_per_device(platform_of(config), config.data_axis_size)
     return dataclasses.replace(config, per_device_parallelism=microbatch_rows(config, rows_per_device))
-
-
-def _with_sharded_parameters(config: TrainerT) -> TrainerT:
-    """Return a copy that shards parameters over all devices of a replica.
-
-    The axes of `fsdp_axis` are sharded over the data axis only. A model axis that splits positions splits no axis of
-    the parameters, so that each of its devices would hold the same ones.
-    """
-    if POSITION not in (config.tensor_parallel_axes or ()) or config.fsdp_axis is None:
-        return config
-    axes = [config.fsdp_axis] if isinstance(config.fsdp_axis, str) else config.fsdp_axis
-    sharded = {name: [DATA, MODEL] for name in axes}
-    resources = {**config.parameter_axis_resources, **sharded}
-    return dataclasses.replace(config, fsdp_axis=None, parameter_axis_resources=resources)
 
 
 def _fitted(config: TrainerT) -> TrainerT:

@@ -35,7 +35,7 @@ def outcome(changes: dict, of_other_machine: bool = False) -> str:
         started = start_devices(section, rows_per_device=3, of_other_machine=of_other_machine)
     except DeviceError as error:
         return str(error)
-    return f"{started.microbatch_rows} rows, {started.per_device_parallelism} a device"
+    return f"{started.rows_per_microbatch} rows, {started.per_device_parallelism} a device"
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def test_input_config_is_not_modified():
     started = start_devices(section, rows_per_device=4)
     assert section == TrainerConfig()
     assert section.per_device_parallelism == -1
-    assert (started.per_device_parallelism, started.microbatch_rows) == (4, 4 * jax.device_count())
+    assert (started.per_device_parallelism, started.rows_per_microbatch) == (4, 4 * jax.device_count())
 
 
 def test_cache_that_cannot_be_written_is_disabled_with_one_sentence(tmp_path: Path, caplog: pytest.LogCaptureFixture):
