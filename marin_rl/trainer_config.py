@@ -9,9 +9,11 @@ Its keys are those of levanter's trainer section up to its version 1.2. Levanter
 import contextlib
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
+import draccus
 import jax
+import jax.numpy as jnp
 import jmp
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
@@ -206,3 +208,13 @@ def arrange_devices(within: tuple[int, int, int], between: tuple[int, int, int])
     if hasattr(devices[0], "slice_index"):
         return mesh_utils.create_hybrid_device_mesh(within, between, devices, allow_split_physical_axes=True)
     return mesh_utils.create_device_mesh(within, devices, allow_split_physical_axes=True)
+
+
+def _encode_policy(policy: jmp.Policy) -> str:
+    kinds = {"compute": policy.compute_dtype, "params": policy.param_dtype, "output": policy.output_dtype}
+    return ",".join(f"{name}={jnp.dtype(kind).name}" for name, kind in kinds.items())
+
+
+# Levanter registers equivalent functions, before or after these.
+cast(Any, draccus.decode).register(jmp.Policy, jmp.get_policy)
+cast(Any, draccus.encode).register(jmp.Policy, _encode_policy)

@@ -26,8 +26,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import draccus
-import jax.numpy as jnp
-import jmp
 from draccus.choice_types import CHOICE_TYPE_KEY
 from draccus.utils import is_choice_type
 
@@ -378,16 +376,6 @@ def encode(value: Any, annotation: Any = Any) -> Any:
         item_type = (_arguments(annotation, plain) or (Any,))[0]
         return [encode(item, item_type) for item in value]
     return encode(draccus.encode(value))
-
-
-def _encode_policy(policy: jmp.Policy) -> str:
-    kinds = {"compute": policy.compute_dtype, "params": policy.param_dtype, "output": policy.output_dtype}
-    return ",".join(f"{name}={jnp.dtype(kind).name}" for name, kind in kinds.items())
-
-
-# Levanter registers equivalent functions, before or after these.
-cast(Any, draccus.decode).register(jmp.Policy, jmp.get_policy)
-cast(Any, draccus.encode).register(jmp.Policy, _encode_policy)
 
 
 def _encode_fields(value: Any, annotation: Any) -> dict[str, Any]:

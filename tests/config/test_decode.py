@@ -257,7 +257,7 @@ def test_description_of_a_choice_lists_its_options():
 
 def test_precision_round_trips_before_levanter_is_imported():
     program = (
-        "import sys, jmp; from marin_rl.config.decode import decode, encode\n"
+        "import sys, jmp; import marin_rl.trainer_config; from marin_rl.config.decode import decode, encode\n"
         "policy = jmp.get_policy('p=f32,c=bf16')\n"
         "assert decode(jmp.Policy, encode(policy)) == policy and 'levanter' not in sys.modules"
     )
