@@ -72,19 +72,19 @@ def max_positions(model: Any) -> int:
 # Architectures.
 
 
-def register_model(name: str) -> Any:
-    """Register a model config class under a name.
+def register_olmo3() -> Any:
+    """Return the decorator that registers the model config class of `olmo3`.
 
-    The new line has an `olmo3` of its own, which the class of marin_rl replaces, because its layers of different types
+    The new line has a class of that name, which the class of marin_rl replaces, because its layers of different types
     are not stacked. Ends when levanter stacks them.
     """
     from levanter.models.lm_model import LmConfig
 
-    if IS_NEW and name == "olmo3":
+    if IS_NEW:
         import levanter.models.olmo3  # pyrefly: ignore[missing-import]  # noqa: F401
 
-        del LmConfig._choice_registry[name]
-    return LmConfig.register_subclass(name)
+        del LmConfig._choice_registry["olmo3"]
+    return LmConfig.register_subclass("olmo3")
 
 
 # Keys of levanter's sections that only one line has. A run records all of its keys, and either line reads it.

@@ -129,11 +129,11 @@ def describe_installed() -> str:
     Returns:
         The text of a description file: JSON with a line for each key.
     """
-    # Registers the models and trackers.
     from levanter.models.lm_model import LmConfig
     from levanter.optim.config import OptimizerConfig
     from levanter.tracker import TrackerConfig
 
+    # Registers the models and trackers.
     import marin_rl.config.train_config  # noqa: F401
 
     entries: dict[str, Any] = {}

@@ -101,5 +101,14 @@ def _block_attention(
     window: int | None,
 ) -> Float[Array, "batch own kv_head group head_size"]:
     """Attend with XLA, one block of queries at a time, on one device of several."""
-    first, limits = jax.lax.axis_index(axis) * query.shape[1], {"soft_cap": soft_cap, "window": window}
-    return block_attention(query, keys, values, query_segments, segments, first=first, scale=scale, **limits)
+    return block_attention(
+        query,
+        keys,
+        values,
+        query_segments,
+        segments,
+        first=jax.lax.axis_index(axis) * query.shape[1],
+        scale=scale,
+        soft_cap=soft_cap,
+        window=window,
+    )

@@ -109,8 +109,9 @@ class _GpuAttention(eqx.Module):
         else:
 
             def run(query: Array, keys: Array, values: Array, segments: Array) -> Array:
-                limits = {"soft_cap": cap, "window": window}
-                return block_attention(query, keys, values, segments, segments, scale=scale, **limits)
+                return block_attention(
+                    query, keys, values, segments, segments, scale=scale, soft_cap=cap, window=window
+                )
 
         by_row, by_row_and_head = sharding_of(Batch), sharding_of(Batch, None, config.KVHeads)
         sharded = on_each_shard(run, (by_row_and_head,) * 3 + (by_row,), by_row_and_head)
