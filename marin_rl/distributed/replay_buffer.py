@@ -5,20 +5,13 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+import json
+from collections.abc import Iterable, Mapping
 
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, oldest_version
 from marin_rl.errors import UserError
-from marin_rl.rollouts.group_codec import OtherFormatError, decode_group, encode_group
+from marin_rl.rollouts.group_codec import OtherFormatError, decode_group, encode_group, join_parts, split_parts
 from marin_rl.types import RolloutGroup, Task, WeightVersion
-
-_SCHEMA = pa.schema(
-    [("step", pa.int64()), ("index", pa.int64()), ("uses_left", pa.int64()), ("group", pa.large_binary())]
-)
 
 
 class ReplayFileError(UserError):
@@ -162,20 +155,10 @@ class ReplayBuffer:
         return [item.age(version) for item in self._in_order()]
 
     def encode(self) -> bytes:
-        """Return the buffer as the content of a Parquet file."""
-        rows = self._in_order()
-        table = pa.table(
-            [
-                [item.number.step for item in rows],
-                [item.number.index for item in rows],
-                [item.uses_left for item in rows],
-                [encode_group(item.group) for item in rows],
-            ],
-            schema=_SCHEMA,
-        )
-        content = pa.BufferOutputStream()
-        pq.write_table(table, content, compression="zstd")
-        return content.getvalue().to_pybytes()
+        """Return the buffer as bytes: JSON with a row for each group, then the encoded groups."""
+        waiting = self._in_order()
+        rows = [[item.number.step, item.number.index, item.uses_left] for item in waiting]
+        return join_parts([json.dumps(rows).encode(), *(encode_group(item.group) for item in waiting)])
 
     def load(self, content: bytes, file: object) -> None:
         """Load an empty buffer.
@@ -188,18 +171,17 @@ class ReplayBuffer:
             ReplayFileError: if the content is not a saved buffer.
         """
         try:
-            table = pq.read_table(pa.BufferReader(content), schema=_SCHEMA, use_threads=False)
-            rows: Sequence[Mapping[str, Any]] = table.to_pylist()
-            for row in rows:
-                number = RequestNumber(row["step"], row["index"])
-                self.add(number, decode_group(row["group"]))
-                self._waiting[number] = dataclasses.replace(self._waiting[number], uses_left=row["uses_left"])
+            rows, *groups = split_parts(content)
+            for (step, index, uses_left), group in zip(json.loads(rows), groups, strict=True):
+                number = RequestNumber(step, index)
+                self.add(number, decode_group(group))
+                self._waiting[number] = dataclasses.replace(self._waiting[number], uses_left=uses_left)
         except OtherFormatError as error:
             raise ReplayFileError(
                 f"the replay buffer in {file} was written by another version of marin_rl: {error}; resume with that "
                 "version, or move the folder of the checkpoint elsewhere to go on from the one before it"
             ) from error
-        except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ReplayFileError(
                 f"the replay buffer in {file} cannot be read: {error}; move the folder of its checkpoint elsewhere to "
                 "go on from the one before it"

@@ -7,7 +7,7 @@
 checkpoints/
   step-00000040/
     state/          boxes of the arrays: weights, optimizer moments and random key, restorable on any mesh
-    replay.parquet  groups that wait for training
+    replay.bin      groups that wait for training
     manifest.json   format, step, host-side progress, all files with their sizes, all boxes with their checksums
 ```
 

@@ -19,7 +19,7 @@ from marin_rl.trainer_config import AbstractTrainerConfig
 
 T = TypeVar("T")
 
-FORMAT = 3
+FORMAT = 4
 STATE = "state"
 """The folder of the arrays in a checkpoint."""
 _SET_ASIDE = "move its folder elsewhere to go on from the checkpoint before it"

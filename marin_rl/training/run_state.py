@@ -19,7 +19,7 @@ from marin_rl.storage import StoragePath
 from marin_rl.training.run_files import RUN_FILES, RunFiles
 from marin_rl.types import RolloutGroup, WeightVersion
 
-REPLAY = "replay.parquet"
+REPLAY = "replay.bin"
 """File of the replay buffer in a checkpoint."""
 
 

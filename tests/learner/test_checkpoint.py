@@ -444,7 +444,7 @@ def test_unknown_format_is_rejected(saved: Checkpoints) -> None:
     manifest = json.loads(path.read_text())
     manifest.pop("sha256")
     path.write_text(dump_manifest({**manifest, "format": 99}))
-    with pytest.raises(CheckpointError, match="has format 99, this version reads 3: another version") as caught:
+    with pytest.raises(CheckpointError, match="has format 99, this version reads 4: another version") as caught:
         open_checkpoint(path.parent)
     assert not isinstance(caught.value, DamagedCheckpointError)
 

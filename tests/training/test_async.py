@@ -137,7 +137,7 @@ def test_workers_sample_ahead_and_interrupted_run_resumes(
     assert 0 < died_after < 6
     progress = json.loads((run.checkpoint(died_after) / "manifest.json").read_text())["progress"]
     waiting = ReplayBuffer(max_staleness=2)
-    saved = run.checkpoint(died_after) / "replay.parquet"
+    saved = run.checkpoint(died_after) / "replay.bin"
     waiting.load(saved.read_bytes(), saved)
     pending = [
         f"train-{step}-{index}" for step, index in (one["number"] for one in progress["scheduler"]["outstanding"])
