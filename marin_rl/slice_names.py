@@ -166,57 +166,6 @@ def parse_slice(text: str, others: str = "") -> SliceName:
     return SliceName(generation, shape, slices)
 
 
-def slice_type(text: str) -> str:
-    """Return Google's type for the type or the topology of a single slice.
-
-    Types of any size are accepted, because the service has a list of them for each zone.
-
-    Raises:
-        TopologyError: if the form or the generation is invalid, there are several slices, or the topology is not the
-            default one of its type.
-
-    >>> slice_type("V5e-8"), slice_type("v5p:2x2x4"), slice_type("v5p-384")
-    ('v5litepod-8', 'v5p-32', 'v5p-384')
-    """
-    slices, generation, size, _ = _parts(text)
-    if slices != 1:
-        raise TopologyError(f"{text!r}: it is {slices} slices; write the type of one, and set num_slices: {slices}")
-    if size is not None and size > 0:
-        return f"{generation.accelerator or generation.name}-{size}"
-    named = parse_slice(text)
-    if named.chips not in generation.sizes or generation.default_shape(named.chips) != named.shape:
-        raise TopologyError(
-            f"{text!r}: Google gives slices of {named.chips} chips another shape by default, and only that can be "
-            f"requested; write the type, {named.type}"
-        )
-    return named.type
-
-
-def generation_of(slice_type: str) -> Generation:
-    """Return the generation of a type from `slice_type`."""
-    return _NAMES[slice_type.partition("-")[0]]
-
-
-def chips_of(slice_type: str) -> int:
-    """Return the number of chips of a type from `slice_type`.
-
-    >>> chips_of("v5p-32"), chips_of("v5litepod-8")
-    (16, 8)
-    """
-    return int(slice_type.partition("-")[2]) // generation_of(slice_type).cores_in_name
-
-
-def hosts_of(slice_type: str) -> tuple[int, int]:
-    """Return the number of hosts of a type from `slice_type`, and the chips of each.
-
-    >>> hosts_of("v5p-32"), hosts_of("v5litepod-8"), hosts_of("v5litepod-16")
-    ((4, 4), (1, 8), (4, 4))
-    """
-    chips, generation = chips_of(slice_type), generation_of(slice_type)
-    per_host = chips if chips <= generation.single_host else math.prod(generation.host_bounds)
-    return max(chips // per_host, 1), per_host
-
-
 def _parts(text: str, others: str = "") -> tuple[int, Generation, int | None, tuple[int, ...]]:
     """Number of slices, generation, size of a type and shape of a topology."""
     match = _FORM.fullmatch(text.strip().lower())

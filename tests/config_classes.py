@@ -13,8 +13,8 @@ from draccus.utils import is_choice_type
 from marin_rl.config.section_types import field_types, is_section
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.evaluate import EvaluateConfig
+from marin_rl.launch.config import TpuConfig
 from marin_rl.launch.local import LocalConfig
-from marin_rl.launch.tpu import TpuConfig
 from marin_rl.serve import ServeConfig
 
 

@@ -32,10 +32,9 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import parse_yaml
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.environments.dataset import JsonlConfig
-from marin_rl.launch.__main__ import ACTIONS, DRY_RUN
+from marin_rl.launch.__main__ import ACTIONS, LOCAL_FLAGS
+from marin_rl.launch.config import TpuConfig
 from marin_rl.launch.local import LocalConfig
-from marin_rl.launch.supervise import SupervisorConfig
-from marin_rl.launch.tpu import TpuConfig
 from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs
 from marin_rl.objectives.policy_loss import PolicyLossConfig, TokenBatch
 from marin_rl.rewards import EvaluateResult, StepOutput
@@ -273,19 +272,16 @@ def check_launch(argv: list[str]) -> None:
     command, *rest = argv
     own, training = (rest[: rest.index("--")], rest[rest.index("--") + 1 :]) if "--" in rest else (rest, [])
     if command == "local":
-        parse_config(LocalConfig, own, DRY_RUN)
-    elif command == "supervise":
-        parse_config(SupervisorConfig, own)
-        return
+        parse_config(LocalConfig, own, LOCAL_FLAGS)
     else:
-        assert command in ("tpu", "ray")
+        assert command == "tpu"
         # The launch files of the page do not exist here; their YAML blocks are tested.
         assert own[1:3] in (["--config", "launch.yaml"], ["--config", "first.yaml"])
         launch = ["--tpu_name", "a", "--zone", "us-east5-a", "--slices.tpu_type", "v5p-8", *own[3:]]
         parse_config(TpuConfig, launch, ACTIONS[own[0]])
     if command == "local" or own[0] == "start":
         # The command sets the address of its own cluster.
-        cluster = ["--ray_address", "host:1"] if command == "ray" else []
+        cluster = ["--ray_address", "host:1"] if any("rollout_slices" in option for option in own) else []
         assert parse_config(TrainConfig, [*training, *cluster]).config.run_dir
 
 

@@ -5,7 +5,7 @@ import pytest
 from ray._private.accelerators.tpu import VALID_TPU_TOPOLOGY, infer_tpu_pod_type_from_topology
 from ray.util.tpu import get_tpu_worker_resources
 
-from marin_rl.slice_names import GENERATIONS, TopologyError, parse_slice, slice_type
+from marin_rl.slice_names import GENERATIONS, TopologyError, parse_slice
 
 
 @pytest.mark.parametrize(
@@ -23,8 +23,6 @@ def test_type_of_a_slice_names_its_default_shape(name: str, topology: str):
     named = parse_slice(name)
     assert str(named) == topology
     assert parse_slice(topology) == named
-    if named.slices == 1:
-        assert slice_type(name) == slice_type(topology) == named.type
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
@@ -83,23 +81,3 @@ def test_default_shapes_are_those_of_ray():
 def test_wrong_slice_names_the_nearest(name: str, message: str):
     with pytest.raises(TopologyError, match=message):
         parse_slice(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("2xv5e-16", "it is 2 slices; write the type of one, and set num_slices: 2"),
-        ("v5p:4x2x2", "slices of 16 chips another shape by default.*; write the type, v5p-32"),
-        ("v5e:2x8", "write the type, v5litepod-16"),
-        ("v5p:2x2x3", "another shape"),
-        ("v5e-0", "a size is 0"),
-        ("v5", "not a slice"),
-    ],
-)
-def test_request_is_for_one_slice_of_the_default_shape(name: str, message: str):
-    with pytest.raises(TopologyError, match=message):
-        slice_type(name)
-
-
-def test_service_decides_on_types_of_other_sizes():
-    assert [slice_type(name) for name in ("v5p-384", "V5E-24")] == ["v5p-384", "v5litepod-24"]

@@ -148,7 +148,7 @@ class WorkersConfig:
         if ray_address is None and self.tpu_slice is not None:
             yield (
                 f"workers.tpu_slice is {self.tpu_slice}, but ray_address is not set; use `python -m marin_rl.launch "
-                "ray`, or set ray_address to a cluster of the hosts of such slices"
+                "tpu` with rollout_slices, or set ray_address to a cluster of the hosts of such slices"
             )
         own = param_dtype if self.precision is None else self.precision.param_dtype
         if not casts and jnp.dtype(own) != jnp.dtype(param_dtype):

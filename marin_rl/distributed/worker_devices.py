@@ -41,7 +41,7 @@ def check_worker_devices(config: TrainConfig, platform: str, environ: Mapping[st
         GPU: "Give trainer and workers separate GPUs: start Ray with the GPUs of the workers "
         "(CUDA_VISIBLE_DEVICES=4,5,6,7 ray start --head) and the trainer with the others "
         "(CUDA_VISIBLE_DEVICES=0,1,2,3, ray_address: 127.0.0.1:6379) and workers.resources: {GPU: 1}",
-        TPU: "Give the workers TPU slices of their own: `python -m marin_rl.launch ray` with rollout_slices, or a Ray "
+        TPU: "Give the workers TPU slices of their own: `python -m marin_rl.launch tpu` with rollout_slices, or a Ray "
         "cluster of their hosts at ray_address, and workers.tpu_slice or workers.resources: {TPU: 4}",
     }[kind]
     # A worker that asks an inference server samples nothing itself.

@@ -5,18 +5,16 @@
 
 import shlex
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 from marin_rl.config.command_line import RESUME_FLAGS, check_command_line, parse_config, run_command
 from marin_rl.config.section_types import ConfigError
 from marin_rl.errors import USER_ERRORS, nearest
 from marin_rl.escaping import escape
-from marin_rl.launch.gcloud import check_login, check_tpu_types, check_writable
-from marin_rl.launch.jobs import Launch
-from marin_rl.launch.local import LocalConfig, run_together, training_processes
-from marin_rl.launch.supervise import SupervisorConfig, supervise
-from marin_rl.launch.tpu import NO_ARGUMENTS, TpuConfig, open_launch, training_run
+from marin_rl.launch.config import TpuConfig
+from marin_rl.launch.local import LocalConfig, run_together, training_commands, training_environment
+from marin_rl.launch.preflight import check_bucket, check_training
+from marin_rl.launch.tpu import LOG_LINES, Launch, open_launch
 from marin_rl.output import go_on_without_output
 
 USAGE = """\
@@ -24,13 +22,11 @@ usage: python -m marin_rl.launch COMMAND [ACTION] [--config FILE] [--KEY VALUE .
 
 Commands:
   local       run N training processes on this machine, connected by jax.distributed
-  tpu ACTION  train on one or several TPU slices
-  ray ACTION  train on TPU slices, with rollout workers on further slices (rollout_slices)
-  supervise   run the command in ARGUMENTS, and restart it after a failure
+  tpu ACTION  train on one or several TPU slices, with rollout workers on further slices (rollout_slices)
 
-Actions of tpu and ray:
+Actions of tpu:
   start       request slices or reuse existing ones, install the code, start or resume the run, and follow it
-              until it is complete; slices that are lost meanwhile are requested again
+              until it is complete; a run that fails is restarted, slices that are lost are requested again
   status      print the state of slices and hosts
   logs        print the end of the logs
   stop        stop the run with a checkpoint; the slices remain
@@ -39,19 +35,20 @@ Actions of tpu and ray:
 ARGUMENTS of local and start are those of python -m marin_rl.train, such as --config experiments/rloo.yaml.
 COMMAND [ACTION] --help describes the keys of a command.
 """
-DRY_RUN = {"dry_run": "Print every command and file, and stop."}
 ACTIONS = {
     "start": {
-        **DRY_RUN,
-        "detach": "Return when the run has started. Nothing then requests slices again that are lost.",
+        "dry_run": "Check the training arguments and the files to copy, print the requests, and stop.",
+        "detach": "Return when the run has started. Nothing then restarts it, or requests slices again that are lost.",
         "autodelete": "Delete the slices when the run is complete or was stopped.",
     },
-    "status": DRY_RUN,
-    "logs": {**DRY_RUN, "follow": "Continue with new lines until this command is interrupted."},
-    "stop": DRY_RUN,
-    "delete": DRY_RUN,
+    "status": {},
+    "logs": {"follow": "Continue with new lines until this command is interrupted."},
+    "stop": {},
+    "delete": {},
 }
-"""Flags of each action."""
+"""Flags of each action of `tpu`."""
+LOCAL_FLAGS = {"dry_run": "Print the commands, and stop."}
+HELP = {"-h", "--help"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,138 +58,104 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None for the arguments of the process.
 
     Returns:
-        Exit status: 0, 1 after an error, or 130 after an interrupt; of `local` and `supervise` that of the command.
+        Exit status: 0, 1 after an error, or 130 after an interrupt; of `local` that of the training.
     """
     return run_command(_run, argv)
 
 
 def _run(arguments: Sequence[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in HELP:
         print(USAGE, end="")
         return 0 if arguments else 1
     command, *rest = arguments
     split = rest.index("--") if "--" in rest else len(rest)
-    own, passed = rest[:split], rest[split + 1 :]
-    commands: dict[str, Callable[[], int]] = {
-        "local": lambda: _local(own, passed),
-        "tpu": lambda: _tpu(command, own, passed),
-        "ray": lambda: _tpu(command, own, passed),
-        "supervise": lambda: _supervise(own, passed),
-    }
+    commands = {"local": _local, "tpu": _tpu}
     if command not in commands:
         raise ConfigError(f"unknown command {command!r}; {nearest(command, commands)}")
-    return commands[command]()
+    return commands[command](rest[:split], rest[split + 1 :])
 
 
 def _local(own: Sequence[str], passed: Sequence[str]) -> int:
-    if not passed and not {"-h", "--help"} & set(own):
-        raise ConfigError(NO_ARGUMENTS)
-    parsed = parse_config(LocalConfig, own, DRY_RUN)
+    _require_training(own, passed, LOCAL_FLAGS)
+    parsed = parse_config(LocalConfig, own, LOCAL_FLAGS)
     # Each process would report the same mistake.
     checked = check_command_line(passed, {"dry_run": "", "print_config": "", **RESUME_FLAGS})
     if pipes := [path for path in checked.config_paths if path.exists() and not path.is_file()]:
         raise ConfigError(f"--config is {str(pipes[0])!r}, a pipe, which only one process can read; give it a file")
-    processes = training_processes(parsed.config, passed)
+    commands, environment = training_commands(parsed.config, passed), training_environment(parsed.config)
     if "dry_run" in parsed.flags:
-        print(escape("\n".join(map(str, processes))))
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
+        _report("\n".join(f"{variables} {shlex.join(command)}" for command in commands))
         return 0
     go_on_without_output()
-    return run_together(processes, parsed.config.stop_timeout, _write)
+    return run_together(commands, environment, parsed.config.stop_timeout, _write)
 
 
-def _supervise(own: Sequence[str], passed: Sequence[str]) -> int:
-    config = parse_config(SupervisorConfig, own).config
-    if not passed:
-        raise ConfigError("no command; give it after --, such as -- python -m marin_rl.train --config FILE")
-    go_on_without_output()
-    return supervise(config, passed, lambda text: _write(f"{time.strftime('%F %T')} [supervisor] {text}\n"))
-
-
-def _tpu(command: str, own: Sequence[str], passed: Sequence[str]) -> int:
+def _tpu(own: Sequence[str], passed: Sequence[str]) -> int:
     action, *options = own or [""]
-    if action in ("-h", "--help"):
+    if action in HELP:
         action, options = "start", ["--help", *options]
     if action not in ACTIONS:
-        raise ConfigError(f"unknown action {action!r} of {command}; {nearest(action, ACTIONS)}")
-    _check_division(action, options, passed)
-    parsed = parse_config(TpuConfig, options, ACTIONS[action])
-    config, flags = parsed.config, parsed.flags
-    if config.rollout_slices is None and command == "ray":
-        raise ConfigError("rollout_slices is missing; set it, such as {tpu_type: v5p-8}, or use `launch tpu`")
-    if config.rollout_slices is not None and command == "tpu":
-        raise ConfigError("rollout_slices is set, but `launch tpu` has none; use `launch ray`, or remove it")
-    launch = open_launch(config, passed, _report, dry_run="dry_run" in flags)
+        raise ConfigError(f"unknown action {action!r} of tpu; {nearest(action, ACTIONS)}")
     if action == "start":
-        return _start(launch, config, command, options, passed, flags)
-    if passed:
+        _require_training(options, passed, ACTIONS[action])
+    elif passed:
         raise ConfigError(f"{action} takes no training arguments; remove -- and what follows")
+    parsed = parse_config(TpuConfig, options, ACTIONS[action])
+    launch = open_launch(parsed.config, passed, _report)
+    if action == "start":
+        return _start(launch, options, passed, parsed.flags)
     if action == "logs":
-        group = launch.groups[0]
-        return group.hosts.logs(config.worker, config.log_lines, follow="follow" in flags)
+        return launch.groups[0].slices.logs(parsed.config.worker, LOG_LINES, follow="follow" in parsed.flags)
     {"status": launch.show_status, "stop": launch.stop, "delete": launch.delete}[action]()
     return 0
 
 
-def _check_division(action: str, options: Sequence[str], passed: Sequence[str]) -> None:
+def _require_training(own: Sequence[str], passed: Sequence[str], flags: Iterable[str]) -> None:
     """Check that training arguments are after `--`, and flags of the launch before it.
 
     The keys of one config would otherwise be reported as unknown keys of the other.
     """
-    if action == "start" and not passed and not {"-h", "--help"} & set(options):
-        raise ConfigError(NO_ARGUMENTS)
-    if misplaced := [name for name in ACTIONS[action] if f"--{name}" in passed]:
+    if not passed and not HELP & set(own):
+        raise ConfigError("no training arguments; give those of marin_rl.train after --, such as -- --config FILE")
+    if misplaced := [name for name in flags if f"--{name}" in passed]:
         raise ConfigError(f"--{misplaced[0]} is a flag of the launch, but comes after --; write it before --")
 
 
-def _start(
-    launch: Launch,
-    config: TpuConfig,
-    command: str,
-    options: Sequence[str],
-    passed: Sequence[str],
-    flags: frozenset[str],
-) -> int:
+def _start(launch: Launch, options: Sequence[str], passed: Sequence[str], flags: frozenset[str]) -> int:
     if {"detach", "autodelete"} <= flags:
         raise ConfigError("--autodelete waits for the end of the run, but --detach does not; remove one of them")
-    run_dir = training_run(config, passed, _report)
-    rollouts = config.rollout_slices
-    check_login(launch.gcloud)
-    check_tpu_types(launch.gcloud, [config.slices.tpu_type, *([] if rollouts is None else [rollouts.tpu_type])])
-    if run_dir.startswith("gs://"):
-        check_writable(launch.gcloud, run_dir)
-    else:
-        _report(f"run_dir {run_dir} is not in Cloud Storage, and is not checked before the request")
+    run_dir = check_training(launch.config, passed, _report)
     if "dry_run" in flags:
-        launch.dry_run()
+        for group in launch.groups:
+            create = ["gcloud", "compute", "tpus", *group.slices.create_arguments(), f"--zone={launch.config.zone}"]
+            _report(f"the arguments and files are valid; the request would be `{shlex.join(create)}`")
         return 0
+    check_bucket(launch.gcloud, run_dir, _report)
     own = [option for option in options if option not in {f"--{flag}" for flag in ACTIONS["start"]}]
 
-    def same(action: str) -> str:
-        return shlex.join(["python", "-m", "marin_rl.launch", command, action, *own])
+    def name_existing() -> None:
+        if existing := [group.name for group in launch.groups if group.exists]:
+            delete = shlex.join(["python", "-m", "marin_rl.launch", "tpu", "delete", *own])
+            _report(f"{', '.join(existing)} still exists, and its slices are billed; delete with `{delete}`")
 
     go_on_without_output()
     try:
         launch.run(detach="detach" in flags)
     except KeyboardInterrupt:
-        if launch.groups[0].started:
-            _report(f"interrupted; the run continues without it. Logs: `{same('logs')}`")
-        else:
-            _report("interrupted before it has started the run; run the same command again to continue")
-        _name_existing(launch, same)
+        started = launch.groups[0].started
+        state = "the run continues without it" if started else "the run has not started"
+        _report(f"interrupted; {state}; the same command continues")
+        name_existing()
         return 130
     except USER_ERRORS:
-        _name_existing(launch, same)
+        name_existing()
         raise
     if "autodelete" in flags:
         launch.delete()
     else:
-        _name_existing(launch, same)
+        name_existing()
     return 0
-
-
-def _name_existing(launch: Launch, same: Callable[[str], str]) -> None:
-    if existing := launch.existing():
-        _report(f"{', '.join(existing)} still exists, and its slices are billed; delete with `{same('delete')}`")
 
 
 def _report(text: str) -> None:

@@ -3,11 +3,9 @@
 
 """Training processes of one run on this machine, connected by `jax.distributed` on the loopback interface."""
 
-import contextlib
 import dataclasses
+import math
 import os
-import queue
-import shlex
 import signal
 import socket
 import subprocess
@@ -15,15 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO
 
-from marin_rl.chips import machine_memory
 from marin_rl.config_fields import check_at_least
-from marin_rl.launch.supervise import exit_status
 
 DEVICES_FLAG = "--xla_force_host_platform_device_count"
-PROCESS_BYTES = 500_000_000
-"""Memory that every training process needs, also with a tiny model."""
+POLL_SECONDS = 0.05
+"""Seconds between two polls of the processes."""
 OUTPUT_TIMEOUT = 5.0
 """Seconds to wait for the rest of the output after the end of all processes."""
 
@@ -41,88 +36,47 @@ class LocalConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, "local", num_processes=1, devices_per_process=1, stop_timeout=0)
-        memory = machine_memory()
-        if self.num_processes * PROCESS_BYTES > memory:
-            raise ValueError(
-                f"num_processes is {self.num_processes}, but this machine or container has memory for at most "
-                f"{memory // PROCESS_BYTES} training processes; lower it"
-            )
 
 
-@dataclasses.dataclass(frozen=True)
-class Process:
-    """A process to run."""
-
-    command: Sequence[str]
-    """Program and arguments."""
-    environment: Mapping[str, str]
-    """Variables to set, in addition to those of this process."""
-
-    def __str__(self) -> str:
-        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        return " ".join([*variables, shlex.join(self.command)])
+def training_environment(config: LocalConfig) -> dict[str, str]:
+    """Return the variables to set for the processes, in addition to those of this process."""
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(DEVICES_FLAG)]
+    flags.append(f"{DEVICES_FLAG}={config.devices_per_process}")
+    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), "PYTHONUNBUFFERED": "1"}
 
 
-def training_processes(config: LocalConfig, arguments: Sequence[str]) -> list[Process]:
-    """Build the processes of a run; the first one is the main process.
+def training_commands(config: LocalConfig, arguments: Sequence[str]) -> list[list[str]]:
+    """Build the command of each process of a run; the first one is the main process.
 
     Args:
-        config: number of processes and devices.
+        config: number of processes.
         arguments: arguments of `python -m marin_rl.train`.
     """
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    flags = [flag for flag in flags if not flag.startswith(DEVICES_FLAG)]
-    environment = {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": " ".join([*flags, f"{DEVICES_FLAG}={config.devices_per_process}"]),
-        "PYTHONUNBUFFERED": "1",
-    }
-    settings = {
-        "initialize_jax_distributed": "true",
-        "coordinator_address": f"127.0.0.1:{_free_port()}",
-        "num_processes": str(config.num_processes),
-    }
-    processes = []
-    for index in range(config.num_processes):
-        own = settings | {"process_id": str(index)} if config.num_processes > 1 else {}
-        options = [text for name, value in own.items() for text in (f"--trainer.distributed.{name}", value)]
-        processes.append(Process([sys.executable, "-m", "marin_rl.train", *arguments, *options], environment))
-    return processes
+    train = [sys.executable, "-m", "marin_rl.train", *arguments]
+    if config.num_processes == 1:
+        return [train]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    prefix = "--trainer.distributed."
+    train += [f"{prefix}initialize_jax_distributed", "true", f"{prefix}coordinator_address", f"127.0.0.1:{port}"]
+    train += [f"{prefix}num_processes", str(config.num_processes), f"{prefix}process_id"]
+    return [[*train, str(index)] for index in range(config.num_processes)]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Exit:
-    index: int
-    status: int
-
-
-class _Output:
-    """Writes whole lines from several threads."""
-
-    def __init__(self, write: Callable[[str], object]) -> None:
-        self._write = write
-        self._lock = threading.Lock()
-
-    def copy(self, stream: IO[bytes], prefix: str) -> None:
-        """Write the lines of a stream until its end."""
-        with stream:
-            for line in stream:
-                self.line(f"{prefix}{line.decode('utf-8', 'backslashreplace').rstrip()}")
-
-    def line(self, text: str) -> None:
-        """Write a line."""
-        with self._lock:
-            self._write(f"{text}\n")
-
-
-def run_together(processes: Sequence[Process], stop_timeout: float, write: Callable[[str], object]) -> int:
-    """Run processes until all have ended; if one fails, stop the others.
+def run_together(
+    commands: Sequence[Sequence[str]],
+    environment: Mapping[str, str],
+    stop_timeout: float,
+    write: Callable[[str], object],
+) -> int:
+    """Run commands until all have ended; if one fails, stop the others.
 
     SIGINT and SIGTERM to this process are passed on to all of them, once; a second one kills them. Call it in the main
     thread.
 
     Args:
-        processes: the processes.
+        commands: program and arguments of each process.
+        environment: variables to set, in addition to those of this process.
         stop_timeout: seconds that processes have to end after a signal or a failure, before they are killed.
         write: writes a line of output, prefixed by the index of its process; called by one thread at a time.
 
@@ -130,29 +84,31 @@ def run_together(processes: Sequence[Process], stop_timeout: float, write: Calla
         0 if all processes ended with status 0; otherwise the exit status of the first that did not (128 + N for
         signal N).
     """
-    events: queue.SimpleQueue[_Exit | int] = queue.SimpleQueue()
+    received: list[int] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    output = _Output(write)
+    lock = threading.Lock()
+
+    def write_line(text: str) -> None:
+        with lock:
+            write(f"{text}\n")
+
     children: list[subprocess.Popen[bytes]] = []
     readers: list[threading.Thread] = []
     try:
         for number in handlers:
-            signal.signal(number, lambda number, frame: events.put(number))
-        for index, process in enumerate(processes):
-            child = _start(process)
+            signal.signal(number, lambda number, frame: received.append(number))
+        for index, command in enumerate(commands):
+            child = _start(command, environment)
             children.append(child)
-            assert child.stdout is not None
-            # Two threads: programs that a process has started may keep its output open after its end.
-            readers.append(threading.Thread(target=output.copy, args=(child.stdout, f"[{index}] "), daemon=True))
+            readers.append(threading.Thread(target=_copy_lines, args=(child, index, write_line), daemon=True))
             readers[-1].start()
-            threading.Thread(target=_wait_for, args=(index, child, events), daemon=True).start()
-        status = _wait(children, stop_timeout, events, output)
+        status = _wait(children, stop_timeout, received, write_line)
+        # Programs that a process has started may keep its output open after its end.
         for reader in readers:
             reader.join(OUTPUT_TIMEOUT)
         return status
     finally:
-        for child in children:
-            _signal(child, signal.SIGKILL)
+        _signal(children, signal.SIGKILL)
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -160,43 +116,48 @@ def run_together(processes: Sequence[Process], stop_timeout: float, write: Calla
 def _wait(
     children: "Sequence[subprocess.Popen[bytes]]",
     stop_timeout: float,
-    events: "queue.SimpleQueue[_Exit | int]",
-    output: _Output,
+    received: list[int],
+    write_line: Callable[[str], None],
 ) -> int:
-    result, running = 0, set(range(len(children)))
-    deadline: float | None = None
-    stopping = False
-    while running:
-        try:
-            event = events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            output.line(f"[launch] processes {_names(running)} did not end within {stop_timeout:g} s; killing them")
-            deadline = None
-            _signal_all(children, running, signal.SIGKILL)
-            continue
-        if isinstance(event, int):
+    result, stopping, deadline = 0, False, math.inf
+    while True:
+        codes = [child.poll() for child in children]
+        running = ", ".join(str(index) for index, code in enumerate(codes) if code is None)
+        send = 0
+        if result == 0 and (failed := [index for index, code in enumerate(codes) if code]):
+            result = exit_status(codes[failed[0]] or 0)
+            others = f"; stopping {running}" if running and not stopping else ""
+            write_line(f"[launch] process {failed[0]} ended with status {result}{others}")
+            send = 0 if stopping else signal.SIGTERM
+        if not running:
+            return result
+        if received:
             # The first signal lets them save their state; they would end without it after a second one.
-            _signal_all(children, running, signal.SIGKILL if stopping else event)
-            deadline = deadline or time.monotonic() + stop_timeout
+            send = signal.SIGKILL if stopping else received[0]
+            del received[0]
+        if time.monotonic() > deadline:
+            write_line(f"[launch] processes {running} did not end within {stop_timeout:g} s; killing them")
+            send, deadline = signal.SIGKILL, math.inf
+        if send:
+            _signal(children, send)
+            deadline = deadline if stopping else time.monotonic() + stop_timeout
             stopping = True
-            continue
-        running.discard(event.index)
-        if event.status == 0 or result != 0:
-            continue
-        result = event.status
-        others = f"; stopping {_names(running)}" if running and not stopping else ""
-        output.line(f"[launch] process {event.index} ended with status {event.status}{others}")
-        if not stopping:
-            _signal_all(children, running, signal.SIGTERM)
-            deadline = time.monotonic() + stop_timeout
-            stopping = True
-    return result
+        time.sleep(POLL_SECONDS)
 
 
-def _start(process: Process) -> "subprocess.Popen[bytes]":
+def exit_status(returncode: int) -> int:
+    """Convert a return code of `subprocess` to an exit status: 128 + N for signal N.
+
+    >>> exit_status(1), exit_status(-9)
+    (1, 137)
+    """
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
-        process.command,
-        env={**os.environ, **process.environment},
+        command,
+        env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -205,31 +166,19 @@ def _start(process: Process) -> "subprocess.Popen[bytes]":
     )
 
 
-def _wait_for(index: int, child: "subprocess.Popen[bytes]", events: "queue.SimpleQueue[_Exit | int]") -> None:
-    events.put(_Exit(index, exit_status(child.wait())))
+def _copy_lines(child: "subprocess.Popen[bytes]", index: int, write_line: Callable[[str], None]) -> None:
+    assert child.stdout is not None
+    with child.stdout as stream:
+        for line in stream:
+            write_line(f"[{index}] {line.decode('utf-8', 'backslashreplace').rstrip()}")
 
 
-def _signal_all(children: "Sequence[subprocess.Popen[bytes]]", running: set[int], number: int) -> None:
-    for index in running:
-        _signal(children[index], number)
-
-
-def _signal(child: "subprocess.Popen[bytes]", number: int) -> None:
-    # SIGKILL also ends the programs that a process has started, such as Ray.
-    if child.poll() is not None:
-        return
-    if number != signal.SIGKILL:
-        child.send_signal(number)
-        return
-    # Another thread may have waited for it already, without having set its status.
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, number)
-
-
-def _names(indices: set[int]) -> str:
-    return ", ".join(map(str, sorted(indices)))
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+def _signal(children: "Sequence[subprocess.Popen[bytes]]", number: int) -> None:
+    for child in children:
+        if child.poll() is not None:
+            continue
+        # SIGKILL also ends the programs that a process has started, such as Ray.
+        if number == signal.SIGKILL:
+            os.killpg(child.pid, number)
+        else:
+            child.send_signal(number)

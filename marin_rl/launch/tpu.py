@@ -1,300 +1,343 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Configs of launches on Cloud TPU, and their jobs: training on slices, alone or with rollout slices under Ray."""
+"""Run training on TPU slices until it is complete, also through failures and preemptions.
 
-import contextlib
+One loop polls every queued resource and does the next missing step: request it, delete and request it again after a
+preemption, install the code on its hosts, start its jobs, restart a job that failed. So the same command starts a run,
+continues one that it finds half started, and follows one that is running.
+"""
+
 import dataclasses
-import os
 import re
-from collections.abc import Callable, Sequence, Set
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from marin_rl.config.imports import IMPORTS
-from marin_rl.config.section_types import ConfigError
-from marin_rl.config_fields import check_at_least, input_files, local_inputs
-from marin_rl.launch.gcloud import Gcloud, check_flags
-from marin_rl.launch.hosts import Hosts
-from marin_rl.launch.jobs import Group, Job, JobsConfig, Launch
-from marin_rl.launch.queued_resource import QueuedResource, SlicesConfig
-from marin_rl.launch.supervise import SupervisorConfig
-from marin_rl.launch.upload import PYTHON, CodeConfig, UploadError, code_files, environment_script
-from marin_rl.slice_names import hosts_of
-from marin_rl.user_code import imported_files, is_module_name
+from marin_rl.errors import UserError
+from marin_rl.launch.config import TpuConfig
+from marin_rl.launch.gcloud import Gcloud, GcloudError, UnreachableError
+from marin_rl.launch.slices import ABSENT, Description, JobStatus, Slices, SlicesLostError
+from marin_rl.launch.upload import PYTHON, code_files, job_script, write_upload
 
-if TYPE_CHECKING:
-    from marin_rl.config.train_config import TrainConfig
-    from marin_rl.config.workers_config import WorkersConfig
-
-NO_ARGUMENTS = "no training arguments; give those of marin_rl.train after --, such as -- --config FILE"
+POLL_SECONDS = 60.0
+"""Seconds between two polls of the state of slices and jobs."""
+MAX_FAILED_POLLS = 10
+"""Consecutive polls that may fail because hosts or Google Cloud cannot be reached, before the launch gives up."""
+RESTART_WINDOW = 3600.0
+"""Seconds without a failure after which restarts are counted from 0 again."""
+LOG_LINES = 100
+"""Lines of the logs that are shown."""
 RAY_PORT = 6379
 """Port of Ray on the first host of the trainer."""
-_MAX_NODE_NAME = 63
-"""Maximum number of characters of the name of a slice in Cloud TPU."""
-_NAME = re.compile(r"[a-z]([-a-z0-9]{0,52}[a-z0-9])?")
+TRAIN = "train"
+"""Name of the job whose end is the end of the launch."""
+_RAY = (f"{Path(PYTHON).parent}/ray", "start", "--block", "--disable-usage-stats")
+
+
+class JobError(UserError):
+    """A job failed on a host, or cannot be run. The message names the host and the remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
-class TpuConfig:
-    """Training on one or several TPU slices."""
+class Job:
+    """A command that runs on the hosts of slices."""
 
-    tpu_name: str
-    """Name of the queued resource and its slices, unique in the zone."""
-    zone: str
-    """Zone, such as us-east5-a."""
-    slices: SlicesConfig
-    """Slices of the trainer."""
-    rollout_slices: SlicesConfig | None = None
-    """Further slices whose hosts join a Ray cluster for rollout workers, with `mode: async`. Each of the `num_slices`
-    is a separate request, and may be preempted without the others. Null for none."""
-    project: str | None = None
-    """Google Cloud project; gcloud's default if null."""
-    ssh_flags: tuple[str, ...] = ()
-    """Further flags of `gcloud compute tpus tpu-vm ssh` and `scp`, such as `--internal-ip`."""
+    name: str
+    command: Sequence[str]
     worker: str = "all"
-    """Index of the host whose logs are shown, in each slice; `all` for all hosts."""
-    log_lines: int = 100
-    """Lines of each log to show."""
-    code: CodeConfig = CodeConfig()
-    """Code and environment of the hosts."""
-    supervisor: SupervisorConfig = SupervisorConfig()
-    """Restarts of a job on its host."""
-    jobs: JobsConfig = JobsConfig()
-    """Waiting for slices, and reactions to their loss."""
+    """`all`, or the index of the host of the first slice that runs it."""
 
-    def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.tpu_name):
-            raise ValueError(
-                f"tpu_name is {self.tpu_name!r}; it must have at most 54 lower-case letters, digits and dashes, and "
-                "begin with a letter"
+
+@dataclasses.dataclass
+class Group:
+    """The slices of a queued resource with the jobs on their hosts."""
+
+    slices: Slices
+    jobs: Callable[[str], Sequence[Job]]
+    """Jobs in the order of their start, given the internal address of the trainer's first host."""
+    addresses: Sequence[str] = ()
+    """Internal address of each host; empty unless the slices are ready."""
+    exists: bool = False
+    """Whether this launch has requested or found the queued resource, and not deleted it."""
+    started: bool = False
+    """Whether this launch has started the jobs on the current slices, or has found them running."""
+    state: str = ""
+    """State that was reported last."""
+
+    @property
+    def name(self) -> str:
+        """Name of the queued resource."""
+        return self.slices.name
+
+    def is_running(self, job: Job, statuses: Sequence[JobStatus]) -> bool:
+        """Whether a job was started on all of its hosts, failed on none, and has not ended on all of them."""
+        own = [status for status in statuses if status.job == job.name]
+        hosts = len(self.addresses) if job.worker == "all" else 1
+        return len(own) >= hosts and any(s.running for s in own) and not any(s.failed for s in own)
+
+
+@dataclasses.dataclass
+class Launch:
+    """Training on the slices of a trainer, and rollout workers on those of further groups."""
+
+    gcloud: Gcloud
+    config: TpuConfig
+    groups: Sequence[Group]
+    """The trainer's group first."""
+    report: Callable[[str], None]
+    """Prints a message."""
+    follows: bool = False
+    """Whether the trainer was running already, with workers that must then be kept."""
+    restarts: int = 0
+    last_failure: float = -RESTART_WINDOW
+    """Time of the last restart, as of `time.monotonic`."""
+
+    def run(self, *, detach: bool) -> None:
+        """Run the jobs until the training is complete.
+
+        Args:
+            detach: return when all jobs have started. Nothing then restarts jobs or requests lost slices again.
+
+        Raises:
+            GcloudError: if a command fails.
+            JobError: if a job fails too often.
+        """
+        with tempfile.TemporaryDirectory(prefix="marin_rl-") as folder:
+            # Written once, so that slices that are requested later get the same code.
+            upload = Path(folder) / "upload"
+            upload.mkdir(mode=0o700)
+            write_upload(upload, self.config.code, code_files(Path(self.config.code.folder)))
+            self._poll_until_complete(upload, detach=detach)
+
+    def show_status(self) -> None:
+        """Print the state of queued resources and jobs."""
+        for group in self.groups:
+            found = group.slices.describe()
+            self.report(f"{group.name}: {found.state}{f': {found.error}' if found.error else ''}")
+            for status in sorted(self._statuses(group, found), key=lambda status: (status.job, status.host)):
+                text = status.state if status.state.isalpha() else f"ended with status {status.state}"
+                self.report(f"  {status.job} on {status.host}: {text}")
+
+    def stop(self) -> None:
+        """Stop all jobs, those of the trainer first."""
+        for group in self.groups:
+            found = group.slices.describe()
+            # Training first: it cannot save its state without Ray.
+            running = {status.job for status in self._statuses(group, found) if status.running}
+            for job in sorted(running, key=lambda name: name != TRAIN):
+                group.slices.stop(job, self.config.stop_timeout)
+            self.report(f"{group.name}: {found.state}, {f'stopped {_listed(running)}' if running else 'no job runs'}")
+
+    def delete(self) -> None:
+        """Delete all queued resources with their slices."""
+        for group in self.groups:
+            place = f"zone {self.config.zone} of {self.config.project or 'the default project'}"
+            deleted = group.slices.delete()
+            self.report(f"{group.name}: {'deleted' if deleted else f'nothing of this name exists in {place}'}")
+
+    def _statuses(self, group: Group, found: Description) -> Sequence[JobStatus]:
+        return group.slices.statuses() if found.state == "ACTIVE" else ()
+
+    def _poll_until_complete(self, upload: Path, *, detach: bool) -> None:
+        failed = 0
+        while True:
+            try:
+                if self._poll(upload):
+                    return self._finish()
+                if detach and all(group.started for group in self.groups):
+                    return None
+                failed = 0
+            except UnreachableError as error:
+                failed += 1
+                if failed >= MAX_FAILED_POLLS:
+                    raise
+                self.report(f"{error}; poll {failed} of {MAX_FAILED_POLLS} failed")
+            time.sleep(POLL_SECONDS)
+
+    def _poll(self, upload: Path) -> bool:
+        """Do the next missing steps; returns whether the training is complete."""
+        for group in self.groups:
+            self._update(group)
+        if not self.groups[0].addresses:
+            return False
+        unreachable = None
+        for group in self.groups:
+            try:
+                if group.addresses and self._keep_running(group, upload):
+                    return True
+            except GcloudError as error:
+                if not (isinstance(error, UnreachableError) or self._is_lost(group)):
+                    raise
+                unreachable = UnreachableError(str(error))
+        if unreachable is not None:
+            raise unreachable
+        return False
+
+    def _is_lost(self, group: Group) -> bool:
+        """Whether slices are lost or under repair, so that commands on their hosts fail."""
+        try:
+            return not group.slices.addresses()
+        except UnreachableError:
+            return True
+
+    def _update(self, group: Group) -> None:
+        """Find the slices of a group; request them if there are none, or replace them if they are lost."""
+        found = group.slices.describe()
+        if found.state != group.state:
+            group.state = found.state
+            self.report(f"{group.name}: {found.state}")
+        group.addresses = ()
+        if found.state == ABSENT:
+            if group.exists:
+                group.exists = False
+                raise JobError(f"{group.name} was deleted, but not by this command; rerun it to request slices again")
+            slices = group.slices.config
+            chips = _count(slices.num_slices * slices.kind.chips, "chip")
+            self.report(f"{group.name}: requesting {slices}, {chips}")
+            self.gcloud.tpus(*group.slices.create_arguments())
+            group.exists = True
+            return
+        group.exists = True
+        if found.slices not in ("", str(group.slices.config)):
+            raise JobError(
+                f"{group.name} exists with {found.slices} instead of {group.slices.config}; delete it first, or choose "
+                "another tpu_name"
             )
-        if self.rollout_slices is not None:
-            suffix = _rollouts_suffix(self.rollout_slices.num_slices - 1)
-            if len(self.tpu_name) + len(suffix) > _MAX_NODE_NAME:
-                raise ValueError(
-                    f"tpu_name is {self.tpu_name!r}; it must have at most {_MAX_NODE_NAME - len(suffix)} characters, "
-                    f"because the last of the rollout_slices is named TPU_NAME{suffix}; shorten it"
+        if found.state == "FAILED":
+            group.slices.delete()
+            group.exists = False
+            raise GcloudError(
+                f"the request for {group.name} failed and was deleted: {found.error or 'no reason given'}. Correct the "
+                "cause, or choose another zone, tpu_type or capacity_type, and rerun the same command"
+            )
+        if found.state == "SUSPENDED":
+            self._replace(group)
+        elif found.state == "ACTIVE":
+            try:
+                group.addresses = group.slices.addresses()
+            except SlicesLostError:
+                # What another command deletes must not be requested again; the next poll finds that it is absent.
+                if group.slices.describe().state not in (ABSENT, "DELETING"):
+                    self._replace(group)
+
+    def _replace(self, group: Group) -> None:
+        self.report(f"{group.name}: its slices are lost; deleting it, to request it again")
+        # Rollout workers must join the next trainer, which has another address.
+        for restarted in self.groups if group is self.groups[0] else (group,):
+            restarted.started = False
+        group.slices.delete()
+        group.exists = False
+
+    def _keep_running(self, group: Group, upload: Path) -> bool:
+        """Start the jobs of a group that do not run; returns whether the training is complete."""
+        jobs = group.jobs(self.groups[0].addresses[0])
+        statuses = group.slices.statuses()
+        if not group.started:
+            self._find_or_start(group, jobs, statuses, upload)
+            group.started = True
+            return False
+        train = [status for status in statuses if status.job == TRAIN]
+        if len(train) == len(group.addresses) and not any(status.running or status.failed for status in train):
+            return any(job.name == TRAIN for job in jobs)
+        for job in jobs:
+            if not group.is_running(job, statuses):
+                self._restart(group, job, statuses)
+        return False
+
+    def _find_or_start(self, group: Group, jobs: Sequence[Job], statuses: Sequence[JobStatus], upload: Path) -> None:
+        """Keep the jobs if all run with the same commands; otherwise install the code and start them."""
+        running, is_trainer = [status for status in statuses if status.running], group is self.groups[0]
+        scripts = {job.name: job_script(job.command) for job in jobs}
+        others = [status for status in running if status.script != scripts.get(status.job)]
+        for status in others:
+            if status.job == TRAIN:
+                raise JobError(
+                    f"{group.name} runs another command: {status.script.removeprefix('exec ').strip()}. Stop it first, "
+                    "or choose another tpu_name"
                 )
-        if not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+-[a-z]", self.zone):
-            raise ValueError(f"zone is {self.zone!r}; it must be a zone, such as us-east5-a")
-        if not re.fullmatch(r"all|[0-9]+", self.worker):
-            raise ValueError(f"worker is {self.worker!r}; it must be the index of a host, or all")
-        if self.project is not None and not re.fullmatch(r"[a-z0-9][-.:a-z0-9]*", self.project):
-            raise ValueError(f"project is {self.project!r}; it must be the id of a project, such as my-project-123")
-        check_flags("ssh_flags", self.ssh_flags, {"command", "worker", "recurse", "zone", "project"})
-        if self.supervisor.folder is not None:
-            raise ValueError("supervisor.folder is set by this command; remove it")
-        check_at_least(self, "tpu", log_lines=1)
+        is_kept = not others and all(group.is_running(job, statuses) for job in jobs)
+        if is_trainer:
+            self.follows = is_kept
+        if is_kept and self.follows:
+            self.report(f"{group.name}: {_listed(scripts)} is running already")
+            return
+        for name in {status.job for status in running}:
+            group.slices.stop(name, self.config.stop_timeout)
+        self.report(f"{group.name}: installing the code on {_count(len(group.addresses), 'host')}")
+        for name, text in scripts.items():
+            (upload / f"{name}.sh").write_text(text, encoding="utf-8")
+        group.slices.upload(upload)
+        group.slices.setup()
+        for job in jobs:
+            self.report(f"{group.name}: starting {job.name}")
+            group.slices.start(job.name, job.worker)
 
+    def _restart(self, group: Group, job: Job, statuses: Sequence[JobStatus]) -> None:
+        """Restart a job on all of its hosts.
 
-def training_run(config: TpuConfig, arguments: Sequence[str], report: Callable[[str], None] = print) -> str:
-    """Check the arguments of `marin_rl.train`, and that the hosts can execute them.
-
-    Args:
-        config: the launch.
-        arguments: arguments of `marin_rl.train`.
-        report: prints a message about what is not checked.
-
-    Returns:
-        The run directory.
-
-    Raises:
-        MissingPackageError: if the training has rollout workers, and Ray is not installed here.
-        ConfigError: if the training config is invalid, or its run directory is on the disk of a host.
-        UploadError: if a local file that training reads is not among the uploaded files, or a secret is not set.
-    """
-    # Imported here because jax and levanter take seconds to import, and the other actions do not need them.
-    from marin_rl.config.command_line import CONFIG_OPTIONS, RESUME_FLAGS, check_command_line, parse_arguments
-    from marin_rl.config.sections import Mode
-
-    if not arguments:
-        raise ConfigError(NO_ARGUMENTS)
-    # This command sets ray_address, on which other settings depend.
-    own = [] if config.rollout_slices is None else ["--ray_address", f"HOST:{RAY_PORT}"]
-    if own and any(name == "ray_address" for name, _ in _options(arguments)):
-        raise ConfigError("rollout_slices is set, so this command sets ray_address; remove it from the arguments")
-    # A missing secret must be found before slices are requested.
-    environment_script(config.code)
-    names = set(code_files(Path(config.code.folder)))
-    # The hosts run the command in a copy of this folder.
-    with contextlib.chdir(config.code.folder):
-        # The hosts may have other disks.
-        checked = check_command_line([*arguments, *own], RESUME_FLAGS, reads_files=False)
-        from marin_rl.config.train_config import TrainConfig
-        from marin_rl.distributed.ray_cluster import check_ray
-
-        parsed = parse_arguments(TrainConfig, checked, RESUME_FLAGS).config
-    files = [(f"--{name}", value) for name, value in _options(arguments) if name in CONFIG_OPTIONS]
-    with contextlib.chdir(config.code.folder):
-        _check_copied([*files, *_local_files(parsed)], names, config.code.folder)
-    for key, text in sorted({*input_files(parsed), *local_inputs(parsed)}):
-        if os.path.isabs(text):
-            report(f"{key} {text} is not copied to the hosts, and is not checked: every host must mount it")
-    if config.rollout_slices is None and parsed.mode is Mode.ASYNC and parsed.ray_address is None:
-        raise ConfigError(
-            "mode is async, which needs hosts for its workers; use `launch ray` with rollout_slices, or set "
-            "ray_address to a cluster of yours"
-        )
-    # The hosts would check this only after slices have been requested.
-    check_ray(parsed)
-    if config.rollout_slices is not None:
-        if parsed.mode is Mode.SYNC:
-            raise ConfigError("rollout_slices needs --mode async")
-        _check_workers(parsed.workers, config.rollout_slices)
-    if "://" not in parsed.run_dir and not Path(parsed.run_dir).is_absolute():
-        raise ConfigError(
-            f"run_dir is {parsed.run_dir!r}, on the disk of each host, which is deleted with the slices; set it to a "
-            "folder of a bucket, --run_dir gs://BUCKET/RUN, or to the absolute path of a mounted file system"
-        )
-    return parsed.run_dir
-
-
-def _local_files(parsed: "TrainConfig") -> list[tuple[str, str]]:
-    """Keys and paths, as in the config, of the files that training reads, with those that its Python files import.
-
-    Absolute paths may be on a file system that the hosts mount, and folders that are not on this machine names on the
-    hub: only imports and existing relative paths are certainly read from the copied code.
-    """
-    imports = [(IMPORTS, text) for text in parsed.imports if not is_module_name(text)]
-    files = {(key, text) for key, text in input_files(parsed) if not os.path.isabs(text)}
-    folders = {(key, text) for key, text in local_inputs(parsed) if not os.path.isabs(text) and os.path.exists(text)}
-    found = [*imports, *sorted(files | folders)]
-    return found + [
-        (key, str(file)) for key, text in found if text.endswith(".py") for file in imported_files(Path(text))
-    ]
-
-
-def _check_copied(files: Sequence[tuple[str, str]], names: Set[str], folder: str) -> None:
-    """Check that files and folders are among the copied files, or contain some of them."""
-    for key, value in files:
-        if not os.path.exists(value):
-            raise UploadError(f"{key} {value} does not exist in code.folder {folder!r}; correct its path")
-        path = os.path.normpath(value)
-        if path not in names and not any(name.startswith(f"{path}/") for name in names):
-            raise UploadError(
-                f"{key} {value} is not copied to the hosts; give its path relative to code.folder {folder!r}, and "
-                "remove it from .gitignore if it is there"
+        Raises:
+            JobError: if it was restarted too often; the log of the first host where it failed is printed before.
+        """
+        failed = next((status for status in statuses if status.job == job.name and status.failed), None)
+        text = "ended" if failed is None else f"failed on host {failed.host} with exit status {failed.state}"
+        now = time.monotonic()
+        self.restarts = 0 if now - self.last_failure > RESTART_WINDOW else self.restarts
+        if self.restarts >= self.config.max_restarts:
+            # Names of the hosts of a slice end with their index.
+            index = None if failed is None else re.search(r"-w-(\d+)$", failed.host)
+            group.slices.logs(index[1] if index else "all", LOG_LINES, follow=False)
+            raise JobError(
+                f"{job.name} {text} on {group.name}, after {_count(self.restarts, 'restart')}; the log is above. "
+                "Correct the cause and rerun the same command"
             )
+        self.restarts, self.last_failure = self.restarts + 1, now
+        self.report(f"{group.name}: {job.name} {text}; restart {self.restarts} of {self.config.max_restarts}")
+        group.slices.stop(job.name, self.config.stop_timeout)
+        group.slices.start(job.name, job.worker)
+
+    def _finish(self) -> None:
+        """Stop the jobs that serve the complete one, such as Ray."""
+        self.report("the run is complete, or was stopped")
+        for group in self.groups:
+            for job in group.jobs("") if group.addresses else ():
+                if job.name != TRAIN:
+                    group.slices.stop(job.name, self.config.stop_timeout)
 
 
-def _check_workers(workers: "WorkersConfig", slices: SlicesConfig) -> None:
-    """Check that rollout workers fit on the rollout slices, and use them."""
-    from marin_rl.config.workers_config import TPU, parse_worker_slice
-
-    if TPU not in workers.reserved:
-        raise ConfigError(
-            "workers.resources has no TPU, so workers would run on the CPUs of the rollout slices; set "
-            "workers.tpu_slice to the shape of a slice, such as v5p:2x2x1"
-        )
-    if workers.tpu_slice is None:
-        _check_resources(workers.num_workers, workers.reserved[TPU], slices)
-        return
-    kind = parse_worker_slice(workers.tpu_slice)
-    if kind.type != slices.tpu_type:
-        raise ConfigError(
-            f"workers.tpu_slice is {workers.tpu_slice}, a {kind.type}, but rollout_slices.tpu_type is "
-            f"{slices.tpu_type}; correct one of them"
-        )
-    needed = workers.num_workers // kind.num_hosts
-    if needed > slices.num_slices:
-        raise ConfigError(
-            f"workers.num_workers is {workers.num_workers}, which needs {needed} slices of {kind.num_hosts} hosts, but "
-            f"rollout_slices.num_slices is {slices.num_slices}; raise it, or lower workers.num_workers"
-        )
-
-
-def _check_resources(num_workers: int, chips: float, slices: SlicesConfig) -> None:
-    """Check that the hosts of the rollout slices have as many chips as the workers reserve."""
-    hosts, per_host = hosts_of(slices.tpu_type)
-    hosts *= slices.num_slices
-    most = hosts * int(per_host // chips)
-    if num_workers > most:
-        raise ConfigError(
-            f"workers.num_workers is {num_workers} and workers.resources.TPU is {chips:g}, but the rollout_slices have "
-            f"{hosts} hosts of {per_host} chips, which is room for {most} workers; change one of them"
-        )
-
-
-def open_launch(
-    config: TpuConfig, arguments: Sequence[str], report: Callable[[str], None], *, dry_run: bool = False
-) -> Launch:
+def open_launch(config: TpuConfig, arguments: Sequence[str], report: Callable[[str], None]) -> Launch:
     """Build the launch of a training run.
 
     Args:
         config: the launch.
         arguments: arguments of `marin_rl.train`.
         report: prints a message.
-        dry_run: whether to print commands instead of running them.
     """
-    gcloud = Gcloud(config.zone, config.project, report, dry_run)
-    trainer = QueuedResource(config.tpu_name, config.slices)
-    groups = [Group(trainer, lambda head: _trainer_jobs(config, arguments, head), _hosts(config, gcloud, trainer))]
-    command = "tpu"
+    gcloud = Gcloud(config.zone, config.project)
+    trainer = Slices(gcloud, config.tpu_name, config.slices, config.ssh_flags)
+    groups = [Group(trainer, lambda head: _trainer_jobs(config, arguments, head))]
     if config.rollout_slices is not None:
-        command = "ray"
         one = dataclasses.replace(config.rollout_slices, num_slices=1)
         for index in range(config.rollout_slices.num_slices):
-            resource = QueuedResource(config.tpu_name + _rollouts_suffix(index), one)
-            groups.append(Group(resource, lambda head: [_ray_worker(config, head)], _hosts(config, gcloud, resource)))
-    return Launch(gcloud, groups, config.code, config.jobs, config.supervisor.stop_timeout, command)
-
-
-def _rollouts_suffix(index: int) -> str:
-    return f"-rollouts-{index}"
-
-
-def _hosts(config: TpuConfig, gcloud: Gcloud, resource: QueuedResource) -> Hosts:
-    return Hosts(gcloud, resource.name, resource.nodes, config.ssh_flags)
+            slices = Slices(gcloud, f"{config.tpu_name}-rollouts-{index}", one, config.ssh_flags)
+            groups.append(Group(slices, lambda head: [Job("ray_worker", [*_RAY, f"--address={head}:{RAY_PORT}"])]))
+    return Launch(gcloud, config, groups, report)
 
 
 def _trainer_jobs(config: TpuConfig, arguments: Sequence[str], head: str) -> list[Job]:
-    train = [
-        PYTHON,
-        "-u",
-        "-m",
-        "marin_rl.train",
-        *arguments,
-        "--trainer.distributed.initialize_jax_distributed",
-        "true",
-    ]
+    train = [PYTHON, "-u", "-m", "marin_rl.train", *arguments]
+    train += ["--trainer.distributed.initialize_jax_distributed", "true"]
     if config.rollout_slices is None:
-        return [_job(config, "train", train, main=True)]
+        return [Job(TRAIN, train)]
     # No CPUs and TPUs of this host for Ray: they are the trainer's, and workers must not be placed here.
-    resources = ["--num-cpus=0", '--resources={"TPU": 0}']
-    ray = [*_RAY, "--head", f"--port={RAY_PORT}", *resources]
-    return [
-        _job(config, "ray_head", ray, worker="0"),
-        _job(config, "train", [*train, "--ray_address", f"{head}:{RAY_PORT}"], main=True),
-    ]
+    ray = [*_RAY, "--head", f"--port={RAY_PORT}", "--num-cpus=0", '--resources={"TPU": 0}']
+    return [Job("ray_head", ray, worker="0"), Job(TRAIN, [*train, "--ray_address", f"{head}:{RAY_PORT}"])]
 
 
-def _ray_worker(config: TpuConfig, head: str) -> Job:
-    return _job(config, "ray_worker", [*_RAY, f"--address={head}:{RAY_PORT}"])
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-_RAY = (f"{Path(PYTHON).parent}/ray", "start", "--block", "--disable-usage-stats")
-
-
-def _job(config: TpuConfig, name: str, command: Sequence[str], *, worker: str = "all", main: bool = False) -> Job:
-    limits = config.supervisor
-    options = {
-        "max_restarts": limits.max_restarts,
-        "restart_window": limits.restart_window,
-        "restart_delay": limits.restart_delay,
-        "stop_timeout": limits.stop_timeout,
-        "folder": f"../jobs/{name}",
-    }
-    own = [text for key, value in options.items() for text in (f"--{key}", str(value))]
-    return Job(name, (PYTHON, "-m", "marin_rl.launch", "supervise", *own, "--", *command), worker, main)
-
-
-def _options(arguments: Sequence[str]) -> list[tuple[str, str]]:
-    """Names and values of the options of a command line."""
-    found = []
-    for index, argument in enumerate(arguments):
-        name, equals, value = argument.removeprefix("--").partition("=")
-        if argument.startswith("--"):
-            following = arguments[index + 1] if index + 1 < len(arguments) else ""
-            found.append((name.replace("-", "_"), value if equals else following))
-    return found
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

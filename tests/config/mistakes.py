@@ -356,7 +356,6 @@ OTHER_COMMANDS: dict[str, Mistake] = {
     "launch: slice": _of(
         "launch.__main__", "tpu start --tpu_name a --zone b --slices.tpu_type v5q-8 -- --config base.yaml", "v5q-8"
     ),
-    "launch: no command": _of("launch.__main__", "supervise", "no command", "after --"),
 }
 """Mistakes in command lines of the other commands."""
 

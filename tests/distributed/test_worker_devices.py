@@ -30,7 +30,7 @@ SERVER = OpenAiSamplerConfig("http://localhost:8000/v1", "policy", ReloadConfig(
 @pytest.mark.parametrize(
     ("platform", "changes", "message"),
     [
-        ("tpu", {}, r"workers\.resources has no TPU, .* sample on the CPU\. Give .*launch ray.*; or set mode: sync$"),
+        ("tpu", {}, r"workers\.resources has no TPU, .* sample on the CPU\. Give .*launch tpu.*; or set mode: sync$"),
         ("tpu", CLUSTER, r"workers\.resources has no TPU"),
         ("tpu", {"workers": WITH_TPUS}, "ray_address is not set, so workers would get the TPU chips of this host"),
         ("gpu", {}, r"workers\.resources has no GPU, but this trainer runs on GPU: .* workers\.resources: {GPU: 1}"),

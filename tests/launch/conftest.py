@@ -41,8 +41,7 @@ INSTALL = """
 mkdir -p ../venv/bin
 cat > ../venv/bin/python <<END
 #!/bin/sh
-if [ "\\$3" = marin_rl.train ]; then shift 3; exec {python} train.py "\\$@"; fi
-PYTHONPATH={root} exec {python} "\\$@"
+[ "\\$3" = marin_rl.train ] && shift 3 && exec {python} train.py "\\$@"
 END
 cat > ../venv/bin/ray <<END
 #!/bin/sh
@@ -52,7 +51,7 @@ END
 chmod +x ../venv/bin/*
 echo "installed with $TOKEN" >> "$CONTROL/installed"
 """
-"""Installs a Python of which only `marin_rl.train` is another program."""
+"""Installs a Python that runs another program for `marin_rl.train`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +64,11 @@ class Project:
     @property
     def options(self) -> list[str]:
         """Options of a launch."""
-        install = INSTALL.format(python=shlex.quote(sys.executable), root=shlex.quote(str(Path(__file__).parents[2])))
+        install = INSTALL.format(python=shlex.quote(sys.executable))
         return [
             *("--tpu_name", "pod", "--zone", "us-east5-a", "--slices.tpu_type", "v5p-16"),
             *("--code.folder", str(self.folder), "--code.install", repr_yaml(install)),
-            *("--code.env.CONTROL", str(self.control), "--jobs.poll_seconds", "0.05"),
-            *("--supervisor.max_restarts", "1", "--supervisor.restart_delay", "0.01"),
+            *("--code.env.CONTROL", str(self.control), "--max_restarts", "1"),
         ]
 
     def starts(self) -> list[str]:

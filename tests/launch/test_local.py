@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from marin_rl import chips
-from marin_rl.launch.local import LocalConfig, Process, run_together, training_processes
+from marin_rl.launch.local import LocalConfig, exit_status, run_together, training_commands, training_environment
 from tests.config.mistakes import BASE
 from tests.tiny_run import TinyRun, set_num_steps
 
@@ -35,13 +34,13 @@ time.sleep(600)
 IGNORING = ENDLESS.replace("sys.exit(0)", "pass").replace("time.sleep(600)", "[time.sleep(1) for _ in range(600)]")
 
 
-def python(code: str, *arguments: object) -> Process:
-    return Process([sys.executable, "-c", code, *map(str, arguments)], {})
+def python(code: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-c", code, *map(str, arguments)]
 
 
-def run(processes: list[Process], stop_timeout: float = TIMEOUT) -> tuple[int, list[str]]:
+def run(commands: list[list[str]], stop_timeout: float = TIMEOUT) -> tuple[int, list[str]]:
     lines: list[str] = []
-    return run_together(processes, stop_timeout, lines.append), lines
+    return run_together(commands, {"X": "x"}, stop_timeout, lines.append), lines
 
 
 def signal_when(*conditions: Callable[[], bool], send: int = signal.SIGINT) -> None:
@@ -58,10 +57,10 @@ def signal_when(*conditions: Callable[[], bool], send: int = signal.SIGINT) -> N
 
 
 def test_lines_are_prefixed_by_process() -> None:
-    code = "import os, sys; print('a', os.environ['X']); print('b', file=sys.stderr)"
-    status, lines = run([Process([sys.executable, "-c", code], {"X": str(index)}) for index in range(3)])
+    code = "import os, sys; print('a', os.environ['X'], sys.argv[1]); print('b', file=sys.stderr)"
+    status, lines = run([python(code, index) for index in range(3)])
     assert status == 0
-    assert sorted(lines) == [text for i in range(3) for text in (f"[{i}] a {i}\n", f"[{i}] b\n")]
+    assert sorted(lines) == [text for i in range(3) for text in (f"[{i}] a x {i}\n", f"[{i}] b\n")]
 
 
 def test_one_failure_stops_all(tmp_path: Path) -> None:
@@ -75,7 +74,7 @@ def test_one_failure_stops_all(tmp_path: Path) -> None:
 def test_a_process_that_ignores_the_stop_is_killed(tmp_path: Path) -> None:
     wait = f"import pathlib, os, time\nwhile not pathlib.Path({str(tmp_path / 'a')!r}).exists(): time.sleep(.01)\n"
     status, lines = run([python(IGNORING, tmp_path / "a"), python(f"{wait}os.kill(os.getpid(), 9)")], 0.2)
-    assert status == 128 + 9
+    assert status == exit_status(-9) == 128 + 9
     assert "[launch] processes 0 did not end within 0.2 s; killing them\n" in lines
 
 
@@ -107,7 +106,7 @@ def test_signals_are_passed_on(tmp_path: Path, number: signal.Signals) -> None:
 def test_a_second_signal_kills(tmp_path: Path) -> None:
     lines: list[str] = []
     signal_when((tmp_path / "a").exists, lambda: "[0] got SIGINT\n" in lines)
-    assert run_together([python(IGNORING, tmp_path / "a")], TIMEOUT, lines.append) == 128 + 9
+    assert run_together([python(IGNORING, tmp_path / "a")], {}, TIMEOUT, lines.append) == 128 + 9
 
 
 def test_processes_that_ignore_a_signal_are_killed_once(tmp_path: Path) -> None:
@@ -119,12 +118,6 @@ def test_processes_that_ignore_a_signal_are_killed_once(tmp_path: Path) -> None:
     assert end.endswith("ended with status 137\n")
 
 
-def test_a_process_that_another_thread_waits_for_can_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Such a process has ended, but Popen does not know its status yet.
-    monkeypatch.setattr("subprocess.Popen.poll", lambda child: None)
-    assert run([python("pass")]) == (0, [])
-
-
 def test_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGINT)
     run([python("pass")])
@@ -133,22 +126,19 @@ def test_handlers_are_restored() -> None:
 
 def test_training_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x --xla_force_host_platform_device_count=8")
-    first, second = training_processes(LocalConfig(2, 4), ["--config", "a.yaml"])
-    assert first.command[1:5] == ["-m", "marin_rl.train", "--config", "a.yaml"]
-    assert first.environment["XLA_FLAGS"] == "--xla_dump_to=x --xla_force_host_platform_device_count=4"
-    assert first.environment["JAX_PLATFORMS"] == "cpu"
-    options = dict(zip(second.command[5::2], second.command[6::2], strict=True))
+    config = LocalConfig(2, 4)
+    environment = training_environment(config)
+    assert environment["XLA_FLAGS"] == "--xla_dump_to=x --xla_force_host_platform_device_count=4"
+    assert environment["JAX_PLATFORMS"] == "cpu"
+    first, second = training_commands(config, ["--config", "a.yaml"])
+    assert first[1:5] == ["-m", "marin_rl.train", "--config", "a.yaml"]
+    options = dict(zip(second[5::2], second[6::2], strict=True))
     assert options["--trainer.distributed.process_id"] == "1"
     assert options["--trainer.distributed.num_processes"] == "2"
     assert options["--trainer.distributed.coordinator_address"].startswith("127.0.0.1:")
-    assert first.command[:-1] == second.command[:-1]
-    (alone,) = training_processes(LocalConfig(1), [])
-    assert alone.command[1:] == ["-m", "marin_rl.train"]
-
-
-def test_bad_settings() -> None:
-    with pytest.raises(ValueError, match=r"local\.num_processes is 0; it must be at least 1"):
-        LocalConfig(num_processes=0)
+    assert first[:-1] == second[:-1]
+    (alone,) = training_commands(LocalConfig(1), [])
+    assert alone[1:] == ["-m", "marin_rl.train"]
 
 
 def launch(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -165,19 +155,6 @@ def test_dry_run_prints_the_commands(tmp_path: Path) -> None:
     assert f"-m marin_rl.train --config '{config}'" in first
     assert second.endswith("--trainer.distributed.process_id 1")
     assert done.returncode == 0
-
-
-def test_processes_fit_into_the_memory_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    version_2, version_1 = tmp_path / "memory.max", tmp_path / "memory.limit_in_bytes"
-    monkeypatch.setattr(chips, "CGROUP_LIMITS", (version_2, version_1))
-    LocalConfig(num_processes=2)
-    version_2.write_text("max\n")
-    LocalConfig(num_processes=2)
-    for file in (version_2, version_1):
-        file.write_text("900000000\n")
-        with pytest.raises(ValueError, match="this machine or container has memory for at most 1 training processes"):
-            LocalConfig(num_processes=2)
-        file.unlink()
 
 
 def test_training_arguments_are_required() -> None:

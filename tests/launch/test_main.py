@@ -14,7 +14,7 @@ POD = ["--tpu_name", "pod", "--zone", "us-east5-a", "--slices.tpu_type", "v5p-16
 def test_usage(argv: list[str], status: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == status
     output = capsys.readouterr().out
-    assert all(f"\n  {name} " in output for name in ("local", "tpu", "ray", "supervise", *ACTIONS))
+    assert all(f"\n  {name} " in output for name in ("local", "tpu", *ACTIONS))
 
 
 @pytest.mark.parametrize(
@@ -28,22 +28,19 @@ def test_usage(argv: list[str], status: int, capsys: pytest.CaptureFixture[str])
         (["tpu", "start", *POD, "--config", "experiments/rloo.yaml"], "no training arguments; give those of marin_rl."),
         (["tpu", "start", *POD, "--", "--seed", "1", "--dry_run"], "--dry_run is a flag of the launch, but comes af"),
         (["tpu", "start", *POD, "--", "--autodelete"], "--autodelete is a flag of the launch, but comes after --"),
-        (["ray", "status", *POD], "rollout_slices is missing; set it, such as {tpu_type: v5p-8}, or use `launch tpu`"),
-        (["tpu", "status", *POD, "--rollout_slices.tpu_type", "v5p-8"], "rollout_slices is set, but `launch tpu` has"),
         (
             ["tpu", "start", *POD, "--detach", "--autodelete", "--", "--seed", "1"],
             "--autodelete waits for the end of the run",
         ),
         (["tpu", "stop", *POD, "--", "--seed", "1"], "stop takes no training arguments; remove -- and what follows"),
-        (["supervise"], "no command; give it after --"),
         (
             ["local", "--num_process", "2", "--", "--config", "a"],
             "unknown key num_process; did you mean 'num_processes'",
         ),
         (["local", "--config", "a.yaml"], "no training arguments; give those of marin_rl.train after --"),
         (["local", "--", "--config", "absent.yaml"], "config file 'absent.yaml' does not exist"),
-        (["local", "--num_processes", "1000000", "--", "--seed", "1"], "or container has memory for at most "),
-        (["supervise", "--folder", "/proc/a", "--", "true"], "cannot write to folder '/proc/a': No such file or direc"),
+        (["local", "--num_processes", "0", "--", "--seed", "1"], "local.num_processes is 0; it must be at least 1"),
+        (["local", "--", "--seed", "1", "--dry_run"], "--dry_run is a flag of the launch, but comes after --"),
     ],
 )
 def test_mistakes(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,10 +54,9 @@ def test_mistakes(argv: list[str], message: str, capsys: pytest.CaptureFixture[s
     ("argv", "key"),
     [
         (["local", "--help"], "num_processes (an integer; default: 2)"),
-        (["supervise", "--help"], "restart_window"),
         (["tpu", "--help"], "--autodelete"),
         (["tpu", "--help"], "Delete the slices when the run is complete or was stopped."),
-        (["ray", "logs", "--help"], "--follow"),
+        (["tpu", "logs", "--help"], "--follow"),
         (["tpu", "start", "--help", "code"], "code.secrets"),
     ],
 )

@@ -1,247 +1,537 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Validation of launches and of the training arguments, before any command of gcloud."""
+"""Launches on slices of a stand-in for Cloud TPU: start, preemption, restart, resume, stop, errors and secrets."""
 
-import subprocess
+import json
+import os
+import re
+import signal
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from marin_rl.config.decode import decode
-from marin_rl.config.section_types import ConfigError
-from marin_rl.errors import UserError
-from marin_rl.launch.tpu import TpuConfig, open_launch, training_run
-from marin_rl.launch.upload import UploadError
+from marin_rl.launch import __main__ as command_line
+from marin_rl.launch.slices import Slices
+from tests.launch.conftest import Project, in_background, wait_until
+from tests.launch.stand_in_gcloud import Cloud
 
-VALID: dict[str, Any] = {"tpu_name": "pod", "zone": "us-east5-a", "slices": {"tpu_type": "v5p-16"}}
-ROLLOUTS = {"rollout_slices": {"tpu_type": "v5litepod-8"}}
-ASYNC = ["--config", "run.yaml", "--run_dir", "/mnt/a", "--mode", "async", "--weights.host", "0.0.0.0"]
-RUN = "environment: {type: arithmetic}\nmodel: {type: llama}\n"
+RUN_DIR = "gs://bucket/runs/a"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tpu_name": "Pod"}, "tpu_name is 'Pod'; it must have at most 54 lower-case letters"),
-        ({"tpu_name": "a" * 55}, "it must have at most 54"),
-        (
-            {"tpu_name": "a" * 52, "rollout_slices": {"tpu_type": "v5p-8", "num_slices": 18}},
-            "; it must have at most 51 characters, because the last of the rollout_slices is named "
-            "TPU_NAME-rollouts-17; shorten it",
-        ),
-        ({"zone": "us-east5"}, "zone is 'us-east5'; it must be a zone, such as us-east5-a"),
-        ({"slices": {"tpu_type": "v5p"}}, "slices: tpu_type is 'v5p': it is not a slice of TPUs; "),
-        ({"slices": {"tpu_type": "v5litpod-8"}}, "nearest: v5litepod-8"),
-        ({"slices": {"tpu_type": "v5e-x"}}, "tpu_type is 'v5e-x': it is not a slice of TPUs; nearest: v5e-"),
-        ({"slices": {"tpu_type": "2xv5e-8"}}, "it is 2 slices; write the type of one, and set num_slices: 2"),
-        ({"slices": {"tpu_type": "v7x-8"}}, "tpu_type is tpu7x-8, of which the runtime version is not known"),
-        ({"slices": {"tpu_type": "v5p-8", "num_slices": 0}}, "slices.num_slices is 0; it must be at least 1"),
-        ({"slices": {"tpu_type": "v5p-8", "capacity_type": "cheap"}}, "it takes one of on-demand, spot, reserved"),
-        ({"slices": {"tpu_type": "v5p-8", "create_flags": ["--spot"]}}, "create_flags contains '--spot'"),
-        ({"slices": {"tpu_type": "v5p-8", "create_flags": ["--zone=b"]}}, "create_flags contains '--zone=b'"),
-        ({"slices": {"tpu_type": "v5p-8", "create_flags": ["spot"]}}, "create_flags contains 'spot'"),
-        ({"slices": {"tpu_typ": "v5p-8"}}, "unknown key slices.tpu_typ; did you mean 'tpu_type'"),
-        ({"worker": "first"}, "worker is 'first'; it must be the index of a host, or all"),
-        ({"supervisor": {"folder": "x"}}, "supervisor.folder is set by this command; remove it"),
-        ({"jobs": {"poll_seconds": -1.0}}, "jobs.poll_seconds is -1.0; it must be at least 0"),
-    ],
-)
-def test_bad_configs(changes: dict[str, Any], message: str) -> None:
-    decode(TpuConfig, VALID)
-    with pytest.raises(ConfigError) as raised:
-        decode(TpuConfig, VALID | changes)
-    assert message in str(raised.value)
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Poll often, and leave out the check of the training config, which takes seconds; `test_preflight.py` tests it."""
+    monkeypatch.setattr("marin_rl.launch.tpu.POLL_SECONDS", 0.05)
+    monkeypatch.setattr(command_line, "check_training", lambda config, arguments, report: RUN_DIR)
 
 
-@pytest.mark.parametrize("common", ["v5e-8", "v5lite-8", "V5E-8", "v5litepod-8", "v5e:2x4", " v5e-8"])
-def test_common_names_of_types_become_googles(common: str) -> None:
-    changes = {"slices": {"tpu_type": common}, "rollout_slices": {"tpu_type": common}}
-    config = decode(TpuConfig, VALID | changes)
-    assert config.rollout_slices is not None
-    assert config.slices.tpu_type == config.rollout_slices.tpu_type == "v5litepod-8"
+def launch(action: str, project: Project, *options: str) -> int:
+    passed = ["--", "--config", "run.yaml"] if action == "start" else []
+    return command_line.main(["tpu", action, *project.options, *options, *passed])
 
 
-HOSTILE = [
-    *("$(touch x)", "`touch x`", "a;touch x", "a'b", 'a"b', "a\nb", "a\0b", "-x", "--x", "--", "a b", "a|b", "a&b"),
-    *("a>x", "*", "~", "$HOME", "a\\b", "#a", "!a", "{a,b}", "\ud800", "\u202e", "--zone=b", "--zone=b\nc", "=a"),
-    "--command=touch x",
-]
+def finish(project: Project) -> None:
+    (project.control / "finish").write_text("")
 
 
-@pytest.mark.parametrize("text", HOSTILE)
-@pytest.mark.parametrize(
-    "key", ["tpu_name", "zone", "project", "worker", "ssh_flags", "tpu_type", "runtime_version", "create_flags"]
-)
-def test_text_for_gcloud_is_a_name_or_a_flag(key: str, text: str) -> None:
-    if (key == "create_flags" and text == "--command=touch x") or ("flags" in key and text == "--x"):
-        pytest.skip("gcloud refuses flags that it does not know")
-    value: Any = [text] if "flags" in key else text
-    in_slices = key in ("tpu_type", "runtime_version", "create_flags")
-    changes = {"slices": VALID["slices"] | {key: value}} if in_slices else {key: value}
-    with pytest.raises(ConfigError, match=rf"{key} (is|contains) "):
-        decode(TpuConfig, VALID | changes)
-
-
-@pytest.mark.parametrize(("length", "num_slices"), [(52, 10), (51, 100)])
-def test_names_of_rollout_slices_have_at_most_63_characters(length: int, num_slices: int) -> None:
-    rollouts = {"tpu_type": "v5p-8", "num_slices": num_slices}
-    launch = open_launch(decode(TpuConfig, VALID | {"tpu_name": "a" * length, "rollout_slices": rollouts}), [], print)
-    assert len(launch.groups[-1].name) == 63
-
-
-def test_requests_of_rollout_slices() -> None:
-    rollouts = {"tpu_type": "v6e-8", "num_slices": 2, "capacity_type": "spot", "create_flags": ["--network=n"]}
-    launch = open_launch(decode(TpuConfig, VALID | {"rollout_slices": rollouts}), [], print)
-    assert [group.name for group in launch.groups] == ["pod", "pod-rollouts-0", "pod-rollouts-1"]
-    assert [group.resource.slices.num_slices for group in launch.groups] == [1, 1, 1]
-    assert [group.resource.slices.create_flags for group in launch.groups] == [(), ("--network=n",), ("--network=n",)]
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    (tmp_path / "run.yaml").write_text(RUN)
-    (tmp_path / "hidden.yaml").write_text(RUN)
-    (tmp_path / ".gitignore").write_text("hidden.yaml\n")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def pids(cloud: Cloud) -> list[str]:
+    return sorted(file.read_text() for file in cloud.folder.glob("hosts/*/*/marin_rl_launch/*/jobs/*/pids"))
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(
-    ("changes", "arguments", "message"),
-    [
-        ({}, [], "no training arguments; give those of marin_rl.train after --"),
-        ({}, ["--config", "run.yaml"], "run_dir is missing"),
-        ({}, ["--config", "run.yaml", "--run_dirr", "a"], "unknown key run_dirr; did you mean 'run_dir'"),
-        ({}, ["--config", "run.yaml", "--run_dir", "runs/a"], "run_dir is 'runs/a', on the disk of each host"),
-        ({}, ["--config", "hidden.yaml", "--run_dir", "runs/a"], "--config hidden.yaml is not copied to the hosts"),
-        ({}, ["--config", "run.yaml", "--run_dir", "a", "--mode", "async"], "use `launch ray` with rollout_slices"),
-        (ROLLOUTS, ["--config", "run.yaml", "--run_dir", "a"], "rollout_slices needs --mode async"),
-        (ROLLOUTS, [*ASYNC, "--ray_address", "h:1"], "this command sets ray_address; remove it from the arguments"),
-        (ROLLOUTS, [*ASYNC[:-2]], "weights.host is 127.0.0.1, which only this machine can reach"),
-        (
-            {"rollout_slices": {"tpu_type": "v5p-16"}},
-            [*ASYNC, "--workers.resources.TPU", "8"],
-            "2 hosts of 4 chips, which is room for 0 workers",
-        ),
-        (
-            ROLLOUTS,
-            [*ASYNC, "--workers.resources.TPU", "4", "--workers.num_workers", "3"],
-            "workers.num_workers is 3 and workers.resources.TPU is 4, but the rollout_slices have 1 hosts of 8 chips",
-        ),
-        (ROLLOUTS, ASYNC, "workers.resources has no TPU, so workers would run on the CPUs of the rollout slices"),
-        (
-            {"rollout_slices": {"tpu_type": "v5e-8"}},
-            [*ASYNC, "--workers.tpu_slice", "v6e:2x4"],
-            "a v6e-8, but rollout_slices.tpu_type is v5litepod-8",
-        ),
-        (ROLLOUTS, [*ASYNC, "--workers.tpu_slice", "v6e:2x4"], "a v6e-8, but rollout_slices.tpu_type is v5litepod-8"),
-        (
-            ROLLOUTS,
-            [*ASYNC, "--workers.tpu_slice", "v5e:2x4", "--workers.num_workers", "2"],
-            "which needs 2 slices of 1 hosts, but rollout_slices.num_slices is 1",
-        ),
-        ({"code": {"secrets": ["ABSENT_1"]}}, ["--config", "run.yaml", "--run_dir", "a"], "secrets names ABSENT_1"),
-    ],
-)
-def test_bad_training_arguments(folder: Path, changes: dict[str, Any], arguments: list[str], message: str) -> None:
-    with pytest.raises((ConfigError, UploadError)) as raised:
-        training_run(decode(TpuConfig, VALID | changes), arguments)
-    assert message in str(raised.value)
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("run_dir", ["gs://bucket/runs/a", "/mnt/runs/a"])
-def test_returns_the_run_directory(folder: Path, run_dir: str) -> None:
-    arguments = ["--config", "run.yaml", "--run_dir", run_dir]
-    assert training_run(decode(TpuConfig, VALID), arguments) == run_dir
-
-
-@pytest.mark.medium
-def test_config_files_are_those_of_the_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "tools").mkdir()
-    monkeypatch.chdir(folder / "tools")
-    config = decode(TpuConfig, VALID | {"code": {"folder": ".."}})
-    assert training_run(config, ["--config", "run.yaml", "--run_dir", "/mnt/a"]) == "/mnt/a"
-    assert Path.cwd() == folder / "tools"
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("hardware", [["--workers.tpu_slice", "v5e:2x4"], ["--workers.resources.TPU", "4"]])
-def test_workers_on_rollout_slices(folder: Path, hardware: list[str]) -> None:
-    assert training_run(decode(TpuConfig, VALID | ROLLOUTS), [*ASYNC, *hardware]) == "/mnt/a"
-
-
-@pytest.mark.medium
-def test_slices_that_ray_cannot_reserve_are_refused(folder: Path) -> None:
-    arguments = [*ASYNC, "--workers.tpu_slice", "v5e:6x2", "--workers.num_workers", "3"]
-    with pytest.raises(UserError, match="Ray knows no v5e slices of shape 6x2"):
-        training_run(decode(TpuConfig, VALID | ROLLOUTS), arguments)
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize(("hidden", "named"), [("mine.py", "mine.py"), ("helpers.py", "helpers.py"), ("other", None)])
-def test_imports_that_are_not_copied_are_refused(folder: Path, hidden: str, named: str | None) -> None:
-    (folder / "mine.py").write_text("from .helpers import X\n")
-    (folder / "helpers.py").write_text("X = 1\n")
-    (folder / ".gitignore").write_text(f"{hidden}\n")
-    arguments = ["--config", "run.yaml", "--run_dir", "/mnt/a", "--imports", "[./mine.py]"]
-    if named is None:
-        assert training_run(decode(TpuConfig, VALID), arguments) == "/mnt/a"
-        return
-    with pytest.raises(UploadError, match=rf"imports .*{named} is not copied to the hosts; give its path relative to"):
-        training_run(decode(TpuConfig, VALID), arguments)
-
-
-JSONL = ["--environment", "{type: jsonl, path: data/a.jsonl, grader: {type: exact}}"]
-REWARD = ["--environment.rewards", "[{type: function, path: rewards.py, function: score}]"]
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize(
-    ("hidden", "options", "message"),
-    [
-        ("data", JSONL, "environment.path data/a.jsonl is not copied to the hosts"),
-        ("rewards.py", REWARD, r"rewards.py is not copied to the hosts"),
-        ("helpers.py", REWARD, r"helpers.py is not copied to the hosts"),
-        ("weights", ["--tokenizer.path", "weights"], "tokenizer.path weights is not copied to the hosts"),
-        ("", ["--tokenizer.chat_template", "~/a.jinja"], "~/a.jinja does not exist in code.folder '.'; correct its"),
-        ("", [*JSONL, "--environment.path", "absent.jsonl"], "environment.path absent.jsonl does not exist"),
-        ("", [*JSONL, *REWARD, "--tokenizer.path", "weights"], None),
-        ("", ["--tokenizer.path", "owner/name"], None),
-    ],
-)
-def test_files_that_training_reads_must_be_copied(
-    folder: Path, hidden: str, options: list[str], message: str | None
+def test_start_runs_on_all_hosts_until_the_end(
+    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = {"data/a.jsonl": "{}", "rewards.py": "import helpers\n", "helpers.py": "", "weights/tokenizer.json": "{}"}
-    for name, text in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
-    (folder / ".gitignore").write_text(f"{hidden}\n")
-    arguments = ["--config", "run.yaml", "--run_dir", "/mnt/a", *options]
-    if message is None:
-        assert training_run(decode(TpuConfig, VALID), arguments) == "/mnt/a"
-        return
-    with pytest.raises(UploadError, match=message):
-        training_run(decode(TpuConfig, VALID), arguments)
+    finish(project)
+    assert launch("start", project) == 0
+    assert project.starts() == ["None --config run.yaml --trainer.distributed.initialize_jax_distributed true"] * 2
+    output = capsys.readouterr().out
+    assert "pod: requesting 1 x v5p-16, 8 chips\n" in output
+    assert "pod: WAITING_FOR_RESOURCES\npod: ACTIVE\npod: installing the code on 2 hosts\n" in output
+    assert "the run is complete, or was stopped\n" in output
+    assert re.search(
+        r"pod still exists, and its slices are billed; delete with `python -m marin_rl.launch tpu delete ",
+        output,
+    )
+    (create,) = cloud.called("create")
+    assert "--node-id=pod" in create
+    assert "--runtime-version=v2-alpha-tpuv5" in create
+    code = cloud.host("pod", 1) / "marin_rl_launch" / "pod" / "code"
+    assert sorted(path.name for path in code.iterdir()) == [".gitignore", "run.yaml", "train.py"]
 
 
 @pytest.mark.medium
-def test_absolute_paths_are_reported(folder: Path) -> None:
-    lines: list[str] = []
-    options = [*JSONL, "--environment.path", "/mnt/a.jsonl"]
-    training_run(decode(TpuConfig, VALID), ["--config", "run.yaml", "--run_dir", "/mnt/a", *options], lines.append)
-    assert lines == [
-        "environment.path /mnt/a.jsonl is not copied to the hosts, and is not checked: every host must mount it"
+def test_rerun_follows_a_running_launch_and_resumes_an_ended_one(
+    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch("start", project, "--detach") == 0
+    wait_until(lambda: len(project.starts()) == 2)
+    before = pids(cloud)
+    assert launch("start", project, "--detach") == 0
+    assert "pod: train is running already" in capsys.readouterr().out
+    assert (pids(cloud), len(cloud.called("create")), len(project.starts())) == (before, 1, 2)
+
+    assert launch("status", project) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("pod: ACTIVE\n")
+    assert output.count(": running\n") == 2
+
+    assert launch("stop", project) == 0
+    assert (project.control / "stopped").exists()
+    assert launch("status", project) == 0
+    assert capsys.readouterr().out.count(": ended with status 0\n") == 2
+
+    finish(project)
+    assert launch("start", project, "--autodelete") == 0
+    assert len(project.starts()) == 4
+    assert cloud.resources == {}
+    assert len(cloud.called("create")) == 1
+
+
+@pytest.mark.medium
+def test_autodelete_also_after_a_stop(cloud: Cloud, project: Project) -> None:
+    running = in_background(command_line.main, start_arguments(project, "--autodelete"))
+    wait_until(lambda: len(project.starts()) == 2)
+    assert launch("stop", project) == 0
+    assert running.join() == 0
+    assert cloud.resources == {}
+
+
+@pytest.mark.medium
+def test_preempted_slices_are_requested_again(cloud: Cloud, project: Project) -> None:
+    running = in_background(command_line.main, start_arguments(project, "--slices.capacity_type", "spot"))
+    wait_until(lambda: len(project.starts()) == 2)
+    cloud.preempt("pod")
+    wait_until(lambda: len(project.starts()) == 4)
+    finish(project)
+    assert running.join() == 0
+    assert len(cloud.called("create", "--spot")) == 2
+    assert len(cloud.called("delete", "--force")) == 1
+
+
+def start_arguments(project: Project, *options: str) -> list[str]:
+    return ["tpu", "start", *project.options, *options, "--", "--config", "run.yaml"]
+
+
+@pytest.mark.medium
+def test_hosts_that_vanish_without_a_state_are_detected(cloud: Cloud, project: Project) -> None:
+    running = in_background(command_line.main, start_arguments(project))
+    wait_until(lambda: len(project.starts()) == 2)
+    cloud.fail("ssh pod", "ERROR: (gcloud.compute.tpus.tpu-vm.ssh) [/usr/bin/ssh] exited with return code [255].")
+    cloud.fail("tpu-vm describe pod", "ERROR: (gcloud.compute.tpus.tpu-vm.describe) NOT_FOUND: Resource was not found")
+    wait_until(lambda: len(project.starts()) == 4)
+    finish(project)
+    assert running.join() == 0
+
+
+@pytest.mark.medium
+def test_several_slices(cloud: Cloud, project: Project) -> None:
+    finish(project)
+    assert launch("start", project, "--slices.num_slices", "2") == 0
+    (create,) = cloud.called("create")
+    assert {"--node-count=2", "--node-prefix=pod"} <= set(create)
+    assert len(project.starts()) == 4
+    assert {call[4] for call in cloud.called("ssh")} == {"pod-0", "pod-1"}
+
+
+@pytest.mark.medium
+def test_a_slice_that_gets_its_addresses_later(cloud: Cloud, project: Project) -> None:
+    finish(project)
+    with cloud.change() as state:
+        state["without_addresses"] = {"pod-1": 1}
+    assert launch("start", project, "--slices.num_slices", "2") == 0
+    assert len(project.starts()) == 4
+
+
+@pytest.mark.medium
+def test_ssh_drops_are_survived(cloud: Cloud, project: Project) -> None:
+    drop = "ERROR: (gcloud.compute.tpus.tpu-vm.ssh) [/usr/bin/ssh] exited with return code [255]."
+    cloud.fail("ssh", drop)
+    cloud.fail("scp", "Connection reset by 10.0.0.1 port 22")
+    running = in_background(command_line.main, start_arguments(project))
+    wait_until(lambda: len(project.starts()) == 2)
+    cloud.fail("ssh", drop, times=2)
+    finish(project)
+    assert running.join() == 0
+
+
+def test_gives_up_if_hosts_stay_unreachable(cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    cloud.fail("ssh", "[/usr/bin/ssh] exited with return code [255].", times=99)
+    assert launch("start", project) == 1
+    captured = capsys.readouterr()
+    assert "poll 9 of 10 failed" in captured.out
+    assert "cannot reach a host" in captured.err
+    assert "pod still exists, and its slices are billed; delete with" in captured.out
+
+
+@pytest.mark.medium
+def test_failed_run_is_restarted(cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    running = in_background(command_line.main, start_arguments(project, "--max_restarts", "1000"))
+    wait_until(lambda: len(project.starts()) == 2)
+    (project.control / "fail").write_text("")
+    wait_until(lambda: len(project.starts()) > 2)
+    (project.control / "fail").unlink()
+    finish(project)
+    assert running.join() == 0
+    output = capsys.readouterr().out
+    assert re.search(r"pod: train failed on host \S+ with exit status 3; restart 1 of 1000\n", output)
+    # The code is not replaced, and the slices are those of the start.
+    assert output.count("installing the code") == 1
+    assert len(cloud.called("create")) == 1
+
+
+@pytest.mark.medium
+def test_run_that_fails_too_often_shows_its_log(
+    cloud: Cloud, project: Project, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (project.control / "fail").write_text("")
+    assert launch("start", project) == 1
+    captured = capfd.readouterr()
+    assert "training with --config run.yaml" in captured.out
+    assert re.search(r"error: train failed on host \S+ with exit status 3 on pod, after 1 restart; ", captured.err)
+    assert captured.err.endswith(" the log is above. Correct the cause and rerun the same command\n")
+
+    (project.control / "fail").unlink()
+    finish(project)
+    assert launch("start", project) == 0
+
+
+@pytest.mark.medium
+def test_failed_installation_shows_its_output(
+    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch("start", project, "--code.install", "echo no such package; exit 7") == 1
+    assert "installing the code failed on" in (error := capsys.readouterr().err)
+    assert "no such package" in error
+    assert project.starts() == []
+
+
+@pytest.mark.medium
+def test_another_command_on_the_slices_is_refused(
+    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch("start", project, "--detach") == 0
+    other = ["tpu", "start", *project.options, "--", "--config", "run.yaml", "--num_steps", "7"]
+    assert command_line.main(other) == 1
+    assert "error: pod runs another command: " in capsys.readouterr().err
+
+
+@pytest.mark.medium
+def test_logs(cloud: Cloud, project: Project, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch("start", project, "--detach") == 0
+    wait_until(lambda: len(project.starts()) == 2)
+    capfd.readouterr()
+    assert launch("logs", project) == 0
+    assert capfd.readouterr().out.count(": training with --config run.yaml") == 2
+    assert launch("logs", project, "--worker", "1") == 0
+    assert capfd.readouterr().out.count("training with") == 1
+
+
+@pytest.mark.medium
+def test_a_failure_to_show_a_log_is_the_exit_status(
+    cloud: Cloud, project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert launch("start", project, "--slices.num_slices", "2", "--detach") == 0
+    # A command that was ended by a signal.
+    statuses = [0, -9]
+    monkeypatch.setattr("marin_rl.launch.gcloud.Gcloud.stream_tpus", lambda *_: statuses.pop())
+    assert launch("logs", project, "--slices.num_slices", "2") == -9
+
+
+@pytest.mark.medium
+def test_secrets_are_in_no_command_and_readable_by_their_user_only(
+    cloud: Cloud, project: Project, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "hush 'quoted' $HOME"
+    monkeypatch.setenv("TOKEN", secret)
+    finish(project)
+    assert launch("start", project, "--code.secrets", "[TOKEN]") == 0
+    assert launch("status", project) == 0
+    assert launch("logs", project) == 0
+    captured = capfd.readouterr()
+    assert project.starts()[0].startswith(f"{secret} --config")
+    assert (project.control / "installed").read_text() == f"installed with {secret}\n" * 2
+    assert "hush" not in captured.out + captured.err
+    assert "hush" not in json.dumps(cloud.calls)
+    folder = cloud.host("pod", 0) / "marin_rl_launch" / "pod"
+    assert folder.stat().st_mode & 0o077 == 0
+    assert (folder / "upload" / "environment.sh").stat().st_mode & 0o077 == 0
+    assert [path for path in folder.rglob("*") if path.is_file() and b"hush" in path.read_bytes()] == [
+        folder / "upload" / "environment.sh"
     ]
 
 
+def test_dry_run_prints_the_requests_and_does_nothing(
+    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch("start", project, *ROLLOUTS, "--slices.num_slices", "2", "--dry_run") == 0
+    trainer, *rollouts = capsys.readouterr().out.splitlines()
+    assert " queued-resources create pod --accelerator-type=v5p-16 --runtime-version=v2-alpha-tpuv5" in trainer
+    assert " --node-count=2 --node-prefix=pod --zone=us-east5-a`" in trainer
+    assert [" --node-id=pod-rollouts-1 " in line for line in rollouts] == [False, True]
+    assert not (cloud.folder / "calls.jsonl").exists()
+
+
+# Rollout slices under Ray.
+
+ROLLOUTS = ["--rollout_slices.tpu_type", "v5litepod-8", "--rollout_slices.num_slices", "2"]
+SPOT = ["--rollout_slices.capacity_type", "spot"]
+
+
+def ray_starts(project: Project) -> list[str]:
+    """Arguments of each start of Ray."""
+    path = project.control / "ray"
+    return sorted(path.read_text().splitlines()) if path.exists() else []
+
+
+def worker(address: str) -> str:
+    return f"start --block --disable-usage-stats --address={address}:6379"
+
+
 @pytest.mark.medium
-def test_a_config_outside_the_folder_is_refused(folder: Path) -> None:
-    config = decode(TpuConfig, VALID)
-    with pytest.raises(UploadError, match="is not copied to the hosts; give its path relative to"):
-        training_run(config, [f"--config={folder}/run.yaml", "--run_dir", "a"])
+def test_rollout_slices_join_the_trainer(cloud: Cloud, project: Project) -> None:
+    running = in_background(command_line.main, start_arguments(project, *ROLLOUTS, *SPOT))
+    wait_until(lambda: len(ray_starts(project)) == 5 and len(project.starts()) == 2)
+    head = 'start --block --disable-usage-stats --head --port=6379 --num-cpus=0 --resources={"TPU": 0}'
+    assert ray_starts(project) == sorted([head, *[worker("10.0.0.0")] * 4])
+    assert project.starts()[0].endswith(
+        "--trainer.distributed.initialize_jax_distributed true --ray_address 10.0.0.0:6379"
+    )
+    assert [call[4] for call in cloud.called("create", "--spot")] == ["pod-rollouts-0", "pod-rollouts-1"]
+
+    # A lost rollout slice is replaced while the trainer continues.
+    cloud.preempt("pod-rollouts-1")
+    wait_until(lambda: len(ray_starts(project)) == 7)
+    assert (len(project.starts()), len(cloud.called("create"))) == (2, 4)
+
+    # A trainer with another address: the workers join it.
+    cloud.preempt("pod")
+    wait_until(lambda: len(project.starts()) == 4 and len(ray_starts(project)) == 12)
+    address = project.starts()[-1].split()[-1].removesuffix(":6379")
+    assert address != "10.0.0.0"
+    assert ray_starts(project).count(worker(address)) == 4
+    # On 2 hosts of each group, on the second rollout slice, and on all hosts again.
+    assert len((project.control / "installed").read_text().splitlines()) == 6 + 2 + 6
+
+    finish(project)
+    assert running.join() == 0
+    assert launch("status", project, *ROLLOUTS) == 0
+    assert launch("delete", project, *ROLLOUTS) == 0
+    assert cloud.resources == {}
+
+
+@pytest.mark.medium
+def test_code_is_replaced_after_a_failure(cloud: Cloud, project: Project, capfd: pytest.CaptureFixture[str]) -> None:
+    """Also on the hosts of rollout slices, where Ray still runs; a run that is followed keeps code and workers."""
+    one = ["--rollout_slices.tpu_type", "v5litepod-8"]
+    copies = [cloud.host(node, 0) / "marin_rl_launch" / node / "code" for node in ("pod", "pod-rollouts-0")]
+    (project.control / "fail").write_text("")
+    assert launch("start", project, *one) == 1
+    (project.folder / "new.py").write_text("")
+    (project.control / "fail").unlink()
+    assert launch("start", project, *one, "--detach") == 0
+    assert all((copy / "new.py").exists() for copy in copies)
+
+    before = pids(cloud)
+    (project.folder / "newer.py").write_text("")
+    capfd.readouterr()
+    assert launch("start", project, *one, "--detach") == 0
+    output = capfd.readouterr().out
+    assert "pod: ray_head, train is running already\npod-rollouts-0: ray_worker is running already\n" in output
+    assert (pids(cloud), any((copy / "newer.py").exists() for copy in copies)) == (before, False)
+
+
+@pytest.mark.medium
+def test_ray_that_fails_is_restarted(cloud: Cloud, project: Project) -> None:
+    running = in_background(command_line.main, start_arguments(project, "--rollout_slices.tpu_type", "v5litepod-8"))
+    wait_until(lambda: len(ray_starts(project)) == 3 and len(project.starts()) == 2)
+    job = cloud.host("pod-rollouts-0", 1) / "marin_rl_launch" / "pod-rollouts-0" / "jobs" / "ray_worker"
+    os.kill(int((job / "pids").read_text().split()[1]), signal.SIGKILL)
+    wait_until(lambda: len(ray_starts(project)) == 5)
+    finish(project)
+    assert running.join() == 0
+    assert len(project.starts()) == 2
+
+
+def test_requests_that_exist_after_a_rejected_one_are_named(
+    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cloud.fail("create pod-rollouts-1", "ERROR: RESOURCE_EXHAUSTED: Quota limit has been exceeded")
+    assert launch("start", project, *ROLLOUTS) == 1
+    captured = capsys.readouterr()
+    assert "the project has no quota for this request" in captured.err
+    assert "pod, pod-rollouts-0 still exists, and its slices are billed; delete with `" in captured.out
+    assert launch("delete", project, *ROLLOUTS) == 0
+    assert cloud.resources == {}
+
+
+# Errors before and during the request.
+
+
+def failed(project: Project, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """Error of a launch that fails, in one line."""
+    assert launch("start", project, *options) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    return error
+
+
+def test_no_gcloud(
+    cloud: Cloud,
+    project: Project,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "gcloud is not on PATH; install the Google Cloud CLI" in failed(project, capsys)
+
+
+def test_bucket_that_does_not_exist(
+    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_line, "check_training", lambda config, arguments, report: "gs://other/run")
+    error = failed(project, capsys)
+    assert "cannot list the bucket of run_dir 'gs://other/run'; create it with `gcloud storage buckets create" in error
+    assert "your account lacks a permission" in error
+    assert cloud.resources == {}
+
+
+@pytest.mark.medium
+def test_mounted_run_dir_is_not_checked(
+    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_line, "check_training", lambda config, arguments, report: "/mnt/runs/a")
+    finish(project)
+    assert launch("start", project) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("run_dir /mnt/runs/a is not in Cloud Storage, and is not checked before the request\n")
+    assert not cloud.called("storage")
+
+
+def test_no_quota_at_the_request(cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    message = "Quota limit 'TPUV5PPerProjectPerZoneForTPUAPI' has been exceeded. Limit: 0 in zone us-east5-a."
+    cloud.fail("create", f"ERROR: (gcloud.compute.tpus.queued-resources.create) RESOURCE_EXHAUSTED: {message}")
+    error = failed(project, capsys)
+    assert "the project has no quota for this request; request more quota, or choose another zone" in error
+    assert message in error
+    assert cloud.resources == {}
+
+
+def test_failed_request_is_deleted(cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    with cloud.change() as state:
+        state["waits"] = 10**6
+    running = in_background(command_line.main, start_arguments(project))
+    wait_until(lambda: cloud.resources)
+    with cloud.change() as state:
+        state["resources"]["pod"] |= {"state": "FAILED", "error": "no capacity"}
+    assert running.join() == 1
+    assert "the request for pod failed and was deleted: no capacity" in capsys.readouterr().err
+    assert cloud.resources == {}
+
+
+@pytest.mark.medium
+def test_suspended_request_of_an_earlier_launch_is_replaced(cloud: Cloud, project: Project) -> None:
+    finish(project)
+    with cloud.change() as state:
+        state["resources"]["pod"] = {"flags": {}, "nodes": ["pod"], "waits": 0, "state": "SUSPENDED"}
+        state["resources"]["pod"]["flags"]["accelerator-type"] = "v5p-16"
+    assert launch("start", project, "--autodelete") == 0
+    assert len(project.starts()) == 2
+
+
+@pytest.mark.parametrize("state_name", ["ACTIVE", "SUSPENDED", "FAILED"])
+def test_other_slices_of_the_same_name_are_refused(
+    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str], state_name: str
+) -> None:
+    with cloud.change() as state:
+        flags = {"accelerator-type": "v5p-8"}
+        state["resources"]["pod"] = {"flags": flags, "nodes": ["pod"], "waits": 0, "state": state_name}
+    error = failed(project, capsys)
+    assert "pod exists with 1 x v5p-8 instead of 1 x v5p-16; delete it first, or choose another tpu_name" in error
+    assert set(cloud.resources) == {"pod"}
+
+
+@pytest.mark.medium
+def test_deleted_by_someone_else(cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    running = in_background(command_line.main, start_arguments(project))
+    wait_until(lambda: len(project.starts()) == 2)
+    assert launch("delete", project) == 0
+    assert running.join() == 1
+    assert "pod was deleted, but not by this command" in capsys.readouterr().err
+    assert len(cloud.called("create")) == 1
+
+
+@pytest.mark.medium
+def test_deleted_during_a_poll(
+    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slices still exist at the start of the poll, but not for its commands."""
+    running = in_background(command_line.main, start_arguments(project))
+    wait_until(lambda: len(project.starts()) == 2)
+    addresses = Slices.addresses
+
+    def delete_first(slices: Slices) -> Any:
+        if cloud.resources:
+            assert launch("delete", project) == 0
+        return addresses(slices)
+
+    monkeypatch.setattr(Slices, "addresses", delete_first)
+    cloud.fail("ssh pod", "ERROR: (gcloud.compute.tpus.tpu-vm.ssh) [/usr/bin/ssh] exited with return code [255].")
+    assert running.join() == 1
+    assert "pod was deleted, but not by this command" in capsys.readouterr().err
+    assert len(cloud.called("create")) == 1
+
+
+def test_delete_of_nothing(cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch("delete", project) == 0
+    assert launch("status", project) == 0
+    assert launch("stop", project) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "pod: nothing of this name exists in zone us-east5-a of the default project",
+        "pod: ABSENT",
+        "pod: ABSENT, no job runs",
+    ]
+
+
+def test_commands_for_what_is_left_keep_a_name_like_a_flag(
+    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cloud.fail("ssh", "ERROR: no such host")
+    assert launch("start", project, "--tpu_name", "detach", "--detach") == 1
+    assert " --tpu_name detach`" in capsys.readouterr().out
+
+
+def test_commands_for_what_is_left_keep_mappings(
+    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cloud.fail("ssh", "ERROR: no such host")
+    assert launch("start", project, "--slices", "{tpu_type: v5p-16}") == 1
+    captured = capsys.readouterr()
+    assert "python -m marin_rl.launch tpu delete --tpu_name pod " in captured.out
+    assert " --slices '{tpu_type: v5p-16}'`" in captured.out
+    assert "no such host" in captured.err
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("started", [False, True])
+def test_interrupt_names_what_is_left(
+    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, started: bool
+) -> None:
+    def interrupt(seconds: float) -> None:
+        if not started or project.starts():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("marin_rl.launch.tpu.time", types.SimpleNamespace(sleep=interrupt, monotonic=float))
+    assert launch("start", project) == 130
+    output = capsys.readouterr().out
+    assert ("interrupted; the run continues without it; the same command continues\n" in output) is started
+    assert ("interrupted; the run has not started; the same command continues\n" in output) is not started
+    assert (
+        "pod still exists, and its slices are billed; delete with `python -m marin_rl.launch tpu delete --tpu_name"
+        in output
+    )
