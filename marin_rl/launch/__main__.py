@@ -12,7 +12,7 @@ from marin_rl.config.section_types import ConfigError
 from marin_rl.errors import USER_ERRORS, nearest
 from marin_rl.escaping import escape
 from marin_rl.launch.config import TpuConfig
-from marin_rl.launch.local import LocalConfig, run_together, training_commands, training_environment
+from marin_rl.launch.local import LocalConfig, run_together, training_processes
 from marin_rl.launch.preflight import check_bucket, check_training
 from marin_rl.launch.tpu import LOG_LINES, Launch, open_launch
 from marin_rl.output import go_on_without_output
@@ -82,7 +82,7 @@ def _local(own: Sequence[str], passed: Sequence[str]) -> int:
     checked = check_command_line(passed, {"dry_run": "", "print_config": "", **RESUME_FLAGS})
     if pipes := [path for path in checked.config_paths if path.exists() and not path.is_file()]:
         raise ConfigError(f"--config is {str(pipes[0])!r}, a pipe, which only one process can read; give it a file")
-    commands, environment = training_commands(parsed.config, passed), training_environment(parsed.config)
+    commands, environment = training_processes(parsed.config, passed)
     if "dry_run" in parsed.flags:
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
         _report("\n".join(f"{variables} {shlex.join(command)}" for command in commands))

@@ -38,29 +38,28 @@ class LocalConfig:
         check_at_least(self, "local", num_processes=1, devices_per_process=1, stop_timeout=0)
 
 
-def training_environment(config: LocalConfig) -> dict[str, str]:
-    """Return the variables to set for the processes, in addition to those of this process."""
-    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(DEVICES_FLAG)]
-    flags.append(f"{DEVICES_FLAG}={config.devices_per_process}")
-    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), "PYTHONUNBUFFERED": "1"}
-
-
-def training_commands(config: LocalConfig, arguments: Sequence[str]) -> list[list[str]]:
-    """Build the command of each process of a run; the first one is the main process.
+def training_processes(config: LocalConfig, arguments: Sequence[str]) -> tuple[list[list[str]], dict[str, str]]:
+    """Build the processes of a run; the first one is the main process.
 
     Args:
-        config: number of processes.
+        config: number of processes and devices.
         arguments: arguments of `python -m marin_rl.train`.
+
+    Returns:
+        The command of each process, and the variables to set for all, in addition to those of this process.
     """
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(DEVICES_FLAG)]
+    flags.append(f"{DEVICES_FLAG}={config.devices_per_process}")
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), "PYTHONUNBUFFERED": "1"}
     train = [sys.executable, "-m", "marin_rl.train", *arguments]
     if config.num_processes == 1:
-        return [train]
+        return [train], environment
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     prefix = "--trainer.distributed."
     train += [f"{prefix}initialize_jax_distributed", "true", f"{prefix}coordinator_address", f"127.0.0.1:{port}"]
     train += [f"{prefix}num_processes", str(config.num_processes), f"{prefix}process_id"]
-    return [[*train, str(index)] for index in range(config.num_processes)]
+    return [[*train, str(index)] for index in range(config.num_processes)], environment
 
 
 def run_together(

@@ -14,6 +14,7 @@ from marin_rl.config.section_types import ConfigError
 from marin_rl.config_fields import input_files, local_inputs
 from marin_rl.launch.config import SlicesConfig, TpuConfig
 from marin_rl.launch.gcloud import Gcloud, GcloudError
+from marin_rl.launch.tpu import RAY_PORT
 from marin_rl.launch.upload import UploadError, code_files, environment_script
 from marin_rl.slice_names import parse_slice
 from marin_rl.user_code import imported_files, is_module_name
@@ -47,7 +48,7 @@ def check_training(config: TpuConfig, arguments: Sequence[str], report: Callable
     environment_script(config.code)
     copied = {Path(name) for name in code_files(Path(config.code.folder))}
     # The launch sets the address, on which other settings depend.
-    own = [] if config.rollout_slices is None else ["--ray_address", "HOST:6379"]
+    own = [] if config.rollout_slices is None else ["--ray_address", f"HOST:{RAY_PORT}"]
     # The hosts run the command in a copy of this folder, and may have other disks.
     with contextlib.chdir(config.code.folder):
         if own and any("ray_address" in layer for layer in read_arguments(arguments, RESUME_FLAGS).layers()):

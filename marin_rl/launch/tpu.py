@@ -12,7 +12,7 @@ import dataclasses
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from marin_rl.errors import UserError
@@ -33,6 +33,8 @@ RAY_PORT = 6379
 """Port of Ray on the first host of the trainer."""
 TRAIN = "train"
 """Name of the job whose end is the end of the launch."""
+RAY_HEAD = "ray_head"
+"""Name of the job that runs on the first host only."""
 _RAY = (f"{Path(PYTHON).parent}/ray", "start", "--block", "--disable-usage-stats")
 
 
@@ -40,23 +42,13 @@ class JobError(UserError):
     """A job failed on a host, or cannot be run. The message names the host and the remedy."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """A command that runs on the hosts of slices."""
-
-    name: str
-    command: Sequence[str]
-    worker: str = "all"
-    """`all`, or the index of the host of the first slice that runs it."""
-
-
 @dataclasses.dataclass
 class Group:
     """The slices of a queued resource with the jobs on their hosts."""
 
     slices: Slices
-    jobs: Callable[[str], Sequence[Job]]
-    """Jobs in the order of their start, given the internal address of the trainer's first host."""
+    jobs: Callable[[str], Mapping[str, Sequence[str]]]
+    """Commands by name of the job, in the order of their start, given the address of the trainer's first host."""
     addresses: Sequence[str] = ()
     """Internal address of each host; empty unless the slices are ready."""
     exists: bool = False
@@ -71,11 +63,15 @@ class Group:
         """Name of the queued resource."""
         return self.slices.name
 
-    def is_running(self, job: Job, statuses: Sequence[JobStatus]) -> bool:
+    def is_running(self, job: str, statuses: Sequence[JobStatus]) -> bool:
         """Whether a job was started on all of its hosts, failed on none, and has not ended on all of them."""
-        own = [status for status in statuses if status.job == job.name]
-        hosts = len(self.addresses) if job.worker == "all" else 1
+        own = [status for status in statuses if status.job == job]
+        hosts = 1 if job == RAY_HEAD else len(self.addresses)
         return len(own) >= hosts and any(s.running for s in own) and not any(s.failed for s in own)
+
+    def start(self, job: str) -> None:
+        """Start an uploaded job on its hosts."""
+        self.slices.start(job, "0" if job == RAY_HEAD else "all")
 
 
 @dataclasses.dataclass
@@ -240,16 +236,18 @@ class Launch:
             return False
         train = [status for status in statuses if status.job == TRAIN]
         if len(train) == len(group.addresses) and not any(status.running or status.failed for status in train):
-            return any(job.name == TRAIN for job in jobs)
+            return TRAIN in jobs
         for job in jobs:
             if not group.is_running(job, statuses):
                 self._restart(group, job, statuses)
         return False
 
-    def _find_or_start(self, group: Group, jobs: Sequence[Job], statuses: Sequence[JobStatus], upload: Path) -> None:
+    def _find_or_start(
+        self, group: Group, jobs: Mapping[str, Sequence[str]], statuses: Sequence[JobStatus], upload: Path
+    ) -> None:
         """Keep the jobs if all run with the same commands; otherwise install the code and start them."""
         running, is_trainer = [status for status in statuses if status.running], group is self.groups[0]
-        scripts = {job.name: job_script(job.command) for job in jobs}
+        scripts = {job: job_script(command) for job, command in jobs.items()}
         others = [status for status in running if status.script != scripts.get(status.job)]
         for status in others:
             if status.job == TRAIN:
@@ -271,16 +269,16 @@ class Launch:
         group.slices.upload(upload)
         group.slices.setup()
         for job in jobs:
-            self.report(f"{group.name}: starting {job.name}")
-            group.slices.start(job.name, job.worker)
+            self.report(f"{group.name}: starting {job}")
+            group.start(job)
 
-    def _restart(self, group: Group, job: Job, statuses: Sequence[JobStatus]) -> None:
+    def _restart(self, group: Group, job: str, statuses: Sequence[JobStatus]) -> None:
         """Restart a job on all of its hosts.
 
         Raises:
             JobError: if it was restarted too often; the log of the first host where it failed is printed before.
         """
-        failed = next((status for status in statuses if status.job == job.name and status.failed), None)
+        failed = next((status for status in statuses if status.job == job and status.failed), None)
         text = "ended" if failed is None else f"failed on host {failed.host} with exit status {failed.state}"
         now = time.monotonic()
         self.restarts = 0 if now - self.last_failure > RESTART_WINDOW else self.restarts
@@ -289,21 +287,21 @@ class Launch:
             index = None if failed is None else re.search(r"-w-(\d+)$", failed.host)
             group.slices.logs(index[1] if index else "all", LOG_LINES, follow=False)
             raise JobError(
-                f"{job.name} {text} on {group.name}, after {_count(self.restarts, 'restart')}; the log is above. "
+                f"{job} {text} on {group.name}, after {_count(self.restarts, 'restart')}; the log is above. "
                 "Correct the cause and rerun the same command"
             )
         self.restarts, self.last_failure = self.restarts + 1, now
-        self.report(f"{group.name}: {job.name} {text}; restart {self.restarts} of {self.config.max_restarts}")
-        group.slices.stop(job.name, self.config.stop_timeout)
-        group.slices.start(job.name, job.worker)
+        self.report(f"{group.name}: {job} {text}; restart {self.restarts} of {self.config.max_restarts}")
+        group.slices.stop(job, self.config.stop_timeout)
+        group.start(job)
 
     def _finish(self) -> None:
         """Stop the jobs that serve the complete one, such as Ray."""
         self.report("the run is complete, or was stopped")
         for group in self.groups:
             for job in group.jobs("") if group.addresses else ():
-                if job.name != TRAIN:
-                    group.slices.stop(job.name, self.config.stop_timeout)
+                if job != TRAIN:
+                    group.slices.stop(job, self.config.stop_timeout)
 
 
 def open_launch(config: TpuConfig, arguments: Sequence[str], report: Callable[[str], None]) -> Launch:
@@ -321,18 +319,18 @@ def open_launch(config: TpuConfig, arguments: Sequence[str], report: Callable[[s
         one = dataclasses.replace(config.rollout_slices, num_slices=1)
         for index in range(config.rollout_slices.num_slices):
             slices = Slices(gcloud, f"{config.tpu_name}-rollouts-{index}", one, config.ssh_flags)
-            groups.append(Group(slices, lambda head: [Job("ray_worker", [*_RAY, f"--address={head}:{RAY_PORT}"])]))
+            groups.append(Group(slices, lambda head: {"ray_worker": [*_RAY, f"--address={head}:{RAY_PORT}"]}))
     return Launch(gcloud, config, groups, report)
 
 
-def _trainer_jobs(config: TpuConfig, arguments: Sequence[str], head: str) -> list[Job]:
+def _trainer_jobs(config: TpuConfig, arguments: Sequence[str], head: str) -> dict[str, list[str]]:
     train = [PYTHON, "-u", "-m", "marin_rl.train", *arguments]
     train += ["--trainer.distributed.initialize_jax_distributed", "true"]
     if config.rollout_slices is None:
-        return [Job(TRAIN, train)]
+        return {TRAIN: train}
     # No CPUs and TPUs of this host for Ray: they are the trainer's, and workers must not be placed here.
     ray = [*_RAY, "--head", f"--port={RAY_PORT}", "--num-cpus=0", '--resources={"TPU": 0}']
-    return [Job("ray_head", ray, worker="0"), Job(TRAIN, [*train, "--ray_address", f"{head}:{RAY_PORT}"])]
+    return {RAY_HEAD: ray, TRAIN: [*train, "--ray_address", f"{head}:{RAY_PORT}"]}
 
 
 def _count(number: int, noun: str) -> str:

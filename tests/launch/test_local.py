@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from marin_rl.launch.local import LocalConfig, exit_status, run_together, training_commands, training_environment
+from marin_rl.launch.local import LocalConfig, exit_status, run_together, training_processes
 from tests.config.mistakes import BASE
 from tests.tiny_run import TinyRun, set_num_steps
 
@@ -126,18 +126,16 @@ def test_handlers_are_restored() -> None:
 
 def test_training_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x --xla_force_host_platform_device_count=8")
-    config = LocalConfig(2, 4)
-    environment = training_environment(config)
+    (first, second), environment = training_processes(LocalConfig(2, 4), ["--config", "a.yaml"])
     assert environment["XLA_FLAGS"] == "--xla_dump_to=x --xla_force_host_platform_device_count=4"
     assert environment["JAX_PLATFORMS"] == "cpu"
-    first, second = training_commands(config, ["--config", "a.yaml"])
     assert first[1:5] == ["-m", "marin_rl.train", "--config", "a.yaml"]
     options = dict(zip(second[5::2], second[6::2], strict=True))
     assert options["--trainer.distributed.process_id"] == "1"
     assert options["--trainer.distributed.num_processes"] == "2"
     assert options["--trainer.distributed.coordinator_address"].startswith("127.0.0.1:")
     assert first[:-1] == second[:-1]
-    (alone,) = training_commands(LocalConfig(1), [])
+    (alone,), _ = training_processes(LocalConfig(1), [])
     assert alone[1:] == ["-m", "marin_rl.train"]
 
 

@@ -466,6 +466,16 @@ def test_deleted_by_someone_else(cloud: Cloud, project: Project, capsys: pytest.
     assert len(cloud.called("create")) == 1
 
 
+def test_delete_ends_a_request_that_another_launch_waits_for(cloud: Cloud, project: Project) -> None:
+    with cloud.change() as state:
+        state["waits"] = 10**6
+    running = in_background(command_line.main, start_arguments(project))
+    wait_until(lambda: cloud.resources)
+    assert launch("delete", project) == 0
+    assert running.join() == 1
+    assert (cloud.resources, len(cloud.called("create"))) == ({}, 1)
+
+
 @pytest.mark.medium
 def test_deleted_during_a_poll(
     cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
