@@ -75,7 +75,8 @@ status() {
     [ -e "$folder/command.sh" ] || continue
     job=$(basename "$folder")
     state=$(running "$job" && echo running || cat "$folder/exit_status" 2>/dev/null || echo killed)
-    echo "status $job $(hostname) $state $(base64 -w0 "$folder/command.sh")"
+    # A short line, so that those of several hosts are not mixed.
+    echo "status $job $(hostname) $state $(sha256sum <"$folder/command.sh" | cut -c 1-16)"
   done
 }
 

@@ -3,9 +3,9 @@
 
 """TPU slices of a queued resource, Google's request for one or several slices, and commands on their hosts."""
 
-import base64
 import concurrent.futures
 import dataclasses
+import hashlib
 import json
 import re
 import shlex
@@ -54,8 +54,8 @@ class JobStatus:
     """Name of the host."""
     state: str
     """`running`; or exit status, `stopped`, or `killed` if the host was restarted."""
-    script: str
-    """Shell script of the job."""
+    digest: str
+    """Digest of its script, see `script_digest`."""
 
     @property
     def running(self) -> bool:
@@ -68,7 +68,12 @@ class JobStatus:
         return self.state not in ("running", "0", "stopped")
 
 
-_STATUS = re.compile(r"^status (\S+) (\S+) (\S+) (\S*)$", re.MULTILINE)
+_STATUS = re.compile(r"^status (\S+) (\S+) (\S+) ([0-9a-f]{16})$", re.MULTILINE)
+
+
+def script_digest(script: str) -> str:
+    """Return the digest of a job's script in its status."""
+    return hashlib.sha256(script.encode()).hexdigest()[:16]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,10 +171,7 @@ class Slices:
     def statuses(self) -> list[JobStatus]:
         """Status of every job on every host that has started it."""
         output = self._ssh(self._script("status"), timeout=STATUS_TIMEOUT)
-        return [
-            JobStatus(*match.groups()[:3], script=base64.b64decode(match[4]).decode("utf-8", "backslashreplace"))
-            for match in _STATUS.finditer(output)
-        ]
+        return [JobStatus(*match.groups()) for match in _STATUS.finditer(output)]
 
     def logs(self, worker: str, lines: int, *, follow: bool) -> int:
         """Print the end of the logs of all jobs.

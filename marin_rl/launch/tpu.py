@@ -18,7 +18,7 @@ from pathlib import Path
 from marin_rl.errors import UserError
 from marin_rl.launch.config import TpuConfig
 from marin_rl.launch.gcloud import Gcloud, GcloudError, UnreachableError
-from marin_rl.launch.slices import ABSENT, Description, JobStatus, Slices, SlicesLostError
+from marin_rl.launch.slices import ABSENT, Description, JobStatus, Slices, SlicesLostError, script_digest
 from marin_rl.launch.upload import PYTHON, code_files, job_script, write_upload
 
 POLL_SECONDS = 60.0
@@ -248,13 +248,12 @@ class Launch:
         """Keep the jobs if all run with the same commands; otherwise install the code and start them."""
         running, is_trainer = [status for status in statuses if status.running], group is self.groups[0]
         scripts = {job: job_script(command) for job, command in jobs.items()}
-        others = [status for status in running if status.script != scripts.get(status.job)]
-        for status in others:
-            if status.job == TRAIN:
-                raise JobError(
-                    f"{group.name} runs another command: {status.script.removeprefix('exec ').strip()}. Stop it first, "
-                    "or choose another tpu_name"
-                )
+        others = [status for status in running if status.digest != script_digest(scripts.get(status.job, ""))]
+        if any(status.job == TRAIN for status in others):
+            raise JobError(
+                f"{group.name} runs training with other arguments, or with another version of marin_rl.launch; run "
+                "`python -m marin_rl.launch tpu stop` with the same options first, or choose another tpu_name"
+            )
         is_kept = not others and all(group.is_running(job, statuses) for job in jobs)
         if is_trainer:
             self.follows = is_kept

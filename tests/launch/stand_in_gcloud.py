@@ -93,10 +93,10 @@ class Cloud:
             yield state
             self._write(state)
 
-    def fail(self, words: str, stderr: str, *, times: int = 1, status: int = 1) -> None:
+    def fail(self, words: str, stderr: str, *, times: int = 1) -> None:
         """Let the next commands that contain some words fail."""
         with self.change() as state:
-            state["faults"].append({"words": words.split(), "stderr": stderr, "times": times, "status": status})
+            state["faults"].append({"words": words.split(), "stderr": stderr, "times": times})
 
     def preempt(self, name: str) -> None:
         """Preempt the slices of a queued resource."""
@@ -153,7 +153,7 @@ class Cloud:
                 if fault["times"] and set(fault["words"]) <= set(arguments):
                     fault["times"] -= 1
                     print(fault["stderr"], file=sys.stderr)
-                    return fault["status"]
+                    return 1
             if command[-1] not in ("ssh", "scp"):
                 print(self._answer(command, places, flags, state))
                 return 0

@@ -3,7 +3,6 @@
 
 """The script on the hosts: a job is started once, receives one signal, is killed if it must be, and has a status."""
 
-import base64
 import contextlib
 import fcntl
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from marin_rl.launch.slices import script_digest
 from tests.launch.conftest import wait_until
 
 ENDLESS = "echo >>../begun; while :; do sleep 0.02; done\n"
@@ -46,9 +46,9 @@ def start(host: Path, script: str) -> None:
 
 
 def state(host: Path) -> str:
-    word, job, _, state, script = call(host, "status").split(" ")
+    word, job, _, state, digest = call(host, "status").split()
     assert (word, job) == ("status", "train")
-    assert base64.b64decode(script).decode() == (host / "jobs" / "train" / "command.sh").read_text()
+    assert digest == script_digest((host / "jobs" / "train" / "command.sh").read_text())
     return state
 
 

@@ -216,7 +216,7 @@ def test_another_command_on_the_slices_is_refused(
     assert launch("start", project, "--detach") == 0
     other = ["tpu", "start", *project.options, "--", "--config", "run.yaml", "--num_steps", "7"]
     assert command_line.main(other) == 1
-    assert "error: pod runs another command: " in capsys.readouterr().err
+    assert "error: pod runs training with other arguments, " in capsys.readouterr().err
 
 
 @pytest.mark.medium
@@ -508,22 +508,21 @@ def test_delete_of_nothing(cloud: Cloud, project: Project, capsys: pytest.Captur
     ]
 
 
-def test_commands_for_what_is_left_keep_a_name_like_a_flag(
-    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        (["--tpu_name", "detach", "--detach"], " --tpu_name detach`"),
+        (["--slices", "{tpu_type: v5p-16}"], " --slices '{tpu_type: v5p-16}'`"),
+    ],
+)
+def test_the_command_that_deletes_has_the_options_of_the_launch(
+    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str], options: list[str], shown: str
 ) -> None:
     cloud.fail("ssh", "ERROR: no such host")
-    assert launch("start", project, "--tpu_name", "detach", "--detach") == 1
-    assert " --tpu_name detach`" in capsys.readouterr().out
-
-
-def test_commands_for_what_is_left_keep_mappings(
-    cloud: Cloud, project: Project, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cloud.fail("ssh", "ERROR: no such host")
-    assert launch("start", project, "--slices", "{tpu_type: v5p-16}") == 1
+    assert launch("start", project, *options) == 1
     captured = capsys.readouterr()
     assert "python -m marin_rl.launch tpu delete --tpu_name pod " in captured.out
-    assert " --slices '{tpu_type: v5p-16}'`" in captured.out
+    assert shown in captured.out
     assert "no such host" in captured.err
 
 
