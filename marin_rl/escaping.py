@@ -35,6 +35,15 @@ def escape_line(text: str) -> str:
     return escape(text).replace("\n", "\\n")
 
 
+def replace_surrogates(text: str) -> str:
+    r"""Replace lone surrogates, which UTF-8 cannot encode and tokenizers reject, by question marks.
+
+    >>> replace_surrogates("a\ud800b")
+    'a?b'
+    """
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def shorten(text: str, length: int) -> str:
     """Leave out the middle of a text that has more than `length` characters; both ends of a prompt or reply matter.
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from marin_rl.escaping import replace_surrogates
 from marin_rl.event_loop import BackgroundLoop
 from marin_rl.rewards.grading_process import NoAnswerError
 from marin_rl.rewards.reply_text import graded_text, search_reply
@@ -23,7 +24,7 @@ def bounded_text(text: str, max_characters: int) -> str:
     >>> bounded_text("a\ud800bcdef", 4)
     'a?bc\n[3 more characters]'
     """
-    text = text.encode("utf-8", "replace").decode("utf-8")
+    text = replace_surrogates(text)
     if len(text) <= max_characters:
         return text
     return f"{text[:max_characters]}\n[{len(text) - max_characters} more characters]"

@@ -14,33 +14,21 @@ import dataclasses
 import functools
 import json
 import math
+import random
 import re
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import httpx
 
 from marin_rl.config_fields import check_address, convert_enum_fields, read_api_key
+from marin_rl.escaping import replace_surrogates
 from marin_rl.event_loop import gather_all
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component
 from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
-from marin_rl.rewards.judge_answers import (
-    SCORE_REGEX,
-    JudgeComparison,
-    JudgeCriterion,
-    RetryableError,
-    ScoreRange,
-    draw_pairs,
-    pair_results,
-    read_comparison,
-    read_criteria,
-    read_score,
-    read_winner,
-    shown_order,
-    verdict_text,
-)
-from marin_rl.rewards.reply_text import check_pattern
+from marin_rl.rewards.judge_answers import ScoreRange, VerdictError, read_verdict
 from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.seeds import derive_seed
 from marin_rl.types import MAX_REWARD
 
 T = TypeVar("T")
@@ -49,12 +37,44 @@ _PLACEHOLDERS = re.compile(r"\{(conversation|conversations|ground_truth|rubric)\
 MAX_RESPONSE = 2**22
 """Maximum number of bytes of a response after decompression. A few compressed kilobytes can be gigabytes."""
 _RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+_RESERVED = ("score", "retries", "prompt_tokens", "completion_tokens")
+"""Metrics of every judge."""
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgeCriterion:
+    """A criterion of a judge's rubric."""
+
+    name: str
+    """Name in the judge's answer, and under which its scores are logged: at most 100 letters, digits and characters of
+    `_-.`."""
+    description: str
+    """Text for the judge: the property, and which score to give when."""
+    weight: float = 1.0
+    """Weight in the mean of the criteria; above 0."""
+
+    def __post_init__(self) -> None:
+        check_component(self.name, self.weight)
+        if self.name in _RESERVED or self.name.startswith("failed_") or len(self.name) > 100:
+            raise ValueError(
+                f"rewards: invalid name {self.name!r} of a criterion; use at most 100 characters, and none of the "
+                f"metrics {', '.join(_RESERVED)} and failed_..."
+            )
+        if not self.weight > 0:
+            raise ValueError(f"rewards: weight of criterion {self.name!r} must be above 0, got {self.weight}")
+        if not self.description.strip():
+            raise ValueError(f"rewards: criterion {self.name!r} has no description, so the judge cannot apply it")
 
 
 @RewardComponentConfig.register_subclass("llm_judge")
 @dataclasses.dataclass(frozen=True)
 class LlmJudgeConfig(RewardComponentConfig):
-    """Asks a language model to score a rollout, or to compare the rollouts of a group."""
+    """Asks a language model to score a rollout, or to compare the rollouts of a group.
+
+    The judge answers with a JSON object, or ends with a line: `{"score": 0.8}` or `Score: 0.8` for one rollout,
+    `{"correct": 1, "short": 0.5}` or `Scores: correct=1, short=0.5` for a rubric, `{"scores": [0.2, 1]}` or
+    `Scores: 0.2, 1` for a group, in the order shown.
+    """
 
     base_url: str
     """URL of the endpoint without `/chat/completions`: `http://localhost:8000/v1`."""
@@ -63,24 +83,12 @@ class LlmJudgeConfig(RewardComponentConfig):
     prompt: str
     """Prompt template. `{conversation}` is replaced by the rollout's messages as JSON, `{ground_truth}` by the task's
     answer, `{rubric}` by a JSON object with the descriptions of the criteria by name. With `scope: group`,
-    `{conversations}` is replaced by a JSON list of objects with `rollout` (a number from 1, in pairs `A` or `B`) and
-    `messages`, in random order."""
+    `{conversations}` is replaced by a JSON list of objects with `rollout` (a number from 1) and `messages`, in random
+    order."""
     scope: RewardScope = RewardScope.POINTWISE
-    """`pointwise`: one rollout per call. `group`: compares the rollouts of a group that did not fail."""
-    comparison: JudgeComparison = JudgeComparison.SCORES
-    """With `scope: group`, the format of the judge's answer: `scores` or `ranking` of all rollouts in one call, or
-    `pairwise`."""
-    opponents: int | None = None
-    """With `comparison: pairwise`, the number of other rollouts that each rollout is compared with, at least 1; null:
-    all. A group of n rollouts then takes n · `opponents` calls (one more per rollout if both are odd)."""
+    """`pointwise`: one rollout per call. `group`: all rollouts of a group that did not fail in one call."""
     rubric: tuple[JudgeCriterion, ...] = ()
     """With `scope: pointwise`, criteria that the judge scores one by one; the score is their weighted mean."""
-    separate_criteria: bool = False
-    """One call per criterion instead of one call for the whole rubric."""
-    score_regex: str = SCORE_REGEX
-    """With `scope: pointwise` and no rubric, group 1 of its last match in the judge's answer is the score. By default
-    `score` of a JSON object, or the last line that starts with `Score: <number>` or `Final score: <number>`, in
-    Markdown or plain. Thoughts of the judge (`<think>...</think>`) are not read."""
     lowest: float = 0.0
     """Minimum valid score; an answer with a lower score is invalid."""
     highest: float = 1.0
@@ -104,17 +112,11 @@ class LlmJudgeConfig(RewardComponentConfig):
     """Maximum number of tokens in the judge's answer, reasoning included; at least 1. A longer answer is invalid."""
     temperature: float = 0.0
     """Sampling temperature of the judge; at least 0."""
-    prompt_price: float = 0.0
-    """Price of a million prompt tokens, in any currency; at least 0. The cost is logged if it or `completion_price` is
-    above 0."""
-    completion_price: float = 0.0
-    """Price of a million completion tokens, like `prompt_price`."""
 
     def __post_init__(self) -> None:
         convert_enum_fields(self)
         check_component(self.name, self.weight)
         check_address(f"rewards: base_url of {self.name!r}", self.base_url, "api_key_env")
-        check_pattern("rewards: score_regex", self.score_regex, groups=1)
         self._check_scope()
         self._check_rubric()
         if not -MAX_REWARD <= self.lowest < self.highest <= MAX_REWARD:
@@ -138,33 +140,17 @@ class LlmJudgeConfig(RewardComponentConfig):
                 f"rewards: the prompt of {self.name!r} contains {unused}, which is not replaced with scope: "
                 f"{self.scope.value}; use {placeholder}"
             )
-        if is_group and self.score_regex != SCORE_REGEX:
-            form = "Winner" if self.comparison is JudgeComparison.PAIRWISE else self.comparison.value.capitalize()
-            raise ValueError(
-                f"rewards: score_regex of {self.name!r} is not used with scope: group, because the judge answers with "
-                f"a line `{form}: ...`; remove score_regex"
-            )
-        if not is_group and self.comparison is not JudgeComparison.SCORES:
-            raise ValueError(
-                f"rewards: comparison of {self.name!r} is {self.comparison.value}, which requires scope: group, got "
-                "scope: pointwise"
-            )
-        if self.opponents is not None and self.comparison is not JudgeComparison.PAIRWISE:
-            raise ValueError(
-                f"rewards: opponents of {self.name!r} requires comparison: pairwise, got {self.comparison.value}"
-            )
 
     def _check_rubric(self) -> None:
         if not self.rubric:
-            if self.separate_criteria or "{rubric}" in self.prompt:
-                wanted = "separate_criteria" if self.separate_criteria else "{rubric} in the prompt"
-                raise ValueError(f"rewards: {wanted} of {self.name!r} requires a rubric, but rubric is empty")
+            if "{rubric}" in self.prompt:
+                raise ValueError(
+                    f"rewards: {{rubric}} in the prompt of {self.name!r} requires a rubric, but it is empty"
+                )
             return
-        if self.scope is not RewardScope.POINTWISE or self.score_regex != SCORE_REGEX:
-            found = "score_regex" if self.scope is RewardScope.POINTWISE else f"scope: {self.scope.value}"
+        if self.scope is not RewardScope.POINTWISE:
             raise ValueError(
-                f"rewards: {self.name!r} has a rubric, whose criteria are read from a line `Scores: NAME=NUMBER, ...` "
-                f"for each rollout; remove {found}, or the rubric"
+                f"rewards: {self.name!r} has a rubric, which requires scope: pointwise, not {self.scope.value}"
             )
         if "{rubric}" not in self.prompt:
             raise ValueError(f"rewards: the prompt of {self.name!r} must contain {{rubric}}, because it has a rubric")
@@ -179,12 +165,9 @@ class LlmJudgeConfig(RewardComponentConfig):
             ("max_concurrency", 1),
             ("max_tokens", 1),
             ("temperature", 0),
-            ("prompt_price", 0),
-            ("completion_price", 0),
-            ("opponents", 1),
         ):
             value = getattr(self, field)
-            if value is not None and not minimum <= value < math.inf:
+            if not minimum <= value < math.inf:
                 raise ValueError(
                     f"rewards: {field} of {self.name!r} must be finite and at least {minimum}, got {value}"
                 )
@@ -196,6 +179,10 @@ class LlmJudgeConfig(RewardComponentConfig):
     def build(self, sandbox: Sandbox) -> "LlmJudge":
         """Build the component; it runs no untrusted code and does not use the sandbox."""
         return LlmJudge(self)
+
+
+class _RetryableError(RewardCallError):
+    """A request got no usable answer, and may be repeated."""
 
 
 @dataclasses.dataclass
@@ -213,13 +200,9 @@ class _Usage:
             if type(count) is int and 0 <= count < 2**53:
                 self.tokens[name] += count
 
-    def metrics(self, rollouts: int, config: LlmJudgeConfig) -> dict[str, float]:
+    def metrics(self, rollouts: int) -> dict[str, float]:
         """Return the metrics of each of a number of rollouts, which share the calls equally."""
-        totals: dict[str, float] = {"retries": self.retries, **self.tokens}
-        if self.tokens and (config.prompt_price or config.completion_price):
-            prices = {"prompt_tokens": config.prompt_price, "completion_tokens": config.completion_price}
-            totals["cost"] = sum(prices[name] * count / 1e6 for name, count in self.tokens.items())
-        return {name: total / rollouts for name, total in totals.items()}
+        return {name: total / rollouts for name, total in {"retries": self.retries, **self.tokens}.items()}
 
 
 class LlmJudge:
@@ -240,10 +223,9 @@ class LlmJudge:
         _ = self._key
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
-        """Return one result per rollout, from concurrent calls for each rollout, each pair, or one for the group."""
+        """Return one result per rollout, from one call for the group, or concurrent calls for each rollout."""
         if self._config.scope is RewardScope.GROUP:
-            pairwise = self._config.comparison is JudgeComparison.PAIRWISE
-            return await self._metered(requests, self._compare_pairs if pairwise else self._compare)
+            return await self._metered(requests, self._compare)
         results = await gather_all(self._metered([request], self._score_rollout) for request in requests)
         return [result for [result] in results]
 
@@ -263,97 +245,73 @@ class LlmJudge:
         try:
             results = await score(requests, usage)
         except RewardCallError as error:
-            raise RewardCallError(error.cause, error.detail, usage.metrics(len(requests), self._config)) from error
-        metrics = usage.metrics(len(requests), self._config)
+            raise RewardCallError(error.cause, error.detail, usage.metrics(len(requests))) from error
+        metrics = usage.metrics(len(requests))
         return [result.model_copy(update={"metrics": {**result.metrics, **metrics}}) for result in results]
 
     async def _score_rollout(self, requests: Sequence[RewardRequest], usage: _Usage) -> list[EvaluateResult]:
         [request] = requests
-        values = {"conversation": _as_json(request.messages), "ground_truth": request.ground_truth}
         rubric = self._config.rubric
+        values = {
+            "conversation": _as_json(request.messages),
+            "ground_truth": request.ground_truth,
+            "rubric": _as_json({criterion.name: criterion.description for criterion in rubric}),
+        }
+
+        def read(verdict: Mapping[str, Any]) -> dict[str, float]:
+            names = [criterion.name for criterion in rubric] or ["score"]
+            return {name: self._range.read(verdict.get(name), name) for name in names}
+
+        scores, answer = await self._ask(values, read, usage)
         if not rubric:
-            score, answer = await self._ask(
-                values, lambda answer: read_score(answer, self._config.score_regex, self._range), usage
-            )
-            return [EvaluateResult(score=score, reason=answer)]
-
-        async def apply(criteria: Sequence[JudgeCriterion]) -> tuple[dict[str, float], str]:
-            names = [criterion.name for criterion in criteria]
-            described = _as_json({criterion.name: criterion.description for criterion in criteria})
-            read = functools.partial(read_criteria, names=names, valid=self._range)
-            return await self._ask({**values, "rubric": described}, read, usage)
-
-        parts = [[criterion] for criterion in rubric] if self._config.separate_criteria else [rubric]
-        answers = await gather_all(apply(part) for part in parts)
-        scores = {name: score for part, _ in answers for name, score in part.items()}
+            return [EvaluateResult(score=scores["score"], reason=answer)]
         total = math.fsum(criterion.weight for criterion in rubric)
         mean = math.fsum(criterion.weight * scores[criterion.name] for criterion in rubric) / total
-        return [EvaluateResult(score=mean, metrics=scores, reason="\n\n".join(answer for _, answer in answers))]
+        return [EvaluateResult(score=mean, metrics=scores, reason=answer)]
 
     async def _compare(self, requests: Sequence[RewardRequest], usage: _Usage) -> list[EvaluateResult]:
         order = shown_order(requests[0].group_seed, len(requests))
         shown = [{"rollout": place + 1, "messages": requests[index].messages} for place, index in enumerate(order)]
-        scores, answer = await self._ask(
-            {"conversations": _as_json(shown), "ground_truth": requests[0].ground_truth},
-            lambda answer: read_comparison(answer, len(requests), self._config.comparison, self._range),
-            usage,
-        )
+        values = {"conversations": _as_json(shown), "ground_truth": requests[0].ground_truth}
+
+        def read(verdict: Mapping[str, Any]) -> list[float]:
+            listed = verdict.get("scores")
+            if not isinstance(listed, list) or len(listed) != len(requests):
+                raise VerdictError(f"the verdict is not a list of {len(requests)} scores")
+            return [self._range.read(score, f"score {place}") for place, score in enumerate(listed, start=1)]
+
+        scores, answer = await self._ask(values, read, usage)
         results = {
             index: EvaluateResult(score=score, reason=f"shown as rollout {place + 1}\n{answer}")
             for place, (index, score) in enumerate(zip(order, scores, strict=True))
         }
         return [results[index] for index in range(len(requests))]
 
-    async def _compare_pairs(self, requests: Sequence[RewardRequest], usage: _Usage) -> list[EvaluateResult]:
-        pairs = draw_pairs(requests[0].group_seed, len(requests), self._config.opponents)
-
-        async def first_wins(first: int, second: int) -> float:
-            both = (("A", first), ("B", second))
-            shown = [{"rollout": label, "messages": requests[index].messages} for label, index in both]
-            values = {"conversations": _as_json(shown), "ground_truth": requests[0].ground_truth}
-            points, _ = await self._ask(values, read_winner, usage)
-            return points
-
-        shown_twice = [pair for first, second in pairs for pair in ((first, second), (second, first))]
-        points = await gather_all(first_wins(*pair) for pair in shown_twice)
-        by_pair = {
-            pair: (as_first, 1 - as_second)
-            for pair, as_first, as_second in zip(pairs, points[::2], points[1::2], strict=True)
-        }
-        spread = self._range.highest - self._range.lowest
-        return [
-            EvaluateResult(
-                score=min(self._range.lowest + result.win_rate * spread, self._range.highest),
-                metrics={"position_consistency": result.consistency},
-                reason="; ".join(
-                    f"{points:g} against {requests[opponent].rollout_id}" for opponent, points in result.points.items()
-                ),
-            )
-            for result in pair_results(len(requests), by_pair)
-        ]
-
-    async def _ask(self, values: dict[str, str], read: Callable[[str], T], usage: _Usage) -> tuple[T, str]:
-        """Query the judge until `read` succeeds; returns its result and the judge's answer."""
-        attempt = 0
+    async def _ask(
+        self, values: dict[str, str], read: Callable[[Mapping[str, Any]], T], usage: _Usage
+    ) -> tuple[T, str]:
+        """Query the judge until `read` accepts its verdict; returns the result of `read` and the judge's answer."""
+        attempt = 1
         while True:
-            async with self._slots:
-                is_answered = True
-                while is_answered:
-                    attempt += 1
-                    try:
-                        answer = await self._attempt(values, usage)
-                        # In a thread: the pattern of a config is searched for in another process.
-                        return await asyncio.to_thread(lambda text: read(verdict_text(text)), answer), answer
-                    except RetryableError as error:
-                        if attempt > self._config.retries:
-                            detail = f"no score after {attempt} attempts; last problem: {error.detail}"
-                            raise RewardCallError(error.cause, detail) from error
-                        # An endpoint that answered is asked again at once and in the same slot, so that a judge without
-                        # valid scores fails the group before its other calls are made.
-                        is_answered = error.cause is RewardFailure.INVALID_ANSWER
-                    usage.retries += 1
-            # The pause holds no slot, so that other calls proceed.
-            await asyncio.sleep(min(60.0, self._config.backoff_seconds * 2 ** (attempt - 1)))
+            try:
+                # A pause holds no slot, so that other calls proceed.
+                async with self._slots:
+                    answer = await self._attempt(values, usage)
+                try:
+                    # In a thread: an answer can have megabytes.
+                    return read(await asyncio.to_thread(read_verdict, answer)), answer
+                except VerdictError as error:
+                    detail = f"{error}; the answer ends with {answer[-200:]!r}"
+                    raise _RetryableError(RewardFailure.INVALID_ANSWER, detail) from error
+            except _RetryableError as error:
+                if attempt > self._config.retries:
+                    detail = f"no score after {attempt} attempts; last problem: {error.detail}"
+                    raise RewardCallError(error.cause, detail) from error
+                # An endpoint that answered is asked again at once.
+                if error.cause is not RewardFailure.INVALID_ANSWER:
+                    await asyncio.sleep(min(60.0, self._config.backoff_seconds * 2 ** (attempt - 1)))
+            attempt += 1
+            usage.retries += 1
 
     async def _attempt(self, values: dict[str, str], usage: _Usage) -> str:
         """Send one request and return the judge's answer."""
@@ -365,14 +323,14 @@ class LlmJudge:
                     content = await _read_content(response)
         except TimeoutError as error:
             detail = f"no answer within {self._config.timeout_seconds:g} s"
-            raise RetryableError(RewardFailure.REQUEST, detail) from error
+            raise _RetryableError(RewardFailure.REQUEST, detail) from error
         except (httpx.TransportError, httpx.DecodingError) as error:
-            raise RetryableError(RewardFailure.REQUEST, f"{type(error).__name__}: {error}") from error
+            raise _RetryableError(RewardFailure.REQUEST, f"{type(error).__name__}: {error}") from error
         text = content.decode("utf-8", "replace")
         if self._key is not None:
             text = text.replace(self._key, "***")
         if response.status_code in _RETRIED_STATUSES:
-            raise RetryableError(RewardFailure.REQUEST, f"status {response.status_code}: {text[:200]}")
+            raise _RetryableError(RewardFailure.REQUEST, f"status {response.status_code}: {text[:200]}")
         if response.status_code != 200:
             raise RewardCallError(RewardFailure.REQUEST, f"status {response.status_code}: {text[:500]}")
         try:
@@ -384,20 +342,20 @@ class LlmJudge:
             answer, is_cut = None, False
         if is_cut:
             # The last line can be a part of a number, or be followed by a correction.
-            raise RetryableError(
+            raise _RetryableError(
                 RewardFailure.INVALID_ANSWER,
                 f"the answer was cut off at max_tokens {self._config.max_tokens}; raise it: {str(answer)[-200:]!r}",
             )
         if not isinstance(answer, str):
-            raise RetryableError(RewardFailure.REQUEST, f"no chat completion: {text[:200]!r}")
-        return _without_surrogates(answer)
+            raise _RetryableError(RewardFailure.REQUEST, f"no chat completion: {text[:200]!r}")
+        return replace_surrogates(answer)
 
     def _body(self, values: dict[str, str]) -> dict[str, Any]:
         # Substitute all placeholders at once: a conversation that contains "{ground_truth}" must not receive it.
         prompt = _PLACEHOLDERS.sub(lambda match: values.get(match[1], match[0]), self._config.prompt)
         return {
             "model": self._config.model,
-            "messages": [{"role": "user", "content": _without_surrogates(prompt)}],
+            "messages": [{"role": "user", "content": replace_surrogates(prompt)}],
             "temperature": self._config.temperature,
             "max_tokens": self._config.max_tokens,
         }
@@ -424,19 +382,31 @@ async def _read_content(response: httpx.Response) -> bytes:
     """Return the decompressed content of a response.
 
     Raises:
-        RetryableError: if it is longer than `MAX_RESPONSE`; the rest is not read.
+        _RetryableError: if it is longer than `MAX_RESPONSE`; the rest is not read.
     """
     content = bytearray()
     async for part in response.aiter_bytes():
         content += part
         if len(content) > MAX_RESPONSE:
-            raise RetryableError(RewardFailure.REQUEST, f"a response of more than {MAX_RESPONSE} bytes")
+            raise _RetryableError(RewardFailure.REQUEST, f"a response of more than {MAX_RESPONSE} bytes")
     return bytes(content)
 
 
-def _without_surrogates(text: str) -> str:
-    """Replace lone surrogates, which neither a request nor a result can hold."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+def shown_order(group_seed: int, count: int) -> list[int]:
+    """Return the order in which a judge is shown the rollouts of a group, drawn from the group's seed.
+
+    Judges favour positions. With random permutations, over many groups every rollout index is shown at every position.
+
+    Args:
+        group_seed: seed derived from the run's seed and the group.
+        count: number of rollouts.
+
+    Returns:
+        A permutation of the rollout indices.
+    """
+    order = list(range(count))
+    random.Random(derive_seed(group_seed, "judge order")).shuffle(order)
+    return order
 
 
 def _as_json(value: Any) -> str:

@@ -20,7 +20,6 @@ from marin_rl.rewards.code import parse_tests
 from marin_rl.rewards.component import RewardComponent, RewardScope
 from marin_rl.rewards.functions import RewardFailure
 from marin_rl.rewards.judge import LlmJudgeConfig
-from marin_rl.rewards.judge_answers import JudgeComparison
 from marin_rl.rewards.pipeline import (
     RewardComponentConfig,
     build_components,
@@ -134,14 +133,12 @@ def test_the_examples_with_steps_work(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_other_sections_can_be_read():
-    _, _, [judge], [grading], [comparing], [pairing], [code] = configs()
+    _, _, [judge], [grading], [comparing], [code] = configs()
     assert type(judge).__name__ == "LlmJudgeConfig"
     assert isinstance(grading, LlmJudgeConfig)
     assert [criterion.name for criterion in grading.rubric] == ["correct", "reasoned"]
     assert isinstance(comparing, LlmJudgeConfig)
-    assert (comparing.scope, comparing.comparison) == (RewardScope.GROUP, JudgeComparison.RANKING)
-    assert isinstance(pairing, LlmJudgeConfig)
-    assert (pairing.scope, pairing.comparison) == (RewardScope.GROUP, JudgeComparison.PAIRWISE)
+    assert comparing.scope is RewardScope.GROUP
     assert type(code).__name__ == "CodeRewardConfig"
     [sandbox] = [yaml.safe_load(text)["sandbox"] for text in blocks("yaml") if text.startswith("sandbox")]
     assert decode(SandboxConfig, sandbox, ("sandbox",)).require is Isolation.FULL
