@@ -3,12 +3,13 @@
 
 """Reward for model-written programs: runs them against tests that they cannot see.
 
-The program runs alone. It receives input, or calls with their arguments, and sends output, or return values as data;
-both are compared here with the expected results, which never enter its process. Nothing that it sends is evaluated or
+The program runs alone. It receives input, or calls of its functions, and sends output, or return values as JSON; both
+are compared here with the expected results, which never enter its process. Nothing that it sends is evaluated or
 called: a result that is not of the protocol fails its test. Printing "all passed", exiting with status 0, returning an
 object that is equal to everything, or inspecting the interpreter's frames therefore gains nothing.
 """
 
+import ast
 import asyncio
 import collections
 import dataclasses
@@ -23,8 +24,7 @@ import pydantic
 
 from marin_rl.config_fields import convert_enum_fields
 from marin_rl.rewards import code_harness
-from marin_rl.rewards.code_asserts import CodeTestsError, convert_assert
-from marin_rl.rewards.code_values import DEFAULT_TOLERANCE, CallTest, Comparison, Tolerance, same_output
+from marin_rl.rewards.code_values import same_output, same_value
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component
 from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.reply_text import graded_text
@@ -35,24 +35,33 @@ _HARNESS = Path(code_harness.__file__).read_text(encoding="utf-8")
 MAX_NAMED = 20
 """Maximum number of tasks with invalid tests that an error names."""
 
-_NAME = r"[^\W\d]\w*"
+
+class CodeTestsError(ValueError):
+    """The tests of a task are invalid; the message names them and the remedy."""
 
 
 class _Test(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class Call(_Test):
-    """Call of a function of the code, and the value that it must return. All values are JSON."""
+def _check_call(call: str) -> str:
+    try:
+        tree = ast.parse(call, mode="eval")
+        compile(tree, "call.py", "eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{call[:200]!r} is not a Python expression: {error}") from error
+    if not any(isinstance(node, ast.Call) for node in ast.walk(tree)):
+        raise ValueError(f"{call[:200]!r} calls no function")
+    return call
 
-    function: Annotated[str, pydantic.StringConstraints(pattern=rf"^({_NAME}(\(\))?\.)*{_NAME}$")]
-    """Name of the function: `add`, or `Solution().add` for a method of a class without arguments."""
-    args: tuple[Any, ...] = ()
-    """Its arguments."""
-    kwargs: dict[str, Any] = {}
-    """Its keyword arguments."""
+
+class Call(_Test):
+    """Call of a function of the code, and the value that it must return."""
+
+    call: Annotated[str, pydantic.AfterValidator(_check_call)]
+    """Python expression that is evaluated after the code: `add(2, 3)`, `Solution().add((2, 3))` or `sorted(f({1}))`."""
     returns: Any
-    """The expected value. A list equals a list or a tuple."""
+    """The expected value: JSON. A list equals a list or a tuple."""
 
 
 class StdinCase(_Test):
@@ -69,29 +78,11 @@ class CodeTests(_Test):
 
     calls: tuple[Call, ...] = ()
     """Calls of functions."""
-    asserts: tuple[str, ...] = ()
-    """Assert statements with a call and its result as literals: `assert add(2, 3) == 5`."""
     cases: tuple[StdinCase, ...] = ()
     """Inputs and expected outputs of the whole program."""
     tolerance: Annotated[float, pydantic.Field(gt=0, lt=1)] | None = None
     """Relative or absolute error up to which floats are equal. By default returned floats are compared with a relative
     error of 1e-9, or an absolute one of 1e-12 where 0 is expected, and printed numbers as text."""
-
-    @functools.cached_property
-    def call_tests(self) -> tuple[CallTest, ...]:
-        """The calls, then the converted assert statements.
-
-        Raises:
-            CodeTestsError: if a value is nested too deeply, or a statement cannot be converted.
-        """
-        tolerance = DEFAULT_TOLERANCE if self.tolerance is None else Tolerance(self.tolerance, self.tolerance)
-        tests = []
-        for call in self.calls:
-            try:
-                tests.append(CallTest(call.function, call.args, call.kwargs, call.returns, Comparison.JSON, tolerance))
-            except ValueError as error:
-                raise CodeTestsError(f"the test {str(call)[:200]!r} cannot be sent: {error}; flatten it") from error
-        return *tests, *(convert_assert(line, tolerance) for line in self.asserts)
 
 
 class CodeScore(enum.StrEnum):
@@ -106,7 +97,7 @@ class CodeScore(enum.StrEnum):
 @RewardComponentConfig.register_subclass("code")
 @dataclasses.dataclass(frozen=True)
 class CodeRewardConfig(RewardComponentConfig):
-    """Runs the reply's Python code against the tests in the ground truth: JSON with `calls`, `asserts` or `cases`."""
+    """Runs the reply's Python code against the tests in the ground truth: JSON with `calls`, `cases` or both."""
 
     name: str = "code"
     """Name under which its scores are logged."""
@@ -211,7 +202,7 @@ def parse_tests(ground_truth: str) -> CodeTests:
     """Parse the tests in a ground truth.
 
     Raises:
-        CodeTestsError: if there are no tests, or an assert statement cannot be converted.
+        CodeTestsError: if there are no tests, or any is invalid.
     """
     try:
         tests = CodeTests.model_validate_json(ground_truth)
@@ -219,12 +210,12 @@ def parse_tests(ground_truth: str) -> CodeTests:
         first = error.errors(include_url=False)[0]
         where = "".join(f"{part}: " for part in first["loc"])
         raise CodeTestsError(
-            f"the ground truth {ground_truth[:200]!r} holds no tests; use JSON with `calls` (a list of objects with "
-            "function, args and returns), `asserts` (a list of assert statements) or `cases` (a list of objects with "
-            f"stdin and stdout): {where}{first['msg']}"
+            f"the ground truth {ground_truth[:200]!r} holds no valid tests; use JSON with `calls`, such as "
+            """{"call": "f(2)", "returns": 4} for `assert f(2) == 4`, or `cases`, with stdin and stdout: """
+            f"{where}{first['msg']}"
         ) from error
-    if not tests.call_tests and not tests.cases:
-        raise CodeTestsError(f"the ground truth {ground_truth[:200]!r} has no calls, asserts or cases; add some")
+    if not tests.calls and not tests.cases:
+        raise CodeTestsError(f"the ground truth {ground_truth[:200]!r} has no calls or cases; add some")
     return tests
 
 
@@ -237,12 +228,12 @@ async def run_tests(sandbox: Sandbox, reply: str, tests: CodeTests) -> list[Outc
         tests: its tests.
 
     Returns:
-        The outcome of each test: first of the calls, then of the asserts and the cases.
+        The outcome of each test: first of the calls, then of the cases.
 
     Raises:
         RewardCallError: if the sandbox itself failed.
     """
-    calls, cases = await asyncio.gather(_run_calls(sandbox, reply, tests.call_tests), _run_cases(sandbox, reply, tests))
+    calls, cases = await asyncio.gather(_run_calls(sandbox, reply, tests), _run_cases(sandbox, reply, tests))
     return [*calls, *cases]
 
 
@@ -277,27 +268,28 @@ def _lost_worker(result: PythonResult) -> bool:
     return result.failure is not None and result.failure.cause is RewardFailure.WORKER
 
 
-async def _run_calls(sandbox: Sandbox, reply: str, tests: Sequence[CallTest]) -> list[Outcome]:
-    if not tests:
+async def _run_calls(sandbox: Sandbox, reply: str, tests: CodeTests) -> list[Outcome]:
+    if not tests.calls:
         return []
-    calls = json.dumps([code_harness.encode([test.function, [*test.args], {**test.kwargs}]) for test in tests])
+    calls = json.dumps([test.call for test in tests.calls])
     # The literals are ASCII: text of a reply can contain characters that UTF-8 cannot encode.
     result = await _run(sandbox, f"{_HARNESS}\nrun_calls({reply!a}, {calls!a})")
     # In a thread, because comparing a megabyte can take a second.
     return await asyncio.to_thread(_outcomes, tests, result.stdout)
 
 
-def _outcomes(tests: Sequence[CallTest], output: str) -> list[Outcome]:
+def _outcomes(tests: CodeTests, output: str) -> list[Outcome]:
     """Compare the untrusted output of the process of the calls: a line for each call, until the process ended."""
     # The last line may be incomplete. Lines in excess do not belong to any call.
     lines = output.split("\n")[:-1]
-    if len(lines) > len(tests):
-        return [Outcome.UNANSWERED] * len(tests)
-    outcomes = [_outcome(test, line, number) for number, (test, line) in enumerate(zip(tests, lines, strict=False))]
-    return outcomes + [Outcome.UNANSWERED] * (len(tests) - len(outcomes))
+    if len(lines) > len(tests.calls):
+        return [Outcome.UNANSWERED] * len(tests.calls)
+    answered = zip(tests.calls, lines, strict=False)
+    outcomes = [_outcome(test, line, number, tests.tolerance) for number, (test, line) in enumerate(answered)]
+    return outcomes + [Outcome.UNANSWERED] * (len(tests.calls) - len(outcomes))
 
 
-def _outcome(test: CallTest, line: str, number: int) -> Outcome:
+def _outcome(test: Call, line: str, number: int, tolerance: float | None) -> Outcome:
     """Compare an untrusted line: JSON of the number of the call and its value, if it has one."""
     try:
         answer = json.loads(line)
@@ -305,7 +297,7 @@ def _outcome(test: CallTest, line: str, number: int) -> Outcome:
         return Outcome.UNANSWERED
     if not isinstance(answer, list) or len(answer) != 2 or type(answer[0]) is not int or answer[0] != number:
         return Outcome.UNANSWERED
-    return Outcome.PASSED if test.passes(answer[1]) else Outcome.WRONG
+    return Outcome.PASSED if same_value(test.returns, answer[1], tolerance) else Outcome.WRONG
 
 
 async def _run_cases(sandbox: Sandbox, reply: str, tests: CodeTests) -> list[Outcome]:

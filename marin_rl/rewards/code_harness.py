@@ -19,11 +19,8 @@ import re
 import sys
 import textwrap
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
-
-MAX_DEPTH = 100
-"""Maximum nesting of values."""
 
 MAX_ENDS = 20
 """Number of fences that are tried as the end of one block."""
@@ -132,21 +129,20 @@ def _parse(lines: Sequence[str], is_tagged: bool = False) -> Candidate | None:
     return None
 
 
-def choose_definitions(reply: str, functions: Sequence[str]) -> str | None:
-    """Return the last block of a reply that defines the called functions, or None if no block defines any.
+def choose_definitions(reply: str, names: Set[str]) -> str | None:
+    """Return the last block of a reply that defines the called names, or None if no block defines any.
 
     If no block defines all of them, it is the last that defines the most. Imported names count less than definitions,
     because a block of examples can import the functions.
 
     Args:
         reply: the reply, without thoughts.
-        functions: paths of the functions, such as `add` and `Solution().add`.
+        names: names in the calls, such as `add` and `Solution`; those of built-in functions may be among them.
     """
-    roots = {re.split(r"[.(]", function)[0] for function in functions}
     best: tuple[tuple[int, int], str | None] = (0, 0), None
     for candidate in candidates(reply):
         defined, imported = _names(candidate.tree)
-        rank = len(roots & defined), len(roots & imported)
+        rank = len(names & defined), len(names & imported)
         if rank != (0, 0) and rank >= best[0]:
             best = rank, candidate.code
     return best[1]
@@ -198,69 +194,38 @@ def _used_names(tree: ast.Module) -> set[str]:
     return names
 
 
-def encode(value: Any, depth: int = 0) -> Any:
-    """Encode a value as JSON data.
+def to_json(value: Any) -> Any:
+    """Return the JSON value of a result.
 
-    Null, booleans, numbers, strings and lists are themselves; other values are objects with their kind as only key.
-    Values of derived types count as the plain types: a `Counter` as dict, a named tuple as tuple, a `Fraction` as
-    number. numpy's scalars and arrays count as numbers and lists, dictionary keys as a set.
+    Values of derived types count as the plain types: a `Counter` as dictionary, a named tuple as list, a `Fraction` and
+    numpy's scalars as numbers, its arrays as lists.
 
     Raises:
-        ValueError: if it is nested too deeply.
-        TypeError: if it is of another type.
+        TypeError: if it has none, such as a set, or a dictionary whose keys are not strings.
 
-    >>> encode({1: (None, b"a")})
-    {'dict': [[1, {'tuple': [None, {'bytes': '61'}]}]]}
+    >>> to_json({"a": (None, 1)})
+    {'a': [None, 1]}
     """
-    if depth > MAX_DEPTH:
-        raise ValueError(f"nested more than {MAX_DEPTH} deep")
-    # The frequent types come first, because arguments and results can have millions of values.
-    if value is None or isinstance(value, bool | float | str):
+    # The frequent types come first, because results can have millions of values.
+    if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, int):
-        # JSON's decoder limits the number of decimal digits, but not of hexadecimal ones.
-        return value if int.bit_length(value) < 64 else {"int": hex(value)}
-    if isinstance(value, list):
-        return [encode(item, depth + 1) for item in value]
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError("JSON has no keys other than strings")
+        return {key: to_json(item) for key, item in value.items()}
     if _is_instance(value, "numpy", "generic", "ndarray"):
-        return encode(value.tolist(), depth)
+        return to_json(value.tolist())
     if _is_instance(value, "numbers", "Real") or _is_instance(value, "decimal", "Decimal"):
         whole = int(value)
-        return encode(whole if whole == value else float(value))
-    if isinstance(value, bytes | bytearray):
-        return {"bytes": value.hex()}
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    if isinstance(value, dict):
-        return {"dict": [[encode(key, depth + 1), encode(item, depth + 1)] for key, item in dict.items(value)]}
-    for kind, types_ in (("tuple", tuple), ("frozenset", frozenset), ("set", set | type({}.keys()))):
-        if isinstance(value, types_):
-            return {kind: [encode(item, depth + 1) for item in value]}
-    raise TypeError(f"{type(value)} is not plain data")
+        return whole if whole == value else float(value)
+    raise TypeError(f"{type(value)} is not JSON")
 
 
 def _is_instance(value: Any, module: str, *names: str) -> bool:
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, tuple(getattr(loaded, name) for name in names))
-
-
-def decode(data: Any) -> Any:
-    """Return the value that `encode` encoded."""
-    if isinstance(data, list):
-        return [decode(item) for item in data]
-    if not isinstance(data, dict):
-        return data
-    [(kind, content)] = data.items()
-    match kind:
-        case "int":
-            return int(content, 16)
-        case "bytes":
-            return bytes.fromhex(content)
-        case "complex":
-            return complex(*content)
-        case "dict":
-            return {decode(key): decode(item) for key, item in content}
-    return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](decode(content))
 
 
 def print_program(reply: str) -> None:
@@ -269,16 +234,19 @@ def print_program(reply: str) -> None:
 
 
 def run_calls(reply: str, calls: str) -> None:
-    """Call functions of a reply, and write one line for each call: JSON of its number and its value, if it has one.
+    """Evaluate calls of functions of a reply, and write one line for each: JSON of its number and its value.
 
-    Lines are written to stdout. What the code prints is discarded. The process ends with the last call.
+    A call that raises an error, or whose value is not JSON, has no value. Lines are written to stdout. What the code
+    prints is discarded. The process ends with the last call.
 
     Args:
         reply: the reply, without thoughts.
-        calls: the calls as JSON: lists of function, arguments and keyword arguments, encoded.
+        calls: JSON list of Python expressions.
     """
-    requests = json.loads(calls)
-    code = choose_definitions(reply, [function for function, _, _ in requests])
+    expressions = json.loads(calls)
+    trees = [ast.parse(expression, mode="eval") for expression in expressions]
+    names = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    code = choose_definitions(reply, names)
     if code is None:
         sys.exit("the reply has no complete block of Python code that defines the functions")
     output = os.fdopen(os.dup(1), "w", encoding="ascii")
@@ -290,23 +258,12 @@ def run_calls(reply: str, calls: str) -> None:
     # Annotations are not evaluated: methods for LeetCode use `List` without importing it, as it is imported there.
     flags = __future__.annotations.compiler_flag
     exec(compile(code, "solution.py", "exec", flags, dont_inherit=True), module.__dict__)
-    for number, (function, args, kwargs) in enumerate(requests):
+    for number, tree in enumerate(trees):
         try:
-            value = _find(module, function)(*decode(args), **decode(kwargs))
-            line = json.dumps([number, encode(value)])
+            value = eval(compile(tree, "call.py", "eval", dont_inherit=True), module.__dict__)
+            line = json.dumps([number, to_json(value)])
         except BaseException:
             line = json.dumps([number])
         output.write(line + "\n")
         output.flush()
     os._exit(0)
-
-
-def _find(module: types.ModuleType, path: str) -> Any:
-    """Return the function at a path such as `Solution().add`, in which `()` calls a class without arguments."""
-    value: Any = None
-    for number, part in enumerate(path.split(".")):
-        name = part.removesuffix("()")
-        value = vars(module)[name] if number == 0 else getattr(value, name)
-        if part != name:
-            value = value()
-    return value

@@ -24,7 +24,7 @@ MAX_TEXT = 200
 SHORT_PROMPT = 40
 """Characters of a prompt that is shown whole, even if others begin or end like it."""
 
-_TESTS = re.compile(r'\s*\{\s*"(?:calls|asserts|cases|tolerance)"\s*:')
+_TESTS = re.compile(r'\s*\{\s*"(?:calls|cases|tolerance)"\s*:')
 """Start of the tests of the reward component `code`, which are no answer."""
 
 

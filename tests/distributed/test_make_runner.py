@@ -75,14 +75,20 @@ def test_event_loop_closes_after_invalid_reward_function(tmp_path: Path):
 )
 def test_answers_of_all_tasks_are_checked(tmp_path: Path, wrap: Callable[[EnvironmentConfig], EnvironmentConfig]):
     path = tmp_path / "rows.jsonl"
-    rows = [{"id": f"row{index}", "prompt": f"Write f{index}.", "answer": f'{{"asserts": ["assert f{index}(1) == 2"]}}'}
-            for index in range(200)]  # fmt: skip
-    rows[150]["answer"] = '{"asserts": ["assert eval(f(1)) == 2"]}'
+    rows = [
+        {
+            "id": f"row{index}",
+            "prompt": f"Write f{index}.",
+            "answer": f'{{"calls": [{{"call": "f{index}(1)", "returns": 2}}]}}',
+        }
+        for index in range(200)
+    ]
+    rows[150]["answer"] = '{"calls": [{"call": "f(1", "returns": 2}]}'
     path.write_text("\n".join(map(json.dumps, rows)))
     questions = JsonlConfig(str(path), grader=NoGraderConfig(), rewards=(CodeRewardConfig(),))
     config = make_config(environment=wrap(questions), sandbox=SandboxConfig(workers=1))
     with (
-        pytest.raises(RewardConfigError, match=r"task 'row150' .*'assert eval\(f\(1\)\) == 2' cannot be converted"),
+        pytest.raises(RewardConfigError, match=r"task 'row150' .*'f\(1' is not a Python expression"),
         contextlib.ExitStack() as opened,
     ):
         open_reward_functions(config, config.environment.build(), opened)

@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,12 @@ def blocks(language: str) -> list[str]:
 def folder(tmp_path: Path) -> Path:
     for title, code in re.findall(r"```python title=\"([^\"]*)\"\n(.*?)```", PAGE, re.DOTALL):
         (tmp_path / title).write_text(code)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["my_rewards.py", "try_my_rewards.py", "turn_rewards.py"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "convert_asserts.py",
+        "my_rewards.py",
+        "try_my_rewards.py",
+        "turn_rewards.py",
+    ]
     return tmp_path
 
 
@@ -146,7 +152,34 @@ def test_the_other_sections_can_be_read():
 
 def test_the_tests_can_be_read():
     [tests] = [text for text in blocks("text") if text.startswith("{")]
-    assert len(parse_tests(json.dumps(json.loads(tests))).call_tests) == 4
+    assert len(parse_tests(json.dumps(json.loads(tests))).calls) == 3
+
+
+ASSERTS = [
+    ("assert f((1, 2), {3: 'a'}) == (4, 5)", {"call": "f((1, 2), {3: 'a'})", "returns": [4, 5]}),
+    ("assert f(1) == -0.5, 'message'", {"call": "f(1)", "returns": -0.5}),
+    ("assert set(f(1)) == set((2, 1))", {"call": "sorted(set(f(1)))", "returns": [1, 2]}),
+    ("assert f(1) == {2, 1}", {"call": "sorted(f(1))", "returns": [1, 2]}),
+    ("assert f(1) == {2: 'b', 1: 'a'}", {"call": "sorted(f(1).items())", "returns": [[1, "a"], [2, "b"]]}),
+    ("assert f(1) == None", {"call": "f(1)", "returns": None}),
+]
+
+
+def test_the_converter_of_asserts_works(folder: Path):
+    answer = runpy.run_path(str(folder / "convert_asserts.py"))["answer"]
+    converted = parse_tests(answer([line for line, _ in ASSERTS]))
+    assert [call.model_dump() for call in converted.calls] == [call for _, call in ASSERTS]
+    for line in (
+        "assert not f(1)",
+        "assert f(1)",
+        "assert f(1) == g(1)",
+        "f(1) == 2",
+        "assert f(1) == b'a'",
+        "assert f(1) == [{1: 2}]",
+        "assert f(1) == [{1, 2}]",
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            answer([line])
 
 
 def test_page_lists_all_failures():

@@ -5,21 +5,23 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from marin_rl.rewards.code import (
+    Call,
     CodeReward,
     CodeRewardConfig,
     CodeScore,
     CodeTests,
+    CodeTestsError,
     Outcome,
     StdinCase,
     parse_tests,
     run_tests,
 )
-from marin_rl.rewards.code_asserts import CodeTestsError
 from marin_rl.rewards.component import RewardConfigError
 from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure
 from marin_rl.rewards.sandbox.config import SandboxConfig
@@ -28,7 +30,13 @@ from marin_rl.rewards.sandbox.pool import PythonResult, Sandbox
 from marin_rl.types import Task
 
 PASSED, WRONG, UNANSWERED = Outcome
-ADDS = CodeTests(asserts=("assert add(2, 3) == 5", "assert add(-1, 1) == 0", "assert add('a', 'b') == 'ab'"))
+ADDS = CodeTests(
+    calls=(
+        Call(call="add(2, 3)", returns=5),
+        Call(call="add(-1, 1)", returns=0),
+        Call(call="add('a', 'b')", returns="ab"),
+    )
+)
 SUMS = CodeTests(cases=(StdinCase(stdin="2 3\n", stdout="5\n"), StdinCase(stdin="10 -4\n", stdout="6\n")))
 
 
@@ -194,15 +202,25 @@ def test_right_answers_count_wherever_they_come_from(grading: Grading):
     assert grading.passed(f"{SEND}\ndef add(a, b): send(RIGHT)", ADDS) == [True, True, True]
 
 
-def test_a_program_cannot_choose_the_value_of_a_test():
-    for line in ("assert eval(f(4)) == 24", "assert f(4)(24)", "assert str(f(1)) == '1'", "assert f(1) == f(1)"):
-        with pytest.raises(CodeTestsError, match="cannot be converted"):
-            parse_tests(json.dumps({"asserts": [line]}))
+@pytest.mark.parametrize("call", ["eval(f(4))", "f(4)(24)", "str(f(4))", "f(4)", "sorted(f(4))"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import builtins as b; b.eval = b.str = b.sorted = lambda value: Equal(); return lambda _: Equal()",
+        "global eval, str, sorted; eval = str = sorted = lambda value: Equal(); return lambda _: Equal()",
+        "return Equal()",
+        "return '24 == 24'",
+        "return 'returns'",
+    ],
+)
+def test_a_program_cannot_choose_the_expected_value(grading: Grading, call: str, body: str):
+    equal = "class Equal:\n    def __eq__(self, other): return True\n    def __iter__(self): return iter([self])\n"
+    code = f"{equal}def f(x):\n    {body}"
+    assert PASSED not in grading.outcomes(code, CodeTests(calls=(Call(call=call, returns=24),)))
 
 
 def test_failing_calls_cost_their_own_tests(grading: Grading):
-    calls = tuple({"function": "f", "args": [value], "returns": value + 1} for value in range(4))
-    tests = CodeTests.model_validate_json(json.dumps({"calls": calls}))
+    tests = CodeTests(calls=tuple(Call(call=f"f({value})", returns=value + 1) for value in range(4)))
     code = "import sys, os\ndef f(x):\n    if x == 1: {}\n    return x + 1"
     for failure in ("raise ValueError", "sys.exit()", "1 / 0", "return object()"):
         assert grading.outcomes(code.format(failure), tests) == [PASSED, UNANSWERED, PASSED, PASSED]
@@ -212,32 +230,36 @@ def test_failing_calls_cost_their_own_tests(grading: Grading):
     assert grading.outcomes(code.format("return 0"), tests) == [PASSED, WRONG, PASSED, PASSED]
 
 
-RETURNED = [
-    ("import collections\ndef f(): return collections.Counter('aab')", "{'a': 2, 'b': 1}"),
-    ("import collections\ndef f():\n    d = collections.defaultdict(list); d[1].append(2); return d", "{1: [2]}"),
-    ("import collections\nP = collections.namedtuple('P', 'a b')\ndef f(): return [P(1, 2)]", "[(1, 2)]"),
-    ("def f(): return {frozenset([1]): [{'frozenset('}, ()]}", "{frozenset([1]): [{'frozenset('}, ()]}"),
-    ("class L(list): pass\ndef f(): return L([1])", "[1]"),
-    ("import enum\nclass E(enum.IntEnum):\n    A = 3\ndef f(): return E.A", "3"),
-    ("import enum\nclass E(enum.StrEnum):\n    A = 'a'\ndef f(): return E.A", "'a'"),
-    ("from fractions import Fraction\ndef f(): return [Fraction(1, 2), Fraction(2**70 + 1)]", f"[0.5, {2**70 + 1}]"),
-    ("from decimal import Decimal\ndef f(): return Decimal('2.5')", "2.5"),
-    ("def f(): return {'b': 1, 'a': 2}.keys()", "{'a', 'b'}"),
-    ("def f(): return float('nan')", "float('nan')"),
-    ("def f(): return 7 ** 2000", str(7**2000)),
-    ("import numpy as np\ndef f(): return np.all(np.arange(3) < 3)", "True"),
-    ("import numpy as np\ndef f(): return [np.int64(2), np.float64(0.5), np.arange(2)]", "[2, 0.5, [0, 1]]"),
-    ("def f(): print('noise'); return 1", "1"),
-    ("import sys\ndef f(): print('x' * 2_000_000); sys.stderr.write('x' * 2_000_000); return 1", "1"),
-    ("def f(a: List[int] = ()) -> Optional[Node]: x: List[int] = [1]; return x", "[1]"),
-    ("import dataclasses\n@dataclasses.dataclass\nclass P:\n    x: List[int]\ndef f(): return P(3).x", "3"),
-    ("import sys\nsys.stdout.close()\nsys.stdout = None\ndef f(): return 1", "1"),
-    ("import os\nos.close(1)\ndef f(): return 1", "1"),
-    ("import json\njson.dumps = list = str = len = None\ndef f(): return [1]", None),
-    ("if __name__ == '__main__': raise ValueError\ndef f(): return 1", "1"),
+RETURNED: list[tuple[str, Any]] = [
+    ("import collections\ndef f(): return collections.Counter('aab')", {"a": 2, "b": 1}),
+    ("import collections\ndef f():\n    d = collections.defaultdict(list); d['1'].append(2); return d", {"1": [2]}),
+    ("import collections\nP = collections.namedtuple('P', 'a b')\ndef f(): return [P(1, 2)]", [[1, 2]]),
+    ("class L(list): pass\ndef f(): return L([1])", [1]),
+    ("import enum\nclass E(enum.IntEnum):\n    A = 3\ndef f(): return E.A", 3),
+    ("import enum\nclass E(enum.StrEnum):\n    A = 'a'\ndef f(): return E.A", "a"),
+    ("from fractions import Fraction\ndef f(): return [Fraction(1, 2), Fraction(2**70 + 1)]", [0.5, 2**70 + 1]),
+    ("from decimal import Decimal\ndef f(): return Decimal('2.5')", 2.5),
+    ("def f(): return float('nan')", float("nan")),
+    ("def f(): return 7 ** 2000", 7**2000),
+    ("def f(): return '\\ud800'", "\ud800"),
+    ("import numpy as np\ndef f(): return np.all(np.arange(3) < 3)", True),
+    ("import numpy as np\ndef f(): return [np.int64(2), np.float64(0.5), np.arange(2)]", [2, 0.5, [0, 1]]),
+    ("def f(): print('noise'); return 1", 1),
+    ("import sys\ndef f(): print('x' * 2_000_000); sys.stderr.write('x' * 2_000_000); return 1", 1),
+    ("def f(a: List[int] = ()) -> Optional[Node]: x: List[int] = [1]; return x", [1]),
+    ("import dataclasses\n@dataclasses.dataclass\nclass P:\n    x: List[int]\ndef f(): return P(3).x", 3),
+    ("import sys\nsys.stdout.close()\nsys.stdout = None\ndef f(): return 1", 1),
+    ("import os\nos.close(1)\ndef f(): return 1", 1),
+    ("if __name__ == '__main__': raise ValueError\ndef f(): return 1", 1),
     ("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
-     "def f(): return P(3).x", "3"),
-    ("def sum(): return 6\ndef f(): return sum()", "6"),
+     "def f(): return P(3).x", 3),
+    ("def sum(): return 6\ndef f(): return sum()", 6),
+    ("import json\njson.dumps = list = str = len = None\ndef f(): return [1]", None),
+    ("def f(): return {'a', 'b'}", None),
+    ("def f(): return {1: 2}", None),
+    ("def f(): return b'a'", None),
+    ("def f(): return 1j", None),
+    ("def f(): return {'b': 1, 'a': 2}.keys()", None),
     ("def f(): return range(1)", None),
     ("def f(): yield 1", None),
     ("async def f(): return 1", None),
@@ -246,23 +268,30 @@ RETURNED = [
 
 
 @pytest.mark.parametrize(("code", "value"), RETURNED)
-def test_returned_values_are_compared_as_plain_data(grading: Grading, code: str, value: str | None):
-    tests = CodeTests(asserts=(f"assert f() == {value or 1}", f"assert f() == {[value]!r}"))
-    assert grading.outcomes(code, tests) == ([PASSED, WRONG] if value else [UNANSWERED, UNANSWERED])
+def test_returned_values_are_compared_as_json(grading: Grading, code: str, value: Any):
+    expected = 1 if value is None else value
+    tests = CodeTests(calls=(Call(call="f()", returns=expected), Call(call="f()", returns=[expected])))
+    assert grading.outcomes(code, tests) == ([UNANSWERED, UNANSWERED] if value is None else [PASSED, WRONG])
 
 
-def test_calls_in_json(grading: Grading):
+def test_calls_are_python_expressions(grading: Grading):
     calls = [
-        {"function": "Solution().two_sum", "args": [[2, 7], 9], "returns": [0, 1]},
-        {"function": "Solution().two_sum", "kwargs": {"nums": [3, 3], "target": 6}, "returns": [0, 1]},
-        {"function": "Solution().two_sum", "args": [[]], "returns": None},
+        {"call": "Solution().two_sum([2, 7], 9)", "returns": [0, 1]},
+        {"call": "Solution().two_sum(nums=[3, 3], target=6)", "returns": [0, 1]},
+        {"call": "Solution().two_sum([])", "returns": None},
+        {"call": "Solution().two_sum([1], 1)", "returns": None},
+        {"call": "sorted(common((1, 2, 3), {2, 3}))  # a tuple, and a set", "returns": [2, 3]},
+        {"call": "common(*[(1,)] * 2)", "returns": [1]},
+        {"call": "[len(common((x,), (1, 2))) for x in range(3)]", "returns": [0, 1, 1]},
+        {"call": "missing(1)", "returns": 1},
     ]
-    tests = parse_tests(json.dumps({"calls": calls, "asserts": ["assert Solution().two_sum([1], 1) is None"]}))
     code = (
         "class Solution:\n    def two_sum(self, nums, target):\n"
-        "        nums.append(None)\n        return (0, 1) if target > 5 else None"
+        "        nums.append(None)\n        return (0, 1) if target > 5 else None\n"
+        "def common(a, b):\n    return {hash(a) and x for x in a} & {*b}"
     )
-    assert grading.outcomes(code, tests) == [PASSED, PASSED, UNANSWERED, PASSED]
+    outcomes = [PASSED, PASSED, UNANSWERED, PASSED, PASSED, UNANSWERED, PASSED, UNANSWERED]
+    assert grading.outcomes(code, parse_tests(json.dumps({"calls": calls}))) == outcomes
 
 
 INSPECTS_FRAMES = """
@@ -281,11 +310,11 @@ def find(backwards):
 def test_code_cannot_find_expected_results(grading: Grading):
     # The search works: it finds the arguments of other calls in an outer frame.
     tests = CodeTests(
-        asserts=(
-            "assert find('64_DETCEPXE') is False",
-            "assert find('46_TNEMUGRA') is True",
-            "assert find('x') == 'EXPECTED_46'",
-            "assert find('ARGUMENT_64') == 1",
+        calls=(
+            Call(call="find('64_DETCEPXE')", returns=False),
+            Call(call="find('46_TNEMUGRA')", returns=True),
+            Call(call="find('x')", returns="EXPECTED_46"),
+            Call(call="find('ARGUMENT_64')", returns=1),
         )
     )
     assert grading.passed(INSPECTS_FRAMES, tests) == [True, True, False, False]
@@ -323,7 +352,7 @@ class FailingSandbox:
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_failures_of_the_machine_are_no_outcome(raises: bool):
-    tests = CodeTests(asserts=ADDS.asserts[:2])
+    tests = CodeTests(calls=ADDS.calls[:2])
 
     def outcomes(failures: int) -> list[Outcome]:
         sandbox: Any = FailingSandbox(failures, raises)
@@ -350,16 +379,16 @@ def test_output_can_have_a_tolerance(grading: Grading):
         "46",
         "[]",
         "{}",
-        '{"asserts": []}',
-        '{"asserts": [], "calls": [], "cases": []}',
-        '{"asserts": [1]}',
+        '{"calls": []}',
+        '{"calls": [], "cases": []}',
+        '{"asserts": ["assert f(2) == 4"]}',
         '{"tests": []}',
         '{"cases": [{"stdin": ""}]}',
-        '{"calls": [{"function": "f"}]}',
-        '{"calls": [{"function": "f(1)", "returns": 1}]}',
-        '{"calls": [{"function": "f()", "returns": 1}]}',
-        '{"calls": [{"function": "f", "args": {}, "returns": 1}]}',
-        '{"calls": [{"function": "f", "returns": 1}], "tolerance": -1}',
+        '{"calls": ["f(1)"]}',
+        '{"calls": [{"call": "f(1)"}]}',
+        '{"calls": [{"call": 1, "returns": 1}]}',
+        '{"calls": [{"function": "f", "args": [1], "returns": 1}]}',
+        '{"calls": [{"call": "f(1)", "returns": 1}], "tolerance": -1}',
         '{"cases": [{"stdin": "\\ud800", "stdout": ""}]}',
     ],
 )
@@ -368,19 +397,59 @@ def test_ground_truths_without_tests(ground_truth: str):
         parse_tests(ground_truth)
 
 
-def test_deeply_nested_values_are_refused():
-    nested = "[" * 110 + "]" * 110
-    with pytest.raises(CodeTestsError, match="nested"):
-        parse_tests(f'{{"calls": [{{"function": "f", "args": [{nested}], "returns": 1}}]}}')
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        ("", "is not a Python expression"),
+        ("f(1", "is not a Python expression"),
+        (" f(1)", "is not a Python expression"),
+        ("f(1); g(1)", "is not a Python expression"),
+        ("import os", "is not a Python expression"),
+        ("assert f(1) == 2", "is not a Python expression"),
+        ("f('\0')", "is not a Python expression"),
+        ("await f(1)", "is not a Python expression"),
+        ("f(" + "1" * 5000 + ")", "is not a Python expression"),
+        ("f(" + "[" * 5000, "is not a Python expression"),
+        ("-" * 3000 + "f(1)", "is not a Python expression"),
+        ("f", "calls no function"),
+        ("1 + 1", "calls no function"),
+    ],
+)
+def test_invalid_calls_are_refused(call: str, problem: str):
+    with pytest.raises(CodeTestsError, match=problem):
+        parse_tests(json.dumps({"calls": [{"call": call, "returns": 1}]}))
+
+
+def test_a_row_with_asserts_names_the_form_of_a_call():
+    with pytest.raises(
+        CodeTestsError, match=r"""\{"call": "f\(2\)", "returns": 4\} for `assert f\(2\) == 4`.* asserts: """
+    ):
+        parse_tests('{"asserts": ["assert f(2) == 4"]}')
+
+
+def test_a_call_is_not_evaluated_by_the_trainer(tmp_path: Path):
+    path = tmp_path / "written"
+    parse_tests(json.dumps({"calls": [{"call": f"open({str(path)!r}, 'w')", "returns": None}]}))
+    assert not path.exists()
+
+
+def test_deeply_nested_values(grading: Grading):
+    def tests(depth: int) -> CodeTests:
+        return parse_tests(f'{{"calls": [{{"call": "f({depth})", "returns": {"[" * depth + "]" * depth}}}]}}')
+
+    code = "def f(depth):\n    value = []\n    for _ in range(depth - 1): value = [value]\n    return value"
+    assert grading.outcomes(code, tests(150)) == [PASSED]
+    with pytest.raises(CodeTestsError, match="recursion limit exceeded"):
+        tests(250)
 
 
 def test_answers_are_checked_before_the_run():
     def task(ground_truth: str, name: str = "row_7") -> Task:
         return Task(name, "arithmetic", ({"role": "user", "content": "Write f."},), ground_truth)
 
-    good, bad = '{"asserts": ["assert f(1) == 2"]}', '{"asserts": ["assert f(1) == 2", "assert sorted(f(1)) == [2]"]}'
+    good, bad = '{"calls": [{"call": "f(1)", "returns": 2}]}', '{"calls": [{"call": "f(1", "returns": 2}]}'
     CodeRewardConfig().check_answers([task(good)])
-    with pytest.raises(RewardConfigError, match=r"(?s)task 'row_7' .*'Write f.'.*'assert sorted\(f\(1\)\) == \[2\]'"):
+    with pytest.raises(RewardConfigError, match=r"(?s)task 'row_7' .*'Write f.'.*'f\(1' is not a Python expression"):
         CodeRewardConfig().check_answers([task(good), task(bad)])
     # One start finds all of them.
     with pytest.raises(RewardConfigError, match=r"(?s)task 'row_1'.*: 'row_2', 'row_4'$"):
@@ -407,7 +476,7 @@ REPLY = "```python\ndef add(a, b): return a + b\n```"
 )
 def test_the_last_block_with_the_function_is_run(grading: Grading, request_of: Any, reply: str, score: float):
     component = CodeReward(CodeRewardConfig(), grading.sandbox)
-    request = request_of(reply, ground_truth=json.dumps({"asserts": list(ADDS.asserts)}))
+    request = request_of(reply, ground_truth=ADDS.model_dump_json())
     [result] = grading.wait(component.score([request]))
     assert result.score == score
 
@@ -422,7 +491,7 @@ def test_the_last_block_with_the_function_is_run(grading: Grading, request_of: A
 )
 def test_thoughts_are_not_run(grading: Grading, request_of: Any, reply: str, score: float):
     component = CodeReward(CodeRewardConfig(), grading.sandbox)
-    request = request_of(reply, ground_truth=json.dumps({"asserts": list(ADDS.asserts)}))
+    request = request_of(reply, ground_truth=ADDS.model_dump_json())
     [result] = grading.wait(component.score([request]))
     assert result.score == score
 
@@ -431,7 +500,7 @@ def test_thoughts_that_the_template_opened_are_not_run(grading: Grading, request
     component = CodeReward(CodeRewardConfig(), grading.sandbox)
     # Messages contain the text of the generation prompt.
     reply = "<think>\n" + "Maybe\n```python\ndef add(a, b): return a + b\n```\nor"
-    request = request_of(reply, ground_truth=json.dumps({"asserts": list(ADDS.asserts)}))
+    request = request_of(reply, ground_truth=ADDS.model_dump_json())
     [result] = grading.wait(component.score([request]))
     assert result.score == 0.0
 
@@ -441,7 +510,7 @@ def test_scores(grading: Grading, request_of: Any, score: CodeScore, expected: f
     component = CodeReward(CodeRewardConfig(score=score), grading.sandbox)
     grading.wait(component.check())
     reply = "```python\ndef add(a, b):\n    return 5 if a == 2 else 1\n```"
-    request = request_of(reply, ground_truth=json.dumps({"asserts": list(ADDS.asserts)}))
+    request = request_of(reply, ground_truth=ADDS.model_dump_json())
     # The program is the policy's last reply, even if a message of the environment follows.
     request = dataclasses.replace(request, messages=(*request.messages, {"role": "tool", "content": "no program"}))
     broken = request_of(reply, ground_truth="46")
@@ -452,5 +521,5 @@ def test_scores(grading: Grading, request_of: Any, score: CodeScore, expected: f
         reason="1 of 3 tests passed, 0 without a result",
     )
     assert not invalid.is_score_valid
-    assert "task t1: the ground truth '46' holds no tests" in str(invalid.error)
+    assert "task t1: the ground truth '46' holds no valid tests" in str(invalid.error)
     assert str(invalid.error).endswith("Input should be an object")

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.rewards.code_harness import candidates, choose_definitions, choose_program, decode, encode
-from marin_rl.rewards.code_values import CallTest
+from marin_rl.rewards.code_harness import candidates, choose_definitions, choose_program, to_json
+from marin_rl.rewards.code_values import same_value
 
 ADD = "def add(a, b):\n    return a + b\n"
 BROKEN = "def add(a, b:\n    return a + b\n"
@@ -69,7 +69,7 @@ DEFINES_ADD = {
 
 @pytest.mark.parametrize("reply", DEFINES_ADD.values(), ids=DEFINES_ADD.keys())
 def test_the_last_complete_block_with_the_called_function_is_chosen(reply: str):
-    code = choose_definitions(reply, ["add"])
+    code = choose_definitions(reply, {"add"})
     assert code is not None
     space: dict[str, Any] = {}
     exec(code, space)
@@ -81,7 +81,7 @@ def test_the_last_complete_block_with_the_called_function_is_chosen(reply: str):
     ["", "I cannot.", block(BROKEN), "```python\n" + ADD, block(ADD, "json"), block("add(1, 2)\n"), "x = add", "``` "],
 )
 def test_replies_without_the_function_have_no_code(reply: str):
-    assert choose_definitions(reply, ["add"]) is None
+    assert choose_definitions(reply, {"add"}) is None
 
 
 @pytest.mark.parametrize(
@@ -99,14 +99,14 @@ def test_replies_without_the_function_have_no_code(reply: str):
     ],
 )
 def test_definitions(code: str):
-    assert choose_definitions(block("print(1)\n") + block(code + "\n"), ["add", "Other().f"]) == code + "\n"
+    assert choose_definitions(block("print(1)\n") + block(code + "\n"), {"add", "Other"}) == code + "\n"
 
 
 def test_a_block_with_more_of_the_functions_is_preferred():
     both, one = "def f(): pass\ndef g(): pass\n", "def g(): return 1\n"
-    assert choose_definitions(block(both) + block(one), ["f", "g", "f"]) == both
-    assert choose_definitions(block(both) + block(one), ["g"]) == one
-    assert choose_definitions(block("class S: pass\n") + block("f = 1\n"), ["S().f"]) == "class S: pass\n"
+    assert choose_definitions(block(both) + block(one), {"f", "g", "sorted"}) == both
+    assert choose_definitions(block(both) + block(one), {"g"}) == one
+    assert choose_definitions(block("class S: pass\n") + block("f = 1\n"), {"S"}) == "class S: pass\n"
 
 
 @pytest.mark.parametrize(
@@ -163,34 +163,19 @@ def test_hostile_replies_are_searched(reply: str):
     assert all(len(candidate.code) < len(reply) + 2 for candidate in candidates(reply))
 
 
-HASHABLE = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.text()
-    | st.binary()
-    | st.complex_numbers(allow_nan=False),
-    lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3),
-    max_leaves=6,
-)
-VALUES = st.recursive(
-    HASHABLE | st.sets(HASHABLE, max_size=3) | st.integers(min_value=2**70),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(HASHABLE, inner, max_size=3),
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.integers(min_value=2**70) | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=6,
 )
 
 
-@given(value=VALUES)
-def test_values_are_sent_unchanged(value: object):
-    sent = json.loads(json.dumps(encode(value)))
-    assert decode(sent) == value
-    assert CallTest("f", (), {}, value).passes(sent)
+@given(value=JSON)
+def test_json_values_are_sent_unchanged(value: object):
+    assert same_value(value, json.loads(json.dumps(to_json(value))))
 
 
-def test_values_that_are_not_data_are_refused():
-    cycle: list[Any] = []
-    cycle.append(cycle)
-    for value in (object(), iter([1]), range(3), cycle, len):
-        with pytest.raises((TypeError, ValueError)):
-            encode(value)
+def test_values_that_are_not_json_are_refused():
+    for value in (object(), iter([1]), range(3), len, {1}, {1: 2}, {None: 2}, b"a", 1j, [{(): 1}]):
+        with pytest.raises(TypeError):
+            to_json(value)

@@ -49,7 +49,7 @@ def test_rollout_without_turns_has_its_error():
 
 
 def test_tests_of_a_program_are_no_answer():
-    for tests in ('{"asserts": ["assert f(1) == 2"]}', '{ "cases": [{"stdin": "", "stdout": ""}]}', ""):
+    for tests in ('{"calls": [{"call": "f(1)", "returns": 2}]}', '{ "cases": [{"stdin": "", "stdout": ""}]}', ""):
         rollout = dataclasses.replace(
             rollout_of("r"), task=Task("t", "code", ({"role": "user", "content": "f"},), tests)
         )
