@@ -16,7 +16,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import httpx
@@ -185,26 +185,6 @@ class _RetryableError(RewardCallError):
     """A request got no usable answer, and may be repeated."""
 
 
-@dataclasses.dataclass
-class _Usage:
-    """Requests and tokens of the calls for one rollout or one group."""
-
-    retries: int = 0
-    tokens: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-
-    def add(self, answer: Any) -> None:
-        """Add the tokens that an endpoint reports in `usage`; endpoints may leave it out."""
-        reported = answer.get("usage") if isinstance(answer, dict) else None
-        for name in ("prompt_tokens", "completion_tokens"):
-            count = reported.get(name) if isinstance(reported, dict) else None
-            if type(count) is int and 0 <= count < 2**53:
-                self.tokens[name] += count
-
-    def metrics(self, rollouts: int) -> dict[str, float]:
-        """Return the metrics of each of a number of rollouts, which share the calls equally."""
-        return {name: total / rollouts for name, total in {"retries": self.retries, **self.tokens}.items()}
-
-
 class LlmJudge:
     """Scores rollouts with a language model. Used from one event loop."""
 
@@ -225,9 +205,8 @@ class LlmJudge:
     async def score(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
         """Return one result per rollout, from one call for the group, or concurrent calls for each rollout."""
         if self._config.scope is RewardScope.GROUP:
-            return await self._metered(requests, self._compare)
-        results = await gather_all(self._metered([request], self._score_rollout) for request in requests)
-        return [result for [result] in results]
+            return await self._compare(requests)
+        return await gather_all(map(self._score_rollout, requests))
 
     async def close(self) -> None:
         """Close the connections."""
@@ -235,22 +214,7 @@ class LlmJudge:
         if client is not None:
             await client.aclose()
 
-    async def _metered(
-        self,
-        requests: Sequence[RewardRequest],
-        score: Callable[[Sequence[RewardRequest], _Usage], Coroutine[Any, Any, list[EvaluateResult]]],
-    ) -> list[EvaluateResult]:
-        """Score rollouts, and add the tokens of the calls to the metrics of their results or of the failure."""
-        usage = _Usage()
-        try:
-            results = await score(requests, usage)
-        except RewardCallError as error:
-            raise RewardCallError(error.cause, error.detail, usage.metrics(len(requests))) from error
-        metrics = usage.metrics(len(requests))
-        return [result.model_copy(update={"metrics": {**result.metrics, **metrics}}) for result in results]
-
-    async def _score_rollout(self, requests: Sequence[RewardRequest], usage: _Usage) -> list[EvaluateResult]:
-        [request] = requests
+    async def _score_rollout(self, request: RewardRequest) -> EvaluateResult:
         rubric = self._config.rubric
         values = {
             "conversation": _as_json(request.messages),
@@ -262,14 +226,14 @@ class LlmJudge:
             names = [criterion.name for criterion in rubric] or ["score"]
             return {name: self._range.read(verdict.get(name), name) for name in names}
 
-        scores, answer = await self._ask(values, read, usage)
+        scores, answer, metrics = await self._ask(values, read)
         if not rubric:
-            return [EvaluateResult(score=scores["score"], reason=answer)]
+            return EvaluateResult(score=scores["score"], metrics=metrics, reason=answer)
         total = math.fsum(criterion.weight for criterion in rubric)
         mean = math.fsum(criterion.weight * scores[criterion.name] for criterion in rubric) / total
-        return [EvaluateResult(score=mean, metrics=scores, reason=answer)]
+        return EvaluateResult(score=mean, metrics={**scores, **metrics}, reason=answer)
 
-    async def _compare(self, requests: Sequence[RewardRequest], usage: _Usage) -> list[EvaluateResult]:
+    async def _compare(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
         order = shown_order(requests[0].group_seed, len(requests))
         shown = [{"rollout": place + 1, "messages": requests[index].messages} for place, index in enumerate(order)]
         values = {"conversations": _as_json(shown), "ground_truth": requests[0].ground_truth}
@@ -280,40 +244,60 @@ class LlmJudge:
                 raise VerdictError(f"the verdict is not a list of {len(requests)} scores")
             return [self._range.read(score, f"score {place}") for place, score in enumerate(listed, start=1)]
 
-        scores, answer = await self._ask(values, read, usage)
+        scores, answer, metrics = await self._ask(values, read, len(requests))
         results = {
-            index: EvaluateResult(score=score, reason=f"shown as rollout {place + 1}\n{answer}")
+            index: EvaluateResult(score=score, metrics=metrics, reason=f"shown as rollout {place + 1}\n{answer}")
             for place, (index, score) in enumerate(zip(order, scores, strict=True))
         }
         return [results[index] for index in range(len(requests))]
 
     async def _ask(
-        self, values: dict[str, str], read: Callable[[Mapping[str, Any]], T], usage: _Usage
-    ) -> tuple[T, str]:
-        """Query the judge until `read` accepts its verdict; returns the result of `read` and the judge's answer."""
-        attempt = 1
+        self, values: dict[str, str], read: Callable[[Mapping[str, Any]], T], rollouts: int = 1
+    ) -> tuple[T, str, dict[str, float]]:
+        """Query the judge until its verdict is accepted.
+
+        Args:
+            values: texts for the placeholders of the prompt.
+            read: reads the scores in a verdict, or raises a `VerdictError`.
+            rollouts: number of rollouts that share the requests.
+
+        Returns:
+            The result of `read`, the judge's answer, and the metrics of each rollout: retries and tokens.
+
+        Raises:
+            RewardCallError: if a request is refused, or all attempts fail.
+        """
+        usage = collections.Counter(retries=0)
         while True:
             try:
                 # A pause holds no slot, so that other calls proceed.
                 async with self._slots:
-                    answer = await self._attempt(values, usage)
-                try:
-                    # In a thread: an answer can have megabytes.
-                    return read(await asyncio.to_thread(read_verdict, answer)), answer
-                except VerdictError as error:
-                    detail = f"{error}; the answer ends with {answer[-200:]!r}"
-                    raise _RetryableError(RewardFailure.INVALID_ANSWER, detail) from error
-            except _RetryableError as error:
-                if attempt > self._config.retries:
-                    detail = f"no score after {attempt} attempts; last problem: {error.detail}"
-                    raise RewardCallError(error.cause, detail) from error
-                # An endpoint that answered is asked again at once.
-                if error.cause is not RewardFailure.INVALID_ANSWER:
-                    await asyncio.sleep(min(60.0, self._config.backoff_seconds * 2 ** (attempt - 1)))
-            attempt += 1
-            usage.retries += 1
+                    scores, answer = await self._attempt(values, read, usage)
+                return scores, answer, _per_rollout(usage, rollouts)
+            except RewardCallError as error:
+                detail, retries = error.detail, usage["retries"]
+                if isinstance(error, _RetryableError):
+                    if retries < self._config.retries:
+                        usage["retries"] += 1
+                        # An endpoint that answered is asked again at once.
+                        if error.cause is not RewardFailure.INVALID_ANSWER:
+                            await asyncio.sleep(min(60.0, self._config.backoff_seconds * 2.0 ** min(retries, 64)))
+                        continue
+                    detail = f"no score after {retries + 1} attempts; last problem: {detail}"
+                raise RewardCallError(error.cause, detail, _per_rollout(usage, rollouts)) from error
 
-    async def _attempt(self, values: dict[str, str], usage: _Usage) -> str:
+    async def _attempt(
+        self, values: dict[str, str], read: Callable[[Mapping[str, Any]], T], usage: collections.Counter[str]
+    ) -> tuple[T, str]:
+        answer = await self._request(values, usage)
+        try:
+            # In a thread: an answer can have megabytes.
+            return read(await asyncio.to_thread(read_verdict, answer)), answer
+        except VerdictError as error:
+            detail = f"{error}; the answer ends with {answer[-200:]!r}"
+            raise _RetryableError(RewardFailure.INVALID_ANSWER, detail) from error
+
+    async def _request(self, values: dict[str, str], usage: collections.Counter[str]) -> str:
         """Send one request and return the judge's answer."""
         try:
             # httpx limits each read only, and an endpoint may send a little now and then.
@@ -335,7 +319,7 @@ class LlmJudge:
             raise RewardCallError(RewardFailure.REQUEST, f"status {response.status_code}: {text[:500]}")
         try:
             completion = json.loads(content)
-            usage.add(completion)
+            _add_tokens(usage, completion)
             choice = completion["choices"][0]
             answer, is_cut = choice["message"]["content"], choice.get("finish_reason") == "length"
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -376,6 +360,19 @@ class LlmJudge:
             return read_api_key(self._config.api_key_env)
         except ValueError as error:
             raise RewardConfigError(str(error)) from None
+
+
+def _add_tokens(usage: collections.Counter[str], completion: Any) -> None:
+    """Add the tokens that an endpoint reports in `usage`; endpoints may leave it out."""
+    reported = completion.get("usage") if isinstance(completion, dict) else None
+    for name in ("prompt_tokens", "completion_tokens"):
+        count = reported.get(name) if isinstance(reported, dict) else None
+        if type(count) is int and 0 <= count < 2**53:
+            usage[name] += count
+
+
+def _per_rollout(usage: collections.Counter[str], rollouts: int) -> dict[str, float]:
+    return {name: total / rollouts for name, total in usage.items()}
 
 
 async def _read_content(response: httpx.Response) -> bytes:
