@@ -10,7 +10,7 @@ only.
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 
 from marin_rl.rewards.math_text import (
@@ -258,21 +258,27 @@ def _parse(text: str, is_inner: bool = False) -> Value | None:
     return _group(text) or _plus_minus(text, is_inner) or _scalar(text)
 
 
+_TOKEN = re.compile(r"\\[A-Za-z]+|\\.|.", re.DOTALL)
+
+
+def _with_depths(text: str) -> Iterator[tuple[re.Match[str], int]]:
+    """Yield the tokens of a text, each with the number of brackets that are open after it."""
+    depth = 0
+    for token in _TOKEN.finditer(text):
+        depth += (token[0] in OPENERS) - (token[0] in CLOSERS)
+        yield token, depth
+
+
 def _is_balanced(text: str) -> bool:
     """Whether all brackets of a text are closed; an interval may mix their kinds."""
-    depth = 0
-    for token in re.finditer(r"\\[A-Za-z]+|\\.|[()\[\]{}]", text):
-        depth += (token[0] in OPENERS) - (token[0] in CLOSERS)
-        if depth < 0:
-            return False
-    return depth == 0
+    depths = [0, *(depth for _, depth in _with_depths(text))]
+    return min(depths) == depths[-1] == 0
 
 
 def _split(text: str, separator: re.Pattern[str]) -> list[tuple[str, str]]:
     """Split text at separators outside of brackets; each part comes with the separator after it."""
-    parts, depth, start = [], 0, 0
-    for token in re.finditer(r"\\[A-Za-z]+|\\.|.", text, re.DOTALL):
-        depth += (token[0] in OPENERS) - (token[0] in CLOSERS)
+    parts, start = [], 0
+    for token, depth in _with_depths(text):
         if depth == 0 and separator.fullmatch(token[0]):
             parts.append((text[start : token.start()], token[0]))
             start = token.end()
@@ -314,9 +320,13 @@ def _relation(parts: list[str], signs: list[str], is_inner: bool) -> Value | Non
     )
 
 
+_MONEY = f"{CURRENCY}€£¥₹"
+"""Signs of currencies."""
+
+
 def _without_units(text: str) -> str:
     text = re.sub(r"([0-9.]{1,20}) ?°", r"\\frac{\1\\pi}{180}", text)
-    return _compact(re.sub(rf"[{CURRENCY}€£¥₹]", "", text))
+    return _compact(re.sub(rf"[{_MONEY}]", "", text))
 
 
 def _is_name(text: str) -> bool:
@@ -348,17 +358,13 @@ def _inequality(parts: list[str], signs: list[str]) -> Value | None:
 
 
 def _group(text: str) -> Value | None:
-    tokens = re.findall(r"\\[A-Za-z]+|\\.|.", text, re.DOTALL)
-    if tokens[0] not in OPENERS or tokens[-1] not in CLOSERS:
+    tokens = list(_with_depths(text))
+    (first, _), (last, _) = tokens[0], tokens[-1]
+    if first[0] not in OPENERS or last[0] not in CLOSERS or any(depth == 0 for _, depth in tokens[:-1]):
         return None
-    depth = 0
-    for token in tokens[:-1]:
-        depth += (token in OPENERS) - (token in CLOSERS)
-        if depth == 0:
-            return None
-    inner = text[len(tokens[0]) : -len(tokens[-1])].strip()
+    inner = text[first.end() : last.start()].strip()
     kind = "".join(
-        "(" if token == r"\langle" else ")" if token == r"\rangle" else token[-1] for token in (tokens[0], tokens[-1])
+        "(" if token == r"\langle" else ")" if token == r"\rangle" else token[-1] for token in (first[0], last[0])
     )
     if not inner:
         return Words("empty set") if kind == "{}" else None
@@ -381,16 +387,16 @@ def _plus_minus(text: str, is_inner: bool) -> Value | None:
 
 def _scalar(text: str) -> Scalar | None:
     unit = ""
-    if (money := re.match(rf"([-+]?) ?([{CURRENCY}€£¥₹]) ?", text)) is not None:
-        text, unit = money[1] + text[money.end() :], UNITS["$" if money[2] == CURRENCY else money[2]]
-    elif (money := re.search(rf"[{CURRENCY}€£¥₹]$", text)) is not None:
-        text, unit = text[:-1], UNITS["$" if money[0] == CURRENCY else money[0]]
+    if (money := re.match(rf"([-+]?) ?([{_MONEY}]) ?", text)) is not None:
+        text, unit = money[1] + text[money.end() :], UNITS[money[2].replace(CURRENCY, "$")]
+    elif (money := re.search(rf"[{_MONEY}]$", text)) is not None:
+        text, unit = text[:-1], UNITS[money[0].replace(CURRENCY, "$")]
     elif text.endswith("%"):
         text, unit = text[:-1], "%"
     elif (degrees := re.search(r" ?°( ?[CF])?$", text)) is not None:
         text, unit = text[: degrees.start()], "degree" + (degrees[1] or "").strip()
     text = _compact(text)
-    is_unknown = re.search(rf"[{CURRENCY}€£¥₹°%&]|^[-+]{{2}}|^[_^*/]|[-+*/^]$", text) is not None
+    is_unknown = re.search(rf"[{_MONEY}°%&]|^[-+]{{2}}|^[_^*/]|[-+*/^]$", text) is not None
     if not text or is_unknown or (re.search(r"[0-9] [0-9]", text) and number(text) is None):
         return None
     return Scalar(text.removeprefix("+"), unit=unit)
