@@ -200,10 +200,14 @@ def _end(connection: socket.socket, process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
+_INHERITED = ("PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "NLTK_DATA", "XDG_CACHE_HOME")
+"""Environment variables that a process inherits. Any other may be a key or a password."""
+
+
 def process_environment() -> Mapping[str, str]:
     """Return the environment variables of a process that runs code of this package and of libraries repeatably."""
     return {
-        **os.environ,
+        **{name: os.environ[name] for name in _INHERITED if name in os.environ},
         "PYTHONPATH": os.pathsep.join(sys.path),
         # The iteration order of sets must not change grades, problems or games between processes.
         "PYTHONHASHSEED": "0",

@@ -18,6 +18,11 @@ def open_behaviors() -> Callable[[Mapping[str, Any]], Any]:
     return lambda request: globals()[request["do"]](**{name: request[name] for name in request if name != "do"})
 
 
+def open_environment() -> Callable[[Mapping[str, Any]], Any]:
+    """The variables of a process of its own, which starts with the first request."""
+    return lambda request: dict(os.environ)
+
+
 def open_broken() -> Callable[[Mapping[str, Any]], Any]:
     raise ImportError("no such package")
 

@@ -29,6 +29,13 @@ def test_texts_are_exact(text: str):
     assert do("echo", text=text) == text
 
 
+def test_a_process_inherits_no_secrets(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    environment = ask("tests.rewards.fake_graders:open_environment", {}, 5.0)
+    assert "JUDGE_KEY" not in environment
+    assert environment["PATH"] == os.environ["PATH"]
+
+
 def test_printing_does_not_change_the_answer(capfd):
     assert do("print_and_echo", text="46") == "46"
     assert capfd.readouterr() == ("", "")
