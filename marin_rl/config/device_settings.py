@@ -57,8 +57,7 @@ def _group_layouts(
     group = rollouts.group_row(config.sampling.max_new_tokens, kernel, most_tokens)
     if group is None or not kernel.supports_shared_prompts(config.model, group):
         return ()
-    default = rollouts.group_rows_per_device(group, platform, devices)
-    rows = most_tokens // group.row_length if own_rows else default
+    rows = most_tokens // group.row_length if own_rows else rollouts.group_rows_per_device(group, platform, devices)
     return (_layout(config, kernel, group.row_length, rows * devices, packed=True, group=group),)
 
 

@@ -123,6 +123,18 @@ def test_rows_with_shared_prompts_on_a_tpu_have_whole_blocks(monkeypatch: pytest
     assert groups.group == GroupRow(prompt_length=1536, answers=8, answer_length=512)
 
 
+def test_rows_with_shared_prompts_may_exceed_the_default_microbatch(monkeypatch: pytest.MonkeyPatch):
+    """Sixteen rows of 2,048 tokens leave room for longer rows than the default of 8,192 tokens."""
+    monkeypatch.setattr("marin_rl.config.device_settings.platform_of", lambda trainer: "tpu")
+    trainer = dataclasses.replace(TrainerConfig(), per_device_parallelism=16)
+    rollouts, sampling = RolloutConfig(max_length=2048, group_size=8), SamplingConfig(max_new_tokens=1280)
+    model = dataclasses.replace(MODEL, **seq_len(2048))
+    built = config(model=model, rollouts=rollouts, sampling=sampling, trainer=trainer)
+    groups = row_layout(built, start_devices(trainer, rows_per_device=1)).alternatives[-1]
+    assert groups.row_length > 8192
+    assert groups.rows_per_microbatch == 16 * 2048 // groups.row_length
+
+
 def test_default_logprob_block_depends_on_the_platform():
     trainer = start_devices(TrainerConfig(), rows_per_device=6)
     assert logprob_block(config(), trainer) == 256
