@@ -21,7 +21,7 @@ Number = int | float
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Rates and sizes of one chip. All rates are peaks."""
+    """Memory and peak rates of one chip."""
 
     name: str
     """Name in a topology."""
@@ -29,80 +29,27 @@ class Chip:
     """`cpu`, `gpu` or `tpu`."""
     memory: float
     """Bytes of main memory that programs can use."""
-    vmem: int
-    """Bytes of on-chip vector memory; 0 without one."""
-    flops: float
-    """Floating-point operations per second of a matrix product in bfloat16, on a CPU in float32."""
-    memory_bandwidth: float
-    """Bytes per second from and to main memory, both directions together."""
-    interconnect: float
-    """Bytes per second that a chip sends to chips of its slice, over all links."""
-    network: float
-    """Bytes per second that a chip sends to other slices: the host's rate over its chips."""
-    host_link: float
-    """Bytes per second between a chip and its host."""
+    flops: float | None
+    """Floating-point operations per second of a matrix product in bfloat16; None if unknown."""
+    memory_bandwidth: float | None
+    """Bytes per second from and to main memory, both directions together; None if unknown."""
 
 
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip(
-            name="v5e",
-            platform="tpu",
-            memory=15.75 * GIB,
-            vmem=128 * 2**20,
-            flops=197e12,
-            memory_bandwidth=819e9,
-            interconnect=200e9,
-            network=3.125e9,
-            host_link=16e9,
-        ),
-        Chip(
-            name="v5p",
-            platform="tpu",
-            memory=95.74 * GIB,
-            vmem=128 * 2**20,
-            flops=459e12,
-            memory_bandwidth=2765e9,
-            interconnect=600e9,
-            network=6.25e9,
-            host_link=16e9,
-        ),
-        Chip(
-            name="v6e",
-            platform="tpu",
-            memory=31.25 * GIB,
-            vmem=128 * 2**20,
-            flops=918e12,
-            memory_bandwidth=1638e9,
-            interconnect=400e9,
-            network=12.5e9,
-            host_link=32e9,
-        ),
-        Chip(
-            name="h100",
-            platform="gpu",
-            memory=0.75 * 79.11 * GIB,
-            vmem=0,
-            flops=989e12,
-            memory_bandwidth=3350e9,
-            interconnect=450e9,
-            network=50e9,
-            host_link=64e9,
-        ),
+        Chip("v5e", "tpu", memory=15.75 * GIB, flops=197e12, memory_bandwidth=819e9),
+        Chip("v5p", "tpu", memory=95.74 * GIB, flops=459e12, memory_bandwidth=2765e9),
+        Chip("v6e", "tpu", memory=31.25 * GIB, flops=918e12, memory_bandwidth=1638e9),
+        Chip("h100", "gpu", memory=0.75 * 79.11 * GIB, flops=989e12, memory_bandwidth=3350e9),
     )
 }
 """Chips by name.
 
-Peak flops, memory bandwidth and interconnect: Google's pages of each chip (docs.cloud.google.com/tpu/docs/v5e, v5p,
-v6e); their interconnect is the sum of both directions, here it is one. Network: the pages' rate of a pod (v5e 6.4, v6e
-25.6 Tbit/s over 256 chips) and 200 Gbit/s for the four chips of a v5p host. Memory: the limit in XLA's messages
-("of 15.75G hbm"), which is below the chip's 16, 95 and 32 GB because the system reserves a part. Vector memory: jax's
-`jax/_src/pallas/mosaic/tpu_info.py`, over the cores of a chip. Host link: PCIe of generation 3 with 16 lanes, and 5
-with 8 lanes for v6e, of which Google does not publish the rate.
-
-H100: NVIDIA's data sheet of the SXM module (bfloat16 without sparsity, NVLink in one direction, PCIe of generation 5).
-Memory: the part that jax reserves unless `XLA_PYTHON_CLIENT_MEM_FRACTION` is set.
+TPUs: peak FLOPS and memory bandwidth from Google's pages of each chip (docs.cloud.google.com/tpu/docs/v5e, v5p, v6e);
+memory from the limit in XLA's messages ("of 15.75G hbm"), which is below the chip's 16, 95 and 32 GB because the system
+reserves a part. H100: NVIDIA's data sheet of the SXM module (bfloat16 without sparsity); the memory is the part that
+jax reserves unless `XLA_PYTHON_CLIENT_MEM_FRACTION` is set.
 """
 
 GPUS_PER_HOST = 8
@@ -220,17 +167,5 @@ def machine_memory() -> int:
 
 
 def _cpu(devices: int) -> Chip:
-    """Return one of several equal devices of this machine's CPU, without its rates, which `measure_cpu` measures."""
-    memory = machine_memory() / devices
-    unknown = math.inf
-    return Chip(
-        name="cpu",
-        platform="cpu",
-        memory=memory,
-        vmem=0,
-        flops=unknown,
-        memory_bandwidth=unknown,
-        interconnect=unknown,
-        network=unknown,
-        host_link=unknown,
-    )
+    """Return one of several equal devices of this machine's CPU."""
+    return Chip("cpu", "cpu", memory=machine_memory() / devices, flops=None, memory_bandwidth=None)

@@ -6,7 +6,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from marin_rl.config.command_line import CommandParser, check_command_line, parse_arguments, positive, run_command
@@ -33,7 +33,7 @@ def argument_parser() -> argparse.ArgumentParser:
     """Return the parser of this command's own arguments; all others are those of marin_rl.train."""
     parser = CommandParser(
         "python -m marin_rl.plan",
-        description="Compile every program of a run for a topology, and report memory and the least time of a step.",
+        description="Compile every program of a run for a topology, and report its memory.",
         epilog="All other arguments are those of marin_rl.train: --config FILE and --key value.",
         allow_abbrev=False,
     )
@@ -46,8 +46,9 @@ def argument_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--prompt_tokens", type=positive, help="tokens of every prompt (default: the longest)")
     parser.add_argument("--answer_tokens", type=positive, help="sampled tokens of every rollout (default: the longest)")
-    parser.add_argument("--search", action="store_true", help="also try other sizes, and print the best plans")
-    parser.add_argument("--most", type=positive, default=12, help="maximum number of further plans of --search (12)")
+    parser.add_argument(
+        "--search", action="store_true", help="also find the largest per_device_parallelism and max_seqs that fit"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to a file")
     return parser
 
@@ -66,40 +67,38 @@ def _run(argv: Sequence[str]) -> int:
         raise ConfigError(f"--json {arguments.json} cannot be written; give a file in an existing folder")
 
     from marin_rl.config.train_config import TrainConfig
-    from marin_rl.planning.report import describe, to_json
+    from marin_rl.planning.report import describe, describe_search, to_json
     from marin_rl.planning.run_plan import Lengths, Plan, default_lengths, make_plan, vocab_size_of, with_model
-    from marin_rl.planning.search import describe_search, search
+    from marin_rl.planning.search import largest_that_fit
 
     config = with_model(parse_arguments(TrainConfig, checked).config)
     longest = default_lengths(config)
     lengths = Lengths(arguments.prompt_tokens or longest.prompt, arguments.answer_tokens or longest.answer)
-    if lengths.prompt + lengths.answer > config.rollouts.max_length:
+    if sum(lengths) > config.rollouts.max_length:
         raise ValueError(
             f"{lengths.prompt} prompt tokens and {lengths.answer} answer tokens exceed rollouts.max_length, "
             f"{config.rollouts.max_length}; lower --prompt_tokens or --answer_tokens"
         )
     vocab_size = arguments.vocab_size or vocab_size_of(config)
 
-    def make(changed: TrainConfig, like: Plan | None = None, programs: frozenset[str] = frozenset()) -> Plan:
-        phases = () if like is None else like.phases
+    def make(config: TrainConfig, only: Collection[str] | None = None) -> Plan:
         return make_plan(
-            changed,
+            config,
             topology,
             vocab_size=vocab_size,
             worker_topology=worker_topology,
             lengths=lengths,
-            known={phase.name: phase.result for phase in phases if phase.name not in programs},
+            only=only,
             report=lambda name: print(f"compiling {name}", file=sys.stderr, flush=True),
         )
 
     plan = make(config)
     print(escape(describe(plan)))
-    candidates = search(config, plan, make, most=arguments.most) if arguments.search else []
-    if candidates:
-        print(f"\n{escape(describe_search(candidates, topology))}")
+    values = to_json(plan)
+    if arguments.search:
+        values["largest_that_fit"] = found = largest_that_fit(config, plan, make)
+        print(f"\n{describe_search(found)}")
     if arguments.json is not None:
-        found = {"search": [{"changes": dict(changes), **to_json(plan)} for changes, plan in candidates]}
-        values = to_json(plan) | (found if candidates else {})
         arguments.json.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n")
     return FITS if plan.fits else DOES_NOT_FIT
 

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jmp
@@ -24,9 +24,6 @@ from marin_rl.config.train_config import TrainConfig, TrainerConfig
 from marin_rl.environments import ArithmeticConfig
 from marin_rl.levanter_line import seq_len
 from marin_rl.planning.absent_devices import absent_devices
-from marin_rl.planning.compiling import chip_bytes
-from marin_rl.planning.hlo import count_collectives
-from marin_rl.planning.memory_traffic import loop_bytes
 from marin_rl.planning.programs import LOWER, RunShapes, open_shapes
 from marin_rl.planning.run_plan import of_one_host
 from marin_rl.sampling.config import SamplingConfig
@@ -102,7 +99,7 @@ def make_config(name: str, length: int) -> TrainConfig:
 
 
 def measure(program: str, run: RunShapes, file: Path | None) -> dict[str, Any]:
-    """Compile a program; return its bytes on each chip, its cost and its collectives.
+    """Compile a program; return its bytes on each chip.
 
     Args:
         program: one of `PROGRAMS`.
@@ -111,20 +108,10 @@ def measure(program: str, run: RunShapes, file: Path | None) -> dict[str, Any]:
     """
     start = time.perf_counter()
     compiled = LOWER[PROGRAMS[program]](run).compile()
-    cost, text = cast(dict[str, float], compiled.cost_analysis()), compiled.as_text() or ""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(gzip.compress(text.encode(), 3))
-    measured = {
-        **program_bytes(compiled),
-        "bytes_accessed": cost.get("bytes accessed"),
-        "collectives": count_collectives(text)._asdict(),
-        "seconds": round(time.perf_counter() - start, 1),
-    }
-    if program == "decode":
-        measured["weight_bytes"], measured["cache_bytes"] = chip_bytes(run.sampler_weights), chip_bytes(run.cache)
-        measured["step_bytes"] = loop_bytes(text)
-    return measured
+        file.write_bytes(gzip.compress((compiled.as_text() or "").encode(), 3))
+    return {**program_bytes(compiled), "seconds": round(time.perf_counter() - start, 1)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

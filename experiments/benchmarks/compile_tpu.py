@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Compiles the programs of learner and sampler for TPUs, without a TPU: memory, collectives and bytes of each program.
+"""Compiles the programs of learner and sampler for TPUs, without a TPU: memory of each program.
 
     pip install -e .[tpu]
     python -m experiments.benchmarks.compile_tpu
@@ -84,22 +84,11 @@ def whole_model(row: Row, field: str) -> float | None:
     return None if one is None or two is None else one + (MODEL_LAYERS[row["model"]] - 1) * (two - one)
 
 
-def traffic_ratio(row: Row) -> float | None:
-    """Return the bytes that a layer moves in a decode step, divided by those of its weights and its cache."""
-    layers = [row["layers"].get(count, {}) for count in ("1", "2")]
-    if not all("step_bytes" in layer for layer in layers):
-        return None
-    moved, weights, cache = (
-        layers[1][field] - layers[0][field] for field in ("step_bytes", "weight_bytes", "cache_bytes")
-    )
-    return moved / (weights + cache)
-
-
 def table(rows: Iterable[Row]) -> str:
     """Return the rows as a Markdown table."""
     header = (
-        "| chip | model | tokens | program | arguments | temporaries | output | collectives in loops | others "
-        "| bytes / (weights + cache) | compiles |\n|---|---|--:|---|--:|--:|--:|---|---|--:|---|"
+        "| chip | model | tokens | program | arguments | temporaries | output | compiles |\n"
+        "|---|---|--:|---|--:|--:|--:|---|"
     )
     return "\n".join([header, *map(_line, sorted(rows, key=_order))])
 
@@ -113,22 +102,12 @@ def _line(row: Row) -> str:
     # Temporaries are those of two layers: a single layer is not scanned, so their difference is not a layer's.
     temporaries = row["layers"].get("2", {}).get("temporaries")
     sizes = [whole_model(row, "arguments"), temporaries, whole_model(row, "outputs")]
-    collectives = row["layers"].get("2", {}).get("collectives", {})
-    ratio = traffic_ratio(row)
     cells = [
         *map(str, cell_of(row)),
         *("" if size is None else f"{size / 2**30:.2f}" for size in sizes),
-        *(_counts(collectives.get(place)) for place in ("inside_loops", "outside_loops")),
-        "" if ratio is None else f"{ratio:.2f}",
         _verdict(row, sizes),
     ]
     return f"| {' | '.join(cells)} |"
-
-
-def _counts(counts: Mapping[str, int] | None) -> str:
-    if counts is None:
-        return ""
-    return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none"
 
 
 def _verdict(row: Row, sizes: Sequence[float | None]) -> str:

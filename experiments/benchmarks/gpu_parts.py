@@ -310,9 +310,9 @@ def plan(settings: Settings, name: str) -> Result:
     arguments = ["--topology", topology, "--json", str(file), *qwen3_arguments(settings, name)]
     _command("marin_rl.plan", arguments)
     made = json.loads(file.read_text())
-    memory = {f"{phase['name']}_gib": phase["memory"] / GIB for phase in made["phases"]}
-    seconds = sum(phase["program"].get("seconds", 0.0) for phase in made["phases"])
-    problems = [f"{phase['name']} {phase['problem']['problem']}" for phase in made["phases"] if phase["problem"]]
+    memory = {f"{program['name']}_gib": program["memory"] / GIB for program in made["programs"]}
+    seconds = sum(program["compiled"]["seconds"] for program in made["programs"] if program["compiled"])
+    problems = [f"{one['name']} {one['problem']['problem']}" for one in made["programs"] if one["problem"]]
     return Result({"parameters": made["parameters"], "compile_seconds": seconds, **memory}, "; ".join(problems) or None)
 
 
@@ -320,12 +320,12 @@ def _plan_file(settings: Settings, name: str) -> Path:
     return settings.work / f"{name.replace(' ', '-')}.plan.json"
 
 
-def _planned(settings: Settings, name: str, phases: Sequence[str], parameters: bool) -> float | None:
+def _planned(settings: Settings, name: str, names: Sequence[str], parameters: bool) -> float | None:
     """Return the largest planned GiB of some programs, with the float32 parameters if asked; None without a plan."""
     if not (file := _plan_file(settings, name)).exists():
         return None
     made = json.loads(file.read_text())
-    programs = [phase["program"] for phase in made["phases"] if phase["name"] in phases]
+    programs = [program["compiled"] for program in made["programs"] if program["name"] in names]
     totals = [one["arguments"] + one["outputs"] - one["aliased"] + one["temporaries"] for one in programs if one]
     return (max(totals) + 4 * parameters * made["parameters"]) / GIB if totals else None
 

@@ -1,26 +1,23 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Compiles one program of a run, and reads its memory, traffic and collectives. A failure is a result."""
+"""Compiles one program of a run, and returns its memory. A failure is a result."""
 
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
 import numpy as np
 
 from marin_rl.chips import Number
-from marin_rl.planning.hlo import CollectiveBytes, collective_bytes
-from marin_rl.planning.memory_traffic import loop_bytes, memory_traffic
 from marin_rl.planning.programs import LOWER, UNROLLED, RunShapes
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
-    """Sizes of a compiled program on each chip, in bytes."""
+class ProgramMemory:
+    """Bytes of a compiled program on each chip."""
 
     arguments: Number
     """All inputs."""
@@ -30,16 +27,6 @@ class Measured:
     """Outputs that replace an input."""
     temporaries: Number
     """Everything else that is allocated when the program uses most memory."""
-    traffic: Number
-    """Bytes from and to main memory in one execution; for `decode`, in one step of all slots."""
-    collectives: CollectiveBytes
-    """Bytes sent to other chips in one execution; for `decode`, in one step."""
-    weights: Number = 0
-    """Weights among the arguments, for `prefill`, `short prefill` and `decode`."""
-    cache: Number = 0
-    """KV cache among the arguments, for the same programs; `traffic` has all of it once."""
-    extrapolated: bool = False
-    """Whether the sizes follow from programs with one and two layers."""
     seconds: float = 0.0
     """Time to lower and compile."""
 
@@ -51,7 +38,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A program that cannot be compiled."""
+    """A program that cannot be compiled, or that needs too much memory."""
 
     problem: str
     """The failure, in one line."""
@@ -59,7 +46,7 @@ class Failure:
     """The settings to change, in one sentence."""
 
 
-def compile_program(name: str, run: RunShapes, unknown_trips: Sequence[Number]) -> Measured | Failure:
+def compile_program(name: str, run: RunShapes) -> ProgramMemory | Failure:
     """Compile a program of a run on the current devices.
 
     Programs with one copy of the code per layer are compiled with one and two layers. The difference is the cost of a
@@ -68,59 +55,46 @@ def compile_program(name: str, run: RunShapes, unknown_trips: Sequence[Number]) 
     Args:
         name: one of `programs.LOWER`.
         run: the run.
-        unknown_trips: iterations of loops, as for `hlo.collective_bytes`.
     """
     start = time.perf_counter()
     try:
-        if name not in UNROLLED or run.num_layers == 1:
-            measured = _measure(name, run, unknown_trips)
+        if name not in UNROLLED or run.num_layers <= 2:
+            memory = compiled_memory(name, run)
         else:
-            one, two = (_measure(name, run.with_layers(count), unknown_trips) for count in (1, 2))
-            measured = two if run.num_layers == 2 else extrapolate(one, two, run.num_layers)
+            one, two = (compiled_memory(name, run.with_layers(count)) for count in (1, 2))
+            memory = extrapolate(one, two, run.num_layers)
     # Any error of lowering and compiling is a result.
     except Exception as error:
         return explain(name, error, run)
-    return dataclasses.replace(measured, seconds=time.perf_counter() - start)
+    return dataclasses.replace(memory, seconds=time.perf_counter() - start)
 
 
-def extrapolate(one: Measured, two: Measured, layers: int) -> Measured:
-    """Return the sizes of a program of several layers, from those of one and two.
+def extrapolate(one: ProgramMemory, two: ProgramMemory, layers: int) -> ProgramMemory:
+    """Return the memory of a program of several layers, from that of one and two.
 
-    >>> sent = CollectiveBytes(0, 0, 0)
-    >>> one, two = (Measured(size, 0, 0, 3, 0, sent) for size in (5, 7))
-    >>> extrapolate(one, two, 10).arguments, extrapolate(one, two, 10).temporaries
-    (23, 3)
+    >>> extrapolate(ProgramMemory(5, 0, 0, 3), ProgramMemory(7, 0, 0, 3), 10)
+    ProgramMemory(arguments=23, outputs=0, aliased=0, temporaries=3, seconds=0.0)
     """
 
     def line(first: Number, second: Number) -> Number:
         return first + (layers - 1) * (second - first)
 
-    linear = ("arguments", "outputs", "aliased", "traffic", "weights", "cache")
-    return Measured(
-        **{name: line(getattr(one, name), getattr(two, name)) for name in linear},
-        temporaries=two.temporaries,
-        collectives=CollectiveBytes(*map(line, one.collectives, two.collectives)),
-        extrapolated=True,
+    return ProgramMemory(
+        line(one.arguments, two.arguments),
+        line(one.outputs, two.outputs),
+        line(one.aliased, two.aliased),
+        two.temporaries,
     )
 
 
-def _measure(name: str, run: RunShapes, unknown_trips: Sequence[Number]) -> Measured:
-    compiled = LOWER[name](run).compile()
-    memory, text = cast(Any, compiled.memory_analysis()), compiled.as_text() or ""
-    traffic, weights, cache = memory_traffic(text, unknown_trips), 0, 0
-    if name in ("prefill", "short prefill", "decode"):
-        weights, cache = chip_bytes(run.sampler_weights), chip_bytes(run.cache)
-    if name == "decode":
-        traffic = loop_bytes(text)
-    return Measured(
-        arguments=memory.argument_size_in_bytes,
-        outputs=memory.output_size_in_bytes,
-        aliased=memory.alias_size_in_bytes,
-        temporaries=temporaries_at_peak(memory, run.trainer.device_mesh.devices.flat[0].platform),
-        traffic=traffic,
-        collectives=collective_bytes(text, unknown_trips),
-        weights=weights,
-        cache=cache,
+def compiled_memory(name: str, run: RunShapes) -> ProgramMemory:
+    """Compile a program with all layers of a run, and return its memory."""
+    memory = cast(Any, LOWER[name](run).compile().memory_analysis())
+    return ProgramMemory(
+        memory.argument_size_in_bytes,
+        memory.output_size_in_bytes,
+        memory.alias_size_in_bytes,
+        temporaries_at_peak(memory, run.trainer.device_mesh.devices.flat[0].platform),
     )
 
 

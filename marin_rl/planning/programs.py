@@ -82,6 +82,10 @@ class RunShapes:
         """Return shapes with the shardings of parameters."""
         return placed_shape(tree, self.trainer.device_mesh, self.trainer.parameter_axis_mapping)
 
+    def place_for_sampler(self, tree: Any) -> Any:
+        """Return shapes with the shardings of the sampler's weights."""
+        return placed_shape(tree, cast(Mesh, self.sizes.mesh), self.trainer.compute_axis_mapping)
+
     def with_layers(self, count: int) -> "RunShapes":
         """Return the same run with another number of layers."""
         if count not in self._by_layers:
@@ -123,8 +127,7 @@ class RunShapes:
     @functools.cached_property
     def sampler_weights(self) -> ModelArrays:
         """Shapes of the weights in the layout for decoding, with their shardings on the devices of the sampler."""
-        mesh = cast(Mesh, self.sizes.mesh)
-        return ModelArrays.of(placed_shape(self.converted, mesh, self.trainer.compute_axis_mapping))
+        return ModelArrays.of(self.place_for_sampler(self.converted))
 
     @functools.cached_property
     def cache(self) -> Any:

@@ -22,8 +22,11 @@ CASES = {
 COLLECTIVE = re.compile(r" = (.*?) (?:all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(")
 
 
-def collectives_in_loops(program: str) -> list[int]:
-    """Return the sizes of the largest array of every exchange between devices within a loop of a compiled program."""
+GATHER = re.compile(r" all-gather(?:-start)?\(")
+
+
+def lines_of_loops(program: str) -> list[str]:
+    """Return the instructions within loops of a compiled program."""
     computations: dict[str, list[str]] = {}
     for line in program.splitlines():
         if opened := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
@@ -32,7 +35,7 @@ def collectives_in_loops(program: str) -> list[int]:
             lines.append(line)
     waiting = re.findall(r"(?:body|condition)=%?([\w.\-]+)", program)
     assert waiting, "the program has no loop"
-    sizes, seen = [], set()
+    found, seen = [], set()
     while waiting:
         name = waiting.pop()
         if name in seen:
@@ -40,10 +43,22 @@ def collectives_in_loops(program: str) -> list[int]:
         seen.add(name)
         for line in computations[name]:
             waiting.extend(re.findall(r"(?:body|condition|calls|to_apply)=%?([\w.\-]+)", line))
-            if found := COLLECTIVE.search(line):
-                shapes = re.findall(r"\w\[([\d,]*)\]", found.group(1))
-                sizes.append(max(int(np.prod([int(size) for size in shape.split(",") if size])) for shape in shapes))
+        found += computations[name]
+    return found
+
+
+def collectives_in_loops(program: str) -> list[int]:
+    """Return the sizes of the largest array of every exchange between devices within a loop of a compiled program."""
+    sizes = []
+    for exchange in filter(None, map(COLLECTIVE.search, lines_of_loops(program))):
+        shapes = re.findall(r"\w\[([\d,]*)\]", exchange.group(1))
+        sizes.append(max(int(np.prod([int(size) for size in shape.split(",") if size])) for shape in shapes))
     return sizes
+
+
+def gathers_outside_loops(program: str) -> int:
+    """Return the number of all-gathers outside all loops of a compiled program."""
+    return len(GATHER.findall(program)) - sum(map(bool, map(GATHER.search, lines_of_loops(program))))
 
 
 def repeat(measure, activations, lm_head, batch, pull):
@@ -104,7 +119,7 @@ def main(folder: Path) -> None:
         facts[name] = {
             "in_loops": collectives_in_loops(program),
             "gathers": len(re.findall(r" all-gather\(", program)),
-            "gathers_before_loop": count_collectives(looped.compiled.as_text()).outside_loops.get("all-gather", 0),
+            "gathers_before_loop": gathers_outside_loops(looped.compiled.as_text()),
         }
     (folder / "facts.json").write_text(json.dumps(facts))
 
@@ -119,6 +134,5 @@ if __name__ == "__main__":
 
     from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
     from marin_rl.learner.logprobs import token_logprobs
-    from marin_rl.planning.hlo import count_collectives
 
     main(Path(sys.argv[1]))

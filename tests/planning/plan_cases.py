@@ -1,13 +1,18 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A tiny config for plans."""
+"""A tiny config for plans, and plans without compilation."""
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
+from marin_rl.chips import CHIPS, GIB, Number, parse_topology
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.planning.compiling import ProgramMemory
+from marin_rl.planning.least_time import StepSize
+from marin_rl.planning.run_plan import Plan, PlannedProgram
 
 TINY = """
 run_dir: runs/tiny
@@ -28,3 +33,27 @@ def tiny_config(*overrides: str) -> TrainConfig:
         file = Path(folder) / "tiny.yaml"
         file.write_text(TINY)
         return parse_config(TrainConfig, ["--config", str(file), *overrides]).config
+
+
+def planned(name: str, place: str = "trainer", *, gib: Number = 10, chip: str = "v5p") -> PlannedProgram:
+    """Return a program with a GiB of temporaries besides its arguments, and two GiB that stay allocated."""
+    return PlannedProgram(name, place, ProgramMemory(gib * GIB, 0, 0, GIB), 2 * GIB, CHIPS[chip], None)
+
+
+def make_plan(*programs: PlannedProgram, **changes: Any) -> Plan:
+    """Return the plan of these programs on 16 chips."""
+    values: dict[str, Any] = {
+        "topology": parse_topology("v5p:2x2x4"),
+        "worker_topology": None,
+        "mesh": {"replica": 1, "data": 16, "model": 1},
+        "parameters": 8_030_000_000,
+        "layers": 32,
+        "per_device_parallelism": 4,
+        "rows": 1,
+        "row_length": 8192,
+        "step": StepSize(2, 16, 1024, 7168, 4, 1),
+        "held": {"weights": 2 * GIB, "optimizer": 4 * GIB},
+        "trainer_seconds": {"update": 3.0, "decode": 1.0},
+        "worker_seconds": {},
+    }
+    return Plan(programs=programs, **values | changes)

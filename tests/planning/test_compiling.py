@@ -9,13 +9,13 @@ import pytest
 from marin_rl.planning import compiling
 from marin_rl.planning.compiling import (
     Failure,
-    Measured,
+    ProgramMemory,
     chip_bytes,
     compile_program,
+    compiled_memory,
     explain,
     extrapolate,
 )
-from marin_rl.planning.hlo import CollectiveBytes
 from marin_rl.planning.programs import RunShapes, open_shapes
 from tests.planning.plan_cases import tiny_config
 
@@ -25,15 +25,13 @@ def run() -> RunShapes:
     return open_shapes(tiny_config(), vocab_size=128)
 
 
-def with_config(run: RunShapes, *overrides: str) -> RunShapes:
+def opened(*overrides: str) -> RunShapes:
     return open_shapes(tiny_config(*overrides), vocab_size=128)
 
 
 def test_sizes_of_more_layers_follow_from_one_and_two():
-    one = Measured(10, 20, 5, 7, 30, CollectiveBytes(1, 2, 3), weights=2, cache=3)
-    two = Measured(14, 21, 6, 9, 50, CollectiveBytes(4, 2, 5), weights=3, cache=5)
-    whole = extrapolate(one, two, 4)
-    assert whole == Measured(22, 23, 8, 9, 90, CollectiveBytes(10, 2, 9), weights=5, cache=9, extrapolated=True)
+    whole = extrapolate(ProgramMemory(10, 20, 5, 7), ProgramMemory(14, 21, 6, 9), 4)
+    assert whole == ProgramMemory(22, 23, 8, 9)
     assert whole.total == 22 + 23 - 8 + 9
 
 
@@ -43,17 +41,34 @@ def test_bytes_of_a_chip_are_those_of_its_shards(run: RunShapes):
 
 
 @pytest.mark.medium
-def test_unrolled_program_of_three_layers_equals_the_compiled_one(run: RunShapes):
-    """Arguments and the weights are linear in the number of layers."""
+@pytest.mark.parametrize("program", ["prefill", "decode"])
+def test_unrolled_program_of_three_layers_equals_the_compiled_one(run: RunShapes, program: str):
     three = run.with_layers(3)
-    whole = compile_program("decode", three, [1.0])
-    direct = compiling._measure("decode", three, [1.0])
-    assert isinstance(whole, Measured)
-    assert whole.extrapolated
-    for name in ("arguments", "weights", "cache"):
-        # Small arguments are padded.
+    whole, direct = compile_program(program, three), compiled_memory(program, three)
+    assert isinstance(whole, ProgramMemory)
+    for name in ("arguments", "outputs", "aliased"):
+        # Small arrays are padded.
         assert getattr(whole, name) == pytest.approx(getattr(direct, name), rel=0.01)
-    assert whole.traffic == pytest.approx(direct.traffic, rel=0.1)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("program", "key", "values"),
+    [
+        ("score", "trainer.per_device_parallelism", (1, 2, 4)),
+        ("score", "rollouts.max_length", (32, 128, 256)),
+        ("decode", "sampling.max_seqs", (8, 16, 32)),
+        ("prefill", "rollouts.max_length", (32, 64, 128)),
+    ],
+)
+def test_larger_sizes_never_need_less_memory(program: str, key: str, values: tuple[int, ...]):
+    totals = []
+    for value in values:
+        memory = compile_program(program, opened(f"--{key}", str(value), "--model.seq_len", "256"))
+        assert isinstance(memory, ProgramMemory)
+        totals.append(memory.total)
+    assert totals == sorted(totals)
+    assert totals[0] < totals[-1]
 
 
 HBM = "RESOURCE_EXHAUSTED: XLA:TPU compile error. Ran out of memory in memory space hbm. Used 40.10G of 15.75G hbm."
@@ -78,7 +93,7 @@ VMEM = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 16.20M 
     ],
 )
 def test_remedy_of_too_little_main_memory(run: RunShapes, program: str, overrides: list[str], remedy: str):
-    failure = explain(program, jax.errors.JaxRuntimeError(HBM), with_config(run, *overrides) if overrides else run)
+    failure = explain(program, jax.errors.JaxRuntimeError(HBM), opened(*overrides) if overrides else run)
     assert failure.problem == "out of main memory (HBM): used 40.10g of 15.75g"
     assert remedy in failure.remedy
 
@@ -111,11 +126,11 @@ def test_error_of_lowering_is_a_result(run: RunShapes, monkeypatch: pytest.Monke
         raise NotImplementedError("no such kernel")
 
     monkeypatch.setitem(cast(Any, compiling.LOWER), "update", fail)
-    assert compile_program("update", run, [1.0]) == explain("update", NotImplementedError("no such kernel"), run)
+    assert compile_program("update", run) == explain("update", NotImplementedError("no such kernel"), run)
 
 
-def test_cache_above_its_limit_is_a_result(run: RunShapes):
-    failure = compile_program("decode", with_config(run, "--sampling.max_cache_gib", "1e-6"), [1.0])
+def test_cache_above_its_limit_is_a_result():
+    failure = compile_program("decode", opened("--sampling.max_cache_gib", "1e-6"))
     assert isinstance(failure, Failure)
     assert "more than sampling.max_cache_gib 1e-06" in failure.problem
     assert "lower sampling.max_seqs" in failure.remedy

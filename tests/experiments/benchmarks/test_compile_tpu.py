@@ -12,14 +12,12 @@ import pytest
 from experiments.benchmarks import compile_tpu
 
 
-def make_row(chip: str, program: str = "decode", error: str | None = None, **changes: Any) -> dict[str, Any]:
+def make_row(chip: str, program: str = "decode", error: str | None = None) -> dict[str, Any]:
     layers = {
         str(count): {
             "arguments": (1 + count) * 2**30,
             "temporaries": 2**29,
             "outputs": 0,
-            "collectives": {"inside_loops": {"all-reduce": 2 * count}, "outside_loops": {}},
-            **({"step_bytes": 70 + 60 * count, "weight_bytes": 90 + 10 * count, "cache_bytes": 40 * count} | changes),
         }
         for count in (1, 2)
     }
@@ -30,9 +28,9 @@ def make_row(chip: str, program: str = "decode", error: str | None = None, **cha
 def test_table_computes_the_whole_model_from_two_layers():
     table = compile_tpu.table([make_row("v6e"), make_row("v5e"), make_row("v5p", error="RESOURCE_EXHAUSTED:\n a | b")])
     first, second, third = table.splitlines()[2:]
-    sizes = "| 1B | 8192 | decode | 17.00 | 0.50 | 0.00 | 4 all-reduce | none | 1.20 |"
+    sizes = "| 1B | 8192 | decode | 17.00 | 0.50 | 0.00 |"
     assert first == f"| v5e {sizes} yes, but needs 17.5 of 15.8 GiB |"
-    assert second == "| v5p | 1B | 8192 | decode |  |  |  |  |  |  | no: RESOURCE_EXHAUSTED: a / b |"
+    assert second == "| v5p | 1B | 8192 | decode |  |  |  | no: RESOURCE_EXHAUSTED: a / b |"
     assert third == f"| v6e {sizes} yes |"
 
 
@@ -104,8 +102,8 @@ def test_slow_cell_is_ended(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(util.find_spec("libtpu") is None, reason="needs libtpu, from the extra tpu")
-def test_decode_compiles_without_collectives_or_copies_of_the_cache():
+def test_decode_compiles_without_copies_of_the_cache():
     row = compile_tpu.compile_cell(CELL, None, 900)
     assert row["error"] is None
-    assert row["layers"]["2"]["collectives"] == {"inside_loops": {}, "outside_loops": {}}
-    assert compile_tpu.traffic_ratio(row) == pytest.approx(1.0, abs=0.3)
+    two = row["layers"]["2"]
+    assert two["temporaries"] < 0.1 * two["outputs"]
