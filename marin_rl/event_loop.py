@@ -187,6 +187,18 @@ class BackgroundLoop:
         self._loop = self._end = None
 
 
+def run_in_thread(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine in an event loop of its own and wait for it, in threads with and without a running event loop.
+
+    An interrupt of the wait (Ctrl-C) cancels the coroutine.
+    """
+    loop = BackgroundLoop()
+    try:
+        return loop.submit(work).result()
+    finally:
+        loop.close()
+
+
 STOP_TIMEOUT = 5.0
 """Seconds for which `close` waits for a coroutine to yield."""
 

@@ -4,6 +4,7 @@
 import asyncio
 import contextvars
 import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from marin_rl.event_loop import BackgroundLoop, ForeignError, ForeignTask
+from marin_rl.event_loop import BackgroundLoop, ForeignError, ForeignTask, run_in_thread
 from tests.hostile_errors import HOSTILE_ERRORS
 
 
@@ -246,3 +247,26 @@ def test_hanging_threads_do_not_block_other_calls():
     release.set()
     assert all(call.result(600) for call in stuck)
     loop.close()
+
+
+def test_coroutines_run_within_another_event_loop():
+    async def outer() -> int:
+        return run_in_thread(asyncio.sleep(0, 7))
+
+    assert asyncio.run(outer()) == run_in_thread(asyncio.sleep(0, 7)) == 7
+
+
+def test_an_interrupt_cancels_the_coroutine():
+    cancelled: list[bool] = []
+
+    async def wait() -> None:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        run_in_thread(wait())
+    assert cancelled

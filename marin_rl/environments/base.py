@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 import draccus
 
 from marin_rl.environments.splits import Split, TaskSplits
+from marin_rl.escaping import replace_surrogates
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.seeds import derive_seed
@@ -316,11 +317,13 @@ FORMAT = "format"
 """Reward component: 1 if the reply has the required format; absent if no format is required."""
 
 
-def check_invalid_reward(value: float) -> None:
-    """Validate the field `invalid_reward`, the reward of a reply without a valid action.
+def bounded_text(text: str, max_characters: int) -> str:
+    r"""Replace lone surrogates, which tokenizers reject, and characters beyond a limit by a notice of their number.
 
-    Raises:
-        ValueError: if it is positive.
+    >>> bounded_text("a\ud800bcdef", 4)
+    'a?bc\n[3 more characters]'
     """
-    if value > 0:
-        raise ValueError(f"invalid_reward must be at most 0, or replies without an action pay; got {value}")
+    text = replace_surrogates(text)
+    if len(text) <= max_characters:
+        return text
+    return f"{text[:max_characters]}\n[{len(text) - max_characters} more characters]"

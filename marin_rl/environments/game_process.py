@@ -5,22 +5,23 @@
 
 ```
 training process ── control socket ── game server ── one process per game
-        └─────────────── one socket per game ──────────────┘
+        └────── two sockets per game: calls, and lifetime ─────┘
 ```
 
 The game server is a process without jax and threads, which imports the game's class once and is forked for each game.
 A game that hangs or crashes, or uses the global random state, then affects no other game and not the training process.
-Requests and results are lines of JSON.
+Calls and results are lines of JSON; what a game prints is discarded. The server ends a game when the other end of its
+lifetime socket is closed, so a game outlives neither its episode nor the training process.
 """
 
 import asyncio
+import contextlib
 import importlib
 import json
 import os
-import select
+import selectors
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -28,14 +29,12 @@ import time
 import weakref
 from typing import Any
 
-from marin_rl.environments.external import run_in_thread
 from marin_rl.errors import UserError, describe, explain
-from marin_rl.event_loop import gather_all
+from marin_rl.event_loop import gather_all, run_in_thread
 from marin_rl.rewards.grading_process import process_environment
 
-_COMMAND = struct.Struct("!cQ")
-"""A command to the game server: `_START` or `_STOP`, and the number of the game. `_START` also carries a socket."""
-_START, _STOP = b"+", b"-"
+_START = b"+"
+"""Asks the server for a game; sent with the sockets of the game."""
 _MAX_LINE = 2**24
 """Maximum number of bytes of a result."""
 GRACE_SECONDS = 10.0
@@ -71,7 +70,6 @@ class GameServer:
         self._game = game
         self._arguments = arguments
         self._lock = threading.Lock()
-        self._count = 0
         self._control: socket.socket | None = None
         self._end: weakref.finalize | None = None
 
@@ -81,51 +79,43 @@ class GameServer:
         Raises:
             GameServerError: if the game's class cannot be imported or prepared.
         """
-        ours, theirs = socket.socketpair()
-        sending = asyncio.ensure_future(asyncio.to_thread(self._send_start, theirs))
+        with contextlib.ExitStack() as opened:
+            (calls, their_calls), (lifetime, their_lifetime) = socket.socketpair(), socket.socketpair()
+            for one in (calls, lifetime):
+                opened.callback(one.close)
+            # Shielded, because the thread goes on after a cancellation, and closes its sockets.
+            await asyncio.shield(asyncio.to_thread(self._send, their_calls, their_lifetime))
+            reader, writer = await asyncio.open_unix_connection(sock=calls, limit=_MAX_LINE)
+            opened.pop_all()
+        return GameProcess(reader, writer, lifetime)
+
+    async def begin(self, method: str, **arguments: Any) -> tuple["GameProcess", Any]:
+        """Start a game and call its first method; return the game and the result.
+
+        Raises:
+            GameError: if the method raised; the game is closed.
+        """
+        game = await self.start()
         try:
-            # The thread goes on after a cancellation, and still needs its socket.
-            number = await asyncio.shield(sending)
+            return game, await game.call(method, **arguments)
         except BaseException:
-            ours.close()
-            sending.add_done_callback(self._stop_unused)
+            game.close()
             raise
-        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_MAX_LINE)
-        return GameProcess(self, number, reader, writer)
-
-    def _stop_unused(self, sending: "asyncio.Future[int]") -> None:
-        if not sending.cancelled() and sending.exception() is None:
-            self.stop(sending.result())
-
-    def stop(self, number: int) -> None:
-        """End the process of a game, if it still runs: SIGTERM, and SIGKILL after `GRACE_SECONDS`. Does not wait."""
-        # A thread, because another one may hold the lock until the server has started.
-        threading.Thread(target=self._send_stop, args=(number,), daemon=True).start()
-
-    def _send_stop(self, number: int) -> None:
-        with self._lock:
-            if self._control is not None:
-                try:
-                    self._control.sendall(_COMMAND.pack(_STOP, number))
-                except OSError:
-                    # The server has ended, and its games end when their sockets are closed.
-                    self._close()
 
     def close(self) -> None:
         """End all games and the server; a later `start` starts another."""
         with self._lock:
             self._close()
 
-    def _send_start(self, connection: socket.socket) -> int:
-        with connection, self._lock:
-            self._count += 1
-            message = _COMMAND.pack(_START, self._count)
+    def _send(self, *connections: socket.socket) -> None:
+        """Send the sockets of a new game to the server, and close them here."""
+        with contextlib.ExitStack() as opened, self._lock:
+            descriptors = [opened.enter_context(one).fileno() for one in connections]
             try:
-                socket.send_fds(self._started(), [message], [connection.fileno()])
+                socket.send_fds(self._started(), [_START], descriptors)
             except OSError:
                 self._close()
-                socket.send_fds(self._started(), [message], [connection.fileno()])
-            return self._count
+                socket.send_fds(self._started(), [_START], descriptors)
 
     def _started(self) -> socket.socket:
         """Return the control socket of a running server."""
@@ -160,13 +150,10 @@ class GameServer:
 class GameProcess:
     """A game in a separate process. Used from one event loop; `close` it at the end."""
 
-    def __init__(
-        self, server: GameServer, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self._server = server
-        self._number = number
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, lifetime: socket.socket) -> None:
         self._reader = reader
         self._writer = writer
+        self._lifetime = lifetime
 
     async def call(self, method: str, **arguments: Any) -> Any:
         """Call a method of the game and return its result.
@@ -193,10 +180,10 @@ class GameProcess:
             raise GameError(answer["error"])
         return answer["result"]
 
-    async def close(self) -> None:
-        """End the process, also during a call that was cancelled; see `GameServer.stop`."""
-        self._server.stop(self._number)
+    def close(self) -> None:
+        """End the process, also during a call: SIGTERM, and SIGKILL after `GRACE_SECONDS`. Does not wait."""
         self._writer.close()
+        self._lifetime.close()
 
 
 def call_each(server: GameServer, method: str, arguments: list[dict[str, Any]]) -> list[Any]:
@@ -211,11 +198,8 @@ def call_each(server: GameServer, method: str, arguments: list[dict[str, Any]]) 
 
     async def call(own: dict[str, Any]) -> Any:
         async with cores:
-            game = await server.start()
-            try:
+            with contextlib.closing(await server.start()) as game:
                 return await game.call(method, **own)
-            finally:
-                await game.close()
 
     return run_in_thread(gather_all(map(call, arguments)))
 
@@ -254,36 +238,42 @@ def run_server(control_fd: int, grace_seconds: float, game: str, *arguments: str
         control.sendall(describe(error).replace("\n", " ").encode() + b"\n")
         return
     control.sendall(b"\n")
-    processes: dict[int, int] = {}
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ)
     ending: dict[int, float] = {}
-    while True:
-        if ending:
-            _reap(ending)
-            if not select.select([control], [], [], _POLL_SECONDS)[0]:
+    is_open = True
+    while is_open:
+        for key, _ in selector.select(_POLL_SECONDS if ending else None):
+            if key.fileobj is not control:
+                selector.unregister(key.fileobj)
+                os.close(key.fd)
+                _terminate(key.data, ending, grace_seconds)
                 continue
-        message, descriptors, _, _ = socket.recv_fds(control, _COMMAND.size, 1)
-        if not message:
-            break
-        command, number = _COMMAND.unpack(message)
-        if command == _STOP:
-            # A server that was restarted does not have the games of its predecessor.
-            if number in processes:
-                _terminate(processes.pop(number), ending, grace_seconds)
-            continue
-        pid = os.fork()
-        if pid == 0:
-            try:
-                control.close()
-                _run_game(socket.socket(fileno=descriptors[0]), factory)
-            finally:
-                os._exit(0)
-        os.close(descriptors[0])
-        processes[number] = pid
-    for pid in processes.values():
-        _terminate(pid, ending, grace_seconds)
+            message, descriptors, _, _ = socket.recv_fds(control, len(_START), 2)
+            is_open = bool(message)
+            if is_open:
+                calls, lifetime = descriptors
+                selector.register(lifetime, selectors.EVENT_READ, data=_fork(control, calls, factory))
+        _reap(ending)
+    for key in selector.get_map().values():
+        if key.fileobj is not control:
+            _terminate(key.data, ending, grace_seconds)
     while ending:
         _reap(ending)
         time.sleep(_POLL_SECONDS)
+
+
+def _fork(control: socket.socket, calls: int, factory: Any) -> int:
+    """Start the process of a game, and return its id; the descriptor of its calls is closed here."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            control.close()
+            _run_game(socket.socket(fileno=calls), factory)
+        finally:
+            os._exit(0)
+    os.close(calls)
+    return pid
 
 
 def _terminate(pid: int, ending: dict[int, float], grace_seconds: float) -> None:

@@ -1,364 +1,359 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Gymnasium games: text interfaces, transition tables and optimal plans, and initial states of tasks."""
+"""Base of games: settings and tasks that all games share, and episodes that turn replies into actions.
 
-import copy
+A game is an adapter: its config draws the starts of its tasks (`Opening`), and its environment begins a `Game`, which
+takes the action in a reply and returns an `Outcome`. What a reply costs, shows and ends is decided here, once.
+"""
+
+import abc
+import asyncio
 import dataclasses
 import enum
-import functools
-import json
-import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol
 
-from marin_rl.errors import nearest
+from marin_rl.config_fields import check_finite, convert_enum_fields
+from marin_rl.environments.base import (
+    CORRECT,
+    FORMAT,
+    AbstractSplitEnvironment,
+    AgentEpisode,
+    EnvironmentConfig,
+    Episode,
+    Step,
+    bounded_text,
+)
+from marin_rl.environments.game_process import GameProcess
+from marin_rl.environments.splits import (
+    Problem,
+    TaskSplits,
+    check_shares,
+    problem_id,
+    split_problems,
+    without_duplicates,
+)
+from marin_rl.rewards.grading_process import NoAnswerError
+from marin_rl.rewards.reply_text import check_pattern, graded_text, search_reply
+from marin_rl.seeds import derive_seed
+from marin_rl.types import Info, Message, Task
+
+logger = logging.getLogger(__name__)
+
+GAME = "game"
+"""Reward component: the game's own reward, weighted; absent if `game_weight` is 0."""
+STEP = "step"
+"""Reward component: a constant reward for every reply; absent if it is 0."""
 
 
 class View(enum.StrEnum):
     """Text format of a game."""
 
     READABLE = "readable"
-    """Rules, a spaced board with a short description, and actions as words; for pretrained models."""
+    """Instructions, descriptions and actions in words; for pretrained models."""
     COMPACT = "compact"
-    """A bare board without rules, and actions as letters; for tiny models with byte tokens."""
+    """The bare state without instructions; for tiny models with byte tokens."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Board:
-    """Text interface of a game."""
+class Opening(NamedTuple):
+    """Start of a game, from which a task is made."""
 
-    actions: tuple[str, ...]
-    """Name of each action, by action number; names are numbers, or have different first letters."""
-    rules: str
-    """Instructions, in sentences."""
-    show: Callable[[Any, Any, View], str]
-    """Renders a game (unwrapped) with an observation (the state, for games with a transition table)."""
-    wins: Callable[[Any, Any, float], bool]
-    """Returns whether a finished game was won, given its last observation and reward."""
-
-    def names(self, view: View) -> tuple[str, ...]:
-        """Return the names of the actions in a view."""
-        if view is View.READABLE:
-            return self.actions
-        return tuple(action if action.isdigit() else action[0] for action in self.actions)
-
-
-def _place(row: int, column: int) -> str:
-    return f"row {row + 1}, column {column + 1}"
-
-
-def _show_map(cells: list[list[str]], state: int, view: View) -> str:
-    row, column = divmod(state, len(cells[0]))
-    cells[row][column] = "A"
-    if view is View.COMPACT:
-        return "\n".join("".join(line) for line in cells)
-    return "\n".join(" ".join(line) for line in cells) + f"\nYou are in {_place(row, column)}."
-
-
-def _show_lake(game: Any, state: int, view: View) -> str:
-    cells = [["." if cell in b"SF" else cell.decode() for cell in row] for row in game.desc.tolist()]
-    return _show_map(cells, state, view)
-
-
-def _show_cliff(game: Any, state: int, view: View) -> str:
-    height, width = game.shape
-    cells = [["C" if game._cliff[row, column] else "." for column in range(width)] for row in range(height)]
-    cells[height - 1][width - 1] = "G"
-    return _show_map(cells, state, view)
-
-
-def _show_taxi(game: Any, state: int, view: View) -> str:
-    row, column, passenger, destination = game.decode(state)
-    waiting, goal = "RGYBA"[passenger], "RGYB"[destination]
-    if view is View.COMPACT:
-        return f"{row}{column}{waiting}{goal}"
-    cells = [b"".join(line).decode() for line in game.desc.tolist()]
-    line = cells[row + 1]
-    cells[row + 1] = f"{line[: 2 * column + 1]}A{line[2 * column + 2 :]}"
-    where = "in the taxi" if waiting == "A" else f"waiting at {waiting}"
-    return (
-        "\n".join(cells)
-        + f"\nThe taxi is in {_place(row, column)}. The passenger is {where} and wants to go to {goal}."
-    )
-
-
-_LAKE = Board(
-    ("left", "down", "right", "up"),
-    "You cross a frozen lake to reach the goal. In the map, A is you, G the goal, H a hole and . is ice. "
-    "Falling into a hole ends the game.",
-    show=_show_lake,
-    wins=lambda game, state, reward: game.desc.flat[state] == b"G",
-)
-_TAXI = Board(
-    ("south", "north", "east", "west", "pickup", "dropoff"),
-    "You drive a taxi: fetch the passenger and bring them to their destination. In the map, A is the taxi, | a wall, "
-    "and R, G, Y, B are the places where people wait. Use pickup and dropoff where the passenger and the destination "
-    "are.",
-    show=_show_taxi,
-    wins=lambda game, state, reward: True,
-)
-_CLIFF = Board(
-    ("up", "right", "down", "left"),
-    "You walk along a cliff to reach the goal. In the map, A is you, G the goal, C the cliff and . is ground. "
-    "Stepping into the cliff puts you back at the start.",
-    show=_show_cliff,
-    wins=lambda game, state, reward: True,
-)
-
-
-def board_of(game: Any) -> Board:
-    """Return the board of a gymnasium game, unwrapped; the default supports any game with discrete actions."""
-    from gymnasium.envs.toy_text.cliffwalking import CliffWalkingEnv
-    from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
-    from gymnasium.envs.toy_text.taxi import TaxiEnv
-
-    for kind, board in ((FrozenLakeEnv, _LAKE), (TaxiEnv, _TAXI), (CliffWalkingEnv, _CLIFF)):
-        if isinstance(game, kind):
-            return board
-    return Board(
-        tuple(str(number) for number in range(game.action_space.n)),
-        "You play a game. Each reply chooses an action by its number.",
-        lambda game, observation, view: str(observation),
-        lambda game, observation, reward: reward > 0,
-    )
-
-
-Table = Mapping[int, Mapping[int, Sequence[Any]]]
-"""Transition table of gymnasium (`env.unwrapped.P`): by state and action, the possible outcomes as probability, next
-state, reward, and whether the game ends."""
-Wins = Callable[[int, float], bool]
-"""Returns whether a finished game was won, given its last state and reward."""
-
-DISCOUNT = 0.99
-"""Discount of a win for each step; small enough that shorter ways are better."""
-_TOLERANCE = 1e-10
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Values and actions for every reachable state."""
-
-    values: Mapping[int, float]
-    """Maximum expected `DISCOUNT`^(steps to a win), by state; 0 if no win is reachable."""
-    best: Mapping[int, tuple[int, ...]]
-    """Optimal actions by state, in ascending order; in a deterministic game, the first steps of the shortest ways."""
-    safe: Mapping[int, tuple[int, ...]]
-    """Actions by state that cannot lose the game immediately, in ascending order."""
-
-
-def reachable(table: Table, starts: Iterable[int]) -> list[int]:
-    """Return the states reachable from `starts`, inclusive, in ascending order; the game ends at terminal outcomes."""
-    visited = set(starts)
-    pending = list(visited)
-    while pending:
-        outcomes = [outcome for action in table[pending.pop()].values() for outcome in action]
-        for chance, state, _, over in outcomes:
-            if chance > 0 and not over and state not in visited:
-                visited.add(int(state))
-                pending.append(int(state))
-    return sorted(visited)
-
-
-def fastest_plan(table: Table, starts: Iterable[int], wins: Wins) -> Plan:
-    """Compute the fastest plan by value iteration: V(s) = max_a Σ p·(1 if won, 0 if lost, else DISCOUNT·V(s')).
-
-    Args:
-        table: transition table of the game.
-        starts: initial states of the game.
-        wins: returns whether a terminal transition wins.
-    """
-    states = reachable(table, starts)
-    values = dict.fromkeys(states, 0.0)
-
-    def action_value(state: int, action: int) -> float:
-        total = 0.0
-        for chance, following, reward, over in table[state][action]:
-            total += chance * (float(wins(following, reward)) if over else DISCOUNT * values[following])
-        return total
-
-    change = 1.0
-    while change > _TOLERANCE:
-        change = 0.0
-        for state in states:
-            value = max(action_value(state, action) for action in table[state])
-            change = max(change, abs(value - values[state]))
-            values[state] = value
-    best = {
-        state: tuple(action for action in table[state] if action_value(state, action) >= values[state] - 1e-6)
-        for state in states
-    }
-    safe = {
-        state: tuple(
-            action
-            for action, outcomes in table[state].items()
-            if all(wins(following, reward) for _, following, reward, over in outcomes if over)
-        )
-        for state in states
-    }
-    return Plan(values, best, safe)
-
-
-@dataclasses.dataclass(frozen=True)
-class Prototype:
-    """A game that is constructed once and copied for each episode."""
-
-    game: Any
-    """The gymnasium environment, unwrapped; games with a transition table are only used as copies."""
-    board: Board
-    """Text interface of the game."""
-    has_table: bool
-    """Whether the game has a transition table, which permits copies, arbitrary initial states and planning."""
-    max_steps: int | None
-    """The game's step limit."""
-
-    @functools.cached_property
-    def plan(self) -> Plan:
-        """Optimal plan for all initial states."""
-        starts = [state for state, weight in enumerate(self.game.initial_state_distrib) if weight > 0]
-        return fastest_plan(self.game.P, starts, lambda state, reward: self.board.wins(self.game, state, reward))
-
-
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """Initial state of a game."""
-
-    id: str
-    """Name of the game in gymnasium."""
-    arguments: str
-    """Constructor arguments as JSON."""
-    state: int | None
-    """Initial state; None for a game without a transition table, whose seed determines it."""
-    seed: int
-    """Seed for the initial state of a game without a transition table."""
-    first_observation: str
+    identity: str
+    """Text that identifies the start and determines its split."""
+    observation: str
     """Text of the first observation."""
+    start: Any
+    """Value from which `AbstractGameEnvironment.begin` starts the game."""
+    anchor_state: object = None
+    """JSON value that identifies the state; None if the observation does."""
+    rules: str = ""
+    """System message if the config has none; empty for no message."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Response of a game to a reply."""
+
+    observation: str
+    """Text of the state after the reply. If it is empty at the end, there is no message."""
+    action: str | None
+    """The action that was taken; None if the reply had no valid action."""
+    notice: str = ""
+    """Text before the observation: why the reply had no valid action."""
+    reward: float = 0.0
+    """The game's own reward of this reply."""
+    done: bool = False
+    """Whether the game has ended."""
+    success: bool = False
+    """Whether the game is won."""
+    anchor_state: object = None
+    """JSON value that identifies the state; None if the observation does."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Further metrics of the episode by name."""
+    info: Info = dataclasses.field(default_factory=dict)
+    """Metadata of the episode: JSON values by name."""
+
+
+class Game(Protocol):
+    """One game, which has begun."""
+
+    async def step(self, action: str) -> Outcome:
+        """Take the action in a reply: the text after its thoughts, or the match of `action_regex`; may be empty."""
+        ...
+
+    async def close(self) -> None:
+        """Release the resources of the game."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GameConfig(EnvironmentConfig):
+    """Settings of all games. Games are drawn once, deduplicated, and split by their starts."""
+
+    rewards_success: ClassVar[bool] = True
+    """Whether success is a reward (component `correct`) beside the game's own."""
+
+    num_tasks: int = 200
+    """Number of games to draw, over all splits, repetitions included."""
+    seed: int = 0
+    """Seed of the games and their order. The split of a game does not depend on it."""
+    system_prompt: str | None = None
+    """System message; an empty text omits it. Default: the rules of the game, if it has any."""
+    action_regex: str | None = None
+    """Regular expression; group 1 of its last match in the reply after its thoughts is the action. Default: all of that
+    text."""
+    max_steps: int | None = None
+    """Maximum number of replies, after which the game ends; default: the game's own limit. `rollouts.max_turns` also
+    limits the replies, but then the rollout counts as truncated."""
+    game_weight: float = 1.0
+    """Factor of the game's own reward; 0 omits the component `game`."""
+    step_reward: float = 0.0
+    """Reward of every reply (component `step`); use a negative value for short games."""
+    invalid_reward: float = 0.0
+    """Reward of a reply without a valid action (component `format`); at most 0."""
+    max_characters: int = 8000
+    """Maximum number of characters of an observation; the rest is replaced by a notice."""
+    held_out: float = 0.1
+    """Share of games that are held out, by hash of their starts; in [0, 1)."""
+    validation: float = 0.05
+    """Share of games for validation, by hash of their starts; in [0, 1)."""
+    name: str | None = None
+    """Name for metrics; default: the game's id, or the type of the environment."""
+
+    def __post_init__(self) -> None:
+        convert_enum_fields(self)
+        for field in ("num_tasks", "max_characters"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise ValueError(f"max_steps must be at least 1, or null for the game's limit; got {self.max_steps}")
+        check_finite(self, "game_weight", "step_reward", "invalid_reward")
+        if self.invalid_reward > 0:
+            raise ValueError(
+                f"invalid_reward must be at most 0, or replies without an action pay; got {self.invalid_reward}"
+            )
+        if self.action_regex is not None:
+            check_pattern("action_regex", self.action_regex, groups=1)
+        check_shares(self.held_out, self.validation)
+        self.check()
+
+    def check(self) -> None:
+        """Check the fields of the subclass.
+
+        Raises:
+            ValueError: if one is invalid.
+        """
 
     @property
-    def prototype(self) -> Prototype:
-        """Prototype of the game."""
-        return make_prototype(self.id, self.arguments)
+    @abc.abstractmethod
+    def default_name(self) -> str:
+        """Name for metrics if `name` is None."""
 
     @property
-    def identity(self) -> str:
-        """Text that identifies this initial state and determines its split."""
-        return json.dumps(self.anchor(self.state) or [self.id, self.arguments, self.first_observation], sort_keys=True)
+    def label(self) -> str:
+        """Name for metrics."""
+        return self.default_name if self.name is None else self.name
 
-    def anchor(self, state: int | None) -> object:
-        """Return a rendering-independent identity of a state; None for a game without a transition table."""
-        if state is None:
-            return None
-        return {"game": self.id, "options": self.options, "state": state}
+    def message(self, text: str) -> Message:
+        """Return the message with an observation, of limited length."""
+        return Message(role="user", content=bounded_text(text, self.max_characters))
 
-    @functools.cached_property
-    def options(self) -> dict[str, Any]:
-        """Constructor arguments."""
-        return json.loads(self.arguments)
+    def system_messages(self, rules: str) -> tuple[Message, ...]:
+        """Return the system message, if there is one; `rules` is its default text."""
+        text = rules if self.system_prompt is None else self.system_prompt
+        return (Message(role="system", content=text),) if text else ()
 
-    def begin(self, seed: int) -> tuple[Any, Any]:
-        """Return a new game in its initial state and the first observation.
+    def split(self, openings: Iterable[Opening], source: str) -> tuple[TaskSplits, dict[str, Any]]:
+        """Make the tasks of games, and divide them.
 
         Args:
-            seed: seed for all randomness of a game with a transition table; other games use the seed of this record.
+            openings: starts of the games, possibly with duplicates.
+            source: origin of the games, for messages.
+
+        Returns:
+            The tasks, and `Opening.start` by task id.
+
+        Raises:
+            ValueError: if there are too few distinct games.
         """
-        prototype = self.prototype
-        if not prototype.has_table:
-            game = construct_game(self.id, self.options)
-            return game, game.reset(seed=self.seed)[0]
-        # reset only replaces attributes of the copy; transition table and map are shared with the prototype.
-        game = copy.copy(prototype.game)
-        game.reset(seed=seed)
-        game.s = self.state
-        return game, self.state
+        starts: dict[str, Any] = {}
+
+        def problems() -> Iterator[Problem]:
+            for index, opening in enumerate(openings):
+                task = Task(
+                    id=problem_id(opening.identity),
+                    environment=self.label,
+                    messages=(*self.system_messages(opening.rules), self.message(opening.observation)),
+                    answer="",
+                    anchor_state=opening.anchor_state,
+                )
+                starts.setdefault(task.id, opening.start)
+                yield Problem(opening.identity, task, where=f"game {index}")
+
+        distinct = without_duplicates(problems(), source)
+        return split_problems(distinct, self.held_out, self.validation, source), starts
 
 
-def draw_start(id: str, options: Mapping[str, Any], seed: int, random_start: bool) -> Start:
-    """Draw the initial state of a game.
-
-    Args:
-        id: name of the game in gymnasium.
-        options: options from the config.
-        seed: seed for map and initial state.
-        random_start: whether to draw from all states from which a win is reachable.
+def check_detours(value: float) -> None:
+    """Validate the field `detours`, the probability that a demonstration does not take the best action.
 
     Raises:
-        ValueError: if gymnasium does not have the game, the options are invalid, or `random_start` is set for a game
-            without a transition table.
+        ValueError: if it is not in [0, 1).
     """
-    arguments = json.dumps(_arguments(id, options, seed), sort_keys=True)
-    prototype = make_prototype(id, arguments)
-    if not prototype.has_table:
-        if random_start:
-            raise ValueError(f"text game {id!r} has no transition table to draw a start from; set random_start: false")
-        observation, _ = prototype.game.reset(seed=seed)
-        return Start(id, arguments, None, seed, prototype.board.show(prototype.game, observation, View.READABLE))
-    if random_start:
-        winnable = [int(state) for state, value in prototype.plan.values.items() if value > 0]
-        state = random.Random(seed).choice(winnable)
-    else:
-        state = int(copy.copy(prototype.game).reset(seed=seed)[0])
-    return Start(id, arguments, state, seed, "")
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"detours is a probability and must be in [0, 1), got {value}")
 
 
-def _arguments(id: str, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Return the constructor arguments; FrozenLake without a map gets a random one."""
-    fixed = options.get("map_name") is not None or options.get("desc") is not None
-    if not id.startswith("FrozenLake") or fixed:
-        return dict(options)
-    from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+@dataclasses.dataclass
+class GameEpisode:
+    """Episode of one game."""
 
-    size, share = options.get("size", 4), options.get("p", 0.8)
-    if not (isinstance(size, int) and size >= 2 and 0 < share <= 1):
-        raise ValueError(
-            f"text game {id!r}: options size {size!r} and p {share!r} must be a whole number of at least 2 and a share "
-            "of ice above 0 and at most 1"
+    config: GameConfig
+    game: Game
+    max_steps: int | None
+    """Maximum number of replies."""
+    steps: int = 0
+    """Number of replies."""
+    invalid: int = 0
+    """Number of replies without a valid action."""
+    over: bool = False
+    """Whether the episode has ended."""
+
+    async def step(self, reply: str) -> Step:
+        """Take the action in a reply.
+
+        Raises:
+            RuntimeError: if the episode has ended.
+        """
+        if self.over:
+            raise RuntimeError(f"the game {self.config.label!r} has ended; start another")
+        return self.respond(await self.game.step(await find_action(reply, self.config.action_regex)))
+
+    def respond(self, outcome: Outcome) -> Step:
+        """Count a reply, and return its step: rewards, next messages, and whether it ends the episode."""
+        config = self.config
+        self.steps += 1
+        self.invalid += outcome.action is None
+        is_last = self.max_steps is not None and self.steps >= self.max_steps
+        self.over = outcome.done or is_last
+        text = "" if is_last else outcome.notice + outcome.observation
+        rewards = {CORRECT: float(outcome.success)} if config.rewards_success else {}
+        if config.game_weight:
+            rewards[GAME] = config.game_weight * outcome.reward
+        if config.step_reward:
+            rewards[STEP] = config.step_reward
+        if config.invalid_reward:
+            rewards[FORMAT] = config.invalid_reward if outcome.action is None else 0.0
+        return Step(
+            rewards=rewards,
+            messages=() if self.over and not text else (config.message(text),),
+            done=self.over,
+            action=outcome.action,
+            anchor_state=outcome.anchor_state,
+            metrics={
+                "success": float(outcome.success),
+                "steps": float(self.steps),
+                "invalid_actions": float(self.invalid),
+                **outcome.metrics,
+            },
+            rollout_info=outcome.info,
         )
-    rest = {name: value for name, value in options.items() if name not in ("size", "p", "map_name", "desc")}
-    return {**rest, "desc": generate_random_map(size, share, seed)}
+
+    async def close(self) -> None:
+        """Close the game."""
+        await self.game.close()
 
 
-@functools.lru_cache(maxsize=4096)
-def make_prototype(id: str, arguments: str) -> Prototype:
-    """Construct a game, once per arguments.
+@dataclasses.dataclass(frozen=True)
+class ProcessGame:
+    """A game in a separate process, whose method `step` returns the fields of an `Outcome`."""
+
+    process: GameProcess
+
+    async def step(self, action: str) -> Outcome:
+        """Take the action in a reply.
+
+        Raises:
+            GameError: if the game raised an error or its process ended.
+        """
+        return Outcome(**await self.process.call("step", action=action))
+
+    async def close(self) -> None:
+        """End the process."""
+        self.process.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractGameEnvironment(AbstractSplitEnvironment):
+    """Tasks and episodes of games. A subclass defines `begin`."""
+
+    starts: Mapping[str, Any]
+    """`Opening.start` by task id."""
+
+    async def start(self, task: Task, seed: int) -> Episode | AgentEpisode:
+        """Start a game; task and seed determine its chance."""
+        return await self.begin(self.start_of(task), derive_seed("game", task.id, seed))
+
+    @abc.abstractmethod
+    async def begin(self, start: Any, seed: int) -> Episode | AgentEpisode:
+        """Start a game.
+
+        Args:
+            start: the task's `Opening.start`.
+            seed: seed of the game's chance.
+        """
+
+    def start_of(self, task: Task) -> Any:
+        """Return the start of a task.
+
+        Raises:
+            ValueError: if the task belongs to another environment.
+        """
+        self.require_own(task, self.starts)
+        return self.starts[task.id]
+
+
+async def find_action(reply: str, regex: str | None) -> str:
+    r"""Return the action in a reply; empty if there is none, or if the search for it exceeds a limit.
 
     Args:
-        id: name of the game in gymnasium.
-        arguments: constructor arguments as JSON.
+        reply: the reply; its thoughts are ignored.
+        regex: regular expression; group 1 of its last match is the action. None: the whole text.
 
-    Raises:
-        ValueError: if gymnasium does not have the game, the arguments are invalid, or its actions are not discrete.
+    >>> asyncio.run(find_action("<think>north?</think> go east", None))
+    'go east'
+    >>> asyncio.run(find_action("go [east] or [west]", r"\[(\w+)\]"))
+    'west'
     """
-    import gymnasium
-
-    game = construct_game(id, json.loads(arguments))
-    if not isinstance(game.action_space, gymnasium.spaces.Discrete):
-        raise ValueError(f"text game {id!r} has actions {game.action_space}; only discrete actions have a text form")
-    has_table = all(getattr(game, name, None) is not None for name in ("P", "initial_state_distrib"))
-    return Prototype(game, board_of(game), has_table, gymnasium.spec(id).max_episode_steps)
-
-
-def construct_game(id: str, arguments: Mapping[str, Any]) -> Any:
-    """Construct a gymnasium game, unwrapped.
-
-    Args:
-        id: name of the game.
-        arguments: constructor arguments.
-
-    Raises:
-        ValueError: if gymnasium does not have the game, or the arguments are invalid.
-    """
-    import gymnasium
-    from gymnasium.envs.registration import load_env_creator
-
+    text = graded_text(reply) or ""
+    if regex is None:
+        return text.strip()
     try:
-        spec = gymnasium.spec(id)
-    except gymnasium.error.Error as error:
-        raise ValueError(f"gymnasium has no text game {id!r}; {nearest(id, gymnasium.registry)} ({error})") from error
-    entry = spec.entry_point
-    if entry is None:
-        raise ValueError(f"gymnasium registers text game {id!r} without an entry point; use a game that has one")
-    kind = load_env_creator(entry) if isinstance(entry, str) else entry
-    try:
-        return kind(**{**spec.kwargs, **arguments})
-    except (TypeError, KeyError, ValueError, AssertionError) as error:
-        raise ValueError(f"text game {id!r} rejects its options {dict(arguments)}: {error!r}") from error
+        # The search blocks; other episodes continue meanwhile.
+        found = await asyncio.to_thread(search_reply, regex, text)
+    except NoAnswerError as error:
+        logger.warning("the search for an action was given up, no action: %s: %.200r", error, text)
+        return ""
+    return "" if found is None else found.group or ""

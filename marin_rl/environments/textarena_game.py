@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from marin_rl.environments.textarena import OpponentConfig
+from marin_rl.environments.textarena_opponents import OpponentConfig
 from marin_rl.errors import nearest
 
 
@@ -22,7 +22,14 @@ class ArenaGame:
         import textarena  # noqa: F401
 
     def start(
-        self, id: str, options: dict[str, Any], num_players: int, opponent: dict[str, Any], seed: int, seat: int
+        self,
+        id: str,
+        options: dict[str, Any],
+        num_players: int,
+        opponent: dict[str, Any],
+        seed: int,
+        seat: int,
+        chance: int | None = None,
     ) -> dict[str, Any]:
         """Start a game, and play it up to the policy's first move, which may be that of another seat in self-play.
 
@@ -33,6 +40,7 @@ class ArenaGame:
             opponent: `type` and fields of the opponent's config.
             seed: seed of the game.
             seat: number of the policy's player.
+            chance: seed of the random states that determine the rest of the game; None to keep those of `seed`.
 
         Returns:
             See `step`.
@@ -49,21 +57,27 @@ class ArenaGame:
         self._env = textarena.make(raw, **options)
         self._seed(seed)
         self._env.reset(num_players=num_players, seed=seed)
-        return self._play(False)
+        shown = self._play(None, False)
+        if chance is not None:
+            self._seed(chance)
+        return shown
 
-    def reseed(self, seed: int) -> None:
-        """Set the random states that determine the rest of the game."""
-        self._seed(seed)
+    def player(self) -> int:
+        """Return the number of the player to move."""
+        return self._player
 
-    def step(self, move: str) -> dict[str, Any]:
+    def step(self, action: str) -> dict[str, Any]:
         """Make a move of the policy, and those of the opponent up to the policy's next.
 
         Returns:
-            `player` to move, `text` of its observation, `state` of the game (null if it is not JSON), `done`, `reward`
-            of the policy (0 before the end), `invalid` moves of the policy that lost the game, and the `reason` of its
-            end.
+            The fields of an `Outcome`. The reward is 0 before the end, and `info` has the reason of the end.
         """
-        return self._play(self._env.step(move)[0])
+        player = self._env.state.current_player_id
+        done, _ = self._env.step(action)
+        state = self._env.state
+        # A game repeats the turn after a first invalid move, and usually ends after the second.
+        is_invalid = getattr(state, "error_count", 0) > 0 or state.game_info[player]["invalid_move"]
+        return self._play(None if is_invalid else action, done)
 
     def _seed(self, seed: int) -> None:
         import numpy as np
@@ -72,39 +86,34 @@ class ArenaGame:
         np.random.seed(seed % 2**32)
         self._generator = random.Random(seed)
 
-    def _play(self, done: bool) -> dict[str, Any]:
+    def _play(self, action: str | None, done: bool) -> dict[str, Any]:
+        """Make the opponent's moves, and return the outcome of the policy's action."""
         while not done:
-            player, observation = self._env.get_observation()
-            if player == self._seat or self._opponent is None:
-                return self._shown(player, observation, reward=0.0)
-            done, _ = self._env.step(self._opponent(self._text(player, observation), self._generator))
+            self._player, messages = self._env.get_observation()
+            text = self._text(self._player, messages)
+            if self._player == self._seat or self._opponent is None:
+                return self._outcome(text, action)
+            done, _ = self._env.step(self._opponent(text, self._generator))
+        self._player = self._seat
         rewards, info = self._env.close()
-        own = (info or {}).get(self._seat, {})
+        reward = float((rewards or {}).get(self._seat, 0.0))
         return {
-            **self._shown(
-                self._seat, self._env.state.observations[self._seat], float((rewards or {}).get(self._seat, 0.0))
-            ),
+            **self._outcome(self._text(self._seat, self._env.state.observations[self._seat]), action),
             "done": True,
-            "invalid": float(own.get("invalid_move", False)),
-            "reason": str(own.get("reason")),
+            "reward": reward,
+            "success": reward >= 1,
+            "metrics": {"draw": float(reward == 0)},
+            "info": {"reason": str((info or {}).get(self._seat, {}).get("reason"))},
         }
 
-    def _shown(self, player: int, observation: Sequence[tuple[int, str, Any]], reward: float) -> dict[str, Any]:
+    def _outcome(self, text: str, action: str | None) -> dict[str, Any]:
+        """Return the outcome of an action after which the game goes on; the state is null if it is not JSON."""
         state = self._env.state.game_state
         try:
-            state = json.loads(json.dumps({"player": player, "state": state}, sort_keys=True))
+            state = json.loads(json.dumps({"player": self._player, "state": state}, sort_keys=True))
         except (TypeError, ValueError):
             state = None
-        text = self._text(player, observation)
-        return {
-            "player": player,
-            "text": text,
-            "state": state,
-            "done": False,
-            "reward": reward,
-            "invalid": 0.0,
-            "reason": "",
-        }
+        return {"observation": text, "action": action, "done": False, "anchor_state": state, "metrics": {"draw": 0.0}}
 
     def _text(self, player: int, observation: Sequence[tuple[int, str, Any]]) -> str:
         """Return the messages of an observation; the player's own moves, which it knows, are left out."""

@@ -51,7 +51,14 @@ class TextWorldGame:
         textworld.generator.make_game(settings)
 
     def make(
-        self, folder: str, challenge: str, options: dict[str, Any], grammar: dict[str, Any], seed: int, compact: bool
+        self,
+        folder: str,
+        challenge: str,
+        options: dict[str, Any],
+        grammar: dict[str, Any],
+        seed: int,
+        compact: bool,
+        list_commands: bool,
     ) -> dict[str, Any]:
         """Generate a game unless its file exists, and return its start.
 
@@ -62,26 +69,28 @@ class TextWorldGame:
             grammar: attributes of `textworld.GrammarOptions`.
             seed: seed of the game.
             compact: whether the game is not compiled for the interpreter, which takes seconds.
+            list_commands: whether readable observations list the possible commands.
 
         Returns:
-            The result of `step`, and the game's `path`, `identity`, `objective` and `has_solution`.
+            `identity`, `observation` and `anchor_state` of the start; and as `start` the `path` of the game's file, and
+            whether it `has_solution`.
         """
         path = Path(folder) / f"{seed}{'.json' if compact else '.z8'}"
         if not path.exists():
             _generate(path, challenge, options, grammar, seed)
-        opening = self.start(str(path), 0)
+        self.start(str(path), 0, list_commands)
         state = self._state
         identity = [sorted(map(str, state["facts"])), state["objective"]]
+        observation = self._observation()
         return {
-            **opening,
-            "path": str(path),
             "identity": json.dumps(identity),
-            "objective": state["objective"],
-            "has_solution": bool(state["policy_commands"]),
+            "observation": observation if compact else f"{state['objective']}\n\n{observation}",
+            "anchor_state": self._anchor_state(),
+            "start": {"path": str(path), "has_solution": bool(state["policy_commands"])},
         }
 
-    def start(self, path: str, seed: int) -> dict[str, Any]:
-        """Start a game from its file; the seed is that of the interpreter. See `step`."""
+    def start(self, path: str, seed: int, list_commands: bool) -> None:
+        """Start a game from its file; the seed is that of the interpreter."""
         import textworld
 
         wanted = (
@@ -95,28 +104,39 @@ class TextWorldGame:
             "won",
         )
         self._compact = path.endswith(".json")
+        self._list_commands = list_commands
         self._env: Any = textworld.start(path, request_infos=textworld.EnvInfos(**dict.fromkeys(wanted, True)))
         self._env.seed(seed)
         self._state: Mapping[str, Any] = self._env.reset()
         self._done = False
-        return self._shown(None, 0.0)
 
-    def step(self, command: str) -> dict[str, Any]:
+    def step(self, action: str) -> dict[str, Any]:
         """Give a command to the game, unless it is not one of the game's verbs with plain words.
 
         Returns:
-            `text` of the observation, `commands` that are possible next, `state` of the game as facts, `command` that
-            was given (null if it was not), gain of points as `points`, and whether the game is `done` and `won`.
+            The fields of an `Outcome`; the reward is the gain of points.
         """
-        command = " ".join(command.lower().split()).removeprefix("> ").strip()
-        if not self._accepts(command):
-            return self._shown(None, 0.0)
-        before = self._state.get("score") or 0
-        self._state, score, self._done = self._env.step(command)
-        valid = self._state["_last_action"] is not None or not self._compact
-        return self._shown(command if valid else None, float((score or 0) - before))
+        command = " ".join(action.lower().split()).removeprefix("> ").strip()
+        accepted, points = self._accepts(command), 0.0
+        if accepted:
+            before = self._state.get("score") or 0
+            self._state, score, self._done = self._env.step(command)
+            accepted = self._state["_last_action"] is not None or not self._compact
+            points = float((score or 0) - before)
+        notice = "?\n" if self._compact else "The reply is not a command of this game.\n\n"
+        return {
+            "observation": "" if self._done else self._observation(),
+            "action": command if accepted else None,
+            "notice": "" if accepted else notice,
+            "reward": points,
+            "done": bool(self._done),
+            "success": bool(self._state["won"]),
+            "anchor_state": self._anchor_state(),
+        }
 
-    def demonstrate(self, path: str, seed: int, detours: float, max_steps: int) -> list[tuple[str, dict[str, Any]]]:
+    def demonstrate(
+        self, path: str, seed: int, detours: float, max_steps: int, list_commands: bool
+    ) -> list[tuple[str, str]]:
         """Win a game.
 
         Args:
@@ -124,18 +144,19 @@ class TextWorldGame:
             seed: seed of the detours.
             detours: probability of a random command after which the game can still be won.
             max_steps: maximum number of commands.
+            list_commands: whether readable observations list the possible commands.
 
         Returns:
-            Each command and the result of `step`.
+            Each command and the observation after it, which is empty at the end.
         """
-        self.start(path, 0)
+        self.start(path, 0, list_commands)
         generator = random.Random(seed)
-        turns: list[tuple[str, dict[str, Any]]] = []
+        turns: list[tuple[str, str]] = []
         while not self._done and len(turns) < max_steps and self._state["policy_commands"]:
             command = self._state["policy_commands"][0]
             if generator.random() < detours:
                 command = generator.choice(self._safe_commands() or [command])
-            turns.append((command, self.step(command)))
+            turns.append((command, self.step(command)["observation"]))
         return turns
 
     def _accepts(self, command: str) -> bool:
@@ -166,22 +187,18 @@ class TextWorldGame:
                 safe.add(command)
         return sorted(safe)
 
-    def _shown(self, command: str | None, points: float) -> dict[str, Any]:
-        progression = self._state["_game_progression"]
-        facts = sorted(map(str, self._state["_facts"]))
-        commands = list(self._state["admissible_commands"])
+    def _anchor_state(self) -> list[Any]:
+        """Return all facts of the world, and which quests are finished."""
+        quests = self._state["_game_progression"].quest_progressions
+        return [sorted(map(str, self._state["_facts"])), [quest.completed for quest in quests]]
+
+    def _observation(self) -> str:
+        commands = self._state["admissible_commands"]
         if self._compact:
-            commands = [one for one in commands if not one.startswith(_UNCHANGED)]
-        return {
-            "text": "" if self._compact else self._feedback(),
-            "room": self._room(),
-            "commands": commands,
-            "state": [facts, [quest.completed for quest in progression.quest_progressions]],
-            "command": command,
-            "points": points,
-            "done": bool(self._done),
-            "won": bool(self._state["won"]),
-        }
+            return f"{self._room()}: {', '.join(one for one in commands if not one.startswith(_UNCHANGED))}"
+        if self._list_commands:
+            return f"{self._feedback()}\n\nPossible commands: {', '.join(commands)}"
+        return self._feedback()
 
     def _room(self) -> str:
         world = self._state["game"].infos

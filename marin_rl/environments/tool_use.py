@@ -22,9 +22,9 @@ from marin_rl.environments.base import (
     NoSandboxError,
     Split,
     Step,
+    bounded_text,
 )
 from marin_rl.environments.calculator import CalculatorConfig
-from marin_rl.environments.external import bounded_text
 from marin_rl.environments.tools import (
     PythonTool,
     Tool,

@@ -10,6 +10,7 @@ run ── gateway ◄── requests ── harness of verifiers ─┐
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -30,9 +31,9 @@ from marin_rl.environments.base import (
     AgentResult,
     EnvironmentConfig,
 )
-from marin_rl.environments.external import run_in_thread
 from marin_rl.environments.game_process import GameError, GameServer
 from marin_rl.environments.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
+from marin_rl.event_loop import run_in_thread
 from marin_rl.extras import require_extra
 from marin_rl.types import Message, Task
 
@@ -131,15 +132,12 @@ class VerifiersConfig(EnvironmentConfig):
 
 
 async def _load_tasks(server: GameServer, limit: int | None) -> list[Mapping[str, Any]]:
-    game = await server.start()
-    try:
+    with contextlib.closing(await server.start()) as game:
         count = await game.call("load", limit=limit)
         pages = [
             await game.call("tasks", start=start, stop=start + _TASKS_PER_CALL)
             for start in range(0, count, _TASKS_PER_CALL)
         ]
-    finally:
-        await game.close()
     return [task for page in pages for task in page]
 
 
@@ -158,16 +156,8 @@ class VerifiersEpisode(AgentEpisode):
         Raises:
             GameError: if the harness, the task or its scoring failed.
         """
-        game = await self.server.start()
-        try:
-            result = await game.call(
-                "play",
-                data=self.data,
-                base_url=connection.base_url,
-                api_key=connection.api_key,
-            )
-        finally:
-            await game.close()
+        with contextlib.closing(await self.server.start()) as game:
+            result = await game.call("play", data=self.data, base_url=connection.base_url, api_key=connection.api_key)
         success = float(math.fsum(result["rewards"].values()) >= self.config.success_at)
         return AgentResult(result["rewards"], {**result["metrics"], "success": success}, result["info"])
 

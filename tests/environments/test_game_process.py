@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -26,11 +27,8 @@ def run(server: GameServer, work: Callable[[GameProcess], Awaitable]):
     """Return the result of work with a game, which is closed."""
 
     async def play():
-        game = await server.start()
-        try:
+        with contextlib.closing(await server.start()) as game:
             return await work(game)
-        finally:
-            await game.close()
 
     return asyncio.run(play())
 
@@ -57,7 +55,7 @@ def test_a_game_keeps_its_state_and_shares_nothing(server: GameServer):
         counts = [await game.call("add", number=index) for _ in range(2) for index, game in enumerate(games)]
         pids = {(await game.call("processes"))[0] for game in games}
         for game in games:
-            await game.close()
+            game.close()
         return counts, pids
 
     counts, pids = asyncio.run(play())
@@ -77,7 +75,7 @@ def test_the_global_random_state_belongs_to_one_game(server: GameServer):
             drawn.append(await games[0].call("draw"))
             await asyncio.gather(*(game.call("draw") for game in games[1:]))
         for game in games:
-            await game.close()
+            game.close()
         return drawn
 
     assert asyncio.run(play(0)) == asyncio.run(play(3))
@@ -111,8 +109,8 @@ def test_an_error_names_its_cause_and_other_games_continue(server: GameServer, m
         with pytest.raises(GameError, match=message):
             await one.call(method)
         count = await other.call("add", number=5)
-        await one.close()
-        await other.close()
+        one.close()
+        other.close()
         return count
 
     assert asyncio.run(play()) == 5
@@ -124,9 +122,9 @@ def test_a_game_that_hangs_is_killed(server: GameServer):
         pid, _ = await one.call("processes")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(one.call("hang"), timeout=0.05)
-        await one.close()
+        one.close()
         count = await other.call("add", number=5)
-        await other.close()
+        other.close()
         return pid, count
 
     pid, count = asyncio.run(play())
@@ -142,7 +140,7 @@ def test_a_game_that_is_closed_can_clean_up(server: GameServer, tmp_path: Path):
         while not (tmp_path / "started").exists():
             await asyncio.sleep(0.01)
         playing.cancel()
-        await game.close()
+        game.close()
 
         return pid
 
@@ -158,7 +156,7 @@ async def close_deaf_game(server: GameServer) -> int:
     hanging = asyncio.ensure_future(game.call("hang"))
     await asyncio.sleep(0)
     hanging.cancel()
-    await game.close()
+    game.close()
     return pid
 
 
@@ -190,8 +188,8 @@ def test_a_cancelled_start_leaves_other_games_alone(server: GameServer):
                 await starting
         other = await server.start()
         count = await game.call("add", number=5)
-        await other.close()
-        await game.close()
+        other.close()
+        game.close()
         return count
 
     assert asyncio.run(play()) == 5
@@ -203,7 +201,7 @@ def test_closing_a_game_does_not_wait_for_a_start_of_the_server(server: GameServ
         pid, _ = await game.call("processes")
         # Another thread holds this lock while it starts a server; a wait for it in this thread would not end.
         with server._lock:
-            await game.close()
+            game.close()
         return pid
 
     assert has_ended(asyncio.run(play()))
@@ -236,8 +234,8 @@ def test_a_server_that_was_killed_is_replaced():
             except GameError:
                 pass
             finally:
-                await second.close()
-                await first.close()
+                second.close()
+                first.close()
 
     assert asyncio.run(play()) == 5
     server.close()
@@ -252,7 +250,7 @@ def test_closing_a_server_ends_its_games():
         server.close()
         with pytest.raises(GameError, match="ended"):
             await game.call("draw")
-        await game.close()
+        game.close()
         return tuple(pids)
 
     assert all(map(has_ended, asyncio.run(play())))

@@ -1,184 +1,176 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+"""Settings and episodes that all games share, with a game that follows a script."""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from gymnasium.envs.toy_text.taxi import TaxiEnv
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from marin_rl.environments.games import (
-    DISCOUNT,
-    Start,
-    View,
-    board_of,
-    construct_game,
-    draw_start,
-    fastest_plan,
-    make_prototype,
-    reachable,
-)
+from marin_rl.environments import OpenEnvConfig, TextArenaConfig, TextGameConfig, TextWorldConfig
+from marin_rl.environments.base import AbstractEnvironment, Split, Step
+from marin_rl.environments.games import GameConfig, GameEpisode, Opening, Outcome, find_action
+from marin_rl.rewards import reply_text
 
-LAKE = {"is_slippery": False, "desc": ["SFFH", "FHFF", "FFFF", "HFFG"]}
-TABLED: list[tuple[str, dict[str, Any]]] = [("FrozenLake-v1", LAKE), ("Taxi-v4", {}), ("CliffWalking-v1", {})]
-TABLED_IDS = [id for id, _ in TABLED]
-
-
-@pytest.mark.parametrize("view", View)
-@pytest.mark.parametrize(("id", "options"), TABLED, ids=TABLED_IDS)
-def test_states_that_differ_look_different(id: str, options: dict[str, Any], view: View):
-    game = construct_game(id, options)
-    board = board_of(game)
-    states = range(game.observation_space.n)
-    assert len({board.show(game, state, view) for state in states}) == len(states)
-
-
-@pytest.mark.parametrize("id", [*TABLED_IDS, "Blackjack-v1"])
-def test_every_action_has_a_distinct_name_and_letter(id: str):
-    game = construct_game(id, {})
-    board = board_of(game)
-    count = game.action_space.n
-    for view in View:
-        assert len(set(board.names(view))) == count
-    assert all(len(letter) == 1 for letter in board.names(View.COMPACT))
-    for letter, name in zip(board.names(View.COMPACT), board.names(View.READABLE), strict=True):
-        assert name.startswith(letter)
-
-
-@pytest.mark.parametrize(("id", "options"), TABLED, ids=TABLED_IDS)
-def test_names_of_moves_match_the_game(id: str, options: dict[str, Any]):
-    """Compare moves in the middle of the board with the transition table: `left` goes left."""
-    game = construct_game(id, options)
-    board = board_of(game)
-
-    def place(state: int) -> tuple[int, int]:
-        if isinstance(game, TaxiEnv):
-            row, column, *_ = game.decode(state)
-            return int(row), int(column)
-        return divmod(state, game.ncol if id == "FrozenLake-v1" else game.shape[1])
-
-    moves = {"left": (0, -1), "west": (0, -1), "right": (0, 1), "east": (0, 1), "up": (-1, 0), "north": (-1, 0)}
-    moves |= {"down": (1, 0), "south": (1, 0)}
-    # No wall, hole or border is next to these cells.
-    start = game.encode(2, 2, 0, 1) if isinstance(game, TaxiEnv) else 10 if id == "FrozenLake-v1" else 13
-    named = [name for name in board.actions if name in moves]
-    assert len(named) == 4
-    for name in named:
-        [(_, following, _, _)] = game.P[start][board.actions.index(name)]
-        row, column = place(start)
-        assert place(int(following)) == (row + moves[name][0], column + moves[name][1])
-
-
-def test_a_lake_is_won_only_at_the_goal():
-    game = construct_game("FrozenLake-v1", LAKE)
-    board = board_of(game)
-    assert [state for state in range(16) if board.wins(game, state, 0.0)] == [15]
-
-
-def test_other_games_show_their_observation_and_are_won_by_reward():
-    game = construct_game("Blackjack-v1", {})
-    board = board_of(game)
-    assert board.show(game, (14, 10, 0), View.COMPACT) == board.show(game, (14, 10, 0), View.READABLE) == "(14, 10, 0)"
-    assert [board.wins(game, None, reward) for reward in (-1.0, 0.0, 0.5)] == [False, False, True]
-
-
-# 0 -> 1 -> 2 (won); from 0 a risky action reaches 2 or 3 (lost); 4 is unreachable.
-TABLE = {
-    0: {0: [(1.0, 1, 0.0, False)], 1: [(0.5, 2, 1.0, True), (0.5, 3, 0.0, True)]},
-    1: {0: [(1.0, 2, 1.0, True)], 1: [(1.0, 0, 0.0, False)]},
-    2: {0: [(1.0, 2, 0.0, True)], 1: [(1.0, 2, 0.0, True)]},
-    3: {0: [(1.0, 3, 0.0, True)], 1: [(1.0, 3, 0.0, True)]},
-    4: {0: [(1.0, 0, 0.0, False)], 1: [(1.0, 0, 0.0, False)]},
+CONFIGS: dict[type[GameConfig], dict[str, Any]] = {
+    TextGameConfig: {"id": "FrozenLake-v1"},
+    TextWorldConfig: {},
+    TextArenaConfig: {"id": "TicTacToe-v0"},
+    OpenEnvConfig: {"base_url": "http://127.0.0.1:8000"},
 }
 
 
-def wins(state: int, reward: float) -> bool:
-    return state == 2
+@dataclasses.dataclass(frozen=True)
+class ScriptConfig(GameConfig):
+    """Not registered: only for these tests."""
+
+    @property
+    def default_name(self) -> str:
+        return "script"
+
+    def build(self) -> AbstractEnvironment:
+        raise NotImplementedError
 
 
-def test_reachable_states():
-    assert reachable(TABLE, [0]) == [0, 1]
-    assert reachable(TABLE, [4]) == [0, 1, 4]
+@dataclasses.dataclass
+class Script:
+    """A game with fixed outcomes, which records the actions."""
+
+    outcomes: list[Outcome]
+    actions: list[str] = dataclasses.field(default_factory=list)
+    is_closed: bool = False
+
+    async def step(self, action: str) -> Outcome:
+        self.actions.append(action)
+        return self.outcomes.pop(0)
+
+    async def close(self) -> None:
+        self.is_closed = True
 
 
-def test_the_safe_way_has_a_higher_value_than_the_risky_one():
-    plan = fastest_plan(TABLE, [0], wins)
-    assert plan.values == pytest.approx({0: DISCOUNT, 1: 1.0})
-    assert plan.best == {0: (0,), 1: (0,)}
-    # The risky action may lose; going back cannot.
-    assert plan.safe == {0: (0,), 1: (0, 1)}
+MOVED = Outcome(observation="board", action="left", reward=2.0, anchor_state=[1], metrics={"draw": 0.0})
+REFUSED = Outcome(observation="board", action=None, notice="What? ")
+WON = Outcome(observation="", action="up", reward=3.0, done=True, success=True, info={"reason": "goal"})
 
 
-def test_equal_ways_are_both_best_and_unwinnable_states_have_value_zero():
-    table = {0: {0: [(1.0, 1, 0.0, True)], 1: [(1.0, 1, 0.0, True)]}, 1: {0: [(1.0, 1, 0.0, True)]}}
-    assert fastest_plan(table, [0], lambda state, reward: True).best == {0: (0, 1)}
-    lost = fastest_plan(table, [0], lambda state, reward: False)
-    assert lost.values == {0: 0.0}
-    assert lost.safe == {0: ()}
+def steps_of(game: Script, replies: Sequence[str], **fields: Any) -> list[Step]:
+    async def run() -> list[Step]:
+        config = ScriptConfig(**fields)
+        episode = GameEpisode(config, game, config.max_steps)
+        steps = [await episode.step(reply) for reply in replies]
+        await episode.close()
+        return steps
+
+    return asyncio.run(run())
 
 
-STILL = {"is_slippery": False}
+def test_replies_become_actions_and_outcomes_become_steps():
+    game = Script([MOVED, REFUSED, WON])
+    steps = steps_of(game, ["<think>down?</think> left ", "sing", "up"])
+    assert (game.actions, game.is_closed) == (["left", "sing", "up"], True)
+    assert [step.action for step in steps] == ["left", None, "up"]
+    assert [step.done for step in steps] == [False, False, True]
+    assert [[message["content"] for message in step.messages] for step in steps] == [["board"], ["What? board"], []]
+    assert [dict(step.rewards) for step in steps] == [
+        {"correct": 0.0, "game": 2.0},
+        {"correct": 0.0, "game": 0.0},
+        {"correct": 1.0, "game": 3.0},
+    ]
+    assert steps[0].anchor_state == [1]
+    assert dict(steps[0].metrics) == {"success": 0.0, "steps": 1.0, "invalid_actions": 0.0, "draw": 0.0}
+    assert dict(steps[2].metrics) == {"success": 1.0, "steps": 3.0, "invalid_actions": 1.0}
+    assert steps[2].rollout_info == {"reason": "goal"}
 
 
-def lake(seed: int, **options) -> Start:
-    return draw_start("FrozenLake-v1", {**STILL, **options}, seed, random_start=False)
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"game_weight": 0.5}, [{"correct": 0.0, "game": 1.0}, {"correct": 0.0, "game": 0.0}]),
+        ({"game_weight": 0.0}, [{"correct": 0.0}] * 2),
+        ({"game_weight": 0.0, "step_reward": -0.25}, [{"correct": 0.0, "step": -0.25}] * 2),
+        (
+            {"game_weight": 0.0, "invalid_reward": -0.5},
+            [{"correct": 0.0, "format": 0.0}, {"correct": 0.0, "format": -0.5}],
+        ),
+    ],
+)
+def test_rewards_are_weighted_and_absent_at_zero(fields: dict[str, float], expected: list[dict[str, float]]):
+    assert [dict(step.rewards) for step in steps_of(Script([MOVED, REFUSED]), ["a", "b"], **fields)] == expected
 
 
-@given(seed=st.integers(0, 2**63 - 1), size=st.integers(2, 6), random_start=st.booleans())
-@settings(max_examples=40, deadline=None)
-def test_a_seed_determines_a_start_with_a_reachable_win(seed: int, size: int, random_start: bool):
-    start, again = (draw_start("FrozenLake-v1", {**STILL, "size": size}, seed, random_start) for _ in range(2))
-    assert (start, start.identity) == (again, again.identity)
-    assert start.state is not None
-    assert start.prototype.plan.values[start.state] > 0
+def test_the_last_permitted_reply_counts_and_shows_nothing():
+    steps = steps_of(Script([REFUSED, MOVED]), ["a", "b"], max_steps=2)
+    assert [step.done for step in steps] == [False, True]
+    assert (steps[1].rewards["game"], steps[1].messages) == (2.0, ())
+    with pytest.raises(RuntimeError, match="the game 'script' has ended"):
+        steps_of(Script([WON]), ["a", "b"])
 
 
-def test_episodes_do_not_change_the_prototype_or_other_games():
-    start = lake(3)
-    before = dict(vars(start.prototype.game))
-    one, other = start.begin(0), start.begin(0)
-    one[0].step(1)
-    one[0].step(2)
-    assert one[0].s != other[0].s == other[1] == start.state
-    assert vars(start.prototype.game) == before
-    assert start.begin(0)[1] == start.state
+def test_observations_have_a_limit_and_no_lone_surrogates():
+    [step] = steps_of(Script([dataclasses.replace(MOVED, observation="\ud800" + "x" * 50)]), ["a"], max_characters=10)
+    assert step.messages[0]["content"] == "?" + "x" * 9 + "\n[41 more characters]"
 
 
-def test_identity_of_a_start_is_its_game_options_and_state():
-    first, second = lake(1), lake(2)
-    assert first.identity != second.identity
-    assert first.identity != lake(1, size=5).identity
-    assert first.anchor(3) != first.anchor(4)
-    assert first.anchor(3) == lake(1).anchor(3)
-    hands = {draw_start("Blackjack-v1", {}, seed, random_start=False).identity for seed in range(20)}
-    assert len(hands) > 10
-    assert draw_start("Blackjack-v1", {}, 0, random_start=False).anchor(None) is None
+def test_tasks_are_made_of_distinct_starts():
+    config = ScriptConfig(name="n", held_out=0.0, validation=0.0)
+    openings = [Opening("a", "A", 1, [1], rules="Play."), Opening("b", "B", 2), Opening("a", "A", 3)]
+    splits, starts = config.split(openings, "script")
+    first, second = splits[Split.TRAIN]
+    assert (first.environment, first.anchor_state, starts[first.id], starts[second.id]) == ("n", [1], 1, 2)
+    assert [message["content"] for message in first.messages] == ["Play.", "A"]
+    assert [message["content"] for message in second.messages] == ["B"]
+    for prompt, messages in (("", ["A"]), ("Go.", ["Go.", "A"])):
+        tasks = dataclasses.replace(config, system_prompt=prompt).split(openings, "script")[0][Split.TRAIN]
+        assert [message["content"] for message in tasks[0].messages] == messages
 
 
-def test_the_seed_of_the_record_starts_a_game_without_a_table():
-    start = draw_start("Blackjack-v1", {}, 7, random_start=False)
-    shown = {str(start.begin(seed)[1]) for seed in range(5)}
-    assert shown == {start.first_observation}
-    assert not start.prototype.has_table
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_tasks": 0}, "num_tasks must be at least 1, got 0"),
+        ({"max_characters": 0}, "max_characters must be at least 1, got 0"),
+        ({"max_steps": 0}, "max_steps must be at least 1, or null"),
+        ({"invalid_reward": 0.5}, "invalid_reward must be at most 0, .* got 0.5"),
+        ({"invalid_reward": -float("inf")}, "invalid_reward must be finite, got -inf; set a finite number"),
+        ({"game_weight": float("inf")}, "game_weight must be finite, got inf"),
+        ({"step_reward": float("nan")}, "step_reward must be finite, got nan"),
+        ({"action_regex": "left"}, "action_regex: 'left' has 0 groups but needs 1"),
+        ({"held_out": 1.0}, "held_out is a share .* got 1.0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(config: type[GameConfig], fields: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        config(**CONFIGS[config], **fields)
 
 
-def test_a_named_map_is_not_replaced_by_a_random_one():
-    fixed = [draw_start("FrozenLake-v1", {"map_name": "4x4"}, seed, random_start=False) for seed in range(3)]
-    assert len({start.arguments for start in fixed}) == 1
-    assert lake(1).arguments != lake(2).arguments
+@pytest.mark.parametrize("config", [TextGameConfig, TextWorldConfig])
+def test_detours_are_a_probability(config: type[GameConfig]):
+    with pytest.raises(ValueError, match=r"detours is a probability .* got 1\.0"):
+        config(**CONFIGS[config], detours=1.0)
 
 
-@pytest.mark.parametrize("share", [0, 1.5, -0.1])
-def test_a_share_of_ice_out_of_range_is_rejected(share: float):
-    with pytest.raises(ValueError, match=f"options size 4 and p {share} must be"):
-        lake(0, p=share)
+@pytest.mark.parametrize(
+    ("regex", "reply", "action"),
+    [
+        (None, "<think>north?</think> go east ", "go east"),
+        (None, "<think>north, or", ""),
+        (r"\[(\w+)\]", "go [east] or [west]", "west"),
+        (r"\[(\w+)\]", "<think>[north], or", ""),
+        (r"\[(\w+)\]", "go east", ""),
+        (r"(e)|(w)", "w", ""),
+        (r"(e+)+w", "e" * 100, ""),
+    ],
+)
+def test_an_action_is_found_beside_other_coroutines(monkeypatch, regex: str | None, reply: str, action: str):
+    monkeypatch.setattr(reply_text, "SEARCH_SECONDS", 0.2)
 
+    async def find() -> tuple[bool, str]:
+        found = asyncio.ensure_future(find_action(reply, regex))
+        await asyncio.sleep(0)
+        return found.done(), await found
 
-def test_all_ice_is_allowed():
-    assert "H" not in lake(0, p=1.0).arguments
-
-
-def test_a_game_is_constructed_once():
-    assert make_prototype("Taxi-v4", "{}") is make_prototype("Taxi-v4", "{}")
-    assert construct_game("Taxi-v4", {}) is not construct_game("Taxi-v4", {})
+    assert asyncio.run(find()) == (regex is None, action)

@@ -10,23 +10,21 @@ The package cannot be installed next to transformers 4. `MARIN_RL_OPENENV_URL` i
 import asyncio
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
 from marin_rl.environments.base import Split
-from marin_rl.environments.openenv import OpenEnvConfig, OpenEnvEnvironment, OpenEnvError, OpenEnvServerError
+from marin_rl.environments.openenv import OpenEnvConfig, OpenEnvEnvironment
+from marin_rl.environments.openenv_client import OpenEnvError, OpenEnvServerError
 from marin_rl.errors import UserError
 from marin_rl.types import Task
 from tests.environments.episodes import play
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("websockets") is None, reason="needs the extra openenv")
 
 ANSWERS = {"seed": -1}
 """Changed by tests: `seed` replaces the seed of resets if it is not negative."""
@@ -69,8 +67,7 @@ async def serve(connection) -> None:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    from websockets.asyncio.server import serve as listen
-
+    listen = pytest.importorskip("websockets.asyncio.server", reason="needs the extra openenv").serve
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -89,6 +86,40 @@ def url() -> Iterator[str]:
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
+
+
+class StandInSession:
+    """A session without a connection, for machines without the package websockets."""
+
+    def __init__(self) -> None:
+        self._state: dict[str, Any] = {}
+
+    async def request(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        response = respond({"type": kind, "data": data}, self._state)
+        if response["type"] == "error":
+            raise OpenEnvServerError(response["data"]["message"], response["data"]["code"])
+        return response["data"]
+
+    async def close(self) -> None:
+        self._state.clear()
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Address of stand-in sessions."""
+
+    async def connect(base_url: str) -> StandInSession:
+        return StandInSession()
+
+    monkeypatch.setattr("marin_rl.environments.openenv.connect", connect)
+    monkeypatch.setattr("marin_rl.environments.openenv.require_extra", lambda extra, setting: None)
+    return "http://stand-in"
+
+
+@pytest.fixture(params=["stand_in", "url"])
+def either(request: pytest.FixtureRequest) -> str:
+    """Address of a server, or of stand-in sessions."""
+    return request.getfixturevalue(request.param)
 
 
 def build(url: str, **changes) -> OpenEnvEnvironment:
@@ -110,22 +141,27 @@ def guess(number: object) -> str:
     return f"<think>{{}}</think> I guess {json.dumps({'number': number})}."
 
 
-def secret(task: Task) -> int:
-    return random.Random(int(task.id)).randrange(10)
+def seed_of(environment: OpenEnvEnvironment, task: Task) -> int:
+    return environment.starts[task.id][0]
 
 
-def test_episodes(url: str):
-    environment = build(url, reset={"what": "a digit"}, max_characters=50, invalid_reward=-0.25)
+def secret(environment: OpenEnvEnvironment, task: Task) -> int:
+    return random.Random(seed_of(environment, task)).randrange(10)
+
+
+def test_episodes(either: str):
+    environment = build(either, reset={"what": "a digit"}, max_characters=50, invalid_reward=-0.25)
     assert [task.messages for task in environment.tasks(Split.TRAIN)] == [
-        ({"role": "user", "content": f"Guess a digit. Game {task.id}."},) for task in environment.tasks(Split.TRAIN)
+        ({"role": "user", "content": f"Guess a digit. Game {seed_of(environment, task)}."},)
+        for task in environment.tasks(Split.TRAIN)
     ]
     task = environment.tasks(Split.TRAIN)[0]
-    wrong = (secret(task) + 1) % 10
-    steps = play(environment, task, [guess(wrong), "five", guess("five"), "[5]", guess(secret(task))])
+    wrong = (secret(environment, task) + 1) % 10
+    steps = play(environment, task, [guess(wrong), "five", guess("five"), "[5]", guess(secret(environment, task))])
     assert [dict(step.rewards) for step in steps] == [
-        {"openenv": 0.0, "format": 0.0},
-        *[{"openenv": 0.0, "format": -0.25}] * 3,
-        {"openenv": 1.0, "format": 0.0},
+        {"game": 0.0, "format": 0.0},
+        *[{"game": 0.0, "format": -0.25}] * 3,
+        {"game": 1.0, "format": 0.0},
     ]
     assert [step.done for step in steps] == [False] * 4 + [True]
     assert steps[0].messages[0]["content"] == "wrong ?" + "x" * 43 + "\n[157 more characters]"
@@ -134,13 +170,16 @@ def test_episodes(url: str):
     assert steps[-1].metrics == {"success": 1.0, "steps": 5.0, "invalid_actions": 3.0}
 
 
-def test_sessions_are_separate(url: str):
-    environment = build(url)
+def test_sessions_are_separate(either: str):
+    environment = build(either)
     one, other = environment.tasks(Split.TRAIN)[:2]
 
     async def run() -> list[bool]:
         first, second = await environment.start(one, 0), await environment.start(other, 0)
-        done = [(await first.step(guess(secret(one)))).done, (await second.step(guess(secret(other)))).done]
+        done = [
+            (await first.step(guess(secret(environment, one)))).done,
+            (await second.step(guess(secret(environment, other)))).done,
+        ]
         await first.close()
         await second.close()
         return done
@@ -162,31 +201,35 @@ def test_an_error_of_the_server_fails_the_rollout(url: str, number: int, error: 
         play(environment, environment.tasks(Split.TRAIN)[0], [guess(number)])
 
 
-def test_a_server_that_ignores_seeds_is_refused(url: str, monkeypatch: pytest.MonkeyPatch):
-    environment = build(url)
+def test_a_server_that_ignores_seeds_is_refused(either: str, monkeypatch: pytest.MonkeyPatch):
+    environment = build(either)
     monkeypatch.setitem(ANSWERS, "seed", 5)
     with pytest.raises(OpenEnvError, match="gave another first observation than before"):
         play(environment, environment.tasks(Split.TRAIN)[0], [])
 
 
-def test_observations_and_actions_in_one_field(url: str):
-    config = OpenEnvConfig(url, action_field="message", observation_field="text")
-    assert config.action("<think>a</think> b \ud800 ") == {"message": "b ?"}
-    assert config.action("<think>b, or") == {"message": ""}
+def test_observations_and_actions_in_one_field(stand_in: str):
+    config = OpenEnvConfig(stand_in, action_field="message", observation_field="text")
+    assert config.action("b \ud800") == {"message": "b ?"}
+    assert config.action("") == {"message": ""}
     with pytest.raises(RecursionError):
         dataclasses.replace(config, action_field=None).action("[" * 100_000)
     assert config.show({"observation": {"text": [1, "ä"]}}) == '[1, "ä"]'
-    everything = OpenEnvConfig(url)
+    everything = OpenEnvConfig(stand_in)
     assert everything.show({"observation": {"text": "a", "n": 1, "done": False, "reward": 0, "metadata": {}}}) == (
         '{"text": "a", "n": 1}'
     )
     with pytest.raises(OpenEnvError, match=r"no field 'message' \(observation_field\); its fields are text, tries"):
-        build(url, observation_field="message")
+        build(stand_in, observation_field="message")
+
+
+def test_a_server_without_a_schema_of_actions_is_refused(url: str):
     with pytest.raises(OpenEnvError, match=r"has no schema of actions .* set system_prompt"):
         build(url, system_prompt=None)
 
 
 def test_a_server_that_cannot_be_reached_is_named():
+    pytest.importorskip("websockets", reason="needs the extra openenv")
     with pytest.raises(OpenEnvError, match=r"http://127\.0\.0\.1:9 cannot be reached"):
         build("http://127.0.0.1:9")
 
@@ -201,13 +244,8 @@ def test_a_server_that_does_not_answer_is_named(url: str, monkeypatch: pytest.Mo
     ("changes", "message"),
     [
         ({"base_url": "127.0.0.1:8000"}, "must start with http://"),
-        ({"num_tasks": 0}, "num_tasks must be at least 1"),
-        ({"max_characters": 0}, "max_characters must be at least 1"),
         ({"reset": {"seed": 1}}, "reset has 'seed'"),
-        ({"invalid_reward": float("nan")}, "invalid_reward must be finite, got nan; set a finite number"),
-        ({"invalid_reward": -float("inf")}, "invalid_reward must be finite, got -inf"),
         ({"success_at": float("nan")}, "success_at must be finite, got nan"),
-        ({"invalid_reward": 0.5}, "invalid_reward must be at most 0"),
     ],
 )
 def test_invalid_configs_are_refused(changes: dict, message: str):
@@ -226,7 +264,7 @@ def test_the_real_package():
     environment = build(os.environ["MARIN_RL_OPENENV_URL"], system_prompt=None, num_tasks=20)
     task = environment.tasks(Split.TRAIN)[0]
     assert '"number"' in task.messages[0]["content"]
-    right = secret(task)
+    right = secret(environment, task)
     steps = play(environment, task, [guess((right + 1) % 10), guess("five"), "five", guess(right)])
     assert [step.done for step in steps] == [False, False, False, True]
     assert steps[-1].metrics == {"success": 1.0, "steps": 4.0, "invalid_actions": 2.0}

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import asyncio
-import dataclasses
 from collections import deque
 
 import gymnasium
@@ -11,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marin_rl.environments.base import Episode, Split, Step
-from marin_rl.environments.games import View, draw_start, make_prototype
-from marin_rl.environments.text_game import TextGameConfig, TextGameEnvironment, TextGameEpisode, parse_action
-from marin_rl.rewards import reply_text
+from marin_rl.environments.base import Split, Step
+from marin_rl.environments.games import View, find_action
+from marin_rl.environments.gymnasium_games import draw_start, make_prototype
+from marin_rl.environments.text_game import TextGameConfig, TextGameEnvironment, parse_action
 from marin_rl.types import Message, Task
+from tests.environments.episodes import play
 
 STILL = {"is_slippery": False}
 
@@ -31,23 +31,6 @@ def whole(**changes) -> TextGameEnvironment:
 
 def tasks(environment: TextGameEnvironment) -> list[Task]:
     return [task for split in Split for task in environment.tasks(split)]
-
-
-def play(environment: TextGameEnvironment, task: Task, replies, seed: int = 0) -> list[Step]:
-    """Return all steps of an episode."""
-
-    async def run() -> list[Step]:
-        episode = await environment.start(task, seed)
-        assert isinstance(episode, Episode)
-        steps = []
-        for reply in replies:
-            steps.append(await episode.step(reply))
-            if steps[-1].done:
-                break
-        await episode.close()
-        return steps
-
-    return asyncio.run(run())
 
 
 def replies_of(messages: tuple[Message, ...]) -> list[str]:
@@ -256,23 +239,14 @@ def test_games_without_a_table_have_no_demonstrations():
         environment.demonstrate(task)
 
 
-def test_rewards_can_be_weighted_and_omitted():
-    environment, task = line(game_weight=0.0)
-    assert [dict(step.rewards) for step in play(environment, task, ["right"] * 3)] == [{"correct": 0.0}] * 2 + [
-        {"correct": 1.0}
-    ]
-    environment, task = line(game_weight=0.5)
-    assert rewards(play(environment, task, ["right"] * 3), "game") == 0.5
-
-
 @pytest.mark.parametrize(
     ("changes", "roles", "rules"),
     [
         ({}, ["system", "user"], "You cross a frozen lake"),
-        ({"rules": ""}, ["user"], None),
-        ({"rules": "Go."}, ["system", "user"], "Go."),
+        ({"system_prompt": ""}, ["user"], None),
+        ({"system_prompt": "Go."}, ["system", "user"], "Go."),
         ({"view": View.COMPACT}, ["user"], None),
-        ({"view": View.COMPACT, "rules": "Go."}, ["system", "user"], "Go."),
+        ({"view": View.COMPACT, "system_prompt": "Go."}, ["system", "user"], "Go."),
     ],
 )
 def test_rules_are_the_system_message(changes: dict, roles: list[str], rules: str | None):
@@ -311,24 +285,6 @@ def test_a_task_of_another_environment_is_rejected():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_tasks": 0}, "num_tasks must be at least 1, got 0"),
-        ({"max_steps": 0}, "max_steps must be at least 1"),
-        ({"invalid_reward": 0.5}, "invalid_reward must be at most 0, .* got 0.5"),
-        ({"game_weight": float("inf")}, "game_weight must be finite, got inf"),
-        ({"step_reward": float("nan")}, "step_reward must be finite, got nan"),
-        ({"detours": 1.0}, r"detours is a probability .* got 1\.0"),
-        ({"action_regex": "left"}, "action_regex: 'left' has 0 groups but needs 1"),
-        ({"held_out": 1.0}, "held_out is a share .* got 1.0"),
-    ],
-)
-def test_settings_out_of_range_are_rejected(fields: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        lake(**fields)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
         ({"id": "FrozenLak-v1"}, "gymnasium has no text game 'FrozenLak-v1'; did you mean 'FrozenLake-v1'"),
         ({"id": "Pendulum-v1", "options": {}}, "'Pendulum-v1' has actions Box.*only discrete actions"),
         ({"options": {"slippery": False}}, "'FrozenLake-v1' rejects its options .*slippery"),
@@ -347,15 +303,7 @@ def test_games_that_cannot_be_constructed_are_rejected(fields: dict, message: st
         lake(**fields).build()
 
 
-LINE_START = draw_start("FrozenLake-v1", {"is_slippery": False, "desc": ["SFFG"]}, seed=0, random_start=False)
-"""FrozenLake with one row: the goal is three steps to the right."""
-LAKE = LINE_START.prototype.board
-CONFIG = TextGameConfig(id="FrozenLake-v1", view=View.COMPACT)
-
-
-def episode(max_steps: int | None = None, **fields: float | str) -> TextGameEpisode:
-    config = dataclasses.replace(CONFIG, max_steps=max_steps, **fields)
-    return TextGameEpisode(config, LINE_START, *LINE_START.begin(0))
+LAKE = draw_start("FrozenLake-v1", {**STILL, "desc": LINE}, seed=0, random_start=False).prototype.board
 
 
 @pytest.mark.parametrize(
@@ -378,49 +326,12 @@ def episode(max_steps: int | None = None, **fields: float | str) -> TextGameEpis
     ],
 )
 def test_the_last_action_name_counts(view: View, regex: str | None, reply: str, action: str | None):
-    number = parse_action(reply, LAKE, view, regex)
+    text = asyncio.run(find_action(reply, regex))
+    number = parse_action(text, LAKE, view, is_name=regex is not None)
     assert (None if number is None else LAKE.actions[number]) == action
 
 
-def test_a_search_without_end_is_no_action_and_runs_in_a_thread(monkeypatch):
-    monkeypatch.setattr(reply_text, "SEARCH_SECONDS", 0.2)
-    game = episode(action_regex=r"(r+)+l")
-
-    async def step_beside_another() -> tuple[bool, Step]:
-        step = asyncio.ensure_future(game.step("r" * 100))
-        await asyncio.sleep(0)
-        return step.done(), await step
-
-    was_done, step = asyncio.run(step_beside_another())
-    assert (was_done, step.action) == (False, None)
-
-
-def test_a_reply_without_an_action_does_not_change_the_game():
-    game = episode()
-    step = game.take_turn("x")
-    assert (step.done, step.action, step.anchor_state) == (False, None, LINE_START.anchor(LINE_START.state))
-    assert game.observation == LINE_START.state
-    assert [game.take_turn("r").done for _ in range(3)] == [False, False, True]
-    assert (game.steps, game.invalid) == (4, 1)
-
-
-@pytest.mark.parametrize(("max_steps", "won"), [(3, 1.0), (2, 0.0)])
-def test_the_last_permitted_step_counts(max_steps: int, won: float):
-    game = episode(max_steps=max_steps)
-    steps = [game.take_turn("r") for _ in range(max_steps)]
-    assert [step.done for step in steps] == [False] * (max_steps - 1) + [True]
-    assert (steps[-1].rewards["correct"], steps[-1].metrics["success"]) == (won, won)
-
-
-def test_components_with_zero_weight_are_absent():
-    assert set(episode(game_weight=0.0).take_turn("r").rewards) == {"correct"}
-    rewarded = episode(game_weight=2.0, step_reward=-0.25, invalid_reward=-0.5)
-    assert dict(rewarded.take_turn("x").rewards) == {"correct": 0.0, "game": 0.0, "step": -0.25, "format": -0.5}
-    assert dict(rewarded.take_turn("r").rewards) == {"correct": 0.0, "game": 0.0, "step": -0.25, "format": 0.0}
-
-
-def test_step_after_the_end_raises():
-    game = episode(max_steps=1)
-    game.take_turn("r")
-    with pytest.raises(RuntimeError, match="the game 'FrozenLake-v1' has ended"):
-        game.take_turn("r")
+def test_the_game_has_its_own_limit_of_replies():
+    """Gymnasium limits FrozenLake to 100 steps, which a reply without an action also takes."""
+    environment, task = line()
+    assert len(play(environment, task, ["x", "left"] * 100)) == 100

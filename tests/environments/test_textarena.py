@@ -6,18 +6,14 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from marin_rl.distributed.make_runner import make_gateway
 from marin_rl.environments.base import Split
-from marin_rl.environments.textarena import (
-    FileOpponentConfig,
-    SelfOpponentConfig,
-    TextArenaConfig,
-    TextArenaEnvironment,
-    random_move,
-)
+from marin_rl.environments.textarena import TextArenaConfig, TextArenaEnvironment
+from marin_rl.environments.textarena_opponents import FileOpponentConfig, SelfOpponentConfig, random_move
 from marin_rl.errors import UserError
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
@@ -32,6 +28,8 @@ TOKENIZER = ChatTokenizer(byte_tokenizer())
 INSTALLED = importlib.util.find_spec("textarena") is not None
 real = pytest.mark.skipif(not INSTALLED, reason="needs the extra textarena")
 
+STAND_INS = str(Path(__file__).with_name("stand_ins"))
+
 OPPONENT = """
 def first_free(observation, random):
     board = observation.rpartition("Available Moves:")[2]
@@ -45,6 +43,10 @@ def fail_or_hang(observation, random):
     if "[6]" not in free:
         raise OSError("no network")
     return "[8]"
+
+
+def one(observation, random):
+    return "[1]"
 """
 
 
@@ -78,7 +80,7 @@ def test_opponent_moves_are_part_of_the_observations(against_first_free: TextAre
     assert [step.action for step in steps] == ["I take [4].", "[2]", "[6]"]
     assert [dict(step.rewards) for step in steps] == [{"game": 0.0}, {"game": 0.0}, {"game": 1.0}]
     assert [step.done for step in steps] == [False, False, True]
-    assert steps[-1].metrics == {"moves": 3.0, "invalid_moves": 0.0, "success": 1.0, "draw": 0.0}
+    assert steps[-1].metrics == {"steps": 3.0, "invalid_actions": 0.0, "success": 1.0, "draw": 0.0}
     assert steps[-1].rollout_info == {"reason": "Player 0 has won!"}
     shown = steps[0].messages[0]["content"]
     assert "I take" not in shown
@@ -99,7 +101,8 @@ def test_anchor_state_is_the_board(against_first_free: TextArenaEnvironment):
     first, second = play(against_first_free, task, ["I do not know", "[99]"])
     assert first.anchor_state == task.anchor_state
     assert (first.done, second.done, second.rewards["game"]) == (False, True, -1.0)
-    assert (second.metrics["invalid_moves"], second.metrics["success"]) == (1.0, 0.0)
+    assert [step.action for step in (first, second)] == [None, None]
+    assert (second.metrics["invalid_actions"], second.metrics["success"]) == (2.0, 0.0)
 
 
 @real
@@ -174,7 +177,7 @@ def test_an_opponent_that_raises_or_hangs_costs_its_own_rollout(opponents: str):
     errors = {rollout.messages[-2 if rollout.error is None else -1]["content"]: rollout for rollout in group.rollouts}
     assert errors["[5]"].status is RolloutStatus.TIMED_OUT
     assert errors["[6]"].status is RolloutStatus.FAILED
-    assert errors["[6]"].error == "GameError: OSError: no network"
+    assert str(errors["[6]"].error).startswith("GameError: OSError: no network\n")
     for move in ("[0]", "[1]"):
         assert errors[move].status is RolloutStatus.TRUNCATED
     runner.loop.close()
@@ -197,7 +200,7 @@ def test_self_play_trains_on_one_seat():
     connect = make_gateway(TOKENIZER, limits, TOKENIZER.vocab_size)
     runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=connect)
     tasks = environment.tasks(Split.TRAIN)
-    seats = [environment.starts[task.id].seat for task in tasks]
+    seats = [environment.starts[task.id]["seat"] for task in tasks]
     groups = run_tasks(runner, tasks, group_size=1, temperature=1.0, seed_parts=(0,))
     runner.loop.close()
     environment.server.close()
@@ -209,10 +212,10 @@ def test_self_play_trains_on_one_seat():
         assert [turn.starts_sequence for turn in rollout.turns] == [True] + [False] * (len(replies) - 1)
         assert (rollout.status, dict(rollout.rewards)) == (RolloutStatus.COMPLETED, {"game": (1.0, -1.0)[seat]})
         assert dict(rollout.metrics) == {
-            "moves": len(replies),
+            "steps": len(replies),
             "success": 1.0 - seat,
             "draw": 0.0,
-            "invalid_moves": 0.0,
+            "invalid_actions": 0.0,
             "sequences": 1.0,
         }
         # The other player's moves are observations.
@@ -238,6 +241,56 @@ def test_a_self_opponent_beyond_the_context_truncates_the_rollout():
     assert [turn.messages[-1]["content"] for turn in rollout.turns] == ["[4]"]
 
 
+@pytest.fixture(scope="module")
+def nim(opponents: str) -> Iterator[TextArenaEnvironment]:
+    """A game of a stand-in for the package, against an opponent who takes one coin."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(STAND_INS)
+        opponent = FileOpponentConfig(opponents, "one")
+        environment = tic_tac_toe(id="Nim-v0", opponent=opponent, seat=0, num_tasks=2, invalid_reward=-0.5)
+        yield environment
+        environment.server.close()
+
+
+@pytest.mark.parametrize(
+    ("moves", "rewards", "invalid", "reason"),
+    [
+        (["[1]", "[1]"], [0.0, 1.0], 0.0, "Player 0 won"),
+        (["[2]"], [-1.0], 0.0, "Player 1 won"),
+        (["[3]", "[1]", "[1]"], [0.0, 0.0, 1.0], 1.0, "Player 0 won"),
+        (["[1]", "five", ""], [0.0, 0.0, -1.0], 2.0, "invalid"),
+    ],
+)
+def test_a_stand_in_of_the_package(
+    nim: TextArenaEnvironment, moves: list[str], rewards: list[float], invalid: float, reason: str
+):
+    task = nim.tasks(Split.TRAIN)[0]
+    assert task.messages == ({"role": "user", "content": "You are Player 0. Available moves: '[1]', '[2]'"},)
+    assert task.anchor_state == {"player": 0, "state": {"coins": 3}}
+    steps = play(nim, task, moves)
+    assert [step.rewards["game"] for step in steps] == rewards
+    refused = [step.action is None for step in steps]
+    assert [step.rewards["format"] for step in steps] == [-0.5 if one else 0.0 for one in refused]
+    assert [step.done for step in steps] == [False] * (len(moves) - 1) + [True]
+    won = float(rewards[-1] == 1.0)
+    assert steps[-1].metrics == {"success": won, "steps": len(moves), "invalid_actions": invalid, "draw": 0.0}
+    assert steps[-1].rollout_info == {"reason": reason}
+    # The opponent's move is shown, the policy's own is not.
+    if moves[0] == "[1]":
+        assert steps[0].messages[0]["content"] == "[Player 1] [1]"
+        assert steps[0].anchor_state == {"player": 0, "state": {"coins": 1}}
+
+
+def test_a_stand_in_refuses_unknown_games_and_options(nim: TextArenaEnvironment):
+    for changes, message in (
+        ({"id": "Nimm-v0"}, "no game 'Nimm-v0'; did you mean 'Nim-v0'"),
+        ({"id": "Nim-v0", "options": {"size": 4}}, "unexpected keyword argument 'size'"),
+        ({"id": "Nim-v0", "options": {"coins": 1}, "seat": 1}, "ended before the first move of seat 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tic_tac_toe(**changes, num_tasks=1)
+
+
 def test_random_opponents_choose_from_the_last_list():
     text = "Available Moves: '[0]', '[1]'\nPlayer 0 chose [0].\nAvailable moves: '[1]'\nMake a valid move."
     assert {random_move(text, random.Random(seed)) for seed in range(10)} == {"[1]"}
@@ -250,9 +303,10 @@ def test_random_opponents_choose_from_the_last_list():
     [
         ({"num_players": 0}, "num_players must be at least 1"),
         ({"seat": 2}, "seat is 2; with num_players 2 it is 0 to 1"),
-        ({"action_regex": "move"}, "action_regex"),
-        ({"max_characters": 0}, "max_characters must be at least 1"),
-        ({"held_out": 1.0}, "held_out"),
+        (
+            {"opponent": SelfOpponentConfig(), "max_steps": 3, "step_reward": -1.0},
+            r"self does not support max_steps, step_reward; .* rollouts\.max_turns",
+        ),
     ],
 )
 def test_invalid_configs_are_refused(changes: dict, message: str):

@@ -154,10 +154,9 @@ def test_the_same_games_are_made_in_other_processes(folder: str, tmp_path: Path,
 )
 def test_invalid_games_are_refused(compact: TextWorldEnvironment, changes: dict, message: str, tmp_path: Path):
     arguments = {name: COINS[name] for name in ("challenge", "options", "grammar")}
+    shown = {"compact": True, "list_commands": True}
     with pytest.raises(GameError, match=message):
-        call_each(
-            compact.server, "make", [{**arguments, **changes, "folder": str(tmp_path), "seed": 0, "compact": True}]
-        )
+        call_each(compact.server, "make", [{**arguments, **changes, "folder": str(tmp_path), "seed": 0, **shown}])
 
 
 @real
@@ -170,10 +169,10 @@ from marin_rl.environments.textworld_game import TextWorldGame
 first, *others = sys.argv[1:]
 TextWorldGame.prepare(first)
 for path in others:
-    TextWorldGame().start(path, 0)
+    TextWorldGame().start(path, 0, True)
 print(GameLogic.parse.cache_info().misses)
 """
-    paths = [str(game["path"]) for game in compact.games.values()]
+    paths = [str(game["path"]) for game in compact.starts.values()]
     assert len(paths) == 4
     parsed = subprocess.run([sys.executable, "-c", program, *paths], capture_output=True, text=True, check=True).stdout
     assert parsed == "1\n"
@@ -196,20 +195,54 @@ def test_a_game_whose_file_is_damaged_fails_its_rollout(tmp_path: Path, monkeypa
     environment.server.close()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_tasks": 0}, "num_tasks must be at least 1"),
-        ({"max_characters": 0}, "max_characters must be at least 1"),
-        ({"game_weight": float("nan")}, "game_weight must be finite"),
-        ({"invalid_reward": 0.1}, "invalid_reward must be at most 0"),
-        ({"detours": 1.0}, "detours is a probability"),
-        ({"command_regex": "x"}, "command_regex"),
-    ],
-)
-def test_invalid_configs_are_refused(changes: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        TextWorldConfig(**changes)
+@pytest.fixture(scope="module")
+def corridors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextWorldEnvironment]:
+    """Games of a stand-in for the package: corridors with a coin in the last room."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).with_name("stand_ins")))
+        patch.setattr("importlib.metadata.version", lambda package: "1.7.0")
+        environment = build(
+            challenge="custom",
+            options={"nb_rooms": 2},
+            folder=str(tmp_path_factory.mktemp("corridors")),
+            view=View.COMPACT,
+            num_tasks=30,
+            invalid_reward=-0.5,
+        )
+        yield environment
+        environment.server.close()
+
+
+def test_a_stand_in_of_the_package(corridors: TextWorldEnvironment):
+    tasks = corridors.tasks(Split.TRAIN)
+    # Games whose worlds are equal are one task.
+    assert 10 < len(tasks) < 30
+    for task in tasks[:3]:
+        rooms = len(solution(corridors, task))
+        assert task.messages == ({"role": "user", "content": "room 0: go east" if rooms > 1 else "room 0: take coin"},)
+        steps = play(corridors, task, ["xyzzy", "Go  East", "<think>no</think> go west", *solution(corridors, task)])
+        assert [step.action for step in steps[:3]] == [None, "go east", "go west"]
+        assert steps[0].messages[0]["content"] == f"?\n{task.messages[0]['content']}"
+        assert steps[0].anchor_state == steps[2].anchor_state == task.anchor_state != steps[1].anchor_state
+        assert [step.done for step in steps] == [False] * (rooms + 2) + [True]
+        assert steps[0].rewards == {"correct": 0.0, "game": 0.0, "format": -0.5}
+        assert steps[-1].rewards == {"correct": 1.0, "game": 1.0, "format": 0.0}
+        assert steps[-1].metrics == {"success": 1.0, "steps": rooms + 3, "invalid_actions": 1.0}
+
+
+def test_a_stand_in_generates_each_game_once(corridors: TextWorldEnvironment, tmp_path: Path):
+    [folder] = Path(str(corridors.config.folder)).iterdir()
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    again = corridors.config.build()
+    assert again.tasks(Split.TRAIN) == corridors.tasks(Split.TRAIN)
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    for changes, message in (
+        ({"challenge": "tw-cooking"}, "no challenge 'tw-cooking'"),
+        ({"challenge": "custom", "options": {"nb_room": 2}}, "no option 'nb_room'; did you mean 'nb_rooms'"),
+        ({"challenge": "custom", "options": {}, "grammar": {"themes": "x"}}, "'themes'; did you mean 'theme'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(folder=str(tmp_path), view=View.COMPACT, num_tasks=1, **changes)
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,6 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+from typing import Any
+
+ENV_REGISTRY: dict[str, Any] = {}
