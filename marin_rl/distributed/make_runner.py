@@ -10,6 +10,7 @@ from typing import Any
 
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import AbstractEnvironment, Split
+from marin_rl.environments.random_reward import RandomRewardConfig
 from marin_rl.errors import Closing
 from marin_rl.event_loop import BackgroundLoop
 from marin_rl.rewards.component import RewardComponentConfig
@@ -127,7 +128,12 @@ def open_reward_functions(
         for name, configured in config.environment.reward_components(environment).items()
     }
     check_answers(components, environment)
-    reward_functions = RewardFunctions(components, sandbox, loop, runs_programs=runs_programs)
+    random_rewards = None
+    if isinstance(config.environment, RandomRewardConfig):
+        random_rewards = config.environment.random_rewards(environment)
+    reward_functions = RewardFunctions(
+        components, sandbox, loop, runs_programs=runs_programs, random_rewards=random_rewards
+    )
     opened.enter_context(Closing(reward_functions.close))
     return reward_functions, loop
 

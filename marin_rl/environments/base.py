@@ -88,8 +88,6 @@ class AgentResult:
     """Metrics by name."""
     info: Info = dataclasses.field(default_factory=dict)
     """Metadata of the episode: JSON values by name."""
-    takes_posted: bool = True
-    """Whether the rewards that the agent posted are added."""
 
 
 class AgentEpisode(abc.ABC):
@@ -98,14 +96,6 @@ class AgentEpisode(abc.ABC):
     @abc.abstractmethod
     async def play(self, connection: AgentConnection) -> AgentResult:
         """Run the program. Any exception marks the rollout as failed; cancellation must end the program."""
-
-    def truncated_result(self, rollout_id: str) -> AgentResult:
-        """Return the result if the program raised because a limit refused a reply; by default without rewards.
-
-        Args:
-            rollout_id: id of the rollout.
-        """
-        return AgentResult()
 
 
 class NoSandboxError(ValueError):

@@ -5,24 +5,12 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
-from marin_rl.environments.base import (
-    AbstractEnvironment,
-    AgentConnection,
-    AgentEpisode,
-    AgentResult,
-    EnvironmentConfig,
-    Episode,
-    Split,
-    Step,
-    TaskStream,
-)
-from marin_rl.rewards.component import RewardComponent, RewardComponentConfig
-from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardRequest
-from marin_rl.rewards.sandbox.pool import Sandbox
-from marin_rl.types import Message, Task
+from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
+from marin_rl.rewards.component import RewardComponentConfig
+from marin_rl.types import Task
 
 RANDOM = "random"
 """Reward component: random 0 or 1."""
@@ -54,163 +42,41 @@ class RandomRewardConfig(EnvironmentConfig):
             )
 
     def reward_components(self, environment: AbstractEnvironment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
-        """Return the inner environment's reward functions, without effect on training tasks."""
-        assert isinstance(environment, RandomRewardEnvironment)
-        components = self.environment.reward_components(environment.inner)
-        return {
-            name: tuple(UntrainedRewardConfig(config, environment.trained) for config in configs)
-            for name, configs in components.items()
-        }
+        """Return the reward functions of the inner environment."""
+        return self.environment.reward_components(environment)
 
     def build(self) -> AbstractEnvironment:
-        """Build the inner environment and replace its training rewards."""
-        inner = self.environment.build()
-        trained = frozenset((task.environment, task.id) for task in inner.tasks(Split.TRAIN))
-        return RandomRewardEnvironment(inner.name, inner, self.probability, trained)
+        """Build the inner environment; `random_rewards` replace the rewards of its training tasks."""
+        return self.environment.build()
+
+    def random_rewards(self, environment: AbstractEnvironment) -> "RandomRewards":
+        """Return the rewards of the training tasks.
+
+        Args:
+            environment: result of `build`.
+        """
+        trained = frozenset((task.environment, task.id) for task in environment.tasks(Split.TRAIN))
+        return RandomRewards(self.probability, trained)
 
 
 @dataclasses.dataclass(frozen=True)
-class RandomRewardEnvironment(AbstractEnvironment):
-    """Another environment under its own name, with random rewards on the training split."""
+class RandomRewards:
+    """Random rewards of training tasks."""
 
-    name: str
-    inner: AbstractEnvironment
-    """Source of tasks, observations and true rewards."""
     probability: float
-    trained: frozenset[tuple[str, str]]
+    """Probability of reward 1 instead of 0."""
+    trained: frozenset[tuple[str, str]] = dataclasses.field(repr=False)
     """Environment names and ids of the tasks with random rewards."""
 
-    def tasks(self, split: Split) -> Sequence[Task]:
-        """Return the inner environment's tasks."""
-        return self.inner.tasks(split)
+    def draw(self, task: Task, seed: int, rollout_id: str) -> Mapping[str, float] | None:
+        """Draw the reward of a rollout; None if the task keeps its true rewards.
 
-    def stream(self, seed: int) -> TaskStream:
-        """Return the inner environment's stream of training tasks."""
-        return self.inner.stream(seed)
-
-    def connect_sandbox(self, sandbox: Sandbox | None) -> bool:
-        """Connect the inner environment to the sandbox; return whether it runs programs."""
-        return self.inner.connect_sandbox(sandbox)
-
-    def can_demonstrate(self, task: Task) -> bool:
-        """Return whether the inner environment can demonstrate the task."""
-        return self.inner.can_demonstrate(task)
-
-    def demonstrate(self, task: Task) -> tuple[Message, ...]:
-        """Return the inner environment's demonstration."""
-        return self.inner.demonstrate(task)
-
-    async def start(self, task: Task, seed: int) -> Episode | AgentEpisode:
-        """Start an attempt; the reward of a training task depends on task, seed and reply (or rollout id) only."""
-        episode = await self.inner.start(task, seed)
-        if (task.environment, task.id) not in self.trained:
-            return episode
-        key = f"{task.id}\x1f{seed}"
-        if isinstance(episode, AgentEpisode):
-            return RandomRewardAgent(episode, self.probability, key)
-        return RandomRewardEpisode(episode, self.probability, key)
-
-
-def _draw(probability: float, key: str, attempt: str) -> float:
-    digest = hashlib.sha256(f"{key}\x1f{attempt}".encode("utf-8", "surrogatepass")).digest()
-    return float(int.from_bytes(digest[:8], "big") < probability * 2**64)
-
-
-@dataclasses.dataclass(frozen=True)
-class RandomRewardAgent(AgentEpisode):
-    """Another agent's episode with a random reward."""
-
-    inner: AgentEpisode
-    probability: float
-    key: str
-    """Identifies task and seed; hashed with the id of the rollout to draw the reward."""
-
-    async def play(self, connection: AgentConnection) -> AgentResult:
-        """Play the inner episode, and replace its rewards."""
-        return self._random(await self.inner.play(connection), connection.rollout_id)
-
-    def truncated_result(self, rollout_id: str) -> AgentResult:
-        """Return the inner result with a random reward."""
-        return self._random(self.inner.truncated_result(rollout_id), rollout_id)
-
-    def _random(self, result: AgentResult, rollout_id: str) -> AgentResult:
-        rewards = {RANDOM: _draw(self.probability, self.key, rollout_id)}
-        return dataclasses.replace(result, rewards=rewards, takes_posted=False)
-
-
-@dataclasses.dataclass
-class RandomRewardEpisode:
-    """Another episode with random rewards."""
-
-    inner: Episode
-    probability: float
-    key: str
-    """Identifies the attempt; hashed with the last reply to draw the reward."""
-    drawn: float = 0.0
-    """The reward of the episode, if it ends with the last reply."""
-
-    async def step(self, reply: str) -> Step:
-        """Step the inner episode, and draw its reward again.
-
-        A limit of the run can end the episode after any reply, so the sum of all rewards is that of the last draw.
-        Otherwise the control would reward the policy for the end of an episode.
+        Args:
+            task: the attempted task.
+            seed: start seed of the attempt, which depends on the seed of the run.
+            rollout_id: id of the rollout, so that attempts at a task have independent rewards.
         """
-        step = await self.inner.step(reply)
-        earlier, self.drawn = self.drawn, _draw(self.probability, self.key, reply)
-        return dataclasses.replace(step, rewards={RANDOM: self.drawn - earlier})
-
-    async def close(self) -> None:
-        """Close the inner episode."""
-        await self.inner.close()
-
-
-@dataclasses.dataclass(frozen=True)
-class UntrainedRewardConfig(RewardComponentConfig):
-    """Another reward component whose score is 0 for training tasks. Created by `random_control`, not by name."""
-
-    inner: RewardComponentConfig
-    """The component for validation and held-out tasks."""
-    trained: frozenset[tuple[str, str]] = dataclasses.field(repr=False)
-    """Environment names and ids of the training tasks."""
-
-    def build(self, sandbox: Sandbox) -> "UntrainedReward":
-        """Build the inner component."""
-        return UntrainedReward(self.inner.build(sandbox), self.trained)
-
-    def check_answers(self, tasks: Iterable[Task]) -> None:
-        """Check the answers for the inner component."""
-        self.inner.check_answers(tasks)
-
-
-class UntrainedReward:
-    """Another reward component that is not called for training tasks; their score is 0."""
-
-    def __init__(self, inner: RewardComponent, trained: frozenset[tuple[str, str]]):
-        self.name = inner.name
-        self.weight = inner.weight
-        self.scope = inner.scope
-        self._inner = inner
-        self._trained = trained
-
-    @property
-    def waits_for_group(self) -> bool:
-        """Whether the inner component scores a rollout when its group is complete."""
-        return self._inner.waits_for_group
-
-    async def check(self) -> None:
-        """Check the inner component, which may determine its scope."""
-        await self._inner.check()
-        self.scope = self._inner.scope
-
-    async def score(self, requests: Sequence[RewardRequest]) -> Sequence[EvaluateResult | RewardCallError]:
-        """Score the rollouts of other tasks with the inner component, and those of training tasks with 0."""
-        others = [request for request in requests if not self._is_trained(request)]
-        scores = iter(await self._inner.score(others) if others else ())
-        return [EvaluateResult(score=0.0) if self._is_trained(request) else next(scores) for request in requests]
-
-    def _is_trained(self, request: RewardRequest) -> bool:
-        return (request.environment, request.task_id) in self._trained
-
-    async def close(self) -> None:
-        """Release the resources of the inner component."""
-        await self._inner.close()
+        if (task.environment, task.id) not in self.trained:
+            return None
+        digest = hashlib.sha256(f"{task.id}\x1f{seed}\x1f{rollout_id}".encode("utf-8", "surrogatepass")).digest()
+        return {RANDOM: float(int.from_bytes(digest[:8], "big") < self.probability * 2**64)}

@@ -319,16 +319,13 @@ class AgentRecorder:
         Raises:
             EnvironmentFault: if the agent got no reply, or a value of the result is invalid.
         """
-        posted = self._rewards if result.takes_posted else {}
         trained = [sequence for sequence in self._sequences if sequence.is_trained and sequence.turns]
         trained.sort(key=lambda sequence: sequence.numbers[-1])
         turns = [turn for sequence in trained for turn in sequence.turns]
         turns = [*turns[:1], *map(_without_repetition, turns[1:])]
-        if not result.takes_posted:
-            turns = [dataclasses.replace(turn, rewards={}) for turn in turns]
         metrics = {"sequences": float(len(trained)), **result.metrics}
         result = dataclasses.replace(result, metrics=metrics)
-        self._builder.add_agent_turns(turns, result, posted, hit_limit=self._hit_limit)
+        self._builder.add_agent_turns(turns, result, self._rewards, hit_limit=self._hit_limit)
 
     @property
     def is_truncated(self) -> bool:

@@ -142,16 +142,9 @@ async def _run_agent(
         async with connect(recorder) as connection:
             result = await _await_agent(code, lambda: episode.play(connection), recorder, builder, max_seconds)
     except EnvironmentFault as error:
-        # An agent that is refused a further reply need not handle the error.
+        # An agent that is refused a further reply need not handle the error; it then has no result.
         if error.status is RolloutStatus.TIMED_OUT or not recorder.is_truncated:
             builder.fail(error.status, str(error))
-        else:
-
-            async def truncated_result() -> AgentResult:
-                return episode.truncated_result(recorder.rollout_id)
-
-            with _faults(max_seconds):
-                result = await code.call(truncated_result, CLOSING_SECONDS)
     finally:
         recorder.close()
     recorder.finish(_of_type(AgentResult, result, "play"))

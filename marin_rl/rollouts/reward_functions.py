@@ -13,6 +13,7 @@ import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from marin_rl.environments.random_reward import RandomRewards
 from marin_rl.errors import Closing
 from marin_rl.event_loop import STOP_TIMEOUT, BackgroundLoop
 from marin_rl.rewards.component import RewardComponent, RewardComponentConfig, RewardScope
@@ -37,6 +38,7 @@ class RewardFunctions:
         loop: BackgroundLoop | None = None,
         *,
         runs_programs: bool = False,
+        random_rewards: RandomRewards | None = None,
     ) -> None:
         """Start the sandbox and check every component. Without components no sandbox is started.
 
@@ -45,11 +47,13 @@ class RewardFunctions:
             sandbox: the sandbox of their code, not yet started; by default one with default settings.
             loop: the event loop of all calls; by default a new one.
             runs_programs: whether an environment's tools use the sandbox too, so that it is always started.
+            random_rewards: replace all rewards of training tasks, which the components then do not score.
 
         Raises:
             RewardConfigError: if a component is invalid.
             IsolationError: if the machine offers less isolation than the sandbox requires.
         """
+        self._random_rewards = random_rewards
         self._loop = BackgroundLoop() if loop is None else loop
         self._sandbox = Sandbox(SandboxConfig()) if sandbox is None else sandbox
         self._by_environment = {
@@ -83,7 +87,12 @@ class RewardFunctions:
         await check_components(self._components())
 
     async def score_rollout(self, builder: RolloutBuilder) -> None:
-        """Score a rollout that has ended with the pointwise components that do not wait for its group."""
+        """Score a rollout that has ended with the pointwise components that do not wait for its group.
+
+        If its task has random rewards, they replace its rewards, and no component scores it.
+        """
+        if self._random_rewards is not None:
+            builder.draw_rewards(self._random_rewards)
         early = [component for component in self._pointwise(builder) if not component.waits_for_group]
         if early:
             await self._score_pointwise([(component, [builder]) for component in early])
@@ -96,7 +105,7 @@ class RewardFunctions:
         """
 
         def missing(environment: str, component: RewardComponent) -> list[RolloutBuilder]:
-            present = [one for one in builders if one.task.environment == environment and not one.has_failed]
+            present = [one for one in builders if one.task.environment == environment and one.is_scored]
             return [one for one in present if component.name not in one.pointwise_results]
 
         await self._score_pointwise(
@@ -123,7 +132,7 @@ class RewardFunctions:
 
     def _pointwise(self, builder: RolloutBuilder) -> list[RewardComponent]:
         """The pointwise components that score a rollout."""
-        components = [] if builder.has_failed else self._by_environment.get(builder.task.environment, [])
+        components = self._by_environment.get(builder.task.environment, []) if builder.is_scored else []
         return [component for component in components if component.scope is RewardScope.POINTWISE]
 
     async def _score_pointwise(self, calls: Sequence[tuple[RewardComponent, Sequence[RolloutBuilder]]]) -> None:
@@ -145,7 +154,7 @@ class RewardFunctions:
 
         calls = []
         for name, components in self._by_environment.items():
-            present = [one for one in builders if one.task.environment == name and not one.has_failed]
+            present = [one for one in builders if one.task.environment == name and one.is_scored]
             if present and any(component.scope is scope for component in components):
                 calls.append(score_together(components, present))
         await asyncio.gather(*calls)

@@ -14,6 +14,7 @@ from typing import Any
 
 from marin_rl.environments.agent import check_reward
 from marin_rl.environments.base import AgentResult, Step
+from marin_rl.environments.random_reward import RandomRewards
 from marin_rl.errors import explain, storable
 from marin_rl.objectives.shaping import TRUNCATED
 from marin_rl.rewards.functions import RewardRequest
@@ -90,6 +91,7 @@ class RolloutBuilder:
         self._evaluations: list[RewardResult] = []
         self._hit_limit = False
         self._is_agent = False
+        self._has_random_rewards = False
         self._failure: RolloutStatus | None = None
         self._error: str | None = None
 
@@ -102,6 +104,11 @@ class RolloutBuilder:
     def has_failed(self) -> bool:
         """Whether the rollout failed and so has no reward."""
         return self._failure is not None
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether reward functions score the rollout: it has not failed, and its rewards are not random."""
+        return not (self.has_failed or self._has_random_rewards)
 
     @contextlib.contextmanager
     def count_seconds(self, phase: str) -> Iterator[None]:
@@ -250,6 +257,17 @@ class RolloutBuilder:
             num_prompt_messages=len(prompt),
             group_seed=self._attempt.start_seed,
         )
+
+    def draw_rewards(self, random_rewards: RandomRewards) -> None:
+        """Replace all rewards by random ones, if the task has them; call it after the last turn, which gets them."""
+        rewards = random_rewards.draw(self.task, self._attempt.start_seed, self._attempt.id)
+        if rewards is None or self.has_failed:
+            return
+        self._has_random_rewards = True
+        self._rewards.clear()
+        self._add_rewards(rewards)
+        self._turns = [dataclasses.replace(turn, rewards=dict.fromkeys(rewards, 0.0)) for turn in self._turns]
+        self._turns[-1] = dataclasses.replace(self._turns[-1], rewards=dict(rewards))
 
     def add_rewards(self, evaluations: Sequence[RewardResult]) -> None:
         """Add the results of reward functions, one per component. If one has no valid score, the rollout fails."""

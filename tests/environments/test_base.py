@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from marin_rl.environments import ArithmeticConfig, Split, TextGameConfig
 from marin_rl.environments.base import EpochStream, StreamState, TaskStream
-from marin_rl.environments.random_reward import RandomRewardEnvironment
 from marin_rl.environments.streams import CurriculumConfig, LessonConfig, MixtureConfig, MixturePartConfig
 from marin_rl.types import Message, Task
 from tests.environments.fake_environments import Cards, CardsConfig, group
@@ -108,10 +107,3 @@ def test_draws_are_independent_of_call_sizes():
             tasks, state = stream.draw(state, count)
             drawn += tasks
         assert (drawn, state) == (whole, end)
-
-
-def test_a_control_has_the_stream_of_its_inner_environment():
-    for environment in (Cards("a"), MIXTURE, CURRICULUM):
-        control = RandomRewardEnvironment(environment.name, environment, 0.5, frozenset())
-        assert control.stream(3).draw({}, 20) == environment.stream(3).draw({}, 20)
-        assert control.stream(3).parts == environment.stream(3).parts

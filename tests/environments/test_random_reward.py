@@ -1,7 +1,6 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-import asyncio
 import dataclasses
 from pathlib import Path
 
@@ -15,9 +14,8 @@ from marin_rl.environments import (
     MixtureConfig,
     RandomRewardConfig,
     Split,
+    TextGameConfig,
 )
-from marin_rl.environments.base import Step
-from marin_rl.environments.random_reward import RandomRewardEpisode
 from marin_rl.environments.streams import LessonConfig, MixturePartConfig
 from marin_rl.event_loop import BackgroundLoop
 from marin_rl.rewards.component import FunctionRewardConfig
@@ -26,76 +24,70 @@ from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.reward_functions import RewardFunctions
-from tests.one_reply import answer
 from tests.rollouts.test_run_rollouts import run, runner, says
 
 INNER = ArithmeticConfig(size=2000)
 
 
-def rewards(probability: float, seed: int = 0) -> list[float]:
-    environment = RandomRewardConfig(environment=INNER, probability=probability).build()
-    return [answer(environment, task, task.answer, seed).rewards["random"] for task in environment.tasks(Split.TRAIN)]
+def rewards(probability: float, seed: int = 0, attempt: int = 0) -> list[float]:
+    """Rewards of one attempt at each training task."""
+    config = RandomRewardConfig(environment=INNER, probability=probability)
+    environment = config.build()
+    random_rewards = config.random_rewards(environment)
+    drawn = [random_rewards.draw(task, seed, f"training-{attempt}") for task in environment.tasks(Split.TRAIN)]
+    assert all(reward is not None and reward.keys() == {"random"} for reward in drawn)
+    return [reward["random"] for reward in drawn if reward is not None]
 
 
 @pytest.mark.parametrize("split", [Split.VALIDATION, Split.HELD_OUT])
 def test_other_splits_keep_their_true_rewards(split: Split):
-    environment = RandomRewardConfig(environment=INNER).build()
-    for task in environment.tasks(split):
-        assert answer(environment, task, task.answer).rewards == {"correct": 1.0}
-        assert answer(environment, task, "wrong").rewards == {"correct": 0.0}
+    config = RandomRewardConfig(environment=INNER)
+    environment = config.build()
+    random_rewards = config.random_rewards(environment)
+    assert {random_rewards.draw(task, 0, "r") for task in environment.tasks(split)} == {None}
 
 
-def test_training_rewards_depend_on_the_probability_and_not_the_answer():
-    environment = RandomRewardConfig(environment=INNER, probability=0.3).build()
-    tasks = environment.tasks(Split.TRAIN)
-    for reply_of in (lambda task: task.answer, lambda task: "wrong"):
-        given = [answer(environment, task, reply_of(task), 1).rewards for task in tasks]
-        assert all(set(reward) == {"random"} for reward in given)
-        # Four standard deviations of 1,700 draws.
-        assert sum(reward["random"] for reward in given) / len(given) == pytest.approx(0.3, abs=0.045)
+def test_the_share_of_rewards_is_the_probability():
+    drawn = rewards(0.3)
+    assert set(drawn) == {0.0, 1.0}
+    # Four standard deviations of 1,700 draws.
+    assert sum(drawn) / len(drawn) == pytest.approx(0.3, abs=0.045)
+    for probability in (0.0, 1.0):
+        assert set(rewards(probability)) == {probability}
 
 
-@pytest.mark.medium
-def test_rewards_are_deterministic_and_depend_on_the_seed():
+def test_rewards_depend_on_task_seed_and_attempt():
     assert rewards(0.5) == rewards(0.5)
     assert rewards(0.5, seed=0) != rewards(0.5, seed=1)
+    assert rewards(0.5, attempt=0) != rewards(0.5, attempt=1)
 
 
-def test_rewards_depend_on_the_reply():
-    environment = RandomRewardConfig(environment=INNER).build()
-    task = environment.tasks(Split.TRAIN)[0]
-    assert {answer(environment, task, str(reply)).rewards["random"] for reply in range(64)} == {0.0, 1.0}
+def test_the_environment_is_the_inner_one():
+    for inner in (INNER, MixtureConfig((MixturePartConfig(INNER),))):
+        environment, control = inner.build(), RandomRewardConfig(environment=inner).build()
+        assert (type(control), control.name) == (type(environment), environment.name)
+        assert [control.tasks(split) for split in Split] == [environment.tasks(split) for split in Split]
 
 
-@pytest.mark.parametrize("probability", [0.0, 1.0])
-def test_probabilities_zero_and_one(probability: float):
-    assert set(rewards(probability)) == {probability}
-
-
-def test_tasks_and_name_are_those_of_the_inner_environment():
-    inner, control = INNER.build(), RandomRewardConfig(environment=INNER).build()
-    assert control.name == inner.name
-    assert [control.tasks(split) for split in Split] == [inner.tasks(split) for split in Split]
-
-
-def test_the_return_does_not_depend_on_the_number_of_replies_before_a_limit():
-    class Dialogue:
-        async def step(self, reply: str) -> Step:
-            return Step({"correct": 0.0}, messages=({"role": "user", "content": reply},), done=False)
-
-        async def close(self) -> None:
-            pass
-
-    async def rewards(replies: str) -> list[float]:
-        episode = RandomRewardEpisode(Dialogue(), probability=0.5, key="k")
-        steps = [await episode.step(reply) for reply in replies]
-        assert [step.messages[0]["content"] for step in steps] == list(replies)
-        return [step.rewards["random"] for step in steps]
-
-    replies = "abcdefgh"
-    returns = [sum(asyncio.run(rewards(replies[:end]))) for end in range(1, 9)]
-    assert returns == [asyncio.run(rewards(reply))[0] for reply in replies]
-    assert set(returns) == {0.0, 1.0}
+@pytest.mark.parametrize("max_turns", [1, 3, 9])
+def test_a_rollout_has_one_random_reward_whatever_ends_it(max_turns: int):
+    """The goal of the game is three steps away, and its true reward is -0.1 per step."""
+    options = {"is_slippery": False, "desc": ["SFFG"]}
+    game = TextGameConfig(
+        id="FrozenLake-v1", options=options, num_tasks=1, step_reward=-0.1, held_out=0.0, validation=0.0
+    )
+    config = RandomRewardConfig(environment=game)
+    environment = config.build()
+    rollout_runner = dataclasses.replace(
+        runner(says(*["right"] * 3), environment, Limits(4000, 200, max_turns=max_turns)),
+        reward_functions=RewardFunctions(random_rewards=config.random_rewards(environment)),
+    )
+    [group] = run(rollout_runner, environment.tasks(Split.TRAIN), group_size=16)
+    for rollout in group.rollouts:
+        assert rollout.rewards.keys() == {"random"}
+        assert [dict(turn.rewards) for turn in rollout.turns[:-1]] == [{"random": 0.0}] * (min(max_turns, 3) - 1)
+        assert rollout.turns[-1].rewards == rollout.rewards
+    assert {rollout.rewards["random"] for rollout in group.rollouts} == {0.0, 1.0}
 
 
 TRUE_REWARDS = """
@@ -131,7 +123,12 @@ def test_reward_functions_score_validation_and_held_out_tasks_only(tmp_path: Pat
             config = RandomRewardConfig(environment=inner)
             environment = config.build()
             sandbox = Sandbox(SandboxConfig(require=Isolation.NONE, workers=1))
-            reward_functions = RewardFunctions(config.reward_components(environment), sandbox, loop)
+            reward_functions = RewardFunctions(
+                config.reward_components(environment),
+                sandbox,
+                loop,
+                random_rewards=config.random_rewards(environment),
+            )
             try:
                 for split in Split:
                     tasks = {task.environment: task for task in environment.tasks(split)}
@@ -141,8 +138,8 @@ def test_reward_functions_score_validation_and_held_out_tasks_only(tmp_path: Pat
                         [rollout] = result.rollouts
                         true = expected[rollout.task.environment]
                         if split is Split.TRAIN:
-                            assert rollout.total_reward == rollout.rewards["random"]
-                            assert rollout.rewards.keys() == {"random", *true}
+                            assert rollout.rewards.keys() == {"random"}
+                            assert not rollout.evaluations
                         else:
                             assert rollout.rewards == {"correct": 0.0, **true}
             finally:

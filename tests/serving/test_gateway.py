@@ -21,13 +21,14 @@ import pytest
 
 from marin_rl.distributed.make_runner import make_gateway
 from marin_rl.environments.agent import AgentEnvironment, CommandEpisode, FunctionEpisode
-from marin_rl.environments.base import AbstractEnvironment, AgentEpisode
-from marin_rl.environments.random_reward import RANDOM, RandomRewardEnvironment
+from marin_rl.environments.base import AgentEpisode
+from marin_rl.environments.random_reward import RANDOM, RandomRewards
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.environments.splits import Split
 from marin_rl.event_loop import BackgroundLoop
 from marin_rl.rollouts import agent_recorder
 from marin_rl.rollouts.attempt import Limits
+from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, RolloutRunner, run_tasks
 from marin_rl.sampling.sampler import Sampler, SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -92,7 +93,7 @@ def run(
     size: int = 1,
     limits: Limits = LIMITS,
     temperature: float = 1.0,
-    wrap: Callable[[AbstractEnvironment], AbstractEnvironment] = lambda environment: environment,
+    random_rewards: RandomRewards | None = None,
 ) -> tuple[RolloutGroup, list[SampleRequest]]:
     """Run an agent's attempts at one task; return their rollouts and requests."""
     sampler = scripted(last_word) if sampler is None else sampler
@@ -103,9 +104,10 @@ def run(
 
     splits = {split: [TASK] if split is Split.TRAIN else [] for split in Split}
     source = SingleTurnEnvironment("agents", splits, score=None)
-    environment = wrap(AgentEnvironment("agents", splits, source, make))
+    environment = AgentEnvironment("agents", splits, source, make)
     connect = make_gateway(TOKENIZER, limits, VOCAB_SIZE)
-    runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=connect)
+    reward_functions = RewardFunctions(random_rewards=random_rewards)
+    runner = RolloutRunner(environment, TOKENIZER, sampler, limits, reward_functions=reward_functions, connect=connect)
     try:
         [group] = run_tasks(runner, [TASK], group_size=size, temperature=temperature, seed_parts=(3, "training"))
     finally:
@@ -855,9 +857,6 @@ def test_prompt_beyond_the_context_truncates_the_rollout():
 
 @pytest.mark.parametrize("max_turns", [2, 1])
 def test_random_control_replaces_returned_and_posted_rewards(max_turns: int):
-    def control(environment: AbstractEnvironment) -> AbstractEnvironment:
-        return RandomRewardEnvironment("agents", environment, 0.5, frozenset([("agents", "t")]))
-
     async def play(task: Any, base_url: str, api_key: str) -> float:
         url = base_url.removesuffix("/v1") + "/reward"
         async with Client(base_url, api_key) as client, httpx.AsyncClient() as http:
@@ -869,7 +868,7 @@ def test_random_control_replaces_returned_and_posted_rewards(max_turns: int):
         return 7.0
 
     limits = Limits(max_length=120, max_new_tokens=8, max_turns=max_turns)
-    group, _ = run(play, size=8, wrap=control, limits=limits)
+    group, _ = run(play, size=8, random_rewards=RandomRewards(0.5, frozenset([("agents", "t")])), limits=limits)
     rewards = [dict(rollout.rewards) for rollout in group.rollouts]
     assert {tuple(each) for each in rewards} == {(RANDOM,)}
     assert {each[RANDOM] for each in rewards} == {0.0, 1.0}
