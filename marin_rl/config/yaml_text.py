@@ -138,75 +138,22 @@ class _Loader(yaml.SafeLoader):
     Forms of integers that YAML 1.2 dropped remain text: `0012` is not 10, `1:30` not 90, and `2026_01_07` no number.
     """
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Construct the value of a node; raise a `ConstructorError` with its position if its tag does not accept it."""
-        try:
-            value = yaml.SafeLoader.construct_object(self, node, deep)
-            if isinstance(value, str):
-                # Escapes can encode half of a surrogate pair, which cannot be written to a file.
-                value.encode()
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            problem = f"the value does not fit its tag {node.tag!r}: {type(error).__name__}: {error}"
-            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark) from error
-        return value
-
 
 class _Dumper(yaml.SafeDumper):
     """YAML dumper that quotes text which `_Loader` or a plain YAML loader would read as another type."""
-
-
-MAX_VALUES = 100_000
-"""Maximum values in a config with expanded aliases; the largest config of levanter has a few hundred."""
 
 
 def parse_value(text: str) -> Any:
     """Parse YAML text to a plain value.
 
     Raises:
-        yaml.YAMLError: if the text is not valid YAML, is nested too deeply, or has more than `MAX_VALUES` values with
-            expanded aliases.
+        yaml.YAMLError: if the text is not valid YAML.
     """
-    loader = _Loader(text)
     try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        if _expanded_size(node, {}) > MAX_VALUES:
-            raise yaml.YAMLError(
-                f"its aliases expand to more than {MAX_VALUES:,} values; write out the values that you need"
-            )
-        return loader.construct_document(node)
-    except RecursionError as error:
-        raise yaml.YAMLError("it is nested too deeply") from error
-    except ValueError as error:
-        raise yaml.YAMLError(str(error)) from error
-    finally:
-        loader.dispose()
-
-
-def _expanded_size(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """Number of values in a node. A node with several aliases counts each time, but is visited once."""
-    if not isinstance(node, yaml.CollectionNode):
-        return 1
-    if id(node) not in sizes:
-        # A node that contains itself would expand forever.
-        sizes[id(node)] = MAX_VALUES + 1
-        pairs = isinstance(node, yaml.MappingNode)
-        inner = [item for pair in node.value for item in pair] if pairs else node.value
-        sizes[id(node)] = 1 + sum(_expanded_size(item, sizes) for item in inner)
-    return sizes[id(node)]
-
-
-def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    try:
-        number = loader.construct_yaml_int(node)
-    except ValueError as error:
-        problem = f"{node.value[:40]!r} is not an integer"
-        raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark) from error
-    if not -(2**63) <= number < 2**64:
-        problem = f"the integer {node.value[:40]!r}{'...' if len(node.value) > 40 else ''} does not fit into 64 bits"
-        raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
-    return number
+        return yaml.load(text, _Loader)
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        # Of a value that does not fit its tag, a number with thousands of digits, or deep nesting.
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
 
 
 def _construct_mapping(loader: yaml.SafeLoader, node: yaml.Node) -> dict[Any, Any]:
@@ -233,7 +180,6 @@ _Loader.yaml_implicit_resolvers = {
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
-_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_undefined)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INTEGER, list("-+0123456789"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
