@@ -3,10 +3,10 @@
 
 """Run all checks and tests: `python -m tests.check`. Stops at the first failure.
 
-The version of Python decides which of levanter's two lines is installed (docs/pages/versions.md). After the tests on
-this Python, the tests that depend on levanter run on the other line, in an environment that is made in the checkout
-and kept for the next time. With `--other_line` only these run. With `--quick`, docs, tests marked `medium` or `slow`
-and the other line are left out.
+The version of Python decides which of levanter's two lines is installed (docs/pages/getting_started.md). After the
+tests on this Python, the tests that depend on levanter run on the other line, in an environment that is made in the
+checkout and kept for the next time. With `--other_line` only these run. With `--quick`, docs, tests marked `medium` or
+`slow` and the other line are left out.
 """
 
 import argparse

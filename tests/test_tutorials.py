@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The files and commands of the tutorial in order, and the agent of the page about agents with half of its run."""
+"""The files and bash commands of `getting_started.md` in order, and the agent of `agents.md` with half of its run."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def agent_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, 
 @pytest.mark.slow
 @pytest.mark.usefixtures("agent_run")
 def test_tutorial_trains_a_policy(tmp_path: Path):
-    page = (PAGES / "tutorial.md").read_text(encoding="utf-8")
+    page = (PAGES / "getting_started.md").read_text(encoding="utf-8")
     for title, text in re.findall(r"```\w+ title=\"([^\"]+)\"\n(.*?)```", page, re.DOTALL):
         (tmp_path / title).write_text(text, encoding="utf-8")
     commands = [line for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]

@@ -175,7 +175,7 @@ def run_in_turn(
 
 
 def summarize(runs: Sequence[ProgramRun], size: Size, *, cores: int, rate: float, skip: int) -> dict[str, Any]:
-    """Return the figures of one program on one set of cores, as in docs/pages/benchmarks.md.
+    """Return the figures of one program on one set of cores, as in experiments/results/benchmarks.md.
 
     Args:
         runs: its runs.

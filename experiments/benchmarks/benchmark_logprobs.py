@@ -121,7 +121,7 @@ def measure_logprobs(inputs: tuple[Array, ...], block_sizes: Sequence[int], repe
         repeats: timed calls of each variant, after a warm-up call.
 
     Returns:
-        Figures as in docs/pages/benchmarks.md.
+        Figures as in experiments/results/benchmarks.md.
     """
     inputs = (*inputs, jnp.ones(inputs[2].shape, bool))
     expected, figures = _measure_one(materialised_logprobs, inputs, repeats)
@@ -147,7 +147,7 @@ def measure_loss_shares(
         repeats: timed rounds, after a warm-up round; each runs both in turn.
 
     Returns:
-        Figures as in docs/pages/benchmarks.md.
+        Figures as in experiments/results/benchmarks.md.
     """
     batch, position = inputs[2].shape
     functions = {

@@ -68,7 +68,7 @@ def measure_sampling(config: TrainConfig, calls: int) -> dict[str, Any]:
         calls: timed calls, each with different seeds.
 
     Returns:
-        Figures as in docs/pages/benchmarks.md.
+        Figures as in experiments/results/benchmarks.md.
     """
     assert config.model is not None
     shape = shape_of(config)
@@ -117,7 +117,7 @@ def measure_turns(config: TrainConfig, *, episodes: int, turns: int, longest: in
         seconds: time that the environment takes for a turn.
 
     Returns:
-        Figures as in docs/pages/benchmarks.md.
+        Figures as in experiments/results/benchmarks.md.
     """
     assert config.model is not None
     trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device)

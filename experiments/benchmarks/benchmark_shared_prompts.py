@@ -104,7 +104,7 @@ def measure_shape(
         equal: whether all answers have the maximal length.
 
     Returns:
-        Figures as in docs/pages/benchmarks.md.
+        Figures as in experiments/results/benchmarks.md.
     """
     tokenizer = config.tokenizer.build()
     shortest = answer if equal else answer - answer // 2

@@ -243,7 +243,7 @@ def measure_training_step(
         steps: timed updates of each kind.
 
     Returns:
-        Figures as in docs/pages/benchmarks.md.
+        Figures as in experiments/results/benchmarks.md.
     """
     assert config.model is not None
     tokenizer = config.tokenizer.build()

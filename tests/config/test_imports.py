@@ -17,7 +17,7 @@ from marin_rl.objectives import AdvantageConfig
 from tests import fork_server
 from tests.tiny_run import TINY, TinyRun, changed, set_num_steps
 
-PAGE = Path(__file__).parents[2] / "docs" / "pages" / "extending.md"
+PAGE = Path(__file__).parents[2] / "docs" / "pages" / "contributing.md"
 EXAMPLES = "".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S))
 """The environment, the advantage and the policy term of the page on extending, as one file."""
 WORDS = ["ant", "bee", "gnu", "heron", "ibex", "jackdaw", "kiwi", "lark", "mole", "newt", "owl", "pike", "quail"]

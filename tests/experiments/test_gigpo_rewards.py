@@ -18,7 +18,7 @@ from marin_rl.rewards.component import FunctionRewardConfig
 from marin_rl.types import Message
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "pages" / "from_steps_to_advantages.md"
+PAGE = ROOT / "docs" / "pages" / "objectives.md"
 
 
 @pytest.fixture(scope="module")
