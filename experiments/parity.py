@@ -26,7 +26,7 @@ from levanter.models.qwen import Qwen3Config
 from levanter.utils.activation import ActivationFunctionEnum
 from safetensors.numpy import load_file
 
-from marin_rl.batching.processed_rollout import ProcessedRollout
+from marin_rl.batching.rollout_batch import batch_rollouts
 from marin_rl.config.device_settings import logprob_block, row_layout
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig, TrainerConfig
@@ -38,7 +38,7 @@ from marin_rl.learner.scoring import Scorer
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.load import TokenizerConfig
-from marin_rl.types import Message
+from marin_rl.types import Message, Rollout, RolloutStatus, Task, Turn
 
 MAX_LENGTH = 64
 PROMPTS = (
@@ -97,10 +97,13 @@ def sample_and_score(config: TrainConfig, prompts: Sequence[str]) -> list[Sample
         for seed, prompt in enumerate(prompts)
     ]
     generations = open_group_sampler(config, model, tokenizer, trainer, 0).sample(requests)
-    rollouts = [
-        _rollout(request.prompt_tokens + generation.token_ids, len(request.prompt_tokens))
+    task = Task("parity", "parity", ({"role": "user", "content": ""},), "")
+    turns = [
+        Turn(request.prompt_tokens, generation, (), starts_sequence=True)
         for request, generation in zip(requests, generations, strict=True)
     ]
+    rollouts = [Rollout("parity", "parity", task, (turn,), RolloutStatus.COMPLETED, {"reward": 0.0}) for turn in turns]
+    batch = batch_rollouts(rollouts, max_length=config.rollouts.max_length)
     scorer = Scorer(
         trainer,
         row_layout(config, trainer),
@@ -108,33 +111,16 @@ def sample_and_score(config: TrainConfig, prompts: Sequence[str]) -> list[Sample
         temperature=1.0,
         block_size=logprob_block(config, trainer),
     )
+    learner = batch.actions(scorer.score(model, batch).logprobs.astype(np.float64))
     return [
         Sampled(
             request.prompt_tokens + generation.token_ids,
             len(request.prompt_tokens),
             np.asarray(generation.logprobs, np.float64),
-            score.logprobs[rollout.loss_mask].astype(np.float64),
+            logprobs,
         )
-        for request, generation, rollout, score in zip(
-            requests, generations, rollouts, scorer.score(model, rollouts), strict=True
-        )
+        for request, generation, logprobs in zip(requests, generations, learner, strict=True)
     ]
-
-
-def _rollout(tokens: tuple[int, ...], start: int) -> ProcessedRollout:
-    mask = np.arange(len(tokens))[None] >= start
-    zeros = np.zeros(mask.shape, np.float32)
-    return ProcessedRollout(
-        source="parity",
-        id="parity",
-        input_ids=np.array([tokens], np.int32),
-        loss_mask=mask,
-        segment_ids=np.ones(mask.shape, np.int32),
-        policy_logprobs=zeros,
-        reference_logprobs=zeros,
-        turn_ids=np.where(mask, 0, -1).astype(np.int32),
-        values=zeros,
-    )
 
 
 def llama_logprobs(

@@ -164,7 +164,7 @@ def _evaluate(
             block_size=logprob_block(train_config, trainer),
         )
         tasks = first_of_each(environment.tasks(config.split), evaluation.tasks, runner)
-        metrics |= reference_loss(runner, tasks, lambda rollouts: scorer.score(model, rollouts))
+        metrics |= reference_loss(runner, tasks, lambda batch: scorer.score(model, batch))
     return step, metrics
 
 

@@ -10,8 +10,8 @@
 | 3 step | [`Turn`][marin_rl.types.Turn] | rollout runner | rewards, batching |
 | 4 attempt | [`Rollout`][marin_rl.types.Rollout] | rollout runner | rewards, batching, store |
 | 5 group | [`RolloutGroup`][marin_rl.types.RolloutGroup] | rollout runner | advantages |
-| 6 advantages | `AdvantageInputs` in, `TokenAdvantages` out | `objectives/`, called by the loop | batching |
-| 7 arrays | `ProcessedRollout`, numpy `[batch, position]` | `batching/` | `RlExample` |
+| 6 arrays | `RolloutBatch`, numpy arrays over the tokens of all rollouts | `batching/` | scoring, advantages |
+| 7 advantages | `AdvantageInputs` in, `TokenAdvantages` out | `objectives/`, called by the loop | `RolloutBatch` |
 | 8 batch | `RlExample`, haliax `{batch, position}` | `batching/` | learner |
 | 9 update | new weights, a new `WeightVersion` | learner | sampler |
 

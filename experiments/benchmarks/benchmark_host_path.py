@@ -21,6 +21,8 @@ import numpy as np
 
 from experiments.benchmarks.measurement import benchmark_parser, load_config, make_report, say, spread
 from marin_rl.batching.packing import RowLayout
+from marin_rl.batching.rollout_batch import RolloutBatch
+from marin_rl.learner.scoring import Scores
 from marin_rl.rollouts.group_codec import decode_group, encode_group
 from marin_rl.rollouts.rollout_files import as_parquet
 from marin_rl.rollouts.store import RolloutStore, RolloutStoreConfig
@@ -30,7 +32,7 @@ from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.sampling.slots import AcceptedRequest, SlotTable
 from marin_rl.sampling.stops import ENDED
 from marin_rl.timing import PhaseTimer
-from marin_rl.training.batch_builder import BatchBuilder
+from marin_rl.training.batch_builder import make_batch_builder
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 
 PAD = 0
@@ -124,6 +126,12 @@ class CpuTimes:
         return result
 
 
+def unscored(model: Any, batch: RolloutBatch) -> Scores:
+    """Return zeros; a step without reference, critic and correction computes no scores."""
+    zeros = np.zeros(batch.input_ids.shape, np.float32)
+    return Scores(zeros, zeros)
+
+
 def measure(step: SampledStep, layout: RowLayout, rounds: int, folder: Path) -> dict[str, Any]:
     """Return the CPU time of each part.
 
@@ -135,7 +143,7 @@ def measure(step: SampledStep, layout: RowLayout, rounds: int, folder: Path) -> 
     """
     length = str(step.prompts.shape[1] + step.tokens.shape[1])
     config = load_config(["--model.seq_len", length, "--rollouts.max_length", length])
-    builder = BatchBuilder(config, layout, PAD, lambda model, rollouts: [])
+    builder = make_batch_builder(config, layout, PAD, unscored)
     store, times = RolloutStore(folder, RolloutStoreConfig(), step.piece), CpuTimes()
     groups = step.records()
 
@@ -148,7 +156,7 @@ def measure(step: SampledStep, layout: RowLayout, rounds: int, folder: Path) -> 
         encoded = times.take("encode_groups", lambda groups: [encode_group(group) for group in groups], groups)
         times.take("decode_groups", lambda encoded: [decode_group(data) for data in encoded], encoded)
         batch = times.take("advantages", builder.build, groups, None, 1, PhaseTimer())
-        times.take("packing", lambda batch: list(builder.minibatches(batch, 1)), batch)
+        times.take("packing", lambda batch: list(builder.minibatches(batch.rollouts, 1)), batch)
         times.take("store", write, groups, batch)
         # The parts of the store: the first holds the interpreter lock for most of its time, the second does not.
         rollouts = [rollout for group in groups for rollout in group.rollouts]

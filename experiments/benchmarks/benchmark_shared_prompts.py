@@ -33,7 +33,7 @@ from experiments.benchmarks.measurement import (
     take_turns,
     without_compilation_cache,
 )
-from marin_rl.batching.processed_rollout import ProcessedRollout
+from marin_rl.batching.rollout_batch import RolloutBatch, make_batch
 from marin_rl.config.device_settings import trained_model
 from marin_rl.config.train_config import TrainConfig, TrainerConfig
 from marin_rl.learner.devices import start_devices
@@ -50,34 +50,29 @@ LAYOUTS = {
 
 def random_groups(
     prompt: int, answer: int, groups: int, group_size: int, vocab_size: int, *, shortest: int
-) -> tuple[list[ProcessedRollout], list[float]]:
+) -> tuple[RolloutBatch, list[float]]:
     """Return groups of rollouts of random tokens that share their prompts, and an advantage of each rollout.
 
     Answers have between `shortest` and `answer` tokens.
     """
     rng = np.random.default_rng(0)
     prompts = rng.integers(vocab_size, size=(groups, prompt))
-    rollouts = []
-    positions = np.arange(prompt + answer)[None]
-    for index in range(groups * group_size):
-        tokens = positions < prompt + rng.integers(shortest, answer + 1)
-        mask = tokens & (positions >= prompt)
-        ids = np.concatenate([prompts[index // group_size], rng.integers(vocab_size, size=answer)])[None]
-        zeros = np.zeros(tokens.shape, np.float32)
-        rollouts.append(
-            ProcessedRollout(
-                source="random",
-                id=str(index),
-                input_ids=np.where(tokens, ids, 0).astype(np.int32),
-                loss_mask=mask,
-                segment_ids=tokens.astype(np.int32),
-                policy_logprobs=np.where(mask, -np.log(vocab_size), 0).astype(np.float32),
-                reference_logprobs=zeros,
-                turn_ids=np.where(mask, 0, -1).astype(np.int32),
-                values=zeros,
-            )
-        )
-    return rollouts, rng.normal(size=len(rollouts)).tolist()
+    count = groups * group_size
+    lengths, input_ids, turn_ids = [], [], []
+    for index in range(count):
+        length = int(rng.integers(shortest, answer + 1))
+        input_ids += [*prompts[index // group_size], *rng.integers(vocab_size, size=answer)[:length]]
+        turn_ids += [-1] * prompt + [0] * length
+        lengths.append([prompt + length])
+    batch = make_batch(
+        [str(index) for index in range(count)],
+        ["random"] * count,
+        lengths,
+        input_ids=np.array(input_ids, np.int32),
+        turn_ids=np.array(turn_ids, np.int32),
+        policy_logprobs=np.where(np.array(turn_ids) == 0, -np.log(vocab_size), 0).astype(np.float32),
+    )
+    return batch, rng.normal(size=count).tolist()
 
 
 def measure_shape(

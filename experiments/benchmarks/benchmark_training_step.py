@@ -44,8 +44,8 @@ from experiments.benchmarks.measurement import (
     timed,
     without_compilation_cache,
 )
-from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.batching.rl_example import PackedBatch, RlExample, pack_batch
+from marin_rl.batching.rollout_batch import RolloutBatch, make_batch
 from marin_rl.config.device_settings import row_layout
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.devices import device_peak_bytes, microbatch_rows, platform_of, start_devices
@@ -174,35 +174,28 @@ def log_normal_lengths(count: int, longest: int) -> Int64[np.ndarray, " rollouts
 
 
 def random_rollouts(
-    lengths: Int64[np.ndarray, " rollouts"], vocab_size: int, loss_tokens: int, positions: int
-) -> list[ProcessedRollout]:
+    lengths: Int64[np.ndarray, " rollouts"], vocab_size: int, loss_tokens: int, longest: int
+) -> RolloutBatch:
     """Return rollouts of random tokens, with loss on the last `loss_tokens` of each but never on the first token."""
-    rng = np.random.default_rng(0)
-    rollouts = []
-    for index, length in enumerate(lengths.tolist()):
-        at = np.arange(positions)[None]
-        mask = (at >= max(length - loss_tokens, 1)) & (at < length)
-        zeros = np.zeros(at.shape, np.float32)
-        rollouts.append(
-            ProcessedRollout(
-                source="random",
-                id=str(index),
-                input_ids=np.where(at < length, rng.integers(vocab_size, size=at.shape), 0).astype(np.int32),
-                loss_mask=mask,
-                segment_ids=(at < length).astype(np.int32),
-                policy_logprobs=np.where(mask, -np.log(vocab_size), 0).astype(np.float32),
-                reference_logprobs=zeros,
-                turn_ids=np.where(mask, 0, -1).astype(np.int32),
-                values=zeros,
-            )
-        )
-    return rollouts
+    # A rollout draws as many tokens as the longest, so that its tokens do not depend on the lengths before it.
+    drawn = np.random.default_rng(0).integers(vocab_size, size=(len(lengths), longest))
+    position = np.broadcast_to(np.arange(longest), drawn.shape)
+    is_token = position < lengths[:, None]
+    has_loss = (position >= np.maximum(lengths - loss_tokens, 1)[:, None])[is_token]
+    return make_batch(
+        [str(index) for index in range(len(lengths))],
+        ["random"] * len(lengths),
+        lengths[:, None].tolist(),
+        input_ids=drawn[is_token].astype(np.int32),
+        turn_ids=np.where(has_loss, 0, -1).astype(np.int32),
+        policy_logprobs=np.where(has_loss, -np.log(vocab_size), 0).astype(np.float32),
+    )
 
 
 def pack(
     config: TrainConfig,
     trainer: AbstractTrainerConfig,
-    rollouts: Sequence[ProcessedRollout],
+    rollouts: RolloutBatch,
     advantages: Sequence[float],
     *,
     packed: bool | None,
@@ -213,11 +206,9 @@ def pack(
     default = sections.rows_per_device(platform_of(trainer), trainer.data_axis_size)
     rows = microbatch_rows(config.trainer, default)
     layout = row_layout(whole, dataclasses.replace(trainer, per_device_parallelism=rows))
-    token_advantages_list = [
-        TokenAdvantages(np.full(rollout.num_loss_tokens, advantage), np.zeros(rollout.num_loss_tokens))
-        for rollout, advantage in zip(rollouts, advantages, strict=True)
-    ]
-    return pack_batch(rollouts, token_advantages_list, config.aggregation, layout, pad_token_id=0)
+    counts = zip(rollouts.num_loss_tokens, advantages, strict=True)
+    computed = [TokenAdvantages(np.full(count, advantage), np.zeros(count)) for count, advantage in counts]
+    return pack_batch(rollouts.with_advantages(computed), config.aggregation, layout, pad_token_id=0)
 
 
 def _join(microbatches: Sequence[RlExample]) -> RlExample:
@@ -250,7 +241,7 @@ def measure_training_step(
     rollouts = random_rollouts(
         lengths, tokenizer.vocab_size, config.sampling.max_new_tokens, config.rollouts.max_length
     )
-    advantages = np.random.default_rng(0).normal(size=len(rollouts)).tolist()
+    advantages = np.random.default_rng(0).normal(size=len(lengths)).tolist()
     updates: dict[str, Update] = {}
     figures: dict[str, Any] = {}
     for name, (make, is_packed) in MAKERS.items():

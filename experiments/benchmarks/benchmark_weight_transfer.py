@@ -291,7 +291,7 @@ def measure_publishing(config: TrainConfig, steps: int, way: WeightTransferConfi
     rollouts = random_rollouts(
         lengths, tokenizer.vocab_size, config.sampling.max_new_tokens, config.rollouts.max_length
     )
-    advantages = np.random.default_rng(0).normal(size=len(rollouts)).tolist()
+    advantages = np.random.default_rng(0).normal(size=len(lengths)).tolist()
     passes = pack(config, trainer, rollouts, advantages, packed=config.rollouts.packing).microbatches
     learner = Learner(trainer, config.optimizer, make_loss(config, trainer), num_updates=1_000_000)
     model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0))

@@ -184,7 +184,7 @@ def gradient(settings: Settings, family: str, dtype: str) -> Result:
     lengths = np.array([64, 40, 24, 17, 30, 16])
     rollouts = random_rollouts(lengths, 256, 12, 64)
     # With an advantage of 1 and a mean over tokens the loss is the mean negative log-probability.
-    packed = pack(config, trainer, rollouts, [1.0] * len(rollouts), packed=None)
+    packed = pack(config, trainer, rollouts, [1.0] * len(lengths), packed=None)
     loss = make_loss(config, trainer)
 
     @functools.partial(cast(Any, hax.named_jit), axis_resources=trainer.parameter_axis_mapping)
@@ -200,8 +200,7 @@ def gradient(settings: Settings, family: str, dtype: str) -> Result:
     total = jax.tree.map(lambda *parts: sum(parts), *gradients)
     save_hf_policy(total, config.tokenizer.build(), folder / "gradient", trainer)
     found, weights = (load_file(place / "model.safetensors") for place in (folder / "gradient", folder))
-    both = zip(rollouts, lengths.tolist(), strict=True)
-    sequences = [(rollout.input_ids[0, :size].tolist(), size - 12) for rollout, size in both]
+    sequences = [(tokens.tolist(), tokens.size - 12) for tokens in rollouts.split(rollouts.input_ids)]
     exact = parity.float64_gradient(cast(Any, config.model), weights, sequences)
     errors = {name: float(np.linalg.norm(found[name] - array) / np.linalg.norm(array)) for name, array in exact.items()}
     worst = sorted(errors, key=lambda name: -errors[name])[:2]

@@ -11,13 +11,14 @@ must be those of `vf-eval` at temperature 0.
 
 import argparse
 import collections
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from marin_rl.batching.processed_rollout import process_rollout, sequence_lengths
+from marin_rl.batching.rollout_batch import batch_rollouts
 from marin_rl.rollouts.store import EVALUATION, TRAINING, read_rollouts
 from marin_rl.rollouts.stored_groups import groups_of_table
 from marin_rl.types import Rollout
@@ -25,10 +26,9 @@ from marin_rl.types import Rollout
 
 def trained(rollout: Rollout) -> list[bytes]:
     """Return tokens, loss mask and log-probs of the sequences of a rollout."""
-    lengths = sequence_lengths(rollout)
-    row = process_rollout(rollout, length=max(lengths), pad_token_id=0)
-    values = row.input_ids, row.loss_mask, row.policy_logprobs
-    return [joined(*(value[index, :length] for value in values)) for index, length in enumerate(lengths)]
+    batch = batch_rollouts([rollout], max_length=rollout.num_tokens)
+    values, bounds = (batch.input_ids, batch.loss_mask, batch.policy_logprobs), batch.sequence_offsets.tolist()
+    return [joined(*(value[start:end] for value in values)) for start, end in itertools.pairwise(bounds)]
 
 
 def joined(tokens: Any, mask: Any, logprobs: Any) -> bytes:

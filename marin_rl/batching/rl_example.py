@@ -9,7 +9,9 @@ belongs to `input_ids[t]`. A causal language model predicts token `t` at positio
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import equinox as eqx
@@ -18,16 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Int64, Shaped
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
 
 from marin_rl.batching.packing import GroupRow, Prompt, RowLayout, Slot, choose_layout, count_microbatches
-from marin_rl.batching.places import find_places, join
-from marin_rl.batching.processed_rollout import ProcessedRollout, join_arrays
+from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.levanter_line import lm_example
-from marin_rl.objectives.advantage_inputs import TokenAdvantages
-from marin_rl.objectives.aggregation import NO_ROLLOUT, AggregationConfig, TokenMeanConfig
+from marin_rl.objectives.aggregation import NO_ROLLOUT, AggregationConfig
 
 OwnRows = Callable[[int], Int64[np.ndarray, " own"]]
 """Returns the rows that this process feeds, ascending, of a microbatch with a number of rows."""
@@ -46,6 +46,7 @@ PER_TOKEN_DTYPES = {
     "values": jnp.float32,
     "returns": jnp.float32,
 }
+_ON_LOSS = ("policy_logprobs", "reference_logprobs", "values", "advantages", "returns", "importance_weights")
 
 
 def to_predictors(per_token: NamedArray) -> NamedArray:
@@ -207,40 +208,27 @@ class PackedBatch:
     """Per rollout, the slot of each sequence."""
     layout: RowLayout
     """Shape of a microbatch."""
-    positions: tuple[int, ...]
-    """Per rollout, the row length of its `ProcessedRollout`."""
+    places: Int64[np.ndarray, " tokens"]
+    """Index of each token of the rollouts in the positions of all microbatches."""
     num_loss_tokens: int
     """Number of loss tokens."""
 
-    def unpack(
-        self, values: Sequence[Shaped[np.ndarray, "rows tokens_per_row"]]
-    ) -> list[Shaped[np.ndarray, "_batch _position"]]:
-        """Gather per-token values from the microbatches into one array per rollout.
+    def unpack(self, values: Shaped[np.ndarray, "microbatches rows tokens_per_row"]) -> Shaped[np.ndarray, " tokens"]:
+        """Gather per-token values from all rows of the microbatches.
 
         Args:
-            values: per microbatch, an array `[rows, tokens_per_row]`.
+            values: the values of every position.
 
         Returns:
-            Per rollout, an array `[batch, position]` with the shape of its `ProcessedRollout`; 0 for padding.
+            The values of the tokens, in the order of the `RolloutBatch`.
 
         Raises:
-            ValueError: if the number or the shape of the arrays differs from that of the microbatches.
+            ValueError: if the shape of the array differs from that of the microbatches.
         """
-        shape = (self.layout.rows_per_microbatch, self.layout.tokens_per_row)
-        if [array.shape for array in values] != [shape] * len(self.microbatches):
-            raise ValueError(
-                f"unpack got arrays of shapes {[array.shape for array in values]}; "
-                f"this batch has {len(self.microbatches)} microbatches of shape {shape}"
-            )
-        rollouts = []
-        for slots, positions in zip(self.slots, self.positions, strict=True):
-            rollout = np.zeros((len(slots), positions), values[0].dtype)
-            for row, (index, packed_row, start, length, prompt_length) in enumerate(slots):
-                packed = values[index][packed_row]
-                rollout[row, :prompt_length] = packed[:prompt_length]
-                rollout[row, prompt_length : prompt_length + length] = packed[start : start + length]
-            rollouts.append(rollout)
-        return rollouts
+        shape = (len(self.microbatches), self.layout.rows_per_microbatch, self.layout.tokens_per_row)
+        if values.shape != shape:
+            raise ValueError(f"unpack got an array of shape {values.shape}; this batch has {shape}")
+        return values.reshape(-1)[self.places]
 
     @property
     def num_tokens(self) -> int:
@@ -256,13 +244,11 @@ class PackedBatch:
 
 
 def pack_batch(
-    rollouts: Sequence[ProcessedRollout],
-    advantages: Sequence[TokenAdvantages],
+    batch: RolloutBatch,
     aggregation: AggregationConfig,
     layout: RowLayout,
     *,
     pad_token_id: int,
-    importance_weights: Sequence[Float[np.ndarray, " _tokens"]] | None = None,
     own_rows: OwnRows | None = None,
 ) -> PackedBatch:
     """Pack rollouts into microbatches of a fixed shape.
@@ -271,13 +257,10 @@ def pack_batch(
     is always at least one microbatch. All loss weights are 0 if there are no loss tokens.
 
     Args:
-        rollouts: the rollouts, in any order and of any row length.
-        advantages: per rollout, the advantages and value targets of its action tokens, which are `array[loss_mask]`,
-            row by row.
+        batch: the rollouts, in any order.
         aggregation: aggregation of token terms; its denominators are computed here over all microbatches.
         layout: shape of a microbatch, and its alternatives.
         pad_token_id: token id of the padding.
-        importance_weights: per rollout, the weight of each action token; 1 by default.
         own_rows: returns the rows of a microbatch that this process feeds; the microbatches contain only these. Slots,
             denominators and counts are those of all rows. None for all rows.
 
@@ -285,26 +268,32 @@ def pack_batch(
         The microbatches, and the slot of each sequence.
 
     Raises:
-        ValueError: if a sequence is longer than a row, a rollout does not fit into one microbatch, or a rollout does
-            not have one advantage and one weight per action token; the message names the rollout.
+        ValueError: if a sequence is longer than a row, or a rollout does not fit into one microbatch; the message names
+            the rollout.
     """
-    if importance_weights is None:
-        importance_weights = [np.ones(rollout.num_loss_tokens) for rollout in rollouts]
-    per_action = {
-        "advantages": [tokens.advantages for tokens in advantages],
-        "returns": [tokens.value_targets for tokens in advantages],
-        "importance_weights": importance_weights,
-    }
-    for name, arrays in per_action.items():
-        _check_per_action(name, arrays, rollouts)
-    prompts = None
-    if any(candidate.group for candidate in (layout, *layout.alternatives)):
-        prompts = _prompts(rollouts)
-    layout, slots = choose_layout(
-        [rollout.lengths for rollout in rollouts], layout, [rollout.id for rollout in rollouts], prompts
-    )
-    rows = None if own_rows is None else own_rows(layout.rows_per_microbatch)
-    arrays = _scatter(rollouts, per_action, aggregation, slots, layout, pad_token_id, rows)
+    has_groups = any(candidate.group for candidate in (layout, *layout.alternatives))
+    prompts = _prompts(batch) if has_groups else None
+    layout, slots = choose_layout(batch.lengths, layout, batch.ids, prompts)
+    shape = (count_microbatches(slots), layout.rows_per_microbatch, layout.tokens_per_row)
+    # The denominators are those of the whole batch, independent of its split into microbatches and among processes.
+    rollout_of_token = np.repeat(np.arange(len(batch.ids)), np.diff(batch.token_offsets))
+    loss_weights = aggregation.loss_weights(batch.loss_mask[None], rollout_of_token[None])[0]
+    places, on_tokens = _place(batch, slots, shape)
+    on_tokens |= {"input_ids": batch.input_ids, "loss_mask": batch.loss_mask}
+    if layout.group is None:
+        del on_tokens["prompt_segment_ids"]
+    on_loss = {name: getattr(batch, name) for name in _ON_LOSS} | {"loss_weights": loss_weights}
+    padding = {"input_ids": pad_token_id, "rollout_ids": NO_ROLLOUT}
+    rows = slice(None) if own_rows is None else own_rows(layout.rows_per_microbatch)
+
+    def scatter(name: str, indices: np.ndarray, values: np.ndarray) -> np.ndarray:
+        array = np.full(math.prod(shape), padding.get(name, 0), PER_TOKEN_DTYPES.get(name, np.int32))
+        array[indices] = values
+        return array.reshape(shape)[:, rows]
+
+    arrays = {name: scatter(name, places, values) for name, values in on_tokens.items()}
+    actions = places[batch.loss_mask]
+    arrays |= {name: scatter(name, actions, values[batch.loss_mask]) for name, values in on_loss.items()}
     axes = (Axis("batch", arrays["input_ids"].shape[1]), Axis("position", layout.tokens_per_row))
     microbatches = tuple(
         # On the host: `hax.named` would put every array on the default device.
@@ -312,100 +301,52 @@ def pack_batch(
             **{name: NamedArray(cast(jax.Array, array[index]), axes) for name, array in arrays.items()},
             group=layout.group,
         )
-        for index in range(len(arrays["input_ids"]))
+        for index in range(shape[0])
     )
-    positions = tuple(rollout.input_ids.shape[1] for rollout in rollouts)
-    return PackedBatch(microbatches, slots, layout, positions, sum(rollout.num_loss_tokens for rollout in rollouts))
+    return PackedBatch(microbatches, slots, layout, places, int(batch.num_loss_tokens.sum()))
 
 
-def pack_to_score(
-    rollouts: Sequence[ProcessedRollout], layout: RowLayout, *, pad_token_id: int, own_rows: OwnRows | None = None
-) -> PackedBatch:
-    """Pack rollouts for scoring: like `pack_batch`, with zero advantages.
-
-    Args:
-        rollouts: the rollouts, in any order and of any row length.
-        layout: shape of a microbatch, and whether sequences share rows.
-        pad_token_id: token id of the padding.
-        own_rows: see `pack_batch`.
-
-    Returns:
-        The microbatches, and the slot of each sequence.
-    """
-    zeros = [np.zeros(rollout.num_loss_tokens) for rollout in rollouts]
-    advantages = [TokenAdvantages(array, array) for array in zeros]
-    return pack_batch(rollouts, advantages, TokenMeanConfig(), layout, pad_token_id=pad_token_id, own_rows=own_rows)
-
-
-def _prompts(rollouts: Sequence[ProcessedRollout]) -> list[list[Prompt]]:
+def _prompts(batch: RolloutBatch) -> list[list[Prompt]]:
     """Return per sequence the tokens before the one that predicts its first loss token, or its last without loss."""
-    input_ids, loss_mask = join_arrays(rollouts, "input_ids"), join_arrays(rollouts, "loss_mask")
-    lengths = np.array([length for rollout in rollouts for length in rollout.lengths], np.int64)
-    width = np.array([rollout.input_ids.shape[1] for rollout in rollouts for _ in rollout.lengths], np.int64)
-    start = np.cumsum(width) - width
-    loss_tokens = np.append(np.flatnonzero(loss_mask), loss_mask.size)
+    start, lengths = batch.sequence_offsets[:-1], np.diff(batch.sequence_offsets)
+    loss_tokens = np.append(np.flatnonzero(batch.loss_mask), batch.loss_mask.size)
     first = np.minimum(loss_tokens[np.searchsorted(loss_tokens, start)] - start, lengths)
-    tokens, size = input_ids.tobytes(), input_ids.itemsize
+    tokens, size = batch.input_ids.tobytes(), batch.input_ids.itemsize
     bounds = zip((size * start).tolist(), np.maximum(first - 1, 0).tolist(), strict=True)
-    prompts = (Prompt(tokens[begin : begin + size * length], length) for begin, length in bounds)
-    return [[next(prompts) for _ in rollout.lengths] for rollout in rollouts]
+    prompts = [Prompt(tokens[begin : begin + size * length], length) for begin, length in bounds]
+    return [prompts[begin:end] for begin, end in itertools.pairwise(batch.rollout_offsets.tolist())]
 
 
-def _scatter(
-    rollouts: Sequence[ProcessedRollout],
-    per_action: Mapping[str, Sequence[np.ndarray]],
-    aggregation: AggregationConfig,
-    slots: Sequence[Sequence[Slot]],
-    layout: RowLayout,
-    pad_token_id: int,
-    rows: Int64[np.ndarray, " own"] | None,
-) -> dict[str, np.ndarray]:
-    """Return the arrays of all microbatches, `[microbatch, row, position]`, or those of some rows of each."""
-    shape = (count_microbatches(slots), layout.rows_per_microbatch, layout.tokens_per_row)
-    places = find_places(slots, shape, [rollout.input_ids.shape[1] for rollout in rollouts])
-    is_action = join_arrays(rollouts, "loss_mask")
-    loss_mask = places.gather(is_action, np.bool_)
-    # The denominators are those of the whole batch, independent of its split into microbatches and among processes.
-    rollout_of_token = places.spread(places.owner, NO_ROLLOUT, np.int32)
-    by_row = (-1, layout.tokens_per_row)
-    weights = aggregation.loss_weights(loss_mask.reshape(by_row), rollout_of_token.reshape(by_row))
-    if rows is not None:
-        loss_mask, weights = (array.reshape(shape)[:, rows].reshape(-1) for array in (loss_mask, weights))
-        places = places.in_rows(rows, shape)
-        shape = (shape[0], len(rows), shape[2])
-    sources = places.sources[loss_mask[places.tokens]]
-    actions = np.cumsum(is_action)[sources] - 1
+def _place(
+    batch: RolloutBatch, slots: Sequence[Sequence[Slot]], shape: tuple[int, int, int]
+) -> tuple[Int64[np.ndarray, " tokens"], dict[str, np.ndarray]]:
+    """Return the place of each token in microbatches of a shape, and the arrays that depend on its place.
 
-    def on_loss(name: str, values: np.ndarray) -> np.ndarray:
-        array = np.zeros(loss_mask.shape, PER_TOKEN_DTYPES[name])
-        array[loss_mask] = values
-        return array
+    The tokens of a shared prompt have the same place in all sequences that share it, and belong to no rollout.
+    """
+    fields = itertools.chain.from_iterable(itertools.chain.from_iterable(slots))
+    microbatch, row, start, _, prompt_length = np.fromiter(fields, np.int64).reshape(-1, len(Slot._fields)).T
+    row_start = np.ravel_multi_index((microbatch, row, np.zeros_like(row)), shape)
+    # The sequences of a row, and of a microbatch the rollouts, are numbered in their order; a prompt comes first.
+    order = np.argsort(row_start + start)
+    segment = np.empty_like(order)
+    segment[order] = 1 + np.arange(len(order)) - np.searchsorted(row_start[order], row_start[order])
+    segment += prompt_length > 0
+    rollout = np.repeat(np.arange(len(slots)), np.diff(batch.rollout_offsets))
+    distinct, number = np.unique(microbatch * len(slots) + rollout, return_inverse=True)
+    number -= np.searchsorted(distinct, microbatch * len(slots))
 
-    position = np.arange(loss_mask.size, dtype=np.int32) - places.spread(places.start - places.offset, 0, np.int32)
-    scores = ("policy_logprobs", "reference_logprobs", "values")
-    arrays = {
-        "input_ids": places.gather(join_arrays(rollouts, "input_ids"), np.int32, pad_token_id),
-        "loss_mask": loss_mask,
-        "segment_ids": places.spread(places.segment, 0, np.int32),
-        "position_ids": np.where(places.tokens, position, 0),
-        "rollout_ids": places.spread(places.number, NO_ROLLOUT, np.int32),
-        "loss_weights": weights,
-        **{name: on_loss(name, join(values, np.float64)[actions]) for name, values in per_action.items()},
-        **{name: on_loss(name, join_arrays(rollouts, name)[sources]) for name in scores},
+    lengths = np.diff(batch.sequence_offsets)
+
+    def spread(values: Int64[np.ndarray, " sequences"]) -> Int64[np.ndarray, " tokens"]:
+        return np.repeat(values, lengths)
+
+    position = np.arange(len(batch.input_ids)) - spread(batch.sequence_offsets[:-1])
+    in_prompt = position < spread(prompt_length)
+    places = spread(row_start) + position + np.where(in_prompt, 0, spread(start - prompt_length))
+    return places, {
+        "position_ids": position,
+        "segment_ids": np.where(in_prompt, 1, spread(segment)),
+        "prompt_segment_ids": spread(np.where(prompt_length > 0, 1, segment)),
+        "rollout_ids": np.where(in_prompt, NO_ROLLOUT, spread(number)),
     }
-    if layout.group is not None:
-        arrays["prompt_segment_ids"] = places.spread(places.prompt_segment, 0, np.int32)
-    return {name: array.reshape(shape) for name, array in arrays.items()}
-
-
-def _check_per_action(name: str, arrays: Sequence[np.ndarray], rollouts: Sequence[ProcessedRollout]) -> None:
-    if len(arrays) != len(rollouts):
-        raise ValueError(
-            f"pack_batch got {len(rollouts)} rollouts but {name} for {len(arrays)}; pass one array per rollout"
-        )
-    for array, rollout in zip(arrays, rollouts, strict=True):
-        if array.shape != (rollout.num_loss_tokens,):
-            raise ValueError(
-                f"rollout {rollout.id} has {rollout.num_loss_tokens} loss tokens, "
-                f"but its {name} have shape {array.shape}"
-            )

@@ -16,8 +16,8 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl import multihost
 from marin_rl.batching.packing import RowLayout
-from marin_rl.batching.processed_rollout import ProcessedRollout
-from marin_rl.batching.rl_example import RlExample, pack_to_score
+from marin_rl.batching.rl_example import RlExample, pack_batch
+from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.learner.critic import ActorCritic, policy_of
 from marin_rl.learner.devices import own_rows
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
@@ -28,15 +28,16 @@ from marin_rl.learner.train_step import (
     stack_microbatches,
     take_microbatch,
 )
+from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.trainer_config import AbstractTrainerConfig
 
 
 class Scores(NamedTuple):
-    """Log-probabilities and values of one rollout under some weights."""
+    """Log-probabilities and values of the tokens of a batch under some weights."""
 
-    logprobs: Float32[np.ndarray, "batch position"]
+    logprobs: Float32[np.ndarray, " tokens"]
     """Log-probabilities (nats) of the tokens, 0 off the loss mask."""
-    values: Float32[np.ndarray, "batch position"]
+    values: Float32[np.ndarray, " tokens"]
     """The critic's values, 0 off the loss mask and without a critic."""
 
 
@@ -119,23 +120,23 @@ class Scorer:
             )
             return program.lower(arrays, batch, np.int32(len(microbatches)))
 
-    def score(self, model: LmHeadModel | ActorCritic, rollouts: Sequence[ProcessedRollout]) -> list[Scores]:
+    def score(self, model: LmHeadModel | ActorCritic, batch: RolloutBatch) -> Scores:
         """Compute log-probabilities and values of every token on the loss mask.
 
         Args:
             model: the weights; unchanged.
-            rollouts: any number.
+            batch: any number of rollouts.
 
         Returns:
-            One entry per rollout, with the shape of its arrays.
+            Arrays over the tokens of the batch.
         """
-        packed = pack_to_score(
-            rollouts, self._layout, pad_token_id=self._pad_token_id, own_rows=own_rows(self._trainer)
+        packed = pack_batch(
+            batch, TokenMeanConfig(), self._layout, pad_token_id=self._pad_token_id, own_rows=own_rows(self._trainer)
         )
         with self._trainer.use_device_mesh():
-            batch, count = stack_microbatches(packed.microbatches, self._capacity), len(packed.microbatches)
-            placed = place_batch(batch, self._trainer, packed.layout.rows_per_microbatch)
+            stacked, count = stack_microbatches(packed.microbatches, self._capacity), len(packed.microbatches)
+            placed = place_batch(stacked, self._trainer, packed.layout.rows_per_microbatch)
             scored = self._score(model, placed, jnp.int32(count))
-        logprobs, values = (packed.unpack([*multihost.fetch(array)[:count]]) for array in scored)
+        logprobs, values = (packed.unpack(multihost.fetch(array)[:count]) for array in scored)
         # Rounding may lift the log-probability of a near-certain token above 0.
-        return [Scores(np.minimum(a, 0.0), b) for a, b in zip(logprobs, values, strict=True)]
+        return Scores(np.minimum(logprobs, 0.0), values)

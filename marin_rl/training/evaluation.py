@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from marin_rl.batching.processed_rollout import ProcessedRollout, process_demonstration
+from marin_rl.batching.rollout_batch import RolloutBatch, batch_demonstration, join_batches
 from marin_rl.config.sections import EvaluationConfig
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.learner.scoring import Scores
@@ -75,7 +75,7 @@ def evaluate(
 
 
 def reference_loss(
-    runner: RolloutRunner, tasks: Sequence[Task], score: Callable[[Sequence[ProcessedRollout]], Sequence[Scores]]
+    runner: RolloutRunner, tasks: Sequence[Task], score: Callable[[RolloutBatch], Scores]
 ) -> dict[str, float]:
     """Compute the negative log-likelihood of reference answers: `-Σ log π(token) / number of tokens`.
 
@@ -92,19 +92,19 @@ def reference_loss(
         `eval/<environment>/loss` (nats per token) and `eval/<environment>/loss_tokens` for each environment with
         reference answers.
     """
-    examples: dict[str, list[ProcessedRollout]] = {}
+    examples: dict[str, list[RolloutBatch]] = {}
     for task in tasks:
         if not runner.environment.can_demonstrate(task):
             continue
-        example = process_demonstration(
-            runner.environment.demonstrate(task), task, length=runner.limits.max_length, tokenizer=runner.tokenizer
+        example = batch_demonstration(
+            runner.environment.demonstrate(task), task, max_length=runner.limits.max_length, tokenizer=runner.tokenizer
         )
         if example is not None:
             examples.setdefault(task.environment, []).append(example)
     metrics: dict[str, float] = {}
-    for environment, processed in examples.items():
-        total = math.fsum(float(scores.logprobs.sum(dtype=np.float64)) for scores in score(processed))
-        num_tokens = sum(example.num_loss_tokens for example in processed)
+    for environment, batches in examples.items():
+        batch = join_batches(batches)
+        total, num_tokens = math.fsum(score(batch).logprobs.tolist()), np.count_nonzero(batch.loss_mask)
         metrics[f"eval/{environment}/loss"] = -total / num_tokens
         metrics[f"eval/{environment}/loss_tokens"] = float(num_tokens)
     return metrics

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from levanter.trainer_state import TrainerState
 
-from marin_rl.batching.processed_rollout import process_rollout
+from marin_rl.batching.rollout_batch import batch_rollouts
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.checkpoint_folders import require_checkpoint
@@ -215,19 +215,13 @@ def _as_sampled(
     groups: list[RolloutGroup], parts: TrainingParts, scorer: Scorer, state: TrainerState
 ) -> list[RolloutGroup]:
     """Replace the log-probs by those of the policy, so that ratios begin at 1 as those of sampled rollouts do."""
-    processed = [
-        process_rollout(rollout, length=rollout.num_tokens, pad_token_id=parts.pad_token_id)
-        for group in groups
-        for rollout in group.rollouts
-    ]
-    scores = scorer.score(state.model, processed)
-    logprobs = {
-        rollout.id: own.logprobs[rollout.loss_mask].tolist() for rollout, own in zip(processed, scores, strict=True)
-    }
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    batch = batch_rollouts(rollouts, max_length=parts.config.rollouts.max_length)
+    logprobs = dict(zip(batch.ids, batch.actions(scorer.score(state.model, batch).logprobs), strict=True))
 
     def replaced(rollout: Rollout) -> Rollout:
         [turn] = rollout.turns
-        generation = dataclasses.replace(turn.generation, logprobs=tuple(logprobs[rollout.id]))
+        generation = dataclasses.replace(turn.generation, logprobs=tuple(logprobs[rollout.id].tolist()))
         return dataclasses.replace(rollout, turns=(dataclasses.replace(turn, generation=generation),))
 
     return [RolloutGroup(group.id, [replaced(rollout) for rollout in group.rollouts]) for group in groups]

@@ -238,8 +238,8 @@ def train_on_groups(
     """
     batch = batch_builder.build(groups, state.model, step, timer)
     with timer.phase("batch"):
-        updates = list(batch_builder.minibatches(batch, step))
-        require_same_batch(step, batch, updates)
+        updates = list(batch_builder.minibatches(batch.rollouts, step))
+        require_same_batch(step, batch.rollouts, updates)
     pending: list[PendingUpdate] = []
     with timer.phase("step"):
         for packed in updates:

@@ -56,7 +56,7 @@ from marin_rl.timing import PhaseTimer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenPieces
 from marin_rl.trainer_config import AbstractTrainerConfig
-from marin_rl.training.batch_builder import BatchBuilder
+from marin_rl.training.batch_builder import BatchBuilder, make_batch_builder
 from marin_rl.training.collect import GroupCollector
 from marin_rl.training.evaluation import describe_accuracy, evaluate
 from marin_rl.training.loop import TrainingRun
@@ -413,7 +413,7 @@ def _make_batch_builder(config: TrainConfig, parts: _Parts, history: WeightHisto
     if config.kl.needs_reference:
         reference = restore_policy(parts.checkpoints.open(0), config, parts.trainer)
         score_reference = functools.partial(scorer.score, reference)
-    return BatchBuilder(
+    return make_batch_builder(
         config,
         parts.layout,
         parts.tokenizer.pad_token_id,

@@ -16,7 +16,7 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.trainer_state import TrainerState
 
 from marin_rl.batching.packing import RowLayout
-from marin_rl.batching.processed_rollout import ProcessedRollout
+from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.device_settings import row_layout
 from marin_rl.config.imports import IMPORTS
 from marin_rl.config.train_config import TrainConfig
@@ -31,7 +31,7 @@ from marin_rl.rollouts.store import TRAINING, RolloutStoreConfig, list_files, re
 from marin_rl.rollouts.stored_groups import COLUMNS, StoredGroups, TokenScores, groups_of_table
 from marin_rl.timing import PhaseTimer
 from marin_rl.trainer_config import AbstractTrainerConfig
-from marin_rl.training.batch_builder import BatchBuilder, ScoreFunction
+from marin_rl.training.batch_builder import BatchBuilder, ScoreFunction, make_batch_builder
 from marin_rl.training.config_changes import read_config_of_step
 from marin_rl.training.loop import (
     TrainedStep,
@@ -88,10 +88,10 @@ class TrainingParts(NamedTuple):
     def batch_builder(
         self,
         score: ScoreFunction,
-        score_reference: Callable[[Sequence[ProcessedRollout]], Sequence[Scores]] | None,
+        score_reference: Callable[[RolloutBatch], Scores] | None,
     ) -> BatchBuilder:
         """Make the batch builder for functions that score rollouts with the policy and with the reference."""
-        return BatchBuilder(
+        return make_batch_builder(
             self.config, self.layout, self.pad_token_id, score, score_reference, own_rows=own_rows(self.trainer)
         )
 
@@ -282,7 +282,7 @@ def _make_builder(
                 f"version {step - 1}; replay with --replay.keep_sampling_weights false"
             )
         score = scorer.score
-    score_reference: Callable[[Sequence[ProcessedRollout]], Sequence[Scores]] | None = None
+    score_reference: Callable[[RolloutBatch], Scores] | None = None
     if config.kl.needs_reference:
         if lacks("reference_logprobs"):
             score_reference = functools.partial(scorer.score, reference())
@@ -291,24 +291,22 @@ def _make_builder(
     return parts.batch_builder(score, score_reference)
 
 
-def _stored_scores(
-    scores: Mapping[str, TokenScores], logprobs: str, model: Any, rollouts: Sequence[ProcessedRollout]
-) -> list[Scores]:
+def _stored_scores(scores: Mapping[str, TokenScores], logprobs: str, model: Any, batch: RolloutBatch) -> Scores:
     """Return stored scores in the form of a scorer.
 
     Args:
         scores: per rollout id, the scores by column.
         logprobs: column of the log-probs.
         model: not used.
-        rollouts: the rollouts.
+        batch: the rollouts.
     """
 
-    def on_mask(rollout: ProcessedRollout, name: str) -> np.ndarray:
-        array = np.zeros(rollout.input_ids.shape, np.float32)
-        array[rollout.loss_mask] = scores[rollout.id].get(name, 0.0)
-        return array
+    def read(name: str) -> np.ndarray:
+        counts = zip(batch.ids, batch.num_loss_tokens, strict=True)
+        per_rollout = [scores[id].get(name, np.zeros(count)) for id, count in counts]
+        return batch.from_actions(name, per_rollout).astype(np.float32)
 
-    return [Scores(on_mask(rollout, logprobs), on_mask(rollout, "values")) for rollout in rollouts]
+    return Scores(read(logprobs), read("values"))
 
 
 def largest_difference(model: Any, other: Any) -> float:

@@ -16,10 +16,10 @@ import socket
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 
 from marin_rl import multihost
 from marin_rl.batching.rl_example import PackedBatch
+from marin_rl.batching.rollout_batch import TOKEN_ARRAYS, RolloutBatch
 from marin_rl.config.input_files import Inputs, input_changes
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
@@ -30,13 +30,9 @@ from marin_rl.errors import RunDirectoryError, writing
 from marin_rl.remote_path import RemotePath
 from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.storage import StoragePath
-from marin_rl.training.batch_builder import TrainingBatch
 from marin_rl.training.run_directory import config_differences
 from marin_rl.types import Task
 from marin_rl.weights.config import ArrowFlightConfig
-
-PER_ROLLOUT = ("input_ids", "loss_mask", "segment_ids", "policy_logprobs", "reference_logprobs", "values")
-"""Arrays of `ProcessedRollout` that the batch of an update contains."""
 
 
 def require_shared_folder(folder: StoragePath) -> None:
@@ -157,7 +153,7 @@ def _digest(tasks: Sequence[Task]) -> bytes:
     return digest.digest()
 
 
-def require_same_batch(step: int, batch: TrainingBatch, updates: Sequence[PackedBatch]) -> None:
+def require_same_batch(step: int, batch: RolloutBatch, updates: Sequence[PackedBatch]) -> None:
     """Check that all training processes have the same batch.
 
     Each process computes the batch from the rollouts and feeds its rows to its devices, so an undetected difference
@@ -165,7 +161,7 @@ def require_same_batch(step: int, batch: TrainingBatch, updates: Sequence[Packed
 
     Args:
         step: training step.
-        batch: rollouts and advantages of the step.
+        batch: rollouts of the step, with advantages.
         updates: its updates, of which this process may have a part of the rows.
 
     Raises:
@@ -173,17 +169,10 @@ def require_same_batch(step: int, batch: TrainingBatch, updates: Sequence[Packed
     """
     if not multihost.is_multihost():
         return
-    arrays: dict[str, Sequence[np.ndarray]] = {
-        **{name: [getattr(rollout, name) for rollout in batch.rollouts] for name in PER_ROLLOUT},
-        "advantages": [tokens.advantages for tokens in batch.token_advantages],
-        "returns": [tokens.value_targets for tokens in batch.token_advantages],
-        "importance_weights": batch.importance_weights,
-    }
-    shapes = [(rollout.id, rollout.input_ids.shape) for rollout in batch.rollouts]
     values = {
-        "rollouts": f"{step} {shapes}".encode(),
+        "rollouts": f"{step} {list(zip(batch.ids, batch.lengths, strict=True))}".encode(),
         "rows": repr([(packed.layout, packed.slots) for packed in updates]).encode(),
-        **{name: b"".join(array.tobytes() for array in of_rollouts) for name, of_rollouts in arrays.items()},
+        **{name: getattr(batch, name).tobytes() for name in TOKEN_ARRAYS},
     }
     multihost.require_equal(values, f"the batch of step {step}")
 

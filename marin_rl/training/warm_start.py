@@ -3,6 +3,7 @@
 
 """Supervised warm start: train on worked answers until RL has correct answers to reinforce."""
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -14,14 +15,13 @@ from levanter.optim.config import AdamConfig
 
 from marin_rl import multihost
 from marin_rl.batching.packing import RowLayout
-from marin_rl.batching.processed_rollout import ProcessedRollout, process_conversation
 from marin_rl.batching.rl_example import pack_batch
+from marin_rl.batching.rollout_batch import RolloutBatch, batch_conversation, join_batches
 from marin_rl.config.sections import WarmStartConfig
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.host_status import raise_if
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.train_step import Learner
-from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.objectives.kl import NoKlConfig
 from marin_rl.objectives.policy_loss import ReinforceLossConfig
@@ -81,7 +81,7 @@ def warm_start(
     loss = RlLoss(ReinforceLossConfig(), NoKlConfig(), temperature=1.0, block_size=block_size)
 
     @functools.cache
-    def example(index: int) -> ProcessedRollout | None:
+    def example(index: int) -> RolloutBatch | None:
         return worked_example(tasks[index], runner)
 
     pad = runner.tokenizer.pad_token_id
@@ -92,11 +92,10 @@ def warm_start(
         raise_if(lambda: multihost.any_process(stop_requested()))
         rng = np.random.default_rng(derive_seed(seed, "warm start", step))
         drawn = [example(int(index)) for index in rng.integers(len(tasks), size=config.batch_size)]
-        examples = require_fitting(drawn, runner)
-        counts = [processed.num_loss_tokens for processed in examples]
-        token_advantages = [TokenAdvantages(np.ones(count), np.zeros(count)) for count in counts]
-        batch = pack_batch(examples, token_advantages, TokenMeanConfig(), layout, pad_token_id=pad)
-        state, metrics = learner.step(state, batch.microbatches)
+        batch = join_batches(require_fitting(drawn, runner))
+        batch = dataclasses.replace(batch, advantages=batch.loss_mask.astype(np.float64))
+        packed = pack_batch(batch, TokenMeanConfig(), layout, pad_token_id=pad)
+        state, metrics = learner.step(state, packed.microbatches)
         if step % config.check_every == 0 or step == config.max_steps:
             runner.sampler.update_weights(state.model, 0)
             accuracy = _accuracy(runner, check_tasks, temperature, seed)
@@ -141,7 +140,7 @@ def _require_validation(environment: AbstractEnvironment, tasks: Sequence[Task])
         )
 
 
-def worked_example(task: Task, runner: RolloutRunner) -> ProcessedRollout | None:
+def worked_example(task: Task, runner: RolloutRunner) -> RolloutBatch | None:
     """Tokenize the demonstration of a task for training on it.
 
     Returns:
@@ -150,16 +149,16 @@ def worked_example(task: Task, runner: RolloutRunner) -> ProcessedRollout | None
     Raises:
         ChatTemplateError: if the chat template does not mark the assistant's text.
     """
-    return process_conversation(
+    return batch_conversation(
         runner.environment.demonstrate(task),
         id=task.id,
         source=task.environment,
-        length=runner.limits.max_length,
+        max_length=runner.limits.max_length,
         tokenizer=runner.tokenizer,
     )
 
 
-def require_fitting(examples: Sequence[ProcessedRollout | None], runner: RolloutRunner) -> list[ProcessedRollout]:
+def require_fitting(examples: Sequence[RolloutBatch | None], runner: RolloutRunner) -> list[RolloutBatch]:
     """Return the examples of a batch that fit into the maximum length; raises WarmStartError if none does."""
     fitting = [example for example in examples if example is not None]
     if not fitting:

@@ -8,7 +8,8 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from marin_rl.batching.processed_rollout import process_conversation, process_rollout, process_rollouts, without_loss
+from marin_rl.batching.processed_rollout import process_rollout
+from marin_rl.batching.rollout_batch import RolloutBatch, batch_conversation, batch_rollouts, join_batches
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Generation, Observation, Rollout, RolloutStatus, StopReason, Task, Turn
@@ -70,7 +71,8 @@ def test_a_rewritten_history_adds_a_row_to_the_rollout() -> None:
     # Turn ids count the turns of the rollout, not of the row.
     assert processed.turn_ids[processed.loss_mask].tolist() == [0, 0, 1, 2]
     assert (processed.turn_ids[~processed.loss_mask] == -1).all()
-    assert (processed.lengths, processed.num_loss_tokens) == ((9, 17), 4)
+    batch = processed.to_batch()
+    assert (batch.lengths, batch.num_loss_tokens.tolist()) == ([[9, 17]], [4])
 
 
 def test_the_last_observation_is_excluded() -> None:
@@ -97,7 +99,8 @@ def test_a_rollout_that_failed_before_its_first_turn_has_no_rows() -> None:
     failed = Rollout("r", "group-0", TASK, (), RolloutStatus.FAILED, {}, "boom")
     processed = process_rollout(failed, length=8, pad_token_id=PAD)
     assert processed.input_ids.shape == (0, 8)
-    assert (processed.lengths, processed.num_loss_tokens) == ((), 0)
+    batch = processed.to_batch()
+    assert (batch.lengths, batch.num_loss_tokens.tolist(), batch.input_ids.size) == ([[]], [0], 0)
 
 
 def test_an_empty_observation_raises_an_error() -> None:
@@ -109,24 +112,47 @@ SPLIT = dataclasses.replace(rollout(*TWO_TURNS.turns, turn((*FIRST, 17), {15: -1
 UNBEGUN = Rollout("unbegun", "group-0", TASK, (), RolloutStatus.FAILED, {}, "boom")
 
 
+def assert_equal(one: RolloutBatch, other: RolloutBatch) -> None:
+    for field in dataclasses.fields(one):
+        ours, theirs = getattr(one, field.name), getattr(other, field.name)
+        assert np.array_equal(ours, theirs), field.name
+        assert getattr(ours, "dtype", None) == getattr(theirs, "dtype", None), field.name
+
+
+SEVERAL = [SPLIT, UNBEGUN, TWO_TURNS, rollout(turn((USER,), {5: -1.0}, starts=True)), SPLIT]
+
+
 def test_rollouts_are_converted_together_as_alone() -> None:
-    rollouts = [SPLIT, UNBEGUN, TWO_TURNS, rollout(turn((USER,), {5: -1.0}, starts=True)), SPLIT]
-    together = process_rollouts(rollouts, max_length=20, pad_token_id=PAD)
-    for one, processed in zip(rollouts, together, strict=True):
-        alone = process_rollout(one, length=processed.input_ids.shape[1], pad_token_id=PAD)
-        for field in dataclasses.fields(alone):
-            ours, theirs = getattr(processed, field.name), getattr(alone, field.name)
-            assert np.array_equal(ours, theirs), field.name
-            assert getattr(ours, "dtype", None) == getattr(theirs, "dtype", None)
-        assert processed.lengths == tuple(processed.segment_ids.sum(axis=1).tolist())
-    assert [processed.input_ids.shape for processed in together] == [(2, 15), (0, 0), (1, 15), (1, 2), (2, 15)]
+    together = batch_rollouts(SEVERAL, max_length=20)
+    alone = [process_rollout(one, length=20, pad_token_id=PAD).to_batch() for one in SEVERAL]
+    assert_equal(together, join_batches(alone))
+    assert together.lengths == [[15, 9], [], [15], [2], [15, 9]]
+    assert together.num_loss_tokens.tolist() == [5, 0, 4, 1, 5]
+
+
+@pytest.mark.parametrize("some", [[0, 1, 2, 3, 4], [4, 1, 2], [1], [], [2, 2]])
+def test_a_part_of_a_batch_is_the_batch_of_its_rollouts(some: list[int]) -> None:
+    batch = batch_rollouts(SEVERAL, max_length=20)
+    part = batch.take(np.array(some, np.int64))
+    assert_equal(part, batch_rollouts([SEVERAL[index] for index in some], max_length=20))
+    assert part.input_ids.tolist() == batch.input_ids[batch.tokens_of(np.array(some, np.int64))].tolist()
+
+
+def test_values_of_action_tokens_are_taken_and_put_back() -> None:
+    batch = batch_rollouts(SEVERAL, max_length=20)
+    numbers = np.where(batch.loss_mask, np.arange(batch.loss_mask.size), 0)
+    per_rollout = batch.actions(numbers)
+    assert [values.size for values in per_rollout] == batch.num_loss_tokens.tolist()
+    for values, tokens, mask in zip(per_rollout, batch.split(numbers), batch.split(batch.loss_mask), strict=True):
+        assert values.tolist() == tokens[mask].tolist()
+    assert batch.from_actions("numbers", per_rollout).tolist() == numbers.tolist()
 
 
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
         (turn((USER,), {5: -1e39}, starts=True), "bad: policy_logprobs must be finite and <= 0"),
-        (turn((), {5: -1.0}, starts=True), "bad: loss_mask includes the first token of a row"),
+        (turn((), {5: -1.0}, starts=True), "bad: loss_mask includes the first token of a sequence"),
         (turn((USER,) * 20, {5: -1.0}, starts=True), "bad: a sequence of 21 tokens does not fit into rows of 20"),
     ],
 )
@@ -134,24 +160,26 @@ def test_rollouts_are_converted_together_as_alone() -> None:
 def test_a_bad_rollout_is_named_among_others(bad: Turn, message: str) -> None:
     named = dataclasses.replace(rollout(bad), id="bad")
     with pytest.raises(ValueError, match=message):
-        process_rollouts([SPLIT, named, TWO_TURNS], max_length=20, pad_token_id=PAD)
+        batch_rollouts([SPLIT, named, TWO_TURNS], max_length=20)
 
 
 def test_without_loss_keeps_only_the_tokens() -> None:
-    whole = process_rollout(TWO_TURNS, length=18, pad_token_id=PAD)
+    batch = batch_rollouts([TWO_TURNS, SPLIT, TWO_TURNS], max_length=20)
     scored = dataclasses.replace(
-        whole,
-        values=whole.loss_mask.astype(np.float32),
-        reference_logprobs=-whole.loss_mask.astype(np.float32),
+        batch,
+        values=batch.loss_mask.astype(np.float32),
+        reference_logprobs=-batch.loss_mask.astype(np.float32),
+        advantages=batch.loss_mask.astype(np.float64),
     )
-    masked = without_loss(scored)
-    assert masked.num_loss_tokens == 0
-    assert masked.lengths == (15,)
-    assert (masked.turn_ids == -1).all()
-    for name in ("policy_logprobs", "reference_logprobs", "values"):
-        assert not getattr(masked, name).any(), name
-    for name in ("input_ids", "segment_ids"):
-        np.testing.assert_array_equal(getattr(masked, name), getattr(scored, name), err_msg=name)
+    masked = scored.without_loss(np.array([1]))
+    kept = np.array([0, 2])
+    assert_equal(masked.take(kept), scored.take(kept))
+    assert (masked.num_loss_tokens.tolist(), masked.lengths) == ([4, 0, 4], batch.lengths)
+    assert masked.input_ids.tolist() == batch.input_ids.tolist()
+    without = masked.take(np.array([1]))
+    assert (without.turn_ids == -1).all()
+    for name in ("policy_logprobs", "reference_logprobs", "values", "advantages", "importance_weights"):
+        assert not getattr(without, name).any(), name
 
 
 @pytest.fixture(scope="module")
@@ -168,27 +196,24 @@ CONVERSATION = [
 
 
 def test_a_conversation_has_loss_on_assistant_messages(chat: ChatTokenizer) -> None:
-    processed = process_conversation(CONVERSATION, id="c", source="sums", length=32, tokenizer=chat)
-    assert processed is not None
-    assert chat.tokenizer.decode(processed.input_ids[processed.loss_mask]) == "6<|end|>5<|end|>"
-    used = processed.segment_ids == 1
-    assert (processed.input_ids[~used] == chat.pad_token_id).all()
-    assert used.sum() == 4 + 2 + 1 + 2 + 5 + 2 + 1 + 2
-    assert not processed.policy_logprobs.any()
-    assert processed.turn_ids[processed.loss_mask].tolist() == [0, 0, 1, 1]
-    assert (processed.turn_ids[~processed.loss_mask] == -1).all()
+    batch = batch_conversation(CONVERSATION, id="c", source="sums", max_length=32, tokenizer=chat)
+    assert batch is not None
+    assert chat.tokenizer.decode(batch.input_ids[batch.loss_mask]) == "6<|end|>5<|end|>"
+    assert batch.lengths == [[4 + 2 + 1 + 2 + 5 + 2 + 1 + 2]]
+    assert not batch.policy_logprobs.any()
+    assert batch.turn_ids[batch.loss_mask].tolist() == [0, 0, 1, 1]
+    assert (batch.turn_ids[~batch.loss_mask] == -1).all()
 
 
 @pytest.mark.parametrize(("length", "replies"), [(19, "6<|end|>5<|end|>"), (18, "6<|end|>"), (9, "6<|end|>")])
 def test_a_reply_that_does_not_fit_is_dropped(chat: ChatTokenizer, length: int, replies: str) -> None:
-    processed = process_conversation(CONVERSATION, id="c", source="sums", length=length, tokenizer=chat)
-    assert processed is not None
-    assert chat.tokenizer.decode(processed.input_ids[processed.loss_mask]) == replies
-    assert processed.input_ids.shape == (1, length)
+    batch = batch_conversation(CONVERSATION, id="c", source="sums", max_length=length, tokenizer=chat)
+    assert batch is not None
+    assert chat.tokenizer.decode(batch.input_ids[batch.loss_mask]) == replies
 
 
 def test_a_conversation_without_a_fitting_reply_is_none(chat: ChatTokenizer) -> None:
-    assert process_conversation(CONVERSATION, id="c", source="sums", length=8, tokenizer=chat) is None
+    assert batch_conversation(CONVERSATION, id="c", source="sums", max_length=8, tokenizer=chat) is None
 
 
 def test_arrays_have_the_documented_dtypes() -> None:
@@ -247,5 +272,5 @@ def test_invalid_arrays_raise_an_error_that_names_the_array(
 ) -> None:
     # Disable the type checks of the tests, which would raise first.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    with pytest.raises(ValueError, match=re.escape(f"ProcessedRollout step-1/group-0/2: {message}")):
+    with pytest.raises(ValueError, match=re.escape(f"rollout step-1/group-0/2: {message}")):
         dataclasses.replace(VALID, **{field: value})

@@ -13,7 +13,8 @@ from typing import Any
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
-from marin_rl.batching.processed_rollout import process_rollout, sequence_lengths
+from marin_rl.batching.processed_rollout import process_rollout
+from marin_rl.batching.rollout_batch import sequence_lengths
 from marin_rl.distributed.make_runner import make_gateway
 from marin_rl.environments.base import AgentConnection
 from marin_rl.environments.game_process import GameError, GameServerError, call_each

@@ -329,11 +329,8 @@ def test_nan_loss_stops_before_the_update(
         batch = build(builder, groups, model, step, timer)
         if step == 1:
             return batch
-        return batch._replace(
-            token_advantages=[
-                given._replace(advantages=given.advantages * math.nan) for given in batch.token_advantages
-            ]
-        )
+        advantages = batch.rollouts.advantages * math.nan
+        return batch._replace(rollouts=dataclasses.replace(batch.rollouts, advantages=advantages))
 
     with monkeypatch.context() as patched:
         patched.setattr(BatchBuilder, "build", poisoned)

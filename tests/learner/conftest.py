@@ -25,8 +25,8 @@ from levanter.models.qwen import Qwen3Config
 from levanter.optim.config import AdamConfig, OptimizerConfig
 from levanter.trainer_state import TrainerState
 
-from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.batching.rl_example import RlExample
+from marin_rl.batching.rollout_batch import RolloutBatch, make_batch
 from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.loss import RlLoss
@@ -106,21 +106,10 @@ def make_example(rows: int = ROWS, positions: int = POSITIONS, vocab: int = VOCA
     return RlExample(**{name: hax.named(array, axes) for name, array in arrays.items()})
 
 
-def one_sequence(ids: Sequence[int], prompt: int) -> ProcessedRollout:
+def one_sequence(ids: Sequence[int], prompt: int) -> RolloutBatch:
     """Return a rollout of one sequence whose tokens after the prompt have loss."""
-    mask = np.arange(len(ids))[None] >= prompt
-    zeros = np.zeros(mask.shape, np.float32)
-    return ProcessedRollout(
-        source="test",
-        id="test",
-        input_ids=np.array([ids], np.int32),
-        loss_mask=mask,
-        segment_ids=np.ones(mask.shape, np.int32),
-        policy_logprobs=zeros,
-        reference_logprobs=zeros,
-        turn_ids=np.where(mask, 0, -1).astype(np.int32),
-        values=zeros,
-    )
+    turn_ids = np.repeat(np.array([-1, 0], np.int32), [prompt, len(ids) - prompt])
+    return make_batch(["test"], ["test"], [[len(ids)]], input_ids=np.array(ids, np.int32), turn_ids=turn_ids)
 
 
 def replace_arrays(example: RlExample, **arrays: np.ndarray) -> RlExample:

@@ -125,7 +125,6 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     from marin_rl.objectives.advantage_inputs import TokenAdvantages
     from marin_rl.objectives.aggregation import SequenceMeanConfig
     from marin_rl.trainer_config import DistributedConfig
-    from marin_rl.training.batch_builder import TrainingBatch
     from marin_rl.training.shared_run import require_same_batch
     from marin_rl.weights.config import ArrowFlightConfig
     from marin_rl.weights.publish import TrainingHost
@@ -154,7 +153,8 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
 
     weights = on_host(state)
     scorer = Scorer(trainer, RowLayout(16, rows, packed=True), pad_token_id=0, temperature=0.8, block_size=4)
-    scores = [scored.logprobs for scored in scorer.score(state.model, make_rollouts(tiny.VOCAB))]
+    rollouts = make_rollouts(tiny.VOCAB)
+    scores = rollouts.split(scorer.score(state.model, rollouts).logprobs)
 
     hf_export.SLICE_BYTES = 1000
     write_weights(DeviceWeights(state.model, trainer), folder, 20_000)
@@ -174,12 +174,11 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     def fail() -> str:
         raise OSError("pulled the plug")
 
-    rollouts = make_rollouts(tiny.VOCAB)
-    advantages = [np.linspace(-1, 1, rollout.num_loss_tokens) for rollout in rollouts]
-    tokens = [TokenAdvantages(array, 2 * array) for array in advantages]
+    advantages = [np.linspace(-1, 1, count) for count in rollouts.num_loss_tokens]
+    batch = rollouts.with_advantages([TokenAdvantages(array, 2 * array) for array in advantages])
 
     def pack(own: OwnRows | None) -> PackedBatch:
-        return pack_batch(rollouts, tokens, SequenceMeanConfig(), layout, pad_token_id=0, own_rows=own)
+        return pack_batch(batch, SequenceMeanConfig(), layout, pad_token_id=0, own_rows=own)
 
     layout = RowLayout(16, rows, packed=True)
     whole, own = pack(None), pack(own_rows(trainer))
@@ -189,11 +188,9 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
         _, update = learner.dispatch(fresh, packed.microbatches, num_rows)
         fed.append({name: float(metric) for name, metric in update.wait().items()})
 
-    batch = TrainingBatch(rollouts, tokens, advantages, {}, {})
     require_same_batch(4, batch, [own])
     if index:
-        altered = np.nextafter(advantages[1], 2)
-        batch = batch._replace(token_advantages=[tokens[0], TokenAdvantages(altered, 2 * advantages[1]), *tokens[2:]])
+        batch = dataclasses.replace(batch, advantages=np.nextafter(batch.advantages, 2))
     try:
         require_same_batch(5, batch, [own])
         differs = ""

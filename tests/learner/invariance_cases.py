@@ -29,14 +29,14 @@ from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.packing import GroupRow, RowLayout
-from marin_rl.batching.processed_rollout import ProcessedRollout, process_rollout, without_loss
 from marin_rl.batching.rl_example import PackedBatch, RlExample, pack_batch
+from marin_rl.batching.rollout_batch import TOKEN_ARRAYS, RolloutBatch, batch_rollouts, join_batches
 from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.critic import ActorCritic, CriticConfig
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
-from marin_rl.objectives.advantage_inputs import AdvantageInputs, TokenAdvantages
+from marin_rl.objectives.advantage_inputs import AdvantageInputs
 from marin_rl.objectives.advantages import RlooConfig
 from marin_rl.objectives.aggregation import ConstantConfig, SequenceMeanConfig, SequenceSumConfig, TokenMeanConfig
 from marin_rl.objectives.kl import KlConfig, KlEstimator, LossKlConfig, NoKlConfig, RewardKlConfig
@@ -298,8 +298,8 @@ MESHES = {"data8": 1, "data4-model2": 2}
 """Size of the model axis; the other axes share 8 devices."""
 
 
-def arrange(episode: Episode, name: str, arrangement: Arrangement) -> ProcessedRollout:
-    """Build the arrays of one rollout with the code for sampled rollouts."""
+def arrange(episode: Episode, name: str, arrangement: Arrangement) -> RolloutBatch:
+    """Build a batch of one rollout with the code for sampled rollouts."""
     turns, seen = [], ()
     for index, (observation, action) in enumerate(zip(episode.observations, episode.actions, strict=True)):
         anew = index == 0 or index in episode.rewritten
@@ -310,14 +310,8 @@ def arrange(episode: Episode, name: str, arrangement: Arrangement) -> ProcessedR
         seen = (*context, *action)
     task = Task("t", "test", ({"role": "user", "content": ""},), "")
     rollout = Rollout(name, str(episode.group), task, tuple(turns), RolloutStatus.COMPLETED, {"score": episode.score})
-    processed = process_rollout(rollout, length=arrangement.own_positions, pad_token_id=0)
-    return processed if episode.has_loss else without_loss(processed)
-
-
-def spread_actions(rollout: ProcessedRollout, values: np.ndarray) -> np.ndarray:
-    array = np.zeros(rollout.loss_mask.shape, np.float32)
-    array[rollout.loss_mask] = values
-    return array
+    batch = batch_rollouts([rollout], max_length=arrangement.own_positions)
+    return batch if episode.has_loss else batch.without_loss(np.array([0]))
 
 
 class Update(NamedTuple):
@@ -368,37 +362,30 @@ class Matrix:
 
     def pack(self, arrangement: Arrangement, aggregation: str, in_reward: bool) -> PackedBatch:
         """Return the batch with all inputs from the host."""
-        actions, token_advantages_list = self.per_action, self._credits(in_reward)
+        actions, advantages = self.per_action, self._credits(in_reward)
         order = [i for i, episode in enumerate(self.episodes) if not (arrangement.one_sequence and episode.rewritten)]
         if arrangement.order is not None:
             order = np.random.default_rng(arrangement.order).permutation(order).tolist()
-        rollouts = []
-        for index in order:
-            rollout = arrange(self.episodes[index], str(index), arrangement)
-            arrays = {
-                name: spread_actions(rollout, getattr(actions, name)[index])
-                for name in ("policy_logprobs", "reference_logprobs", "values")
-            }
-            rollouts.append(dataclasses.replace(rollout, **arrays))
-        return pack_batch(
-            rollouts,
-            [TokenAdvantages(token_advantages_list[index], actions.targets[index]) for index in order],
-            AGGREGATIONS[aggregation],
-            arrangement.layout,
-            pad_token_id=0,
-            importance_weights=[actions.importance_weights[index] for index in order],
-        )
+        batch = join_batches([arrange(self.episodes[index], str(index), arrangement) for index in order])
+        inputs = {"advantages": advantages, "returns": actions.targets}
+        for name in ("policy_logprobs", "reference_logprobs", "values", "importance_weights"):
+            inputs[name] = getattr(actions, name)
+        arrays = {
+            name: batch.from_actions(name, [values[index] for index in order]).astype(TOKEN_ARRAYS[name])
+            for name, values in inputs.items()
+        }
+        batch = dataclasses.replace(batch, **arrays)
+        return pack_batch(batch, AGGREGATIONS[aggregation], arrangement.layout, pad_token_id=0)
 
     def _score(self, model: LmHeadModel | ActorCritic) -> PerAction:
         """Return old and reference log-probs near the model's, and random values for the rest."""
         rng = np.random.default_rng(3)
         layout = ARRANGEMENTS["packed"].layout
         scorer = Scorer(self.trainer, layout, pad_token_id=0, temperature=TEMPERATURE, block_size=BLOCK_SIZE)
-        rollouts = [arrange(episode, str(index), BASE) for index, episode in enumerate(self.episodes)]
-        scored = scorer.score(model, rollouts)
+        batch = join_batches([arrange(episode, str(index), BASE) for index, episode in enumerate(self.episodes)])
+        scores = scorer.score(model, batch)
         # Rounded, so that the numbers are equal on every mesh.
-        own = [scores.logprobs[r.loss_mask].round(3) for scores, r in zip(scored, rollouts, strict=True)]
-        values = [scores.values[r.loss_mask].round(3) for scores, r in zip(scored, rollouts, strict=True)]
+        own, values = (batch.actions(array.round(3)) for array in scores)
 
         def near(arrays: Sequence[np.ndarray], scale: float) -> list[np.ndarray]:
             return [array + rng.normal(scale=scale, size=array.shape) for array in arrays]

@@ -76,11 +76,13 @@ def differences_of_shared_prompts() -> list[tuple[float, float]]:
     from levanter.layers.attention import AttentionBackend
 
     from marin_rl.batching.packing import GroupRow, RowLayout
-    from marin_rl.batching.rl_example import RlExample, pack_to_score
+    from marin_rl.batching.rl_example import RlExample, pack_batch
+    from marin_rl.batching.rollout_batch import join_batches
     from marin_rl.learner.devices import start_devices
     from marin_rl.learner.group_attention import with_group_attention
     from marin_rl.learner.logprobs import token_logprobs
     from marin_rl.learner.train_step import place
+    from marin_rl.objectives.aggregation import TokenMeanConfig
 
     axes = {"model_axis_size": 2, "tensor_parallel_axes": ["kv_head", "heads"], "per_device_parallelism": -1}
     trainer = start_devices(dataclasses.replace(tiny.make_trainer(8), **axes), rows_per_device=1)
@@ -89,17 +91,18 @@ def differences_of_shared_prompts() -> list[tuple[float, float]]:
         (prompt, answer) for prompt, both in ((100, (20, 128)), (129, (127, 3)), (60, (9, 1))) for answer in both
     ]
     prompts = [rng.integers(2, tiny.VOCAB, 129) for _ in range(3)]
-    rollouts = [
+    sequences = [
         tiny.one_sequence(np.concatenate([prompts[i // 2][:prompt], rng.integers(2, tiny.VOCAB, answer)]), prompt)
         for i, (prompt, answer) in enumerate(lengths)
     ]
+    rollouts = join_batches(sequences)
     alone = RowLayout(256, 8, packed=False)
     group = GroupRow(128, 2, 128)
     groups = RowLayout(group.row_length, 4, packed=True, group=group)
 
     def logprobs_and_gradient(layout: RowLayout, backend: AttentionBackend) -> list[np.ndarray]:
         config = dataclasses.replace(tiny.QWEN3, **seq_len(256), num_layers=1, attn_backend=backend)
-        batch = pack_to_score(rollouts, layout, pad_token_id=0)
+        batch = pack_batch(rollouts, TokenMeanConfig(), layout, pad_token_id=0)
         (example,) = batch.microbatches
         assert (example.group is None) == (layout is alone)
 
@@ -117,9 +120,8 @@ def differences_of_shared_prompts() -> list[tuple[float, float]]:
             model = place(tiny.make_model(trainer, config), mesh, trainer.parameter_axis_mapping)
             differentiate = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))
             (_, logprobs), gradient = differentiate(model, place(example, mesh, trainer.compute_axis_mapping))
-        by_rollout = batch.unpack([np.asarray(logprobs)])
-        tokens = [own[rollout.loss_mask] for own, rollout in zip(by_rollout, rollouts, strict=True)]
-        return [np.concatenate(tokens), *map(np.asarray, jax.tree.leaves(gradient))]
+        tokens = batch.unpack(np.asarray(logprobs)[None])[rollouts.loss_mask]
+        return [tokens, *map(np.asarray, jax.tree.leaves(gradient))]
 
     shared = dataclasses.replace(alone, row_cost=1.0, alternatives=(groups,))
     found = logprobs_and_gradient(shared, AttentionBackend.SPLASH)

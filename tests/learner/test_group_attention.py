@@ -17,12 +17,14 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.models.qwen import Qwen3Config
 
 from marin_rl.batching.packing import GroupRow, RowLayout
-from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample, SharedPromptMask, pack_to_score
+from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample, SharedPromptMask, pack_batch
+from marin_rl.batching.rollout_batch import join_batches
 from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.learner.gpu_attention import GpuBackend
 from marin_rl.learner.group_attention import group_attention, kernel_of
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
 from marin_rl.levanter_line import seq_len
+from marin_rl.objectives.aggregation import TokenMeanConfig
 from tests.absent_gpu import absent_mesh
 from tests.sampling.families import FAMILIES, VOCAB, random_model
 
@@ -154,16 +156,17 @@ def test_each_family_gives_the_same_logprobs_and_gradient(name: str, changes: di
     model = random_model(dataclasses.replace(cast(Any, FAMILIES[name]), **changes))
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, VOCAB, size=size).tolist() for size in (5, 4, 7)]
-    rollouts = [
+    sequences = [
         tiny.one_sequence(prompts[prompt] + rng.integers(2, VOCAB, size=size).tolist(), len(prompts[prompt]))
         for prompt, size in ((0, 4), (0, 1), (1, 3), (0, 2), (2, 1), (2, 2), (1, 4), (1, 4), (1, 1))
     ]
-    alone = RowLayout(12, len(rollouts), packed=False)
+    rollouts = join_batches(sequences)
+    alone = RowLayout(12, len(sequences), packed=False)
     groups = RowLayout(GROUP.row_length, 4, packed=True, group=GROUP)
     shared = dataclasses.replace(alone, row_cost=1.0, alternatives=(groups,))
 
     def logprobs_and_gradient(layout: RowLayout) -> tuple[np.ndarray, list[np.ndarray]]:
-        batch = pack_to_score(rollouts, layout, pad_token_id=0)
+        batch = pack_batch(rollouts, TokenMeanConfig(), layout, pad_token_id=0)
         (example,) = batch.microbatches
 
         def loss(model: LmHeadModel, example: RlExample) -> tuple[jax.Array, jax.Array]:
@@ -176,8 +179,7 @@ def test_each_family_gives_the_same_logprobs_and_gradient(name: str, changes: di
             differentiate = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))
             (_, logprobs), gradient = differentiate(model, jax.tree.map(jnp.asarray, example))
         assert (example.group is None) == (layout is alone)
-        by_rollout = batch.unpack([np.asarray(logprobs)])
-        return np.concatenate([r[rollout.loss_mask] for r, rollout in zip(by_rollout, rollouts, strict=True)]), [
+        return batch.unpack(np.asarray(logprobs)[None])[rollouts.loss_mask], [
             np.asarray(leaf) for leaf in jax.tree.leaves(eqx.filter(gradient, eqx.is_array))
         ]
 

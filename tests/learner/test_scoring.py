@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +14,11 @@ from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.packing import GroupRow, RowLayout
-from marin_rl.batching.processed_rollout import ProcessedRollout
-from marin_rl.batching.rl_example import pack_to_score
+from marin_rl.batching.rl_example import pack_batch
+from marin_rl.batching.rollout_batch import RolloutBatch, join_batches, make_batch
 from marin_rl.learner.critic import ActorCritic, CriticConfig, with_critic
 from marin_rl.learner.scoring import Scorer, Scores
+from marin_rl.objectives.aggregation import TokenMeanConfig
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -36,36 +39,24 @@ PASSES = {
 }
 
 
-def make_rollouts(vocab: int) -> list[ProcessedRollout]:
+def make_rollouts(vocab: int) -> RolloutBatch:
     """Return rollouts with any number of sequences, with loss on about half of the tokens."""
     rng = np.random.default_rng(0)
-    rollouts = []
-    for index, lengths in enumerate(LENGTHS):
-        at = np.arange(12)[None]
-        tokens = at < np.array(lengths, np.int64).reshape(-1, 1)
-        mask = tokens & (rng.random(tokens.shape) < 0.5) & (at > 0)
-        mask[:, 1] |= tokens[:, 1]
-        if index == len(LENGTHS) - 1:
-            mask[:] = False
-        zeros = np.zeros(tokens.shape, np.float32)
-        rollouts.append(
-            ProcessedRollout(
-                source="test",
-                id=str(index),
-                input_ids=np.where(tokens, rng.integers(0, vocab, tokens.shape), 0).astype(np.int32),
-                loss_mask=mask,
-                segment_ids=tokens.astype(np.int32),
-                policy_logprobs=zeros,
-                reference_logprobs=zeros,
-                turn_ids=np.where(mask, 0, -1).astype(np.int32),
-                values=zeros,
-            )
-        )
-    return rollouts
+    sequences = [np.arange(length) for lengths in LENGTHS for length in lengths]
+    position = np.concatenate(sequences)
+    has_loss = (position == 1) | ((position > 1) & (rng.random(position.size) < 0.5))
+    has_loss[-sum(LENGTHS[-1]) :] = False
+    return make_batch(
+        [str(index) for index in range(len(LENGTHS))],
+        ["test"] * len(LENGTHS),
+        LENGTHS,
+        input_ids=rng.integers(0, vocab, position.size).astype(np.int32),
+        turn_ids=np.where(has_loss, 0, -1).astype(np.int32),
+    )
 
 
 @pytest.fixture(scope="module")
-def rollouts(tiny) -> list[ProcessedRollout]:
+def rollouts(tiny) -> RolloutBatch:
     return make_rollouts(tiny.VOCAB)
 
 
@@ -79,7 +70,7 @@ def critic(model: LmHeadModel) -> ActorCritic:
 
 
 @pytest.fixture(scope="module")
-def expected(critic: ActorCritic, rollouts: list[ProcessedRollout]) -> list[Scores]:
+def expected(critic: ActorCritic, rollouts: RolloutBatch) -> Scores:
     """Compute scores from full logits, one sequence at a time."""
     Pos = Axis("position", 12)
 
@@ -92,41 +83,43 @@ def expected(critic: ActorCritic, rollouts: list[ProcessedRollout]) -> list[Scor
         return jax.nn.log_softmax(logits / TEMPERATURE), hidden
 
     weight = np.asarray(critic.value_weight.array, np.float64)
-    scores = []
-    for rollout in rollouts:
-        logprobs, values = (np.zeros(rollout.input_ids.shape) for _ in range(2))
-        for row, ids in enumerate(rollout.input_ids):
-            logs, hidden = (np.asarray(array, np.float64) for array in run(jnp.asarray(ids)))
-            for position in np.flatnonzero(rollout.loss_mask[row]):
-                logprobs[row, position] = logs[position - 1, ids[position]]
-                values[row, position] = hidden[position - 1] @ weight + 0.3
-        scores.append(Scores(logprobs.astype(np.float32), values.astype(np.float32)))
-    return scores
+    logprobs, values = (np.zeros(rollouts.input_ids.shape) for _ in range(2))
+    for start, end in itertools.pairwise(rollouts.sequence_offsets.tolist()):
+        ids = rollouts.input_ids[start:end]
+        logs, hidden = (np.asarray(array, np.float64) for array in run(jnp.asarray(np.pad(ids, (0, 12 - ids.size)))))
+        for position in np.flatnonzero(rollouts.loss_mask[start:end]):
+            logprobs[start + position] = logs[position - 1, ids[position]]
+            values[start + position] = hidden[position - 1] @ weight + 0.3
+    return Scores(logprobs.astype(np.float32), values.astype(np.float32))
 
 
 def make_scorer(trainer, layout: RowLayout) -> Scorer:
     return Scorer(trainer, layout, pad_token_id=0, temperature=TEMPERATURE, block_size=5, capacity=8)
 
 
-def assert_scores(found: list[Scores], expected: list[Scores]) -> None:
-    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-        for name, array in other._asdict().items():
-            assert getattr(one, name).dtype == np.float32
-            np.testing.assert_allclose(getattr(one, name), array, atol=1e-5, err_msg=f"rollout {index}: {name}")
+def assert_scores(found: Scores, expected: Scores) -> None:
+    for name, array in expected._asdict().items():
+        assert getattr(found, name).dtype == np.float32
+        np.testing.assert_allclose(getattr(found, name), array, atol=1e-5, err_msg=name)
+
+
+def scores_of(rollouts: RolloutBatch, scores: Scores, indices: Sequence[int]) -> Scores:
+    """Scores of some rollouts."""
+    arrays = (rollouts.split(array) for array in scores)
+    return Scores(*(np.concatenate([array[index] for index in indices]) for array in arrays))
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_scores_as_a_full_forward_pass_does(trainer, rollouts, critic, expected, name: str) -> None:
     layout = LAYOUTS[name]
-    assert len(pack_to_score(rollouts, layout, pad_token_id=0).microbatches) == PASSES[name]
+    assert len(pack_batch(rollouts, TokenMeanConfig(), layout, pad_token_id=0).microbatches) == PASSES[name]
     found = make_scorer(trainer, layout).score(critic, rollouts)
     assert_scores(found, expected)
-    for scores, rollout in zip(found, rollouts, strict=True):
-        assert (scores.logprobs[rollout.loss_mask] < 0).all()
-        assert not scores.logprobs[~rollout.loss_mask].any()
-        assert not scores.values[~rollout.loss_mask].any()
-    assert sum(rollout.num_loss_tokens for rollout in rollouts) > 20
+    assert (found.logprobs[rollouts.loss_mask] < 0).all()
+    assert not found.logprobs[~rollouts.loss_mask].any()
+    assert not found.values[~rollouts.loss_mask].any()
+    assert rollouts.num_loss_tokens.sum() > 20
 
 
 @pytest.fixture(scope="module")
@@ -136,23 +129,23 @@ def scorer(trainer) -> Scorer:
 
 def test_a_policy_without_a_critic_has_no_values(scorer, rollouts, model, expected) -> None:
     found = scorer.score(model, rollouts)
-    assert_scores(found, [scores._replace(values=np.zeros_like(scores.values)) for scores in expected])
+    assert_scores(found, expected._replace(values=np.zeros_like(expected.values)))
 
 
 def test_a_rollouts_scores_do_not_depend_on_its_neighbours(scorer, rollouts, critic, expected) -> None:
-    assert_scores(scorer.score(critic, rollouts[4:5]), expected[4:5])
-    assert_scores(scorer.score(critic, rollouts[::-1]), expected[::-1])
+    for some in ([4], [6, 5, 4, 3, 2, 1, 0]):
+        assert_scores(scorer.score(critic, rollouts.take(np.array(some))), scores_of(rollouts, expected, some))
 
 
 def test_new_microbatch_counts_and_weights_do_not_recompile(tiny, trainer, scorer, rollouts, critic):
     scorer.score(critic, rollouts)
     other = ActorCritic(tiny.make_model(trainer, seed=1), critic.value_weight, critic.value_bias, critic.trunk)
     with tiny.counted_compiles() as compiled:
-        scorer.score(critic, rollouts[:1])
-        scorer.score(critic, rollouts * 3)
+        scorer.score(critic, rollouts.take(np.array([0])))
+        scorer.score(critic, join_batches([rollouts] * 3))
         changed = scorer.score(other, rollouts)
     assert compiled == []
-    assert np.abs(changed[0].logprobs - scorer.score(critic, rollouts)[0].logprobs).max() > 0.1
+    assert np.abs(changed.logprobs - scorer.score(critic, rollouts).logprobs).max() > 0.1
 
 
 def test_weights_are_unchanged(tiny, scorer, rollouts, critic) -> None:
@@ -163,7 +156,7 @@ def test_weights_are_unchanged(tiny, scorer, rollouts, critic) -> None:
 
 
 def test_no_rollouts_give_no_scores(scorer, critic) -> None:
-    assert scorer.score(critic, []) == []
+    assert [array.size for array in scorer.score(critic, join_batches([]))] == [0, 0]
 
 
 def test_error_names_the_rollout_of_a_sequence_that_does_not_fit(trainer, rollouts, critic) -> None:
@@ -172,26 +165,25 @@ def test_error_names_the_rollout_of_a_sequence_that_does_not_fit(trainer, rollou
         short.score(critic, rollouts)
 
 
-def test_shared_prompts_do_not_change_scores(trainer, critic: ActorCritic, rollouts: list[ProcessedRollout]) -> None:
+def test_shared_prompts_do_not_change_scores(trainer, critic: ActorCritic, rollouts: RolloutBatch) -> None:
     # Five rollouts with one prompt, of which one has no loss, and those of the other tests.
-    group = []
-    for index in range(5):
-        rollout = rollouts[4 * (index != 3) + 6 * (index == 3)]
-        ids, mask = rollout.input_ids.copy(), rollout.loss_mask.copy()
-        ids[:, :6], mask[:, :6], mask[:, 6] = np.arange(1, 7), False, index != 3
-        ids[:, 6:] += index
-        turns = np.where(mask, 0, -1).astype(np.int32)
-        group.append(dataclasses.replace(rollout, input_ids=ids, loss_mask=mask, turn_ids=turns))
+    group = rollouts.take(np.array([4, 4, 4, 6, 4]))
+    position = np.concatenate([np.arange(end - start) for start, end in itertools.pairwise(group.token_offsets)])
+    index = np.repeat(np.arange(5), np.diff(group.token_offsets))
+    mask = np.where(position > 6, group.loss_mask, position == 6) & (index != 3)
+    group = dataclasses.replace(
+        group,
+        input_ids=np.where(position < 6, position + 1, group.input_ids + index).astype(np.int32),
+        loss_mask=mask,
+        turn_ids=np.where(mask, 0, -1).astype(np.int32),
+    )
+    batch = join_batches([group, rollouts])
     groups = RowLayout(39, 1, packed=True, whole_rollouts=False, group=GroupRow(5, 2, 17))
     layout = RowLayout(32, 1, packed=True, whole_rollouts=False, row_cost=1.0, alternatives=(groups,))
-    packed = pack_to_score([*group, *rollouts], layout, pad_token_id=0)
-    assert [slot.prompt_length for own in packed.slots[:5] for slot in own].count(5) == 4
+    packed = pack_batch(batch, TokenMeanConfig(), layout, pad_token_id=0)
+    assert [slot.prompt_length for slots in packed.slots[:5] for slot in slots].count(5) == 4
     found, expected = (
-        Scorer(trainer, layout, pad_token_id=0, temperature=TEMPERATURE, block_size=5).score(
-            critic, [*group, *rollouts]
-        )
+        Scorer(trainer, layout, pad_token_id=0, temperature=TEMPERATURE, block_size=5).score(critic, batch)
         for layout in (layout, LAYOUTS["one microbatch"])
     )
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
-        np.testing.assert_allclose(one.values, other.values, atol=1e-5)
+    assert_scores(found, expected)

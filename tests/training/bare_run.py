@@ -5,14 +5,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import numpy as np
 from levanter.models.llama import LlamaConfig
 
-from marin_rl.batching.processed_rollout import ProcessedRollout
+from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.device_settings import row_layout
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
@@ -29,7 +29,7 @@ from marin_rl.sampling.config import SamplingConfig
 from marin_rl.timing import PhaseTimer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
-from marin_rl.training.batch_builder import BatchBuilder
+from marin_rl.training.batch_builder import BatchBuilder, make_batch_builder
 from marin_rl.training.collect import Collected, GroupCollector
 from marin_rl.training.run_state import Progress, RunState
 from marin_rl.types import Task
@@ -52,15 +52,15 @@ def make_config(**changes: Any) -> TrainConfig:
     return TrainConfig(**{**settings, **changes})
 
 
-Score = Callable[[ProcessedRollout], np.ndarray]
-"""Computes per-token scores of a rollout: `[batch, position]`."""
+Score = Callable[[RolloutBatch], np.ndarray]
+"""Computes scores of the tokens of rollouts."""
 
 NEWEST = "newest"
 """Placeholder for the newest weights of the learner in `BatchBuilder.build`."""
 
 
-def zeros(rollout: ProcessedRollout) -> np.ndarray:
-    return np.zeros(rollout.input_ids.shape)
+def zeros(batch: RolloutBatch) -> np.ndarray:
+    return np.zeros(batch.input_ids.shape)
 
 
 def bare_builder(
@@ -85,11 +85,11 @@ def bare_builder(
         tokenizer: provides the padding token.
     """
 
-    def score(model: Any, rollouts: Sequence[ProcessedRollout]) -> list[Scores]:
+    def score(model: Any, batch: RolloutBatch) -> Scores:
         logprobs, critic = (learner, values) if model == NEWEST else model
-        return [Scores(on_loss(logprobs(rollout), rollout), on_loss(critic(rollout), rollout)) for rollout in rollouts]
+        return Scores(*(np.where(batch.loss_mask, of(batch), 0).astype(np.float32) for of in (logprobs, critic)))
 
-    return BatchBuilder(
+    return make_batch_builder(
         config,
         row_layout(config, dataclasses.replace(config.trainer, per_device_parallelism=rows)),
         tokenizer.pad_token_id,
@@ -97,10 +97,6 @@ def bare_builder(
         None if reference is None else functools.partial(score, (reference, zeros)),
         sampling_weights,
     )
-
-
-def on_loss(array: np.ndarray, rollout: ProcessedRollout) -> np.ndarray:
-    return np.where(rollout.loss_mask, array, 0).astype(np.float32)
 
 
 @dataclasses.dataclass

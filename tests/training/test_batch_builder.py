@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from marin_rl.batching.rl_example import PackedBatch
+from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.sections import RolloutConfig, UpdateConfig
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives import DrGrpoConfig, GaeConfig, GigpoConfig
@@ -58,7 +60,7 @@ def mean_advantages(batch: TrainingBatch) -> dict[str, float | None]:
 
 def actions(batch: TrainingBatch, name: str) -> list[list[float]]:
     """Values of an array at the action tokens of each rollout."""
-    return [getattr(processed, name)[processed.loss_mask].tolist() for processed in batch.rollouts]
+    return [values.tolist() for values in batch.rollouts.actions(getattr(batch.rollouts, name))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +81,12 @@ class Recorder(AdvantageConfig):
         ]
 
 
+def unpacked(batch: TrainingBatch, packed: PackedBatch, name: str) -> list[np.ndarray]:
+    """Values of the tokens of each rollout in an update with all rollouts."""
+    values = np.stack([np.asarray(getattr(part, name).array) for part in packed.microbatches])
+    return batch.rollouts.split(packed.unpack(values))
+
+
 def inputs_of(recorder: Recorder) -> dict[str, AdvantageInputs]:
     [groups] = recorder.calls
     return {signal.id: signal for signals in groups for signal in signals}
@@ -92,12 +100,11 @@ def test_rloo_worked_example_on_loss_tokens():
     batch = builder.build([group(1.0, 2.0, 5.0, 8.0)], NEWEST, 1, PhaseTimer())
     expected = [-4, -8 / 3, 4 / 3, 16 / 3]
     np.testing.assert_allclose(list(mean_advantages(batch).values()), expected, rtol=1e-12)
-    [packed] = builder.minibatches(batch, 1)
+    [packed] = builder.minibatches(batch.rollouts, 1)
     [only] = packed.microbatches
-    for array, advantage in zip(packed.unpack([np.asarray(only.advantages.array)]), expected, strict=True):
-        np.testing.assert_allclose(array[0, 4:6], advantage, rtol=1e-6)
-        assert not array[0, :4].any()
-        assert not array[0, 6:].any()
+    for array, advantage in zip(unpacked(batch, packed, "advantages"), expected, strict=True):
+        np.testing.assert_allclose(array[4:], advantage, rtol=1e-6)
+        assert not array[:4].any()
     mask = np.asarray(only.loss_mask.array)
     assert not np.asarray(only.advantages.array)[~mask].any()
     assert batch.metrics == {
@@ -113,8 +120,8 @@ def test_failed_rollout_is_excluded_from_baseline_and_arrays():
     builder = bare_builder(make_config())
     batch = builder.build([group(1.0, None, 0.0)], NEWEST, 1, PhaseTimer())
     assert mean_advantages(batch) == {"g-0": 1.0, "g-2": -1.0}
-    assert [processed.id for processed in batch.rollouts] == ["g-0", "g-2"]
-    [packed] = builder.minibatches(batch, 1)
+    assert batch.rollouts.ids == ("g-0", "g-2")
+    [packed] = builder.minibatches(batch.rollouts, 1)
     # sequence_sum over the two scored rollouts
     weights = np.unique(np.concatenate([np.asarray(part.loss_weights.array) for part in packed.microbatches]))
     assert weights.tolist() == [0.0, 0.5]
@@ -122,7 +129,7 @@ def test_failed_rollout_is_excluded_from_baseline_and_arrays():
 
 def test_advantage_inputs_of_a_rollout():
     recorder = Recorder()
-    builder = bare_builder(make_config(advantage=recorder), values=lambda processed: processed.turn_ids + 0.5)
+    builder = bare_builder(make_config(advantage=recorder), values=lambda batch: batch.turn_ids + 0.5)
     turns = (
         turn(2, 0.25, anchor_state="here"),
         turn(3, None, anchor_state="there", starts=False),
@@ -155,12 +162,7 @@ def test_groups_keep_their_order():
     batch = builder.build([first, second], NEWEST, 1, PhaseTimer())
     assert [[signal.id for signal in signals] for signals in recorder.calls[0]] == [["a", "b", "c"], ["d", "e"]]
     # Rollouts a to e get the advantages 0 to 4; b has no tokens.
-    assert [token_advantages.advantages.tolist() for token_advantages in batch.token_advantages] == [
-        [0, 0],
-        [2, 2],
-        [3, 3],
-        [4, 4],
-    ]
+    assert actions(batch, "advantages") == [[0, 0], [2, 2], [3, 3], [4, 4]]
     assert mean_advantages(batch) == {"a": 0.0, "c": 2.0, "d": 3.0, "e": 4.0}
 
 
@@ -177,7 +179,7 @@ def test_reward_penalty_is_subtracted_per_token_and_from_return():
     recorder = Recorder()
     builder = bare_builder(
         make_config(advantage=recorder, kl=RewardKlConfig(beta=0.5)),
-        reference=lambda processed: np.full(processed.input_ids.shape, -2.0),
+        reference=lambda batch: np.full(batch.input_ids.shape, -2.0),
     )
     batch = build(builder, rollout("a", 1.0), rollout("b", 0.0, turn(3)))
     inputs = inputs_of(recorder)
@@ -195,11 +197,11 @@ def test_kl_is_measured_without_penalty():
     def advantages(kl: NoKlConfig, reference: Score | None) -> tuple[list[list[float]], Mapping[str, float]]:
         builder = bare_builder(make_config(kl=kl), reference=reference)
         batch = build(builder, rollout("a", 1.0), rollout("b", 0.0, turn(3)))
-        return [token_advantages.advantages.tolist() for token_advantages in batch.token_advantages], batch.metrics
+        return actions(batch, "advantages"), batch.metrics
 
     assert not NoKlConfig().needs_reference
     assert NoKlConfig(watch=True).needs_reference
-    watched, metrics = advantages(NoKlConfig(watch=True), lambda processed: np.full(processed.input_ids.shape, -2.0))
+    watched, metrics = advantages(NoKlConfig(watch=True), lambda batch: np.full(batch.input_ids.shape, -2.0))
     plain, without = advantages(NoKlConfig(), None)
     # log π is -0.5, -1, -1.5: k1 is 1.5, 1, 0.5.
     assert metrics["objective/kl"] == pytest.approx((2.5 + 3.0) / 2)
@@ -227,7 +229,7 @@ def test_loss_penalty_does_not_change_reward_but_is_measured():
     recorder = Recorder()
     builder = bare_builder(
         make_config(advantage=recorder, kl=LossKlConfig(beta=0.5)),
-        reference=lambda processed: np.full(processed.input_ids.shape, -2.0),
+        reference=lambda batch: np.full(batch.input_ids.shape, -2.0),
     )
     batch = build(builder, rollout("a", 1.0))
     assert inputs_of(recorder)["a"].penalties.tolist() == [0.0, 0.0]
@@ -238,15 +240,10 @@ def test_extreme_log_ratios_are_clamped():
     recorder = Recorder()
     builder = bare_builder(
         make_config(advantage=recorder, kl=RewardKlConfig(beta=1.0)),
-        reference=lambda processed: np.full(processed.input_ids.shape, -500.0),
+        reference=lambda batch: np.full(batch.input_ids.shape, -500.0),
     )
     build(builder, rollout("a", 1.0))
     assert inputs_of(recorder)["a"].penalties.tolist() == [20.0, 20.0]
-
-
-def test_arrays_are_as_long_as_the_longest_sequence():
-    batch = build(bare_builder(make_config()), rollout("a", 5.0), rollout("b", 1.0, turn(), turn(3), turn(1)))
-    assert [processed.input_ids.shape for processed in batch.rollouts] == [(1, 6), (3, 7)]
 
 
 def test_a_sequence_longer_than_the_maximum_is_refused():
@@ -267,12 +264,12 @@ def test_values_and_targets_in_estimator_batch_and_metrics():
             policy_loss=PpoClipLossConfig(),
         ),
         # 1, 2, 3 on the tokens of the reply, after a prompt of four.
-        values=lambda processed: np.arange(processed.input_ids.size) - 3.0,
+        values=lambda batch: np.arange(batch.input_ids.size) - 3.0,
     )
     batch = build(builder, rollout("a", 5.0, turn(3)))
     # The worked example of OBJECTIVES.md.
-    assert [token_advantages.advantages.tolist() for token_advantages in batch.token_advantages] == [[1.0, 1.0, 2.0]]
-    assert [token_advantages.value_targets.tolist() for token_advantages in batch.token_advantages] == [[2.0, 3.0, 5.0]]
+    assert actions(batch, "advantages") == [[1.0, 1.0, 2.0]]
+    assert actions(batch, "returns") == [[2.0, 3.0, 5.0]]
     assert actions(batch, "values") == [[1.0, 2.0, 3.0]]
     variance = np.var([2.0, 3.0, 5.0], ddof=1)
     assert batch.metrics["critic/value_mean"] == pytest.approx(2.0)
@@ -283,19 +280,19 @@ def test_values_and_targets_in_estimator_batch_and_metrics():
     assert stored.value_targets is not None
     assert (stored.values.tolist(), stored.value_targets.tolist()) == ([1.0, 2.0, 3.0], [2.0, 3.0, 5.0])
     assert batch.metrics["critic/explained_variance"] == pytest.approx(1 - np.var([1.0, 1.0, 2.0], ddof=1) / variance)
-    [packed] = builder.minibatches(batch, 1)
+    [packed] = builder.minibatches(batch.rollouts, 1)
     for name, expected in (("values", [1.0, 2.0, 3.0]), ("returns", [2.0, 3.0, 5.0]), ("advantages", [1.0, 1.0, 2.0])):
-        [array] = packed.unpack([np.asarray(getattr(part, name).array) for part in packed.microbatches])
-        assert array[0, 4:7].tolist() == expected
+        [array] = unpacked(batch, packed, name)
+        assert array[4:].tolist() == expected
 
 
 # Off-policy correction.
 
 
 def test_ratios_use_sampler_logprobs_without_correction():
-    builder = bare_builder(make_config(), learner=lambda processed: processed.policy_logprobs - 1.0)
+    builder = bare_builder(make_config(), learner=lambda batch: batch.policy_logprobs - 1.0)
     batch = build(builder, rollout("a", 1.0))
-    assert [weights.tolist() for weights in batch.importance_weights] == [[1.0, 1.0]]
+    assert actions(batch, "importance_weights") == [[1.0, 1.0]]
     assert actions(batch, "policy_logprobs") == [[-0.5, -1.0]]
     assert batch.mismatch is None
 
@@ -311,26 +308,26 @@ def test_ratios_use_sampler_logprobs_without_correction():
 )
 def test_correction_weights_tokens_and_ratios_use_learner_logprobs(config, first: float, second: float):
     # log w is -1 and 2, with a sum of 1.
-    def learner(processed):
-        return processed.policy_logprobs + np.where(np.arange(processed.input_ids.size) == 4, -1.0, 2.0)
+    def learner(batch):
+        return batch.policy_logprobs + np.where(np.arange(batch.input_ids.size) == 4, -1.0, 2.0)
 
     builder = bare_builder(make_config(off_policy_correction=config, policy_loss=PpoClipLossConfig()), learner=learner)
     answer = Generation((49, 49), (-0.5, -3.0), StopReason.STOP, 0, 0)
     made = rollout("a", 1.0, dataclasses.replace(turn(), generation=answer))
     batch = build(builder, made)
-    np.testing.assert_allclose(batch.importance_weights[0], [first, second], rtol=1e-6)
+    np.testing.assert_allclose(actions(batch, "importance_weights"), [[first, second]], rtol=1e-6)
     np.testing.assert_allclose(actions(batch, "policy_logprobs"), [[-1.5, -1.0]], rtol=1e-6)
     # Metrics of the raw weights, before truncation.
     assert batch.mismatch is not None
     assert batch.mismatch["mismatch/weight_max"] == pytest.approx(math.exp(2.0), rel=1e-5)
     assert batch.mismatch["mismatch/logprob_difference_mean"] == pytest.approx(1.5)
     assert batch.mismatch["mismatch/weight_mean"] == pytest.approx((math.exp(-1.0) + math.exp(2.0)) / 2, rel=1e-5)
-    [packed] = builder.minibatches(batch, 1)
-    [weights] = packed.unpack([np.asarray(part.importance_weights.array) for part in packed.microbatches])
-    np.testing.assert_allclose(weights[0, 4:6], [first, second], rtol=1e-6)
+    [packed] = builder.minibatches(batch.rollouts, 1)
+    [weights] = unpacked(batch, packed, "importance_weights")
+    np.testing.assert_allclose(weights[4:], [first, second], rtol=1e-6)
     # A token of weight 0 still counts in the denominator.
-    [loss] = packed.unpack([np.asarray(part.loss_weights.array) for part in packed.microbatches])
-    assert loss[0, 4:6].tolist() == [1.0, 1.0]
+    [loss] = unpacked(batch, packed, "loss_weights")
+    assert loss[4:].tolist() == [1.0, 1.0]
 
 
 class KeptWeights:
@@ -341,22 +338,22 @@ class KeptWeights:
 
     def get(self, version: int):
         self.versions.append(version)
-        return (lambda processed: processed.policy_logprobs - 10.0 * version, zeros)
+        return (lambda batch: batch.policy_logprobs - 10.0 * version, zeros)
 
 
 @pytest.mark.parametrize("critic", [None, CriticConfig()])
 def test_kept_weights_score_their_own_rollouts(critic: CriticConfig | None):
     objective = {} if critic is None else {"critic": critic, "advantage": GaeConfig()}
     config = make_config(off_policy_correction=TisConfig(cap=2.0), policy_loss=PpoClipLossConfig(), **objective)
-    kept_weights, valued = KeptWeights(), list[object]()
+    kept_weights, valued = KeptWeights(), list[str]()
 
-    def values(processed: Any) -> np.ndarray:
-        valued.append(processed)
-        return np.full(processed.input_ids.shape, 7.0)
+    def values(batch: RolloutBatch) -> np.ndarray:
+        valued.extend(batch.ids)
+        return np.full(batch.input_ids.shape, 7.0)
 
     builder = bare_builder(
         config,
-        learner=lambda processed: processed.policy_logprobs - 1.0,
+        learner=lambda batch: batch.policy_logprobs - 1.0,
         values=values,
         sampling_weights=kept_weights.get,
     )
@@ -367,7 +364,9 @@ def test_kept_weights_score_their_own_rollouts(critic: CriticConfig | None):
     batch = build(builder, *made, step=4)
     assert kept_weights.versions == [1, 2]
     assert actions(batch, "policy_logprobs") == [[-1.5, -2.0], [-10.5, -11.0], [-20.5, -21.0], [-10.5, -11.0]]
-    np.testing.assert_allclose(np.log(batch.importance_weights), [[-1.0] * 2, [-10.0] * 2, [-20.0] * 2, [-10.0] * 2])
+    np.testing.assert_allclose(
+        np.log(actions(batch, "importance_weights")), [[-1.0] * 2, [-10.0] * 2, [-20.0] * 2, [-10.0] * 2]
+    )
     # The critic's values are computed with the newest weights.
     assert actions(batch, "values") == [[7.0 if critic else 0.0] * 2] * 4
     # Each rollout is scored once with them, and without a critic only those that they sampled.
@@ -384,11 +383,11 @@ def test_masked_rollouts_count_in_baseline_but_not_denominator(aggregation):
     batch = build(builder, *made)
     # The baseline is the mean of the other two, including the truncated rollout.
     assert mean_advantages(batch) == {"a": -1.0, "b": None, "c": -2.5}
-    [packed] = builder.minibatches(batch, 1)
+    [packed] = builder.minibatches(batch.rollouts, 1)
     assert packed.num_loss_tokens == 4
-    a, b, c = packed.unpack([np.asarray(part.loss_weights.array) for part in packed.microbatches])
+    a, b, c = unpacked(batch, packed, "loss_weights")
     each = {SequenceSumConfig: 1 / 2, SequenceMeanConfig: 1 / 4, TokenMeanConfig: 1 / 4}[type(aggregation)]
-    assert (a[0, 4:6].tolist(), c[0, 4:6].tolist()) == ([each] * 2, [each] * 2)
+    assert (a[4:].tolist(), c[4:].tolist()) == ([each] * 2, [each] * 2)
     assert not b.any()
 
 
@@ -396,14 +395,14 @@ def test_truncated_rollouts_are_trained_on_by_default():
     builder = bare_builder(make_config())
     batch = build(builder, rollout("a", 1.0), rollout("b", 4.0, truncated=True))
     assert mean_advantages(batch) == {"a": -3.0, "b": 3.0}
-    [packed] = builder.minibatches(batch, 1)
+    [packed] = builder.minibatches(batch.rollouts, 1)
     assert packed.num_loss_tokens == 4
 
 
 def test_masked_rollout_return_includes_penalty():
     builder = bare_builder(
         make_config(truncation=MaskTruncatedConfig(), kl=RewardKlConfig(beta=1.0), advantage=DrGrpoConfig()),
-        reference=lambda processed: np.full(processed.input_ids.shape, -2.0),
+        reference=lambda batch: np.full(batch.input_ids.shape, -2.0),
     )
     # Returns 1 - 2.5 and 4 - 3.
     batch = build(builder, rollout("a", 1.0), rollout("b", 4.0, turn(3), truncated=True))
@@ -419,7 +418,7 @@ def test_penalty_of_a_masked_rollout_is_not_part_of_its_turn_rewards():
         advantage=GigpoConfig(),
         rollouts=RolloutConfig(prompts_per_step=4, group_size=4, max_length=64, max_turns=2),
     )
-    builder = bare_builder(config, reference=lambda processed: np.full(processed.input_ids.shape, -2.0))
+    builder = bare_builder(config, reference=lambda batch: np.full(batch.input_ids.shape, -2.0))
     same = (turn(anchor_state="here"),)
     batch = build(builder, rollout("a", 1.0, *same), rollout("b", 0.0, *same, truncated=True))
     # Returns of the rollouts are 1 - 2.5 and 0 - 2.5, those of their only turns 1 and 0.
@@ -430,7 +429,7 @@ def test_penalty_of_a_masked_rollout_is_not_part_of_its_turn_rewards():
 def test_no_update_if_all_rollouts_are_masked(caplog: pytest.LogCaptureFixture):
     builder = bare_builder(make_config(truncation=MaskTruncatedConfig()))
     batch = build(builder, *(rollout(name, 1.0, truncated=True) for name in "ab"), step=7)
-    assert list(builder.minibatches(batch, 1)) == []
+    assert list(builder.minibatches(batch.rollouts, 1)) == []
     assert "step 7 makes no update: a limit cut off all 2 rollouts" in caplog.text
 
 
@@ -443,10 +442,10 @@ def test_a_correction_that_masks_all_rollouts_is_named(
 ):
     config = make_config(off_policy_correction=correction, truncation=MaskTruncatedConfig())
     rollouts = [rollout(f"r{index}", float(index), truncated=index < truncated) for index in range(2)]
-    far = bare_builder(config, learner=lambda processed: processed.policy_logprobs + 0.25)
+    far = bare_builder(config, learner=lambda batch: batch.policy_logprobs + 0.25)
     batch = build(far, *rollouts)
     assert f"off_policy_correction: {{type: {name}}} masks all 2 rollouts" in caplog.text
-    near = bare_builder(config, learner=lambda processed: processed.policy_logprobs)
+    near = bare_builder(config, learner=lambda batch: batch.policy_logprobs)
     caplog.clear()
     mismatch = [batch.mismatch, build(near, *rollouts).mismatch]
     assert [metrics and metrics["mismatch/zero_share"] for metrics in mismatch] == [1.0, 0.0]
@@ -467,18 +466,15 @@ def split(config: Any, count: int, step: int = 1, seed: int = 0, **changes: Any)
     builder = bare_builder(
         make_config(updates=config, policy_loss=PpoClipLossConfig(), advantage=Recorder(), seed=seed, **changes)
     )
-    batch = build(builder, *named(count + 1))
-    batch = batch._replace(
-        rollouts=batch.rollouts[1:],
-        token_advantages=batch.token_advantages[1:],
-        importance_weights=batch.importance_weights[1:],
-    )
+    rollouts = build(builder, *named(count + 1)).rollouts.take(np.arange(1, count + 1))
     updates = []
-    for packed in builder.minibatches(batch, step):
-        arrays = packed.unpack([np.asarray(part.advantages.array) for part in packed.microbatches])
-        updates.append([int(array.max()) for array in arrays])
-        owners = {number for number in np.concatenate([array.reshape(-1) for array in arrays]).tolist() if number}
-        assert len(owners) == len(updates[-1])
+    for packed in builder.minibatches(rollouts, step):
+        advantages = packed.unpack(np.stack([np.asarray(part.advantages.array) for part in packed.microbatches]))
+        # A prompt of four tokens and a reply of two.
+        numbers = advantages.reshape(-1, 6)
+        assert not numbers[:, :4].any()
+        assert (numbers[:, 4] == numbers[:, 5]).all()
+        updates.append(numbers[:, 5].astype(int).tolist())
     return updates
 
 
@@ -516,7 +512,7 @@ def test_empty_minibatches_are_skipped():
 def test_denominator_is_per_minibatch():
     builder = bare_builder(make_config(updates=UpdateConfig(minibatches=2), policy_loss=PpoClipLossConfig()))
     batch = build(builder, *named(6))
-    for packed in builder.minibatches(batch, 1):
+    for packed in builder.minibatches(batch.rollouts, 1):
         weights = [np.asarray(part.loss_weights.array) for part in packed.microbatches]
         # sequence_sum over three rollouts of two tokens each.
         assert sum(array.sum() for array in weights) == pytest.approx(2.0)
@@ -527,4 +523,4 @@ def test_no_groups_make_empty_batch():
     builder = bare_builder(make_config(updates=UpdateConfig(epochs=2, minibatches=2), policy_loss=PpoClipLossConfig()))
     batch = builder.build([], NEWEST, 1, PhaseTimer())
     assert (mean_advantages(batch), batch.metrics) == ({}, {})
-    assert list(builder.minibatches(batch, 1)) == []
+    assert list(builder.minibatches(batch.rollouts, 1)) == []

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from marin_rl.batching.processed_rollout import ProcessedRollout
+from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.sections import EvaluationConfig
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.learner.scoring import Scores
@@ -229,12 +229,9 @@ def scored_tokens(template: str, tasks: Sequence[Task]) -> tuple[dict[str, float
     tokenizer.chat_template = template
     asked: list[list[int]] = []
 
-    def score(rollouts: Sequence[ProcessedRollout]) -> list[Scores]:
-        asked.extend(rollout.input_ids[rollout.loss_mask].tolist() for rollout in rollouts)
-        return [
-            Scores(-rollout.loss_mask.astype(np.float32), np.zeros(rollout.loss_mask.shape, np.float32))
-            for rollout in rollouts
-        ]
+    def score(batch: RolloutBatch) -> Scores:
+        asked.extend(tokens.tolist() for tokens in batch.actions(batch.input_ids))
+        return Scores(-batch.loss_mask.astype(np.float32), np.zeros(batch.loss_mask.shape, np.float32))
 
     made = dataclasses.replace(runner(lambda request: "1"), tokenizer=ChatTokenizer(tokenizer))
     return reference_loss(made, tasks, score), asked

@@ -15,15 +15,14 @@ import pytest
 from levanter.models.llama import LlamaConfig
 
 from marin_rl.batching.packing import RowLayout
-from marin_rl.batching.processed_rollout import ProcessedRollout, process_rollout
 from marin_rl.batching.rl_example import PackedBatch, pack_batch
+from marin_rl.batching.rollout_batch import batch_rollouts
 from marin_rl.distributed.rollout_source import LocalRollouts
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.errors import RunDirectoryError
 from marin_rl.evaluate import EvaluateConfig, run_evaluation
 from marin_rl.learner.train_step import Learner, PendingUpdate
 from marin_rl.levanter_line import flops_per_token, seq_len
-from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.rollouts.filters import ResampleGroupsConfig
 from marin_rl.rollouts.run_rollouts import run_tasks
@@ -409,17 +408,13 @@ LAYOUT = RowLayout(row_length=10, rows_per_microbatch=1, packed=False)
 def batch(*lengths: int) -> PackedBatch:
     """One microbatch of ten positions per length: a prompt of two tokens, and an answer of the remaining length."""
 
-    def processed(index: int, length: int) -> ProcessedRollout:
+    def rollout(index: int, length: int) -> Rollout:
         generation = Generation((1,) * (length - 2), (-1.0,) * (length - 2), StopReason.STOP, 0, 0)
         turn = Turn((2, 3), generation, (), {"correct": 1.0}, starts_sequence=True)
-        rollout = Rollout(str(index), "g", TASK, (turn,), RolloutStatus.COMPLETED, {"correct": 1.0})
-        return process_rollout(rollout, length=10, pad_token_id=0)
+        return Rollout(str(index), "g", TASK, (turn,), RolloutStatus.COMPLETED, {"correct": 1.0})
 
-    rollouts = [processed(index, length) for index, length in enumerate(lengths)]
-    token_advantages_list = [
-        TokenAdvantages(np.ones(rollout.num_loss_tokens), np.zeros(rollout.num_loss_tokens)) for rollout in rollouts
-    ]
-    return pack_batch(rollouts, token_advantages_list, TokenMeanConfig(), LAYOUT, pad_token_id=0)
+    batch = batch_rollouts([rollout(index, length) for index, length in enumerate(lengths)], max_length=10)
+    return pack_batch(batch, TokenMeanConfig(), LAYOUT, pad_token_id=0)
 
 
 def test_rates_exclude_padding():

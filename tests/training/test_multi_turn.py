@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.learner.critic import CriticConfig
@@ -134,25 +135,27 @@ def sequence_counts(tokenizer: ChatTokenizer) -> list[int]:
 def test_group_with_different_numbers_of_turns(tokenizer: ChatTokenizer):
     _, group, batch = run_paths(EPISODES, tokenizer=tokenizer)
     assert [len(rollout.turns) for rollout in group.rollouts] == list(TURNS)
-    assert [processed.input_ids.shape[0] for processed in batch.rollouts] == sequence_counts(tokenizer)
-    assert [processed.num_loss_tokens for processed in batch.rollouts] == list(TOKENS)
+    rollouts = batch.rollouts
+    assert [len(lengths) for lengths in rollouts.lengths] == sequence_counts(tokenizer)
+    assert rollouts.num_loss_tokens.tolist() == list(TOKENS)
     # One advantage per rollout, the same on the tokens of all its turns.
-    for token_advantages, advantage, tokens in zip(batch.token_advantages, ADVANTAGES, TOKENS, strict=True):
-        np.testing.assert_allclose(token_advantages.advantages, [advantage] * tokens, rtol=1e-12)
+    for found, advantage, tokens in zip(rollouts.actions(rollouts.advantages), ADVANTAGES, TOKENS, strict=True):
+        np.testing.assert_allclose(found, [advantage] * tokens, rtol=1e-12)
 
 
 def test_observations_have_no_loss(tokenizer: ChatTokenizer):
     _, group, batch = run_paths(EPISODES, tokenizer=tokenizer)
-    for rollout, processed in zip(group.rollouts, batch.rollouts, strict=True):
+    tokens, turn_ids = (batch.rollouts.actions(getattr(batch.rollouts, name)) for name in ("input_ids", "turn_ids"))
+    for rollout, of_rollout, turns_of_rollout in zip(group.rollouts, tokens, turn_ids, strict=True):
         sampled = [token for turn in rollout.turns for token in turn.generation.token_ids]
-        assert processed.input_ids[processed.loss_mask].tolist() == sampled
+        assert of_rollout.tolist() == sampled
         turns = [index for index, turn in enumerate(rollout.turns) for _ in turn.generation.token_ids]
-        assert processed.turn_ids[processed.loss_mask].tolist() == turns
+        assert turns_of_rollout.tolist() == turns
 
 
 def test_logprobs_sum_over_all_turns(tokenizer: ChatTokenizer):
     builder, _, batch = run_paths(EPISODES, tokenizer=tokenizer)
-    [packed] = builder.minibatches(batch, 1)
+    [packed] = builder.minibatches(batch.rollouts, 1)
     rng = np.random.default_rng(0)
     shape = (builder.layout.rows_per_microbatch, 64)
     learner = [-rng.random(shape).astype(np.float32) for _ in packed.microbatches]
@@ -168,8 +171,7 @@ def test_logprobs_sum_over_all_turns(tokenizer: ChatTokenizer):
         terms = ReinforceLossConfig().per_token(tokens)
         loss += float(jnp.sum(part.loss_weights.array * terms.terms))
     # -1/4 · Σ_i A_i Σ_t log π_t: four rollouts, independent of the number of sequences.
-    own = packed.unpack(learner)
-    sums = [array[made.loss_mask].sum(dtype=np.float64) for array, made in zip(own, batch.rollouts, strict=True)]
+    sums = [logprobs.sum(dtype=np.float64) for logprobs in batch.rollouts.actions(packed.unpack(np.stack(learner)))]
     assert loss == pytest.approx(-np.dot(ADVANTAGES, sums) / 4, rel=1e-5)
 
 
@@ -178,7 +180,7 @@ def test_logprobs_sum_over_all_turns(tokenizer: ChatTokenizer):
 )
 def test_rollout_ratio_covers_all_turns(config, mean: bool, tokenizer: ChatTokenizer):
     builder, _, batch = run_paths(EPISODES, tokenizer=tokenizer, policy_loss=config)
-    [packed] = builder.minibatches(batch, 1)
+    [packed] = builder.minibatches(batch.rollouts, 1)
     change = [np.random.default_rng(index).normal(0, 0.05, (4, 64)).astype(np.float32) for index in range(9)]
     change = change[: len(packed.microbatches)]
     found = []
@@ -188,26 +190,26 @@ def test_rollout_ratio_covers_all_turns(config, mean: bool, tokenizer: ChatToken
         # With an advantage of -1 the term equals the ratio.
         tokens = TokenBatch(policy + moved, policy, -jnp.ones_like(policy), mask, ids)
         found.append(np.asarray(config.per_token(tokens).terms))
-    for terms, moved, made in zip(packed.unpack(found), packed.unpack(change), batch.rollouts, strict=True):
-        total = moved[made.loss_mask].sum(dtype=np.float64)
-        tokens = made.num_loss_tokens
+    terms, moved = (batch.rollouts.actions(packed.unpack(np.stack(rows))) for rows in (found, change))
+    for of_rollout, changes in zip(terms, moved, strict=True):
+        total, tokens = changes.sum(dtype=np.float64), changes.size
         expected = np.exp(total / tokens) if mean else np.exp(total) / tokens
-        np.testing.assert_allclose(terms[made.loss_mask], expected, rtol=1e-4)
+        np.testing.assert_allclose(of_rollout, expected, rtol=1e-4)
 
 
 def test_rollout_of_several_sequences_counts_once():
     builder, _, batch = run_paths(EPISODES, tokenizer=rewriting_tokenizer(), rows=2)
-    [packed] = builder.minibatches(batch, 1)
+    [packed] = builder.minibatches(batch.rollouts, 1)
     assert [len(slots) for slots in packed.slots] == list(TURNS)
-    weights = packed.unpack([np.asarray(part.loss_weights.array) for part in packed.microbatches])
+    weights = packed.unpack(np.stack([np.asarray(part.loss_weights.array) for part in packed.microbatches]))
     # sequence_sum: one fourth, for four rollouts of twelve sequences.
-    for array, made in zip(weights, batch.rollouts, strict=True):
-        assert np.unique(array[made.loss_mask]).tolist() == [0.25]
+    for of_rollout in batch.rollouts.actions(weights):
+        assert np.unique(of_rollout).tolist() == [0.25]
 
 
 def test_rollout_ratio_keeps_sequences_in_one_microbatch():
     builder, _, batch = run_paths(EPISODES, tokenizer=rewriting_tokenizer(), rows=2, policy_loss=GspoLossConfig())
-    [packed] = builder.minibatches(batch, 1)
+    [packed] = builder.minibatches(batch.rollouts, 1)
     assert len(packed.microbatches) > 1
     assert all(len({slot.microbatch_index for slot in slots}) == 1 for slots in packed.slots)
 
@@ -231,9 +233,10 @@ STEPS = ((0.285, 0.475, 0.0), (-0.6175, -0.475, 0.0), (0.3325, 0.0))
 def by_turn(batch: TrainingBatch, group: RolloutGroup) -> list[list[float]]:
     """Advantage of each turn, after checking that it is equal on all tokens of the turn."""
     found = []
-    for rollout, token_advantages in zip(group.rollouts, batch.token_advantages, strict=True):
+    advantages = batch.rollouts.actions(batch.rollouts.advantages)
+    for rollout, of_rollout in zip(group.rollouts, advantages, strict=True):
         lengths = [len(turn.generation.token_ids) for turn in rollout.turns]
-        parts = np.split(token_advantages.advantages, np.cumsum(lengths)[:-1])
+        parts = np.split(of_rollout, np.cumsum(lengths)[:-1])
         assert all(np.unique(part).size == 1 for part in parts)
         found.append([float(part[0]) for part in parts])
     return found
@@ -352,7 +355,11 @@ def test_gae_rewards_at_turn_ends_across_observations():
     )
     row = np.sin(np.arange(64.0)).astype(np.float32)
     environment = Maze(paths)
-    builder = bare_builder(config, values=lambda made: row[: made.input_ids.size], rows=4)
+
+    def values_of(made: RolloutBatch) -> np.ndarray:
+        return np.concatenate([row[: tokens.size] for tokens in made.split(made.input_ids)])
+
+    builder = bare_builder(config, values=values_of, rows=4)
     [group] = run_tasks(
         make_runner(config, answer, environment),
         environment.tasks(Split.TRAIN),
@@ -363,10 +370,11 @@ def test_gae_rewards_at_turn_ends_across_observations():
     # A rollout-level reward that belongs to no turn, such as a length penalty.
     rollouts = [dataclasses.replace(one, rewards={**one.rewards, "short": 0.75}) for one in group.rollouts]
     batch = builder.build([RolloutGroup(group.id, rollouts)], NEWEST, 1, PhaseTimer())
-    for rollout, processed, token_advantages in zip(rollouts, batch.rollouts, batch.token_advantages, strict=True):
+    made = batch.rollouts
+    computed = zip(rollouts, *map(made.actions, (made.values, made.advantages, made.returns)), strict=True)
+    for rollout, values, advantages, returns in computed:
         expected = np.array(gae_by_position(rollout, row.astype(np.float64), 0.9, 0.8))
-        np.testing.assert_allclose(token_advantages.advantages, expected, rtol=1e-12, atol=1e-12)
-        values = processed.values[processed.loss_mask].astype(np.float64)
-        np.testing.assert_allclose(token_advantages.value_targets, expected + values, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(advantages, expected, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(returns, expected + values.astype(np.float64), rtol=1e-12, atol=1e-12)
         [stored] = as_table([rollout], 1, "training", batch.stored, lambda token: b"x").to_pylist()
         assert [value for turn in stored["turns"] for value in turn["values"]] == values.tolist()

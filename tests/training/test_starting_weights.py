@@ -16,8 +16,8 @@ from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig
 from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.batching.processed_rollout import ProcessedRollout
 from marin_rl.batching.rl_example import pack_batch
+from marin_rl.batching.rollout_batch import RolloutBatch, make_batch
 from marin_rl.config.device_settings import row_layout, trained_model
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig, TrainerConfig
@@ -33,7 +33,6 @@ from marin_rl.learner.train_step import Learner
 from marin_rl.levanter_line import max_positions, seq_len
 from marin_rl.models.hf_config import PolicyModelError
 from marin_rl.models.hf_tensors import read_tensor_shapes
-from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.remote_path import RemotePath
 from marin_rl.tokenization.load import TokenizerConfig
@@ -174,28 +173,17 @@ def compiled_quickly() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-def long_rollouts() -> list[ProcessedRollout]:
+def long_rollouts() -> RolloutBatch:
     """Rollouts of 1,100, 900 and 200 tokens; the last 16 of each are sampled."""
-    made = []
-    for length in (1100, 900, 200):
-        at = np.arange(1100)[None]
-        loss, zeros = (at >= length - 16) & (at < length), np.zeros((1, 1100), np.float32)
-        made.append(
-            ProcessedRollout(
-                source="test",
-                id=str(length),
-                input_ids=np.where(at < length, np.random.default_rng(length).integers(0, 256, (1, 1100)), 0).astype(
-                    "i4"
-                ),
-                loss_mask=loss,
-                segment_ids=(at < length).astype(np.int32),
-                policy_logprobs=zeros,
-                reference_logprobs=zeros,
-                turn_ids=np.where(loss, 0, -1).astype(np.int32),
-                values=zeros,
-            )
-        )
-    return made
+    lengths = (1100, 900, 200)
+    tokens = [np.random.default_rng(length).integers(0, 256, length) for length in lengths]
+    return make_batch(
+        [str(length) for length in lengths],
+        ["test"] * 3,
+        [[length] for length in lengths],
+        input_ids=np.concatenate(tokens).astype(np.int32),
+        turn_ids=np.concatenate([np.repeat([-1, 0], [length - 16, 16]) for length in lengths]).astype(np.int32),
+    )
 
 
 def long_model(config: TrainConfig, trainer: TrainerConfig) -> LmHeadModel:
@@ -211,20 +199,20 @@ def score(config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
     model = with_critic(CriticConfig(shared_trunk=False), long_model(config, trainer))
     model = dataclasses.replace(model, value_weight=model.value_weight + 1)
     scorer = Scorer(trainer, row_layout(config, trainer), pad_token_id=0, temperature=1.0, block_size=16)
-    scores = scorer.score(model, rollouts := long_rollouts())
-    masks = [rollout.loss_mask for rollout in rollouts]
-    logprobs = np.stack([one.logprobs[mask] for one, mask in zip(scores, masks, strict=True)])
-    return logprobs, np.stack([one.values[mask] for one, mask in zip(scores, masks, strict=True)])
+    scores = scorer.score(model, batch := long_rollouts())
+    return np.stack(batch.actions(scores.logprobs)), np.stack(batch.actions(scores.values))
 
 
 def train_one_step(config: TrainConfig, policy_logprobs: np.ndarray) -> dict[str, float]:
     """Run a training step on the rollouts, and return the largest log-prob difference and the gradient norm."""
     trainer = start_devices(config.trainer, rows_per_device=1)
     rollouts = long_rollouts()
-    for rollout, logprobs in zip(rollouts, policy_logprobs, strict=True):
-        rollout.policy_logprobs[rollout.loss_mask] = logprobs
-    token_advantages_list = [TokenAdvantages(np.linspace(-1, 1, 16), np.zeros(16)) for _ in rollouts]
-    batch = pack_batch(rollouts, token_advantages_list, config.aggregation, row_layout(config, trainer), pad_token_id=0)
+    rollouts = dataclasses.replace(
+        rollouts,
+        policy_logprobs=rollouts.from_actions("policy_logprobs", list(policy_logprobs)).astype(np.float32),
+        advantages=rollouts.from_actions("advantages", [np.linspace(-1, 1, 16)] * 3),
+    )
+    batch = pack_batch(rollouts, config.aggregation, row_layout(config, trainer), pad_token_id=0)
     learner = Learner(trainer, config.optimizer, make_loss(config, trainer), num_updates=1)
     state = learner.initial_state(long_model(config, trainer), jax.random.PRNGKey(0))
     _, measured = learner.step(state, batch.microbatches)

@@ -1,0 +1,344 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Rollouts as flat arrays over their tokens, and the conversion of sampled rollouts and demonstrations to them."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float32, Float64, Int32, Int64, Shaped
+
+from marin_rl.objectives.advantage_inputs import TokenAdvantages
+from marin_rl.tokenization.chat import ChatTokenizer, truncate_at_reply
+from marin_rl.types import Message, Rollout, Task
+
+NO_TURN = -1
+"""Turn id of tokens that were not sampled."""
+TOKEN_ARRAYS = {
+    "input_ids": np.int32,
+    "loss_mask": np.bool_,
+    "turn_ids": np.int32,
+    "policy_logprobs": np.float32,
+    "reference_logprobs": np.float32,
+    "values": np.float32,
+    "advantages": np.float64,
+    "returns": np.float64,
+    "importance_weights": np.float64,
+}
+"""The arrays of a `RolloutBatch` over tokens, and their types."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutBatch:
+    """Rollouts as flat arrays: the tokens of all sequences of all rollouts, one after another, without padding.
+
+    Most rollouts are one sequence. If the chat template rewrites the history, a rollout has several sequences and is
+    still counted as one rollout. Entry `t` of every array over tokens belongs to token `t`. The *action tokens* of a
+    rollout are those on the loss mask.
+
+    Raises:
+        ValueError: if an array has another type or length than the others, or a value that is not allowed; names the
+            array, and for a value the rollout.
+    """
+
+    ids: tuple[str, ...]
+    """Id of each rollout."""
+    sources: tuple[str, ...]
+    """Name of the environment of each rollout."""
+    rollout_offsets: Int64[np.ndarray, " rollout_bounds"]
+    """Index of the first sequence of each rollout, and at last the number of sequences."""
+    sequence_offsets: Int64[np.ndarray, " sequence_bounds"]
+    """Index of the first token of each sequence, and at last the number of tokens."""
+    input_ids: Int32[np.ndarray, " tokens"]
+    """Token ids."""
+    loss_mask: Bool[np.ndarray, " tokens"]
+    """True for the sampled tokens (for supervised text, the target tokens)."""
+    turn_ids: Int32[np.ndarray, " tokens"]
+    """Turn (0, 1, …) of each sampled token; -1 outside the loss mask."""
+    policy_logprobs: Float32[np.ndarray, " tokens"]
+    """Log-probabilities (nats) under the sampling policy; 0 outside the loss mask."""
+    reference_logprobs: Float32[np.ndarray, " tokens"]
+    """Log-probabilities (nats) under the frozen reference; 0 outside the loss mask and until scored."""
+    values: Float32[np.ndarray, " tokens"]
+    """The critic's value of each sampled token's state; 0 outside the loss mask and until scored."""
+    advantages: Float64[np.ndarray, " tokens"]
+    """A, the factor of the policy term; 0 outside the loss mask and until computed."""
+    returns: Float64[np.ndarray, " tokens"]
+    """Regression targets of the critic; 0 outside the loss mask and without a critic."""
+    importance_weights: Float64[np.ndarray, " tokens"]
+    """Off-policy correction of the policy term, 1 without a correction; 0 outside the loss mask."""
+
+    def __post_init__(self) -> None:
+        for name, dtype in TOKEN_ARRAYS.items():
+            array = getattr(self, name)
+            if array.shape != self.input_ids.shape or array.dtype != dtype:
+                raise ValueError(
+                    f"RolloutBatch: {name} is {array.dtype} of shape {array.shape}, expected {np.dtype(dtype)} of "
+                    f"shape {self.input_ids.shape}"
+                )
+        first = self.sequence_offsets[:-1][np.diff(self.sequence_offsets) > 0]
+        if self.loss_mask[first].any():
+            starts = np.isin(np.arange(self.loss_mask.size), first)
+            raise self._error(
+                starts & self.loss_mask, "loss_mask includes the first token of a sequence, which is never predicted"
+            )
+        is_sampled = self.turn_ids >= 0
+        if not np.array_equal(is_sampled, self.loss_mask):
+            raise self._error(is_sampled != self.loss_mask, "turn_ids must be >= 0 for loss tokens and -1 elsewhere")
+        for name, largest, expected in (
+            ("policy_logprobs", 0.0, "finite and <= 0"),
+            ("reference_logprobs", 0.0, "finite and <= 0"),
+            ("values", np.finfo(np.float32).max, "finite"),
+        ):
+            array = getattr(self, name)
+            # The extremes of an array with NaN are NaN, for which every comparison is false.
+            if array.size and not (array.min() > -np.inf and array.max() <= largest):
+                raise self._error(~((array > -np.inf) & (array <= largest)), f"{name} must be {expected}")
+
+    def _error(self, wrong: Bool[np.ndarray, " tokens"], message: str) -> ValueError:
+        rollout = int(np.searchsorted(self.token_offsets, np.argmax(wrong), side="right")) - 1
+        return ValueError(f"rollout {self.ids[rollout]}: {message}")
+
+    @functools.cached_property
+    def token_offsets(self) -> Int64[np.ndarray, " rollout_bounds"]:
+        """Index of the first token of each rollout, and at last the number of tokens."""
+        return self.sequence_offsets[self.rollout_offsets]
+
+    @functools.cached_property
+    def num_loss_tokens(self) -> Int64[np.ndarray, " rollouts"]:
+        """Number of action tokens of each rollout."""
+        return np.diff(np.append(0, np.cumsum(self.loss_mask))[self.token_offsets])
+
+    @property
+    def lengths(self) -> list[list[int]]:
+        """Per rollout, the number of tokens of each sequence."""
+        lengths, bounds = np.diff(self.sequence_offsets).tolist(), self.rollout_offsets.tolist()
+        return [lengths[start:end] for start, end in itertools.pairwise(bounds)]
+
+    def split(self, values: Shaped[np.ndarray, " tokens"]) -> list[Shaped[np.ndarray, " _tokens"]]:
+        """Split an array over tokens into one view per rollout."""
+        return [values[start:end] for start, end in itertools.pairwise(self.token_offsets.tolist())]
+
+    def actions(self, values: Shaped[np.ndarray, " tokens"]) -> list[Shaped[np.ndarray, " _actions"]]:
+        """Return the values of the action tokens of each rollout."""
+        bounds = np.append(0, np.cumsum(self.num_loss_tokens)).tolist()
+        on_loss = values[self.loss_mask]
+        return [on_loss[start:end] for start, end in itertools.pairwise(bounds)]
+
+    def from_actions(
+        self, name: str, per_rollout: Sequence[Shaped[np.ndarray, " _actions"]]
+    ) -> Float64[np.ndarray, " tokens"]:
+        """Return an array over tokens, 0 outside the loss mask, from the values of the action tokens of each rollout.
+
+        Args:
+            name: name of the values, for error messages.
+            per_rollout: one array per rollout, with one value per action token.
+
+        Raises:
+            ValueError: if there is not one value per action token; names the rollout.
+        """
+        if len(per_rollout) != len(self.ids):
+            raise ValueError(f"{len(self.ids)} rollouts but {name} for {len(per_rollout)}; pass one array per rollout")
+        for id, count, values in zip(self.ids, self.num_loss_tokens.tolist(), per_rollout, strict=True):
+            if values.shape != (count,):
+                raise ValueError(f"rollout {id} has {count} loss tokens, but its {name} have shape {values.shape}")
+        array = np.zeros(self.input_ids.shape)
+        array[self.loss_mask] = np.concatenate([np.zeros(0), *per_rollout])
+        return array
+
+    def with_advantages(self, computed: Sequence[TokenAdvantages]) -> "RolloutBatch":
+        """Return the batch with the advantages and value targets of each rollout.
+
+        Raises:
+            ValueError: if a rollout does not have one advantage and value target per action token; names the rollout.
+        """
+        return dataclasses.replace(
+            self,
+            advantages=self.from_actions("advantages", [of_rollout.advantages for of_rollout in computed]),
+            returns=self.from_actions("returns", [of_rollout.value_targets for of_rollout in computed]),
+        )
+
+    def tokens_of(self, rollouts: Int64[np.ndarray, " some"]) -> Int64[np.ndarray, " some_tokens"]:
+        """Return the indices of the tokens of some rollouts."""
+        return _ranges(self.token_offsets, rollouts)
+
+    def take(self, rollouts: Int64[np.ndarray, " some"]) -> "RolloutBatch":
+        """Return a batch of some rollouts, in the given order."""
+        sequences, tokens = _ranges(self.rollout_offsets, rollouts), self.tokens_of(rollouts)
+        return RolloutBatch(
+            ids=tuple(self.ids[index] for index in rollouts.tolist()),
+            sources=tuple(self.sources[index] for index in rollouts.tolist()),
+            rollout_offsets=_offsets(np.diff(self.rollout_offsets)[rollouts]),
+            sequence_offsets=_offsets(np.diff(self.sequence_offsets)[sequences]),
+            **{name: getattr(self, name)[tokens] for name in TOKEN_ARRAYS},
+        )
+
+    def without_loss(self, rollouts: Int64[np.ndarray, " some"]) -> "RolloutBatch":
+        """Remove all tokens of some rollouts from the loss; the tokens stay."""
+        arrays = {name: getattr(self, name).copy() for name in TOKEN_ARRAYS if name != "input_ids"}
+        tokens = self.tokens_of(rollouts)
+        for name, array in arrays.items():
+            array[tokens] = NO_TURN if name == "turn_ids" else 0
+        return dataclasses.replace(self, **arrays)
+
+
+def batch_rollouts(rollouts: Sequence[Rollout], *, max_length: int) -> RolloutBatch:
+    """Convert sampled rollouts to a batch with exactly the sampled tokens.
+
+    Reference log-probabilities, values, advantages and returns are 0, and importance weights 1. A failed rollout keeps
+    its finished turns.
+
+    Args:
+        rollouts: the rollouts.
+        max_length: maximum number of tokens of a sequence.
+
+    Raises:
+        ValueError: if a sequence is longer than `max_length`; the message gives the rollout and both lengths.
+    """
+    lengths = [sequence_lengths(rollout) for rollout in rollouts]
+    for rollout, of_rollout in zip(rollouts, lengths, strict=True):
+        if (longest := max(of_rollout, default=0)) > max_length:
+            raise ValueError(
+                f"rollout {rollout.id}: a sequence of {longest} tokens does not fit into rows of {max_length} "
+                "positions; raise rollouts.max_length"
+            )
+    turns = [(index, turn) for rollout in rollouts for index, turn in enumerate(rollout.turns)]
+    runs = [run for _, turn in turns for run in (turn.observation_tokens, turn.generation.token_ids)]
+    turn_of_run = np.array([turn for index, _ in turns for turn in (NO_TURN, index)], np.int32)
+    turn_ids = np.repeat(turn_of_run, np.array([*map(len, runs)], np.int64))
+    policy_logprobs = np.zeros(turn_ids.shape, np.float32)
+    logprobs = itertools.chain.from_iterable(turn.generation.logprobs for _, turn in turns)
+    policy_logprobs[turn_ids >= 0] = np.array([*logprobs], np.float32)
+    return make_batch(
+        [rollout.id for rollout in rollouts],
+        [rollout.task.environment for rollout in rollouts],
+        lengths,
+        input_ids=np.array([*itertools.chain.from_iterable(runs)], np.int32),
+        turn_ids=turn_ids,
+        policy_logprobs=policy_logprobs,
+    )
+
+
+def make_batch(
+    ids: Sequence[str],
+    sources: Sequence[str],
+    lengths: Sequence[Sequence[int]],
+    *,
+    turn_ids: Int32[np.ndarray, " tokens"],
+    **arrays: Shaped[np.ndarray, " tokens"],
+) -> RolloutBatch:
+    """Make a batch without advantages.
+
+    Args:
+        ids: id of each rollout.
+        sources: name of the environment of each rollout.
+        lengths: per rollout, the number of tokens of each sequence.
+        turn_ids: turn of each token with loss, -1 for the others.
+        **arrays: `input_ids`, and other arrays of the batch. Importance weights are 1 by default, the others 0.
+    """
+    loss_mask = arrays.setdefault("loss_mask", turn_ids >= 0)
+    arrays.setdefault("importance_weights", loss_mask.astype(np.float64))
+    zeros = {name: np.zeros(turn_ids.shape, dtype) for name, dtype in TOKEN_ARRAYS.items() if name not in arrays}
+    return RolloutBatch(
+        ids=tuple(ids),
+        sources=tuple(sources),
+        rollout_offsets=_offsets([*map(len, lengths)]),
+        sequence_offsets=_offsets([*itertools.chain.from_iterable(lengths)]),
+        **(zeros | arrays | {"turn_ids": turn_ids}),
+    )
+
+
+def join_batches(batches: Sequence[RolloutBatch]) -> RolloutBatch:
+    """Join batches to one with the rollouts of all."""
+    empty = make_batch((), (), (), turn_ids=np.zeros(0, np.int32))
+    counts = {
+        name: np.concatenate([np.diff(getattr(batch, name)) for batch in (empty, *batches)])
+        for name in ("rollout_offsets", "sequence_offsets")
+    }
+    return RolloutBatch(
+        ids=tuple(id for batch in batches for id in batch.ids),
+        sources=tuple(source for batch in batches for source in batch.sources),
+        **{name: _offsets(lengths) for name, lengths in counts.items()},
+        **{name: np.concatenate([getattr(batch, name) for batch in (empty, *batches)]) for name in TOKEN_ARRAYS},
+    )
+
+
+def sequence_lengths(rollout: Rollout) -> list[int]:
+    """Return the number of tokens of each sequence of a rollout."""
+    lengths: list[int] = []
+    for turn in rollout.turns:
+        if turn.starts_sequence:
+            lengths.append(0)
+        lengths[-1] += turn.num_tokens
+    return lengths
+
+
+def batch_conversation(
+    messages: Sequence[Message], *, id: str, source: str, max_length: int, tokenizer: ChatTokenizer
+) -> RolloutBatch | None:
+    """Convert a conversation to a batch of one rollout, with loss on the assistant messages only.
+
+    Assistant messages that do not fit completely into `max_length` are dropped, so no partial message is trained on.
+    Turn `k` is the k-th contiguous span of loss tokens.
+
+    Args:
+        messages: the conversation.
+        id: id of the resulting rollout.
+        source: name of the environment or data set.
+        max_length: maximum number of tokens.
+        tokenizer: chat tokenizer.
+
+    Returns:
+        The batch, or None if no assistant message fits.
+    """
+    return _batch_text(*tokenizer.encode_conversation(messages), id, source, max_length)
+
+
+def batch_demonstration(
+    messages: Sequence[Message], task: Task, *, max_length: int, tokenizer: ChatTokenizer
+) -> RolloutBatch | None:
+    """Convert a demonstration to an episode that sampled its replies, like `batch_conversation`.
+
+    Args:
+        messages: the messages of the task, then the replies with the observations that follow them.
+        task: the task, for the id and environment of the rollout.
+        max_length: maximum number of tokens.
+        tokenizer: chat tokenizer.
+
+    Returns:
+        The batch, or None if no reply fits.
+    """
+    token_ids, mask = tokenizer.encode_replies(messages, len(task.messages))
+    return _batch_text(token_ids, mask, task.id, task.environment, max_length)
+
+
+def _batch_text(
+    token_ids: Sequence[int], mask: Sequence[bool], id: str, source: str, max_length: int
+) -> RolloutBatch | None:
+    truncated = truncate_at_reply(token_ids, mask, max_length)
+    if truncated is None:
+        return None
+    input_ids, loss_mask = np.array(truncated[0], np.int32), np.array(truncated[1], np.bool_)
+    starts_reply = loss_mask & ~np.append(False, loss_mask[:-1])
+    turn_ids = np.where(loss_mask, np.cumsum(starts_reply) - 1, NO_TURN).astype(np.int32)
+    return make_batch([id], [source], [[len(input_ids)]], input_ids=input_ids, turn_ids=turn_ids)
+
+
+def _offsets(lengths: Sequence[int] | Int64[np.ndarray, " parts"]) -> Int64[np.ndarray, " bounds"]:
+    """Return where each part begins, and the end of the last."""
+    return np.append(0, np.cumsum(np.asarray(lengths, np.int64)))
+
+
+def _ranges(
+    offsets: Int64[np.ndarray, " bounds"], parts: Int64[np.ndarray, " some"]
+) -> Int64[np.ndarray, " some_tokens"]:
+    """Return the indices of some of the parts that begin at `offsets`.
+
+    >>> _ranges(np.array([0, 2, 5, 6]), np.array([2, 0])).tolist()
+    [5, 0, 1]
+    """
+    lengths = np.diff(offsets)[parts]
+    return np.repeat(offsets[:-1][parts] - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
