@@ -66,7 +66,6 @@ def random_groups(
         lengths.append([prompt + length])
     batch = make_batch(
         [str(index) for index in range(count)],
-        ["random"] * count,
         lengths,
         input_ids=np.array(input_ids, np.int32),
         turn_ids=np.array(turn_ids, np.int32),

@@ -184,7 +184,6 @@ def random_rollouts(
     has_loss = (position >= np.maximum(lengths - loss_tokens, 1)[:, None])[is_token]
     return make_batch(
         [str(index) for index in range(len(lengths))],
-        ["random"] * len(lengths),
         lengths[:, None].tolist(),
         input_ids=drawn[is_token].astype(np.int32),
         turn_ids=np.where(has_loss, 0, -1).astype(np.int32),

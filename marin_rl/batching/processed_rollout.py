@@ -46,8 +46,8 @@ class ProcessedRollout:
 
     def __post_init__(self) -> None:
         shape = self.input_ids.shape
-        for name, dtype in {**{name: TOKEN_ARRAYS[name] for name in _ARRAYS}, "segment_ids": np.int32}.items():
-            array = getattr(self, name)
+        for name in (*_ARRAYS, "segment_ids"):
+            array, dtype = getattr(self, name), TOKEN_ARRAYS.get(name, np.int32)
             if array.ndim != 2 or array.shape != shape:
                 raise ValueError(f"rollout {self.id}: {name} has shape {array.shape}, input_ids has {shape}")
             if array.dtype != dtype:
@@ -68,7 +68,7 @@ class ProcessedRollout:
         """Return the tokens without padding, as a batch of one rollout."""
         tokens = self.segment_ids == 1
         arrays = {name: getattr(self, name)[tokens] for name in _ARRAYS}
-        return make_batch([self.id], [self.source], [tokens.sum(axis=1).tolist()], **arrays)
+        return make_batch([self.id], [tokens.sum(axis=1).tolist()], **arrays)
 
 
 def process_rollout(rollout: Rollout, *, length: int, pad_token_id: int) -> ProcessedRollout:

@@ -233,7 +233,7 @@ class PackedBatch:
     @property
     def num_tokens(self) -> int:
         """Number of tokens, including prompts, without padding. A shared prompt counts once per row."""
-        slots = [slot for own in self.slots for slot in own]
+        slots = [*itertools.chain.from_iterable(self.slots)]
         prompts = {(slot.microbatch_index, slot.row): slot.prompt_length for slot in slots}
         return sum(slot.length for slot in slots) + sum(prompts.values())
 
@@ -313,8 +313,8 @@ def _prompts(batch: RolloutBatch) -> list[list[Prompt]]:
     first = np.minimum(loss_tokens[np.searchsorted(loss_tokens, start)] - start, lengths)
     tokens, size = batch.input_ids.tobytes(), batch.input_ids.itemsize
     bounds = zip((size * start).tolist(), np.maximum(first - 1, 0).tolist(), strict=True)
-    prompts = [Prompt(tokens[begin : begin + size * length], length) for begin, length in bounds]
-    return [prompts[begin:end] for begin, end in itertools.pairwise(batch.rollout_offsets.tolist())]
+    prompts = (Prompt(tokens[begin : begin + size * length], length) for begin, length in bounds)
+    return [[next(prompts) for _ in of_rollout] for of_rollout in batch.lengths]
 
 
 def _place(
@@ -332,7 +332,7 @@ def _place(
     segment = np.empty_like(order)
     segment[order] = 1 + np.arange(len(order)) - np.searchsorted(row_start[order], row_start[order])
     segment += prompt_length > 0
-    rollout = np.repeat(np.arange(len(slots)), np.diff(batch.rollout_offsets))
+    rollout = np.repeat(np.arange(len(slots)), [*map(len, slots)])
     distinct, number = np.unique(microbatch * len(slots) + rollout, return_inverse=True)
     number -= np.searchsorted(distinct, microbatch * len(slots))
 

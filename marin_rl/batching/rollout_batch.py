@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int32, Int64, Shaped
 
-from marin_rl.objectives.advantage_inputs import TokenAdvantages
+from marin_rl.objectives.advantage_inputs import TokenAdvantages, split
 from marin_rl.tokenization.chat import ChatTokenizer, truncate_at_reply
 from marin_rl.types import Message, Rollout, Task
 
@@ -46,12 +46,8 @@ class RolloutBatch:
 
     ids: tuple[str, ...]
     """Id of each rollout."""
-    sources: tuple[str, ...]
-    """Name of the environment of each rollout."""
-    rollout_offsets: Int64[np.ndarray, " rollout_bounds"]
-    """Index of the first sequence of each rollout, and at last the number of sequences."""
-    sequence_offsets: Int64[np.ndarray, " sequence_bounds"]
-    """Index of the first token of each sequence, and at last the number of tokens."""
+    lengths: tuple[tuple[int, ...], ...]
+    """Per rollout, the number of tokens of each sequence."""
     input_ids: Int32[np.ndarray, " tokens"]
     """Token ids."""
     loss_mask: Bool[np.ndarray, " tokens"]
@@ -72,12 +68,13 @@ class RolloutBatch:
     """Off-policy correction of the policy term, 1 without a correction; 0 outside the loss mask."""
 
     def __post_init__(self) -> None:
+        shape = (int(self.token_offsets[-1]),)
         for name, dtype in TOKEN_ARRAYS.items():
             array = getattr(self, name)
-            if array.shape != self.input_ids.shape or array.dtype != dtype:
+            if array.shape != shape or array.dtype != dtype:
                 raise ValueError(
                     f"RolloutBatch: {name} is {array.dtype} of shape {array.shape}, expected {np.dtype(dtype)} of "
-                    f"shape {self.input_ids.shape}"
+                    f"shape {shape}"
                 )
         first = self.sequence_offsets[:-1][np.diff(self.sequence_offsets) > 0]
         if self.loss_mask[first].any():
@@ -103,30 +100,27 @@ class RolloutBatch:
         return ValueError(f"rollout {self.ids[rollout]}: {message}")
 
     @functools.cached_property
+    def sequence_offsets(self) -> Int64[np.ndarray, " sequence_bounds"]:
+        """Index of the first token of each sequence, and at last the number of tokens."""
+        return _offsets([*itertools.chain.from_iterable(self.lengths)])
+
+    @functools.cached_property
     def token_offsets(self) -> Int64[np.ndarray, " rollout_bounds"]:
         """Index of the first token of each rollout, and at last the number of tokens."""
-        return self.sequence_offsets[self.rollout_offsets]
+        return _offsets([*map(sum, self.lengths)])
 
     @functools.cached_property
     def num_loss_tokens(self) -> Int64[np.ndarray, " rollouts"]:
         """Number of action tokens of each rollout."""
-        return np.diff(np.append(0, np.cumsum(self.loss_mask))[self.token_offsets])
-
-    @property
-    def lengths(self) -> list[list[int]]:
-        """Per rollout, the number of tokens of each sequence."""
-        lengths, bounds = np.diff(self.sequence_offsets).tolist(), self.rollout_offsets.tolist()
-        return [lengths[start:end] for start, end in itertools.pairwise(bounds)]
+        return np.diff(_offsets(self.loss_mask)[self.token_offsets])
 
     def split(self, values: Shaped[np.ndarray, " tokens"]) -> list[Shaped[np.ndarray, " _tokens"]]:
         """Split an array over tokens into one view per rollout."""
-        return [values[start:end] for start, end in itertools.pairwise(self.token_offsets.tolist())]
+        return split(values, [*map(sum, self.lengths)])
 
     def actions(self, values: Shaped[np.ndarray, " tokens"]) -> list[Shaped[np.ndarray, " _actions"]]:
         """Return the values of the action tokens of each rollout."""
-        bounds = np.append(0, np.cumsum(self.num_loss_tokens)).tolist()
-        on_loss = values[self.loss_mask]
-        return [on_loss[start:end] for start, end in itertools.pairwise(bounds)]
+        return split(values[self.loss_mask], self.num_loss_tokens.tolist())
 
     def from_actions(
         self, name: str, per_rollout: Sequence[Shaped[np.ndarray, " _actions"]]
@@ -163,16 +157,15 @@ class RolloutBatch:
 
     def tokens_of(self, rollouts: Int64[np.ndarray, " some"]) -> Int64[np.ndarray, " some_tokens"]:
         """Return the indices of the tokens of some rollouts."""
-        return _ranges(self.token_offsets, rollouts)
+        lengths, end = np.diff(self.token_offsets)[rollouts], self.token_offsets[1:][rollouts]
+        return np.repeat(end - np.cumsum(lengths), lengths) + np.arange(lengths.sum())
 
     def take(self, rollouts: Int64[np.ndarray, " some"]) -> "RolloutBatch":
         """Return a batch of some rollouts, in the given order."""
-        sequences, tokens = _ranges(self.rollout_offsets, rollouts), self.tokens_of(rollouts)
+        tokens, indices = self.tokens_of(rollouts), rollouts.tolist()
         return RolloutBatch(
-            ids=tuple(self.ids[index] for index in rollouts.tolist()),
-            sources=tuple(self.sources[index] for index in rollouts.tolist()),
-            rollout_offsets=_offsets(np.diff(self.rollout_offsets)[rollouts]),
-            sequence_offsets=_offsets(np.diff(self.sequence_offsets)[sequences]),
+            ids=tuple([self.ids[index] for index in indices]),
+            lengths=tuple([self.lengths[index] for index in indices]),
             **{name: getattr(self, name)[tokens] for name in TOKEN_ARRAYS},
         )
 
@@ -214,7 +207,6 @@ def batch_rollouts(rollouts: Sequence[Rollout], *, max_length: int) -> RolloutBa
     policy_logprobs[turn_ids >= 0] = np.array([*logprobs], np.float32)
     return make_batch(
         [rollout.id for rollout in rollouts],
-        [rollout.task.environment for rollout in rollouts],
         lengths,
         input_ids=np.array([*itertools.chain.from_iterable(runs)], np.int32),
         turn_ids=turn_ids,
@@ -224,17 +216,15 @@ def batch_rollouts(rollouts: Sequence[Rollout], *, max_length: int) -> RolloutBa
 
 def make_batch(
     ids: Sequence[str],
-    sources: Sequence[str],
     lengths: Sequence[Sequence[int]],
     *,
     turn_ids: Int32[np.ndarray, " tokens"],
     **arrays: Shaped[np.ndarray, " tokens"],
 ) -> RolloutBatch:
-    """Make a batch without advantages.
+    """Make a batch from some of its arrays.
 
     Args:
         ids: id of each rollout.
-        sources: name of the environment of each rollout.
         lengths: per rollout, the number of tokens of each sequence.
         turn_ids: turn of each token with loss, -1 for the others.
         **arrays: `input_ids`, and other arrays of the batch. Importance weights are 1 by default, the others 0.
@@ -242,27 +232,15 @@ def make_batch(
     loss_mask = arrays.setdefault("loss_mask", turn_ids >= 0)
     arrays.setdefault("importance_weights", loss_mask.astype(np.float64))
     zeros = {name: np.zeros(turn_ids.shape, dtype) for name, dtype in TOKEN_ARRAYS.items() if name not in arrays}
-    return RolloutBatch(
-        ids=tuple(ids),
-        sources=tuple(sources),
-        rollout_offsets=_offsets([*map(len, lengths)]),
-        sequence_offsets=_offsets([*itertools.chain.from_iterable(lengths)]),
-        **(zeros | arrays | {"turn_ids": turn_ids}),
-    )
+    return RolloutBatch(tuple(ids), tuple(map(tuple, lengths)), **(zeros | arrays | {"turn_ids": turn_ids}))
 
 
 def join_batches(batches: Sequence[RolloutBatch]) -> RolloutBatch:
-    """Join batches to one with the rollouts of all."""
-    empty = make_batch((), (), (), turn_ids=np.zeros(0, np.int32))
-    counts = {
-        name: np.concatenate([np.diff(getattr(batch, name)) for batch in (empty, *batches)])
-        for name in ("rollout_offsets", "sequence_offsets")
-    }
+    """Join at least one batch to one with the rollouts of all."""
     return RolloutBatch(
         ids=tuple(id for batch in batches for id in batch.ids),
-        sources=tuple(source for batch in batches for source in batch.sources),
-        **{name: _offsets(lengths) for name, lengths in counts.items()},
-        **{name: np.concatenate([getattr(batch, name) for batch in (empty, *batches)]) for name in TOKEN_ARRAYS},
+        lengths=tuple(lengths for batch in batches for lengths in batch.lengths),
+        **{name: np.concatenate([getattr(batch, name) for batch in batches]) for name in TOKEN_ARRAYS},
     )
 
 
@@ -277,7 +255,7 @@ def sequence_lengths(rollout: Rollout) -> list[int]:
 
 
 def batch_conversation(
-    messages: Sequence[Message], *, id: str, source: str, max_length: int, tokenizer: ChatTokenizer
+    messages: Sequence[Message], *, id: str, max_length: int, tokenizer: ChatTokenizer
 ) -> RolloutBatch | None:
     """Convert a conversation to a batch of one rollout, with loss on the assistant messages only.
 
@@ -287,14 +265,13 @@ def batch_conversation(
     Args:
         messages: the conversation.
         id: id of the resulting rollout.
-        source: name of the environment or data set.
         max_length: maximum number of tokens.
         tokenizer: chat tokenizer.
 
     Returns:
         The batch, or None if no assistant message fits.
     """
-    return _batch_text(*tokenizer.encode_conversation(messages), id, source, max_length)
+    return _batch_text(*tokenizer.encode_conversation(messages), id, max_length)
 
 
 def batch_demonstration(
@@ -304,7 +281,7 @@ def batch_demonstration(
 
     Args:
         messages: the messages of the task, then the replies with the observations that follow them.
-        task: the task, for the id and environment of the rollout.
+        task: the task, for the id of the rollout and the number of messages before the replies.
         max_length: maximum number of tokens.
         tokenizer: chat tokenizer.
 
@@ -312,33 +289,19 @@ def batch_demonstration(
         The batch, or None if no reply fits.
     """
     token_ids, mask = tokenizer.encode_replies(messages, len(task.messages))
-    return _batch_text(token_ids, mask, task.id, task.environment, max_length)
+    return _batch_text(token_ids, mask, task.id, max_length)
 
 
-def _batch_text(
-    token_ids: Sequence[int], mask: Sequence[bool], id: str, source: str, max_length: int
-) -> RolloutBatch | None:
+def _batch_text(token_ids: Sequence[int], mask: Sequence[bool], id: str, max_length: int) -> RolloutBatch | None:
     truncated = truncate_at_reply(token_ids, mask, max_length)
     if truncated is None:
         return None
     input_ids, loss_mask = np.array(truncated[0], np.int32), np.array(truncated[1], np.bool_)
     starts_reply = loss_mask & ~np.append(False, loss_mask[:-1])
     turn_ids = np.where(loss_mask, np.cumsum(starts_reply) - 1, NO_TURN).astype(np.int32)
-    return make_batch([id], [source], [[len(input_ids)]], input_ids=input_ids, turn_ids=turn_ids)
+    return make_batch([id], [[len(input_ids)]], input_ids=input_ids, turn_ids=turn_ids)
 
 
-def _offsets(lengths: Sequence[int] | Int64[np.ndarray, " parts"]) -> Int64[np.ndarray, " bounds"]:
+def _offsets(counts: Sequence[int] | Shaped[np.ndarray, " parts"]) -> Int64[np.ndarray, " bounds"]:
     """Return where each part begins, and the end of the last."""
-    return np.append(0, np.cumsum(np.asarray(lengths, np.int64)))
-
-
-def _ranges(
-    offsets: Int64[np.ndarray, " bounds"], parts: Int64[np.ndarray, " some"]
-) -> Int64[np.ndarray, " some_tokens"]:
-    """Return the indices of some of the parts that begin at `offsets`.
-
-    >>> _ranges(np.array([0, 2, 5, 6]), np.array([2, 0])).tolist()
-    [5, 0, 1]
-    """
-    lengths = np.diff(offsets)[parts]
-    return np.repeat(offsets[:-1][parts] - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
+    return np.append(0, np.cumsum(counts, dtype=np.int64))

@@ -20,12 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float64
 
+from marin_rl.objectives.advantage_inputs import split
 from marin_rl.objectives.kl import MAX_LOG_RATIO
 
-LogWeights = Sequence[Float[np.ndarray, " _tokens"]]
-"""Per rollout, `log w` (nats) of its action tokens."""
-Weights = list[Float64[np.ndarray, " _tokens"]]
-"""Per rollout, the factor of the policy term of each action token."""
+LogWeights = Float[np.ndarray, " tokens"]
+"""`log w` (nats) of the action tokens of all rollouts."""
+Weights = Float64[np.ndarray, " tokens"]
+"""The factor of the policy term of each action token."""
 Sum = Float[Array, ""] | Float[np.ndarray, ""] | np.floating | float
 """Scalar on the devices or on the host."""
 
@@ -141,21 +142,20 @@ def log_ratio_statistics(
 def log_weight_statistics(log_weights: LogWeights) -> LogRatioStatistics:
     """Apply `log_ratio_statistics` to the raw weights of all action tokens, on the host in float64.
 
-    >>> statistics = log_weight_statistics([np.log(np.array([3.0])), np.log(np.array([1.0]))])
+    >>> statistics = log_weight_statistics(np.log(np.array([3.0, 1.0])))
     >>> round(float(statistics.effective_sample_size), 4)
     0.8
     """
-    log_ratios = np.concatenate([np.zeros(0), *log_weights]).astype(np.float64)
-    return log_ratio_statistics(log_ratios, np.ones(log_ratios.shape, bool))
+    return log_ratio_statistics(log_weights.astype(np.float64), np.ones(log_weights.shape, bool))
 
 
-def mismatch_metrics(statistics: LogRatioStatistics, log_weights: LogWeights = ()) -> dict[str, float]:
+def mismatch_metrics(statistics: LogRatioStatistics, log_weights: LogWeights | None = None) -> dict[str, float]:
     """Compute the `mismatch/*` metrics, the divergence between the learner and the sampling policy.
 
     Args:
         statistics: statistics of the raw importance weights under the parameters before the step: those of the first
             update of the step, or `log_weight_statistics` if there is a correction.
-        log_weights: per rollout, log w of its action tokens, if a correction uses them; adds `mismatch/weight_max`.
+        log_weights: log w of the action tokens, if a correction uses them; adds `mismatch/weight_max`.
 
     Returns:
         The metrics by name.
@@ -167,9 +167,8 @@ def mismatch_metrics(statistics: LogRatioStatistics, log_weights: LogWeights = (
         "mismatch/weight_mean": float(statistics.mean_ratio),
         "mismatch/effective_sample_size": float(statistics.effective_sample_size),
     }
-    largest = max((float(tokens.max()) for tokens in log_weights if tokens.size), default=None)
-    if largest is not None:
-        metrics["mismatch/weight_max"] = math.exp(max(-MAX_LOG_RATIO, min(largest, MAX_LOG_RATIO)))
+    if log_weights is not None and log_weights.size:
+        metrics["mismatch/weight_max"] = math.exp(np.clip(log_weights.max(), -MAX_LOG_RATIO, MAX_LOG_RATIO))
     return metrics
 
 
@@ -183,15 +182,13 @@ class OffPolicyCorrectionConfig(draccus.ChoiceRegistry, abc.ABC):
     """Whether the learner scores the rollouts before the first update of a step."""
 
     @abc.abstractmethod
-    def weights(self, log_weights: LogWeights) -> Weights:
+    def weights(self, log_weights: LogWeights, lengths: Sequence[int]) -> Weights:
         """Compute the factor of the policy term of each action token.
 
         Args:
-            log_weights: per rollout, `log w_t = log π_learner - log π_sampler` of its action tokens, both with the
+            log_weights: `log w_t = log π_learner - log π_sampler` of the action tokens of all rollouts, both with the
                 weights that sampled.
-
-        Returns:
-            Per rollout, the factor of each action token.
+            lengths: number of action tokens of each rollout.
         """
 
 
@@ -202,27 +199,24 @@ class NoCorrectionConfig(OffPolicyCorrectionConfig):
 
     needs_sampling_logprobs: ClassVar[bool] = False
 
-    def weights(self, log_weights: LogWeights) -> Weights:
+    def weights(self, log_weights: LogWeights, lengths: Sequence[int]) -> Weights:
         """Return 1 for every action token."""
-        return [np.ones(tokens.shape) for tokens in log_weights]
+        return np.ones(log_weights.shape)
 
 
 def tis_weights(log_weights: LogWeights, cap: float) -> Weights:
     """Compute token-level truncated importance weights, `min(w_t, C)`.
 
     Args:
-        log_weights: per rollout, log w of its action tokens.
+        log_weights: log w of the action tokens.
         cap: C, above 0.
 
-    Returns:
-        Per rollout, the factor of each action token.
-
-    >>> tis_weights([np.log(np.array([0.5, 1.0, 4.0]))], cap=2.0)[0].tolist()
+    >>> tis_weights(np.log(np.array([0.5, 1.0, 4.0])), cap=2.0).tolist()
     [0.5, 1.0, 2.0]
 
     Source: Ionides 2008, "Truncated importance sampling", equation 3, on every token.
     """
-    return [np.minimum(_weights(tokens), cap) for tokens in log_weights]
+    return np.minimum(_weights(log_weights), cap)
 
 
 @OffPolicyCorrectionConfig.register_subclass("tis")
@@ -238,29 +232,31 @@ class TisConfig(OffPolicyCorrectionConfig):
     def __post_init__(self) -> None:
         _check_cap(self.cap)
 
-    def weights(self, log_weights: LogWeights) -> Weights:
+    def weights(self, log_weights: LogWeights, lengths: Sequence[int]) -> Weights:
         """See [`tis_weights`][marin_rl.objectives.importance.tis_weights]."""
         return tis_weights(log_weights, self.cap)
 
 
-def mask_weights(log_weights: LogWeights, cap: float) -> Weights:
+def mask_weights(log_weights: LogWeights, lengths: Sequence[int], cap: float) -> Weights:
     """Mask rollouts that are much more probable under the learner than under the sampler, `1[exp(Σ_t log w_t) ≤ C]`.
 
     Args:
-        log_weights: per rollout, log w of its action tokens.
+        log_weights: log w of the action tokens of all rollouts.
+        lengths: number of action tokens of each rollout.
         cap: C, above 0.
 
     Returns:
-        Per rollout, 1 for all its tokens, or 0 for all.
+        1 for all tokens of a rollout, or 0 for all.
 
-    >>> [weights.tolist() for weights in mask_weights([np.array([0.5, -0.5]), np.array([0.5, 0.5])], cap=2.0)]
-    [[1.0, 1.0], [0.0, 0.0]]
+    >>> mask_weights(np.array([0.5, -0.5, 0.5, 0.5]), [2, 2], cap=2.0).tolist()
+    [1.0, 1.0, 0.0, 0.0]
 
     Source: sequence-level masked importance sampling; Liu et al. 2025, "When speed kills stability: demystifying RL
     collapse from the training-inference mismatch".
     """
     # The sum of logarithms avoids overflow of the product of a long rollout's weights.
-    return [np.full(tokens.shape, 1.0 if math.fsum(tokens) <= math.log(cap) else 0.0) for tokens in log_weights]
+    sums = np.array([math.fsum(of_rollout.tolist()) for of_rollout in split(log_weights, lengths)])
+    return np.repeat((sums <= math.log(cap)).astype(np.float64), lengths)
 
 
 @OffPolicyCorrectionConfig.register_subclass("mask")
@@ -274,9 +270,9 @@ class MaskMismatchConfig(OffPolicyCorrectionConfig):
     def __post_init__(self) -> None:
         _check_cap(self.cap)
 
-    def weights(self, log_weights: LogWeights) -> Weights:
+    def weights(self, log_weights: LogWeights, lengths: Sequence[int]) -> Weights:
         """See [`mask_weights`][marin_rl.objectives.importance.mask_weights]."""
-        return mask_weights(log_weights, self.cap)
+        return mask_weights(log_weights, lengths, self.cap)
 
 
 def icepop_weights(log_weights: LogWeights, low: float, high: float) -> Weights:
@@ -285,20 +281,17 @@ def icepop_weights(log_weights: LogWeights, low: float, high: float) -> Weights:
     The denominators of the loss do not change: a token of weight 0 is still counted.
 
     Args:
-        log_weights: per rollout, log w of its action tokens.
+        log_weights: log w of the action tokens.
         low: lo, in (0, 1].
         high: hi, at least 1.
 
-    Returns:
-        Per rollout, the factor of each action token.
-
-    >>> icepop_weights([np.log(np.array([0.25, 0.5, 4.0, 8.0]))], low=0.5, high=5.0)[0].tolist()
+    >>> icepop_weights(np.log(np.array([0.25, 0.5, 4.0, 8.0])), low=0.5, high=5.0).tolist()
     [0.0, 0.5, 4.0, 0.0]
 
     Source: Ling Team 2025 (IcePop), arXiv 2510.18855, section 3.
     """
-    weights = [_weights(tokens) for tokens in log_weights]
-    return [np.where((low <= tokens) & (tokens <= high), tokens, 0.0) for tokens in weights]
+    weights = _weights(log_weights)
+    return np.where((low <= weights) & (weights <= high), weights, 0.0)
 
 
 @OffPolicyCorrectionConfig.register_subclass("icepop")
@@ -319,12 +312,12 @@ class IcepopConfig(OffPolicyCorrectionConfig):
         if not 1 <= self.high < math.inf:
             raise ValueError(f"off_policy_correction.high is {self.high}; it must be finite and >= 1")
 
-    def weights(self, log_weights: LogWeights) -> Weights:
+    def weights(self, log_weights: LogWeights, lengths: Sequence[int]) -> Weights:
         """See [`icepop_weights`][marin_rl.objectives.importance.icepop_weights]."""
         return icepop_weights(log_weights, self.low, self.high)
 
 
-def _weights(log_weights: Float[np.ndarray, " tokens"]) -> Float64[np.ndarray, " tokens"]:
+def _weights(log_weights: LogWeights) -> Weights:
     return np.exp(np.clip(log_weights.astype(np.float64), -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 

@@ -4,14 +4,13 @@
 """Advantages and training batches from the rewards of a step's rollout groups."""
 
 import dataclasses
-import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Float64, Int32, Int64
+from jaxtyping import Float32, Float64, Int64
 
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import OwnRows, PackedBatch, pack_batch
@@ -117,21 +116,18 @@ class BatchBuilder:
             batch = corrected.without_loss(np.flatnonzero(masked))
             self._warn_if_all_masked(batch, step)
             penalties = np.zeros(batch.input_ids.shape) if k1 is None else self.kl.reward_penalty(k1)
-            inputs = _advantage_inputs(graded, batch, corrected.actions(penalties))
-            of_graded = iter(inputs)
-            grouped = [
-                [next(of_graded) if r.rewards else _failed_inputs(r) for r in group.rollouts] for group in groups
+            computed = self.advantage.compute(_advantage_inputs(groups, batch, corrected.actions(penalties)))
+            advantages = [
+                of_rollout
+                for group, of_group in zip(groups, computed, strict=True)
+                for rollout, of_rollout in zip(group.rollouts, of_group, strict=True)
+                if rollout.rewards
             ]
-            computed = itertools.chain.from_iterable(self.advantage.compute(grouped))
-            attempts = (rollout for group in groups for rollout in group.rollouts)
-            kept = [advantages for rollout, advantages in zip(attempts, computed, strict=True) if rollout.rewards]
-            batch = batch.with_advantages(kept)
+            batch = batch.with_advantages(advantages)
             if logger.isEnabledFor(logging.DEBUG):
-                _log_advantages(graded, scored, kept, has_critic=self.has_critic)
-            if self.has_critic:
-                metrics |= _critic_metrics(batch)
-            metrics |= _advantage_metrics(batch)
-            stored = self._stored_advantages(scored, learner_logprobs, kept)
+                _log_advantages(graded, scored, advantages, has_critic=self.has_critic)
+            metrics |= _advantage_metrics(batch, has_critic=self.has_critic)
+            stored = self._stored_advantages(scored, learner_logprobs, advantages)
         return TrainingBatch(batch, stored, metrics, mismatch)
 
     def minibatches(self, batch: RolloutBatch, step: int) -> Iterator[PackedBatch]:
@@ -199,11 +195,14 @@ class BatchBuilder:
         """Apply the off-policy correction: ratios use the learner's log-probs, and importance weights the sampler's."""
         if learner_logprobs is None or not self.off_policy_correction.needs_sampling_logprobs:
             return batch, None
-        log_weights = batch.actions(learner_logprobs.astype(np.float64) - batch.policy_logprobs)
-        weights = batch.from_actions("importance_weights", self.off_policy_correction.weights(log_weights))
+        log_weights = (learner_logprobs.astype(np.float64) - batch.policy_logprobs)[batch.loss_mask]
+        weights = self.off_policy_correction.weights(log_weights, batch.num_loss_tokens.tolist())
         metrics = mismatch_metrics(log_weight_statistics(log_weights), log_weights)
-        metrics["mismatch/zero_share"] = float(np.mean(weights[batch.loss_mask] == 0))
-        return dataclasses.replace(batch, policy_logprobs=learner_logprobs, importance_weights=weights), metrics
+        metrics["mismatch/zero_share"] = float(np.mean(weights == 0))
+        importance_weights = np.zeros(batch.input_ids.shape)
+        importance_weights[batch.loss_mask] = weights
+        corrected = dataclasses.replace(batch, policy_logprobs=learner_logprobs, importance_weights=importance_weights)
+        return corrected, metrics
 
     def _reward_metrics(self, graded: Sequence[Rollout], k1: Sequence[ActionTokens] | None) -> dict[str, float]:
         metrics = {"objective/non_score_reward": 0.0}
@@ -218,23 +217,25 @@ class BatchBuilder:
         self,
         scored: RolloutBatch,
         learner_logprobs: Float32[np.ndarray, " tokens"] | None,
-        kept: Sequence[TokenAdvantages],
+        computed: Sequence[TokenAdvantages],
     ) -> dict[str, StoredAdvantages]:
         """Build the stored data by rollout id; `scored` are the rollouts before truncated ones lost their loss mask."""
-        not_computed: list[None] = [None] * len(kept)
-        learner = not_computed if learner_logprobs is None else scored.actions(learner_logprobs)
-        reference = not_computed if self.score_reference is None else scored.actions(scored.reference_logprobs)
-        values = scored.actions(scored.values) if self.has_critic else not_computed
+        computed_scores = {
+            "learner_logprobs": learner_logprobs,
+            "reference_logprobs": None if self.score_reference is None else scored.reference_logprobs,
+            "values": scored.values if self.has_critic else None,
+        }
+        scores = {name: scored.actions(array) for name, array in computed_scores.items() if array is not None}
         stored = {}
-        for index, (id, (advantages, value_targets, turn_advantages)) in enumerate(zip(scored.ids, kept, strict=True)):
+        for index, (id, (advantages, value_targets, turn_advantages)) in enumerate(
+            zip(scored.ids, computed, strict=True)
+        ):
             has_loss = bool(advantages.size)
             stored[id] = StoredAdvantages(
                 advantages=advantages if has_loss else None,
-                learner_logprobs=learner[index],
-                reference_logprobs=reference[index],
-                values=values[index],
                 value_targets=value_targets if self.has_critic and has_loss else None,
                 turn_advantages=turn_advantages,
+                **{name: per_rollout[index] for name, per_rollout in scores.items()},
             )
         return stored
 
@@ -295,50 +296,52 @@ def _sampling_version(rollout: Rollout, default: WeightVersion) -> WeightVersion
 
 
 def _advantage_inputs(
-    graded: Sequence[Rollout], batch: RolloutBatch, penalties: Sequence[ActionTokens]
-) -> list[AdvantageInputs]:
+    groups: Sequence[RolloutGroup], batch: RolloutBatch, penalties: Sequence[ActionTokens]
+) -> list[list[AdvantageInputs]]:
     """Return the inputs of the estimator; the penalties include those of tokens that were removed from the loss."""
     values = batch.actions(batch.values.astype(np.float64))
-    arrays = zip(batch.actions(batch.turn_ids), penalties, values, strict=True)
-    return [_inputs(rollout, *of_rollout) for rollout, of_rollout in zip(graded, arrays, strict=True)]
+    of_graded = zip(batch.actions(batch.turn_ids), penalties, values, strict=True)
+    of_failed = np.zeros(0, np.int32), np.zeros(0), np.zeros(0)
 
+    def inputs(rollout: Rollout) -> AdvantageInputs:
+        turn_ids, penalties, values = next(of_graded) if rollout.rewards else of_failed
+        # If its tokens have no loss, its return, including penalties, still counts in the baseline of the group.
+        is_masked, rewards = not turn_ids.size, [turn.reward for turn in rollout.turns]
+        # `Rollout` and `RolloutBatch` have checked these values, and penalties of clipped log-ratios are finite.
+        return make_unchecked(
+            AdvantageInputs,
+            id=rollout.id,
+            score=rollout.total_reward,
+            turn_rewards=np.array([reward or 0.0 for reward in rewards], np.float64),
+            anchors=tuple([turn.anchor_state for turn in rollout.turns]),
+            turn_ids=turn_ids,
+            penalties=np.zeros(0) if is_masked else penalties,
+            masked_penalty=math.fsum(penalties) if is_masked else 0.0,
+            values=values,
+            unrewarded_turns=tuple([index for index, reward in enumerate(rewards) if reward is None]),
+        )
 
-def _inputs(
-    rollout: Rollout, turn_ids: Int32[np.ndarray, " tokens"], penalties: ActionTokens, values: ActionTokens
-) -> AdvantageInputs:
-    score, rewards = rollout.total_reward, [turn.reward for turn in rollout.turns]
-    assert score is not None
-    # If its tokens have no loss, its return, including penalties, still counts in the baseline of the group.
-    is_masked = not turn_ids.size
-    # `Rollout` and `RolloutBatch` have checked these values, and penalties of clipped log-ratios are finite.
-    return make_unchecked(
-        AdvantageInputs,
-        id=rollout.id,
-        score=score,
-        turn_rewards=np.array([reward or 0.0 for reward in rewards], np.float64),
-        anchors=tuple([turn.anchor_state for turn in rollout.turns]),
-        turn_ids=turn_ids,
-        penalties=np.zeros(0) if is_masked else penalties,
-        masked_penalty=math.fsum(penalties) if is_masked else 0.0,
-        values=values,
-        unrewarded_turns=tuple([index for index, reward in enumerate(rewards) if reward is None]),
-    )
+    return [[inputs(rollout) for rollout in group.rollouts] for group in groups]
 
 
 def _log_advantages(
-    graded: Sequence[Rollout], scored: RolloutBatch, kept: Sequence[TokenAdvantages], *, has_critic: bool
+    graded: Sequence[Rollout], scored: RolloutBatch, computed: Sequence[TokenAdvantages], *, has_critic: bool
 ) -> None:
     """Log the critic's values and the advantages of each turn, and the components of GiGPO advantages."""
-    arrays = zip(graded, scored.actions(scored.turn_ids), scored.actions(scored.values), kept, strict=True)
+
+    def text(values: np.ndarray) -> str:
+        return ", ".join(f"{value:.6g}" for value in values.tolist())
+
+    arrays = zip(graded, scored.actions(scored.turn_ids), scored.actions(scored.values), computed, strict=True)
     for rollout, turn_ids, values, (advantages, _, turn_advantages) in arrays:
         for index, turn in enumerate(rollout.turns):
             in_turn = turn_ids == index
             if has_critic:
-                logger.debug("rollout %s turn %d: values [%s]", rollout.id, index, _format(values[in_turn]))
+                logger.debug("rollout %s turn %d: values [%s]", rollout.id, index, text(values[in_turn]))
             # A rollout without loss has no advantages.
             of_turn = advantages[in_turn] if advantages.size else advantages
             if turn_advantages is None:
-                logger.debug("rollout %s turn %d: advantages [%s]", rollout.id, index, _format(of_turn))
+                logger.debug("rollout %s turn %d: advantages [%s]", rollout.id, index, text(of_turn))
                 continue
             episode, returns, steps = turn_advantages
             logger.debug(
@@ -349,43 +352,21 @@ def _log_advantages(
                 returns[index],
                 episode,
                 steps[index],
-                _format(of_turn[:1]),
+                text(of_turn[:1]),
             )
 
 
-def _format(values: np.ndarray) -> str:
-    return ", ".join(f"{value:.6g}" for value in values.tolist())
-
-
-def _failed_inputs(rollout: Rollout) -> AdvantageInputs:
-    return AdvantageInputs(
-        id=rollout.id,
-        score=None,
-        turn_rewards=np.zeros(len(rollout.turns)),
-        anchors=tuple(turn.anchor_state for turn in rollout.turns),
-        turn_ids=np.zeros(0, np.int32),
-        penalties=np.zeros(0),
-        values=np.zeros(0),
-    )
-
-
-def _advantage_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Compute mean, population standard deviation and share of exact zeros over the loss tokens of the batch."""
-    advantages = batch.advantages[batch.loss_mask]
-    if not advantages.size:
-        return {}
-    return {
-        "advantage/mean": float(advantages.mean()),
-        "advantage/std": float(advantages.std()),
-        "advantage/zero_share": float(np.mean(advantages == 0)),
-    }
-
-
-def _critic_metrics(batch: RolloutBatch) -> dict[str, float]:
-    values, targets = batch.values[batch.loss_mask].astype(np.float64), batch.returns[batch.loss_mask]
-    metrics = {"critic/explained_variance": explained_variance(values, targets)}
-    if values.size:
+def _advantage_metrics(batch: RolloutBatch, *, has_critic: bool) -> dict[str, float]:
+    """Compute statistics over the loss tokens of the batch: share of exact zeros, and population deviation."""
+    advantages, targets = batch.advantages[batch.loss_mask], batch.returns[batch.loss_mask]
+    values = batch.values[batch.loss_mask].astype(np.float64)
+    metrics = {"critic/explained_variance": explained_variance(values, targets)} if has_critic else {}
+    if has_critic and values.size:
         metrics["critic/value_mean"] = float(values.mean())
         metrics["critic/value_std"] = math.sqrt(sample_variance(values))
         metrics["critic/target_mean"] = float(targets.mean())
+    if advantages.size:
+        metrics["advantage/mean"] = float(advantages.mean())
+        metrics["advantage/std"] = float(advantages.std())
+        metrics["advantage/zero_share"] = float(np.mean(advantages == 0))
     return metrics

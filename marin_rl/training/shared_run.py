@@ -170,7 +170,7 @@ def require_same_batch(step: int, batch: RolloutBatch, updates: Sequence[PackedB
     if not multihost.is_multihost():
         return
     values = {
-        "rollouts": f"{step} {list(zip(batch.ids, batch.lengths, strict=True))}".encode(),
+        "rollouts": f"{step} {batch.ids} {batch.lengths}".encode(),
         "rows": repr([(packed.layout, packed.slots) for packed in updates]).encode(),
         **{name: getattr(batch, name).tobytes() for name in TOKEN_ARRAYS},
     }

@@ -152,7 +152,6 @@ def worked_example(task: Task, runner: RolloutRunner) -> RolloutBatch | None:
     return batch_conversation(
         runner.environment.demonstrate(task),
         id=task.id,
-        source=task.environment,
         max_length=runner.limits.max_length,
         tokenizer=runner.tokenizer,
     )

@@ -31,7 +31,7 @@ from marin_rl.batching.rl_example import (
     to_predictors,
     to_tokens,
 )
-from marin_rl.batching.rollout_batch import RolloutBatch, join_batches
+from marin_rl.batching.rollout_batch import RolloutBatch, batch_rollouts, join_batches
 from marin_rl.learner.logprobs import policy_activations
 from marin_rl.levanter_line import lm_example, seq_len
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
@@ -93,7 +93,7 @@ def token_advantages(rollout: ProcessedRollout, advantage: float | None = None) 
 
 def batch_of(rollouts: Sequence[ProcessedRollout]) -> RolloutBatch:
     """The tokens of the rollouts, with their advantages."""
-    batch = join_batches([rollout.to_batch() for rollout in rollouts])
+    batch = join_batches([batch_rollouts([], max_length=1), *(rollout.to_batch() for rollout in rollouts)])
     return batch.with_advantages([token_advantages(rollout) for rollout in rollouts])
 
 

@@ -109,7 +109,7 @@ def make_example(rows: int = ROWS, positions: int = POSITIONS, vocab: int = VOCA
 def one_sequence(ids: Sequence[int], prompt: int) -> RolloutBatch:
     """Return a rollout of one sequence whose tokens after the prompt have loss."""
     turn_ids = np.repeat(np.array([-1, 0], np.int32), [prompt, len(ids) - prompt])
-    return make_batch(["test"], ["test"], [[len(ids)]], input_ids=np.array(ids, np.int32), turn_ids=turn_ids)
+    return make_batch(["test"], [[len(ids)]], input_ids=np.array(ids, np.int32), turn_ids=turn_ids)
 
 
 def replace_arrays(example: RlExample, **arrays: np.ndarray) -> RlExample:

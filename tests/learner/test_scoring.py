@@ -48,7 +48,6 @@ def make_rollouts(vocab: int) -> RolloutBatch:
     has_loss[-sum(LENGTHS[-1]) :] = False
     return make_batch(
         [str(index) for index in range(len(LENGTHS))],
-        ["test"] * len(LENGTHS),
         LENGTHS,
         input_ids=rng.integers(0, vocab, position.size).astype(np.int32),
         turn_ids=np.where(has_loss, 0, -1).astype(np.int32),
@@ -155,8 +154,8 @@ def test_weights_are_unchanged(tiny, scorer, rollouts, critic) -> None:
         assert array.tobytes() == before[name].tobytes(), name
 
 
-def test_no_rollouts_give_no_scores(scorer, critic) -> None:
-    assert [array.size for array in scorer.score(critic, join_batches([]))] == [0, 0]
+def test_no_rollouts_give_no_scores(scorer, rollouts, critic) -> None:
+    assert [array.size for array in scorer.score(critic, rollouts.take(np.array([], np.int64)))] == [0, 0]
 
 
 def test_error_names_the_rollout_of_a_sequence_that_does_not_fit(trainer, rollouts, critic) -> None:

@@ -129,6 +129,10 @@ CORRECTIONS = [
 ragged = st.lists(st.lists(st.floats(-3, 3) | st.floats(-90, 90), max_size=5), max_size=5)
 
 
+def joined(log_weights):
+    return np.array([d for of_rollout in log_weights for d in of_rollout], np.float64)
+
+
 def weight_oracle(config, log_weights):
     """Compute the weight of each token of one rollout from the definitions."""
     weights = [math.exp(max(-20.0, min(20.0, d))) for d in log_weights]
@@ -148,37 +152,36 @@ class TestCorrections:
     @settings(max_examples=50)
     @given(log_weights=ragged)
     def test_matches_the_definitions(self, config, log_weights):
-        actual = config.weights([np.array(own) for own in log_weights])
-        assert len(actual) == len(log_weights)
-        for own, weights in zip(log_weights, actual, strict=True):
-            assert weights.dtype == np.float64
-            np.testing.assert_allclose(weights, weight_oracle(config, own), rtol=1e-9)
+        actual = config.weights(joined(log_weights), [*map(len, log_weights)])
+        assert actual.dtype == np.float64
+        expected = [weight for of_rollout in log_weights for weight in weight_oracle(config, of_rollout)]
+        np.testing.assert_allclose(actual, expected, rtol=1e-9)
 
     @pytest.mark.parametrize("config", CORRECTIONS)
     def test_weights_of_equal_policies_are_one_if_within_bounds(self, config):
         expected = weight_oracle(config, [0.0, 0.0])
-        assert config.weights([np.zeros(2), np.zeros(0)])[0].tolist() == expected
+        assert config.weights(np.zeros(2), [2, 0]).tolist() == expected
         assert expected == [1.0, 1.0] or config in (TisConfig(0.7), MaskMismatchConfig(0.7))
 
     def test_bounds_are_inclusive(self):
-        assert IcepopConfig(0.5, 4.0).weights([np.log(np.array([0.5, 4.0]))])[0].tolist() == pytest.approx([0.5, 4.0])
-        assert MaskMismatchConfig(2.0).weights([np.array([math.log(2.0)])])[0].tolist() == [1.0]
-        assert MaskMismatchConfig(2.0).weights([np.array([math.log(2.0) + 1e-9])])[0].tolist() == [0.0]
+        assert IcepopConfig(0.5, 4.0).weights(np.log(np.array([0.5, 4.0])), [2]).tolist() == pytest.approx([0.5, 4.0])
+        at_bound = np.array([math.log(2.0), math.log(2.0) + 1e-9])
+        assert MaskMismatchConfig(2.0).weights(at_bound, [1, 1]).tolist() == [1.0, 0.0]
 
     def test_only_rollouts_more_probable_under_the_learner_are_masked(self):
-        kept, dropped = MaskMismatchConfig().weights([np.full(3, -5.0), np.full(3, 0.3)])
-        assert kept.tolist() == [1.0] * 3
-        assert dropped.tolist() == [0.0] * 3
+        weights = MaskMismatchConfig().weights(np.repeat([-5.0, 0.3], 3), [3, 3])
+        assert weights.tolist() == [1.0] * 3 + [0.0] * 3
 
     def test_long_rollouts_do_not_overflow(self):
         for config in CORRECTIONS:
-            for own in (np.full(5000, 15.0), np.full(5000, -15.0), np.array([1e30, -1e30])):
-                assert np.isfinite(config.weights([own])[0]).all()
+            for log_weights in (np.full(5000, 15.0), np.full(5000, -15.0), np.array([1e30, -1e30])):
+                assert np.isfinite(config.weights(log_weights, [log_weights.size])).all()
 
     def test_float32_is_summed_in_float64(self):
-        own = np.full(1000, 0.1, np.float32)
-        assert MaskMismatchConfig(math.exp(1000 * float(np.float32(0.1)) + 1e-6)).weights([own])[0][0] == 1.0
-        assert MaskMismatchConfig(math.exp(1000 * float(np.float32(0.1)) - 1e-6)).weights([own])[0][0] == 0.0
+        log_weights = np.full(1000, 0.1, np.float32)
+        for margin, weight in ((1e-6, 1.0), (-1e-6, 0.0)):
+            config = MaskMismatchConfig(math.exp(1000 * float(np.float32(0.1)) + margin))
+            assert config.weights(log_weights, [1000])[0] == weight
 
     def test_configs_are_selected_by_type(self):
         assert draccus.decode(OffPolicyCorrectionConfig, {"type": "none"}) == NoCorrectionConfig()
@@ -214,9 +217,8 @@ class TestMismatchMetrics:
     def test_metrics_match_the_raw_weights(self, log_weights):
         together = [d for own in log_weights for d in own] or [0.0]
         expected = oracle(together)
-        arrays = [np.array(own) for own in log_weights]
         with jax.enable_x64(True):
-            actual = mismatch_metrics(log_weight_statistics(arrays), arrays)
+            actual = mismatch_metrics(log_weight_statistics(joined(log_weights)), joined(log_weights))
         largest = max(math.exp(max(-20.0, min(20.0, d))) for d in together)
         # There is no maximum without tokens.
         assert actual.pop("mismatch/weight_max", 1.0) == pytest.approx(largest, rel=1e-9)
@@ -230,14 +232,13 @@ class TestMismatchMetrics:
 
     def test_host_and_device_agree(self):
         rng = np.random.default_rng(0)
-        log_weights = [rng.normal(scale=0.5, size=size) for size in (3, 0, 7)]
+        log_weights = rng.normal(scale=0.5, size=10)
         with jax.enable_x64(True):
             host = mismatch_metrics(log_weight_statistics(log_weights))
-            device = mismatch_metrics(statistics_of(np.concatenate(log_weights).tolist()))
+            device = mismatch_metrics(statistics_of(log_weights.tolist()))
         assert host == pytest.approx(device, rel=1e-9)
 
     def test_metrics_of_no_tokens_equal_those_of_equal_policies(self):
-        neutral = mismatch_metrics(log_weight_statistics([np.zeros(4)]))
-        assert mismatch_metrics(log_weight_statistics([])) == neutral
-        assert mismatch_metrics(log_weight_statistics([np.zeros(0)])) == neutral
-        assert mismatch_metrics(log_weight_statistics([np.zeros(0)]), [np.zeros(0)]) == neutral
+        neutral = mismatch_metrics(log_weight_statistics(np.zeros(4)))
+        assert mismatch_metrics(log_weight_statistics(np.zeros(0))) == neutral
+        assert mismatch_metrics(log_weight_statistics(np.zeros(0)), np.zeros(0)) == neutral

@@ -179,7 +179,6 @@ def long_rollouts() -> RolloutBatch:
     tokens = [np.random.default_rng(length).integers(0, 256, length) for length in lengths]
     return make_batch(
         [str(length) for length in lengths],
-        ["test"] * 3,
         [[length] for length in lengths],
         input_ids=np.concatenate(tokens).astype(np.int32),
         turn_ids=np.concatenate([np.repeat([-1, 0], [length - 16, 16]) for length in lengths]).astype(np.int32),
