@@ -115,8 +115,8 @@ class RowLayout:
         3
         """
         rows = rollouts if self.group is None else -(-rollouts // self.group.answers)
-        own = -(-rows // self.rows_per_microbatch)
-        return max([own, *(layout.microbatches(rollouts) for layout in self.alternatives)])
+        microbatches = -(-rows // self.rows_per_microbatch)
+        return max([microbatches, *(layout.microbatches(rollouts) for layout in self.alternatives)])
 
     def cost(self, microbatches: int) -> float:
         """Return the cost of a number of microbatches, in units of `row_cost`."""
@@ -180,15 +180,17 @@ def pack_sequences(
     """
     names = [str(index) for index in range(len(lengths))] if ids is None else ids
     _check_lengths(names, lengths, layout)
-    several = [index for index, own in enumerate(lengths) if layout.whole_rollouts and len(own) > 1]
+    several = [index for index, of_rollout in enumerate(lengths) if layout.whole_rollouts and len(of_rollout) > 1]
     # It depends on lengths only, so the order of rollouts does not affect the packing.
     several.sort(key=lambda index: (-sum(lengths[index]), sorted(-length for length in lengths[index])))
     in_several = set(several)
-    single = [length for index, own in enumerate(lengths) if index not in in_several for length in own]
+    single = [length for index, of_rollout in enumerate(lengths) if index not in in_several for length in of_rollout]
     rows = _FreeRows(layout, capacity=len(several) + -(-len(single) // layout.rows_per_microbatch))
     slots = {index: rows.place_rollout(names[index], lengths[index]) for index in several}
     placed = iter(rows.place_single(single))
-    return tuple(slots.get(index) or tuple(next(placed) for _ in own) for index, own in enumerate(lengths))
+    return tuple(
+        slots.get(index) or tuple(next(placed) for _ in of_rollout) for index, of_rollout in enumerate(lengths)
+    )
 
 
 def choose_layout(
@@ -236,7 +238,7 @@ def _pack_alternative(
     """Pack a batch in an alternative layout; None if it does not fit."""
     if layout.group is not None:
         return None if prompts is None else pack_groups(lengths, prompts, layout)
-    fits = max(len(own) for own in lengths) <= layout.rows_per_microbatch
+    fits = max(len(of_rollout) for of_rollout in lengths) <= layout.rows_per_microbatch
     return pack_sequences(lengths, layout, ids) if fits else None
 
 
@@ -264,15 +266,15 @@ def pack_groups(
     [(4, 8, 2), (4, 4, 3)]
     """
     group = layout.group
-    if group is None or (layout.whole_rollouts and any(len(own) > 1 for own in lengths)):
+    if group is None or (layout.whole_rollouts and any(len(of_rollout) > 1 for of_rollout in lengths)):
         return None
     sharing: dict[Prompt, list[tuple[int, int, int]]] = defaultdict(list)
-    for rollout, (own, own_prompts) in enumerate(zip(lengths, prompts, strict=True)):
-        for index, (length, prompt) in enumerate(zip(own, own_prompts, strict=True)):
+    for rollout, (of_rollout, prompts_of_rollout) in enumerate(zip(lengths, prompts, strict=True)):
+        for index, (length, prompt) in enumerate(zip(of_rollout, prompts_of_rollout, strict=True)):
             if length - min(prompt.length, group.prompt_length) > group.answer_tokens:
                 return None
             sharing[prompt].append((-length, rollout, index))
-    slots = [[Slot(0, 0, 0, 0)] * len(own) for own in lengths]
+    slots = [[Slot(0, 0, 0, 0)] * len(of_rollout) for of_rollout in lengths]
     rows = 0
     for prompt in sorted(sharing):
         shared = min(prompt.length, group.prompt_length)
@@ -358,10 +360,10 @@ class _FreeRows:
         for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
             # Sequences of one size fill one row after another, and at last empty rows.
             room = free[: used - (-count // (row_length // size))] // size
-            own, order = order[:count], order[count:]
+            placed, order = order[:count], order[count:]
             row = np.repeat(np.arange(len(room)), room)[:count]
             number = np.arange(count) - np.searchsorted(row, row)
-            rows[own], starts[own] = row, row_length - free[row] + number * size
+            rows[placed], starts[placed] = row, row_length - free[row] + number * size
             free[: len(room)] -= np.bincount(row, minlength=len(room)) * size
             used = max(used, int(row[-1]) + 1)
         microbatches, rows = np.divmod(rows, self._layout.rows_per_microbatch)

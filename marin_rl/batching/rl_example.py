@@ -27,7 +27,7 @@ from levanter.models.lm_model import LmExample
 from marin_rl.batching.packing import GroupRow, Prompt, RowLayout, Slot, choose_layout, count_microbatches
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.levanter_line import lm_example
-from marin_rl.objectives.aggregation import NO_ROLLOUT, AggregationConfig
+from marin_rl.objectives.aggregation import AggregationConfig
 
 OwnRows = Callable[[int], Int64[np.ndarray, " own"]]
 """Returns the rows that this process feeds, ascending, of a microbatch with a number of rows."""
@@ -46,6 +46,8 @@ PER_TOKEN_DTYPES = {
     "values": jnp.float32,
     "returns": jnp.float32,
 }
+NO_ROLLOUT = -1
+"""Rollout id of padding and shared prompts."""
 _ON_LOSS = ("policy_logprobs", "reference_logprobs", "values", "advantages", "returns", "importance_weights")
 
 
@@ -275,14 +277,13 @@ def pack_batch(
     prompts = _prompts(batch) if has_groups else None
     layout, slots = choose_layout(batch.lengths, layout, batch.ids, prompts)
     shape = (count_microbatches(slots), layout.rows_per_microbatch, layout.tokens_per_row)
-    # The denominators are those of the whole batch, independent of its split into microbatches and among processes.
-    rollout_of_token = np.repeat(np.arange(len(batch.ids)), np.diff(batch.token_offsets))
-    loss_weights = aggregation.loss_weights(batch.loss_mask[None], rollout_of_token[None])[0]
     places, on_tokens = _place(batch, slots, shape)
     on_tokens |= {"input_ids": batch.input_ids, "loss_mask": batch.loss_mask}
     if layout.group is None:
         del on_tokens["prompt_segment_ids"]
-    on_loss = {name: getattr(batch, name) for name in _ON_LOSS} | {"loss_weights": loss_weights}
+    on_loss = {name: getattr(batch, name)[batch.loss_mask] for name in _ON_LOSS}
+    # The denominators are those of the whole batch, independent of its split into microbatches and among processes.
+    on_loss["loss_weights"] = np.repeat(aggregation.loss_weights(batch.num_loss_tokens), batch.num_loss_tokens)
     padding = {"input_ids": pad_token_id, "rollout_ids": NO_ROLLOUT}
     rows = slice(None) if own_rows is None else own_rows(layout.rows_per_microbatch)
 
@@ -293,7 +294,7 @@ def pack_batch(
 
     arrays = {name: scatter(name, places, values) for name, values in on_tokens.items()}
     actions = places[batch.loss_mask]
-    arrays |= {name: scatter(name, actions, values[batch.loss_mask]) for name, values in on_loss.items()}
+    arrays |= {name: scatter(name, actions, values) for name, values in on_loss.items()}
     axes = (Axis("batch", arrays["input_ids"].shape[1]), Axis("position", layout.tokens_per_row))
     microbatches = tuple(
         # On the host: `hax.named` would put every array on the default device.

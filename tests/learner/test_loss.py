@@ -131,7 +131,9 @@ class Case:
             "segment_ids": np.ones(self.mask.shape, np.int32),
             "position_ids": np.broadcast_to(np.arange(POSITIONS, dtype=np.int32), self.mask.shape),
             "rollout_ids": owners.astype(np.int32),
-            "loss_weights": aggregation.loss_weights(self.mask, owners),
+            "loss_weights": masked(
+                aggregation.loss_weights(np.bincount(owners[self.mask], minlength=owners.max() + 1))[owners]
+            ),
             "importance_weights": masked(self.importance),
             "advantages": masked(self.advantages),
             "policy_logprobs": masked(self.policy),

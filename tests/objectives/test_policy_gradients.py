@@ -88,8 +88,7 @@ class Bandit:
         old = (self.first, self.second) if old is None else old
         chances = self.chances(*old)[self.groups].prod(axis=1)
         mask = np.array([[True, True], [True, True], [True, False]])[self.groups]
-        owners = np.array([[0, 0], [1, 1], [2, 2]])
-        weights = np.stack([SequenceSumConfig().loss_weights(m, owners) for m in mask])
+        weights = np.stack([SequenceSumConfig().loss_weights(m.sum(axis=1))[:, None] * m for m in mask])
         with jax.enable_x64(True):
             arguments = (weights.astype(np.float64) * chances[:, None, None], mask, self.advantages(estimator, values))
             batch = [jnp.array(array) for array in (*arguments, self.groups)]
