@@ -156,12 +156,12 @@ class RolloutBatch:
         )
 
     def tokens_of(self, rollouts: Int64[np.ndarray, " some"]) -> Int64[np.ndarray, " some_tokens"]:
-        """Return the indices of the tokens of some rollouts."""
+        """Return the indices of the tokens of some rollouts, which are given by their indices."""
         lengths, end = np.diff(self.token_offsets)[rollouts], self.token_offsets[1:][rollouts]
         return np.repeat(end - np.cumsum(lengths), lengths) + np.arange(lengths.sum())
 
     def take(self, rollouts: Int64[np.ndarray, " some"]) -> "RolloutBatch":
-        """Return a batch of some rollouts, in the given order."""
+        """Return a batch of some rollouts, which are given by their indices, in the given order."""
         tokens, indices = self.tokens_of(rollouts), rollouts.tolist()
         return RolloutBatch(
             ids=tuple([self.ids[index] for index in indices]),
@@ -170,7 +170,7 @@ class RolloutBatch:
         )
 
     def without_loss(self, rollouts: Int64[np.ndarray, " some"]) -> "RolloutBatch":
-        """Remove all tokens of some rollouts from the loss; the tokens stay."""
+        """Remove all tokens of some rollouts, which are given by their indices, from the loss; the tokens stay."""
         arrays = {name: getattr(self, name).copy() for name in TOKEN_ARRAYS if name != "input_ids"}
         tokens = self.tokens_of(rollouts)
         for name, array in arrays.items():
