@@ -34,7 +34,6 @@ from typing import Any, cast
 import jax
 import numpy as np
 import ray
-from haliax import Axis
 
 from experiments.benchmarks.benchmark_training_step import pack, random_rollouts
 from experiments.benchmarks.measurement import (
@@ -55,7 +54,8 @@ from marin_rl.distributed.coordinator_client import CoordinatorClient
 from marin_rl.distributed.ray_node import connected_to_local_node
 from marin_rl.distributed.worker import RolloutWorker, WorkerPolicy
 from marin_rl.learner.devices import start_devices
-from marin_rl.learner.policy_model import initialize_policy, model_shape
+from marin_rl.learner.policy_model import initialize_policy
+from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.train_step import Learner
 from marin_rl.training.open_run import make_loss
 from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig, WeightTransferConfig
@@ -223,7 +223,7 @@ def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: ArrowFl
     assert config.model is not None
     trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device, alone=True)
     vocab_size = config.tokenizer.build().vocab_size
-    like = model_shape(config.model, Axis("vocab", vocab_size), trainer)
+    like = PolicySpec(config.model, vocab_size, trainer).policy
     shapes = {name: leaf.shape for name, leaf in named_leaves(like).items()}
     num_bytes = sum(4 * math.prod(shape) for shape in shapes.values())
     with (

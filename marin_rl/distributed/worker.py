@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from haliax import Axis
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.config.input_files import Inputs, digest_inputs, input_changes
@@ -27,8 +26,7 @@ from marin_rl.distributed.samplers import open_worker_sampler
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.errors import Closing
 from marin_rl.learner.devices import exempt_from_collection, start_devices
-from marin_rl.learner.policy_model import model_shape
-from marin_rl.learner.train_step import placed_shape
+from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.multihost import ProcessesDifferError
 from marin_rl.rollouts.group_codec import encode_group
 from marin_rl.rollouts.run_rollouts import GroupInput, stream_groups
@@ -211,8 +209,7 @@ class WorkerPolicy:
             rows_per_device=config.rollouts.rows_per_device,
             alone=True,
         )
-        shape = model_shape(config.model, Axis("vocab", vocab_size), self._trainer)
-        self._like = placed_shape(shape, self._trainer.device_mesh, self._trainer.parameter_axis_mapping)
+        self._like = PolicySpec(config.model, vocab_size, self._trainer).placed_policy
         self._tokenizer = config.tokenizer.build()
         self._environment = config.environment.build()
         self._receiver: WeightReceiver | None = None

@@ -15,7 +15,6 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.batching.rl_example import RlExample, to_predictors, to_tokens
 from marin_rl.learner.config import CriticConfig
 from marin_rl.learner.logprobs import policy_activations
-from marin_rl.trainer_config import AbstractTrainerConfig
 
 
 class ActorCritic(eqx.Module):
@@ -67,23 +66,3 @@ def with_critic(config: CriticConfig, policy: LmHeadModel) -> ActorCritic:
             trunk = eqx.tree_at(lambda model: model.lm_head, policy, None, is_leaf=lambda leaf: leaf is None)
         trunk = jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, trunk)
     return ActorCritic(policy, hax.zeros(policy.Embed), hax.zeros(()), trunk)
-
-
-def attach_critic(
-    config: CriticConfig | None, policy: LmHeadModel, trainer: AbstractTrainerConfig
-) -> LmHeadModel | ActorCritic:
-    """Return the trainable model: the policy alone or with a critic, in parameter precision, sharded like the policy.
-
-    Args:
-        config: configuration of the critic; None trains the policy alone.
-        policy: its arrays become part of the result.
-        trainer: mesh, axis mapping and parameter precision.
-    """
-    if config is None:
-        return policy
-
-    def attach(policy: LmHeadModel) -> ActorCritic:
-        return trainer.mp.cast_to_param(with_critic(config, policy))
-
-    with trainer.use_device_mesh():
-        return hax.named_jit(attach, axis_resources=trainer.parameter_axis_mapping)(policy)

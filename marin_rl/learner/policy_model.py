@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import equinox as eqx
 import haliax as hax
 import jax
 from haliax import Axis
@@ -24,7 +23,7 @@ from transformers.utils.hub import cached_file
 
 from marin_rl import multihost
 from marin_rl.learner.hf_export import DeviceWeights, WeightParts, write_weights
-from marin_rl.learner.sharding import check_sharding
+from marin_rl.learner.policy_spec import PolicySpec, only_arrays
 from marin_rl.levanter_line import max_positions
 from marin_rl.models.conversion import check_same_function, levanter_config, to_hf_config
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
@@ -50,42 +49,13 @@ def initialize_policy(
         ShardingError: if the mesh does not divide an axis of the model.
     """
     Vocab = Axis("vocab", tokenizer.vocab_size)
-    _check_mesh(model_shape(config, Vocab, trainer), trainer)
+    PolicySpec(config, Vocab.size, trainer).check_mesh()
 
     def build(key: jax.Array) -> LmHeadModel:
-        return trainer.mp.cast_to_param(_only_arrays(config.build(Vocab, key=key)))
+        return trainer.mp.cast_to_param(only_arrays(config.build(Vocab, key=key)))
 
     with trainer.use_device_mesh():
         return hax.named_jit(build, axis_resources=trainer.parameter_axis_mapping)(key)
-
-
-def model_shape(config: LmConfig, Vocab: Axis, trainer: AbstractTrainerConfig) -> LmHeadModel:
-    """Return the shapes and dtypes of a policy's parameters without allocating them."""
-
-    def build() -> LmHeadModel:
-        return trainer.mp.cast_to_param(_only_arrays(config.build(Vocab, key=jax.random.PRNGKey(0))))
-
-    return eqx.filter_eval_shape(build)
-
-
-def restored_shape(config: LmConfig, Vocab: Axis, trainer: AbstractTrainerConfig) -> LmHeadModel:
-    """Return the `model_shape` of a policy that is read from a checkpoint.
-
-    Raises:
-        ShardingError: if the mesh does not divide an axis of the model.
-    """
-    shape = model_shape(config, Vocab, trainer)
-    _check_mesh(shape, trainer)
-    return shape
-
-
-def _check_mesh(shape: LmHeadModel, trainer: AbstractTrainerConfig) -> None:
-    check_sharding(shape, trainer.device_mesh.shape, [trainer.parameter_axis_mapping])
-
-
-def _only_arrays(model: LmHeadModel) -> LmHeadModel:
-    """Drop the flags of dropout that GPT-2 has among its weights, which no checkpoint has; nothing uses dropout."""
-    return eqx.filter(model, eqx.is_array)
 
 
 def load_hf_policy(
@@ -107,7 +77,7 @@ def load_hf_policy(
     # Levanter queries the hub for any file that it does not find; it would take a relative folder for a hub name.
     checkpoint = str(Path(checkpoint).absolute()) if Path(checkpoint).is_dir() else checkpoint
     hf_config, config = check_hf_policy(checkpoint, tokenizer, trainer, config)
-    _check_mesh(model_shape(config, Axis("vocab", hf_config.vocab_size), trainer), trainer)
+    PolicySpec(config, hf_config.vocab_size, trainer).check_mesh()
     # Files of a hub name are in the cache by now. Levanter's new line would download them again, also offline.
     folder = str(Path(cast(str, cached_file(checkpoint, "config.json"))).parent)
     converter = _Converter(
@@ -132,7 +102,7 @@ def load_hf_policy(
         raise PolicyModelError(
             f"the weights in {checkpoint!r} are missing or damaged: {str(error).splitlines()[0]}"
         ) from error
-    return _only_arrays(cast(LmHeadModel, model))
+    return only_arrays(cast(LmHeadModel, model))
 
 
 class _Converter(HFCheckpointConverter):
@@ -175,7 +145,7 @@ def check_hf_policy(
             f"(tokenizer.path: {checkpoint})"
         )
     if download or Path(checkpoint).is_dir():
-        check_tensors(checkpoint, model_shape(config, Axis("vocab", vocab_size), trainer))
+        check_tensors(checkpoint, PolicySpec(config, vocab_size, trainer).policy)
     return hf_config, config
 
 

@@ -24,9 +24,9 @@ from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
 from marin_rl.config.device_settings import row_layout, trained_model
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.learner.critic import with_critic
+from marin_rl.learner.critic import ActorCritic
 from marin_rl.learner.devices import start_devices
-from marin_rl.learner.policy_model import model_shape
+from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.train_step import placed_shape
 from marin_rl.levanter_line import shard
 from marin_rl.sampling.attention import Tokens
@@ -62,21 +62,25 @@ class RunShapes:
         return cast(Any, self.config.model).num_layers
 
     @functools.cached_property
+    def spec(self) -> PolicySpec:
+        """Shapes and shardings of the parameters."""
+        model = trained_model(self.config, self.trainer)
+        return PolicySpec(model, self.vocab_size, self.trainer, self.config.critic)
+
+    @property
     def policy(self) -> LmHeadModel:
         """Shapes of the policy's parameters."""
-        return model_shape(trained_model(self.config, self.trainer), Axis("vocab", self.vocab_size), self.trainer)
+        return self.spec.policy
 
     @functools.cached_property
     def parameters(self) -> LmHeadModel:
         """The same with their shardings."""
-        return self.place(self.policy)
+        return self.spec.placed_policy
 
     @functools.cached_property
-    def trained(self) -> eqx.Module:
+    def trained(self) -> LmHeadModel | ActorCritic:
         """Shapes and shardings of all trained parameters: the policy, and the critic if there is one."""
-        if self.config.critic is None:
-            return self.parameters
-        return self.place(eqx.filter_eval_shape(with_critic, self.config.critic, self.policy))
+        return self.spec.placed_trained
 
     def place(self, tree: Any) -> Any:
         """Return shapes with the shardings of parameters."""
@@ -167,7 +171,7 @@ def lower_initial_state(run: RunShapes) -> jax.stages.Lowered:
 def lower_update(run: RunShapes) -> jax.stages.Lowered:
     """Lower an update."""
     learner = make_learner(run.config, run.trainer, run.layout)
-    state = run.place(learner.state_shape(_shapes(run.trained)))
+    state = run.place(learner.state_shape(run.spec.trained))
     return learner.lower(state, [_batch(run.layout)])
 
 
@@ -295,11 +299,6 @@ def _batch(layout: RowLayout) -> RlExample:
         name: hax.NamedArray(cast(Any, np.zeros(shape, PER_TOKEN_DTYPES.get(name, np.int32))), axes) for name in names
     }
     return RlExample(**arrays, group=layout.group)
-
-
-def _shapes(tree: Any) -> Any:
-    """Return shapes without shardings."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def _output_shapes(program: Any, *arguments: Any) -> Any:

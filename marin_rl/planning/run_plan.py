@@ -272,9 +272,7 @@ def _plan_program(name: str, place: str, run: RunShapes, held: Mapping[str, Numb
 
 def _held(run: RunShapes) -> dict[str, Number]:
     """Return the bytes on each chip of the trainer that stay allocated."""
-    state = make_learner(run.config, run.trainer, run.layout).state_shape(
-        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), run.trained)
-    )
+    state = make_learner(run.config, run.trainer, run.layout).state_shape(run.spec.trained)
     weights = chip_bytes(run.trained)
     held: dict[str, Number] = {"weights": weights, "optimizer": chip_bytes(run.place(state)) - weights}
     if run.config.kl.needs_reference:

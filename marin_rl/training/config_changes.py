@@ -16,7 +16,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-from haliax import Axis
 from levanter.optim.config import OptimizerConfig
 from levanter.tracker import NoopTracker, current_tracker
 from levanter.trainer_state import init_optimizer_for_trainables
@@ -28,8 +27,7 @@ from marin_rl.config_fields import changeable_keys, flatten, is_within, keys_cha
 from marin_rl.errors import RunDirectoryError
 from marin_rl.learner.array_files import named_arrays
 from marin_rl.learner.checkpoint import Checkpoints
-from marin_rl.learner.critic import with_critic
-from marin_rl.learner.policy_model import model_shape
+from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.training.config_history import NOT_SET, Change, read_history, values_of_step
 from marin_rl.training.run_directory import (
     RunDirectory,
@@ -177,8 +175,7 @@ def _state_difference(old: TrainConfig, new: TrainConfig) -> str | None:
 def _state_arrays(config: TrainConfig, optimizer: OptimizerConfig) -> dict[str, str]:
     assert config.model is not None
     # The size of the vocabulary is not known before the tokenizer is loaded, and the same for both optimizers.
-    policy = model_shape(config.model, Axis("vocab", 2**15), config.trainer)
-    model = policy if config.critic is None else eqx.filter_eval_shape(with_critic, config.critic, policy)
+    model = PolicySpec(config.model, 2**15, config.trainer, config.critic).trained
     built = optimizer.build(config.num_updates)
     # Levanter logs the decayed weights to the current tracker.
     with current_tracker(NoopTracker()):

@@ -3,14 +3,11 @@
 
 """Exports of policies to folders and object stores, which are complete or absent."""
 
-import dataclasses
 import json
 import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-
-from haliax import Axis
 
 from marin_rl import multihost
 from marin_rl.config.train_config import TrainConfig
@@ -18,7 +15,8 @@ from marin_rl.errors import writing
 from marin_rl.learner.array_files import DamagedArraysError
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.hf_export import SavedWeights, WeightParts
-from marin_rl.learner.policy_model import model_shape, save_hf_folder
+from marin_rl.learner.policy_model import save_hf_folder
+from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.saved_checkpoint import STATE, Checkpoint, DamagedCheckpointError
 from marin_rl.storage import StoragePath, replace_folder, upload_folder
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -86,11 +84,10 @@ def export_checkpoint(config: TrainConfig, checkpoints: Checkpoints, step: int |
 
 
 def _saved_weights(config: TrainConfig, checkpoint: Checkpoint) -> SavedWeights:
-    trainer = dataclasses.replace(config.trainer)
     assert config.model is not None
-    shape = model_shape(config.model, Axis("vocab", checkpoint.progress["vocab_size"]), trainer)
-    saved = checkpoint.arrays_of(shape, "model" if config.critic is None else "model/policy")
+    spec = PolicySpec(config.model, int(checkpoint.progress["vocab_size"]), config.trainer, config.critic)
+    saved = checkpoint.arrays_of(spec.policy, spec.policy_path)
     try:
-        return SavedWeights(shape, saved, checkpoint.path / STATE, config.export.numeric_dtype)
+        return SavedWeights(spec.policy, saved, checkpoint.path / STATE, config.export.numeric_dtype)
     except DamagedArraysError as error:
         raise DamagedCheckpointError(f"checkpoint {checkpoint.path} is damaged: {error}") from error

@@ -27,7 +27,7 @@ from marin_rl.seeds import derive_seed
 from marin_rl.training.open_run import first_state, make_scorer
 from marin_rl.training.replay import TrainingParts, start_trainer, timed_step
 from marin_rl.training.run_directory import RunDirectory
-from marin_rl.training.starting_weights import first_policy, restore_state
+from marin_rl.training.starting_weights import first_policy, policy_spec
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
@@ -174,7 +174,7 @@ def _starting_state(
     require_checkpoint(str(directory.path), directory.checkpoints, step)
     checkpoint = checkpoints.newest_good() if step is None else checkpoints.open(step)
     assert checkpoint is not None
-    state = restore_state(checkpoint, config, parts.learner)
+    state = policy_spec(checkpoint, config, parts.trainer).restore_state(checkpoint, parts.learner)
     return state, checkpoint.step, int(checkpoint.progress["vocab_size"])
 
 

@@ -19,7 +19,7 @@ from levanter.trainer_state import TrainerState
 
 from marin_rl import multihost
 from marin_rl.batching.packing import RowLayout
-from marin_rl.config.device_settings import logprob_block, row_layout
+from marin_rl.config.device_settings import logprob_block, row_layout, trained_model
 from marin_rl.config.input_files import Inputs, digest_inputs
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
@@ -39,9 +39,10 @@ from marin_rl.event_loop import BackgroundLoop
 from marin_rl.host_status import raise_if
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.checkpoint_folders import CheckpointError
-from marin_rl.learner.critic import attach_critic, policy_of
+from marin_rl.learner.critic import policy_of
 from marin_rl.learner.devices import own_rows, platform_of, start_devices
 from marin_rl.learner.loss import RlLoss
+from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.saved_checkpoint import Checkpoint
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
@@ -63,7 +64,7 @@ from marin_rl.training.loop import TrainingRun
 from marin_rl.training.run_files import RUN_FILES, RunFiles, compare_on_resume
 from marin_rl.training.run_state import REPLAY, Progress, RunState
 from marin_rl.training.shared_run import check_config, require_same_inputs, require_same_tasks
-from marin_rl.training.starting_weights import first_policy, restore_policy, restore_state
+from marin_rl.training.starting_weights import first_policy, policy_spec
 from marin_rl.training.warm_start import warm_start
 from marin_rl.types import RolloutGroup, WeightVersion
 
@@ -228,9 +229,9 @@ def first_state(
         trainer: as returned by `start_devices`.
         learner: learner of the run.
     """
-    trained = attach_critic(config.critic, policy, trainer)
+    spec = PolicySpec(trained_model(config, trainer), policy.vocab_size, trainer, config.critic)
     key = jax.random.PRNGKey(derive_seed(config.seed, "training") % 2**32)
-    return learner.initial_state(trained, key)
+    return learner.initial_state(spec.attach_critic(policy), key)
 
 
 def drop_groups_of_lost_weights(state: RunState, report: Report) -> None:
@@ -313,7 +314,7 @@ def _close(store: RolloutStore) -> None:
 
 def _load(config: TrainConfig, parts: _Parts, checkpoint: Checkpoint) -> _Loaded:
     progress = read_progress(checkpoint)
-    state = restore_state(checkpoint, config, parts.learner)
+    state = policy_spec(checkpoint, config, parts.trainer).restore_state(checkpoint, parts.learner)
     return _Loaded(checkpoint, progress, state, checkpoint.read(REPLAY), RunFiles.decode(checkpoint.read(RUN_FILES)))
 
 
@@ -411,7 +412,8 @@ def _make_batch_builder(config: TrainConfig, parts: _Parts, history: WeightHisto
     scorer = make_scorer(config, parts.trainer, parts.layout, parts.tokenizer.pad_token_id)
     score_reference = None
     if config.kl.needs_reference:
-        reference = restore_policy(parts.checkpoints.open(0), config, parts.trainer)
+        first = parts.checkpoints.open(0)
+        reference = policy_spec(first, config, parts.trainer).restore_policy(first)
         score_reference = functools.partial(scorer.score, reference)
     return make_batch_builder(
         config,

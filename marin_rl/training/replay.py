@@ -44,7 +44,7 @@ from marin_rl.training.metrics_file import read_records
 from marin_rl.training.open_run import make_learner, make_scorer
 from marin_rl.training.run_directory import RunDirectory, config_differences, holder
 from marin_rl.training.run_files import warn_of_changed_inputs
-from marin_rl.training.starting_weights import restore_model, restore_policy, restore_state
+from marin_rl.training.starting_weights import policy_spec
 from marin_rl.types import RolloutGroup
 
 _METRICS_OF_SAMPLING = (
@@ -181,7 +181,8 @@ def replay_step(directory: RunDirectory, config: TrainConfig, step: int) -> Repl
     checkpoint = checkpoints.open(start)
     warn_of_changed_inputs(checkpoint, original, ("tokenizer", IMPORTS))
     vocab_size = int(checkpoint.progress["vocab_size"])
-    state, metrics = restore_state(checkpoint, config, parts.learner), dict[str, float]()
+    state = policy_spec(checkpoint, config, parts.trainer).restore_state(checkpoint, parts.learner)
+    metrics: dict[str, float] = {}
     make_builder = functools.partial(
         _make_builder,
         parts,
@@ -196,7 +197,9 @@ def replay_step(directory: RunDirectory, config: TrainConfig, step: int) -> Repl
     recorded = {name: value for name, value in records.get(step, {}).items() if name in metrics}
     difference = None
     if step in checkpoints.steps():
-        difference = largest_difference(state.model, restore_model(checkpoints.open(step), config, parts.trainer))
+        after = checkpoints.open(step)
+        saved = policy_spec(after, config, parts.trainer).restore_trained(after)
+        difference = largest_difference(state.model, saved)
     return ReplayedStep(start, metrics, recorded, difference)
 
 
@@ -258,7 +261,8 @@ def _restore_reference(parts: TrainingParts, checkpoints: Checkpoints) -> LmHead
             "kl needs the reference policy, but the run stored no reference_logprobs and kept no checkpoint of step 0; "
             "replay with --kl.type none, or start a run with kl: {type: none, watch: true}"
         )
-    return restore_policy(checkpoints.open(0), parts.config, parts.trainer)
+    first = checkpoints.open(0)
+    return policy_spec(first, parts.config, parts.trainer).restore_policy(first)
 
 
 def _make_builder(

@@ -4,16 +4,12 @@
 """Sizes of a run, computed from its config: parameters, rollouts, tokens, microbatches, updates and evaluations."""
 
 import contextlib
-import math
-
-import jax
-from haliax import Axis
 
 from marin_rl.config.device_settings import LOGPROB_BLOCK_SIZE
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.learner.devices import microbatch_rows
-from marin_rl.learner.policy_model import model_shape
+from marin_rl.learner.policy_spec import PolicySpec
 
 _WIDTH = 18
 """Width of the names of quantities."""
@@ -38,8 +34,7 @@ def describe_run(config: TrainConfig, vocab_size: int, *, train_tasks: int, held
     """
     assert config.model is not None
     rollouts, limits = config.rollouts, config.sampling
-    shape = model_shape(config.model, Axis("vocab", vocab_size), config.trainer)
-    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shape))
+    parameters = PolicySpec(config.model, vocab_size, config.trainer).num_parameters
     per_step, updates = rollouts.rollouts_per_step, config.updates
     (platform, (rows, positions)), *others = _microbatches(config).items()
     elsewhere = "".join(f"; {count:,} x {length:,} on {name}" for name, (count, length) in others)

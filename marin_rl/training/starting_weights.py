@@ -8,11 +8,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import equinox as eqx
 import jax
-from haliax import Axis
 from levanter.models.lm_model import LmHeadModel
-from levanter.trainer_state import TrainerState
 
 from marin_rl.config.device_settings import trained_model
 from marin_rl.config.section_types import ConfigError, UnknownType
@@ -20,16 +17,14 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import from_yaml
 from marin_rl.errors import USER_ERRORS
 from marin_rl.learner.checkpoint import CheckpointConfig, Checkpoints
-from marin_rl.learner.critic import ActorCritic, with_critic
 from marin_rl.learner.policy_model import (
     check_hf_policy,
     initialize_policy,
     load_hf_policy,
     read_hf_architecture,
-    restored_shape,
 )
+from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.saved_checkpoint import Checkpoint
-from marin_rl.learner.train_step import Learner
 from marin_rl.models.hf_config import PolicyModelError
 from marin_rl.models.hf_tensors import read_tensor_shapes
 from marin_rl.remote_path import RemotePath
@@ -241,22 +236,6 @@ def check_first_policy(config: TrainConfig, tokenizer: ChatTokenizer) -> int:
     return check_hf_policy(checkpoint, tokenizer, config.trainer, config.model, download=False)[0].vocab_size
 
 
-def restore_policy(checkpoint: Checkpoint, config: TrainConfig, trainer: AbstractTrainerConfig) -> LmHeadModel:
-    """Load the policy weights from a checkpoint, without critic and optimizer state.
-
-    Args:
-        checkpoint: checkpoint of the run.
-        config: training config of the run; `model` is set.
-        trainer: as returned by `start_devices`; mesh and axis mapping.
-
-    Raises:
-        CheckpointError: if the model in the checkpoint does not match the config.
-    """
-    like = _policy_shape(checkpoint, config, trainer)
-    subtree = "model" if config.critic is None else "model/policy"
-    return checkpoint.restore(like, trainer, subtree)
-
-
 def read_config(directory: RunDirectory) -> TrainConfig:
     """Read the config of an earlier run.
 
@@ -310,41 +289,19 @@ def restore_checkpoint(
 
     def load(checkpoint: Checkpoint) -> tuple[int, LmHeadModel]:
         warn_of_changed_inputs(checkpoint, config, sections)
-        return checkpoint.step, restore_policy(checkpoint, config, trainer)
+        return checkpoint.step, policy_spec(checkpoint, config, trainer).restore_policy(checkpoint)
 
     restored = checkpoints.restore_newest(load) if step is None else load(checkpoints.open(step))
     assert restored is not None
     return restored
 
 
-def restore_state(checkpoint: Checkpoint, config: TrainConfig, learner: Learner) -> TrainerState:
-    """Load weights, optimizer state and random key from a checkpoint, placed as after an update.
+def policy_spec(checkpoint: Checkpoint, config: TrainConfig, trainer: AbstractTrainerConfig) -> PolicySpec:
+    """Return the spec of the policy in a checkpoint of a run.
 
     Args:
         checkpoint: checkpoint of the run.
-        config: training config of the run.
-        learner: learner of the run; defines the structure and sharding of the state.
-
-    Raises:
-        CheckpointError: if the model or optimizer in the checkpoint does not match the config.
+        config: training config of the run; `model` is set.
+        trainer: as returned by `start_devices`.
     """
-    like = learner.state_shape(_model_shape(checkpoint, config, learner.trainer))
-    return learner.place(checkpoint.restore(like, learner.trainer))
-
-
-def restore_model(
-    checkpoint: Checkpoint, config: TrainConfig, trainer: AbstractTrainerConfig
-) -> LmHeadModel | ActorCritic:
-    """Load the trained model from a checkpoint: the policy, with the critic if there is one; see `restore_policy`."""
-    return checkpoint.restore(_model_shape(checkpoint, config, trainer), trainer, "model")
-
-
-def _model_shape(
-    checkpoint: Checkpoint, config: TrainConfig, trainer: AbstractTrainerConfig
-) -> LmHeadModel | ActorCritic:
-    policy = _policy_shape(checkpoint, config, trainer)
-    return policy if config.critic is None else eqx.filter_eval_shape(with_critic, config.critic, policy)
-
-
-def _policy_shape(checkpoint: Checkpoint, config: TrainConfig, trainer: AbstractTrainerConfig) -> LmHeadModel:
-    return restored_shape(trained_model(config, trainer), Axis("vocab", checkpoint.progress["vocab_size"]), trainer)
+    return PolicySpec(trained_model(config, trainer), int(checkpoint.progress["vocab_size"]), trainer, config.critic)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from haliax import Axis
 from levanter.layers.attention import AttentionMask
 from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig
 from levanter.models.llama import LlamaConfig
@@ -19,7 +18,8 @@ from safetensors.numpy import load_file
 from experiments.parity import float64_gradient, llama_logprobs, measure
 from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.devices import start_devices
-from marin_rl.learner.policy_model import model_shape, save_hf_policy
+from marin_rl.learner.policy_model import save_hf_policy
+from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.levanter_line import seq_len
 from marin_rl.tokenization.load import TokenizerConfig
 from tests.models.hf_checkpoint import record, write_config
@@ -50,7 +50,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     rng = np.random.default_rng(0)
     model = jax.tree.map(
         lambda leaf: jnp.asarray(rng.normal(scale=0.6, size=leaf.shape), leaf.dtype),
-        model_shape(config, Axis("vocab", tokenizer.vocab_size), trainer),
+        PolicySpec(config, tokenizer.vocab_size, trainer).policy,
     )
     folder = tmp_path_factory.mktemp(request.param) / "hf"
     save_hf_policy(model, tokenizer, folder, trainer)

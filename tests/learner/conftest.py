@@ -30,7 +30,7 @@ from marin_rl.batching.rollout_batch import RolloutBatch, make_batch
 from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.loss import RlLoss
-from marin_rl.learner.policy_model import model_shape
+from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.train_step import Learner
 from marin_rl.levanter_line import seq_len
 from marin_rl.objectives.kl import KlEstimator, LossKlConfig
@@ -75,7 +75,7 @@ def make_model(trainer: TrainerConfig, config: LmConfig = LLAMA, *, seed: int = 
     def fill(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return jax.numpy.asarray(rng.normal(scale=0.3, size=leaf.shape), leaf.dtype)
 
-    shape = model_shape(config, Axis("vocab", VOCAB), trainer)
+    shape = PolicySpec(config, VOCAB, trainer).policy
     with trainer.use_device_mesh():
         return hax.shard(jax.tree.map(fill, shape), trainer.parameter_axis_mapping)
 

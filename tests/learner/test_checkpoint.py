@@ -13,14 +13,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from haliax import Axis
 
 from marin_rl.learner import array_files
 from marin_rl.learner import checkpoint as checkpoint_module
 from marin_rl.learner.array_files import write_boxes
 from marin_rl.learner.checkpoint import CheckpointConfig, Checkpoints
 from marin_rl.learner.checkpoint_folders import CheckpointError
-from marin_rl.learner.policy_model import model_shape
+from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.saved_checkpoint import (
     Checkpoint,
     DamagedCheckpointError,
@@ -82,7 +81,7 @@ def test_saved_state_is_restored_bit_for_bit(tiny, learner, state, saved: Checkp
 
 
 def test_restore_of_a_model_restores_only_weights(tiny, learner, state, saved: Checkpoints) -> None:
-    like = tiny.model_shape(tiny.LLAMA, Axis("vocab", tiny.VOCAB), learner.trainer)
+    like = tiny.PolicySpec(tiny.LLAMA, tiny.VOCAB, learner.trainer).policy
     model = saved.open(1).restore(like, learner.trainer, "model")
     tiny.assert_same_bits(model, state.model)
 
@@ -567,7 +566,7 @@ def test_another_architecture_does_not_fit(tiny, learner, saved: Checkpoints) ->
 
 
 def assert_does_not_fit(tiny, learner, saved: Checkpoints, config, vocab: int, complaint: str) -> None:
-    shape = model_shape(config, Axis("vocab", vocab), learner.trainer)
+    shape = PolicySpec(config, vocab, learner.trainer).policy
     trainer = learner.trainer
     with pytest.raises(CheckpointError, match=r"does not fit the configured model and optimizer: .*" + complaint):
         saved.open(2).restore(learner.state_shape(shape), trainer)

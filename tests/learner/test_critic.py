@@ -17,10 +17,11 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.rl_example import RlExample
 from marin_rl.config.train_config import TrainerConfig
-from marin_rl.learner.critic import ActorCritic, CriticConfig, attach_critic, policy_of, with_critic
+from marin_rl.learner.critic import ActorCritic, CriticConfig, policy_of, with_critic
 from marin_rl.learner.logprobs import policy_activations
 from marin_rl.learner.loss import RlLoss
-from marin_rl.learner.policy_model import model_shape, save_hf_policy
+from marin_rl.learner.policy_model import save_hf_policy
+from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.levanter_line import seq_len
 from marin_rl.objectives.kl import NoKlConfig
 from marin_rl.objectives.policy_loss import ReinforceLossConfig
@@ -148,7 +149,9 @@ def test_separate_trunk_has_no_unused_head(tiny: ModuleType, trainer: TrainerCon
     assert tied.lm_head is None
     tiny.assert_same_bits(with_critic(SEPARATE, tied).trunk, tied)
     # Models with permanently tied embeddings have no field for the head.
-    gpt2 = model_shape(Gpt2Config(**seq_len(16), hidden_dim=16, num_layers=1, num_heads=2), model.Vocab, trainer)
+    gpt2 = PolicySpec(
+        Gpt2Config(**seq_len(16), hidden_dim=16, num_layers=1, num_heads=2), model.vocab_size, trainer
+    ).policy
     trunk = eqx.filter_eval_shape(with_critic, SEPARATE, gpt2).trunk
     assert jax.tree.structure(trunk) == jax.tree.structure(gpt2)
 
@@ -176,21 +179,20 @@ def test_policy_of_returns_the_policy(model: LmHeadModel) -> None:
     assert policy_of(with_critic(SHARED, model)) is model
 
 
-def test_without_critic_the_policy_is_unchanged(trainer: TrainerConfig, model: LmHeadModel) -> None:
-    assert attach_critic(None, model, trainer) is model
+def test_without_critic_the_policy_is_unchanged(tiny: ModuleType, trainer: TrainerConfig, model: LmHeadModel) -> None:
+    assert PolicySpec(tiny.LLAMA, tiny.VOCAB, trainer).attach_critic(model) is model
 
 
 @pytest.mark.parametrize("config", [SHARED, SEPARATE], ids=["shared", "separate"])
 def test_attached_critic_has_the_shapes_of_a_resumed_run(tiny: ModuleType, config: CriticConfig) -> None:
     trainer = tiny.make_trainer(policy="p=bf16,c=bf16")
     model = tiny.make_model(trainer)
-    attached = attach_critic(config, model, trainer)
-    shape = eqx.filter_eval_shape(with_critic, config, model_shape(tiny.LLAMA, model.Vocab, trainer))
-    shape = eqx.filter_eval_shape(trainer.mp.cast_to_param, shape)
+    spec = PolicySpec(tiny.LLAMA, tiny.VOCAB, trainer, config)
+    attached, shape = spec.attach_critic(model), spec.placed_trained
     assert jax.tree.structure(shape) == jax.tree.structure(attached)
     for expected, leaf in zip(jax.tree.leaves(shape), jax.tree.leaves(attached), strict=True):
         assert (leaf.shape, leaf.dtype) == (expected.shape, jnp.bfloat16)
-        assert leaf.sharding.mesh == trainer.device_mesh
+        assert leaf.sharding == expected.sharding
     tiny.assert_same_bits(attached.policy, model)
 
 

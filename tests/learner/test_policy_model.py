@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import levanter.tracker
 import numpy as np
 import pytest
-from haliax import Axis, NamedArray
+from haliax import NamedArray
 from huggingface_hub import constants, hf_hub_download
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmHeadModel
@@ -29,10 +29,10 @@ from marin_rl.learner.logprobs import policy_activations, token_logprobs
 from marin_rl.learner.policy_model import (
     initialize_policy,
     load_hf_policy,
-    model_shape,
     read_hf_architecture,
     save_hf_policy,
 )
+from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.levanter_line import seq_len
 from marin_rl.models.conversion import check_same_function
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
@@ -310,7 +310,7 @@ def test_tokenizer_with_more_tokens_than_the_model_is_rejected(trainer, exports)
 
 
 def test_a_model_with_a_larger_vocabulary_keeps_it(tiny, trainer, chat, tmp_path) -> None:
-    shape = model_shape(tiny.LLAMA, Axis("vocab", 272), trainer)
+    shape = PolicySpec(tiny.LLAMA, 272, trainer).policy
     model = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shape)
     save_hf_policy(model, chat, tmp_path / "hf", trainer)
     loaded = load_hf_policy(str(tmp_path / "hf"), chat, trainer, None)
@@ -390,13 +390,13 @@ def test_code_in_a_checkpoint_is_never_run(tmp_path: Path, monkeypatch) -> None:
 
 
 @pytest.mark.medium
-def test_initialized_policy_matches_model_shape(tiny, chat) -> None:
+def test_initialized_policy_matches_its_spec(tiny, chat) -> None:
     trainer = tiny.make_trainer(policy="p=bf16,c=bf16")
     model = initialize_policy(tiny.LLAMA, chat, trainer, key=jax.random.PRNGKey(0))
-    shape = model_shape(tiny.LLAMA, Axis("vocab", chat.vocab_size), trainer)
+    shape = PolicySpec(tiny.LLAMA, chat.vocab_size, trainer).placed_policy
     assert jax.tree.structure(shape) == jax.tree.structure(model)
     for found, leaf in zip(jax.tree.leaves(shape), jax.tree.leaves(model), strict=True):
-        assert (found.shape, found.dtype) == (leaf.shape, leaf.dtype)
+        assert (found.shape, found.dtype, found.sharding) == (leaf.shape, leaf.dtype, leaf.sharding)
     assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype(jnp.bfloat16)}
     tiny.assert_same_bits(initialize_policy(tiny.LLAMA, chat, trainer, key=jax.random.PRNGKey(0)), model)
     other = initialize_policy(tiny.LLAMA, chat, trainer, key=jax.random.PRNGKey(1))

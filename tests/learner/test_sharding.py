@@ -2,24 +2,26 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import types
+from pathlib import Path
 
 import jax
 import pytest
-from haliax import Axis
 
 from marin_rl.config.train_config import TrainerConfig
-from marin_rl.learner.policy_model import initialize_policy, model_shape, restored_shape
+from marin_rl.learner.policy_model import initialize_policy
+from marin_rl.learner.policy_spec import PolicySpec
+from marin_rl.learner.saved_checkpoint import Checkpoint
 from marin_rl.learner.sharding import ShardingError, check_sharding
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 
-VOCAB = Axis("vocab", 264)
+VOCAB = 264
 
 
 def check_on_mesh(tiny, trainer: TrainerConfig, **sizes: int) -> None:
     mappings = [{"embed": "data", "kv_head": "model"}, {"kv_head": "model", "batch": ("replica", "data")}]
     mesh = {"replica": 1, "data": 1, "model": 1} | sizes
-    check_sharding(model_shape(tiny.QWEN3, VOCAB, trainer), mesh, mappings)
+    check_sharding(PolicySpec(tiny.QWEN3, VOCAB, trainer).policy, mesh, mappings)
 
 
 @pytest.mark.parametrize(
@@ -48,5 +50,9 @@ def test_weights_are_not_made_for_a_mesh_that_does_not_divide_them(
     monkeypatch.setattr(TrainerConfig, "device_mesh", mesh)
     with pytest.raises(ShardingError, match="axis embed has 16 elements, which 3 shards"):
         initialize_policy(tiny.LLAMA, ChatTokenizer(byte_tokenizer()), trainer, key=jax.random.PRNGKey(0))
-    with pytest.raises(ShardingError, match="axis embed has 16 elements, which 3 shards"):
-        restored_shape(tiny.LLAMA, VOCAB, trainer)
+    spec = PolicySpec(tiny.LLAMA, VOCAB, trainer)
+    # The checkpoint is not read.
+    checkpoint = Checkpoint(Path("absent"), 0, {}, {}, {})
+    for use in (lambda: spec.placed_policy, lambda: spec.placed_trained, lambda: spec.restore_policy(checkpoint)):
+        with pytest.raises(ShardingError, match="axis embed has 16 elements, which 3 shards"):
+            use()

@@ -30,7 +30,7 @@ from marin_rl.rollouts.store import RolloutStore, read_rollouts
 from marin_rl.rollouts.stored_rollout import as_table
 from marin_rl.tokenization.load import TokenPieces
 from marin_rl.training.loop import PHASES, TrainingRun, model_flops_utilization, throughput_metrics, train
-from marin_rl.training.starting_weights import restore_policy
+from marin_rl.training.starting_weights import policy_spec
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 from tests.rollouts.rollout_cases import group_of
 from tests.tiny_run import TinyRun, contents, copy_of, interrupted_after, outcome, without_losses, without_timings
@@ -67,7 +67,8 @@ def reopened(run: TinyRun, step: int) -> TrainingRun:
     """Open the run with the weights after a step."""
     opened = reopen(run)
     opened.state.progress.step = step
-    model = restore_policy(opened.checkpoints.open(step), opened.config, opened.learner.trainer)
+    checkpoint = opened.checkpoints.open(step)
+    model = policy_spec(checkpoint, opened.config, opened.learner.trainer).restore_policy(checkpoint)
     opened.trainer_state = dataclasses.replace(opened.trainer_state, model=model)
     opened.publish_weights()
     return opened

@@ -32,7 +32,7 @@ from marin_rl.sampling.config import SamplingConfig
 from marin_rl.training import open_run
 from marin_rl.training.open_run import drop_groups_of_lost_weights, make_loss
 from marin_rl.training.run_state import Progress
-from marin_rl.training.starting_weights import restore_policy
+from marin_rl.training.starting_weights import policy_spec
 from marin_rl.types import RolloutGroup
 from tests.rollouts.rollout_cases import group_of
 from tests.tiny_run import TinyRun, contents, copy_of
@@ -117,7 +117,7 @@ def test_preparation_of_tasks_is_reported_if_it_takes_long(finished_run: TinyRun
 def test_reference_is_not_loaded_without_penalty(
     finished_run: TinyRun, kl: LossKlConfig | RewardKlConfig, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("marin_rl.training.open_run.restore_policy", None)  # calling it would raise
+    monkeypatch.setattr("marin_rl.learner.policy_spec.PolicySpec.restore_policy", None)  # calling it would raise
     opened = reopen(finished_run, kl=kl)
     assert opened.batch_builder.score_reference is None
     assert not opened.checkpoints.keep_first
@@ -126,7 +126,8 @@ def test_reference_is_not_loaded_without_penalty(
 def test_reference_is_policy_before_rl(finished_run: TinyRun):
     opened = reopen(finished_run, kl=LossKlConfig(beta=0.1))
     assert opened.checkpoints.keep_first
-    first = restore_policy(opened.checkpoints.open(0), opened.config, opened.learner.trainer)
+    checkpoint = opened.checkpoints.open(0)
+    first = policy_spec(checkpoint, opened.config, opened.learner.trainer).restore_policy(checkpoint)
     score_reference = opened.batch_builder.score_reference
     assert isinstance(score_reference, functools.partial)
     reference, before, now = map(jax.tree.leaves, (score_reference.args[0], first, opened.trainer_state.model))

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import numpy as np
 import pytest
-from haliax import Axis
 from levanter.layers.attention import AttentionBackend
 from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig
 from levanter.models.llama import LlamaConfig
@@ -27,7 +26,8 @@ from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import CriticConfig, with_critic
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.loss import first_log_ratios
-from marin_rl.learner.policy_model import model_shape, read_hf_architecture
+from marin_rl.learner.policy_model import read_hf_architecture
+from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
 from marin_rl.levanter_line import max_positions, seq_len
@@ -41,8 +41,8 @@ from marin_rl.training.starting_weights import (
     check_weight_files,
     first_policy,
     hf_folder,
+    policy_spec,
     resolve_model,
-    restore_policy,
 )
 from tests.models.hf_checkpoint import record, write_checkpoint, write_config
 from tests.tiny_run import TinyRun
@@ -188,7 +188,7 @@ def long_rollouts() -> RolloutBatch:
 def long_model(config: TrainConfig, trainer: TrainerConfig) -> LmHeadModel:
     """The model of a run of this config, filled by numpy to avoid compiling its initializers."""
     rng = np.random.default_rng(0)
-    shape = model_shape(trained_model(config, trainer), Axis("vocab", 264), trainer)
+    shape = PolicySpec(trained_model(config, trainer), 264, trainer).policy
     return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(scale=0.5, size=leaf.shape), leaf.dtype), shape)
 
 
@@ -265,6 +265,6 @@ def test_all_policies_of_a_run_use_same_attention_blocks(finished_run: TinyRun):
     policies = [
         first_policy(config, tokenizer, trainer),
         first_policy(dataclasses.replace(config, initialize_from=str(finished_run.path)), tokenizer, trainer),
-        restore_policy(checkpoint, config, trainer),
+        policy_spec(checkpoint, config, trainer).restore_policy(checkpoint),
     ]
     assert [policy.config.flash_attention_block_size for policy in policies] == [640] * 3

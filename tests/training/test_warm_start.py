@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import numpy as np
 import pytest
-from haliax import Axis
 from levanter.layers.attention import AttentionBackend
 from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmHeadModel
@@ -21,7 +20,7 @@ from marin_rl.environments.base import Split
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.host_status import StopRequestedError
 from marin_rl.learner.devices import start_devices
-from marin_rl.learner.policy_model import model_shape
+from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.levanter_line import seq_len
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner
@@ -57,7 +56,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> TrainerConfig:
 
 def make_model(trainer: TrainerConfig) -> LmHeadModel:
     rng = np.random.default_rng(0)
-    shape = model_shape(LLAMA, Axis("vocab", 264), trainer)
+    shape = PolicySpec(LLAMA, 264, trainer).policy
     return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(scale=0.1, size=leaf.shape), leaf.dtype), shape)
 
 
