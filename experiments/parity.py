@@ -27,14 +27,12 @@ from levanter.utils.activation import ActivationFunctionEnum
 from safetensors.numpy import load_file
 
 from marin_rl.batching.rollout_batch import batch_rollouts
-from marin_rl.config.device_settings import logprob_block, row_layout
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig, TrainerConfig
-from marin_rl.distributed.samplers import open_group_sampler
 from marin_rl.environments import ReasoningGymConfig
-from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture
 from marin_rl.learner.scoring import Scorer
+from marin_rl.run_parts import RunParts
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.load import TokenizerConfig
@@ -84,8 +82,8 @@ def sample_and_score(config: TrainConfig, prompts: Sequence[str]) -> list[Sample
         config: run config with the checkpoint and the tokenizer.
         prompts: user messages.
     """
-    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device, alone=True)
-    tokenizer = config.tokenizer.build()
+    parts = RunParts.start(config, alone=True)
+    tokenizer, trainer = parts.tokenizer, parts.trainer
     model = load_hf_policy(str(config.initialize_from), tokenizer, trainer, None)
     requests = [
         SampleRequest(
@@ -96,7 +94,7 @@ def sample_and_score(config: TrainConfig, prompts: Sequence[str]) -> list[Sample
         )
         for seed, prompt in enumerate(prompts)
     ]
-    generations = open_group_sampler(config, model, tokenizer, trainer, 0).sample(requests)
+    generations = parts.open_group_sampler(model, 0).sample(requests)
     task = Task("parity", "parity", ({"role": "user", "content": ""},), "")
     turns = [
         Turn(request.prompt_tokens, generation, (), starts_sequence=True)
@@ -106,10 +104,10 @@ def sample_and_score(config: TrainConfig, prompts: Sequence[str]) -> list[Sample
     batch = batch_rollouts(rollouts, max_length=config.rollouts.max_length)
     scorer = Scorer(
         trainer,
-        row_layout(config, trainer),
+        parts.layout,
         pad_token_id=tokenizer.pad_token_id,
         temperature=1.0,
-        block_size=logprob_block(config, trainer),
+        block_size=parts.logprob_block,
     )
     learner = batch.actions(scorer.score(model, batch).logprobs.astype(np.float64))
     return [

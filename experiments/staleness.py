@@ -69,7 +69,12 @@ class FixedLagRollouts:
         self._requests = [request for request in self._requests if request.number.step != step]
         version = requests[0].min_version
         run.runner.sampler.update_weights(self._history.get(version), version)
-        rollouts = LocalRollouts(run.config, run.runner)
+        rollouts = LocalRollouts(
+            run.runner,
+            group_size=run.config.rollouts.group_size,
+            temperature=run.config.sampling.temperature,
+            seed=run.config.seed,
+        )
         rollouts.submit(requests)
         groups = rollouts.wait(timer)
         run.runner.sampler.update_weights(policy_of(run.trainer_state.model), run.state.progress.step)

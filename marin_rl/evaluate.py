@@ -124,30 +124,25 @@ def _open_run(config: EvaluateConfig) -> tuple["TrainConfig", "Checkpoints"]:
 def _evaluate(
     config: EvaluateConfig, train_config: "TrainConfig", checkpoints: "Checkpoints"
 ) -> tuple[int, dict[str, float]]:
-    from marin_rl.config.device_settings import logprob_block, row_layout
-    from marin_rl.config.input_files import NAMED
-    from marin_rl.distributed.make_runner import make_runner, open_reward_functions
-    from marin_rl.distributed.samplers import open_group_sampler
-    from marin_rl.learner.devices import start_devices
+    from marin_rl.config.input_files import NAMED, digest_inputs
     from marin_rl.learner.scoring import Scorer
     from marin_rl.rollouts.failures import FailureReports
+    from marin_rl.run_parts import RunParts
     from marin_rl.training.evaluation import evaluate, first_of_each, reference_loss
     from marin_rl.training.shared_run import require_same_tasks
     from marin_rl.training.starting_weights import restore_checkpoint
 
-    trainer = start_devices(
-        train_config.trainer, rows_per_device=train_config.rollouts.rows_per_device, of_other_machine=True
-    )
     sections = ("tokenizer",) if config.environment is not None else ("tokenizer", "environment", IMPORTS, NAMED)
-    step, model = restore_checkpoint(checkpoints, config.step, train_config, trainer, sections)
-    tokenizer = train_config.tokenizer.build()
-    sampler = open_group_sampler(train_config, model, tokenizer, trainer, step)
-    environment = train_config.environment.build()
-    require_same_tasks(environment)
     evaluation = config.evaluation or train_config.evaluation
     with contextlib.ExitStack() as opened:
-        reward_functions, loop = open_reward_functions(train_config, environment, opened)
-        runner = make_runner(train_config, environment, tokenizer, sampler, loop, reward_functions, model.vocab_size)
+        parts = RunParts.start(train_config, of_other_machine=True, resources=opened)
+        inputs = digest_inputs(train_config, sections)
+        step, model = restore_checkpoint(
+            checkpoints, config.step, inputs, lambda saved: parts.saved_spec(saved).restore_policy(saved)
+        )
+        sampler = parts.open_group_sampler(model, step)
+        require_same_tasks(parts.environment)
+        runner = parts.make_runner(sampler, model.vocab_size)
         metrics, groups = evaluate(
             runner,
             evaluation,
@@ -157,13 +152,13 @@ def _evaluate(
         )
         FailureReports(logger.warning).add("evaluation", groups, "count as wrong")
         scorer = Scorer(
-            trainer,
-            row_layout(train_config, trainer),
-            pad_token_id=tokenizer.pad_token_id,
+            parts.trainer,
+            parts.layout,
+            pad_token_id=parts.tokenizer.pad_token_id,
             temperature=1.0,
-            block_size=logprob_block(train_config, trainer),
+            block_size=parts.logprob_block,
         )
-        tasks = first_of_each(environment.tasks(config.split), evaluation.tasks, runner)
+        tasks = first_of_each(parts.environment.tasks(config.split), evaluation.tasks, runner)
         metrics |= reference_loss(runner, tasks, lambda batch: scorer.score(model, batch))
     return step, metrics
 

@@ -6,14 +6,19 @@
 import dataclasses
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.config_fields import STORAGE_PATH, check_paths
-from marin_rl.errors import UserError
+from marin_rl.errors import UserError, writing
 from marin_rl.escaping import escape_line
 from marin_rl.learner.config import ExportConfig
 from marin_rl.storage import file_sizes, storage_path
 from marin_rl.training.run_directory import open_with_checkpoint
+
+if TYPE_CHECKING:
+    from marin_rl.learner.hf_export import SavedWeights
+    from marin_rl.learner.saved_checkpoint import Checkpoint
 
 
 class OutputExistsError(UserError):
@@ -56,12 +61,23 @@ def run_export(config: ExportRunConfig) -> int:
         raise OutputExistsError(f"output {config.output!r} exists and is not replaced; name another folder")
     open_with_checkpoint(config.run, config.step)
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
-    from marin_rl.training.export import export_checkpoint
-    from marin_rl.training.starting_weights import load_run
+    from marin_rl.config.input_files import digest_inputs
+    from marin_rl.learner.policy_spec import PolicySpec
+    from marin_rl.training.export import export_folder, saved_weights
+    from marin_rl.training.starting_weights import load_run, restore_checkpoint
 
-    train_config, checkpoints = load_run(config.run, config.step)
-    train_config = dataclasses.replace(train_config, export=config.export or train_config.export)
-    return export_checkpoint(train_config, checkpoints, config.step, output)
+    run, checkpoints = load_run(config.run, config.step)
+    model, dtype = run.model, (config.export or run.export).numeric_dtype
+    assert model is not None
+
+    def restore(checkpoint: "Checkpoint") -> "SavedWeights":
+        spec = PolicySpec(model, int(checkpoint.progress["vocab_size"]), run.trainer, run.critic)
+        return saved_weights(checkpoint, spec, dtype)
+
+    step, weights = restore_checkpoint(checkpoints, config.step, digest_inputs(run, ("tokenizer",)), restore)
+    with writing(output, "output"):
+        export_folder(weights, run.tokenizer.build(), output, step, run.sampling.stop)
+    return step
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -78,7 +78,7 @@ def _replay(arguments: argparse.Namespace, rest: Sequence[str]) -> str:
     if directory is None:
         config = resolve_model(config)
     if arguments.fake is not None:
-        shape = parse_shape(arguments.fake, config)
+        shape = parse_shape(arguments.fake, config.rollouts)
         fake = train_on_fake(config, shape, directory, arguments.step)
         return json.dumps(fake._asdict()) if arguments.json else _describe_fake(fake, shape.steps)
     assert directory is not None

@@ -21,6 +21,7 @@ from marin_rl.output import go_on_without_output
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.storage import storage_path
 from marin_rl.tokenization.config import TokenizerConfig
+from marin_rl.trainer_config import AbstractTrainerConfig
 from marin_rl.training.run_directory import open_with_checkpoint
 
 if TYPE_CHECKING:
@@ -124,65 +125,71 @@ def load_policy(config: ServeConfig) -> Policy:
     elif not Path(str(config.model)).is_dir():
         raise UserError(f"--model is {config.model!r}, which is not a folder; give a folder in Hugging Face format")
     print(f"loading the weights of {escape_line(str(config.run or config.model))}", file=sys.stderr, flush=True)
-    return _load_run(config, config.run) if config.run is not None else _load_folder(config, str(config.model))
-
-
-def _load_run(config: ServeConfig, run: str) -> Policy:
-    # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
-    from marin_rl.distributed.samplers import open_group_sampler
-    from marin_rl.learner.devices import start_devices
+    from marin_rl.sampling.group_sampler import GroupSampler
+    from marin_rl.sampling.stops import stop_text_bytes
     from marin_rl.serving.engine import CALL_SECONDS
+
+    loaded = _load_run(config, config.run) if config.run is not None else _load_folder(config, str(config.model))
+    # The run's config is not changed: checks of training would refuse limits that are valid here.
+    sampling = dataclasses.replace(
+        loaded.sampling,
+        max_seqs=config.max_seqs or loaded.sampling.max_seqs,
+        max_new_tokens=config.max_new_tokens or loaded.sampling.max_new_tokens,
+    )
+    sampler = GroupSampler(
+        loaded.model,
+        config=sampling,
+        stop_token_ids=loaded.tokenizer.stop_token_ids,
+        max_context=loaded.max_context,
+        token_bytes=stop_text_bytes(loaded.tokenizer, sampling.stop),
+        version=loaded.version,
+        trainer=loaded.trainer,
+        call_seconds=CALL_SECONDS,
+    )
+    return Policy(sampler, loaded.tokenizer, loaded.model.vocab_size, loaded.max_context, sampling)
+
+
+class _Loaded(NamedTuple):
+    """A policy without a sampler."""
+
+    model: "LmHeadModel"
+    tokenizer: "ChatTokenizer"
+    trainer: AbstractTrainerConfig
+    version: int
+    """Number of training steps that produced the weights."""
+    sampling: SamplingConfig
+    """Limits and stop texts, without those of the command line."""
+    max_context: int
+
+
+def _load_run(config: ServeConfig, run: str) -> _Loaded:
+    # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
+    from marin_rl.config.input_files import digest_inputs
+    from marin_rl.run_parts import RunParts
     from marin_rl.training.starting_weights import load_run, restore_checkpoint
 
     train_config, checkpoints = load_run(run, config.step)
-    sampling = _limited(config, train_config.sampling)
-    trainer = start_devices(
-        train_config.trainer,
-        rows_per_device=train_config.rollouts.rows_per_device,
-        alone=True,
-        of_other_machine=True,
+    parts = RunParts.start(train_config, alone=True, of_other_machine=True)
+    inputs = digest_inputs(train_config, ("tokenizer",))
+    step, model = restore_checkpoint(
+        checkpoints, config.step, inputs, lambda saved: parts.saved_spec(saved).restore_policy(saved)
     )
-    step, model = restore_checkpoint(checkpoints, config.step, train_config, trainer)
     max_context = _max_context(config, model, train_config.rollouts.max_length)
-    tokenizer = train_config.tokenizer.build()
-    # The run's config is not changed: checks of training would refuse limits that are valid here.
-    sampler = open_group_sampler(
-        train_config,
-        model,
-        tokenizer,
-        trainer,
-        step,
-        sampling=sampling,
-        max_context=max_context,
-        call_seconds=CALL_SECONDS,
-    )
-    return Policy(sampler, tokenizer, model.vocab_size, max_context, sampling)
+    return _Loaded(model, parts.tokenizer, parts.trainer, step, train_config.sampling, max_context)
 
 
-def _load_folder(config: ServeConfig, folder: str) -> Policy:
+def _load_folder(config: ServeConfig, folder: str) -> _Loaded:
     from marin_rl.config.train_config import TrainerConfig
-    from marin_rl.distributed.samplers import stop_text_bytes
     from marin_rl.learner.devices import start_devices
     from marin_rl.learner.policy_model import load_hf_policy
-    from marin_rl.sampling.group_sampler import GroupSampler
-    from marin_rl.serving.engine import CALL_SECONDS
 
     tokenizer = TokenizerConfig(path=folder).build()
     stop = _stop_texts(Path(folder))
     trainer = start_devices(TrainerConfig(), rows_per_device=1, alone=True)
     model = load_hf_policy(folder, tokenizer, trainer, None)
     max_context = _max_context(config, model, min(max_positions(model.config), _DEFAULT_CONTEXT))
-    sampling = _limited(config, SamplingConfig(max_new_tokens=max_context - 1, stop=stop))
-    sampler = GroupSampler(
-        model,
-        config=sampling,
-        stop_token_ids=tokenizer.stop_token_ids,
-        max_context=max_context,
-        token_bytes=stop_text_bytes(sampling, tokenizer),
-        trainer=trainer,
-        call_seconds=CALL_SECONDS,
-    )
-    return Policy(sampler, tokenizer, model.vocab_size, max_context, sampling)
+    sampling = SamplingConfig(max_new_tokens=max_context - 1, stop=stop)
+    return _Loaded(model, tokenizer, trainer, 0, sampling, max_context)
 
 
 def _stop_texts(folder: Path) -> tuple[str, ...]:
@@ -209,14 +216,6 @@ def _max_context(config: ServeConfig, model: "LmHeadModel", default: int) -> int
             f"--max_context is {max_context}, but the model has {positions} positions; use at most that many"
         )
     return max_context
-
-
-def _limited(config: ServeConfig, sampling: SamplingConfig) -> SamplingConfig:
-    return dataclasses.replace(
-        sampling,
-        max_seqs=config.max_seqs or sampling.max_seqs,
-        max_new_tokens=config.max_new_tokens or sampling.max_new_tokens,
-    )
 
 
 def serve(config: ServeConfig) -> None:

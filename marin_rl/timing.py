@@ -1,13 +1,13 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Wall-clock time by phase."""
+"""Wall-clock time by phase, and notices of work that takes long."""
 
 import contextlib
 import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 
@@ -79,3 +79,18 @@ class PhaseTimer:
                 yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+NOTICE_SECONDS = 5.0
+"""Seconds after which `notice_if_long` reports."""
+
+
+@contextlib.contextmanager
+def notice_if_long(report: Callable[[str], object], message: str) -> Iterator[None]:
+    """Report a message if the block takes longer than `NOTICE_SECONDS`."""
+    notice = threading.Timer(NOTICE_SECONDS, report, [message])
+    notice.start()
+    try:
+        yield
+    finally:
+        notice.cancel()

@@ -58,7 +58,7 @@ def _run(arguments: Sequence[str]) -> int:
     if "print_config" in parsed.flags:
         print(to_yaml(resolve_model(parsed.config)), end="")
         return 0
-    for message in check_config_files(parsed.files, parsed.config):
+    for message in check_config_files(parsed.files, parsed.config.run_dir):
         print(escape(message))
     if "dry_run" in parsed.flags:
         return _dry_run(parsed.config, accept_changes=accept_changes, named=parsed.named)

@@ -256,7 +256,7 @@ def test_commands_have_valid_arguments(words: list[str], monkeypatch: pytest.Mon
     elif module == "marin_rl.replay":
         arguments, rest = replay.argument_parser().parse_known_args(argv)
         config = parse_config(TrainConfig, rest, defaults=WHOLE if arguments.run else None).config
-        assert arguments.step or parse_shape(arguments.fake, config)
+        assert arguments.step or parse_shape(arguments.fake, config.rollouts)
     elif module == "marin_rl.plan":
         arguments, rest = plan.argument_parser().parse_known_args(argv)
         assert parse_topology(arguments.topology).num_chips
@@ -492,7 +492,7 @@ def ahead(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> li
     """Records of an asynchronous run with a worker."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
-        patch.setattr("marin_rl.distributed.open_worker_pool.ray_workers", thread_workers)
+        patch.setattr("marin_rl.distributed.ray_workers.ray_workers", thread_workers)
         run = make_run(
             tmp_path_factory.mktemp("ahead"),
             mode="async",

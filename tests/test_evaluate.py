@@ -21,7 +21,7 @@ from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.evaluate import EvaluateConfig, main, run_evaluation
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.devices import start_devices
-from marin_rl.training.starting_weights import policy_spec
+from marin_rl.run_parts import RunParts
 from tests.tiny_run import TinyRun, contents, copy_of, without_losses
 
 Capture = pytest.CaptureFixture[str]
@@ -131,7 +131,7 @@ def test_loss_of_worked_answers(finished_run: TinyRun, tmp_path: Path):
     config = from_yaml(TrainConfig, (finished_run.path / "config.yaml").read_text(), "the run")
     trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device, alone=True)
     checkpoint = Checkpoints(finished_run.path / "checkpoints", config.checkpoint).open(6)
-    model = policy_spec(checkpoint, config, trainer).restore_policy(checkpoint)
+    model = RunParts(config, trainer).saved_spec(checkpoint).restore_policy(checkpoint)
     tokenizer = config.tokenizer.build()
     losses = []
     for task in environment.build().tasks(Split.HELD_OUT):

@@ -9,8 +9,9 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 from safetensors.numpy import load_file
 
-from marin_rl.export import main
-from tests.tiny_run import TinyRun, contents
+from marin_rl.export import ExportRunConfig, main, run_export
+from marin_rl.learner.checkpoint_folders import CheckpointError
+from tests.tiny_run import TinyRun, contents, copy_of
 
 Capture = pytest.CaptureFixture[str]
 
@@ -52,3 +53,15 @@ def test_bad_arguments(finished_run: TinyRun, tmp_path: Path, capfd: Capture, op
     assert main([text for pair in given.items() for text in pair]) == 1
     assert message in capfd.readouterr().err
     assert not (tmp_path / "hf").exists()
+
+
+def test_a_damaged_checkpoint_is_skipped_or_named(finished_run: TinyRun, tmp_path: Path) -> None:
+    run = copy_of(finished_run, tmp_path / "run")
+    state = run.checkpoints / "step-00000006" / "state"
+    for file in state.iterdir():
+        file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(CheckpointError, match=r"step-00000006 is damaged: state/.* differs from what was written"):
+        run_export(ExportRunConfig(str(run.path), str(tmp_path / "six"), step=6))
+    assert not (tmp_path / "six").exists()
+    assert run_export(ExportRunConfig(str(run.path), str(tmp_path / "five"))) == 5
+    assert (tmp_path / "five" / "model.safetensors").exists()

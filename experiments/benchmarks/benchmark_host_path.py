@@ -27,6 +27,7 @@ from marin_rl.rollouts.group_codec import decode_group, encode_group
 from marin_rl.rollouts.rollout_files import as_parquet
 from marin_rl.rollouts.store import RolloutStore, RolloutStoreConfig
 from marin_rl.rollouts.stored_rollout import as_table
+from marin_rl.run_parts import RunParts
 from marin_rl.sampling.group_sampler import DECODE_STEPS
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.sampling.slots import AcceptedRequest, SlotTable
@@ -143,7 +144,9 @@ def measure(step: SampledStep, layout: RowLayout, rounds: int, folder: Path) -> 
     """
     length = str(step.prompts.shape[1] + step.tokens.shape[1])
     config = load_config(["--model.seq_len", length, "--rollouts.max_length", length])
-    builder = make_batch_builder(config, layout, PAD, unscored)
+    parts = RunParts(config, config.trainer)
+    vars(parts)["layout"] = layout
+    builder = make_batch_builder(parts, unscored, None)
     store, times = RolloutStore(folder, RolloutStoreConfig(), step.piece), CpuTimes()
     groups = step.records()
 

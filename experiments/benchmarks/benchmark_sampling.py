@@ -30,11 +30,11 @@ from experiments.benchmarks.measurement import (
     without_compilation_cache,
 )
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.samplers import open_group_sampler
 from marin_rl.event_loop import BackgroundLoop
 from marin_rl.learner.devices import device_peak_bytes, start_devices
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.rollouts.request_batcher import RequestBatcher
+from marin_rl.run_parts import RunParts
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.timing import PhaseTimer
 
@@ -75,7 +75,7 @@ def measure_sampling(config: TrainConfig, calls: int) -> dict[str, Any]:
     trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device)
     tokenizer = config.tokenizer.build()
     model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0))
-    sampler = open_group_sampler(config, model, tokenizer, trainer, version=0)
+    sampler = RunParts(config, trainer).open_group_sampler(model, version=0)
     prompts = np.random.default_rng(0).integers(tokenizer.vocab_size, size=(shape.prompts, shape.prompt_tokens))
     sampled: list[int] = []
 
@@ -123,7 +123,7 @@ def measure_turns(config: TrainConfig, *, episodes: int, turns: int, longest: in
     trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device)
     tokenizer = config.tokenizer.build()
     model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0))
-    sampler = open_group_sampler(config, model, tokenizer, trainer, version=0)
+    sampler = RunParts(config, trainer).open_group_sampler(model, version=0)
     batcher, loop = RequestBatcher(sampler.batch_size, episodes), BackgroundLoop()
     rng = np.random.default_rng(0)
     while_queued: dict[str, int] = {}

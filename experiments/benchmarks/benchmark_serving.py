@@ -34,9 +34,9 @@ from experiments.benchmarks.measurement import (
     spread,
     timed,
 )
-from marin_rl.distributed.samplers import open_group_sampler
 from marin_rl.learner.devices import exempt_from_collection, start_devices
 from marin_rl.learner.policy_model import initialize_policy
+from marin_rl.run_parts import RunParts
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.serving.app import Server, ServerOptions
@@ -262,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = config.tokenizer.build()
     model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0))
     bare, closed, served = (
-        open_group_sampler(config, model, tokenizer, trainer, version=0, call_seconds=seconds)
+        RunParts(config, trainer).open_group_sampler(model, version=0, call_seconds=seconds)
         for seconds in (math.inf, CALL_SECONDS, CALL_SECONDS)
     )
     requests = make_requests(count, new_tokens, tokenizer.vocab_size)

@@ -34,11 +34,11 @@ from experiments.benchmarks.measurement import (
     without_compilation_cache,
 )
 from marin_rl.batching.rollout_batch import RolloutBatch, make_batch
-from marin_rl.config.device_settings import trained_model
 from marin_rl.config.train_config import TrainConfig, TrainerConfig
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.levanter_line import seq_len
+from marin_rl.run_parts import RunParts
 
 LAYOUTS = {
     # layout: packing, shared prompts
@@ -119,7 +119,7 @@ def measure_shape(
         model_config = dataclasses.replace(cast(Any, config.model), **seq_len(prompt + answer))
         shaped = dataclasses.replace(config, rollouts=sections, sampling=sampling, model=model_config)
         batch = pack(shaped, trainer, rollouts, advantages, packed=packed)
-        model = initialize_policy(trained_model(shaped, trainer), tokenizer, trainer, key=jax.random.PRNGKey(0))
+        model = initialize_policy(RunParts(shaped, trainer).model, tokenizer, trainer, key=jax.random.PRNGKey(0))
         updates[name] = RlooStep(shaped, trainer, model, batch)
         losses[name] = updates[name].step()
         figures[name] = {

@@ -46,15 +46,14 @@ from experiments.benchmarks.measurement import (
 )
 from marin_rl.batching.rl_example import PackedBatch, RlExample, pack_batch
 from marin_rl.batching.rollout_batch import RolloutBatch, make_batch
-from marin_rl.config.device_settings import row_layout
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.devices import device_peak_bytes, microbatch_rows, platform_of, start_devices
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.learner.train_step import Learner
 from marin_rl.levanter_line import next_token_loss, seq_len
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
+from marin_rl.run_parts import RunParts
 from marin_rl.trainer_config import AbstractTrainerConfig
-from marin_rl.training.open_run import make_loss
 
 SIGMA = 0.8
 """Standard deviation of the logarithm of a rollout's length."""
@@ -78,7 +77,7 @@ class RlooStep:
     def __init__(
         self, config: TrainConfig, trainer: AbstractTrainerConfig, model: LmHeadModel, packed: PackedBatch
     ) -> None:
-        self._learner = Learner(trainer, config.optimizer, make_loss(config, trainer), num_updates=1_000_000)
+        self._learner = Learner(trainer, config.optimizer, RunParts(config, trainer).loss, num_updates=1_000_000)
         self._state = self._learner.initial_state(model, jax.random.PRNGKey(1))
         self._microbatches = packed.microbatches
 
@@ -204,7 +203,7 @@ def pack(
     whole = dataclasses.replace(config, rollouts=sections)
     default = sections.rows_per_device(platform_of(trainer), trainer.data_axis_size)
     rows = microbatch_rows(config.trainer, default)
-    layout = row_layout(whole, dataclasses.replace(trainer, per_device_parallelism=rows))
+    layout = RunParts(whole, dataclasses.replace(trainer, per_device_parallelism=rows)).layout
     counts = zip(rollouts.num_loss_tokens, advantages, strict=True)
     computed = [TokenAdvantages(np.full(count, advantage), np.zeros(count)) for count, advantage in counts]
     return pack_batch(rollouts.with_advantages(computed), config.aggregation, layout, pad_token_id=0)

@@ -57,7 +57,7 @@ from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.train_step import Learner
-from marin_rl.training.open_run import make_loss
+from marin_rl.run_parts import RunParts
 from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig, WeightTransferConfig
 from marin_rl.weights.manifest import make_secret
 from marin_rl.weights.publish import TrainingHost
@@ -293,7 +293,7 @@ def measure_publishing(config: TrainConfig, steps: int, way: WeightTransferConfi
     )
     advantages = np.random.default_rng(0).normal(size=len(lengths)).tolist()
     passes = pack(config, trainer, rollouts, advantages, packed=config.rollouts.packing).microbatches
-    learner = Learner(trainer, config.optimizer, make_loss(config, trainer), num_updates=1_000_000)
+    learner = Learner(trainer, config.optimizer, RunParts(config, trainer).loss, num_updates=1_000_000)
     model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0))
     state = learner.initial_state(model, jax.random.PRNGKey(1))
     sender = way.open_sender(make_secret(), TrainingHost.current())

@@ -37,8 +37,8 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.host_status import software_versions
 from marin_rl.learner.devices import DeviceError, device_peak_bytes, start_devices
 from marin_rl.learner.policy_model import initialize_policy, save_hf_policy
+from marin_rl.run_parts import RunParts
 from marin_rl.tokenization.load import byte_tokenizer
-from marin_rl.training.open_run import make_loss
 
 GIB = 2**30
 KERNEL_LIMITS = {"cpu": {"float32": 1e-5, "bfloat16": 2e-2}, "gpu": {"float32": 5e-3, "bfloat16": 2e-2}}
@@ -185,7 +185,7 @@ def gradient(settings: Settings, family: str, dtype: str) -> Result:
     rollouts = random_rollouts(lengths, 256, 12, 64)
     # With an advantage of 1 and a mean over tokens the loss is the mean negative log-probability.
     packed = pack(config, trainer, rollouts, [1.0] * len(lengths), packed=None)
-    loss = make_loss(config, trainer)
+    loss = RunParts(config, trainer).loss
 
     @functools.partial(cast(Any, hax.named_jit), axis_resources=trainer.parameter_axis_mapping)
     def differentiate(model: Any, batch: Any) -> Any:

@@ -19,8 +19,8 @@ from typing import Any
 from marin_rl.config.sections import EvaluationConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import from_yaml
-from marin_rl.distributed.make_runner import make_runner, open_reward_functions
 from marin_rl.rollouts.metrics import is_correct
+from marin_rl.run_parts import RunParts
 from marin_rl.serve import ServeConfig, load_policy
 from marin_rl.training.evaluation import evaluate
 
@@ -42,11 +42,9 @@ def greedy_replies(run: Path, tasks: int) -> list[dict[str, Any]]:
     policy = load_policy(ServeConfig(run=str(run), max_context=CONTEXT))
     config = from_yaml(TrainConfig, (run / "config.yaml").read_text(encoding="utf-8"), "config.yaml")
     config = dataclasses.replace(config, rollouts=dataclasses.replace(config.rollouts, max_length=CONTEXT))
-    environment = config.environment.build()
     settings = EvaluationConfig(tasks=tasks)
     with contextlib.ExitStack() as opened:
-        rewards, loop = open_reward_functions(config, environment, opened)
-        runner = make_runner(config, environment, policy.tokenizer, policy.sampler, loop, rewards, policy.vocab_size)
+        runner = RunParts(config, config.trainer, opened).make_runner(policy.sampler, policy.vocab_size)
         _, groups = evaluate(runner, settings, temperature=config.sampling.temperature, seed=config.seed)
     replies = []
     # The sampled groups come before the greedy ones.

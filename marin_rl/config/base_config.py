@@ -179,6 +179,11 @@ class AbstractTrainConfig(CheckedConfig):
         return [key for key, section in sections if getattr(section, "scope", None) is RewardScope.BATCH]
 
     @property
+    def effective_replay(self) -> ReplayConfig:
+        """`replay` in `mode: async`; in `mode: sync` groups are never sampled ahead."""
+        return self.replay if self.mode is Mode.ASYNC else ReplayConfig(max_staleness=0)
+
+    @property
     def context_shards(self) -> int:
         """Number of devices over which the positions of a row are split."""
         return self.trainer.model_axis_size if POSITION in (self.trainer.tensor_parallel_axes or ()) else 1

@@ -44,12 +44,13 @@ def digest_inputs(config: TrainConfig, sections: Sequence[str] = ()) -> dict[str
         sections: sections to read; empty for all.
 
     Returns:
-        Checksums by section and path. A path that does not exist is omitted: it may be a name on the hub.
+        Checksums by section and path, with all of the given `sections`. A path that does not exist is omitted: it may
+        be a name on the hub.
 
     Raises:
         OSError: if a file cannot be read.
     """
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, dict[str, str]] = {section: {} for section in sections}
     known: dict[Path, str] = {}
     without_effect = changeable_keys(TrainConfig)
     paths = [(key.partition(".")[0], text) for key, text in local_inputs(config) if not is_within(key, without_effect)]

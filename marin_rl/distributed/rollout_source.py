@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.host_status import raise_if
 from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner, run_groups
@@ -71,15 +70,19 @@ class RolloutSource(Protocol):
 class LocalRollouts:
     """Runs groups with the sampler of each training process during `wait`."""
 
-    def __init__(self, config: TrainConfig, runner: RolloutRunner) -> None:
+    def __init__(self, runner: RolloutRunner, *, group_size: int, temperature: float, seed: int) -> None:
         """Start without requests.
 
         Args:
-            config: group size, temperature and seed.
             runner: runs the rollouts; its sampler has the newest weights.
+            group_size: rollouts of a group.
+            temperature: sampling temperature.
+            seed: seed of the run.
         """
-        self._config = config
         self._runner = runner
+        self._group_size = group_size
+        self._temperature = temperature
+        self._seed = seed
         self._requests: list[GroupRequest] = []
         self.counts: dict[str, int] = {}
         """Always empty."""
@@ -94,12 +97,9 @@ class LocalRollouts:
         runner = dataclasses.replace(self._runner, timer=timer, interrupt=lambda: raise_if(stop_requested))
         groups = run_groups(
             runner,
-            [
-                GroupInput(request.number.group_id, request.task, request.seed_parts(self._config.seed))
-                for request in requests
-            ],
-            group_size=self._config.rollouts.group_size,
-            temperature=self._config.sampling.temperature,
+            [GroupInput(request.number.group_id, request.task, request.seed_parts(self._seed)) for request in requests],
+            group_size=self._group_size,
+            temperature=self._temperature,
         )
         return [FinishedGroup(request.number, group) for request, group in zip(requests, groups, strict=True)]
 

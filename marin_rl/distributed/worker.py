@@ -21,15 +21,14 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.workers_config import Refresh
 from marin_rl.distributed.coordinator import Announcement, Coordinator
 from marin_rl.distributed.coordinator_client import CoordinatorClient, RayLostError
-from marin_rl.distributed.make_runner import make_runner, open_reward_functions
-from marin_rl.distributed.samplers import open_worker_sampler
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.errors import Closing
-from marin_rl.learner.devices import exempt_from_collection, start_devices
+from marin_rl.learner.devices import exempt_from_collection
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.multihost import ProcessesDifferError
 from marin_rl.rollouts.group_codec import encode_group
 from marin_rl.rollouts.run_rollouts import GroupInput, stream_groups
+from marin_rl.run_parts import RunParts
 from marin_rl.sampling.sampler import Sampler, WeightPoll
 from marin_rl.types import RolloutGroup, WeightVersion
 from marin_rl.weights.fetch import WeightReceiver
@@ -60,7 +59,7 @@ def run_worker(
         name: name of the worker, unique in the run.
     """
     try:
-        _require_same_inputs(config, inputs)
+        _require_same_inputs(inputs, digest_inputs(config))
         policy = WorkerPolicy(config, vocab_size, secret, lambda: client.call(Coordinator.announced))
         with Closing(policy.close), exempt_from_collection():
             RolloutWorker(client, name, policy).run(config.workers.heartbeat_timeout)
@@ -72,8 +71,8 @@ def run_worker(
         raise
 
 
-def _require_same_inputs(config: TrainConfig, inputs: Inputs) -> None:
-    if changes := input_changes(inputs, digest_inputs(config)):
+def _require_same_inputs(of_trainer: Inputs, own: Inputs) -> None:
+    if changes := input_changes(of_trainer, own):
         raise ProcessesDifferError(
             f"host {socket.gethostname()} has other input files than the trainer had when it started:\n"
             + "\n".join(f"  {line}" for line in changes)
@@ -200,24 +199,20 @@ class WorkerPolicy:
         """Number of groups that fill the sampler; at least 1."""
         self.is_in_flight = config.workers.refresh is Refresh.IN_FLIGHT
         """Whether weights are updated while groups run."""
-        self._config = config
         self._vocab_size = vocab_size
         self._secret = secret
         self._announced = announced
-        self._trainer = start_devices(
-            config.workers.trainer_config(config.trainer),
-            rows_per_device=config.rollouts.rows_per_device,
-            alone=True,
-        )
-        self._like = PolicySpec(config.model, vocab_size, self._trainer).placed_policy
-        self._tokenizer = config.tokenizer.build()
-        self._environment = config.environment.build()
-        self._receiver: WeightReceiver | None = None
-        self._addresses: tuple[str, ...] = ()
-        self._sampler: Sampler | None = None
-        self._prefetcher = WeightPrefetcher(self._fetch_newer)
         with contextlib.ExitStack() as opened:
-            self._reward_functions, self._loop = open_reward_functions(config, self._environment, opened)
+            section = config.workers.trainer_config(config.trainer)
+            self._parts = parts = RunParts.start(config, section, alone=True, resources=opened)
+            # Without the learner's attention kernel, which does not sample.
+            self._like = PolicySpec(config.model, vocab_size, parts.trainer).placed_policy
+            self._receiver: WeightReceiver | None = None
+            self._addresses: tuple[str, ...] = ()
+            self._sampler: Sampler | None = None
+            self._prefetcher = WeightPrefetcher(self._fetch_newer)
+            # Errors of these are found before weights are fetched.
+            _ = parts.tokenizer, parts.reward_functions
             opened.enter_context(Closing(self._prefetcher.close))
             self._opened = opened.pop_all()
 
@@ -248,17 +243,9 @@ class WorkerPolicy:
             requests: the first requests.
             on_group_done: called in a separate thread with each finished group; returns the requests to start next.
         """
-        config = self._config
+        config = self._parts.config
         assert self._sampler is not None, "call fetch first"
-        runner = make_runner(
-            config,
-            self._environment,
-            self._tokenizer,
-            self._sampler,
-            self._loop,
-            self._reward_functions,
-            self._vocab_size,
-        )
+        runner = self._parts.make_runner(self._sampler, self._vocab_size)
 
         def inputs(requests: Sequence[GroupRequest]) -> list[GroupInput]:
             return [
@@ -281,11 +268,9 @@ class WorkerPolicy:
     def _use(self, weights: "Weights") -> None:
         model, version = weights
         if self._sampler is None:
-            steps = self._config.workers.decode_steps_per_weight_poll
+            steps = self._parts.config.workers.decode_steps_per_weight_poll
             weight_poll = WeightPoll(self._poll_weights, steps) if self.is_in_flight else None
-            self._sampler = open_worker_sampler(
-                self._config, model, self._tokenizer, self._trainer, version, weight_poll
-            )
+            self._sampler = self._parts.open_sampler(model, version, weight_poll)
         else:
             self._sampler.update_weights(model, version)
         self.version = version
@@ -302,7 +287,7 @@ class WorkerPolicy:
 
     def _receive(self, addresses: Sequence[str]) -> "Weights":
         if tuple(addresses) != self._addresses or self._receiver is None:
-            self._receiver = self._config.weights.open_receiver(addresses, self._secret)
+            self._receiver = self._parts.config.weights.open_receiver(addresses, self._secret)
             self._addresses = tuple(addresses)
         model, version = self._receiver.receive(self._like)
         return Weights(model, version)

@@ -8,10 +8,7 @@ from typing import Any
 
 import jax
 
-from marin_rl.config.sections import Mode
-from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.workers_config import CPU, GPU, TPU
-from marin_rl.sampling.config import OpenAiSamplerConfig
 
 SHARES_GPU_MEMORY = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
 """Environment variables with which several jax processes can share the memory of a GPU."""
@@ -23,20 +20,29 @@ class WorkerDevicesError(ValueError):
     """Raised when rollout workers would open accelerators of the trainer; the message names the remedy."""
 
 
-def check_worker_devices(config: TrainConfig, platform: str, environ: Mapping[str, str]) -> None:
+def check_worker_devices(
+    reserved: Mapping[str, float],
+    platform: str,
+    environ: Mapping[str, str],
+    *,
+    is_own_cluster: bool,
+    asks_server: bool,
+) -> None:
     """Check that rollout workers have accelerators, if the trainer has some, and not those of the trainer.
 
     Args:
-        config: mode, workers and cluster.
+        reserved: resources that Ray reserves for each worker.
         platform: platform of the trainer's devices: `cpu`, `gpu` or `tpu`.
         environ: environment variables of the trainer, which workers inherit if the trainer starts Ray.
+        is_own_cluster: whether the trainer starts Ray on its host.
+        asks_server: whether an inference server samples, so that workers need no devices.
 
     Raises:
         WorkerDevicesError: if they would; the message names the settings to change.
     """
-    if config.mode is Mode.SYNC or platform == "cpu":
+    if platform == "cpu":
         return
-    reserved, kind = config.workers.reserved, platform.upper()
+    kind = platform.upper()
     remedy = {
         GPU: "Give trainer and workers separate GPUs: start Ray with the GPUs of the workers "
         "(CUDA_VISIBLE_DEVICES=4,5,6,7 ray start --head) and the trainer with the others "
@@ -44,13 +50,12 @@ def check_worker_devices(config: TrainConfig, platform: str, environ: Mapping[st
         TPU: "Give the workers TPU slices of their own: `python -m marin_rl.launch tpu` with rollout_slices, or a Ray "
         "cluster of their hosts at ray_address, and workers.tpu_slice or workers.resources: {TPU: 4}",
     }[kind]
-    # A worker that asks an inference server samples nothing itself.
-    if not {GPU, TPU} & reserved.keys() and not isinstance(config.sampler, OpenAiSamplerConfig):
+    if not {GPU, TPU} & reserved.keys() and not asks_server:
         raise WorkerDevicesError(
             f"workers.resources has no {kind}, but this trainer runs on {kind}: a worker opens only what it reserves, "
             f"so it would sample on the CPU. {remedy}; or set mode: sync"
         )
-    if kind not in reserved or config.ray_address is not None:
+    if kind not in reserved or not is_own_cluster:
         return
     if kind == TPU:
         raise WorkerDevicesError(

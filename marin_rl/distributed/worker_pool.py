@@ -3,6 +3,7 @@
 
 """Pool of rollout workers that the trainer uses through a coordinator."""
 
+import contextlib
 import json
 import logging
 import time
@@ -14,12 +15,15 @@ from marin_rl.distributed.coordinator import Coordinator, TrainerUpdate
 from marin_rl.distributed.coordinator_client import CoordinatorClient
 from marin_rl.distributed.rollout_source import FinishedGroup
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
-from marin_rl.errors import UserError
+from marin_rl.errors import Closing, UserError
 from marin_rl.host_status import raise_if
 from marin_rl.rollouts.group_codec import decode_group, join_parts, split_parts
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import WeightVersion
+from marin_rl.weights.config import WeightTransferConfig
+from marin_rl.weights.manifest import make_secret
 from marin_rl.weights.protocol import WeightSender
+from marin_rl.weights.publish import MultiHostSender, TrainingHost
 
 logger = logging.getLogger(__name__)
 
@@ -206,3 +210,35 @@ def _split(message: bytes) -> list[tuple[RequestNumber, bytes]]:
     """Invert `_join`."""
     numbers, *groups = split_parts(message)
     return [(RequestNumber(*number), data) for number, data in zip(json.loads(numbers), groups, strict=True)]
+
+
+def open_worker_pool(
+    weights: WeightTransferConfig,
+    start_workers: Callable[[str], contextlib.AbstractContextManager[CoordinatorClient]],
+    *,
+    counts: Mapping[str, int],
+    no_progress_timeout: float,
+    opened: contextlib.ExitStack,
+) -> WorkerPool:
+    """Start the weight server of this process, and, in the main process, the workers.
+
+    Args:
+        weights: weight transfer.
+        start_workers: starts the coordinator and workers with the run's secret.
+        counts: worker counts of the run so far.
+        no_progress_timeout: as for `WorkerPool`.
+        opened: closes everything that is started here.
+    """
+    secret = multihost.on_main(make_secret)
+    sender = weights.open_sender(secret, TrainingHost.current())
+    # With several hosts, `sender` is replaced below.
+    opened.enter_context(Closing(lambda: sender.close()))
+    addresses = multihost.gather_texts(sender.address)
+    if len(addresses) > 1 and multihost.is_main():
+        receiver = weights.open_receiver(addresses, secret)
+        sender = MultiHostSender(sender, receiver.newest, timeout=no_progress_timeout)
+    # Workers are stopped before their weight server.
+    client = opened.enter_context(start_workers(secret)) if multihost.is_main() else None
+    pool = WorkerPool(client, sender, addresses=addresses, counts=counts, no_progress_timeout=no_progress_timeout)
+    opened.enter_context(Closing(pool.close))
+    return pool

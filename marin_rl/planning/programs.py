@@ -21,14 +21,13 @@ from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
-from marin_rl.config.device_settings import row_layout, trained_model
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.critic import ActorCritic
-from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.train_step import placed_shape
 from marin_rl.levanter_line import shard
+from marin_rl.run_parts import RunParts
 from marin_rl.sampling.attention import Tokens
 from marin_rl.sampling.cached_model import CachedModel, ModelArrays, with_cache
 from marin_rl.sampling.config import LevanterSamplerConfig
@@ -38,7 +37,6 @@ from marin_rl.sampling.prefill import PrefillShape
 from marin_rl.sampling.sizes import SamplerSizes, check_cache_size, sampler_sizes
 from marin_rl.sampling.stops import StopTable
 from marin_rl.trainer_config import AbstractTrainerConfig, DistributedConfig
-from marin_rl.training.open_run import make_learner, make_scorer
 from marin_rl.weights.publish import copy_program
 from marin_rl.weights.tree import named_leaves
 
@@ -56,6 +54,11 @@ class RunShapes:
     vocab_size: int
     """Number of tokens of the model."""
 
+    @functools.cached_property
+    def parts(self) -> RunParts:
+        """Parts of the run."""
+        return RunParts(self.config, self.trainer)
+
     @property
     def num_layers(self) -> int:
         """Number of layers of the model."""
@@ -64,8 +67,7 @@ class RunShapes:
     @functools.cached_property
     def spec(self) -> PolicySpec:
         """Shapes and shardings of the parameters."""
-        model = trained_model(self.config, self.trainer)
-        return PolicySpec(model, self.vocab_size, self.trainer, self.config.critic)
+        return self.parts.policy_spec(self.vocab_size)
 
     @property
     def policy(self) -> LmHeadModel:
@@ -154,30 +156,26 @@ def open_shapes(config: TrainConfig, vocab_size: int) -> RunShapes:
     Raises:
         ValueError: if the mesh or the rows do not fit the devices.
     """
-    trainer = dataclasses.replace(
-        config.trainer,
-        distributed=DistributedConfig(),
-        require_accelerator=False,
-    )
-    trainer = start_devices(trainer, rows_per_device=config.rollouts.rows_per_device)
-    return RunShapes(config, trainer, row_layout(config, trainer), vocab_size)
+    section = dataclasses.replace(config.trainer, distributed=DistributedConfig(), require_accelerator=False)
+    parts = RunParts.start(config, section)
+    return RunShapes(config, parts.trainer, parts.layout, vocab_size)
 
 
 def lower_initial_state(run: RunShapes) -> jax.stages.Lowered:
     """Lower the creation of the training state from the first policy."""
-    return make_learner(run.config, run.trainer, run.layout).lower_initial_state(run.trained)
+    return run.parts.make_learner(run.layout).lower_initial_state(run.trained)
 
 
 def lower_update(run: RunShapes) -> jax.stages.Lowered:
     """Lower an update."""
-    learner = make_learner(run.config, run.trainer, run.layout)
+    learner = run.parts.make_learner(run.layout)
     state = run.place(learner.state_shape(run.spec.trained))
     return learner.lower(state, [_batch(run.layout)])
 
 
 def lower_score(run: RunShapes) -> jax.stages.Lowered:
     """Lower the forward pass over a batch, for the reference or the learner's own log-probabilities."""
-    scorer = make_scorer(run.config, run.trainer, run.layout, pad_token_id=0)
+    scorer = run.parts.make_scorer(run.layout, pad_token_id=0)
     model = run.trained if own_scorings(run.config) else run.parameters
     return scorer.lower(cast(LmHeadModel, model), [_batch(run.layout)])
 

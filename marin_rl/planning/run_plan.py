@@ -21,7 +21,6 @@ from marin_rl.planning.compiling import Failure, ProgramMemory, chip_bytes, comp
 from marin_rl.planning.least_time import StepSize, sampler_seconds, trainer_seconds
 from marin_rl.planning.programs import LOWER, UNROLLED, RunShapes, open_shapes, programs_of
 from marin_rl.tokenization.load import TokenizerLoadError
-from marin_rl.training.open_run import make_learner
 from marin_rl.training.starting_weights import hf_folder, resolve_model
 
 ON_ONE_HOST = ("prefill", "short prefill", "decode")
@@ -272,7 +271,7 @@ def _plan_program(name: str, place: str, run: RunShapes, held: Mapping[str, Numb
 
 def _held(run: RunShapes) -> dict[str, Number]:
     """Return the bytes on each chip of the trainer that stay allocated."""
-    state = make_learner(run.config, run.trainer, run.layout).state_shape(run.spec.trained)
+    state = run.parts.make_learner(run.layout).state_shape(run.spec.trained)
     weights = chip_bytes(run.trained)
     held: dict[str, Number] = {"weights": weights, "optimizer": chip_bytes(run.place(state)) - weights}
     if run.config.kl.needs_reference:

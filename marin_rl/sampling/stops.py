@@ -14,6 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import TokenPieces
+
 START, ENDED = 0, 1
 """States before the first token, and from the token that ends the reply."""
 
@@ -34,6 +37,11 @@ class StopTable(NamedTuple):
             if state == ENDED:
                 return count
         return None
+
+
+def stop_text_bytes(tokenizer: ChatTokenizer, texts: Sequence[str]) -> Callable[[int], bytes] | None:
+    """Return the bytes of tokens if there are stop texts, which need them; for a large tokenizer it takes a second."""
+    return TokenPieces(tokenizer.tokenizer).in_text if texts else None
 
 
 def stop_table(

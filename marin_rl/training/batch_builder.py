@@ -16,7 +16,7 @@ from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import OwnRows, PackedBatch, pack_batch
 from marin_rl.batching.rollout_batch import RolloutBatch, batch_rollouts
 from marin_rl.config.sections import UpdateConfig
-from marin_rl.config.train_config import TrainConfig
+from marin_rl.learner.devices import own_rows
 from marin_rl.learner.scoring import Scores
 from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs, TokenAdvantages, sample_variance
 from marin_rl.objectives.aggregation import AggregationConfig
@@ -25,6 +25,7 @@ from marin_rl.objectives.kl import MAX_LOG_RATIO, KlConfig
 from marin_rl.objectives.shaping import TruncationConfig
 from marin_rl.objectives.value_loss import explained_variance
 from marin_rl.rollouts.stored_rollout import StoredAdvantages
+from marin_rl.run_parts import RunParts
 from marin_rl.seeds import derive_seed
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import Rollout, RolloutGroup, RolloutStatus, WeightVersion, make_unchecked
@@ -48,6 +49,8 @@ class TrainingBatch(NamedTuple):
     """`mismatch/*` metrics of the raw importance weights of the off-policy correction; None without a correction."""
 
 
+ScoreReference = Callable[[RolloutBatch], Scores]
+"""Computes log-probs of rollouts under the reference policy."""
 ScoreFunction = Callable[[Any, RolloutBatch], Scores]
 """Computes log-probs and values of rollouts under the weights of a model."""
 
@@ -80,7 +83,7 @@ class BatchBuilder:
     """Token id of padding."""
     score: ScoreFunction
     """Scores rollouts with the learner's current or former weights."""
-    score_reference: Callable[[RolloutBatch], Scores] | None = None
+    score_reference: ScoreReference | None = None
     """Scores rollouts with the frozen reference policy; None if `kl` does not need it."""
     sampling_weights: Callable[[WeightVersion], Any] | None = None
     """Returns the former weights of a version; None if they are not kept."""
@@ -261,15 +264,20 @@ class BatchBuilder:
 
 
 def make_batch_builder(
-    config: TrainConfig,
-    layout: RowLayout,
-    pad_token_id: int,
+    parts: RunParts,
     score: ScoreFunction,
-    score_reference: Callable[[RolloutBatch], Scores] | None = None,
+    score_reference: ScoreReference | None,
     sampling_weights: Callable[[WeightVersion], Any] | None = None,
-    own_rows: OwnRows | None = None,
 ) -> BatchBuilder:
-    """Build the batch builder of a run; the arguments besides the training config are attributes of `BatchBuilder`."""
+    """Make the batch builder of a run.
+
+    Args:
+        parts: config, layout, tokenizer and mesh.
+        score: scores rollouts with the weights of a model.
+        score_reference: scores rollouts with the reference policy; None if `kl` does not need it.
+        sampling_weights: returns the former weights of a version; None if they are not kept.
+    """
+    config = parts.config
     return BatchBuilder(
         kl=config.kl,
         advantage=config.advantage,
@@ -280,13 +288,13 @@ def make_batch_builder(
         has_critic=config.critic is not None,
         max_length=config.rollouts.max_length,
         seed=config.seed,
-        layout=layout,
-        pad_token_id=pad_token_id,
+        layout=parts.layout,
+        pad_token_id=parts.tokenizer.pad_token_id,
         score=score,
         score_reference=score_reference,
         sampling_weights=sampling_weights,
         stores_logprobs=config.rollout_store.scores_learner,
-        own_rows=own_rows,
+        own_rows=own_rows(parts.trainer),
     )
 
 

@@ -12,14 +12,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.make_runner import make_limits
 from marin_rl.distributed.rollout_source import RolloutSource
 from marin_rl.distributed.scheduler import RequestNumber
 from marin_rl.environments.base import AbstractEnvironment, Split, TaskStream
-from marin_rl.objectives.shaping import shape_rewards
+from marin_rl.objectives.shaping import OverlongConfig, TruncationConfig, shape_rewards
 from marin_rl.rewards.pipeline import evaluation_metrics
-from marin_rl.rollouts.filters import rewards_differ
+from marin_rl.rollouts.attempt import Limits
+from marin_rl.rollouts.filters import FilterConfig, rewards_differ
 from marin_rl.rollouts.metrics import environment_metrics, rollout_metrics, staleness_metrics
 from marin_rl.rollouts.run_rollouts import require_one_success
 from marin_rl.sampling.sampler import PromptTooLongError
@@ -54,19 +53,27 @@ class Collected(NamedTuple):
 class GroupCollector:
     """Requests rollout groups and collects those of each step."""
 
-    config: TrainConfig
-    """Training config."""
     environment: AbstractEnvironment
     """Provides the tasks."""
     tokenizer: ChatTokenizer
     """Measures prompts, to skip long ones."""
     rollout_source: RolloutSource
     """Samples the requested groups."""
+    limits: Limits
+    """Limits of every rollout."""
+    overlong: OverlongConfig
+    """Soft penalty on answers close to the length limit."""
+    truncation: TruncationConfig
+    """Handling of rollouts that were cut off at a limit."""
+    filter: FilterConfig
+    """Handling of groups in which all rewards are equal."""
+    seed: int
+    """Seed of the run."""
 
     @property
     def stream(self) -> TaskStream:
         """Stream of training tasks; its position is in `Progress`."""
-        return self.environment.stream(self.config.seed)
+        return self.environment.stream(self.seed)
 
     def collect(
         self, state: RunState, step: int, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False
@@ -87,8 +94,8 @@ class GroupCollector:
             return self._collect(state, step, timer, stop_requested)
 
     def _collect(self, state: RunState, step: int, timer: PhaseTimer, stop_requested: Callable[[], bool]) -> Collected:
-        config, progress, scheduler, replay = self.config, state.progress, state.scheduler, state.replay
-        version, prompts_per_step = step - 1, config.rollouts.prompts_per_step
+        progress, scheduler, replay = state.progress, state.scheduler, state.replay
+        version = step - 1
         draw = functools.partial(self.draw_tasks, progress)
         skipped_before = progress.prompts_skipped
         stale = [state.drop_stale(version)]
@@ -104,15 +111,15 @@ class GroupCollector:
                     continue
                 finished[number] = unshaped
                 [group] = shape_rewards(
-                    [unshaped], config.overlong, config.truncation, max_new_tokens=config.sampling.max_new_tokens
+                    [unshaped], self.overlong, self.truncation, max_new_tokens=self.limits.max_new_tokens
                 )
-                if config.filter.drops and not rewards_differ(group):
+                if self.filter.drops and not rewards_differ(group):
                     left_out[number] = group
                     dropped.append(number)
                 else:
                     to_train[number] = group
                     replay.add(number, group)
-            if len(finished) >= prompts_per_step:
+            if len(finished) >= scheduler.limits.groups_per_step:
                 # If every rollout failed so far, further groups would fail too.
                 require_one_success(list(finished.values()))
             replacements = scheduler.replace(dropped, version, draw)
@@ -156,13 +163,12 @@ class GroupCollector:
                 ten times the number of training tasks plus 1,000, for example because a curriculum only draws from
                 lessons without a fitting task.
         """
-        limits = make_limits(self.config)
         tasks: list[Task] = []
         skipped, distinct = 0, set[tuple[str, str]]()
         while len(tasks) < count:
             drawn, stream_state = self.stream.draw(progress.task_stream, count - len(tasks))
             progress.task_stream = dict(stream_state)
-            fitting = [task for task in drawn if not limits.should_skip(task, self.tokenizer)]
+            fitting = [task for task in drawn if not self.limits.should_skip(task, self.tokenizer)]
             tasks += fitting
             progress.prompts_skipped += len(drawn) - len(fitting)
             if fitting:
@@ -174,8 +180,9 @@ class GroupCollector:
             # Epochs have different task orders, so more tasks than one epoch has can precede the first fitting task.
             if len(distinct) >= total or skipped >= 10 * total + 1000:
                 raise PromptTooLongError(
-                    f"the prompts of {skipped} training tasks in a row have more than {limits.longest_prompt} tokens "
-                    "and were skipped (rollouts.long_prompts); raise rollouts.max_length or rollouts.max_prompt_length"
+                    f"the prompts of {skipped} training tasks in a row have more than {self.limits.longest_prompt} "
+                    "tokens and were skipped (rollouts.long_prompts); raise rollouts.max_length or "
+                    "rollouts.max_prompt_length"
                 )
         progress.tasks_drawn += count
         return tasks

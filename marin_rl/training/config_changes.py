@@ -7,15 +7,17 @@ Keys that affect the results may change only if the field is declared `may_chang
 the key. See [`config_history`][marin_rl.training.config_history] for the record of the changes.
 """
 
+import functools
 import json
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
+import optax
 from levanter.optim.config import OptimizerConfig
 from levanter.tracker import NoopTracker, current_tracker
 from levanter.trainer_state import init_optimizer_for_trainables
@@ -61,19 +63,28 @@ def plan_changes(directory: RunDirectory, config: TrainConfig, named: Collection
     steps = Checkpoints(directory.checkpoints, config.checkpoint).steps()
     newest = steps[-1] if steps else 0
     changes = [Change(newest, key, show_value(old, key), show_value(new, key)) for key in differing_keys(old, new)]
-    _require_possible(directory, former, config, changes, named)
+    difference = functools.partial(_state_difference, former.optimizer, config)
+    _require_possible(directory, changes, named, config.num_steps, difference)
     recorded = keys_changeable_by_name(TrainConfig)
     return [change for change in changes if is_within(change.key, recorded)]
 
 
 def _require_possible(
     directory: RunDirectory,
-    former: TrainConfig,
-    config: TrainConfig,
     changes: Sequence[Change],
     named: Collection[str],
+    num_steps: int,
+    state_difference: Callable[[], str | None],
 ) -> None:
-    """Raise a RunDirectoryError with all changes that are refused, and the remedy of each kind."""
+    """Raise a RunDirectoryError with all changes that are refused, and the remedy of each kind.
+
+    Args:
+        directory: run directory.
+        changes: the changes.
+        named: dotted keys that the command line gave.
+        num_steps: number of steps of the new config.
+        state_difference: returns how the arrays of the optimizer's state differ, None if they do not.
+    """
     by_name = keys_changeable_by_name(TrainConfig)
     if any(change.key == "optimizer.type" for change in changes):
         # Another optimizer has other keys.
@@ -83,7 +94,7 @@ def _require_possible(
     strict = [change for change in changes if not is_within(change.key, changeable_keys(TrainConfig))]
     fixed = [change for change in strict if not is_within(change.key, by_name) or change.key == "optimizer.type"]
     rest = [change for change in strict if change not in fixed]
-    short = [change for change in rest if change.key == "num_steps" and config.num_steps < change.step]
+    short = [change for change in rest if change.key == "num_steps" and num_steps < change.step]
     unnamed = [change for change in rest if not _is_named(change.key, named) and change not in short]
     problems = [
         *([_cannot_change(directory, fixed)] if fixed else []),
@@ -91,7 +102,7 @@ def _require_possible(
         *([_name_them(unnamed)] if unnamed else []),
     ]
     optimizer = [change for change in rest if is_within(change.key, ["optimizer"])]
-    if not problems and optimizer and (difference := _state_difference(former, config)):
+    if not problems and optimizer and (difference := state_difference()):
         problems = [_cannot_change(directory, optimizer, f" ({difference})")]
     if problems:
         refused = {change.key: change for change in (*fixed, *short, *unnamed)} or {c.key: c for c in optimizer}
@@ -160,9 +171,12 @@ def _listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def _state_difference(old: TrainConfig, new: TrainConfig) -> str | None:
-    """Return how the arrays of the optimizer's state differ between two configs of one model, None if they do not."""
-    before, after = (_state_arrays(new, config.optimizer) for config in (old, new))
+def _state_difference(old: OptimizerConfig, new: TrainConfig) -> str | None:
+    """Return how the arrays of an optimizer's state differ from those of a config, None if they do not."""
+    assert new.model is not None
+    # The size of the vocabulary is not known before the tokenizer is loaded, and the same for both optimizers.
+    trained = PolicySpec(new.model, 2**15, new.trainer, new.critic).trained
+    before, after = (_state_arrays(each.build(new.num_updates), trained) for each in (old, new.optimizer))
     for name in (*before, *after):
         if before.get(name) != after.get(name):
             return (
@@ -172,14 +186,10 @@ def _state_difference(old: TrainConfig, new: TrainConfig) -> str | None:
     return None
 
 
-def _state_arrays(config: TrainConfig, optimizer: OptimizerConfig) -> dict[str, str]:
-    assert config.model is not None
-    # The size of the vocabulary is not known before the tokenizer is loaded, and the same for both optimizers.
-    model = PolicySpec(config.model, 2**15, config.trainer, config.critic).trained
-    built = optimizer.build(config.num_updates)
+def _state_arrays(optimizer: optax.GradientTransformation, trained: Any) -> dict[str, str]:
     # Levanter logs the decayed weights to the current tracker.
     with current_tracker(NoopTracker()):
-        state = eqx.filter_eval_shape(lambda model: init_optimizer_for_trainables(built, model), model)
+        state = eqx.filter_eval_shape(lambda model: init_optimizer_for_trainables(optimizer, model), trained)
     return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in named_arrays(state).items()}
 
 
@@ -209,12 +219,12 @@ def read_config_of_step(directory: RunDirectory, step: int) -> TrainConfig:
     return decode(TrainConfig, values_of_step(directory, step))
 
 
-def check_config_files(files: Sequence[Path], config: TrainConfig) -> list[str]:
+def check_config_files(files: Sequence[Path], run_dir: str) -> list[str]:
     """Check the `config.yaml` of runs among config files.
 
     Args:
         files: config files of the command line.
-        config: the config from them.
+        run_dir: the run directory of the config.
 
     Returns:
         Messages for the user.
@@ -226,14 +236,14 @@ def check_config_files(files: Sequence[Path], config: TrainConfig) -> list[str]:
     for file in files:
         folder = file.parent
         # A pipe has been read, and is not the file of a run.
-        if folder.resolve() == Path(config.run_dir).resolve() or not file.is_file():
+        if folder.resolve() == Path(run_dir).resolve() or not file.is_file():
             continue
         text = file.read_text(encoding="utf-8")
         values: Mapping[str, Any] = parse_yaml(text, str(file))
-        if values.get("run_dir") == config.run_dir:
+        if values.get("run_dir") == run_dir:
             if file.name == "config.yaml" and (folder / "checkpoints").is_dir():
                 raise RunDirectoryError(
-                    f"{str(file)!r} is in the folder of its run, but its run_dir is {config.run_dir!r}; give --run_dir "
+                    f"{str(file)!r} is in the folder of its run, but its run_dir is {run_dir!r}; give --run_dir "
                     f"{shlex.quote(str(folder))} to resume the run there, or --run_dir NEW for another one"
                 )
             continue

@@ -14,13 +14,10 @@ import dataclasses
 import json
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from marin_rl.config.yaml_text import parse_yaml, to_yaml
+from marin_rl.config.yaml_text import parse_yaml
 from marin_rl.training.run_directory import RunDirectory, comments_of, read_config_text, write_atomically
-
-if TYPE_CHECKING:
-    from marin_rl.config.train_config import TrainConfig
 
 NOT_SET = "not set"
 
@@ -62,15 +59,13 @@ def _parse(line: str) -> Change | None:
     return Change(int(match[1]), match[2], values[:end], values[end + 4 :])
 
 
-def record_changes(
-    directory: RunDirectory, changes: Sequence[Change], config: "TrainConfig", step: int
-) -> list[Change]:
+def record_changes(directory: RunDirectory, changes: Sequence[Change], config: str, step: int) -> list[Change]:
     """Write the config of a run that resumes, with the changes in its history.
 
     Args:
         directory: run directory.
         changes: new changes.
-        config: the new config.
+        config: the new config, as YAML.
         step: step of the checkpoint from which the run resumes. The run repeats later steps with the new config, so
             former changes after later steps are moved to this one.
 
@@ -86,7 +81,7 @@ def record_changes(
         if former is not None and former.step > step:
             lines[index] = f"# after step {step}: {former}"
     lines += [f"# after step {step}: {change}" for change in changes]
-    new = "".join(f"{line}\n" for line in lines) + (to_yaml(config) if changes else text[len(comments_of(text)) :])
+    new = "".join(f"{line}\n" for line in lines) + (config if changes else text[len(comments_of(text)) :])
     if new != text:
         write_atomically(directory.config, new)
     return read_history(new)

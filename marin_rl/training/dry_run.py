@@ -9,7 +9,7 @@ import functools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -17,10 +17,8 @@ from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config_fields import nested_sections
-from marin_rl.distributed.make_runner import make_runner, open_reward_functions
 from marin_rl.distributed.ray_cluster import check_ray
-from marin_rl.distributed.samplers import check_sampler
-from marin_rl.environments.base import AbstractEnvironment, Split
+from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
 from marin_rl.errors import USER_ERRORS, Closing, describe
 from marin_rl.escaping import escape_line
 from marin_rl.event_loop import BackgroundLoop
@@ -29,18 +27,20 @@ from marin_rl.learner.saved_checkpoint import Checkpoint
 from marin_rl.remote_path import StorageError
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.judge import LlmJudgeConfig
+from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.attempt import LongPrompts
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
+from marin_rl.run_parts import Report, RunParts
 from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.sampling.sampler import PromptTooLongError
 from marin_rl.storage import storage_path
-from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.timing import notice_if_long
 from marin_rl.tokenization.chat_template import ChatTemplateError
 from marin_rl.training import evaluation, warm_start
 from marin_rl.training.config_changes import plan_changes
-from marin_rl.training.open_run import Report, build_environment, notice_if_long, read_progress
+from marin_rl.training.open_run import read_progress
 from marin_rl.training.run_directory import RunDirectory, check_usable, require_config
 from marin_rl.training.run_files import RUN_FILES, RunFiles, compare_on_resume
 from marin_rl.training.run_sizes import describe_run, format_quantity
@@ -122,21 +122,29 @@ def dry_run(
     found = DryRun(report)
     resolved = found.attempt(resolve_model, config)
     config = resolved or config
-    state = found.attempt(_check_directory, config, accept_changes=accept_changes, named=named)
-    found.attempt(check_weight_files, config)
+    directory = RunDirectory(storage_path(config.run_dir, "run_dir"))
+    check = functools.partial(_directory_state, config, directory, accept_changes=accept_changes, named=named)
+    state = found.attempt(_check_directory, directory, check)
+    found.attempt(check_weight_files, config.initialize_from, config.run_dir, config.tokenizer.path)
     found.attempt(check_trackers, config.trainer.tracker)
     found.attempt(check_ray, config)
-    tokenizer = found.attempt(config.tokenizer.build)
-    environment = found.attempt(build_environment, config.environment, report)
-    vocab_size = None
-    # A model that differs from the starting weights has been reported.
-    if tokenizer is not None and resolved is not None and config.model is not None:
-        vocab_size = found.attempt(_vocab_size, config, tokenizer, state)
-        found.attempt(check_sampler, config, tokenizer, vocab_size or tokenizer.vocab_size)
-    if environment is None:
-        found.attempt(_check_reward_files, config)
-    else:
-        _check_environment(found, config, environment, tokenizer, vocab_size)
+    with contextlib.ExitStack() as opened:
+        parts = RunParts(config, config.trainer, opened, report, without_judge)
+        tokenizer = found.attempt(lambda: parts.tokenizer)
+        environment = found.attempt(lambda: parts.environment)
+        vocab_size = None
+        # A model that differs from the starting weights has been reported.
+        if tokenizer is not None and resolved is not None and config.model is not None:
+            # A run with a checkpoint does not need the starting weights.
+            vocab_size = state.progress.vocab_size if state is not None and state.progress is not None else None
+            if vocab_size is None:
+                weights = config.initialize_from, config.model
+                vocab_size = found.attempt(check_first_policy, *weights, tokenizer, config.trainer)
+            found.attempt(parts.check_sampler, vocab_size or tokenizer.vocab_size)
+        if environment is None:
+            found.attempt(_check_reward_files, config.environment, config.sandbox)
+        else:
+            _check_environment(found, parts, vocab_size)
     if (unchecked := found.attempt(_unchecked, config, state)) is not None:
         found.line("not checked", "; ".join(unchecked))
     for warning in found.warnings:
@@ -158,20 +166,20 @@ class _DirectoryState:
     """Why an object store could not be read."""
 
 
-def _check_directory(config: TrainConfig, *, accept_changes: bool, named: Collection[str]) -> _DirectoryState:
-    directory = RunDirectory(storage_path(config.run_dir, "run_dir"))
+def _check_directory(directory: RunDirectory, check: Callable[[], _DirectoryState]) -> _DirectoryState:
+    """Return the result of a check; one that waits for an object store ends after `STORE_SECONDS`."""
     if isinstance(directory.path, Path):
-        return _directory_state(config, directory, accept_changes=accept_changes, named=named)
+        return check()
     # A machine without access to the store can check the config of a run on other machines.
     done: queue.Queue[_DirectoryState | BaseException] = queue.Queue()
 
-    def check() -> None:
+    def run() -> None:
         try:
-            done.put(_directory_state(config, directory, accept_changes=accept_changes, named=named))
+            done.put(check())
         except BaseException as error:
             done.put(error)
 
-    threading.Thread(target=check, name="run directory", daemon=True).start()
+    threading.Thread(target=run, name="run directory", daemon=True).start()
     try:
         found = done.get(timeout=STORE_SECONDS)
     except queue.Empty:
@@ -209,51 +217,40 @@ def _directory_state(
     return _DirectoryState(f"the run resumes after step {progress.step} of {config.num_steps}", progress)
 
 
-def _vocab_size(config: TrainConfig, tokenizer: ChatTokenizer, state: _DirectoryState | None) -> int:
-    """Vocabulary size of the policy: that of the starting weights, which a run with a checkpoint does not need."""
-    if state is not None and state.progress is not None:
-        return state.progress.vocab_size
-    return check_first_policy(config, tokenizer)
-
-
-def _check_reward_files(config: TrainConfig) -> None:
-    """Check the reward functions of a config whose environment cannot be built, as `open_reward_functions` does."""
-    sections = nested_sections(config.environment, "environment")
+def _check_reward_files(environment: EnvironmentConfig, sandbox: SandboxConfig) -> None:
+    """Check the reward functions of an environment that cannot be built, as `RunParts` does."""
+    sections = nested_sections(environment, "environment")
     components = {key: (without_judge(one),) for key, one in sections if isinstance(one, RewardComponentConfig)}
     loop = BackgroundLoop()
     with Closing(loop.close):
-        RewardFunctions(components, Sandbox(config.sandbox), loop).close()
+        RewardFunctions(components, Sandbox(sandbox), loop).close()
 
 
-def _check_environment(
-    found: DryRun,
-    config: TrainConfig,
-    environment: AbstractEnvironment,
-    tokenizer: ChatTokenizer | None,
-    vocab_size: int | None,
-) -> None:
-    """Check tasks, prompts and rewards; report the sizes of the run."""
+def _check_environment(found: DryRun, parts: RunParts, vocab_size: int | None) -> None:
+    """Check tasks, prompts and rewards; report the sizes of the run. Without a policy there is no vocabulary size."""
+    config, environment = parts.config, parts.environment
     if found.attempt(_count_tasks, environment) is None:
         return
     if config.evaluation.tasks:
         found.attempt(evaluation.require_tasks, environment, environment.tasks(Split.HELD_OUT), split=Split.HELD_OUT)
     if config.warm_start.max_steps:
         found.attempt(warm_start.require_tasks, environment)
-    with contextlib.ExitStack() as opened, _without_warnings():
-        opening = functools.partial(open_reward_functions, replace=without_judge)
-        rewards = found.attempt(opening, config, environment, opened)
-        if tokenizer is None or vocab_size is None:
+    with _without_warnings():
+        rewards = found.attempt(lambda: parts.reward_functions)
+        if vocab_size is None:
             return
-        reward_functions, loop = rewards or (RewardFunctions(), BackgroundLoop())
-        if rewards is None:
-            opened.enter_context(Closing(loop.close))
         sampler = FixedReplies()
-        runner = found.attempt(make_runner, config, environment, tokenizer, sampler, loop, reward_functions, vocab_size)
+        runner = found.attempt(parts.make_runner, sampler, vocab_size, rewards or RewardFunctions())
         if runner is None:
             return
-        _check_prompts(found, config, runner, vocab_size)
+        counts = {Split.HELD_OUT: config.evaluation.tasks}
+        if config.warm_start.max_steps:
+            counts[Split.VALIDATION] = config.warm_start.check_tasks
+        _check_prompts(found, runner, counts, functools.partial(describe_run, config, vocab_size))
         if rewards is not None:
-            found.attempt(_check_rewards, found, config, runner, sampler)
+            found.attempt(
+                _check_rewards, found, runner, sampler, config.environment, config.sampling.max_new_tokens, config.seed
+            )
 
 
 def _count_tasks(environment: AbstractEnvironment) -> int:
@@ -272,19 +269,26 @@ def _without_warnings() -> Iterator[None]:
         logging.disable(before)
 
 
-def _check_prompts(found: DryRun, config: TrainConfig, runner: RolloutRunner, vocab_size: int) -> None:
-    """Tokenize the prompts and worked answers that the run uses; report their numbers and the sizes of the run."""
+def _check_prompts(
+    found: DryRun, runner: RolloutRunner, counts: Mapping[Split, int], describe_sizes: Callable[..., str]
+) -> None:
+    """Tokenize the prompts and worked answers that the run uses; report their numbers and the sizes of the run.
+
+    Args:
+        found: the results.
+        runner: environment, tokenizer and limits.
+        counts: number of tasks of each environment, for each split with measurements; validation is that of a warm
+            start.
+        describe_sizes: describes the sizes of the run.
+    """
     environment = runner.environment
     train = environment.tasks(Split.TRAIN)
     used: dict[Split, Sequence[Task]] = {Split.TRAIN: train}
-    counts = {Split.HELD_OUT: config.evaluation.tasks}
-    if config.warm_start.max_steps:
-        counts[Split.VALIDATION] = config.warm_start.check_tasks
     with notice_if_long(found.report, "tokenizing all prompts ..."):
         for split, count in counts.items():
             tasks = environment.tasks(split) if count else ()
             used[split] = found.attempt(evaluation.first_of_each, tasks, count, runner) or ()
-        found.report(describe_run(config, vocab_size, train_tasks=len(train), held_out_tasks=len(used[Split.HELD_OUT])))
+        found.report(describe_sizes(train_tasks=len(train), held_out_tasks=len(used[Split.HELD_OUT])))
         for split, tasks in used.items():
             if tasks and (described := found.attempt(_describe_prompts, split, tasks, runner)) is not None:
                 found.line(f"{split.value.replace('_', '-')} prompts", described)
@@ -292,7 +296,7 @@ def _check_prompts(found: DryRun, config: TrainConfig, runner: RolloutRunner, vo
     with contextlib.suppress(ChatTemplateError):
         for task in train[:1]:
             found.line("first prompt", _shown_prompt(task, runner))
-    if config.warm_start.max_steps and (worked := found.attempt(_describe_worked, runner)) is not None:
+    if Split.VALIDATION in counts and (worked := found.attempt(_describe_worked, runner)) is not None:
         found.line("worked answers", worked)
 
 
@@ -368,10 +372,17 @@ def _explained(what: str) -> Iterator[None]:
         raise UserFileError(f"{what} {describe(error)}") from error
 
 
-def _check_rewards(found: DryRun, config: TrainConfig, runner: RolloutRunner, sampler: FixedReplies) -> None:
+def _check_rewards(
+    found: DryRun,
+    runner: RolloutRunner,
+    sampler: FixedReplies,
+    section: EnvironmentConfig,
+    max_new_tokens: int,
+    seed: int,
+) -> None:
     """Score garbage and right replies, and report the rewards."""
     count = TRIAL_TASKS if runner.limits.max_turns == 1 else 1
-    agents = agent_environments(config.environment, runner.environment)
+    agents = agent_environments(section, runner.environment)
     fitting: dict[str, list[Task]] = {}
     for task in runner.environment.tasks(Split.TRAIN):
         of_environment = fitting.setdefault(task.environment, [])
@@ -379,11 +390,11 @@ def _check_rewards(found: DryRun, config: TrainConfig, runner: RolloutRunner, sa
             of_environment.append(task)
     tasks = [task for of_environment in fitting.values() for task in of_environment]
     with notice_if_long(found.report, "scoring trial rollouts ..."):
-        trials = try_replies(runner, sampler, tasks, config.seed)
+        trials = try_replies(runner, sampler, tasks, seed)
     for name in (name for name, of_environment in fitting.items() if of_environment):
         of_environment = [of_task for of_task in trials if of_task[0].rollout.task.environment == name]
         found.report(describe_trials(of_environment[0]))
-        found.warnings += trial_warnings(config, of_environment)
+        found.warnings += trial_warnings(section, max_new_tokens, of_environment)
 
 
 def _fits(task: Task, runner: RolloutRunner) -> bool:

@@ -9,11 +9,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax.numpy as jnp
+
 from marin_rl import multihost
-from marin_rl.config.train_config import TrainConfig
-from marin_rl.errors import writing
 from marin_rl.learner.array_files import DamagedArraysError
-from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.hf_export import SavedWeights, WeightParts
 from marin_rl.learner.policy_model import save_hf_folder
 from marin_rl.learner.policy_spec import PolicySpec
@@ -21,7 +20,6 @@ from marin_rl.learner.saved_checkpoint import STATE, Checkpoint, DamagedCheckpoi
 from marin_rl.storage import StoragePath, replace_folder, upload_folder
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.training.run_directory import EXPORTED_STEP
-from marin_rl.training.run_files import warn_of_changed_inputs
 
 
 def export_folder(
@@ -55,39 +53,19 @@ def _publish(output: StoragePath, partial: Path, step: int) -> None:
         upload_folder(output, partial, marker="config.json")
 
 
-def export_checkpoint(config: TrainConfig, checkpoints: Checkpoints, step: int | None, output: StoragePath) -> int:
-    """Export the policy of a checkpoint without loading it as a whole, in one process.
+def saved_weights(checkpoint: Checkpoint, spec: PolicySpec, dtype: jnp.dtype | None) -> SavedWeights:
+    """Open the weights of the policy in a checkpoint, which are read one after another.
 
     Args:
-        config: training config of the run, with the type of the exported weights.
-        checkpoints: checkpoints of the run.
-        step: step of the checkpoint; None for the newest one that is not damaged.
-        output: the folder.
-
-    Returns:
-        The step.
+        checkpoint: checkpoint of the run.
+        spec: shapes of the weights.
+        dtype: type of the exported weights; None for that of the parameters.
 
     Raises:
-        CheckpointError: if the checkpoint is damaged.
-        RunDirectoryError: if the folder cannot be written.
+        CheckpointError: if the checkpoint is damaged, or holds another model.
     """
-
-    def load(checkpoint: Checkpoint) -> tuple[int, SavedWeights]:
-        warn_of_changed_inputs(checkpoint, config, ("tokenizer",))
-        return checkpoint.step, _saved_weights(config, checkpoint)
-
-    loaded = checkpoints.restore_newest(load) if step is None else load(checkpoints.open(step))
-    assert loaded is not None
-    with writing(output, "output"):
-        export_folder(loaded[1], config.tokenizer.build(), output, loaded[0], config.sampling.stop)
-    return loaded[0]
-
-
-def _saved_weights(config: TrainConfig, checkpoint: Checkpoint) -> SavedWeights:
-    assert config.model is not None
-    spec = PolicySpec(config.model, int(checkpoint.progress["vocab_size"]), config.trainer, config.critic)
     saved = checkpoint.arrays_of(spec.policy, spec.policy_path)
     try:
-        return SavedWeights(spec.policy, saved, checkpoint.path / STATE, config.export.numeric_dtype)
+        return SavedWeights(spec.policy, saved, checkpoint.path / STATE, dtype)
     except DamagedArraysError as error:
         raise DamagedCheckpointError(f"checkpoint {checkpoint.path} is damaged: {error}") from error

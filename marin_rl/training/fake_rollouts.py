@@ -17,17 +17,19 @@ import numpy as np
 from levanter.trainer_state import TrainerState
 
 from marin_rl.batching.rollout_batch import batch_rollouts
+from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.checkpoint_folders import require_checkpoint
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.devices import device_peak_bytes
-from marin_rl.learner.scoring import Scorer
+from marin_rl.rollouts.store import RolloutStoreConfig
+from marin_rl.run_parts import RunParts
 from marin_rl.seeds import derive_seed
-from marin_rl.training.open_run import first_state, make_scorer
-from marin_rl.training.replay import TrainingParts, start_trainer, timed_step
+from marin_rl.training.batch_builder import make_batch_builder
+from marin_rl.training.replay import timed_step
 from marin_rl.training.run_directory import RunDirectory
-from marin_rl.training.starting_weights import first_policy, policy_spec
+from marin_rl.training.starting_weights import first_policy
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
@@ -54,7 +56,7 @@ class FakeShape:
         return self.prompt[1] + self.completion[1]
 
 
-def parse_shape(text: str, config: TrainConfig) -> FakeShape:
+def parse_shape(text: str, rollouts: RolloutConfig) -> FakeShape:
     """Parse a shape such as `groups=16,group_size=8,prompt=32,completion=16-64,steps=4`.
 
     `prompt` and `completion` are required; each is a number of tokens, or a range from which lengths are drawn. By
@@ -62,7 +64,7 @@ def parse_shape(text: str, config: TrainConfig) -> FakeShape:
 
     Args:
         text: the shape.
-        config: training config, for defaults and limits.
+        rollouts: defaults and limits.
 
     Raises:
         ValueError: if a name is unknown, missing or repeated, a number is invalid, or a rollout is longer than
@@ -84,13 +86,13 @@ def parse_shape(text: str, config: TrainConfig) -> FakeShape:
         given[name] = first, last
     if missing := [name for name in ("prompt", "completion") if name not in given]:
         raise ValueError(f"--fake {text!r} has no {' and no '.join(missing)}; add {missing[0]}=32")
-    defaults = {"groups": config.rollouts.prompts_per_step, "group_size": config.rollouts.group_size, "steps": 4}
+    defaults = {"groups": rollouts.prompts_per_step, "group_size": rollouts.group_size, "steps": 4}
     counts = {name: given[name][0] if name in given else default for name, default in defaults.items()}
     shape = FakeShape(**counts, prompt=given["prompt"], completion=given["completion"])
-    if shape.longest > config.rollouts.max_length:
+    if shape.longest > rollouts.max_length:
         raise ValueError(
             f"--fake {text!r}: rollouts of {shape.longest} tokens exceed rollouts.max_length, "
-            f"{config.rollouts.max_length}; add --rollouts.max_length {shape.longest}, or lower prompt or completion"
+            f"{rollouts.max_length}; add --rollouts.max_length {shape.longest}, or lower prompt or completion"
         )
     return shape
 
@@ -130,21 +132,21 @@ def train_on_fake(
         ValueError: if the config does not allow groups of this size.
     """
     sizes = dataclasses.replace(config.rollouts, prompts_per_step=shape.groups, group_size=shape.group_size)
-    parts = start_trainer(dataclasses.replace(config, rollouts=sizes))
+    config = dataclasses.replace(config, rollouts=sizes, rollout_store=RolloutStoreConfig(every=0))
+    parts = RunParts.start(config)
     state, first_step, vocab_size = _starting_state(parts, directory, step)
-    scorer = make_scorer(parts.config, parts.trainer, parts.layout, parts.pad_token_id)
     groups = make_groups(shape, vocab_size, config.seed, first_step)
-    groups = _as_sampled(groups, parts, scorer, state)
+    groups = _as_sampled(groups, parts, state)
     reference = None
     if config.kl.needs_reference:
         # The updates donate the weights.
         policy = policy_of(state.model)
         copied = jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, policy)
-        reference = functools.partial(scorer.score, copied)
-    builder = parts.batch_builder(scorer.score, reference)
+        reference = functools.partial(parts.scorer.score, copied)
+    builder = make_batch_builder(parts, parts.scorer.score, reference)
     steps = []
     for number in range(first_step + 1, first_step + 1 + shape.steps):
-        trained, metrics = timed_step(parts, builder, state, groups, number, vocab_size)
+        trained, metrics = timed_step(parts.model, parts.learner, builder, state, groups, number, vocab_size)
         state = trained.state
         steps.append(metrics)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -161,20 +163,18 @@ def train_on_fake(
     )
 
 
-def _starting_state(
-    parts: TrainingParts, directory: RunDirectory | None, step: int | None
-) -> tuple[TrainerState, int, int]:
+def _starting_state(parts: RunParts, directory: RunDirectory | None, step: int | None) -> tuple[TrainerState, int, int]:
     """Return the training state, its step and the vocabulary size of the model."""
     config = parts.config
     if directory is None:
-        policy = first_policy(config, config.tokenizer.build(), parts.trainer)
+        policy = first_policy(config.initialize_from, parts.model, parts.tokenizer, parts.trainer, config.seed)
         vocab_size = policy.vocab_size
-        return first_state(config, policy, parts.trainer, parts.learner), 0, vocab_size
+        return parts.first_state(policy), 0, vocab_size
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint)
     require_checkpoint(str(directory.path), directory.checkpoints, step)
     checkpoint = checkpoints.newest_good() if step is None else checkpoints.open(step)
     assert checkpoint is not None
-    state = policy_spec(checkpoint, config, parts.trainer).restore_state(checkpoint, parts.learner)
+    state = parts.saved_spec(checkpoint).restore_state(checkpoint, parts.learner)
     return state, checkpoint.step, int(checkpoint.progress["vocab_size"])
 
 
@@ -211,13 +211,11 @@ def make_groups(shape: FakeShape, vocab_size: int, seed: int, version: int) -> l
     return groups
 
 
-def _as_sampled(
-    groups: list[RolloutGroup], parts: TrainingParts, scorer: Scorer, state: TrainerState
-) -> list[RolloutGroup]:
+def _as_sampled(groups: list[RolloutGroup], parts: RunParts, state: TrainerState) -> list[RolloutGroup]:
     """Replace the log-probs by those of the policy, so that ratios begin at 1 as those of sampled rollouts do."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     batch = batch_rollouts(rollouts, max_length=parts.config.rollouts.max_length)
-    logprobs = dict(zip(batch.ids, batch.actions(scorer.score(state.model, batch).logprobs), strict=True))
+    logprobs = dict(zip(batch.ids, batch.actions(parts.scorer.score(state.model, batch).logprobs), strict=True))
 
     def replaced(rollout: Rollout) -> Rollout:
         [turn] = rollout.turns

@@ -6,88 +6,47 @@
 import contextlib
 import dataclasses
 import functools
-import math
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import jax
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer_state import TrainerState
 
 from marin_rl import multihost
-from marin_rl.batching.packing import RowLayout
-from marin_rl.config.device_settings import logprob_block, row_layout, trained_model
 from marin_rl.config.input_files import Inputs, digest_inputs
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.make_runner import check_answers, make_runner, open_reward_functions
-from marin_rl.distributed.open_rollout_source import (
-    make_history,
-    make_replay_buffer,
-    make_staleness_limits,
-    open_rollout_source,
-)
-from marin_rl.distributed.samplers import open_trainer_sampler
-from marin_rl.distributed.scheduler import RolloutScheduler
+from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
 from marin_rl.distributed.worker_devices import check_worker_devices
-from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.errors import Closing, writing
-from marin_rl.event_loop import BackgroundLoop
 from marin_rl.host_status import raise_if
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.checkpoint_folders import CheckpointError
 from marin_rl.learner.critic import policy_of
-from marin_rl.learner.devices import own_rows, platform_of, start_devices
-from marin_rl.learner.loss import RlLoss
-from marin_rl.learner.policy_spec import PolicySpec
+from marin_rl.learner.devices import platform_of
 from marin_rl.learner.saved_checkpoint import Checkpoint
-from marin_rl.learner.scoring import Scorer
-from marin_rl.learner.train_step import Learner
 from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.rollouts.failures import FailureReports
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.rollouts.store import EVALUATION, RolloutStore
-from marin_rl.seeds import derive_seed
+from marin_rl.run_parts import Report, RunParts
+from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.storage import StoragePath
 from marin_rl.timing import PhaseTimer
-from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenPieces
-from marin_rl.trainer_config import AbstractTrainerConfig
-from marin_rl.training.batch_builder import BatchBuilder, make_batch_builder
+from marin_rl.training.batch_builder import ScoreReference, make_batch_builder
 from marin_rl.training.collect import GroupCollector
 from marin_rl.training.evaluation import describe_accuracy, evaluate
 from marin_rl.training.loop import TrainingRun
 from marin_rl.training.run_files import RUN_FILES, RunFiles, compare_on_resume
 from marin_rl.training.run_state import REPLAY, Progress, RunState
 from marin_rl.training.shared_run import check_config, require_same_inputs, require_same_tasks
-from marin_rl.training.starting_weights import first_policy, policy_spec
+from marin_rl.training.starting_weights import first_policy
 from marin_rl.training.warm_start import warm_start
 from marin_rl.types import RolloutGroup, WeightVersion
-
-Report = Callable[[str], None]
-"""Receives progress messages of one line each."""
-
-NOTICE_SECONDS = 5.0
-"""Seconds after which work on all tasks is reported."""
-
-
-class _Parts(NamedTuple):
-    """Parts of a run that do not depend on its weights."""
-
-    trainer: AbstractTrainerConfig
-    layout: RowLayout
-    tokenizer: ChatTokenizer
-    environment: AbstractEnvironment
-    reward_functions: RewardFunctions
-    loop: BackgroundLoop
-    store: RolloutStore
-    checkpoints: Checkpoints
-    learner: Learner
-    inputs: Inputs
 
 
 class _Loaded(NamedTuple):
@@ -134,104 +93,83 @@ def open_run(
     timer = PhaseTimer() if command_timer is None else command_timer
     with contextlib.ExitStack() as resources:
         with _interruptible():
-            parts = _open_parts(config, folder, report, check_lock, resources)
-            loaded = parts.checkpoints.restore_newest(functools.partial(_load, config, parts))
-            files = RunFiles(parts.inputs)
+            parts = RunParts.start(config, resources=resources, report=report)
+            learner = parts.learner
+            inputs = _check_run(parts)
+            require_same_tasks(parts.environment)
+            reward_functions = _open_reward_functions(parts)
+            pieces = TokenPieces(parts.tokenizer.tokenizer)
+            store = RolloutStore(folder / "rollouts", config.rollout_store, pieces, check_lock)
+            resources.enter_context(Closing(functools.partial(_close, store)))
+            checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
+            resources.enter_context(Closing(checkpoints.close))
+            loaded = checkpoints.restore_newest(functools.partial(_load, parts))
+            files = RunFiles(inputs)
             if loaded is not None:
-                files = _compare_files(loaded, parts.inputs, report, accept=accept_changes)
-        trainer_state, runner, progress = (
-            _start(config, parts, report, stop_requested, timer)
-            if loaded is None
-            else _resume(config, parts, loaded, report)
+                files = _compare_files(loaded, inputs, report, accept=accept_changes)
+        if loaded is None:
+            with _interruptible():
+                policy = first_policy(config.initialize_from, parts.model, parts.tokenizer, parts.trainer, config.seed)
+            runner = _open_runner(parts, reward_functions, policy, version=0)
+            trainer_state, progress = _start(parts, policy, runner, store, report, stop_requested, timer)
+        else:
+            trainer_state, progress = loaded.state, loaded.progress
+            _report_resume(loaded, checkpoints, report)
+            runner = _open_runner(parts, reward_functions, policy_of(trainer_state.model), progress.step)
+        rollout_source = _open_rollout_source(parts, inputs, runner, progress)
+        replay = config.effective_replay
+        state = RunState.create(
+            progress,
+            replay,
+            groups_per_step=config.rollouts.prompts_per_step,
+            max_batches=config.filter.max_batches,
+            last_step=config.num_steps,
         )
-        rollout_source = open_rollout_source(
-            config, parts.inputs, runner, progress.vocab_size, progress.worker_counts, resources
-        )
-        scheduler = RolloutScheduler(make_staleness_limits(config), progress.scheduler)
-        state = RunState(progress, scheduler, make_replay_buffer(config))
         if loaded is not None:
             state.replay.load(loaded.replay, loaded.checkpoint.path / REPLAY)
-        history = make_history(config)
-        if history is not None:
+        history: WeightHistory[LmHeadModel] | None = None
+        if replay.keep_sampling_weights:
+            history = WeightHistory(replay.max_staleness + 1)
             history.keep(policy_of(trainer_state.model), progress.step)
             drop_groups_of_lost_weights(state, report)
         rollout_source.publish(policy_of(trainer_state.model), progress.step)
         rollout_source.submit(state.scheduler.outstanding)
         if loaded is None:
             if multihost.is_main():
-                with writing(parts.store.folder):
-                    files = dataclasses.replace(files, rollouts=parts.store.digests())
-            state.save(parts.checkpoints, trainer_state, rollout_source.counts, files)
+                with writing(store.folder):
+                    files = dataclasses.replace(files, rollouts=store.digests())
+            state.save(checkpoints, trainer_state, rollout_source.counts, files)
+        batch_builder = make_batch_builder(
+            parts,
+            parts.scorer.score,
+            _make_score_reference(parts, checkpoints),
+            None if history is None else history.get,
+        )
         return TrainingRun(
             config=config,
             state=state,
             trainer_state=trainer_state,
-            collector=GroupCollector(config, parts.environment, parts.tokenizer, rollout_source),
-            batch_builder=_make_batch_builder(config, parts, history),
-            learner=parts.learner,
+            collector=GroupCollector(
+                parts.environment,
+                parts.tokenizer,
+                rollout_source,
+                parts.limits,
+                config.overlong,
+                config.truncation,
+                config.filter,
+                config.seed,
+            ),
+            batch_builder=batch_builder,
+            learner=learner,
             history=history,
             runner=runner,
-            store=parts.store,
+            store=store,
             failures=FailureReports(report),
-            checkpoints=parts.checkpoints,
+            checkpoints=checkpoints,
             resources=resources.pop_all(),
             files=files,
             command_timer=timer,
         )
-
-
-def make_loss(config: TrainConfig, trainer: AbstractTrainerConfig) -> RlLoss:
-    """Build the configured loss, for a trainer section of started devices."""
-    return RlLoss(
-        policy_loss=config.policy_loss,
-        kl=config.kl,
-        temperature=config.sampling.temperature,
-        block_size=logprob_block(config, trainer),
-        critic=config.critic,
-    )
-
-
-def make_learner(config: TrainConfig, trainer: AbstractTrainerConfig, layout: RowLayout) -> Learner:
-    """Build the learner of a run; the arguments are those of `make_scorer`."""
-    capacity = layout.microbatches(math.ceil(config.rollouts.rollouts_per_step / config.updates.minibatches))
-    return Learner(
-        trainer, config.optimizer, make_loss(config, trainer), num_updates=config.num_updates, capacity=capacity
-    )
-
-
-def make_scorer(config: TrainConfig, trainer: AbstractTrainerConfig, layout: RowLayout, pad_token_id: int) -> Scorer:
-    """Build the scorer of a run.
-
-    Args:
-        config: training config.
-        trainer: as returned by `start_devices`.
-        layout: shape of a microbatch.
-        pad_token_id: token id of padding.
-    """
-    return Scorer(
-        trainer,
-        layout,
-        pad_token_id=pad_token_id,
-        temperature=config.sampling.temperature,
-        block_size=logprob_block(config, trainer),
-        capacity=layout.microbatches(config.rollouts.rollouts_per_step),
-    )
-
-
-def first_state(
-    config: TrainConfig, policy: LmHeadModel, trainer: AbstractTrainerConfig, learner: Learner
-) -> TrainerState:
-    """Return the training state of a run before its first update.
-
-    Args:
-        config: training config.
-        policy: its arrays become part of the state.
-        trainer: as returned by `start_devices`.
-        learner: learner of the run.
-    """
-    spec = PolicySpec(trained_model(config, trainer), policy.vocab_size, trainer, config.critic)
-    key = jax.random.PRNGKey(derive_seed(config.seed, "training") % 2**32)
-    return learner.initial_state(spec.attach_critic(policy), key)
 
 
 def drop_groups_of_lost_weights(state: RunState, report: Report) -> None:
@@ -248,51 +186,30 @@ def drop_groups_of_lost_weights(state: RunState, report: Report) -> None:
         )
 
 
-def _open_parts(
-    config: TrainConfig,
-    folder: StoragePath,
-    report: Report,
-    check_lock: Callable[[], None],
-    resources: contextlib.ExitStack,
-) -> _Parts:
-    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device)
-    layout = row_layout(config, trainer)
+def _check_run(parts: RunParts) -> Inputs:
+    """Check that the config fits the processes and devices, and that all processes have the same input files."""
+    config = parts.config
     check_config(config)
-    check_worker_devices(config, platform_of(trainer), os.environ)
+    if config.mode is Mode.ASYNC:
+        check_worker_devices(
+            config.workers.reserved,
+            platform_of(parts.trainer),
+            os.environ,
+            is_own_cluster=config.ray_address is None,
+            asks_server=isinstance(config.sampler, OpenAiSamplerConfig),
+        )
     inputs = digest_inputs(config)
     require_same_inputs(inputs)
-    tokenizer, environment = config.tokenizer.build(), build_environment(config.environment, report)
-    require_same_tasks(environment)
+    return inputs
+
+
+def _open_reward_functions(parts: RunParts) -> RewardFunctions:
+    """Open the reward functions of the run, or none if this process runs no episodes."""
+    config = parts.config
     if config.mode is Mode.SYNC or config.warm_start.max_steps > 0 or config.evaluation.tasks > 0:
-        reward_functions, loop = open_reward_functions(config, environment, resources)
-    else:
-        # This process runs no episodes, so it needs no reward functions and no sandbox.
-        check_answers(config.environment.reward_components(environment), environment)
-        reward_functions, loop = RewardFunctions(), BackgroundLoop()
-    store = RolloutStore(folder / "rollouts", config.rollout_store, TokenPieces(tokenizer.tokenizer), check_lock)
-    resources.enter_context(Closing(functools.partial(_close, store)))
-    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
-    resources.enter_context(Closing(checkpoints.close))
-    learner = make_learner(config, trainer, layout)
-    return _Parts(trainer, layout, tokenizer, environment, reward_functions, loop, store, checkpoints, learner, inputs)
-
-
-def build_environment(config: EnvironmentConfig, report: Report) -> AbstractEnvironment:
-    """Build the environment, and report if that takes long, such as generating games or downloading a dataset."""
-    name = EnvironmentConfig.get_choice_name(type(config))
-    with notice_if_long(report, f"preparing the tasks of the environment {name!r} ..."):
-        return config.build()
-
-
-@contextlib.contextmanager
-def notice_if_long(report: Report, message: str) -> Iterator[None]:
-    """Report a message if the block takes longer than `NOTICE_SECONDS`."""
-    notice = threading.Timer(NOTICE_SECONDS, report, [message])
-    notice.start()
-    try:
-        yield
-    finally:
-        notice.cancel()
+        return parts.reward_functions
+    parts.check_answers()
+    return RewardFunctions()
 
 
 @contextlib.contextmanager
@@ -312,9 +229,9 @@ def _close(store: RolloutStore) -> None:
         store.close()
 
 
-def _load(config: TrainConfig, parts: _Parts, checkpoint: Checkpoint) -> _Loaded:
+def _load(parts: RunParts, checkpoint: Checkpoint) -> _Loaded:
     progress = read_progress(checkpoint)
-    state = policy_spec(checkpoint, config, parts.trainer).restore_state(checkpoint, parts.learner)
+    state = parts.saved_spec(checkpoint).restore_state(checkpoint, parts.learner)
     return _Loaded(checkpoint, progress, state, checkpoint.read(REPLAY), RunFiles.decode(checkpoint.read(RUN_FILES)))
 
 
@@ -345,24 +262,25 @@ def _compare_files(loaded: _Loaded, inputs: Inputs, report: Report, *, accept: b
     return RunFiles.decode(multihost.on_main(compare))
 
 
-def _resume(
-    config: TrainConfig, parts: _Parts, loaded: _Loaded, report: Report
-) -> tuple[TrainerState, RolloutRunner, Progress]:
-    progress, state = loaded.progress, loaded.state
-    for damaged in [step for step in parts.checkpoints.steps() if step > progress.step]:
+def _report_resume(loaded: _Loaded, checkpoints: Checkpoints, report: Report) -> None:
+    step = loaded.progress.step
+    for damaged in [other for other in checkpoints.steps() if other > step]:
         report(f"the checkpoint of step {damaged} is damaged and was skipped; see log.txt for the reason")
-    report(f"resuming after step {progress.step}, from {loaded.checkpoint.path}")
-    return state, _open_runner(config, parts, policy_of(state.model), progress.step), progress
+    report(f"resuming after step {step}, from {loaded.checkpoint.path}")
 
 
 def _start(
-    config: TrainConfig, parts: _Parts, report: Report, stop_requested: Callable[[], bool], timer: PhaseTimer
-) -> tuple[TrainerState, RolloutRunner, Progress]:
-    """Create or load the initial weights, warm them up if configured, and evaluate them."""
-    with _interruptible():
-        policy = first_policy(config, parts.tokenizer, parts.trainer)
+    parts: RunParts,
+    policy: LmHeadModel,
+    runner: RolloutRunner,
+    store: RolloutStore,
+    report: Report,
+    stop_requested: Callable[[], bool],
+    timer: PhaseTimer,
+) -> tuple[TrainerState, Progress]:
+    """Warm up the initial weights if configured, and evaluate them."""
+    config = parts.config
     progress = Progress(vocab_size=policy.vocab_size)
-    runner = _open_runner(config, parts, policy, version=0)
     stoppable = dataclasses.replace(runner, interrupt=functools.partial(raise_if, stop_requested))
     failures = FailureReports(report)
 
@@ -387,40 +305,54 @@ def _start(
                 parts.trainer,
                 parts.layout,
                 seed=config.seed,
-                block_size=logprob_block(config, parts.trainer),
+                block_size=parts.logprob_block,
                 temperature=config.sampling.temperature,
                 report=report,
                 stop_requested=stop_requested,
             )
-    state = first_state(config, policy, parts.trainer, parts.learner)
+    state = parts.first_state(policy)
     runner.sampler.update_weights(policy_of(state.model), 0)
     groups = measure("before RL")
     if multihost.is_main():
-        with writing(parts.store.folder):
-            parts.store.write(0, groups, {}, EVALUATION)
-    return state, runner, progress
+        with writing(store.folder):
+            store.write(0, groups, {}, EVALUATION)
+    return state, progress
 
 
-def _open_runner(config: TrainConfig, parts: _Parts, policy: LmHeadModel, version: WeightVersion) -> RolloutRunner:
-    sampler = open_trainer_sampler(config, policy, parts.tokenizer, parts.trainer, version)
-    return make_runner(
-        config, parts.environment, parts.tokenizer, sampler, parts.loop, parts.reward_functions, policy.vocab_size
-    )
+def _make_score_reference(parts: RunParts, checkpoints: Checkpoints) -> ScoreReference | None:
+    """Load the reference policy, which is that of step 0; None if `kl` does not need it."""
+    if not parts.config.kl.needs_reference:
+        return None
+    first = checkpoints.open(0)
+    return functools.partial(parts.scorer.score, parts.saved_spec(first).restore_policy(first))
 
 
-def _make_batch_builder(config: TrainConfig, parts: _Parts, history: WeightHistory[LmHeadModel] | None) -> BatchBuilder:
-    scorer = make_scorer(config, parts.trainer, parts.layout, parts.tokenizer.pad_token_id)
-    score_reference = None
-    if config.kl.needs_reference:
-        first = parts.checkpoints.open(0)
-        reference = policy_spec(first, config, parts.trainer).restore_policy(first)
-        score_reference = functools.partial(scorer.score, reference)
-    return make_batch_builder(
-        config,
-        parts.layout,
-        parts.tokenizer.pad_token_id,
-        scorer.score,
-        score_reference,
-        None if history is None else history.get,
-        own_rows(parts.trainer),
+def _open_runner(
+    parts: RunParts, reward_functions: RewardFunctions, policy: LmHeadModel, version: WeightVersion
+) -> RolloutRunner:
+    """Open the trainer's runner: with the configured sampler in `mode: sync`, otherwise with the built-in one."""
+    open_sampler = parts.open_sampler if parts.config.mode is Mode.SYNC else parts.open_group_sampler
+    return parts.make_runner(open_sampler(policy, version), policy.vocab_size, reward_functions)
+
+
+def _open_rollout_source(parts: RunParts, inputs: Inputs, runner: RolloutRunner, progress: Progress) -> RolloutSource:
+    """Open the trainer's sampler as rollout source, or start workers and a weight server."""
+    config = parts.config
+    if config.mode is Mode.SYNC:
+        return LocalRollouts(
+            runner,
+            group_size=config.rollouts.group_size,
+            temperature=config.sampling.temperature,
+            seed=config.seed,
+        )
+    # Imported here because workers need Ray, which is an extra.
+    from marin_rl.distributed.ray_workers import ray_workers
+    from marin_rl.distributed.worker_pool import open_worker_pool
+
+    return open_worker_pool(
+        config.weights,
+        functools.partial(ray_workers, config, inputs, progress.vocab_size),
+        counts=progress.worker_counts,
+        no_progress_timeout=config.workers.no_progress_timeout,
+        opened=parts.resources,
     )

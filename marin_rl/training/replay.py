@@ -12,26 +12,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from levanter.models.lm_model import LmHeadModel
+from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer_state import TrainerState
 
-from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rollout_batch import RolloutBatch
-from marin_rl.config.device_settings import row_layout
 from marin_rl.config.imports import IMPORTS
+from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import to_yaml
 from marin_rl.config_fields import changeable_keys
 from marin_rl.errors import UserError
 from marin_rl.learner.checkpoint import Checkpoints
-from marin_rl.learner.devices import own_rows, start_devices
-from marin_rl.learner.scoring import Scorer, Scores
+from marin_rl.learner.scoring import Scores
 from marin_rl.learner.train_step import Learner
 from marin_rl.rollouts.store import TRAINING, RolloutStoreConfig, list_files, read_rollouts
 from marin_rl.rollouts.stored_groups import COLUMNS, StoredGroups, TokenScores, groups_of_table
+from marin_rl.run_parts import RunParts
 from marin_rl.timing import PhaseTimer
-from marin_rl.trainer_config import AbstractTrainerConfig
-from marin_rl.training.batch_builder import BatchBuilder, ScoreFunction, make_batch_builder
+from marin_rl.training.batch_builder import BatchBuilder, ScoreFunction, ScoreReference, make_batch_builder
 from marin_rl.training.config_changes import read_config_of_step
 from marin_rl.training.loop import (
     TrainedStep,
@@ -41,10 +39,8 @@ from marin_rl.training.loop import (
     update_seconds,
 )
 from marin_rl.training.metrics_file import read_records
-from marin_rl.training.open_run import make_learner, make_scorer
 from marin_rl.training.run_directory import RunDirectory, config_differences, holder
 from marin_rl.training.run_files import warn_of_changed_inputs
-from marin_rl.training.starting_weights import policy_spec
 from marin_rl.types import RolloutGroup
 
 _METRICS_OF_SAMPLING = (
@@ -71,42 +67,9 @@ class ReplayedStep(NamedTuple):
     """Largest difference of a weight after the step from the run's checkpoint; None if there is no such checkpoint."""
 
 
-class TrainingParts(NamedTuple):
-    """Parts of a trainer that do not depend on the weights."""
-
-    config: TrainConfig
-    """Training config; nothing is stored."""
-    trainer: AbstractTrainerConfig
-    """As returned by `start_devices`."""
-    layout: RowLayout
-    """Shape of a microbatch."""
-    pad_token_id: int
-    """Token id of padding."""
-    learner: Learner
-    """Computes weight updates."""
-
-    def batch_builder(
-        self,
-        score: ScoreFunction,
-        score_reference: Callable[[RolloutBatch], Scores] | None,
-    ) -> BatchBuilder:
-        """Make the batch builder for functions that score rollouts with the policy and with the reference."""
-        return make_batch_builder(
-            self.config, self.layout, self.pad_token_id, score, score_reference, own_rows=own_rows(self.trainer)
-        )
-
-
-def start_trainer(config: TrainConfig) -> TrainingParts:
-    """Start the devices and build the parts of a trainer."""
-    config = dataclasses.replace(config, rollout_store=RolloutStoreConfig(every=0))
-    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device)
-    layout = row_layout(config, trainer)
-    pad_token_id = config.tokenizer.build().pad_token_id
-    return TrainingParts(config, trainer, layout, pad_token_id, make_learner(config, trainer, layout))
-
-
 def timed_step(
-    parts: TrainingParts,
+    model: LmConfig,
+    learner: Learner,
     builder: BatchBuilder,
     state: TrainerState,
     groups: Sequence[RolloutGroup],
@@ -116,7 +79,8 @@ def timed_step(
     """Train on groups, and add rates and seconds by phase to the metrics.
 
     Args:
-        parts: the trainer.
+        model: architecture.
+        learner: computes weight updates.
         builder: computes advantages and batches.
         state: **donated**; use the returned state.
         groups: groups to train on.
@@ -127,13 +91,12 @@ def timed_step(
         The result of the updates, and all metrics.
     """
     started, timer = time.perf_counter(), PhaseTimer()
-    trained = train_on_groups(builder, parts.learner, state, groups, step, timer)
+    trained = train_on_groups(builder, learner, state, groups, step, timer)
     elapsed = time.perf_counter() - started
     rates = throughput_metrics(groups, trained.updates, timer.seconds, elapsed)
     seconds = update_seconds(timer.seconds)
-    assert parts.config.model is not None
     metrics = trained.metrics | {name: value for name, value in rates.items() if name not in _METRICS_OF_SAMPLING}
-    return trained, metrics | model_flops_utilization(parts.config.model, vocab_size, trained.updates, seconds)
+    return trained, metrics | model_flops_utilization(model, vocab_size, trained.updates, seconds)
 
 
 def replay_step(directory: RunDirectory, config: TrainConfig, step: int) -> ReplayedStep:
@@ -162,51 +125,52 @@ def replay_step(directory: RunDirectory, config: TrainConfig, step: int) -> Repl
     without_groups = [number for number, record in records.items() if record.get("filter/kept_groups") == 0]
     start = _starting_step(directory, checkpoints, step, without_groups)
     original = read_config_of_step(directory, step)
-    if start < step - 1 and (changes := _changes(read_config_of_step(directory, start + 1), original)):
+    before, settings = to_yaml(read_config_of_step(directory, start + 1)), to_yaml(original)
+    if start < step - 1 and (changes := _changes(before, settings)):
         raise ReplayError(
             f"step {step} is replayed from the checkpoint of step {start}, and the config of the run was changed since "
             f"(there: before, now: at step {step}); replay an earlier step, or keep more checkpoints in the next run "
             "(checkpoint.keep_every). Changed keys:\n" + "\n".join(changes)
         )
-    if start < step - 1 and (changes := _changes(original, config)):
+    if start < step - 1 and (changes := _changes(settings, to_yaml(config))):
         raise ReplayError(
             f"step {step} can be replayed with another config only from the checkpoint of step {step - 1}, because the "
             f"steps before it had the config of the run; it has checkpoints of {checkpoints.steps()}. Changed keys:\n"
             + "\n".join(changes)
         )
-    groups = functools.partial(_read_groups, directory, original, records)
+    groups = functools.partial(
+        _read_groups, directory, original.rollouts.group_size, records, drops=original.filter.drops
+    )
     # Before any device is used.
     first = groups(start + 1)
-    parts = start_trainer(config)
+    parts = RunParts.start(dataclasses.replace(config, rollout_store=RolloutStoreConfig(every=0)))
     checkpoint = checkpoints.open(start)
-    warn_of_changed_inputs(checkpoint, original, ("tokenizer", IMPORTS))
+    warn_of_changed_inputs(checkpoint, digest_inputs(original, ("tokenizer", IMPORTS)))
     vocab_size = int(checkpoint.progress["vocab_size"])
-    state = policy_spec(checkpoint, config, parts.trainer).restore_state(checkpoint, parts.learner)
+    state = parts.saved_spec(checkpoint).restore_state(checkpoint, parts.learner)
     metrics: dict[str, float] = {}
     make_builder = functools.partial(
         _make_builder,
         parts,
-        make_scorer(config, parts.trainer, parts.layout, parts.pad_token_id),
         functools.cache(functools.partial(_restore_reference, parts, checkpoints)),
     )
     for number in range(start + 1, step + 1):
         stored = first if number == start + 1 else groups(number)
         builder = make_builder(stored, number)
-        trained, metrics = timed_step(parts, builder, state, stored.groups, number, vocab_size)
+        trained, metrics = timed_step(parts.model, parts.learner, builder, state, stored.groups, number, vocab_size)
         state = trained.state
     recorded = {name: value for name, value in records.get(step, {}).items() if name in metrics}
     difference = None
     if step in checkpoints.steps():
         after = checkpoints.open(step)
-        saved = policy_spec(after, config, parts.trainer).restore_trained(after)
-        difference = largest_difference(state.model, saved)
+        difference = largest_difference(state.model, parts.saved_spec(after).restore_trained(after))
     return ReplayedStep(start, metrics, recorded, difference)
 
 
-def _changes(original: TrainConfig, config: TrainConfig) -> list[str]:
-    """List the keys that change the results."""
+def _changes(original: str, config: str) -> list[str]:
+    """List the keys of two configs in YAML that change the results."""
     may_differ = [*changeable_keys(TrainConfig), "evaluation"]
-    return config_differences(to_yaml(original), to_yaml(config), may_differ, "the run's config")
+    return config_differences(original, config, may_differ, "the run's config")
 
 
 def _starting_step(directory: RunDirectory, checkpoints: Checkpoints, step: int, without_groups: Sequence[int]) -> int:
@@ -237,17 +201,22 @@ def _starting_step(directory: RunDirectory, checkpoints: Checkpoints, step: int,
 
 
 def _read_groups(
-    directory: RunDirectory, config: TrainConfig, records: Mapping[int, Mapping[str, int | float]], step: int
+    directory: RunDirectory,
+    group_size: int,
+    records: Mapping[int, Mapping[str, int | float]],
+    step: int,
+    *,
+    drops: bool,
 ) -> StoredGroups:
     """Read the groups that a step trained on, and check that all of them are stored completely."""
     stored = StoredGroups([], {})
     for table in read_rollouts(directory.rollouts, [step], COLUMNS, [TRAINING]):
         stored = groups_of_table(table)
-    if config.filter.drops:
+    if drops:
         # The store has the status of a failed rollout, and not whether its group was dropped.
         stored = stored._replace(groups=[group for group in stored.groups if any(r.rewards for r in group.rollouts)])
     kept = records.get(step, {}).get("filter/kept_groups", len(stored.groups))
-    if kept != len(stored.groups) or any(len(group.rollouts) != config.rollouts.group_size for group in stored.groups):
+    if kept != len(stored.groups) or any(len(group.rollouts) != group_size for group in stored.groups):
         raise ReplayError(
             f"{directory.rollouts} has only a part of the rollouts of step {step}, but a replay needs all of them; "
             "replay another step"
@@ -255,18 +224,18 @@ def _read_groups(
     return stored
 
 
-def _restore_reference(parts: TrainingParts, checkpoints: Checkpoints) -> LmHeadModel:
+def _restore_reference(parts: RunParts, checkpoints: Checkpoints) -> LmHeadModel:
     if 0 not in checkpoints.steps():
         raise ReplayError(
             "kl needs the reference policy, but the run stored no reference_logprobs and kept no checkpoint of step 0; "
             "replay with --kl.type none, or start a run with kl: {type: none, watch: true}"
         )
     first = checkpoints.open(0)
-    return policy_spec(first, parts.config, parts.trainer).restore_policy(first)
+    return parts.saved_spec(first).restore_policy(first)
 
 
 def _make_builder(
-    parts: TrainingParts, scorer: Scorer, reference: Callable[[], LmHeadModel], stored: StoredGroups, step: int
+    parts: RunParts, reference: Callable[[], LmHeadModel], stored: StoredGroups, step: int
 ) -> BatchBuilder:
     """Make a batch builder that uses stored scores, and computes those that are not stored."""
     config = parts.config
@@ -285,14 +254,14 @@ def _make_builder(
                 f"{sorted(versions)}, but the run stored no learner_logprobs, and a replay has only the weights of "
                 f"version {step - 1}; replay with --replay.keep_sampling_weights false"
             )
-        score = scorer.score
-    score_reference: Callable[[RolloutBatch], Scores] | None = None
+        score = parts.scorer.score
+    score_reference: ScoreReference | None = None
     if config.kl.needs_reference:
         if lacks("reference_logprobs"):
-            score_reference = functools.partial(scorer.score, reference())
+            score_reference = functools.partial(parts.scorer.score, reference())
         else:
             score_reference = functools.partial(_stored_scores, stored.scores, "reference_logprobs", None)
-    return parts.batch_builder(score, score_reference)
+    return make_batch_builder(parts, score, score_reference)
 
 
 def _stored_scores(scores: Mapping[str, TokenScores], logprobs: str, model: Any, batch: RolloutBatch) -> Scores:

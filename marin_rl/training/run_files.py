@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from marin_rl.config.input_files import NAMED, Inputs, digest_inputs, input_changes
-from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.input_files import NAMED, Inputs, input_changes
 from marin_rl.errors import RunDirectoryError
 from marin_rl.host_status import software_versions
 from marin_rl.learner.saved_checkpoint import Checkpoint
@@ -139,15 +138,14 @@ def _compare_rollouts(
     return unchanged, lines, [name for name in sorted(saved) if name not in sizes]
 
 
-def warn_of_changed_inputs(checkpoint: Checkpoint, config: TrainConfig, sections: Sequence[str]) -> None:
+def warn_of_changed_inputs(checkpoint: Checkpoint, inputs: Inputs) -> None:
     """Log a warning for each input of a run that differs from that of its checkpoint.
 
     Args:
         checkpoint: checkpoint of the run.
-        config: config of the run.
-        sections: top-level keys of the config whose files the command reads.
+        inputs: checksums of the sections that the command reads.
     """
     saved = RunFiles.decode(checkpoint.read(RUN_FILES)).inputs
-    before = {section: files for section, files in saved.items() if section in sections}
-    for line in input_changes(before, digest_inputs(config, sections)):
+    before = {section: files for section, files in saved.items() if section in inputs}
+    for line in input_changes(before, inputs):
         logger.warning("%s since %s was written; the results are those of the file as it is now", line, checkpoint.path)

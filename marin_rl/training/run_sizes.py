@@ -5,11 +5,12 @@
 
 import contextlib
 
-from marin_rl.config.device_settings import LOGPROB_BLOCK_SIZE
+from marin_rl.config.sections import EvaluationConfig, WarmStartConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.learner.devices import microbatch_rows
 from marin_rl.learner.policy_spec import PolicySpec
+from marin_rl.run_parts import LOGPROB_BLOCK_SIZE
 
 _WIDTH = 18
 """Width of the names of quantities."""
@@ -36,7 +37,14 @@ def describe_run(config: TrainConfig, vocab_size: int, *, train_tasks: int, held
     rollouts, limits = config.rollouts, config.sampling
     parameters = PolicySpec(config.model, vocab_size, config.trainer).num_parameters
     per_step, updates = rollouts.rollouts_per_step, config.updates
-    (platform, (rows, positions)), *others = _microbatches(config).items()
+    evaluations = _count_evaluations(config.evaluation, config.warm_start, config.num_steps)
+    microbatches: dict[str, tuple[int, int]] = {}
+    for name in PLATFORMS:
+        # Config validation has already rejected a row length that no platform supports.
+        with contextlib.suppress(ValueError):
+            row_length = rollouts.positions(attention_kernel(config.model, name))
+            microbatches[name] = (microbatch_rows(config.trainer, rollouts.rows_per_device(name)), row_length)
+    (platform, (rows, positions)), *others = microbatches.items()
     elsewhere = "".join(f"; {count:,} x {length:,} on {name}" for name, (count, length) in others)
     share = {True: "several sequences", False: "one sequence", None: "one or several sequences"}[rollouts.packing]
     block = min(config.logprob_block_size or LOGPROB_BLOCK_SIZE[platform], rows * positions)
@@ -71,29 +79,16 @@ def describe_run(config: TrainConfig, vocab_size: int, *, train_tasks: int, held
             "logits at a time",
             f"{block:,} tokens x {vocab_size:,} floats on each data-parallel device",
         ),
-        ("evaluations", f"{_evaluations(config):,}, of {held_out_tasks:,} held-out tasks"),
+        ("evaluations", f"{evaluations:,}, of {held_out_tasks:,} held-out tasks"),
         ("reference model", "yes" if config.kl.needs_reference else "not loaded, the KL coefficient is 0"),
         ("critic", critic),
     ]
     return "\n".join(format_quantity(name, value) for name, value in lines)
 
 
-def _microbatches(config: TrainConfig) -> dict[str, tuple[int, int]]:
-    """Rows on each device and positions per row of a microbatch, on every supported platform."""
-    by_platform: dict[str, tuple[int, int]] = {}
-    for platform in PLATFORMS:
-        # Config validation has already rejected a row length that no platform supports.
-        with contextlib.suppress(ValueError):
-            positions = config.rollouts.positions(attention_kernel(config.model, platform))
-            rows = microbatch_rows(config.trainer, config.rollouts.rows_per_device(platform))
-            by_platform[platform] = (rows, positions)
-    return by_platform
-
-
-def _evaluations(config: TrainConfig) -> int:
-    if config.evaluation.tasks == 0:
+def _count_evaluations(evaluation: EvaluationConfig, warm_start: WarmStartConfig, num_steps: int) -> int:
+    if evaluation.tasks == 0:
         return 0
-    before = 2 if config.warm_start.max_steps else 1
-    every = config.evaluation.every
-    during = max(config.num_steps - 1, 0) // every if every else 0
-    return before + during + (1 if config.num_steps else 0)
+    before = 2 if warm_start.max_steps else 1
+    during = max(num_steps - 1, 0) // evaluation.every if evaluation.every else 0
+    return before + during + (1 if num_steps else 0)

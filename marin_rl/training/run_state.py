@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from levanter.trainer_state import TrainerState
 
 from marin_rl import multihost
+from marin_rl.config.sections import ReplayConfig
 from marin_rl.distributed.replay_buffer import ReplayBuffer
-from marin_rl.distributed.scheduler import RolloutScheduler
+from marin_rl.distributed.scheduler import RolloutScheduler, StalenessLimits
 from marin_rl.host_status import StopRequestedError
 from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.storage import StoragePath
@@ -74,6 +75,24 @@ class RunState:
     """Tracks requested groups that are not complete."""
     replay: ReplayBuffer
     """Holds finished groups that wait for training."""
+
+    @classmethod
+    def create(
+        cls, progress: Progress, replay: ReplayConfig, *, groups_per_step: int, max_batches: int, last_step: int
+    ) -> "RunState":
+        """Make the state of a run with this progress, and an empty replay buffer.
+
+        Args:
+            progress: progress of the run; new for a new run.
+            replay: staleness limits.
+            groups_per_step: number of groups in the batch of a step.
+            max_batches: maximum number of batches of groups that are sampled for a step to replace dropped groups.
+            last_step: last step of the run.
+        """
+        replacements = (max_batches - 1) * groups_per_step
+        limits = StalenessLimits(groups_per_step, replay.max_staleness, replay.max_uses, replacements, last_step)
+        buffer = ReplayBuffer(max_staleness=replay.max_staleness, max_uses=replay.max_uses)
+        return cls(progress, RolloutScheduler(limits, progress.scheduler), buffer)
 
     def drop_stale(self, version: WeightVersion, max_staleness: int | None = None) -> Dropped:
         """Drop waiting groups that are too old, and request those again that were never trained on.

@@ -92,9 +92,10 @@ def run_session(
             return
         if multihost.is_main():
             check_trackers(config.trainer.tracker)
-        check_weight_files(config)
-        check_lock = _lock_on_main(directory, config, resources)
-        require_same_config(config)
+        check_weight_files(config.initialize_from, config.run_dir, config.tokenizer.path)
+        cluster = config.ray_address if config.mode is Mode.ASYNC else None
+        check_lock = _lock_on_main(directory, cluster, resources)
+        require_same_config(to_yaml(config))
         require_shared_folder(directory.path)
         changes: list[Change] = []
         multihost.on_main(lambda: changes.extend(_open_directory(config, directory, named)))
@@ -111,13 +112,16 @@ def run_session(
                 print_and_log(display.console, summary_of(directory, finished.state.progress, command, compiling))
 
 
-def _lock_on_main(directory: RunDirectory, config: TrainConfig, resources: contextlib.ExitStack) -> Callable[[], None]:
-    """Lock the run directory in the main process; return a function that checks that it still holds the lock."""
+def _lock_on_main(directory: RunDirectory, cluster: str | None, resources: contextlib.ExitStack) -> Callable[[], None]:
+    """Lock the run directory in the main process; return a function that checks that it still holds the lock.
+
+    The Ray cluster at an address must respond first.
+    """
     held: list[Callable[[], None]] = []
 
     def take() -> None:
-        if config.mode is Mode.ASYNC and config.ray_address is not None:
-            find_cluster(config.ray_address)
+        if cluster is not None:
+            find_cluster(cluster)
         held.append(resources.enter_context(lock(directory)))
 
     multihost.on_main(take)
@@ -222,7 +226,7 @@ def _train(start: _Start, display: ProgressDisplay) -> TrainingRun | None:
 def _apply_changes(start: _Start, progress: Progress, report: Callable[[str], None]) -> dict[str, float]:
     """Write and report the changes of the config; return the values changed at this step, as metrics."""
     former = read_config(start.directory) if start.changes else start.config
-    history = record_changes(start.directory, start.changes, start.config, progress.step)
+    history = record_changes(start.directory, start.changes, to_yaml(start.config), progress.step)
     for change in start.changes:
         report(f"changed from step {progress.step + 1} on: {change}")
     if start.changes and (rates := describe_learning_rate(former, start.config, progress.updates)):

@@ -23,12 +23,11 @@ from marin_rl.batching.rollout_batch import TOKEN_ARRAYS, RolloutBatch
 from marin_rl.config.input_files import Inputs, input_changes
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.yaml_text import to_yaml
 from marin_rl.config_fields import is_loopback
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.errors import RunDirectoryError, writing
 from marin_rl.remote_path import RemotePath
-from marin_rl.sampling.config import OpenAiSamplerConfig
+from marin_rl.sampling.config import OpenAiSamplerConfig, SamplerConfig
 from marin_rl.storage import StoragePath
 from marin_rl.training.run_directory import config_differences
 from marin_rl.types import Task
@@ -86,18 +85,17 @@ _OF_EACH_PROCESS = (
 `checkpoint.every`, must still be equal: a process that saves would wait for the others."""
 
 
-def require_same_config(config: TrainConfig) -> None:
+def require_same_config(own: str) -> None:
     """Check that all training processes have the same config, except for addresses, folders and logs.
 
     Args:
-        config: config of this process.
+        own: config of this process, as YAML.
 
     Raises:
         RunDirectoryError: in every process; names the processes and keys that differ from the main process.
     """
     if not multihost.is_multihost():
         return
-    own = to_yaml(config)
     of_main = multihost.on_main(lambda: own)
     differences = multihost.gather_texts("\n".join(config_differences(of_main, own, _OF_EACH_PROCESS)))
     if differing := [f"process {index}:\n{text}" for index, text in enumerate(differences) if text]:
@@ -187,7 +185,7 @@ def check_config(config: TrainConfig) -> None:
     if count == 1:
         return
     if config.mode is Mode.SYNC:
-        _check_shared_sampling(config, count)
+        _check_shared_sampling(config.sampler, config.batch_scoped_rewards(), count)
     hosts = list(dict.fromkeys(multihost.gather_texts(socket.gethostname())))
     if (
         config.mode is Mode.ASYNC
@@ -201,14 +199,14 @@ def check_config(config: TrainConfig) -> None:
         )
 
 
-def _check_shared_sampling(config: TrainConfig, count: int) -> None:
+def _check_shared_sampling(sampler: SamplerConfig, batch_scoped: Sequence[str], count: int) -> None:
     """Check that the groups of a step can be divided among training processes."""
-    if isinstance(config.sampler, OpenAiSamplerConfig):
+    if isinstance(sampler, OpenAiSamplerConfig):
         raise ValueError(
             f"sampler is openai and mode is sync, but training runs in {count} processes, each of which would reload "
-            f"the weights of {config.sampler.base_url}; set mode: async, so that a rollout worker samples"
+            f"the weights of {sampler.base_url}; set mode: async, so that a rollout worker samples"
         )
-    if batch_scoped := config.batch_scoped_rewards():
+    if batch_scoped:
         raise ValueError(
             f"{batch_scoped[0]} has scope: batch, which needs all rollouts of a step together, but training runs in "
             f"{count} processes, each of which scores the groups that it samples; use scope: group"

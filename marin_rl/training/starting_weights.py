@@ -5,13 +5,14 @@
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import jax
-from levanter.models.lm_model import LmHeadModel
+from levanter.models.lm_model import LmConfig, LmHeadModel
 
-from marin_rl.config.device_settings import trained_model
+from marin_rl.config.input_files import Inputs
 from marin_rl.config.section_types import ConfigError, UnknownType
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.yaml_text import from_yaml
@@ -23,7 +24,6 @@ from marin_rl.learner.policy_model import (
     load_hf_policy,
     read_hf_architecture,
 )
-from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.saved_checkpoint import Checkpoint
 from marin_rl.models.hf_config import PolicyModelError
 from marin_rl.models.hf_tensors import read_tensor_shapes
@@ -44,6 +44,8 @@ from marin_rl.training.run_directory import RunDirectory, exported_step, open_wi
 from marin_rl.training.run_files import warn_of_changed_inputs
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def resolve_model(config: TrainConfig) -> TrainConfig:
@@ -91,27 +93,28 @@ def _has_checkpoint(directory: RunDirectory) -> bool:
     return directory.config.exists() and any(directory.checkpoints.glob("step-*"))
 
 
-def check_weight_files(config: TrainConfig) -> None:
+def check_weight_files(initialize_from: str | None, run_dir: str, tokenizer_path: str | None) -> None:
     """Check the files of a local `initialize_from` and the vocabulary of the tokenizer, without using a device.
 
-    The weight files must exist and have valid headers. A run with a checkpoint does not read them again.
+    The weight files must exist and have valid headers. A run with a checkpoint does not read them again. The arguments
+    are keys of the config, with `tokenizer.path` as from `resolve_model`.
 
     Raises:
         PolicyModelError: if a file is missing or damaged, or does not hold floating-point weights, or the tokenizer has
             another vocabulary than that of the weights.
     """
-    if config.initialize_from is None:
+    if initialize_from is None:
         return
     # A hub name needs no access to the run directory, which a machine without credentials may not have in a dry run.
-    if not is_hub_name(config.initialize_from):
-        if any((storage_path(config.run_dir) / "checkpoints").glob("step-*")):
+    if not is_hub_name(initialize_from):
+        if any((storage_path(run_dir) / "checkpoints").glob("step-*")):
             return
-        folder = Path(hf_folder(config.initialize_from)).absolute()
+        folder = Path(hf_folder(initialize_from)).absolute()
         # A folder without it is no checkpoint, which `resolve_model` reports.
         if (folder / "config.json").exists():
             read_tensor_shapes(str(folder))
-    if config.tokenizer.path is not None:
-        _check_vocabulary(config.tokenizer.path, config.initialize_from)
+    if tokenizer_path is not None:
+        _check_vocabulary(tokenizer_path, initialize_from)
 
 
 def _check_vocabulary(path: str, source: str) -> None:
@@ -198,42 +201,48 @@ def _hf_location(source: str) -> str:
     return location
 
 
-def first_policy(config: TrainConfig, tokenizer: ChatTokenizer, trainer: AbstractTrainerConfig) -> LmHeadModel:
+def first_policy(
+    initialize_from: str | None, model: LmConfig, tokenizer: ChatTokenizer, trainer: AbstractTrainerConfig, seed: int
+) -> LmHeadModel:
     """Create the initial policy of a run: random weights, or those of `initialize_from`.
 
     Args:
-        config: training config; `model` is set.
+        initialize_from: starting weights; None for random ones.
+        model: architecture, with the attention kernel of the learner.
         tokenizer: determines the vocabulary size of a randomly initialized model.
         trainer: as returned by `start_devices`; mesh, axis mapping and parameter precision.
+        seed: seed of the run.
 
     Raises:
-        PolicyModelError: if `initialize_from` cannot be loaded, or does not fit the config or the tokenizer.
+        PolicyModelError: if `initialize_from` cannot be loaded, or does not fit `model` or the tokenizer.
     """
-    model = trained_model(config, trainer)
-    if config.initialize_from is not None:
-        return load_hf_policy(hf_folder(config.initialize_from), tokenizer, trainer, model)
-    key = jax.random.PRNGKey(derive_seed(config.seed, "weights") % 2**32)
-    return initialize_policy(model, tokenizer, trainer, key=key)
+    if initialize_from is not None:
+        return load_hf_policy(hf_folder(initialize_from), tokenizer, trainer, model)
+    return initialize_policy(model, tokenizer, trainer, key=jax.random.PRNGKey(derive_seed(seed, "weights") % 2**32))
 
 
-def check_first_policy(config: TrainConfig, tokenizer: ChatTokenizer) -> int:
+def check_first_policy(
+    initialize_from: str | None, model: LmConfig | None, tokenizer: ChatTokenizer, trainer: AbstractTrainerConfig
+) -> int:
     """Check that `first_policy` can create the initial policy, without using a device and without downloading weights.
 
     Args:
-        config: training config; `model` is set.
+        initialize_from: starting weights; None for random ones.
+        model: architecture; None for that of the starting weights.
         tokenizer: tokenizer of the policy.
+        trainer: parameter precision.
 
     Returns:
         The vocabulary size of the policy.
 
     Raises:
-        PolicyModelError: if `initialize_from` cannot be loaded, or does not fit the config or the tokenizer.
+        PolicyModelError: if `initialize_from` cannot be loaded, or does not fit `model` or the tokenizer.
     """
-    if config.initialize_from is None:
+    if initialize_from is None:
         return tokenizer.vocab_size
-    folder = hf_folder(config.initialize_from)
+    folder = hf_folder(initialize_from)
     checkpoint = str(Path(folder).absolute()) if Path(folder).is_dir() else folder
-    return check_hf_policy(checkpoint, tokenizer, config.trainer, config.model, download=False)[0].vocab_size
+    return check_hf_policy(checkpoint, tokenizer, trainer, model, download=False)[0].vocab_size
 
 
 def read_config(directory: RunDirectory) -> TrainConfig:
@@ -271,37 +280,24 @@ def load_run(run: str, step: int | None) -> tuple[TrainConfig, Checkpoints]:
 
 
 def restore_checkpoint(
-    checkpoints: Checkpoints,
-    step: int | None,
-    config: TrainConfig,
-    trainer: AbstractTrainerConfig,
-    sections: Sequence[str] = ("tokenizer",),
-) -> tuple[int, LmHeadModel]:
-    """Load the step and the policy of a checkpoint, and warn of changed inputs; see `open_with_checkpoint`.
+    checkpoints: Checkpoints, step: int | None, inputs: Inputs, restore: Callable[[Checkpoint], T]
+) -> tuple[int, T]:
+    """Load a part of a checkpoint, and warn of changed inputs; see `open_with_checkpoint`.
 
     Args:
         checkpoints: checkpoints of the run.
         step: step of the checkpoint; None for the newest one that is not damaged.
-        config: training config of the run.
-        trainer: as returned by `start_devices`.
-        sections: top-level keys of the config whose files the command reads.
+        inputs: checksums of the inputs that the command reads.
+        restore: loads the part.
+
+    Returns:
+        The step, and the part.
     """
 
-    def load(checkpoint: Checkpoint) -> tuple[int, LmHeadModel]:
-        warn_of_changed_inputs(checkpoint, config, sections)
-        return checkpoint.step, policy_spec(checkpoint, config, trainer).restore_policy(checkpoint)
+    def load(checkpoint: Checkpoint) -> tuple[int, T]:
+        warn_of_changed_inputs(checkpoint, inputs)
+        return checkpoint.step, restore(checkpoint)
 
     restored = checkpoints.restore_newest(load) if step is None else load(checkpoints.open(step))
     assert restored is not None
     return restored
-
-
-def policy_spec(checkpoint: Checkpoint, config: TrainConfig, trainer: AbstractTrainerConfig) -> PolicySpec:
-    """Return the spec of the policy in a checkpoint of a run.
-
-    Args:
-        checkpoint: checkpoint of the run.
-        config: training config of the run; `model` is set.
-        trainer: as returned by `start_devices`.
-    """
-    return PolicySpec(trained_model(config, trainer), int(checkpoint.progress["vocab_size"]), trainer, config.critic)

@@ -54,15 +54,15 @@ def finished_progress(
     with writing(directory.path):
         if accept_changes or not directory.config.is_file() or plan_changes(directory, config, named):
             return None
-        progress = _last_progress(directory, config)
+        steps = Checkpoints(directory.checkpoints, config.checkpoint).steps()
+        progress = _last_progress(directory, config.num_steps) if steps[-1:] == [config.num_steps] else None
         return None if progress is None or read_config(directory).export != config.export else progress
 
 
-def _last_progress(directory: RunDirectory, config: TrainConfig) -> Progress | None:
-    """Return the progress in the last checkpoint of a run that is complete and exported, None if it is not."""
-    last = directory.checkpoints / folder_name(config.num_steps)
-    steps = Checkpoints(directory.checkpoints, config.checkpoint).steps()
-    if steps[-1:] != [config.num_steps] or exported_step(directory) != config.num_steps:
+def _last_progress(directory: RunDirectory, step: int) -> Progress | None:
+    """Return the progress in the checkpoint of the last step of a run, None if the run is not complete and exported."""
+    last = directory.checkpoints / folder_name(step)
+    if exported_step(directory) != step:
         return None
     if not any(directory.hf.glob("*.safetensors")):
         return None

@@ -13,7 +13,6 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from marin_rl.config.train_config import TrainConfig
 from marin_rl.config_fields import nested_sections
 from marin_rl.environments.base import CORRECT, AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.garbage import FULL_REWARD, GARBAGE, garbage_reply, is_answer
@@ -266,21 +265,22 @@ def _shown(text: str) -> str:
     return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}…"
 
 
-def trial_warnings(config: TrainConfig, trials: Sequence[Sequence[Trial]]) -> list[str]:
+def trial_warnings(section: EnvironmentConfig, max_new_tokens: int, trials: Sequence[Sequence[Trial]]) -> list[str]:
     """Return a sentence for each sign of a wrong reward in the trials of one environment.
 
     A sign counts if it appears for more than half of the tasks, because garbage can be right by chance.
 
     Args:
-        config: the config of the run.
+        section: the environment section of the run.
+        max_new_tokens: maximum tokens of a reply.
         trials: the trials of each task.
     """
     every = [trial for of_task in trials for trial in of_task]
     environment = every[0].rollout.task.environment
-    allowed = any(getattr(one, "allow_garbage_rewards", False) for _, one in nested_sections(config.environment))
+    allowed = any(getattr(one, "allow_garbage_rewards", False) for _, one in nested_sections(section))
     warnings = []
     # Rewards of the control are random on purpose.
-    if not isinstance(config.environment, RandomRewardConfig):
+    if not isinstance(section, RandomRewardConfig):
         warnings = [*_rewarded_garbage(trials, allowed=allowed), *_unrewarded_answers(trials)]
     failed = [trial for trial in every if not trial.rollout.status.is_graded]
     if failed:
@@ -288,12 +288,11 @@ def trial_warnings(config: TrainConfig, trials: Sequence[Sequence[Trial]]) -> li
             f"environment {environment!r}: {len(failed)} of {len(every)} trial rollouts failed, and failed rollouts "
             f"are not trained on; the first, {failed[0].reply.name}: {failed[0].rollout.error}"
         )
-    limit = config.sampling.max_new_tokens
-    long = [trial for trial in every if trial.reply.name == WORKED and trial.tokens > limit]
+    long = [trial for trial in every if trial.reply.name == WORKED and trial.tokens > max_new_tokens]
     if 2 * len(long) > len(trials):
         warnings.append(
             f"environment {environment!r}: the worked answer of task {long[0].rollout.task.id!r} has {long[0].tokens} "
-            f"tokens, but sampling.max_new_tokens allows {limit}, so the policy cannot give it; raise "
+            f"tokens, but sampling.max_new_tokens allows {max_new_tokens}, so the policy cannot give it; raise "
             "sampling.max_new_tokens"
         )
     return warnings

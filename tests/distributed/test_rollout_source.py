@@ -6,7 +6,6 @@
 from collections.abc import Sequence
 
 from marin_rl.config.sections import RolloutConfig
-from marin_rl.distributed.rollout_source import LocalRollouts
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import Split
@@ -16,7 +15,7 @@ from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import RolloutGroup
 from tests.scripted_sampler import ScriptedSampler
-from tests.training.bare_run import END, make_config, make_runner
+from tests.training.bare_run import END, local_rollouts, make_config, make_runner
 
 ENVIRONMENT = ArithmeticConfig(digits=1, size=50).build()
 CONFIG = make_config(
@@ -47,7 +46,7 @@ def answers(group: RolloutGroup) -> list[tuple[int, ...]]:
 
 
 def test_requests_run_once_in_order_of_submission() -> None:
-    rollout_source = LocalRollouts(CONFIG, runner())
+    rollout_source = local_rollouts(CONFIG, runner())
     rollout_source.submit(ORDERS[2:])
     rollout_source.submit(ORDERS[:1])
     assert [(number, group.id) for number, group in rollout_source.wait(PhaseTimer())] == [
@@ -60,7 +59,7 @@ def test_requests_run_once_in_order_of_submission() -> None:
 
 def test_group_size_temperature_and_timer_are_those_of_the_step() -> None:
     playing, timer = runner(), PhaseTimer()
-    rollout_source = LocalRollouts(CONFIG, playing)
+    rollout_source = local_rollouts(CONFIG, playing)
     rollout_source.submit(ORDERS[:1])
     [(_, group)] = rollout_source.wait(timer)
     sampler = playing.sampler
@@ -72,7 +71,7 @@ def test_group_size_temperature_and_timer_are_those_of_the_step() -> None:
 
 
 def test_group_does_not_depend_on_worker_or_other_requests() -> None:
-    rollout_source = LocalRollouts(CONFIG, runner())
+    rollout_source = local_rollouts(CONFIG, runner())
     rollout_source.submit(ORDERS)
     wanted = {number: answers(group) for number, group in rollout_source.wait(PhaseTimer())}
     # Rollouts of a group differ, and so do groups of one task in two steps.

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from marin_rl.config.sections import Mode
 from marin_rl.config.workers_config import WorkersConfig
 from marin_rl.distributed.worker_devices import (
     WorkerDevicesError,
@@ -17,14 +16,21 @@ from marin_rl.distributed.worker_devices import (
     check_worker_devices,
     open_only_reserved,
 )
-from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig
-from marin_rl.weights.config import ArrowFlightConfig
-from tests.training.bare_run import make_config
 
 WITH_GPUS = WorkersConfig(resources={"GPU": 1.0})
 WITH_TPUS = WorkersConfig(resources={"TPU": 4.0})
-CLUSTER: dict[str, Any] = {"ray_address": "auto", "weights": ArrowFlightConfig(host="0.0.0.0")}
-SERVER = OpenAiSamplerConfig("http://localhost:8000/v1", "policy", ReloadConfig("weights", "load.py", "load"))
+CLUSTER = {"is_own_cluster": False}
+
+
+def check(
+    platform: str,
+    environ: dict[str, str],
+    *,
+    workers: WorkersConfig = WorkersConfig(),
+    is_own_cluster: bool = True,
+    asks_server: bool = False,
+) -> None:
+    check_worker_devices(workers.reserved, platform, environ, is_own_cluster=is_own_cluster, asks_server=asks_server)
 
 
 @pytest.mark.parametrize(
@@ -42,27 +48,25 @@ def test_workers_on_the_trainers_accelerators_are_rejected(
     platform: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(WorkerDevicesError, match=message):
-        check_worker_devices(make_config(mode=Mode.ASYNC, **changes), platform, {})
+        check(platform, {}, **changes)
 
 
 @pytest.mark.parametrize(
     ("platform", "changes", "environ"),
     [
-        ("tpu", {"mode": Mode.SYNC}, {}),
-        ("gpu", {"mode": Mode.SYNC}, {}),
         ("cpu", {}, {}),
         ("gpu", {"workers": WITH_GPUS, **CLUSTER}, {}),
         ("gpu", {"workers": WITH_GPUS}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".45"}),
         ("tpu", {"workers": WITH_TPUS, **CLUSTER}, {}),
         ("tpu", {"workers": WITH_GPUS, **CLUSTER}, {}),
         ("tpu", {"workers": WorkersConfig(tpu_slice="v6e:2x2"), **CLUSTER}, {}),
-        ("tpu", {"sampler": SERVER}, {}),
+        ("tpu", {"asks_server": True}, {}),
     ],
 )
 def test_workers_with_separate_devices_are_accepted(
     platform: str, changes: dict[str, Any], environ: dict[str, str]
 ) -> None:
-    check_worker_devices(make_config(**{"mode": Mode.ASYNC, **changes}), platform, environ)
+    check(platform, environ, **changes)
 
 
 def test_ray_must_not_offer_the_chips_of_the_trainer() -> None:

@@ -15,7 +15,6 @@ import pytest
 
 from marin_rl.batching.processed_rollout import process_rollout
 from marin_rl.batching.rollout_batch import sequence_lengths
-from marin_rl.distributed.make_runner import make_gateway
 from marin_rl.environments.base import AgentConnection
 from marin_rl.environments.game_process import GameError, GameServerError, call_each
 from marin_rl.environments.splits import Split
@@ -23,6 +22,7 @@ from marin_rl.environments.verifiers import VerifiersConfig, VerifiersEnvironmen
 from marin_rl.errors import UserError
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
+from marin_rl.run_parts import make_gateway
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer

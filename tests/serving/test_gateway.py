@@ -19,7 +19,6 @@ import httpx
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
-from marin_rl.distributed.make_runner import make_gateway
 from marin_rl.environments.agent import AgentEnvironment, CommandEpisode, FunctionEpisode
 from marin_rl.environments.base import AgentEpisode
 from marin_rl.environments.random_reward import RANDOM, RandomRewards
@@ -30,6 +29,7 @@ from marin_rl.rollouts import agent_recorder
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, RolloutRunner, run_tasks
+from marin_rl.run_parts import make_gateway
 from marin_rl.sampling.sampler import Sampler, SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer

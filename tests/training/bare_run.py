@@ -13,18 +13,16 @@ import numpy as np
 from levanter.models.llama import LlamaConfig
 
 from marin_rl.batching.rollout_batch import RolloutBatch
-from marin_rl.config.device_settings import row_layout
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.open_rollout_source import make_replay_buffer, make_staleness_limits
 from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
-from marin_rl.distributed.scheduler import RolloutScheduler
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.learner.scoring import Scores
 from marin_rl.levanter_line import seq_len
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner
+from marin_rl.run_parts import RunParts
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.timing import PhaseTimer
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -89,10 +87,10 @@ def bare_builder(
         logprobs, critic = (learner, values) if model == NEWEST else model
         return Scores(*(np.where(batch.loss_mask, of(batch), 0).astype(np.float32) for of in (logprobs, critic)))
 
+    parts = RunParts(config, dataclasses.replace(config.trainer, per_device_parallelism=rows))
+    vars(parts)["tokenizer"] = tokenizer
     return make_batch_builder(
-        config,
-        row_layout(config, dataclasses.replace(config.trainer, per_device_parallelism=rows)),
-        tokenizer.pad_token_id,
+        parts,
         score,
         None if reference is None else functools.partial(score, (reference, zeros)),
         sampling_weights,
@@ -114,7 +112,11 @@ class BareRun:
 
     @property
     def collector(self) -> GroupCollector:
-        return GroupCollector(self.config, self.environment, TOKENIZER, self.rollout_source)
+        config = self.config
+        limits, shaping = RunParts(config, config.trainer).limits, (config.overlong, config.truncation)
+        return GroupCollector(
+            self.environment, TOKENIZER, self.rollout_source, limits, *shaping, config.filter, config.seed
+        )
 
     def draw_tasks(self, count: int) -> list[Task]:
         return self.collector.draw_tasks(self.progress, count)
@@ -132,9 +134,26 @@ def bare_run(config: TrainConfig, environment: AbstractEnvironment, progress: Pr
         progress: saved progress; None for a new run.
     """
     progress = progress or Progress()
-    scheduler = RolloutScheduler(make_staleness_limits(config), progress.scheduler)
-    rollout_source = LocalRollouts(config, make_runner(config, lambda request: (END,), environment))
-    return BareRun(config, environment, rollout_source, RunState(progress, scheduler, make_replay_buffer(config)))
+    rollout_source = local_rollouts(config, make_runner(config, lambda request: (END,), environment))
+    return BareRun(config, environment, rollout_source, make_state(config, progress))
+
+
+def make_state(config: TrainConfig, progress: Progress) -> RunState:
+    """The state of a run with this progress, as `open_run` makes it."""
+    return RunState.create(
+        progress,
+        config.effective_replay,
+        groups_per_step=config.rollouts.prompts_per_step,
+        max_batches=config.filter.max_batches,
+        last_step=config.num_steps,
+    )
+
+
+def local_rollouts(config: TrainConfig, runner: RolloutRunner) -> LocalRollouts:
+    """The rollout source of a run that samples in this process."""
+    return LocalRollouts(
+        runner, group_size=config.rollouts.group_size, temperature=config.sampling.temperature, seed=config.seed
+    )
 
 
 def make_runner(

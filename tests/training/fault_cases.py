@@ -73,7 +73,7 @@ def recorded_sandboxes(patched: pytest.MonkeyPatch) -> list[Any]:
         sandboxes.append(Sandbox(config))
         return sandboxes[-1]
 
-    patched.setattr("marin_rl.distributed.make_runner.Sandbox", make)
+    patched.setattr("marin_rl.run_parts.Sandbox", make)
     return sandboxes
 
 

@@ -10,9 +10,9 @@ from haliax import Axis  # noqa: F401  before marin_rl: see tests/tiny_run.py
 
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.samplers import open_group_sampler
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import load_hf_policy
+from marin_rl.run_parts import RunParts
 from marin_rl.sampling.group_sampler import GroupSampler
 from tests.sampling.completions_server import CompletionsServer, SamplerEngine
 from tests.tiny_run import TinyRun
@@ -57,7 +57,7 @@ class Loader:
         model = load_hf_policy(str(self.current), tokenizer, trainer, config.model)
         self.loaded.append(self.current.resolve().name)
         if self.sampler is None:
-            self.sampler = open_group_sampler(config, model, tokenizer, trainer, 0)
+            self.sampler = RunParts(config, trainer).open_group_sampler(model, 0)
         else:
             self.sampler.update_weights(model, 0)
         stop_token_ids = sorted(tokenizer.stop_token_ids)

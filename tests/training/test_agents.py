@@ -85,7 +85,7 @@ def test_agent_is_trained_on_exact_tokens(synchronous: TinyRun):
 def test_asynchronous_run_with_in_flight_weights_equals_the_synchronous_one(
     synchronous: TinyRun, make: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("marin_rl.distributed.open_worker_pool.ray_workers", thread_workers)
+    monkeypatch.setattr("marin_rl.distributed.ray_workers.ray_workers", thread_workers)
     run = make(
         mode="async",
         replay__max_staleness=0,

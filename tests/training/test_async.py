@@ -32,7 +32,7 @@ from tests.training.reopened_run import config_of
 
 @pytest.fixture(autouse=True)
 def workers_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.distributed.open_worker_pool.ray_workers", thread_workers)
+    monkeypatch.setattr("marin_rl.distributed.ray_workers.ray_workers", thread_workers)
     monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
 
 

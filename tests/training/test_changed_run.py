@@ -116,7 +116,7 @@ def test_a_change_is_not_written_if_the_run_cannot_be_opened(
         raise ValueError("no tasks")
 
     with monkeypatch.context() as patched:
-        patched.setattr("marin_rl.training.open_run.build_environment", fail)
+        patched.setattr("marin_rl.training.open_run.require_same_tasks", fail)
         assert run.train(*LONGER) == 1
     assert (run.path / "config.yaml").read_bytes() == before
 
@@ -145,7 +145,7 @@ def test_a_finished_run_that_is_started_again_says_so_and_changes_nothing(
     def start(*_: object) -> None:
         raise AssertionError("devices were started")
 
-    monkeypatch.setattr("marin_rl.training.open_run.start_devices", start)
+    monkeypatch.setattr("marin_rl.run_parts.start_devices", start)
     run = copy_of(finished_run, tmp_path / "copy")
     for path in run.path.rglob("*"):
         os.utime(path, (1, 1))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from marin_rl.config.sections import Mode, ReplayConfig
-from marin_rl.distributed.rollout_source import LocalRollouts
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.environments.streams import CompositeEnvironment, MixtureStream
 from marin_rl.host_status import StopRequestedError
@@ -21,7 +20,7 @@ from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
 from marin_rl.training.collect import Collected
 from marin_rl.training.run_state import Progress
 from marin_rl.types import Message, RolloutStatus, Task
-from tests.training.bare_run import END, BareRun, bare_run, make_config, make_runner
+from tests.training.bare_run import END, BareRun, bare_run, local_rollouts, make_config, make_runner
 
 
 @dataclasses.dataclass
@@ -76,7 +75,7 @@ def next_step(run: BareRun, runner: RolloutRunner) -> Collected:
     """Collect the groups of the next step."""
     runner.sampler.version = run.progress.step
     run.progress.step += 1
-    run.rollout_source = LocalRollouts(run.config, runner)
+    run.rollout_source = local_rollouts(run.config, runner)
     return run.collect(run.progress.step)
 
 
@@ -331,7 +330,7 @@ def ahead(kinds: Sequence[str], steps: Sequence[int]) -> list[Collected]:
     config = make_config(mode=Mode.ASYNC, replay=ReplayConfig(max_staleness=1))
     run = bare_run(config, Exam(kinds))
     runner = make_runner(run.config, reply_a, run.environment)
-    run.rollout_source = LocalRollouts(config, runner)
+    run.rollout_source = local_rollouts(config, runner)
     found = []
     for step in steps:
         runner.sampler.version = step - 1

@@ -134,7 +134,7 @@ def test_a_new_type_of_a_schedule_is_named_with_its_keys(tmp_path: Path):
     parsed = parse_config(TrainConfig, ["--config", str(file), "--optimizer.lr_schedule", "{type: cosine}"])
     changes = plan_changes(directory, parsed.config, parsed.named)
     assert len(changes) > 2
-    record_changes(directory, changes, parsed.config, 12)
+    record_changes(directory, changes, to_yaml(parsed.config), 12)
     assert read_config_of_step(directory, 12) == CONFIG
     assert read_config_of_step(directory, 13) == parsed.config
 
@@ -215,7 +215,7 @@ def test_the_history_has_each_change_and_restores_the_config_of_each_step(tmp_pa
         changes = plan_changes(
             directory, dataclasses.replace(config, num_steps=99), ["num_steps", "optimizer", "evaluation"]
         )
-        history = record_changes(directory, changes, dataclasses.replace(config, num_steps=99), step)
+        history = record_changes(directory, changes, to_yaml(dataclasses.replace(config, num_steps=99)), step)
         assert [(change.key, change.old, change.new) for change in history if change.step == step] == [
             (change.key, change.old, change.new) for change in changes
         ]
@@ -229,12 +229,12 @@ def test_the_history_has_each_change_and_restores_the_config_of_each_step(tmp_pa
 def test_a_run_that_falls_back_moves_its_later_changes_to_that_step(tmp_path: Path):
     directory = begun(tmp_path)
     config = dataclasses.replace(CONFIG, num_steps=40)
-    record_changes(directory, plan_changes(directory, config, ["num_steps"]), config, 12)
+    record_changes(directory, plan_changes(directory, config, ["num_steps"]), to_yaml(config), 12)
     before = directory.config.read_bytes()
-    assert record_changes(directory, [], config, 12) == [Change(12, "num_steps", "20", "40")]
+    assert record_changes(directory, [], to_yaml(config), 12) == [Change(12, "num_steps", "20", "40")]
     assert directory.config.read_bytes() == before
     # The checkpoint of step 12 is damaged.
-    assert record_changes(directory, [], config, 10) == [Change(10, "num_steps", "20", "40")]
+    assert record_changes(directory, [], to_yaml(config), 10) == [Change(10, "num_steps", "20", "40")]
     assert changed_values(read_history(directory.config.read_text()), 10) == {"config/num_steps": 40.0}
 
 
@@ -246,7 +246,7 @@ def test_a_type_that_is_changed_and_changed_back_before_a_step_leaves_no_keys(tm
         config = adam(lr_schedule=schedule)
         changes = plan_changes(directory, config, ["optimizer.lr_schedule", "optimizer.lr_schedule.type"])
         assert changes
-        record_changes(directory, changes, config, step)
+        record_changes(directory, changes, to_yaml(config), step)
     assert read_config_of_step(directory, 12) == first
     assert read_config_of_step(directory, 14) == first
     assert read_config_of_step(directory, 15) == adam(lr_schedule="linear")
@@ -256,11 +256,11 @@ def test_a_type_that_is_changed_and_changed_back_before_a_step_leaves_no_keys(tm
 def test_comments_and_empty_lines_of_a_user_keep_the_history(tmp_path: Path, comment: str):
     directory = begun(tmp_path)
     longer = dataclasses.replace(CONFIG, num_steps=30)
-    record_changes(directory, plan_changes(directory, longer, ["num_steps"]), longer, 12)
+    record_changes(directory, plan_changes(directory, longer, ["num_steps"]), to_yaml(longer), 12)
     directory.config.write_text(comment + directory.config.read_text(), encoding="utf-8")
     create_or_open(directory.path, to_yaml(longer))
-    assert record_changes(directory, [], longer, 12) == [Change(12, "num_steps", "20", "30")]
-    assert record_changes(directory, [], longer, 10) == [Change(10, "num_steps", "20", "30")]
+    assert record_changes(directory, [], to_yaml(longer), 12) == [Change(12, "num_steps", "20", "30")]
+    assert record_changes(directory, [], to_yaml(longer), 10) == [Change(10, "num_steps", "20", "30")]
     assert read_config_of_step(directory, 10) == CONFIG
     assert read_config_of_step(directory, 11) == longer
 
@@ -295,20 +295,20 @@ def test_the_config_of_a_moved_run_names_its_folder(tmp_path: Path):
     directory = begun(tmp_path)
     config = dataclasses.replace(CONFIG, run_dir=str(directory.path))
     directory.config.write_text(to_yaml(config))
-    assert check_config_files([directory.config], config) == []
+    assert check_config_files([directory.config], config.run_dir) == []
     moved = RunDirectory(directory.path.rename(tmp_path / "moved"))
     with pytest.raises(
         RunDirectoryError, match=f"its run_dir is .*give --run_dir {moved.path} to resume the run there"
     ):
-        check_config_files([moved.config], config)
-    assert check_config_files([moved.config], dataclasses.replace(config, run_dir="new")) == []
+        check_config_files([moved.config], config.run_dir)
+    assert check_config_files([moved.config], "new") == []
 
 
 def test_another_run_from_a_config_with_a_history_is_told_of_it(tmp_path: Path):
     file = tmp_path / "old.yaml"
     file.write_text("# after step 12: num_steps 12 -> 20\n" + to_yaml(CONFIG))
-    assert check_config_files([file], CONFIG) == []
-    (message,) = check_config_files([file], dataclasses.replace(CONFIG, run_dir="new"))
+    assert check_config_files([file], CONFIG.run_dir) == []
+    (message,) = check_config_files([file], "new")
     assert "num_steps 12 -> 20 after step 12" in message
 
 

@@ -19,8 +19,8 @@ from tests.training.reopened_run import config_of
 
 def test_shapes_are_parsed():
     config = make_config()
-    assert parse_shape("prompt=8,completion=2-16", config) == FakeShape(4, 4, (8, 8), (2, 16), 4)
-    full = parse_shape("groups=1,group_size=2,prompt=1-3,completion=5,steps=6", config)
+    assert parse_shape("prompt=8,completion=2-16", config.rollouts) == FakeShape(4, 4, (8, 8), (2, 16), 4)
+    full = parse_shape("groups=1,group_size=2,prompt=1-3,completion=5,steps=6", config.rollouts)
     assert full == FakeShape(1, 2, (1, 3), (5, 5), 6)
     assert full.longest == 8
 
@@ -46,7 +46,7 @@ def test_shapes_are_parsed():
 )
 def test_invalid_shapes_are_named(text: str, problem: str):
     with pytest.raises(ValueError, match=problem):
-        parse_shape(text, make_config())
+        parse_shape(text, make_config().rollouts)
 
 
 def test_groups_have_the_given_sizes():

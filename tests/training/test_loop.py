@@ -17,7 +17,6 @@ from levanter.models.llama import LlamaConfig
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import PackedBatch, pack_batch
 from marin_rl.batching.rollout_batch import batch_rollouts
-from marin_rl.distributed.rollout_source import LocalRollouts
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.errors import RunDirectoryError
 from marin_rl.evaluate import EvaluateConfig, run_evaluation
@@ -28,12 +27,13 @@ from marin_rl.rollouts.filters import ResampleGroupsConfig
 from marin_rl.rollouts.run_rollouts import run_tasks
 from marin_rl.rollouts.store import RolloutStore, read_rollouts
 from marin_rl.rollouts.stored_rollout import as_table
+from marin_rl.run_parts import RunParts
 from marin_rl.tokenization.load import TokenPieces
 from marin_rl.training.loop import PHASES, TrainingRun, model_flops_utilization, throughput_metrics, train
-from marin_rl.training.starting_weights import policy_spec
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 from tests.rollouts.rollout_cases import group_of
 from tests.tiny_run import TinyRun, contents, copy_of, interrupted_after, outcome, without_losses, without_timings
+from tests.training.bare_run import local_rollouts
 from tests.training.reopened_run import config_of, reopen
 
 # OBJECTIVES.md, "Metrics that every run logs", without those that need a critic, a reference or a known device.
@@ -68,7 +68,7 @@ def reopened(run: TinyRun, step: int) -> TrainingRun:
     opened = reopen(run)
     opened.state.progress.step = step
     checkpoint = opened.checkpoints.open(step)
-    model = policy_spec(checkpoint, opened.config, opened.learner.trainer).restore_policy(checkpoint)
+    model = RunParts(opened.config, opened.learner.trainer).saved_spec(checkpoint).restore_policy(checkpoint)
     opened.trainer_state = dataclasses.replace(opened.trainer_state, model=model)
     opened.publish_weights()
     return opened
@@ -309,7 +309,7 @@ def test_step_without_kept_groups_is_recorded_and_keeps_weights(finished_run: Ti
     copied = copy_of(finished_run, tmp_path / "copy")
     run = reopen(copied, num_steps=8, filter=ResampleGroupsConfig(max_batches=2))
     environment = Generous(run.runner.environment)
-    rollout_source = LocalRollouts(run.config, dataclasses.replace(run.runner, environment=environment))
+    rollout_source = local_rollouts(run.config, dataclasses.replace(run.runner, environment=environment))
     run.collector = dataclasses.replace(run.collector, environment=environment, rollout_source=rollout_source)
     before = leaves(run)
     records: dict[int, dict[str, float]] = {}

@@ -6,7 +6,6 @@ import functools
 import json
 import threading
 from pathlib import Path
-from typing import Any
 
 import jax
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
@@ -14,9 +13,7 @@ import numpy as np
 import pytest
 
 from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
-from marin_rl.distributed import make_runner
 from marin_rl.distributed.replay_buffer import ReplayBuffer
-from marin_rl.distributed.rollout_source import LocalRollouts
 from marin_rl.distributed.scheduler import RequestNumber
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import AbstractEnvironment
@@ -28,15 +25,17 @@ from marin_rl.learner.devices import start_devices
 from marin_rl.objectives import GaeConfig
 from marin_rl.objectives.kl import LossKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
+from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.run_parts import RunParts
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.training import open_run
-from marin_rl.training.open_run import drop_groups_of_lost_weights, make_loss
+from marin_rl.training.open_run import drop_groups_of_lost_weights
 from marin_rl.training.run_state import Progress
-from marin_rl.training.starting_weights import policy_spec
 from marin_rl.types import RolloutGroup
 from tests.rollouts.rollout_cases import group_of
 from tests.tiny_run import TinyRun, contents, copy_of
-from tests.training.bare_run import bare_run, make_config
+from tests.training.bare_run import bare_run, local_rollouts, make_config
 from tests.training.reopened_run import config_of, reopen
 
 
@@ -107,7 +106,7 @@ def test_preparation_of_tasks_is_reported_if_it_takes_long(finished_run: TinyRun
         assert reported.wait(60)
         return build(config)
 
-    monkeypatch.setattr(open_run, "NOTICE_SECONDS", 0.0)
+    monkeypatch.setattr("marin_rl.timing.NOTICE_SECONDS", 0.0)
     monkeypatch.setattr(JsonlConfig, "build", build_slowly)
     reopen(finished_run, report)
     assert messages[0] == "preparing the tasks of the environment 'jsonl' ..."
@@ -127,7 +126,7 @@ def test_reference_is_policy_before_rl(finished_run: TinyRun):
     opened = reopen(finished_run, kl=LossKlConfig(beta=0.1))
     assert opened.checkpoints.keep_first
     checkpoint = opened.checkpoints.open(0)
-    first = policy_spec(checkpoint, opened.config, opened.learner.trainer).restore_policy(checkpoint)
+    first = RunParts(opened.config, opened.learner.trainer).saved_spec(checkpoint).restore_policy(checkpoint)
     score_reference = opened.batch_builder.score_reference
     assert isinstance(score_reference, functools.partial)
     reference, before, now = map(jax.tree.leaves, (score_reference.args[0], first, opened.trainer_state.model))
@@ -142,7 +141,7 @@ def test_checkpoint_of_another_architecture_is_rejected(finished_run: TinyRun):
         reopen(finished_run, model=dataclasses.replace(model, intermediate_dim=48))
 
 
-def test_make_loss_uses_config(finished_run: TinyRun):
+def test_loss_is_the_configured_one(finished_run: TinyRun):
     config = dataclasses.replace(
         config_of(finished_run),
         policy_loss=PpoClipLossConfig(clip_high=0.28),
@@ -152,7 +151,7 @@ def test_make_loss_uses_config(finished_run: TinyRun):
         sampling=SamplingConfig(temperature=0.7),
         logprob_block_size=5,
     )
-    loss = make_loss(config, start_devices(config.trainer, rows_per_device=1))
+    loss = RunParts(config, start_devices(config.trainer, rows_per_device=1)).loss
     assert (loss.policy_loss, loss.kl, loss.critic) == (config.policy_loss, config.kl, config.critic)
     assert (loss.temperature, loss.block_size) == (0.7, 5)
 
@@ -163,13 +162,13 @@ def test_trainer_opens_reward_functions_only_if_it_runs_episodes(
 ) -> None:
     calls: list[object] = []
 
-    def open_reward_functions(*arguments: Any) -> Any:
-        calls.append(arguments)
-        return make_runner.open_reward_functions(*arguments)
+    def make(config: SandboxConfig) -> Sandbox:
+        calls.append(config)
+        return Sandbox(config)
 
-    monkeypatch.setattr(open_run, "open_reward_functions", open_reward_functions)
+    monkeypatch.setattr("marin_rl.run_parts.Sandbox", make)
     monkeypatch.setattr(
-        open_run, "open_rollout_source", lambda config, inputs, runner, *arguments: LocalRollouts(config, runner)
+        open_run, "_open_rollout_source", lambda parts, inputs, runner, *_: local_rollouts(parts.config, runner)
     )
     run = reopen(
         finished_run,

@@ -335,7 +335,7 @@ def test_weight_files_are_checked_before_devices_start(
             passed_on.append(str(error))
             raise
 
-    monkeypatch.setattr("marin_rl.training.open_run.start_devices", start)
+    monkeypatch.setattr("marin_rl.run_parts.start_devices", start)
     monkeypatch.setattr(session, "exit_on_error", exit_on_error)
     run = new_run(model=None, initialize_from=str(weights))
     assert run.train() == 1

@@ -89,14 +89,14 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_error_names_processes_with_another_config(answers: list[str]):
     config = dataclasses.replace(FITTING, seed=1)
     answers += [""]
-    require_same_config(config)
+    require_same_config(to_yaml(config))
     of_main = to_yaml(FITTING)
     other = dataclasses.replace(config, run_dir="elsewhere", ray_address="auto", weights=ArrowFlightConfig(host="::"))
     lines = config_differences(of_main, to_yaml(other), ["ray_address", "weights", "run_dir"])
     assert lines == ["  seed: 0 there, 1 now"]
     answers += ["\n".join(lines)]
     with pytest.raises(RunDirectoryError, match=r"different configs; .*process 1:\n  seed: 0 there, 1 now\nstart all"):
-        require_same_config(FITTING)
+        require_same_config(to_yaml(FITTING))
 
 
 def test_processes_may_differ_only_in_what_they_do_alone(monkeypatch: pytest.MonkeyPatch):
@@ -105,10 +105,10 @@ def test_processes_may_differ_only_in_what_they_do_alone(monkeypatch: pytest.Mon
     monkeypatch.setattr(multihost, "is_multihost", lambda: True)
     monkeypatch.setattr(multihost, "on_main", lambda work: to_yaml(FITTING))
     monkeypatch.setattr(multihost, "gather_texts", lambda own: sent.append(own) or ("", own))
-    require_same_config(dataclasses.replace(FITTING, run_dir="b", log_level=LogLevel.DEBUG))
+    require_same_config(to_yaml(dataclasses.replace(FITTING, run_dir="b", log_level=LogLevel.DEBUG)))
     assert sent == [""]
     with pytest.raises(RunDirectoryError, match=r"process 1:\n  checkpoint.every: \d+ there, 7 now\nstart all"):
-        require_same_config(dataclasses.replace(FITTING, checkpoint=CheckpointConfig(every=7)))
+        require_same_config(to_yaml(dataclasses.replace(FITTING, checkpoint=CheckpointConfig(every=7))))
 
 
 def test_error_names_other_input_files(monkeypatch: pytest.MonkeyPatch):

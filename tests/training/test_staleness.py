@@ -21,18 +21,17 @@ from hypothesis import strategies as st
 from marin_rl.config.sections import Mode, ReplayConfig, RolloutConfig
 from marin_rl.distributed.coordinator import Coordinator, TrainerUpdate
 from marin_rl.distributed.coordinator_client import CoordinatorClient
-from marin_rl.distributed.open_rollout_source import make_staleness_limits
 from marin_rl.distributed.replay_buffer import ReplayBuffer
-from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, RolloutScheduler
+from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.distributed.worker_pool import WorkerPool
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split
 from marin_rl.rollouts.filters import DropGroupsConfig, KeepGroupsConfig, ResampleGroupsConfig
 from marin_rl.rollouts.group_codec import encode_group
-from marin_rl.training.run_state import Progress, RunState
+from marin_rl.training.run_state import Progress
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn, WeightVersion
 from tests.distributed.inline_executor import InlineExecutor
 from tests.distributed.local_client import result_of
-from tests.training.bare_run import BareRun, bare_run, make_config
+from tests.training.bare_run import BareRun, bare_run, make_config, make_state
 
 GROUPS = 3
 HEARTBEAT_TIMEOUT = 5.0
@@ -260,8 +259,7 @@ def resumed(run: BareRun, world: World) -> BareRun:
     world.workers = [world.born(worker.name) for worker in world.workers]
     restored = async_run(run.config.replay, run.config.filter, world)
     progress = Progress(**saved)
-    scheduler = RolloutScheduler(make_staleness_limits(run.config), progress.scheduler)
-    restored.state = RunState(progress, scheduler, run.state.replay)
+    restored.state = dataclasses.replace(make_state(run.config, progress), replay=run.state.replay)
     publish(restored)
     restored.rollout_source.submit(restored.state.scheduler.outstanding)
     return restored

@@ -96,7 +96,7 @@ def test_the_tokenizer_of_an_address_is_copied_without_the_weights(tmp_path: Pat
     assert path == address
     assert TokenizerConfig(path).build().vocab_size == 265
     assert not list((tmp_path / "cache" / "marin_rl" / "tokenizers").rglob("*.safetensors"))
-    assert digest_inputs(starting_from(address, tmp_path, path), ("tokenizer",)) == {}
+    assert digest_inputs(starting_from(address, tmp_path, path), ("tokenizer",)) == {"tokenizer": {}}
     with pytest.raises(TokenizerLoadError, match=r"tokenizer.path is 'memory://bucket/no', which cannot be copied"):
         TokenizerConfig("memory://bucket/no").build()
 
@@ -144,11 +144,11 @@ def test_another_vocabulary_than_that_of_the_weights_is_refused(
     source = with_tokenizer(byte_tokenizer(), tmp_path / "weights")
     config = resolve_model(starting_from(source, tmp_path, changed_tokenizer(change, tmp_path / "other")))
     if message is None:
-        check_weight_files(config)
+        check_weight_files(config.initialize_from, config.run_dir, config.tokenizer.path)
         return
     with pytest.raises(PolicyModelError, match=message):
-        check_weight_files(config)
+        check_weight_files(config.initialize_from, config.run_dir, config.tokenizer.path)
     # Also if the weights are those of another tokenizer than the built-in one.
     source = with_tokenizer(AutoTokenizer.from_pretrained(tmp_path / "other"), tmp_path / "swapped")
     with pytest.raises(PolicyModelError, match="2 tokens differ, the first is id 97, 'a' instead of 'b'"):
-        check_weight_files(resolve_model(starting_from(source, tmp_path, BYTES)))
+        check_weight_files(source, str(tmp_path / "run"), BYTES)

@@ -17,7 +17,6 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.rl_example import pack_batch
 from marin_rl.batching.rollout_batch import RolloutBatch, make_batch
-from marin_rl.config.device_settings import row_layout, trained_model
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig, TrainerConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
@@ -27,7 +26,6 @@ from marin_rl.learner.critic import CriticConfig, with_critic
 from marin_rl.learner.devices import start_devices
 from marin_rl.learner.loss import first_log_ratios
 from marin_rl.learner.policy_model import read_hf_architecture
-from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
 from marin_rl.levanter_line import max_positions, seq_len
@@ -35,13 +33,12 @@ from marin_rl.models.hf_config import PolicyModelError
 from marin_rl.models.hf_tensors import read_tensor_shapes
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.remote_path import RemotePath
+from marin_rl.run_parts import RunParts
 from marin_rl.tokenization.load import TokenizerConfig
-from marin_rl.training.open_run import make_loss
 from marin_rl.training.starting_weights import (
     check_weight_files,
     first_policy,
     hf_folder,
-    policy_spec,
     resolve_model,
 )
 from tests.models.hf_checkpoint import record, write_checkpoint, write_config
@@ -72,11 +69,9 @@ def test_weights_on_the_hub_are_checked_without_the_run_directory(monkeypatch: p
         raise PermissionError(f"no credentials for {path}")
 
     monkeypatch.setattr(RemotePath, "glob", refuse)
-    model = LlamaConfig(**seq_len(512))
-    config = TrainConfig(ArithmeticConfig(), "memory://bucket/run", model, initialize_from="Qwen/Qwen3-0.6B")
-    check_weight_files(config)
+    check_weight_files("Qwen/Qwen3-0.6B", "memory://bucket/run", None)
     with pytest.raises(PermissionError):
-        check_weight_files(dataclasses.replace(config, initialize_from="."))
+        check_weight_files(".", "memory://bucket/run", None)
 
 
 def test_hf_folder(finished_run: TinyRun, tmp_path: Path):
@@ -188,7 +183,7 @@ def long_rollouts() -> RolloutBatch:
 def long_model(config: TrainConfig, trainer: TrainerConfig) -> LmHeadModel:
     """The model of a run of this config, filled by numpy to avoid compiling its initializers."""
     rng = np.random.default_rng(0)
-    shape = PolicySpec(trained_model(config, trainer), 264, trainer).policy
+    shape = RunParts(config, trainer).policy_spec(264).policy
     return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(scale=0.5, size=leaf.shape), leaf.dtype), shape)
 
 
@@ -197,7 +192,7 @@ def score(config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
     trainer = start_devices(config.trainer, rows_per_device=1)
     model = with_critic(CriticConfig(shared_trunk=False), long_model(config, trainer))
     model = dataclasses.replace(model, value_weight=model.value_weight + 1)
-    scorer = Scorer(trainer, row_layout(config, trainer), pad_token_id=0, temperature=1.0, block_size=16)
+    scorer = Scorer(trainer, RunParts(config, trainer).layout, pad_token_id=0, temperature=1.0, block_size=16)
     scores = scorer.score(model, batch := long_rollouts())
     return np.stack(batch.actions(scores.logprobs)), np.stack(batch.actions(scores.values))
 
@@ -211,7 +206,7 @@ def train_one_step(config: TrainConfig, policy_logprobs: np.ndarray) -> dict[str
         policy_logprobs=rollouts.from_actions("policy_logprobs", list(policy_logprobs)).astype(np.float32),
         advantages=rollouts.from_actions("advantages", [np.linspace(-1, 1, 16)] * 3),
     )
-    batch = pack_batch(rollouts, config.aggregation, row_layout(config, trainer), pad_token_id=0)
+    batch = pack_batch(rollouts, config.aggregation, RunParts(config, trainer).layout, pad_token_id=0)
     learner = Learner(trainer, config.optimizer, make_loss(config, trainer), num_updates=1)
     state = learner.initial_state(long_model(config, trainer), jax.random.PRNGKey(0))
     _, measured = learner.step(state, batch.microbatches)
@@ -259,12 +254,13 @@ def test_all_policies_of_a_run_use_same_attention_blocks(finished_run: TinyRun):
         rollouts=dataclasses.replace(config.rollouts, max_length=1100),
     )
     trainer = start_devices(config.trainer, rows_per_device=1)
-    tokenizer = config.tokenizer.build()
+    parts = RunParts(config, trainer)
+    tokenizer = parts.tokenizer
     checkpoint = Checkpoints(finished_run.checkpoints, config.checkpoint).newest_good()
     assert checkpoint is not None
     policies = [
-        first_policy(config, tokenizer, trainer),
-        first_policy(dataclasses.replace(config, initialize_from=str(finished_run.path)), tokenizer, trainer),
-        policy_spec(checkpoint, config, trainer).restore_policy(checkpoint),
+        first_policy(None, parts.model, tokenizer, trainer, config.seed),
+        first_policy(str(finished_run.path), parts.model, tokenizer, trainer, config.seed),
+        parts.saved_spec(checkpoint).restore_policy(checkpoint),
     ]
     assert [policy.config.flash_attention_block_size for policy in policies] == [640] * 3

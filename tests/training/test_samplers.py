@@ -4,8 +4,6 @@
 """Samplers of trainer and workers, in this process and on a server over HTTP on loopback, which reloads the weights."""
 
 import dataclasses
-import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,8 @@ import numpy as np
 import pytest
 from haliax import Axis  # noqa: F401  before marin_rl: see tests/tiny_run.py
 
-from marin_rl.distributed.samplers import WeightReloader, open_group_sampler
-from marin_rl.learner.devices import start_devices
-from marin_rl.learner.policy_model import initialize_policy, load_hf_policy
-from marin_rl.sampling.config import LevanterSamplerConfig, ReloadConfig
+from marin_rl.run_parts import RunParts
+from marin_rl.sampling.config import LevanterSamplerConfig
 from marin_rl.sampling.openai_sampler import OpenAiSampler
 from marin_rl.sampling.sampler import Sampler, SampleRequest, SamplerError
 from marin_rl.training.loop import TrainingRun
@@ -125,7 +121,7 @@ def test_interrupted_run_resumes_exactly(pair: Pair, tmp_path: Path):
 @pytest.mark.medium
 def test_worker_with_a_server_equals_worker_with_levanter(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Without staleness; the trainer evaluates with the in-process sampler."""
-    monkeypatch.setattr("marin_rl.distributed.open_worker_pool.ray_workers", thread_workers)
+    monkeypatch.setattr("marin_rl.distributed.ray_workers.ray_workers", thread_workers)
     start = {"initialize_from": str(config_of(pair.own).initialize_from), **SHORT}
     weights = tmp_path / "weights"
     run = make_run(tmp_path, mode="async", replay__max_staleness=0, **start, sampler=served_by(pair.server, weights))
@@ -145,7 +141,7 @@ def test_worker_with_a_server_equals_worker_with_levanter(pair: Pair, tmp_path: 
 def test_server_reload_error_ends_an_async_run(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("marin_rl.distributed.open_worker_pool.ray_workers", thread_workers)
+    monkeypatch.setattr("marin_rl.distributed.ray_workers.ray_workers", thread_workers)
 
     def broken() -> Any:
         raise RuntimeError("no room for the weights")
@@ -190,13 +186,14 @@ def sampled(engine: Sampler) -> list[Generation]:
 
 
 def test_reply_ends_with_a_stop_text(opened: TrainingRun):
-    run = opened.config, opened.trainer_state.model, opened.runner.tokenizer, opened.learner.trainer, 3
+    config, trainer, policy = opened.config, opened.learner.trainer, opened.trainer_state.model
     # A byte is a token here. The digits sampled without stop texts are cut at the first of them.
-    free = open_group_sampler(*run).sample(REQUESTS)
+    free = RunParts(config, trainer).open_group_sampler(policy, 3).sample(REQUESTS)
     token = free[2].token_ids[0]
     stop = opened.runner.tokenizer.tokenizer.decode([token])
-    config = dataclasses.replace(run[0], sampling=dataclasses.replace(run[0].sampling, stop=(stop,)), sampler=LEVANTER)
-    stopped = open_group_sampler(config, *run[1:]).sample(REQUESTS)
+    sampling = dataclasses.replace(config.sampling, stop=(stop,))
+    config = dataclasses.replace(config, sampling=sampling, sampler=LEVANTER)
+    stopped = RunParts(config, trainer).open_sampler(policy, 3).sample(REQUESTS)
     for one, whole in zip(stopped, free, strict=True):
         length = whole.token_ids.index(token) + 1 if token in whole.token_ids else len(whole.token_ids)
         assert one.token_ids == whole.token_ids[:length]
@@ -205,9 +202,7 @@ def test_reply_ends_with_a_stop_text(opened: TrainingRun):
 
 def test_server_generations_equal_levanter_generations(opened: TrainingRun):
     assert isinstance(opened.runner.sampler, OpenAiSampler)
-    own = open_group_sampler(
-        opened.config, opened.trainer_state.model, opened.runner.tokenizer, opened.learner.trainer, 3
-    )
+    own = RunParts(opened.config, opened.learner.trainer).open_group_sampler(opened.trainer_state.model, 3)
     assert sampled(opened.runner.sampler) == sampled(own)
     assert opened.runner.sampler.batch_size == own.batch_size
 
@@ -271,101 +266,3 @@ def test_raw_log_probs_are_rejected_at_the_start(
     pair.server.load = pair.loader
     with pytest.raises(SamplerError, match=r"sampling.temperature is 0\.7.*--logprobs-mode processed_logprobs"):
         open_run(dataclasses.replace(config, sampling=sampling), run.path, lambda line: None)
-
-
-# The function that reloads a server's weights.
-
-URL = "http://localhost:1/v1"
-
-HOOK = """
-    import json
-
-    def reload(folder, version, base_url):
-        present = sorted(path.name for path in folder.parent.iterdir())
-        whole = (folder / "config.json").is_file() and (folder / "model.safetensors").is_file()
-        with open({log!r}, "a") as log:
-            print(json.dumps([folder.name, folder.is_absolute(), version, base_url, whole, present]), file=log)
-"""
-
-
-@pytest.fixture
-def parts(new_run: Callable[..., TinyRun]) -> tuple[Any, Any, Any]:
-    config = config_of(new_run())
-    trainer = start_devices(config.trainer, rows_per_device=1)
-    tokenizer = config.tokenizer.build()
-    assert config.model is not None
-    return initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0)), tokenizer, trainer
-
-
-def written(tmp_path: Path, text: str) -> ReloadConfig:
-    hook = tmp_path / "hook.py"
-    hook.write_text(re.sub(r"^ {4}", "", text, flags=re.MULTILINE))
-    return ReloadConfig(folder=str(tmp_path / "weights"), path=str(hook), function="reload")
-
-
-def test_function_gets_complete_weights_and_old_versions_are_deleted(parts: tuple[Any, Any, Any], tmp_path: Path):
-    model, tokenizer, trainer = parts
-    log = tmp_path / "log.jsonl"
-    weights = WeightReloader(written(tmp_path, HOOK.format(log=str(log))), URL, tokenizer, trainer)
-    double = jax.tree.map(lambda leaf: 2 * leaf, model)
-    for version, one in ((0, model), (0, double), (1, model), (2, double)):
-        weights(one, version)
-    assert [json.loads(line) for line in log.read_text().splitlines()] == [
-        ["version-0", True, 0, URL, True, ["version-0"]],
-        ["version-0", True, 0, URL, True, ["version-0"]],
-        ["version-1", True, 1, URL, True, ["version-0", "version-1"]],
-        ["version-2", True, 2, URL, True, ["version-0", "version-1", "version-2"]],
-    ]
-    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["version-1", "version-2"]
-    for version, expected in ((1, model), (2, double)):
-        loaded = load_hf_policy(str(tmp_path / "weights" / f"version-{version}"), tokenizer, trainer, model.config)
-        for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_array_equal(one, other)
-
-
-def test_leftovers_are_replaced_and_other_folders_are_kept(parts: tuple[Any, Any, Any], tmp_path: Path):
-    model, tokenizer, trainer = parts
-    folder = tmp_path / "weights"
-    for name in ("version-3", ".version-3.partial", "version-7", "mine"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "half").write_text("half")
-    weights = WeightReloader(written(tmp_path, HOOK.format(log="/dev/null")), URL, tokenizer, trainer)
-    for version in (3, 4, 5):
-        weights(model, version)
-    assert sorted(path.name for path in folder.iterdir()) == ["mine", "version-4", "version-5", "version-7"]
-
-
-def test_function_error_is_named_and_previous_weights_are_kept(parts: tuple[Any, Any, Any], tmp_path: Path):
-    model, tokenizer, trainer = parts
-    config = written(
-        tmp_path,
-        """
-    def reload(folder, version, base_url):
-        if version == 2:
-            raise ConnectionError("nobody there")
-    """,
-    )
-    weights = WeightReloader(config, URL, tokenizer, trainer)
-    for version in (0, 1):
-        weights(model, version)
-    with pytest.raises(UserFileError, match=r"sampler.reload: 'reload' of .*hook.py raised ConnectionError: nobody"):
-        weights(model, 2)
-    assert (tmp_path / "weights" / "version-1").is_dir()
-    assert (tmp_path / "weights" / "version-0").is_dir()
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("def relaod(folder, version, base_url): pass", "does not define 'reload'; did you mean 'relaod'"),
-        ("reload = 3", "'reload' of .* is int; it must be a function of folder, version and base_url"),
-    ],
-)
-def test_missing_function_fails_before_weights_are_written(
-    parts: tuple[Any, Any, Any], tmp_path: Path, text: str, problem: str
-):
-    _, tokenizer, trainer = parts
-    config = written(tmp_path, text)
-    with pytest.raises(UserFileError, match=problem):
-        WeightReloader(config, URL, tokenizer, trainer)
-    assert not (tmp_path / "weights").exists()
