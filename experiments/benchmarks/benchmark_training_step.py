@@ -119,6 +119,9 @@ class LmStep:
             load_checkpoint=False,
             crash_on_nan=False,
             crash_on_inf=False,
+            # It would write them to logs/ in the working directory.
+            log_jaxprs=False,
+            log_xla_hlo=False,
         )
         optimizer = config.optimizer.build(1_000_000)
         self._trainer = Trainer(quiet, optimizer, cast(ComputeLossFunction, loss), add_default_hooks=False)
