@@ -66,8 +66,8 @@ class ServeConfig:
     max_body_bytes: int = 4 * 2**20
     """Maximum size of a request's body."""
     client_seconds: float = 60.0
-    """Seconds after which a client is disconnected that does not send the head of its request, does not send the body
-    (it gets status 408), or does not read its response (on Linux)."""
+    """Seconds after which a client is disconnected that does not send the body of its request (it gets status 408), or
+    does not read its response (on Linux); one that does not send the head, after at most twice as many."""
     drain_seconds: float = 60.0
     """Seconds that requests in progress have after SIGTERM or Ctrl-C."""
 
@@ -260,14 +260,14 @@ def serve(config: ServeConfig) -> None:
         policy.sampler.compile()
         engine = Engine(policy.sampler, policy.tokenizer.decode_reply)
         app = Server(engine, policy.tokenizer, options).app()
-        server = HttpServer(app, engine, config.drain_seconds, config.client_seconds)
+        server = HttpServer(app, config.client_seconds, config.drain_seconds)
         print(
             f"serving {escape_line(name)} at {url_of(listener)}/v1 ({policy.max_context} tokens of context, "
             f"{policy.sampler.batch_size} sequences together, {'with' if key else 'no'} API key)",
             flush=True,
         )
         with exempt_from_collection():
-            server.run(listener)
+            server.run(engine, listener)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -144,8 +144,8 @@ def running_server(engine: Engine, tokenizer: ChatTokenizer, limits: RequestLimi
     options = ServerOptions("policy", None, limits, max_sequences=4096, max_body_bytes=2**20, body_seconds=60.0)
     listener = listen("127.0.0.1", 0, 60.0)
     port = listener.getsockname()[1]
-    server = HttpServer(Server(engine, tokenizer, options).app(), engine, drain_seconds=1.0)
-    thread = threading.Thread(target=server.run, args=[listener])
+    server = HttpServer(Server(engine, tokenizer, options).app(), 60.0, drain_seconds=1.0)
+    thread = threading.Thread(target=server.run, args=[engine, listener])
     thread.start()
     try:
         yield port

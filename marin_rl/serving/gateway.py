@@ -5,15 +5,13 @@
 
 import asyncio
 import contextlib
-import logging
 import secrets
 import urllib.parse
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pydantic
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -26,7 +24,7 @@ from marin_rl.rollouts.attempt import Limits
 from marin_rl.serving.app import EXCEPTION_HANDLERS, has_key, wrong_key
 from marin_rl.serving.endpoints import Endpoints, EventStream, accept_all, reading_threads, while_connected
 from marin_rl.serving.engine import EngineError, EngineRequest
-from marin_rl.serving.http_server import listen, url_of
+from marin_rl.serving.http_server import HttpServer, listen, url_of
 from marin_rl.serving.json_body import MAX_BODY_BYTES, ApiError
 from marin_rl.serving.protocol import RequestLimits, read_message
 from marin_rl.serving.text import TextPart, ToolReader
@@ -34,10 +32,8 @@ from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenPieces
 from marin_rl.types import Generation
 
-logger = logging.getLogger(__name__)
-
 _MODEL = "policy"
-_BODY_SECONDS = 60.0
+_CLIENT_SECONDS = 60.0
 
 
 class RewardBody(pydantic.BaseModel):
@@ -115,20 +111,10 @@ class Gateway:
         loop = asyncio.get_running_loop()
         if self._serving is not None and not self._serving.done() and self._serving.get_loop() is loop:
             return
-        listener = listen("127.0.0.1", 0, _BODY_SECONDS)
+        listener = listen("127.0.0.1", 0, _CLIENT_SECONDS)
         self._url = url_of(listener)
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-        config = uvicorn.Config(
-            self._app(),
-            loop="asyncio",
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            timeout_keep_alive=round(_BODY_SECONDS),
-        )
-        self._serving = loop.create_task(_serve(uvicorn.Server(config), listener), name="agent gateway")
+        server = HttpServer(self._app(), _CLIENT_SECONDS)
+        self._serving = loop.create_task(server.serve(listener), name="agent gateway")
 
     def _app(self) -> ASGIApp:
         def route(path: str, handler: Handler, method: str = "POST", is_trained: bool = True) -> Route:
@@ -181,7 +167,7 @@ class Gateway:
             piece=self._piece,
             limits=self._limits,
             max_body_bytes=MAX_BODY_BYTES,
-            body_seconds=_BODY_SECONDS,
+            body_seconds=_CLIENT_SECONDS,
             threads=self._threads,
             admit=recorder.admit if is_trained else accept_all,
             temperature=recorder.temperature,
@@ -208,18 +194,6 @@ class Gateway:
                 sample.prompt_tokens, sample.max_new_tokens, serve, request.response_id, ends, is_trained
             )
         return parts[0]
-
-
-async def _serve(server: uvicorn.Server, listener: Any) -> None:
-    """Serve until the task is cancelled, with the event loop."""
-    with listener:
-        try:
-            await server.serve(sockets=[listener])
-        finally:
-            for accepting in server.servers if server.started else ():
-                accepting.close()
-            for connection in list(server.server_state.connections):
-                connection.shutdown()
 
 
 async def _answer(handler: Handler, episode: _Episode, request: Request, is_trained: bool) -> Response | EventStream:

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Runs the HTTP application until a signal arrives."""
+"""Runs an HTTP application until a signal arrives."""
 
 import asyncio
 import logging
@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 
 _ERROR_SECONDS = 5
 """Seconds in which clients read the errors of requests that did not complete in time."""
+_POLL_SECONDS = 0.1
+"""Seconds after which the end of the server is noticed, as in uvicorn."""
 
 
 def listen(host: str, port: int, client_seconds: float) -> socket.socket:
@@ -52,89 +53,32 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _protocol_with_limit(seconds: float) -> type[H11Protocol]:
-    """Return uvicorn's protocol, which closes connections that do not complete the head of a request in time."""
-
-    class _Protocol(H11Protocol):
-        _late: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            H11Protocol.connection_made(self, transport)
-            self._limit_time()
-
-        def data_received(self, data: bytes) -> None:
-            # A part of a head cancels uvicorn's time limit for idle connections.
-            H11Protocol.data_received(self, data)
-            self._limit_time()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            H11Protocol.connection_lost(self, exc)
-            self._cancel()
-
-        def _limit_time(self) -> None:
-            if self.conn.their_state is not h11.IDLE:
-                self._cancel()
-            elif self._late is None:
-                self._late = self.loop.call_later(seconds, self.transport.close)
-
-        def _cancel(self) -> None:
-            if self._late is not None:
-                self._late.cancel()
-                self._late = None
-
-    return _Protocol
-
-
-class _Server(uvicorn.Server):
-    """Uvicorn's server, which calls a function when the requests in progress have not ended in time."""
-
-    def __init__(self, config: uvicorn.Config, drain_seconds: float, on_late: Callable[[], None]) -> None:
-        uvicorn.Server.__init__(self, config)
-        self._drain_seconds = drain_seconds
-        self._on_late = on_late
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        late = asyncio.get_running_loop().call_later(self._drain_seconds, self._on_late)
-        try:
-            await uvicorn.Server.shutdown(self, sockets)
-        finally:
-            late.cancel()
-
-
-def _is_no_cancellation(record: logging.LogRecord) -> bool:
-    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
-
-
 class HttpServer:
-    """An HTTP server with an engine.
+    """An HTTP server, which closes the connections of clients that do not complete a request."""
 
-    On SIGTERM or SIGINT it accepts no further connections, completes the requests in progress, and returns. Requests
-    that do not end in time get an error.
-    """
-
-    def __init__(self, app: ASGIApp, engine: "Engine", drain_seconds: float, client_seconds: float = 60.0) -> None:
+    def __init__(self, app: ASGIApp, client_seconds: float, drain_seconds: float = 0.0) -> None:
         """Configure the server.
 
         Args:
             app: application.
-            engine: started and closed by `run`. Its failure ends the server.
-            drain_seconds: seconds after which requests in progress fail at the end.
-            client_seconds: seconds after which a connection without a complete request head is closed.
+            client_seconds: seconds after which a connection without a complete request head is closed, at most twice
+                as many.
+            drain_seconds: seconds that requests in progress have at the end.
         """
+        self._client_seconds, self._drain_seconds = client_seconds, drain_seconds
         config = uvicorn.Config(
             app,
             loop="asyncio",
-            http=_protocol_with_limit(client_seconds),
+            http="h11",
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=math.ceil(client_seconds),
             timeout_graceful_shutdown=math.ceil(drain_seconds) + _ERROR_SECONDS,
         )
-        self._server = _Server(config, drain_seconds, engine.stop)
-        self._engine = engine
-        engine.on_failure = self.stop
+        self._server = uvicorn.Server(config)
         # Malformed requests are logged as warnings there.
         logger = logging.getLogger("uvicorn.error")
         logger.setLevel(logging.ERROR)
@@ -142,13 +86,36 @@ class HttpServer:
         logger.addFilter(_is_no_cancellation)
 
     def stop(self) -> None:
-        """Make `run` complete the requests in progress and return. Thread-safe."""
+        """Make the server accept no further connections, complete the requests in progress, and end. Thread-safe."""
         self._server.should_exit = True
 
-    def run(self, listener: socket.socket) -> None:
-        """Serve until a signal or `stop`.
+    async def serve(self, listener: socket.socket, on_late: Callable[[], None] = lambda: None) -> None:
+        """Serve until SIGTERM, SIGINT or `stop`, or until the task is cancelled.
 
         Args:
+            listener: the socket; closed at the end.
+            on_late: makes requests fail that are in progress after `drain_seconds`.
+        """
+        tasks = [asyncio.create_task(self._close_waiting()), asyncio.create_task(self._drain(on_late))]
+        with listener:
+            try:
+                await self._server.serve(sockets=[listener])
+            except asyncio.CancelledError:
+                # Uvicorn leaves its sockets open.
+                for accepting in self._server.servers if self._server.started else ():
+                    accepting.close()
+                for connection in list(self._server.server_state.connections):
+                    connection.shutdown()
+                raise
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+    def run(self, engine: "Engine", listener: socket.socket) -> None:
+        """Serve until a signal, `stop`, or a failure of the sampler. Late requests get an error.
+
+        Args:
+            engine: samples for the application; started and closed here.
             listener: the socket; closed at the end.
 
         Raises:
@@ -158,11 +125,39 @@ class HttpServer:
             # Uvicorn handles these signals while it serves, and raises them again at its end.
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: self.stop())
-        self._engine.start()
+        engine.on_failure = self.stop
+        engine.start()
         try:
-            self._server.run(sockets=[listener])
+            asyncio.run(self.serve(listener, engine.stop))
         finally:
-            self._engine.close()
-            listener.close()
-        if self._engine.failure is not None:
-            raise self._engine.failure
+            engine.close()
+        if engine.failure is not None:
+            raise engine.failure
+
+    async def _close_waiting(self) -> None:
+        """Close connections that have had no request since the last round.
+
+        Uvicorn's timeout for idle connections ends with any byte: a part of a head, or the rest of a body that no
+        response depends on.
+        """
+        waiting: dict[H11Protocol, object] = {}
+        while True:
+            await asyncio.sleep(self._client_seconds)
+            connections = [one for one in self._server.server_state.connections if isinstance(one, H11Protocol)]
+            now: dict[H11Protocol, object] = {
+                one: one.cycle for one in connections if one.cycle is None or one.cycle.response_complete
+            }
+            for connection, last_request in now.items():
+                if connection in waiting and waiting[connection] is last_request:
+                    connection.transport.close()
+            waiting = now
+
+    async def _drain(self, on_late: Callable[[], None]) -> None:
+        while not self._server.should_exit:
+            await asyncio.sleep(_POLL_SECONDS)
+        await asyncio.sleep(self._drain_seconds)
+        on_late()
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)

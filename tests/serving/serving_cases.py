@@ -102,8 +102,8 @@ def serving(
     listener = listen("127.0.0.1", 0, client_seconds)
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    server = HttpServer(app, engine, drain_seconds, client_seconds)
-    thread = threading.Thread(target=server.run, args=[listener])
+    server = HttpServer(app, client_seconds, drain_seconds)
+    thread = threading.Thread(target=server.run, args=[engine, listener])
     thread.start()
     try:
         yield Serving(url_of(listener), engine)

@@ -335,6 +335,17 @@ def test_an_incomplete_body_times_out(held: Held):
             assert client.recv(100).startswith(b"HTTP/1.1 408")
 
 
+def trickles_in_vain(client: socket.socket) -> bool:
+    """Send one byte; return whether the server has closed the connection."""
+    try:
+        client.sendall(b"x")
+        return client.recv(1000) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
 @pytest.mark.medium
 def test_a_client_without_a_whole_request_head_is_disconnected(held: Held):
     head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -350,6 +361,12 @@ def test_a_client_without_a_whole_request_head_is_disconnected(held: Held):
             assert client.recv(1000).startswith(b"HTTP/1.1 200")
             client.sendall(head)
             assert b"".join(iter(lambda: client.recv(1000), b"")).count(b"HTTP/1.1") == 0
+        # A body that nobody reads may not keep the connection open either.
+        with socket.create_connection(address, timeout=60.0) as client:
+            client.sendall(head + b"Content-Length: 1000000\r\n\r\n")
+            assert client.recv(1000).startswith(b"HTTP/1.1 200")
+            client.settimeout(0.05)
+            until(lambda: trickles_in_vain(client))
         # A request whose reply takes longer than the limit is answered.
         held.open.clear()
         threading.Timer(1.0, held.open.set).start()
@@ -404,12 +421,12 @@ def test_a_signal_before_the_first_request_can_be_accepted_ends_the_server(
         signal.raise_signal(number)
 
     monkeypatch.setattr(engine, "start", start_with_signal)
-    server = HttpServer(Starlette(), engine, drain_seconds=1.0)
+    server = HttpServer(Starlette(), TIMEOUT, drain_seconds=1.0)
     handlers = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
     late = threading.Timer(60.0, server.stop)
     late.start()
     try:
-        server.run(listen("127.0.0.1", 0, TIMEOUT))
+        server.run(engine, listen("127.0.0.1", 0, TIMEOUT))
         assert late.is_alive()
     finally:
         late.cancel()
