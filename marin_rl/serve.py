@@ -241,7 +241,7 @@ def serve(config: ServeConfig) -> None:
     with listener:
         policy = load_policy(config)
         from marin_rl.learner.devices import exempt_from_collection
-        from marin_rl.serving.app import Server, ServerOptions
+        from marin_rl.serving.app import Server
         from marin_rl.serving.engine import Engine
         from marin_rl.serving.protocol import RequestLimits
 
@@ -255,12 +255,20 @@ def serve(config: ServeConfig) -> None:
             longest_token=policy.tokenizer.longest_token,
             has_stop_texts=bool(policy.sampling.stop),
         )
-        options = ServerOptions(name, key, limits, config.max_sequences, config.max_body_bytes, config.client_seconds)
         print("compiling the programs", file=sys.stderr, flush=True)
         policy.sampler.compile()
         engine = Engine(policy.sampler, policy.tokenizer.decode_reply)
-        app = Server(engine, policy.tokenizer, options).app()
-        server = HttpServer(app, config.client_seconds, config.drain_seconds)
+        app = Server(
+            engine,
+            policy.tokenizer,
+            limits,
+            model=name,
+            key=key,
+            max_sequences=config.max_sequences,
+            max_body_bytes=config.max_body_bytes,
+            client_seconds=config.client_seconds,
+        )
+        server = HttpServer(app.app(), config.client_seconds, config.drain_seconds)
         print(
             f"serving {escape_line(name)} at {url_of(listener)}/v1 ({policy.max_context} tokens of context, "
             f"{policy.sampler.batch_size} sequences together, {'with' if key else 'no'} API key)",

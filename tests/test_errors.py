@@ -31,7 +31,6 @@ INTERNAL = {
     "WorkerLostError": "makes the sandbox start another worker",
     "RewardFunctionError": "reported by the sandbox worker that loads the user's file",
     "ApiError": "answered to a client of the server",
-    "EngineError": "answered to a client of the server",
     "AgentError": "fails a rollout",
     "GameError": "fails a rollout",
     "OpenEnvServerError": "fails a rollout",

@@ -39,7 +39,7 @@ from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.run_parts import RunParts
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.serving.app import Server, ServerOptions
+from marin_rl.serving.app import Server
 from marin_rl.serving.engine import CALL_SECONDS, Engine, EngineRequest
 from marin_rl.serving.http_server import HttpServer, listen
 from marin_rl.serving.protocol import RequestLimits
@@ -117,7 +117,8 @@ async def reply_to_all(engine: Engine, requests: Sequence[SampleRequest], concur
     async def reply_to_some() -> None:
         for request in waiting:
             start = time.perf_counter()
-            await engine.reply(EngineRequest(request))
+            async for _ in engine.reply(EngineRequest(request), streamed=False):
+                pass
             seconds.append(time.perf_counter() - start)
 
     await asyncio.gather(*(reply_to_some() for _ in range(concurrent)))
@@ -141,10 +142,10 @@ def run_client() -> None:
 @contextlib.contextmanager
 def running_server(engine: Engine, tokenizer: ChatTokenizer, limits: RequestLimits) -> Iterator[int]:
     """Serve on a free port of this machine, in a thread, until the end of the block."""
-    options = ServerOptions("policy", None, limits, max_sequences=4096, max_body_bytes=2**20, body_seconds=60.0)
     listener = listen("127.0.0.1", 0, 60.0)
     port = listener.getsockname()[1]
-    server = HttpServer(Server(engine, tokenizer, options).app(), 60.0, drain_seconds=1.0)
+    app = Server(engine, tokenizer, limits, model="policy", key=None, max_sequences=4096, client_seconds=60.0).app()
+    server = HttpServer(app, 60.0, drain_seconds=1.0)
     thread = threading.Thread(target=server.run, args=[engine, listener])
     thread.start()
     try:

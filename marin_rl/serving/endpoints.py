@@ -7,21 +7,24 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic_core import to_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from marin_rl.event_loop import gather_all
-from marin_rl.serving.engine import EngineError, EngineRequest
-from marin_rl.serving.json_body import ApiError, read_object
+from marin_rl.serving.engine import EngineRequest
+from marin_rl.serving.errors import ApiError
+from marin_rl.serving.json_body import read_object
 from marin_rl.serving.protocol import (
+    AnyRequest,
     BodyT,
     ChatRequest,
     CompletionRequest,
@@ -31,107 +34,177 @@ from marin_rl.serving.protocol import (
     engine_requests,
     parse_body,
 )
-from marin_rl.serving.responses import JsonResponse, TokenPiece, Usage, generate_body, make_choice, response_head
-from marin_rl.serving.text import TextPart
+from marin_rl.serving.responses import Choice, json_response, prompt_fields, response_head, usage
+from marin_rl.serving.text import TextPart, join_parts
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import TokenPieces
 from marin_rl.types import Message
 
 Result = TypeVar("Result")
+Emit = Callable[[int, TextPart], Awaitable[None]]
+"""Called with the index of a choice and its next part."""
 _SHORT_BYTES = 2**14
 """Size of a body up to which it is read in the event loop, which takes less time than a thread."""
 _LONG_THREADS = 2
 """Number of longer bodies that are read at a time; the event loop needs Python's lock, too."""
+_REQUESTS: Mapping[str, type[AnyRequest]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/inference/v1/generate": GenerateRequest,
+}
 
 
-def reading_threads() -> ThreadPoolExecutor:
-    """Return the threads that parse and tokenize long bodies. All endpoints of a server share them."""
-    return ThreadPoolExecutor(_LONG_THREADS, thread_name_prefix="request")
+class AbstractPolicy(Protocol):
+    """Answers requests: the server's engine, or an episode of an agent."""
+
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+        ...
+
+    @property
+    def temperature(self) -> float | None:
+        """Temperature of all requests, which replaces their own; None: each has its own."""
+        ...
+
+    def check_model(self, name: str | None) -> None:
+        """Raise `ApiError` if there is no model of this name."""
+        ...
+
+    def chat_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Tokenize a conversation; may be called in another thread."""
+        ...
+
+    async def admit(self, num_sequences: int, num_prompt_tokens: int) -> None:
+        """Accept a request, or raise `ApiError`."""
+        ...
+
+    async def refuse(self, error: ApiError) -> None:
+        """Note the error of a request that is not accepted."""
+        ...
+
+    def reply(self, request: EngineRequest, *, streamed: bool) -> AsyncGenerator[TextPart, None]:
+        """Sample a reply, as `Engine.reply` does."""
+        ...
+
+    def discard(self, response_id: str, num_sent: int) -> None:
+        """Note that a response failed, or its client disconnected, after its first `num_sent` replies were sent."""
+        ...
 
 
-async def accept_all(sequences: int) -> None:
-    """Accept a request with any number of sequences."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Endpoints:
-    """Answers requests with an engine."""
+    """Reads requests and writes responses of one or several policies."""
 
-    reply: Callable[[EngineRequest], Coroutine[Any, Any, TextPart]]
-    """Samples a whole reply, as `Engine.reply` does."""
-    stream: Callable[[EngineRequest], AsyncGenerator[TextPart, None]]
-    """Samples a reply in parts, as `Engine.stream` does."""
-    tokenizer: ChatTokenizer
-    """Tokenizes prompts of `/v1/completions`."""
-    chat_prompt: Callable[[Sequence[Message]], tuple[int, ...]]
-    """Tokenizes conversations; may be called in another thread."""
-    piece: TokenPiece
-    """Returns the bytes of a token."""
-    limits: RequestLimits
-    """Limits of a request's tokens and sequences."""
-    max_body_bytes: int
-    """Maximum size of a request's body."""
-    body_seconds: float
-    """Maximum time in which a client sends the body of a request."""
-    threads: ThreadPoolExecutor
-    """Threads from `reading_threads`."""
-    check_model: Callable[[str | None], None] = lambda name: None
-    """Raises `ApiError` if there is no model of this name."""
-    admit: Callable[[int], Awaitable[None]] = accept_all
-    """Accepts a request with this number of sequences, or raises `ApiError`."""
-    release: Callable[[int], None] = lambda sequences: None
-    """Called once for each accepted request, with its number of sequences, when its sampling has ended or failed."""
-    count_tokens: Callable[[int, int], None] = lambda prompt, sampled: None
-    """Called with numbers of prompt tokens and of sampled tokens, when they are accepted or sampled."""
-    temperature: float | None = None
-    """Temperature of all requests, which replaces their own; None: each has its own."""
-    discard: Callable[[str, int], None] = lambda completion, sent: None
-    """Called with the id of a response that failed or whose client disconnected, and the number of its first replies
-    that were sent."""
+    def __init__(
+        self, tokenizer: ChatTokenizer, limits: RequestLimits, max_body_bytes: int, client_seconds: float
+    ) -> None:
+        """Start without requests.
 
-    async def completions(self, request: Request) -> "Response | EventStream":
-        """Answer `/v1/completions`."""
+        Args:
+            tokenizer: tokenizes prompts.
+            limits: limits of a request's tokens and sequences.
+            max_body_bytes: maximum size of a request's body.
+            client_seconds: maximum time in which a client sends the body of a request.
+        """
+        self._tokenizer = tokenizer
+        self._piece = TokenPieces(tokenizer.tokenizer)
+        self._limits = limits
+        self._max_body_bytes = max_body_bytes
+        self._client_seconds = client_seconds
+        self._created = int(time.time())
+        self._threads = ThreadPoolExecutor(_LONG_THREADS, thread_name_prefix="request")
+
+    def routes(self, prefix: str, policy_of: Callable[[Request], AbstractPolicy]) -> list[Route]:
+        """Return the routes of a policy.
+
+        Args:
+            prefix: of all paths.
+            policy_of: returns the policy of a request, or raises `ApiError`.
+        """
+
+        def card(policy: AbstractPolicy) -> dict[str, Any]:
+            names = {"id": policy.model, "object": "model", "created": self._created, "owned_by": "marin_rl"}
+            return {**names, "max_model_len": self._limits.max_context}
+
+        async def models(request: Request) -> Response:
+            return json_response({"object": "list", "data": [card(policy_of(request))]})
+
+        async def model(request: Request) -> Response:
+            policy = policy_of(request)
+            policy.check_model(request.path_params["name"])
+            return json_response(card(policy))
+
+        def sampling(body_class: type[AnyRequest]) -> Callable[[Request], Awaitable[ASGIApp]]:
+            async def sample(request: Request) -> ASGIApp:
+                policy = policy_of(request)
+
+                async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+                    await self._respond(policy, body_class, request, send)
+
+                return respond
+
+            return sample
+
+        return [
+            Route(f"{prefix}/v1/models", models),
+            Route(f"{prefix}/v1/models/{{name:path}}", model),
+            *(Route(prefix + path, sampling(kind), methods=["POST"]) for path, kind in _REQUESTS.items()),
+        ]
+
+    async def _respond(
+        self, policy: AbstractPolicy, body_class: type[AnyRequest], request: Request, send: Send
+    ) -> None:
+        """Answer a request."""
         data = await self.read(request)
 
-        async def prepare() -> tuple[CompletionRequest, list[tuple[int, ...]]]:
-            body = await self.parse(CompletionRequest, data)
-            self.check_model(body.model)
-            works = map(self._prompt_tokens, body.prompts(self.limits))
-            # One by one, so that other requests are read in between, and no work is left when the client leaves.
-            return body, [await self._call(work, len(data)) for work in works]
+        async def sample() -> ASGIApp:
+            try:
+                body, prompts = await self._prepare(policy, body_class, data)
+                head = response_head(body)
+                id = head.get("id") or head["request_id"]
+                requests = engine_requests(prompts, body, self._limits, id)
+                request.state.admit("sequences", len(requests))
+                num_prompt, fields = sum(map(len, prompts)), prompt_fields(body, prompts[0])
+                await policy.admit(len(requests), num_prompt)
+            except ApiError as error:
+                await policy.refuse(error)
+                raise
+            reply = _Reply(policy, body, head, fields, requests, self._choices(body, requests), num_prompt)
+            return await (reply.stream(send) if body.stream else reply.whole())
 
-        return await self._respond(request, prepare)
+        end = await while_connected(request.receive, sample())
+        # Not before, because a complete response counts as a disconnection, too.
+        await end(request.scope, request.receive, send)
 
-    async def chat(self, request: Request) -> "Response | EventStream":
-        """Answer `/v1/chat/completions`."""
-        data = await self.read(request)
+    def _choices(self, body: AnyRequest, requests: Sequence[EngineRequest]) -> list[Choice]:
+        prompts = [one.sample.prompt_tokens for one in requests]
+        opens_thoughts = isinstance(body, ChatRequest) and self._tokenizer.opens_thoughts(prompts[0])
+        return [Choice(index, prompt, body, self._piece, opens_thoughts) for index, prompt in enumerate(prompts)]
 
-        async def prepare() -> tuple[ChatRequest, list[tuple[int, ...]]]:
-            body = await self.parse(ChatRequest, data)
-            self.check_model(body.model)
-            messages = await self._call(functools.partial(self._conversation, body), len(data))
-            return body, [await self._call(functools.partial(self.chat_prompt, messages), len(data), "messages")]
+    async def _prepare(
+        self, policy: AbstractPolicy, body_class: type[AnyRequest], data: bytes
+    ) -> tuple[AnyRequest, list[tuple[int, ...]]]:
+        """Return the body of a request and the tokens of its prompts."""
+        body = await self.parse(body_class, data, policy.temperature)
+        policy.check_model(body.model)
+        if isinstance(body, ChatRequest):
+            messages = await self._call(functools.partial(body.conversation, self._limits), len(data))
+            return body, [await self._call(functools.partial(policy.chat_prompt, messages), len(data), "messages")]
+        # One by one, so that other requests are read in between, and no work is left when the client leaves.
+        works = [functools.partial(self._prompt_tokens, prompt) for prompt in body.prompts(self._limits)]
+        return body, [await self._call(work, len(data)) for work in works]
 
-        return await self._respond(request, prepare)
+    def _prompt_tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens of a prompt, with special tokens if it is a text."""
+        return tuple(self._tokenizer.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)
 
-    async def generate(self, request: Request) -> Response:
-        """Answer vLLM's `/inference/v1/generate`."""
-        data = await self.read(request)
-        id = f"generate-{uuid.uuid4().hex}"
-
-        async def prepare() -> tuple[GenerateRequest, list[EngineRequest]]:
-            body = await self.parse(GenerateRequest, data)
-            self.check_model(body.model)
-            self.limits.check_length("token_ids", body.token_ids)
-            requests = self._requests([tuple(body.token_ids)], body.sampling_params, id)
-            await self._admit(requests, len(body.token_ids))
-            return body, requests
-
-        body, requests = await while_connected(request.receive, prepare())
-        parts = await while_connected(request.receive, self._sample(requests))
-        return JsonResponse(generate_body(id, requests, parts, body.sampling_params.logprobs is not None))
-
-    async def parse(self, body_class: type[BodyT], data: bytes) -> BodyT:
+    async def parse(self, body_class: type[BodyT], data: bytes, temperature: float | None = None) -> BodyT:
         """Parse and validate the body of a request.
+
+        Args:
+            body_class: the endpoint's class.
+            data: the body.
+            temperature: replaces that of the request, unless None.
 
         Raises:
             ApiError: if it is invalid.
@@ -139,8 +212,8 @@ class Endpoints:
 
         def parsed() -> BodyT:
             values = read_object(data)
-            if self.temperature is not None and issubclass(body_class, TextParams):
-                values["temperature"] = self.temperature
+            if temperature is not None and issubclass(body_class, TextParams):
+                values["temperature"] = temperature
             return parse_body(body_class, values)
 
         return await self._call(parsed, len(data))
@@ -150,100 +223,9 @@ class Endpoints:
         try:
             if size <= _SHORT_BYTES:
                 return function()
-            return await asyncio.get_running_loop().run_in_executor(self.threads, function)
-        except ValueError as error:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+        except (ValueError, RecursionError) as error:
             raise ApiError(str(error), param=param) from error
-
-    def _conversation(self, body: ChatRequest) -> list[Message]:
-        """Return the messages of a chat, unless they are certainly too long."""
-        self.limits.check_choices(1, body)
-        self.limits.check_length("messages", body.messages)
-        messages = body.conversation()
-        text = "".join(message["content"] + message.get("tools_in_words", "") for message in messages)
-        self.limits.check_length("messages", text)
-        return messages
-
-    def _prompt_tokens(self, prompt: str | Sequence[int]) -> Callable[[], tuple[int, ...]]:
-        """Return the function that tokenizes a prompt, with special tokens if it is a text."""
-        if isinstance(prompt, str):
-            return lambda: tuple(self.tokenizer.tokenizer(prompt)["input_ids"])
-        return lambda: tuple(prompt)
-
-    def _requests(self, prompts: Sequence[tuple[int, ...]], params: Any, response_id: str) -> list[EngineRequest]:
-        requests = engine_requests(prompts, params, self.limits)
-        return [dataclasses.replace(request, response_id=response_id) for request in requests]
-
-    async def _admit(self, requests: Sequence[EngineRequest], num_prompt: int) -> None:
-        """Accept a request; the caller must then start `_sample` or an `EventStream`, which release it."""
-        await self.admit(len(requests))
-        self.count_tokens(num_prompt, 0)
-
-    async def _respond(
-        self, request: Request, prepare: Callable[[], Awaitable[tuple[TextParams, list[tuple[int, ...]]]]]
-    ) -> "Response | EventStream":
-        """Answer a request whose body and prompts `prepare` returns."""
-
-        async def start() -> tuple[TextParams, list[tuple[int, ...]], dict[str, Any], list[EngineRequest]]:
-            body, prompts = await prepare()
-            head = response_head(body)
-            requests = self._requests(prompts, body, head["id"])
-            await self._admit(requests, sum(map(len, prompts)))
-            return body, prompts, head, requests
-
-        body, prompts, head, requests = await while_connected(request.receive, start())
-        num_prompt = sum(map(len, prompts))
-        opens_thoughts = isinstance(body, ChatRequest) and self.tokenizer.opens_thoughts(prompts[0])
-        choices = [
-            make_choice(index, one.sample.prompt_tokens, body, self.piece, opens_thoughts)
-            for index, one in enumerate(requests)
-        ]
-        # As in vLLM, the prompt of a chat is not in the choice.
-        has_prompt = isinstance(body, ChatRequest) and body.return_token_ids
-        first = {**head, "prompt_token_ids": list(prompts[0])} if has_prompt else head
-        if not body.stream:
-            parts = await while_connected(request.receive, self._sample(requests))
-            usage = Usage(num_prompt, sum(len(part.token_ids) for part in parts))
-            whole = [choice.whole(part) for choice, part in zip(choices, parts, strict=True)]
-            return JsonResponse({**first, "choices": whole, "usage": usage.body()})
-        has_usage = body.stream_options is not None and body.stream_options.include_usage
-
-        async def produce(emit: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
-            counts, sent = [0] * len(requests), 0
-
-            async def stream(index: int) -> None:
-                nonlocal sent
-                shared = first
-                async with contextlib.aclosing(self.stream(requests[index])) as parts:
-                    async for part in parts:
-                        counts[index] += len(part.token_ids)
-                        self.count_tokens(0, len(part.token_ids))
-                        chunk = {**shared, "choices": [choices[index].chunk(part)]}
-                        await emit(chunk | ({"usage": None} if has_usage else {}))
-                        shared = head
-                        sent += part.finish_reason is not None
-
-            try:
-                await _all([stream(index) for index in range(len(requests))])
-            except BaseException as error:
-                # A client that left has received some; one that is told of an error should not use any.
-                self.discard(head["id"], 0 if isinstance(error, ApiError | EngineError) else sent)
-                raise
-            if has_usage:
-                await emit({**head, "choices": [], "usage": Usage(num_prompt, sum(counts)).body()})
-
-        return EventStream(produce, on_end=lambda: self.release(len(requests)))
-
-    async def _sample(self, requests: Sequence[EngineRequest]) -> list[TextPart]:
-        """Return the whole replies of one response."""
-        try:
-            parts = await _all([self.reply(request) for request in requests])
-        except BaseException:
-            self.discard(requests[0].response_id, 0)
-            raise
-        finally:
-            self.release(len(requests))
-        self.count_tokens(0, sum(len(part.token_ids) for part in parts))
-        return parts
 
     async def read(self, request: Request) -> bytes:
         """Read the body of a request.
@@ -259,10 +241,11 @@ class Endpoints:
                 f"the content encoding is {encoding!r:.100}; send the body without compression",
                 status=HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
             )
-        data, limit = bytearray(), self.max_body_bytes
+        data, limit = bytearray(), self._max_body_bytes
         try:
-            async with asyncio.timeout(self.body_seconds):
+            async with asyncio.timeout(self._client_seconds):
                 async for part in request.stream():
+                    request.state.admit("bytes of requests", len(part))
                     data += part
                     if len(data) > limit:
                         raise ApiError(f"the body exceeds {limit} bytes", status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
@@ -271,47 +254,90 @@ class Endpoints:
         return bytes(data)
 
 
-class EventStream:
-    """A response of server-sent events, which ends when the client disconnects."""
+@dataclasses.dataclass
+class _Reply:
+    """Samples and sends the response to an accepted request."""
 
-    def __init__(
-        self,
-        produce: Callable[[Callable[[dict[str, Any]], Awaitable[None]]], Coroutine[Any, Any, None]],
-        on_end: Callable[[], None],
-    ) -> None:
-        """Create the response.
+    policy: AbstractPolicy
+    body: AnyRequest
+    head: Mapping[str, Any]
+    """Fields of the response and of all its chunks."""
+    prompt: Mapping[str, Any]
+    """Fields of the response and of the first chunk of each choice."""
+    requests: Sequence[EngineRequest]
+    choices: Sequence[Choice]
+    num_prompt: int
+    """Number of prompt tokens."""
+    num_sampled: int = 0
+    num_sent: int = 0
+    """Number of choices that were sent completely."""
 
-        Args:
-            produce: sends all events with the function that it receives.
-            on_end: called when the response has been sent, or has failed.
-        """
-        self._produce = produce
-        self._on_end = on_end
+    async def whole(self) -> ASGIApp:
+        """Return the response after sampling it."""
+        parts: list[list[TextPart]] = [[] for _ in self.requests]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response."""
-        try:
-            await self._send(receive, send)
-        finally:
-            self._on_end()
+        async def collect(index: int, part: TextPart) -> None:
+            parts[index].append(part)
 
-    async def _send(self, receive: Receive, send: Send) -> None:
+        await self._sample(collect)
+        choices = [choice.add(join_parts(given)) for choice, given in zip(self.choices, parts, strict=True)]
+        counts = {} if isinstance(self.body, GenerateRequest) else {"usage": self._usage()}
+        return json_response({**self.head, **self.prompt, "choices": choices, **counts})
+
+    async def stream(self, send: Send) -> ASGIApp:
+        """Send the events of the response while it is sampled; return the last one."""
+        assert isinstance(self.body, TextParams)
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        has_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
+        is_first = [True] * len(self.requests)
 
-        async def emit(event: dict[str, Any]) -> None:
-            await send({"type": "http.response.body", "body": b"data: %b\n\n" % to_json(event), "more_body": True})
+        async def emit(index: int, part: TextPart) -> None:
+            prompt, is_first[index] = self.prompt if is_first[index] else {}, False
+            chunk = {**self.head, **prompt, "choices": [self.choices[index].add(part)]}
+            await send(_event(to_json(chunk | ({"usage": None} if has_usage else {}))))
+            self.num_sent += part.finish_reason is not None
 
+        end = b"[DONE]"
         try:
-            await while_connected(receive, self._produce(emit))
-            end = b"data: [DONE]\n\n"
-        except ClientDisconnect:
-            return
-        except (ApiError, EngineError) as error:
-            if isinstance(error, EngineError):
-                error = ApiError(str(error), status=HTTPStatus.SERVICE_UNAVAILABLE)
-            end = b"data: %b\n\n" % to_json(error.body())
-        await send({"type": "http.response.body", "body": end, "more_body": False})
+            await self._sample(emit)
+            if has_usage:
+                await send(_event(to_json({**self.head, "choices": [], "usage": self._usage()})))
+        except ApiError as error:
+            end = to_json(error.body())
+
+        async def finish(scope: Scope, receive: Receive, send: Send) -> None:
+            await send(_event(end, is_last=True))
+
+        return finish
+
+    async def _sample(self, emit: Emit) -> None:
+        """Sample all choices concurrently."""
+
+        async def sample(index: int) -> None:
+            # A generator that is left early is closed at once only with `aclosing`.
+            reply = self.policy.reply(self.requests[index], streamed=self.body.stream)
+            async with contextlib.aclosing(reply) as parts:
+                async for part in parts:
+                    self.num_sampled += len(part.token_ids)
+                    await emit(index, part)
+
+        works = [sample(index) for index in range(len(self.requests))]
+        try:
+            # A single one in this task, which is faster.
+            await (works[0] if len(works) == 1 else gather_all(works))
+        except BaseException as error:
+            # A client that left has received some; one that is told of an error should not use any.
+            num_sent = 0 if isinstance(error, ApiError) else self.num_sent
+            self.policy.discard(self.requests[0].response_id, num_sent)
+            raise
+
+    def _usage(self) -> dict[str, int]:
+        return usage(self.num_prompt, self.num_sampled)
+
+
+def _event(data: bytes, is_last: bool = False) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": b"data: %b\n\n" % data, "more_body": not is_last}
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
@@ -341,8 +367,3 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
         raise
     finally:
         watcher.cancel()
-
-
-async def _all(works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Run coroutines concurrently, a single one in this task."""
-    return [await works[0]] if len(works) == 1 else await gather_all(works)

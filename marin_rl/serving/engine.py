@@ -11,10 +11,12 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from http import HTTPStatus
 
 from marin_rl.event_loop import call_in
 from marin_rl.rollouts.request_batcher import OnTokens, RequestBatcher
 from marin_rl.sampling.sampler import SampledTokens, Sampler, SampleRequest
+from marin_rl.serving.errors import ApiError
 from marin_rl.serving.text import ReplyReader, TextPart
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import Generation, StopReason
@@ -28,10 +30,6 @@ CALL_SECONDS = 0.1
 _CLIENTS = 2**62
 """Number of clients that may send a request at any time, for the batcher: unlimited."""
 _FOREVER = 3600.0
-
-
-class EngineError(RuntimeError):
-    """The sampler failed, or the engine is closed; no request is answered any more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,19 +66,13 @@ class EngineRequest:
 class Engine:
     """Samples in a thread of its own, and returns the replies in the event loop that calls it."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        decode: Callable[[Sequence[int], bool], str],
-    ) -> None:
+    def __init__(self, sampler: Sampler, decode: Callable[[Sequence[int], bool], str]) -> None:
         """Accept requests; `start` answers them.
 
         Args:
             sampler: used only by the engine's thread from `start` to `close`.
             decode: decodes the tokens of a reply; the second argument is `skip_special_tokens`.
         """
-        self.in_progress = 0
-        """Number of requests that are sampled or wait for a slot."""
         self.failure: Exception | None = None
         """The error that ended the engine."""
         self.on_failure: Callable[[], None] = lambda: None
@@ -93,6 +85,11 @@ class Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="sampler", daemon=True)
+
+    @property
+    def in_progress(self) -> int:
+        """Number of requests that are sampled or wait for a slot."""
+        return len(self._answers)
 
     @property
     def num_slots(self) -> int:
@@ -113,35 +110,18 @@ class Engine:
         self.stop()
         self._thread.join()
 
-    async def reply(self, request: EngineRequest) -> TextPart:
-        """Return a whole reply. Cancelling the call frees the request's slot.
-
-        Without stop texts and stop tokens of its own, the request costs the event loop nothing until its end.
-
-        Args:
-            request: a valid request.
-
-        Raises:
-            EngineError: if the sampler failed.
-        """
-        if request.stop or request.stop_token_ids:
-            # A generator that is left early is closed at once only with `aclosing`.
-            async with contextlib.aclosing(self.stream(request)) as parts:
-                return _join_text([part async for part in parts])
-        reader = request.reader(self._decode)
-        with self._sampling(request.sample, None) as answer:
-            return _push(reader, *_rest(await answer, 0))
-
-    async def stream(self, request: EngineRequest) -> AsyncGenerator[TextPart, None]:
+    async def reply(self, request: EngineRequest, *, streamed: bool) -> AsyncGenerator[TextPart, None]:
         """Yield the parts of a reply. Closing the generator frees the request's slot.
 
         If the caller is slower than the sampler, the parts that have arrived are joined.
 
         Args:
             request: a valid request.
+            streamed: whether parts are needed when they are sampled. Otherwise the request costs the event loop nothing
+                until its end, unless it has stop texts or stop tokens of its own.
 
         Raises:
-            EngineError: if the sampler failed.
+            ApiError: if the sampler failed, or the engine is closed.
         """
         reader = request.reader(self._decode)
         waiting: deque[SampledTokens] = deque()
@@ -151,7 +131,8 @@ class Engine:
             waiting.append(part)
             arrived.set()
 
-        with self._sampling(request.sample, add) as answer:
+        reads_parts = streamed or request.stop or request.stop_token_ids
+        with self._sampling(request.sample, add if reads_parts else None) as answer:
             answer.add_done_callback(lambda _: arrived.set())
             count = 0
             while reader.finish_reason is None:
@@ -160,7 +141,7 @@ class Engine:
                     arrived.clear()
                 new, end = (_take(waiting), None) if waiting else _rest(answer.result(), count)
                 count += len(new.token_ids)
-                yield _push(reader, new, end)
+                yield reader.push(new.token_ids, new.logprobs, end, (new.first_version, new.last_version))
 
     @contextlib.contextmanager
     def _sampling(self, request: SampleRequest, on_tokens: OnTokens | None) -> Iterator["asyncio.Future[Generation]"]:
@@ -172,17 +153,16 @@ class Engine:
         named = dataclasses.replace(request, conversation=conversation)
         answer = self._batcher.submit(named, on_tokens, is_last_turn=True)
         self._answers.add(answer)
-        self.in_progress += 1
         try:
             yield answer
         finally:
             self._answers.discard(answer)
-            self.in_progress -= 1
             self._batcher.leave(conversation)
             answer.cancel()
 
-    def _error(self) -> EngineError:
-        return EngineError(f"the sampler has stopped: {self.failure or 'the server shuts down'}")
+    def _error(self) -> ApiError:
+        message = f"the sampler has stopped: {self.failure or 'the server shuts down'}"
+        return ApiError(message, status=HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _serve(self) -> None:
         try:
@@ -215,16 +195,3 @@ def _rest(generation: Generation, count: int) -> tuple[SampledTokens, StopReason
     """Return the tokens of a generation from index `count`, and the reason for its end."""
     tokens, logprobs = generation.token_ids[count:], generation.logprobs[count:]
     return SampledTokens(tokens, logprobs, generation.first_version, generation.last_version), generation.stop_reason
-
-
-def _push(reader: ReplyReader, new: SampledTokens, end: StopReason | None) -> TextPart:
-    part = reader.push(new.token_ids, new.logprobs, end)
-    return part._replace(weight_versions=(new.first_version, new.last_version))
-
-
-def _join_text(parts: Sequence[TextPart]) -> TextPart:
-    return parts[-1]._replace(
-        token_ids=tuple(itertools.chain.from_iterable(part.token_ids for part in parts)),
-        logprobs=tuple(itertools.chain.from_iterable(part.logprobs for part in parts)),
-        text="".join(part.text for part in parts),
-    )

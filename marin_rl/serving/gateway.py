@@ -5,14 +5,13 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import secrets
 import urllib.parse
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from http import HTTPStatus
-from typing import NamedTuple
 
 import pydantic
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -21,18 +20,18 @@ from starlette.types import ASGIApp
 from marin_rl.environments.base import AgentConnection
 from marin_rl.rollouts.agent_recorder import AgentLimitError, AgentRecorder, EpisodeEndedError, Served, notice_leaving
 from marin_rl.rollouts.attempt import Limits
-from marin_rl.serving.app import EXCEPTION_HANDLERS, has_key, wrong_key
-from marin_rl.serving.endpoints import Endpoints, EventStream, accept_all, reading_threads, while_connected
-from marin_rl.serving.engine import EngineError, EngineRequest
+from marin_rl.serving.admission import MAX_BODIES, Admission, limited_app
+from marin_rl.serving.app import check_key
+from marin_rl.serving.endpoints import Endpoints
+from marin_rl.serving.engine import EngineRequest
+from marin_rl.serving.errors import ApiError
 from marin_rl.serving.http_server import HttpServer, listen, url_of
-from marin_rl.serving.json_body import MAX_BODY_BYTES, ApiError
+from marin_rl.serving.json_body import MAX_BODY_BYTES
 from marin_rl.serving.protocol import RequestLimits, read_message
 from marin_rl.serving.text import TextPart, ToolReader
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.tokenization.load import TokenPieces
-from marin_rl.types import Generation
+from marin_rl.types import Generation, Message
 
-_MODEL = "policy"
 _CLIENT_SECONDS = 60.0
 
 
@@ -44,15 +43,66 @@ class RewardBody(pydantic.BaseModel):
     completion_id: str | None = None
 
 
-class _Episode(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Episode:
+    """The policy for one agent."""
+
     recorder: AgentRecorder
+    tokenizer: ChatTokenizer
     key: str
-    endpoints: Endpoints
-    untrained: Endpoints
-    """Replies that are no part of the rollout."""
+    is_trained: bool = True
+    """Whether replies are part of the rollout."""
+    model: str = "policy"
 
+    @property
+    def temperature(self) -> float:
+        """Temperature of the rollout."""
+        return self.recorder.temperature
 
-Handler = Callable[[_Episode, Request], Awaitable["Response | EventStream"]]
+    def check_model(self, name: str | None) -> None:
+        """Accept any name."""
+
+    def chat_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Tokenize a conversation; repeated replies keep the tokens that were sampled."""
+        return self.recorder.chat_prompt(messages)
+
+    async def admit(self, num_sequences: int, num_prompt_tokens: int) -> None:
+        """Accept a request if the limits of the rollout allow it."""
+        if self.is_trained:
+            with _api_errors():
+                await self.recorder.admit(num_sequences)
+
+    async def refuse(self, error: ApiError) -> None:
+        """Truncate the rollout if a conversation is too long, unless the agent has left."""
+        if self.is_trained and error.code == "context_length_exceeded":
+            await notice_leaving()
+            self.recorder.mark_truncated()
+
+    def discard(self, response_id: str, num_sent: int) -> None:
+        """Remove replies that the agent did not receive."""
+        self.recorder.discard(response_id, num_sent)
+
+    async def reply(self, request: EngineRequest, *, streamed: bool) -> AsyncGenerator[TextPart, None]:
+        """Sample and record a whole reply. Temperature and seed are those of the rollout."""
+        parts: list[TextPart] = []
+        sample = request.sample
+
+        def serve(generation: Generation) -> Served:
+            reader = request.reader(self.tokenizer.decode_reply)
+            versions = generation.first_version, generation.last_version
+            part = reader.push(generation.token_ids, generation.logprobs, generation.stop_reason, versions)
+            parts.append(part)
+            with_calls = _with_calls(part.text, self.tokenizer.opens_thoughts(sample.prompt_tokens))
+            return Served(len(part.token_ids), part.finish_reason == "stop", (part.text, with_calls))
+
+        has_stop = request.stop or request.stop_token_ids
+        following = request.reader(self.tokenizer.decode_reply) if has_stop else None
+        ends = None if following is None else lambda new: following.push(new[0], new[1]).finish_reason is not None
+        with _api_errors():
+            await self.recorder.sample(
+                sample.prompt_tokens, sample.max_new_tokens, serve, request.response_id, ends, self.is_trained
+            )
+        yield parts[0]
 
 
 class Gateway:
@@ -70,9 +120,7 @@ class Gateway:
             has_stop_texts: whether `sampling.stop` ends replies.
         """
         self._tokenizer = tokenizer
-        self._piece = TokenPieces(tokenizer.tokenizer)
-        self._threads = reading_threads()
-        self._limits = RequestLimits(
+        request_limits = RequestLimits(
             max_context=limits.max_length,
             max_new_tokens=limits.max_new_tokens,
             max_choices=limits.max_turns,
@@ -82,6 +130,7 @@ class Gateway:
             has_stop_texts=has_stop_texts,
             reduces_max_tokens=True,
         )
+        self._endpoints = Endpoints(tokenizer, request_limits, MAX_BODY_BYTES, _CLIENT_SECONDS)
         self._episodes: dict[str, _Episode] = {}
         self._serving: asyncio.Task[None] | None = None
         self._url = ""
@@ -96,9 +145,7 @@ class Gateway:
         self._start()
         name = urllib.parse.quote(recorder.rollout_id, safe="")
         key = secrets.token_urlsafe(24)
-        self._episodes[recorder.rollout_id] = _Episode(
-            recorder, key, self._endpoints(recorder, is_trained=True), self._endpoints(recorder, is_trained=False)
-        )
+        self._episodes[recorder.rollout_id] = _Episode(recorder, self._tokenizer, key)
         url = f"{self._url}/episodes/{name}"
         try:
             yield AgentConnection(
@@ -117,94 +164,33 @@ class Gateway:
         self._serving = loop.create_task(server.serve(listener), name="agent gateway")
 
     def _app(self) -> ASGIApp:
-        def route(path: str, handler: Handler, method: str = "POST", is_trained: bool = True) -> Route:
-            async def answer(request: Request) -> Response | EventStream:
-                return await _answer(handler, self._episode(request), request, is_trained)
+        def untrained(request: Request) -> _Episode:
+            return dataclasses.replace(self._episode(request), is_trained=False)
 
-            return Route(f"/episodes/{{id}}{path}", answer, methods=[method])
-
-        def sampling(prefix: str, is_trained: bool) -> list[Route]:
-            def of(episode: _Episode) -> Endpoints:
-                return episode.endpoints if is_trained else episode.untrained
-
-            handlers: dict[str, Handler] = {
-                "/v1/chat/completions": lambda episode, request: of(episode).chat(request),
-                "/v1/completions": lambda episode, request: of(episode).completions(request),
-                "/inference/v1/generate": lambda episode, request: of(episode).generate(request),
-            }
-            sampled = [route(prefix + path, handler, is_trained=is_trained) for path, handler in handlers.items()]
-            return [route(f"{prefix}/v1/models", _models, "GET"), *sampled]
-
-        return Starlette(
-            routes=[
-                *sampling("", is_trained=True),
-                *sampling("/untrained", is_trained=False),
-                route("/reward", _reward),
-            ],
-            exception_handlers=EXCEPTION_HANDLERS,
-        )
+        routes = [
+            *self._endpoints.routes("/episodes/{id}", self._episode),
+            *self._endpoints.routes("/episodes/{id}/untrained", untrained),
+            Route("/episodes/{id}/reward", self._reward, methods=["POST"]),
+        ]
+        # The rollouts of a run have limits of their own.
+        return limited_app(routes, Admission({"bytes of requests": MAX_BODIES * MAX_BODY_BYTES}))
 
     def _episode(self, request: Request) -> _Episode:
         episode = self._episodes.get(request.path_params["id"])
         if episode is None:
             raise ApiError("the episode has ended, or never began", status=HTTPStatus.NOT_FOUND)
-        if not has_key(request.headers, episode.key):
-            raise wrong_key()
+        check_key(request.headers, episode.key)
         return episode
 
-    def _endpoints(self, recorder: AgentRecorder, is_trained: bool) -> Endpoints:
-        async def reply(request: EngineRequest) -> TextPart:
-            return await self._reply(recorder, request, is_trained)
-
-        async def stream(request: EngineRequest) -> AsyncGenerator[TextPart, None]:
-            yield await reply(request)
-
-        return Endpoints(
-            reply=reply,
-            stream=stream,
-            tokenizer=self._tokenizer,
-            chat_prompt=recorder.chat_prompt,
-            piece=self._piece,
-            limits=self._limits,
-            max_body_bytes=MAX_BODY_BYTES,
-            body_seconds=_CLIENT_SECONDS,
-            threads=self._threads,
-            admit=recorder.admit if is_trained else accept_all,
-            temperature=recorder.temperature,
-            discard=recorder.discard,
-        )
-
-    async def _reply(self, recorder: AgentRecorder, request: EngineRequest, is_trained: bool) -> TextPart:
-        """Sample and record a whole reply. Temperature and seed are those of the rollout."""
-        parts: list[TextPart] = []
-
-        def serve(generation: Generation) -> Served:
-            reader = request.reader(self._tokenizer.decode_reply)
-            part = reader.push(generation.token_ids, generation.logprobs, generation.stop_reason)
-            parts.append(part._replace(weight_versions=(generation.first_version, generation.last_version)))
-            with_calls = _with_calls(part.text, self._tokenizer.opens_thoughts(request.sample.prompt_tokens))
-            return Served(len(part.token_ids), part.finish_reason == "stop", (part.text, with_calls))
-
-        has_stop = request.stop or request.stop_token_ids
-        following = request.reader(self._tokenizer.decode_reply) if has_stop else None
-        ends = None if following is None else lambda new: following.push(new[0], new[1]).finish_reason is not None
-        sample = request.sample
-        with _api_errors():
-            await recorder.sample(
-                sample.prompt_tokens, sample.max_new_tokens, serve, request.response_id, ends, is_trained
-            )
-        return parts[0]
-
-
-async def _answer(handler: Handler, episode: _Episode, request: Request, is_trained: bool) -> Response | EventStream:
-    try:
-        with _api_errors():
-            return await handler(episode, request)
-    except ApiError as error:
-        if is_trained and error.code == "context_length_exceeded":
-            await while_connected(request.receive, notice_leaving())
-            episode.recorder.mark_truncated()
-        raise
+    async def _reward(self, request: Request) -> Response:
+        episode = self._episode(request)
+        body = await self._endpoints.parse(RewardBody, await self._endpoints.read(request))
+        try:
+            with _api_errors():
+                episode.recorder.post_reward(body.reward, body.completion_id)
+        except ValueError as error:
+            raise ApiError(str(error), param="completion_id" if "completion_id" in str(error) else "reward") from error
+        return JSONResponse({"status": "ok"})
 
 
 @contextlib.contextmanager
@@ -215,22 +201,7 @@ def _api_errors() -> Iterator[None]:
     except AgentLimitError as error:
         raise ApiError(str(error), code="rollout_limit_exceeded") from error
     except EpisodeEndedError as error:
-        raise EngineError(str(error)) from error
-
-
-async def _models(episode: _Episode, request: Request) -> Response:
-    limits = episode.endpoints.limits
-    card = {"id": _MODEL, "object": "model", "created": 0, "owned_by": "marin_rl", "max_model_len": limits.max_context}
-    return JSONResponse({"object": "list", "data": [card]})
-
-
-async def _reward(episode: _Episode, request: Request) -> Response:
-    body = await episode.endpoints.parse(RewardBody, await episode.endpoints.read(request))
-    try:
-        episode.recorder.post_reward(body.reward, body.completion_id)
-    except ValueError as error:
-        raise ApiError(str(error), param="completion_id" if "completion_id" in str(error) else "reward") from error
-    return JSONResponse({"status": "ok"})
+        raise ApiError(str(error), status=HTTPStatus.SERVICE_UNAVAILABLE) from error
 
 
 def _with_calls(text: str, opens_thoughts: bool) -> str:

@@ -1,87 +1,47 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""JSON of clients, with limits that are checked before it is parsed, and without text that no response can repeat."""
+"""JSON of clients, with limits that are checked before it is parsed."""
 
-import json
-import re
-from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
+from pydantic_core import from_json
 
-from marin_rl.errors import storable
+from marin_rl.serving.errors import ApiError
 
 MAX_VALUES = 2**17
 """Maximum number of texts, keys, lists and objects in a body. Numbers are cheap, and a list of prompts has many."""
 MAX_BODY_BYTES = 4 * 2**20
 """Default maximum size of a body."""
-_MAX_MESSAGE = 1000
-"""Maximum characters of an error message, which may quote the request."""
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-
-
-class ApiError(Exception):
-    """A request that is answered with an error in OpenAI's format."""
-
-    def __init__(
-        self, message: str, *, status: int = HTTPStatus.BAD_REQUEST, param: str | None = None, code: str | None = None
-    ) -> None:
-        """Create the error.
-
-        Args:
-            message: names the problem and the remedy; cut if it is long.
-            status: HTTP status.
-            param: name of the invalid parameter.
-            code: OpenAI's error code.
-        """
-        super().__init__(storable(message, _MAX_MESSAGE))
-        self.status = int(status)
-        self.param = None if param is None else storable(param, _MAX_MESSAGE)
-        self.code = code
-
-    def body(self) -> dict[str, Any]:
-        """Return the body of the response."""
-        kind = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 def read_object(data: bytes) -> dict[str, Any]:
     """Parse the body of a request, a JSON object.
 
-    Args:
-        data: the body, in UTF-8.
-
     Raises:
-        ApiError: if it is not such an object, has too many values, or a text with a lone surrogate.
+        ApiError: if it is not such an object, or has too many values.
     """
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        raise ApiError(f"the body is not valid JSON in UTF-8: {error}") from error
-    body = read_value(text, "the body", None)
+    body = read_value(data, "the body", None)
     if not isinstance(body, dict):
         raise ApiError(f"the body is a JSON {type(body).__name__}; it must be an object")
-    if _SURROGATE.search(text):
-        for name, value in body.items():
-            _check_text(name, value)
     return body
 
 
-def read_value(text: str, what: str, param: str | None) -> Any:
+def read_value(data: bytes, what: str, param: str | None) -> Any:
     """Parse a JSON value of a request; its parts are counted before.
 
     Args:
-        text: the value.
-        what: names the text in messages.
+        data: the value, in UTF-8.
+        what: names it in messages.
         param: name of its parameter.
 
     Raises:
-        ApiError: if it is not valid JSON, or has too many values.
+        ApiError: if it is not valid JSON, has half a surrogate pair, is nested too deeply, or has too many values.
     """
     # Most bodies need no exact count: brackets in strings count here, too.
-    if sum(map(text.count, '"[{')) > MAX_VALUES and (number := count_values(text.encode())) > MAX_VALUES:
+    if sum(map(data.count, (b'"', b"[", b"{"))) > MAX_VALUES and (number := count_values(data)) > MAX_VALUES:
         raise ApiError(
             f"{what} has {number} texts, keys, lists and objects, more than {MAX_VALUES}; send less, in several "
             "requests",
@@ -89,11 +49,10 @@ def read_value(text: str, what: str, param: str | None) -> Any:
             param=param,
         )
     try:
-        return json.loads(text, parse_constant=_refuse)
-    except RecursionError as error:
-        raise ApiError(f"{what} is not valid JSON for this server: it is nested too deeply", param=param) from error
+        return from_json(data, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
-        raise ApiError(f"{what} is not valid JSON: {error}", param=param) from error
+        reason = f"{error} (a lone surrogate is half a character)" if "hex escape" in str(error) else error
+        raise ApiError(f"{what} is not valid JSON for this server: {reason}", param=param) from error
 
 
 def count_values(data: bytes) -> int:
@@ -107,31 +66,3 @@ def count_values(data: bytes) -> int:
     in_text = np.logical_xor.accumulate(quotes)
     opens = (plain == ord("[")) | (plain == ord("{"))
     return int(np.count_nonzero(opens & ~in_text) + (np.count_nonzero(quotes) + 1) // 2)
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a JSON value")
-
-
-def _check_text(name: str, value: object) -> None:
-    """Check that UTF-8 can represent a parameter, as responses, tokenizers and stored rollouts must."""
-    try:
-        json.dumps({name: value}, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise ApiError(
-            f"{name} has a lone surrogate ({error.object[error.start]!a}, half a character); repair the text",
-            param=name,
-        ) from error
-
-
-def check_keys(value: Mapping[str, Any], max_keys: int, param: str | None) -> None:
-    """Check the number of parameters before each is validated.
-
-    Raises:
-        ApiError: if there are more than `max_keys`.
-    """
-    if len(value) > max_keys:
-        raise ApiError(
-            f"{param or 'the body'} has {len(value)} parameters; at most {max_keys} are read: remove unknown ones",
-            param=param,
-        )

@@ -19,7 +19,8 @@ from marin_rl.sampling.config import MIN_TEMPERATURE
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.seeds import derive_seed
 from marin_rl.serving.engine import EngineRequest
-from marin_rl.serving.json_body import ApiError, check_keys, read_value
+from marin_rl.serving.errors import ApiError
+from marin_rl.serving.json_body import read_value
 from marin_rl.types import Message
 
 MAX_STOPS = 16
@@ -28,8 +29,6 @@ MAX_STOP_CHARACTERS = 1000
 """Maximum number of characters of a stop string."""
 MAX_STOP_TOKENS = 1000
 """Maximum number of stop tokens of a request."""
-MAX_KEYS = 128
-"""Maximum number of parameters of a request."""
 MAX_TOOLS = 128
 """Maximum number of tools of a request, as in OpenAI's API."""
 MAX_NAME_CHARACTERS = 256
@@ -204,12 +203,20 @@ class ChatRequest(TextParams):
         """Whether tool calls in the reply are returned as such."""
         return bool(self.tools) and self.tool_choice == "auto"
 
-    def conversation(self) -> list[Message]:
+    def conversation(self, limits: "RequestLimits") -> list[Message]:
         """Return the messages in the form of chat templates, tools included.
 
         Raises:
-            ApiError: if a message is invalid.
+            ApiError: if a message is invalid, there are too many choices, or the text is certainly too long.
         """
+        limits.check_choices(1, self)
+        limits.check_length("messages", self.messages)
+        messages = self._shown()
+        text = "".join(message["content"] + message.get("tools_in_words", "") for message in messages)
+        limits.check_length("messages", text)
+        return messages
+
+    def _shown(self) -> list[Message]:
         messages = [read_message(index, message) for index, message in enumerate(self.messages)]
         messages = [messages[index] for index in _in_order_of_calls(self.messages)]
         if not self.calls_tools:
@@ -241,7 +248,18 @@ class GenerateRequest(pydantic.BaseModel):
     model: str | None = pydantic.Field(None, max_length=MAX_NAME_CHARACTERS)
     stream: Literal[False] = False
 
+    def prompts(self, limits: "RequestLimits") -> Sequence[Sequence[int]]:
+        """Return the tokens of the prompt.
 
+        Raises:
+            ApiError: if there are too many choices, or it is certainly too long.
+        """
+        limits.check_choices(1, self.sampling_params)
+        limits.check_length("token_ids", self.token_ids)
+        return [self.token_ids]
+
+
+AnyRequest = CompletionRequest | ChatRequest | GenerateRequest
 BodyT = TypeVar("BodyT", bound=pydantic.BaseModel)
 
 
@@ -255,35 +273,34 @@ def parse_body(body_class: type[BodyT], body: Mapping[str, Any]) -> BodyT:
     Raises:
         ApiError: if a parameter is invalid, unknown, or not implemented; names the first one.
     """
-    check_keys(body, MAX_KEYS, None)
-    for name in ("sampling_params", "stream_options"):
-        if isinstance(part := body.get(name), Mapping):
-            check_keys(part, MAX_KEYS, name)
-    values = _without_neutral(body, body_class.model_fields)
-    if isinstance(params := values.get("sampling_params"), Mapping):
-        values["sampling_params"] = _without_neutral(params, GenerateParams.model_fields)
+    values = _known(body, body_class, "")
+    for name, part_class in (("sampling_params", GenerateParams), ("stream_options", StreamOptions)):
+        if isinstance(part := values.get(name), Mapping):
+            values[name] = _known(part, part_class, f"{name}.")
     try:
         return body_class.model_validate(values)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         name = ".".join(str(part) for part in first["loc"]) or None
-        message = "it is not a parameter of this server" if first["type"] == "extra_forbidden" else first["msg"]
-        message = message.removeprefix("Value error, ")
+        message = first["msg"].removeprefix("Value error, ")
         raise ApiError(f"{name}: {message}" if name else message, param=name) from error
 
 
-def _without_neutral(body: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+def _known(body: Mapping[str, Any], body_class: type[pydantic.BaseModel], prefix: str) -> dict[str, Any]:
+    """Return the parameters that have an effect; the first unknown one is an error, however many there are."""
     values: dict[str, Any] = {}
     for name, value in body.items():
-        if value is None or (name in WITHOUT_EFFECT and name not in fields):
+        if value is None or (name in WITHOUT_EFFECT and name not in body_class.model_fields):
             continue
-        if name in fields or name not in NEUTRAL:
+        if name in body_class.model_fields:
             values[name] = value
+        elif name not in NEUTRAL:
+            raise ApiError(f"{prefix}{name}: it is not a parameter of this server", param=f"{prefix}{name}")
         elif value not in NEUTRAL[name]:
             raise ApiError(
-                f"{name} is {json.dumps(value)[:100]}, but the server does not implement it, so that replies are exact "
-                f"samples of the policy; omit it (neutral: {json.dumps(NEUTRAL[name][0])})",
-                param=name,
+                f"{prefix}{name} is {json.dumps(value)[:100]}, but the server does not implement it, so that replies "
+                f"are exact samples of the policy; omit it (neutral: {json.dumps(NEUTRAL[name][0])})",
+                param=f"{prefix}{name}",
                 code="unsupported_parameter",
             )
     return values
@@ -369,14 +386,8 @@ def _call_text(where: str, call: object) -> str:
     arguments = function.get("arguments") or "{}"
     if not isinstance(arguments, str):
         raise ApiError(f"{where}.tool_calls has arguments that are not a text of JSON", param="messages")
-    arguments = read_value(arguments, f"the text of arguments in {where}.tool_calls", "messages")
+    arguments = read_value(arguments.encode(), f"the text of arguments in {where}.tool_calls", "messages")
     text = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ApiError(
-            f"{where}.tool_calls has arguments with a lone surrogate; repair them", param="messages"
-        ) from error
     return f"{CALL_START}\n{text}\n{CALL_END}"
 
 
@@ -426,13 +437,9 @@ class RequestLimits(NamedTuple):
         is_text = isinstance(items, str)
         least = -(-len(items) // self.longest_token) if is_text else len(items)
         if least > self.max_context:
-            what = (
-                f"{len(items)} characters"
-                if is_text
-                else f"{len(items)} {'messages' if param == 'messages' else 'tokens'}"
-            )
+            unit = "characters" if is_text else "messages" if param == "messages" else "tokens"
             raise ApiError(
-                f"{param} has {what}, at least {least} tokens, but this model's maximum context length is "
+                f"{param} has {len(items)} {unit}, at least {least} tokens, but this model's maximum context length is "
                 f"{self.max_context} tokens, prompt and reply together",
                 param=param,
                 code="context_length_exceeded",
@@ -440,7 +447,7 @@ class RequestLimits(NamedTuple):
 
 
 def engine_requests(
-    prompts: Sequence[tuple[int, ...]], params: SamplingParams, limits: RequestLimits
+    prompts: Sequence[tuple[int, ...]], body: AnyRequest, limits: RequestLimits, response_id: str
 ) -> list[EngineRequest]:
     """Return the requests of all choices, prompt by prompt, each `n` times with different seeds.
 
@@ -448,13 +455,14 @@ def engine_requests(
 
     Args:
         prompts: tokens of each prompt.
-        params: sampling parameters.
+        body: has the sampling parameters.
         limits: limits of the server.
+        response_id: id of the response.
 
     Raises:
         ApiError: if a request exceeds a limit or is invalid.
     """
-    limits.check_choices(len(prompts), params)
+    params: SamplingParams = body.sampling_params if isinstance(body, GenerateRequest) else body
     own = frozenset(params.stop_token_ids)
     if params.ignore_eos and (limits.has_stop_texts or not limits.stop_token_ids <= own):
         raise ApiError(
@@ -477,6 +485,7 @@ def engine_requests(
                     keeps_stop=params.include_stop_str_in_output,
                     stop_token_ids=stop_token_ids,
                     skip_special_tokens=params.skip_special_tokens,
+                    response_id=response_id,
                 )
             )
     return requests

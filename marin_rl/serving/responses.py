@@ -1,10 +1,8 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Responses in OpenAI's format, whole or as the chunks of a stream."""
+"""Responses in OpenAI's and vLLM's formats, whole or as the chunks of a stream."""
 
-import abc
-import dataclasses
 import itertools
 import time
 import uuid
@@ -14,147 +12,121 @@ from typing import Any
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from marin_rl.serving.engine import EngineRequest
-from marin_rl.serving.protocol import ChatRequest, CompletionRequest, TextParams
+from marin_rl.serving.protocol import AnyRequest, ChatRequest, CompletionRequest, GenerateRequest
 from marin_rl.serving.text import TextPart, ToolReader
 
 
-class JsonResponse(Response):
-    """A response with a JSON body. The encoder of pydantic takes a sixth of the time of Python's."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        """Encode the body."""
-        return to_json(content)
+def json_response(content: Mapping[str, Any]) -> Response:
+    """Return a response. The encoder of pydantic takes a sixth of the time of Python's."""
+    return Response(to_json(content), media_type="application/json")
 
 
-TokenPiece = Callable[[int], bytes]
-"""Returns the bytes of a token."""
+def usage(num_prompt: int, num_sampled: int) -> dict[str, int]:
+    """Return numbers of tokens in OpenAI's format."""
+    total = num_prompt + num_sampled
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": total}
 
 
-@dataclasses.dataclass(frozen=True)
-class Usage:
-    """Token counts of a response."""
-
-    prompt: int
-    """Tokens of the distinct prompts."""
-    completion: int
-    """Sampled tokens."""
-
-    def body(self) -> dict[str, int]:
-        """Return the counts in OpenAI's format."""
-        total = self.prompt + self.completion
-        return {"prompt_tokens": self.prompt, "completion_tokens": self.completion, "total_tokens": total}
+def response_head(body: AnyRequest) -> dict[str, Any]:
+    """Return the fields that a response and all chunks of a stream share; they have the id of the response."""
+    id = uuid.uuid4().hex
+    if isinstance(body, GenerateRequest):
+        return {"request_id": f"generate-{id}", "prompt_logprobs": None, "kv_transfer_params": None}
+    if isinstance(body, ChatRequest):
+        names = {"id": f"chatcmpl-{id}", "object": f"chat.completion{'.chunk' if body.stream else ''}"}
+    else:
+        names = {"id": f"cmpl-{id}", "object": "text_completion"}
+    return {**names, "created": int(time.time()), "model": body.model}
 
 
-class Choice(abc.ABC):
+def prompt_fields(body: AnyRequest, prompt: Sequence[int]) -> dict[str, Any]:
+    """Return the prompt for the first chunk of a response; as in vLLM, completions have it in their choices."""
+    if isinstance(body, GenerateRequest) or (isinstance(body, ChatRequest) and body.return_token_ids):
+        return {"prompt_token_ids": list(prompt)}
+    return {}
+
+
+class Choice:
     """Formats the parts of one choice, in order."""
 
-    def __init__(self, index: int, prompt: Sequence[int], request: TextParams, piece: TokenPiece) -> None:
+    def __init__(
+        self, index: int, prompt: Sequence[int], body: AnyRequest, piece: Callable[[int], bytes], opens_thoughts: bool
+    ) -> None:
         """Start the choice.
 
         Args:
             index: index of the choice.
-            prompt: tokens of its prompt, which completions return in the choice.
-            request: selects the fields.
+            prompt: tokens of its prompt.
+            body: selects the fields.
             piece: returns the bytes of a token.
+            opens_thoughts: see `ToolReader`.
         """
-        self.index = index
-        self._prompt = prompt
-        self._request = request
-        self._piece = piece
+        self._index, self._prompt, self._body, self._piece = index, prompt, body, piece
+        self._tools = ToolReader(opens_thoughts) if isinstance(body, ChatRequest) and body.calls_tools else None
         self._is_first = True
+        self._offset = 0
+        """Number of characters of the tokens before."""
 
-    @abc.abstractmethod
-    def chunk(self, part: TextPart) -> dict[str, Any]:
-        """Return the choice of the next chunk of a stream."""
-
-    @abc.abstractmethod
-    def whole(self, part: TextPart) -> dict[str, Any]:
-        """Return the choice of a response that is not streamed."""
-
-    def _fields(self, part: TextPart) -> dict[str, Any]:
-        """Return vLLM's extensions, and the versions of the weights."""
-        fields: dict[str, Any] = {"stop_reason": part.stop_reason}
-        if self._request.return_token_ids:
-            fields["token_ids"] = list(part.token_ids)
+    def add(self, part: TextPart) -> dict[str, Any]:
+        """Return the choice of the next chunk of a stream, or of a whole response."""
+        choice: dict[str, Any] = {
+            "index": self._index,
+            "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,
+        }
+        if isinstance(self._body, GenerateRequest) or self._body.return_token_ids:
+            choice["token_ids"] = list(part.token_ids)
         if part.finish_reason is not None:
-            fields["weight_versions"] = list(part.weight_versions)
+            choice["weight_versions"] = list(part.weight_versions)
+        if isinstance(self._body, ChatRequest):
+            choice |= self._chat(self._body, part)
+        elif isinstance(self._body, CompletionRequest):
+            choice |= self._completion(self._body, part)
+        else:
+            has_logprobs = self._body.sampling_params.logprobs is not None
+            choice["logprobs"] = {"content": _entries_without_text(part)} if has_logprobs else None
         self._is_first = False
+        return choice
+
+    def _completion(self, body: CompletionRequest, part: TextPart) -> dict[str, Any]:
+        fields: dict[str, Any] = {"text": part.text, "logprobs": None}
+        if body.return_token_ids and self._is_first:
+            fields["prompt_token_ids"] = list(self._prompt)
+        if body.logprobs is not None:
+            texts = self._token_texts(body, part)
+            # The most likely tokens are only known for greedy samples.
+            has_top = body.logprobs > 0 and body.temperature == 0
+            *offsets, self._offset = itertools.accumulate(map(len, texts), initial=self._offset)
+            fields["logprobs"] = {
+                "tokens": texts,
+                "token_logprobs": list(part.logprobs),
+                "top_logprobs": [{text: one} for text, one in zip(texts, part.logprobs, strict=True)]
+                if has_top
+                else None,
+                "text_offset": offsets,
+            }
         return fields
 
-    def _token_texts(self, tokens: Sequence[int]) -> list[str]:
-        if self._request.return_tokens_as_token_ids:
-            return [f"token_id:{token}" for token in tokens]
-        # Without a call for each token, which would take a fifth of the time of a response.
-        piece = self._piece
-        return [piece(token).decode("utf-8", "replace") for token in tokens]
-
-
-class CompletionChoice(Choice):
-    """A choice of `/v1/completions`."""
-
-    _offset = 0
-
-    def chunk(self, part: TextPart) -> dict[str, Any]:
-        """Return the choice of the next chunk of a stream."""
-        assert isinstance(self._request, CompletionRequest)
-        logprobs = None if self._request.logprobs is None else self._logprobs(part)
-        has_prompt = self._request.return_token_ids and self._is_first
-        return {
-            "index": self.index,
-            "text": part.text,
-            "logprobs": logprobs,
-            "finish_reason": part.finish_reason,
-            **self._fields(part),
-            **({"prompt_token_ids": list(self._prompt)} if has_prompt else {}),
-        }
-
-    def whole(self, part: TextPart) -> dict[str, Any]:
-        """Return the choice of a response that is not streamed."""
-        return self.chunk(part)
-
-    def _logprobs(self, part: TextPart) -> dict[str, Any]:
-        """Return log-probabilities; the most likely tokens are only known for greedy samples."""
-        assert isinstance(self._request, CompletionRequest)
-        texts = self._token_texts(part.token_ids)
-        top = None
-        if self._request.logprobs and self._request.temperature == 0:
-            top = [{text: value} for text, value in zip(texts, part.logprobs, strict=True)]
-        offsets = list(itertools.accumulate(map(len, texts), initial=self._offset))
-        self._offset = offsets.pop()
-        return {"tokens": texts, "token_logprobs": list(part.logprobs), "top_logprobs": top, "text_offset": offsets}
-
-
-class ChatChoice(Choice):
-    """A choice of `/v1/chat/completions`."""
-
-    def __init__(
-        self, index: int, prompt: Sequence[int], request: ChatRequest, piece: TokenPiece, opens_thoughts: bool
-    ) -> None:
-        """Start the choice; see `Choice`, and `ToolReader` for `opens_thoughts`."""
-        Choice.__init__(self, index, prompt, request, piece)
-        self._chat = request
-        self._tools = ToolReader(opens_thoughts) if request.calls_tools else None
-
-    def chunk(self, part: TextPart) -> dict[str, Any]:
-        """Return the choice of the next chunk of a stream."""
-        delta: dict[str, Any] = {"role": "assistant"} if self._is_first else {}
+    def _chat(self, body: ChatRequest, part: TextPart) -> dict[str, Any]:
         text, calls = self._read(part)
-        if text or self._is_first:
-            delta["content"] = text
+        if body.stream:
+            message: dict[str, Any] = {"role": "assistant"} if self._is_first else {}
+            if text or self._is_first:
+                message["content"] = text
+            calls = [{"index": index, **call} for index, call in enumerate(calls)]
+        else:
+            message = {"role": "assistant", "content": (text or None) if calls else text, "refusal": None}
         if calls:
-            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-        return {"delta": delta, **self._shared(part, bool(calls))}
-
-    def whole(self, part: TextPart) -> dict[str, Any]:
-        """Return the choice of a response that is not streamed."""
-        text, calls = self._read(part)
-        message = {"role": "assistant", "content": (text or None) if calls else text, "refusal": None}
-        return {"message": message | ({"tool_calls": calls} if calls else {}), **self._shared(part, bool(calls))}
+            message["tool_calls"] = calls
+        fields: dict[str, Any] = {"delta" if body.stream else "message": message, "logprobs": None}
+        if calls and part.finish_reason == "stop":
+            fields["finish_reason"] = "tool_calls"
+        if body.logprobs:
+            fields["logprobs"] = {"content": self._entries(body, part), "refusal": None}
+        return fields
 
     def _read(self, part: TextPart) -> tuple[str, list[dict[str, Any]]]:
+        """Return the next text that is not part of a tool call; at the end of the reply, its calls."""
         if self._tools is None:
             return part.text, []
         text = self._tools.push(part.text)
@@ -163,69 +135,24 @@ class ChatChoice(Choice):
         rest, calls = self._tools.finish()
         return text + rest, calls
 
-    def _shared(self, part: TextPart, has_calls: bool) -> dict[str, Any]:
-        reason = "tool_calls" if has_calls and part.finish_reason == "stop" else part.finish_reason
-        logprobs = {"content": self._logprobs(part), "refusal": None} if self._chat.logprobs else None
-        return {"index": self.index, "logprobs": logprobs, "finish_reason": reason, **self._fields(part)}
-
-    def _logprobs(self, part: TextPart) -> list[dict[str, Any]]:
-        texts = self._token_texts(part.token_ids)
+    def _entries(self, body: ChatRequest, part: TextPart) -> list[dict[str, Any]]:
         entries = [
             {"token": text, "logprob": logprob, "bytes": list(self._piece(token))}
-            for text, logprob, token in zip(texts, part.logprobs, part.token_ids, strict=True)
+            for text, logprob, token in zip(self._token_texts(body, part), part.logprobs, part.token_ids, strict=True)
         ]
         # A greedy sample is the most likely token.
-        return [{**entry, "top_logprobs": [entry] if self._chat.top_logprobs else []} for entry in entries]
+        return [{**entry, "top_logprobs": [entry] if body.top_logprobs else []} for entry in entries]
+
+    def _token_texts(self, body: ChatRequest | CompletionRequest, part: TextPart) -> list[str]:
+        if body.return_tokens_as_token_ids:
+            return [f"token_id:{token}" for token in part.token_ids]
+        # Without a call for each token, which would take a fifth of the time of a response.
+        piece = self._piece
+        return [piece(token).decode("utf-8", "replace") for token in part.token_ids]
 
 
-def make_choice(
-    index: int, prompt: Sequence[int], request: TextParams, piece: TokenPiece, opens_thoughts: bool
-) -> Choice:
-    """Return the formatter of a choice; see `Choice` and `ChatChoice`."""
-    if isinstance(request, ChatRequest):
-        return ChatChoice(index, prompt, request, piece, opens_thoughts)
-    return CompletionChoice(index, prompt, request, piece)
-
-
-def response_head(request: TextParams) -> dict[str, Any]:
-    """Return the fields that a response and all chunks of a stream share."""
-    is_chat = isinstance(request, ChatRequest)
-    kind = ("chat.completion.chunk" if request.stream else "chat.completion") if is_chat else "text_completion"
-    name = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-    return {"id": name, "object": kind, "created": int(time.time()), "model": request.model}
-
-
-def generate_body(
-    id: str, requests: Sequence[EngineRequest], parts: Sequence[TextPart], has_logprobs: bool
-) -> Mapping[str, Any]:
-    """Return the response of vLLM's generate endpoint.
-
-    Args:
-        id: id of the response.
-        requests: one for each choice.
-        parts: their whole replies.
-        has_logprobs: whether the response contains log-probabilities.
-    """
-    choices = []
-    for index, part in enumerate(parts):
-        content = [
-            {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
-            for token, logprob in zip(part.token_ids, part.logprobs, strict=True)
-        ]
-        choices.append(
-            {
-                "index": index,
-                "token_ids": list(part.token_ids),
-                "logprobs": {"content": content} if has_logprobs else None,
-                "finish_reason": part.finish_reason,
-                "stop_reason": part.stop_reason,
-                "weight_versions": list(part.weight_versions),
-            }
-        )
-    return {
-        "request_id": id,
-        "choices": choices,
-        "prompt_token_ids": list(requests[0].sample.prompt_tokens),
-        "prompt_logprobs": None,
-        "kv_transfer_params": None,
-    }
+def _entries_without_text(part: TextPart) -> list[dict[str, Any]]:
+    return [
+        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+        for token, logprob in zip(part.token_ids, part.logprobs, strict=True)
+    ]

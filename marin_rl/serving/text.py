@@ -4,6 +4,7 @@
 """Text of a generation that arrives in parts: whole characters, stop strings, and tool calls."""
 
 import bisect
+import itertools
 import json
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -36,6 +37,15 @@ class TextPart(NamedTuple):
     """The stop token or stop string of the request that ended the reply; None for others."""
     weight_versions: tuple[WeightVersion, WeightVersion] = (0, 0)
     """Versions of the weights that produced the first token of the reply, and the last one of this part."""
+
+
+def join_parts(parts: Sequence[TextPart]) -> TextPart:
+    """Return the consecutive parts of a reply as one."""
+    return parts[-1]._replace(
+        token_ids=tuple(itertools.chain.from_iterable(part.token_ids for part in parts)),
+        logprobs=tuple(itertools.chain.from_iterable(part.logprobs for part in parts)),
+        text="".join(part.text for part in parts),
+    )
 
 
 class ReplyReader:
@@ -80,13 +90,20 @@ class ReplyReader:
         self.finish_reason: str | None = None
         """Why the reply ended; None while it has not."""
 
-    def push(self, token_ids: Sequence[int], logprobs: Sequence[float], end: StopReason | None = None) -> TextPart:
+    def push(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        end: StopReason | None = None,
+        versions: tuple[WeightVersion, WeightVersion] = (0, 0),
+    ) -> TextPart:
         """Add sampled tokens and return the next part of the reply.
 
         Args:
             token_ids: the next tokens.
             logprobs: their log-probabilities.
             end: why the generation ended with these tokens; None if it continues.
+            versions: versions of the weights; see `TextPart`.
         """
         tokens = list(token_ids)
         stop_reason: int | str | None = None
@@ -107,7 +124,8 @@ class ReplyReader:
         else:
             self.finish_reason = "stop" if end is StopReason.STOP else "length"
         passed = text if end is not None else text[: len(text) - len(self._held)]
-        return TextPart(tuple(tokens), tuple(logprobs[: len(tokens)]), passed, self.finish_reason, stop_reason)
+        values = tuple(logprobs[: len(tokens)])
+        return TextPart(tuple(tokens), values, passed, self.finish_reason, stop_reason, versions)
 
     def _unread(self, decoded: str, whole: bool) -> str:
         """Return the new text, without a last character that may be incomplete unless `whole`."""

@@ -17,7 +17,7 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import Sampler, WeightPoll
-from marin_rl.serving.app import Server, ServerOptions
+from marin_rl.serving.app import Server
 from marin_rl.serving.engine import Engine
 from marin_rl.serving.http_server import HttpServer, listen, url_of
 from marin_rl.serving.protocol import RequestLimits
@@ -93,12 +93,12 @@ def serving(
         drain_seconds: as in `HttpServer`.
         client_seconds: as in `listen` and `HttpServer`.
         send_buffer: bytes that the kernel holds of each response; its default if None.
-        options: other fields of `ServerOptions`.
+        options: other arguments of `Server`.
     """
     limits = RequestLimits(CONTEXT, MAX_NEW, 64, TOKENIZER.vocab_size, frozenset(TOKENIZER.stop_token_ids), 13)
-    values = {"max_sequences": 4096, "max_body_bytes": 100_000, "body_seconds": TIMEOUT, **options}
+    values = {"max_sequences": 4096, "max_body_bytes": 100_000, "client_seconds": client_seconds, **options}
     engine = Engine(sampler, TOKENIZER.decode_reply)
-    app = Server(engine, TOKENIZER, ServerOptions(model="policy", key=key, limits=limits, **values)).app()
+    app = Server(engine, TOKENIZER, limits, model="policy", key=key, **values).app()
     listener = listen("127.0.0.1", 0, client_seconds)
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

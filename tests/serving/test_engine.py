@@ -10,8 +10,9 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
 from marin_rl.sampling.sampler import SampleRequest, SamplerError
-from marin_rl.serving.engine import Engine, EngineError, EngineRequest
-from marin_rl.serving.text import TextPart
+from marin_rl.serving.engine import Engine, EngineRequest
+from marin_rl.serving.errors import ApiError
+from marin_rl.serving.text import TextPart, join_parts
 from marin_rl.types import Generation, StopReason
 from tests.scripted_sampler import BatchSampler, ScriptedSampler, TokenSampler
 
@@ -34,8 +35,13 @@ def running(engine: Engine):
 
 
 async def text_of(engine: Engine, one: EngineRequest) -> str:
-    async with contextlib.aclosing(engine.stream(one)) as parts:
+    async with contextlib.aclosing(engine.reply(one, streamed=True)) as parts:
         return "".join([part.text async for part in parts])
+
+
+async def whole(engine: Engine, one: EngineRequest) -> TextPart:
+    async with contextlib.aclosing(engine.reply(one, streamed=False)) as parts:
+        return join_parts([part async for part in parts])
 
 
 def test_concurrent_replies():
@@ -66,7 +72,7 @@ def test_a_failure_of_the_sampler_fails_all_requests_and_is_reported():
     with running(engine):
         found = asyncio.run(ask())
         assert [str(error) for error in found] == ["the sampler has stopped: the weights are NaN"] * 2
-        with pytest.raises(EngineError, match="the weights are NaN"):
+        with pytest.raises(ApiError, match="the weights are NaN"):
             asyncio.run(text_of(engine, request("ab")))
     assert calls == ["the weights are NaN"]
     assert engine.in_progress == 0
@@ -94,7 +100,7 @@ def test_close_fails_the_requests_in_progress():
         while not engine.in_progress:
             await asyncio.sleep(0)
         await asyncio.to_thread(engine.close)
-        with pytest.raises(EngineError, match="the server shuts down"):
+        with pytest.raises(ApiError, match="the server shuts down"):
             await asked
 
     engine.start()
@@ -123,7 +129,7 @@ def test_parts_end_with_the_reason():
     sampler = ScriptedSampler(lambda one: [97, 98, 99, 100], stop_token_ids=[46])
 
     async def ask() -> list[str | None]:
-        async with contextlib.aclosing(engine.stream(request("x"))) as parts:
+        async with contextlib.aclosing(engine.reply(request("x"), streamed=True)) as parts:
             return [part.finish_reason async for part in parts]
 
     with running(Engine(sampler, decode)) as engine:
@@ -136,22 +142,22 @@ def test_parts_have_the_versions_of_their_weights():
     """The letters change weights after every second one."""
 
     async def ask(engine: Engine) -> list[TextPart]:
-        async with contextlib.aclosing(engine.stream(request("a"))) as parts:
+        async with contextlib.aclosing(engine.reply(request("a"), streamed=True)) as parts:
             return [part async for part in parts]
 
     with running(Engine(TokenSampler(length=5, tokens_per_version=2), decode)) as engine:
         parts = asyncio.run(ask(engine))
-        whole = asyncio.run(engine.reply(request("a")))
-    assert "".join(part.text for part in parts) == whole.text == "abcde"
+        joined = asyncio.run(whole(engine, request("a")))
+    assert "".join(part.text for part in parts) == joined.text == "abcde"
     for part in parts:
         assert part.weight_versions == (0, (part.token_ids[-1] - ord("a")) // 2)
-    assert whole.weight_versions == (0, 2)
+    assert joined.weight_versions == (0, 2)
 
 
 def test_a_stop_text_ends_a_reply_and_its_versions():
     cut = dataclasses.replace(request("a"), stop=("d",))
     with running(Engine(TokenSampler(length=9, tokens_per_version=2), decode)) as engine:
-        part = asyncio.run(engine.reply(cut))
+        part = asyncio.run(whole(engine, cut))
     assert (part.text, part.finish_reason, part.weight_versions) == ("abc", "stop", (0, 1))
 
 
@@ -160,7 +166,7 @@ def test_a_slow_caller_gets_the_parts_joined():
     sampler = TokenSampler(length=20)
 
     async def ask(engine: Engine) -> list[str]:
-        async with contextlib.aclosing(engine.stream(request("a"))) as parts:
+        async with contextlib.aclosing(engine.reply(request("a"), streamed=True)) as parts:
             texts = [(await anext(parts)).text]
             while not sampler.is_idle:
                 await asyncio.sleep(0)

@@ -323,16 +323,8 @@ def held_generation(held: Held, length: int) -> list[tuple[int, ...]]:
 
 
 def test_an_incomplete_body_times_out(held: Held):
-    with serving(held.sampler, body_seconds=0.05) as server:
-        client = raw_request(server, {})
-        client.close()
-        host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as client:
-            client.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                b"Content-Length: 100\r\n\r\n{"
-            )
-            assert client.recv(100).startswith(b"HTTP/1.1 408")
+    with serving(held.sampler, client_seconds=0.5) as server, raw_request(server, body(), missing=1) as client:
+        assert client.recv(100).startswith(b"HTTP/1.1 408")
 
 
 def trickles_in_vain(client: socket.socket) -> bool:

@@ -8,13 +8,13 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
 from marin_rl.seeds import derive_seed
+from marin_rl.serving.engine import EngineRequest
+from marin_rl.serving.errors import ApiError
 from marin_rl.serving.protocol import (
-    ApiError,
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
     RequestLimits,
-    SamplingParams,
     engine_requests,
     parse_body,
 )
@@ -25,20 +25,24 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 def chat(messages: list[Any], **more: Any) -> list[dict[str, Any]]:
     body = parse_body(ChatRequest, {"model": "m", "messages": messages, **more})
-    return [dict(message) for message in body.conversation()]
+    return [dict(message) for message in body.conversation(LIMITS._replace(max_context=10**6))]
+
+
+def requests_of(prompts: list[tuple[int, ...]], limits: RequestLimits = LIMITS, **more: Any) -> list[EngineRequest]:
+    return engine_requests(prompts, parse_body(CompletionRequest, {"model": "m", "prompt": "a", **more}), limits, "r")
 
 
 def test_choices_have_different_seeds():
-    requests = engine_requests([(1,), (2,)], SamplingParams(n=2, seed=5, max_tokens=3), LIMITS)
+    requests = requests_of([(1,), (2,)], n=2, seed=5, max_tokens=3)
     assert [one.sample.prompt_tokens for one in requests] == [(1,), (1,), (2,), (2,)]
     assert [one.sample.seed for one in requests] == [5, derive_seed(5, 1)] * 2
-    assert engine_requests([(1,)], SamplingParams(), LIMITS) != engine_requests([(1,)], SamplingParams(), LIMITS)
+    assert requests_of([(1,)]) != requests_of([(1,)])
 
 
 def test_default_lengths():
-    def length(body_class: type, prompt: int, **more: Any) -> int:
+    def length(body_class: Any, prompt: int, **more: Any) -> int:
         base = {"model": "m", **({"messages": [{}]} if body_class is ChatRequest else {"prompt": "a"})}
-        [one] = engine_requests([(1,) * prompt], parse_body(body_class, {**base, **more}), LIMITS)
+        [one] = engine_requests([(1,) * prompt], parse_body(body_class, {**base, **more}), LIMITS, "r")
         return one.sample.max_new_tokens
 
     assert length(CompletionRequest, 1) == 16
@@ -49,14 +53,11 @@ def test_default_lengths():
 
 
 def test_ignore_eos_needs_the_stop_tokens():
-    [one] = engine_requests([(1,)], SamplingParams(ignore_eos=True, stop_token_ids=[7, 8]), LIMITS)
+    [one] = requests_of([(1,)], ignore_eos=True, stop_token_ids=[7, 8])
     assert one.stop_token_ids == {8}
-    for params, limits in (
-        (SamplingParams(ignore_eos=True), LIMITS),
-        (SamplingParams(ignore_eos=True, stop_token_ids=[7]), LIMITS._replace(has_stop_texts=True)),
-    ):
+    for stop_token_ids, limits in (([], LIMITS), ([7], LIMITS._replace(has_stop_texts=True))):
         with pytest.raises(ApiError, match="end every reply"):
-            engine_requests([(1,)], params, limits)
+            requests_of([(1,)], limits, ignore_eos=True, stop_token_ids=stop_token_ids)
 
 
 def test_tool_calls_of_earlier_replies_are_written_as_the_policy_writes_them():
