@@ -3,10 +3,8 @@
 
 """The HTTP application: OpenAI's completions and chat endpoints, vLLM's generate endpoint, health and metrics."""
 
-import contextlib
 import hmac
 import re
-from collections.abc import AsyncGenerator
 from http import HTTPStatus
 
 import prometheus_client
@@ -19,12 +17,11 @@ from starlette.types import ASGIApp
 from marin_rl.config_fields import is_loopback
 from marin_rl.serving.admission import MAX_BODIES, Admission, limited_app
 from marin_rl.serving.endpoints import Endpoints
-from marin_rl.serving.engine import Engine, EngineRequest
+from marin_rl.serving.engine import Engine
 from marin_rl.serving.errors import ApiError
 from marin_rl.serving.json_body import MAX_BODY_BYTES
 from marin_rl.serving.metrics import ServerMetrics
 from marin_rl.serving.protocol import RequestLimits
-from marin_rl.serving.text import TextPart
 from marin_rl.tokenization.chat import ChatTokenizer
 
 _HOST = re.compile(r"\[?([^\[\]]*?)\]?(?::\d+)?")
@@ -62,6 +59,7 @@ class Server:
         """
         self.model = model
         self.chat_prompt = tokenizer.prompt_tokens
+        self.reply = engine.reply
         self._engine, self._key = engine, key
         self._metrics = ServerMetrics(engine)
         self._endpoints = Endpoints(tokenizer, limits, max_body_bytes, client_seconds)
@@ -96,13 +94,6 @@ class Server:
 
     async def refuse(self, error: ApiError) -> None:
         """Do nothing."""
-
-    async def reply(self, request: EngineRequest, *, streamed: bool) -> AsyncGenerator[TextPart, None]:
-        """Sample a reply and count its tokens."""
-        async with contextlib.aclosing(self._engine.reply(request, streamed=streamed)) as parts:
-            async for part in parts:
-                self._metrics.sampled_tokens.inc(len(part.token_ids))
-                yield part
 
     def discard(self, response_id: str, num_sent: int) -> None:
         """Do nothing."""

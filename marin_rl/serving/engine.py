@@ -77,6 +77,8 @@ class Engine:
         """The error that ended the engine."""
         self.on_failure: Callable[[], None] = lambda: None
         """Called in the engine's thread when the sampler has failed."""
+        self.on_sampled: Callable[[int], None] = lambda num_tokens: None
+        """Called with the number of tokens of each part of a reply."""
         self._sampler = sampler
         self._decode = decode
         self._numbers = itertools.count()
@@ -141,7 +143,9 @@ class Engine:
                     arrived.clear()
                 new, end = (_take(waiting), None) if waiting else _rest(answer.result(), count)
                 count += len(new.token_ids)
-                yield reader.push(new.token_ids, new.logprobs, end, (new.first_version, new.last_version))
+                part = reader.push(new.token_ids, new.logprobs, end, (new.first_version, new.last_version))
+                self.on_sampled(len(part.token_ids))
+                yield part
 
     @contextlib.contextmanager
     def _sampling(self, request: SampleRequest, on_tokens: OnTokens | None) -> Iterator["asyncio.Future[Generation]"]:

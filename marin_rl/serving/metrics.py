@@ -25,7 +25,8 @@ class ServerMetrics:
             f"{prefix}request_seconds", "Time of an HTTP request.", ("path",), registry=self._registry
         )
         self.prompt_tokens = Counter(f"{prefix}prompt_tokens", "Tokens of accepted prompts.", registry=self._registry)
-        self.sampled_tokens = Counter(f"{prefix}sampled_tokens", "Tokens of replies.", registry=self._registry)
+        sampled_tokens = Counter(f"{prefix}sampled_tokens", "Tokens of replies.", registry=self._registry)
+        engine.on_sampled = sampled_tokens.inc
         sequences = Gauge(
             f"{prefix}sequences", "Sequences that are sampled or wait for a slot.", registry=self._registry
         )

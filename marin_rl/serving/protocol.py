@@ -35,7 +35,8 @@ MAX_NAME_CHARACTERS = 256
 """Maximum number of characters of a model's name."""
 _FIRST_ERROR = pydantic.FailFast()
 """Otherwise every item of a long list has an error of its own."""
-_Texts = Annotated[list[str], _FIRST_ERROR]
+_Stop = Annotated[str, pydantic.StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+_Stops = Annotated[list[_Stop], _FIRST_ERROR]
 _Tokens = Annotated[list[int], _FIRST_ERROR]
 _Objects = Annotated[list[dict[str, Any]], _FIRST_ERROR]
 
@@ -93,7 +94,7 @@ class SamplingParams(pydantic.BaseModel):
     temperature: float = pydantic.Field(1.0, ge=0, allow_inf_nan=False)
     seed: int | None = pydantic.Field(None, ge=0, lt=2**63)
     n: int = pydantic.Field(1, ge=1, lt=2**31)
-    stop: _Texts = pydantic.Field(default_factory=list)
+    stop: _Stops = pydantic.Field(default_factory=list, max_length=MAX_STOPS)
     include_stop_str_in_output: bool = False
     stop_token_ids: _Tokens = pydantic.Field(default_factory=list, max_length=MAX_STOP_TOKENS)
     ignore_eos: bool = False
@@ -110,15 +111,6 @@ class SamplingParams(pydantic.BaseModel):
     @classmethod
     def _list_stop(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
-
-    @pydantic.field_validator("stop")
-    @classmethod
-    def _check_stop(cls, value: list[str]) -> list[str]:
-        if len(value) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP_CHARACTERS for text in value):
-            raise ValueError(
-                f"must be at most {MAX_STOPS} texts of at most {MAX_STOP_CHARACTERS} characters, none of them empty"
-            )
-        return value
 
     @property
     def new_tokens(self) -> int | None:

@@ -83,8 +83,7 @@ class Choice:
         elif isinstance(self._body, CompletionRequest):
             choice |= self._completion(self._body, part)
         else:
-            has_logprobs = self._body.sampling_params.logprobs is not None
-            choice["logprobs"] = {"content": _entries_without_text(part)} if has_logprobs else None
+            choice["logprobs"] = None if self._body.sampling_params.logprobs is None else _token_logprobs(part)
         self._is_first = False
         return choice
 
@@ -151,8 +150,8 @@ class Choice:
         return [piece(token).decode("utf-8", "replace") for token in part.token_ids]
 
 
-def _entries_without_text(part: TextPart) -> list[dict[str, Any]]:
-    return [
-        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
-        for token, logprob in zip(part.token_ids, part.logprobs, strict=True)
-    ]
+def _token_logprobs(part: TextPart) -> dict[str, Any]:
+    """Return log-probabilities of tokens without their texts."""
+    pairs = zip(part.token_ids, part.logprobs, strict=True)
+    fields = {"bytes": None, "top_logprobs": []}
+    return {"content": [{"token": f"token_id:{token}", "logprob": logprob, **fields} for token, logprob in pairs]}

@@ -151,7 +151,9 @@ def test_a_response_whose_client_leaves_before_its_last_choice_is_discarded(endp
             return await reply_at_once(request)
 
         policy = StubPolicy(reply)
-        assert await App(policy).ask(endpoint, bodies[endpoint], lambda: leaves(is_first_done)) == (None, "")
+        app = App(policy)
+        assert await app.ask(endpoint, bodies[endpoint], lambda: leaves(is_first_done)) == (None, "")
+        assert not any(app.admission.used.values())
         return policy
 
     policy = asyncio.run(ask())
@@ -174,7 +176,9 @@ def test_a_choice_that_a_client_has_not_received_is_discarded():
 
         policy = StubPolicy(reply)
         body = {"prompt": "a", "n": 2, "stream": True}
-        await App(policy).ask("completions", body, lambda: leaves(has_sent), on_body=has_sent.set)
+        app = App(policy)
+        await app.ask("completions", body, lambda: leaves(has_sent), on_body=has_sent.set)
+        assert not any(app.admission.used.values())
         return policy
 
     assert [sent for _, sent in asyncio.run(ask()).discarded] == [1]
@@ -247,8 +251,12 @@ TOO_LARGE: dict[str, tuple[str, dict[str, Any], str]] = {
         "stream_options.0: it is not a parameter",
     ),
     "sampling params": ("generate", {"token_ids": [1], "sampling_params": UNKNOWN}, "sampling_params.0: it is not"),
-    "stops": ("completions", {"prompt": "a", "stop": ["b"] * 17}, "stop: must be at most 16 texts of at most 1000"),
-    "characters of a stop": ("completions", {"prompt": "a", "stop": "b" * 1001}, "stop: must be at most 16 texts"),
+    "stops": ("completions", {"prompt": "a", "stop": ["b"] * 17}, "stop: List should have at most 16 items"),
+    "characters of a stop": (
+        "completions",
+        {"prompt": "a", "stop": "b" * 1001},
+        "stop.0: String should have at most 1000",
+    ),
     "stop tokens": ("completions", {"prompt": "a", "stop_token_ids": [1] * 1001}, "stop_token_ids: List should have"),
     "logit bias": ("completions", {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(9000)), 1)}, "logit_bias"),
     "metadata": ("completions", {"prompt": "a", "metadata": [""] * 140_000}, "the body has 140007 texts"),

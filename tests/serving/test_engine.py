@@ -13,8 +13,8 @@ from marin_rl.sampling.sampler import SampleRequest, SamplerError
 from marin_rl.serving.engine import Engine, EngineRequest
 from marin_rl.serving.errors import ApiError
 from marin_rl.serving.text import TextPart, join_parts
-from marin_rl.types import Generation, StopReason
-from tests.scripted_sampler import BatchSampler, ScriptedSampler, TokenSampler
+from marin_rl.types import Generation
+from tests.scripted_sampler import BatchSampler, TokenSampler
 
 
 def decode(tokens: Sequence[int], skip_special_tokens: bool) -> str:
@@ -44,17 +44,6 @@ async def whole(engine: Engine, one: EngineRequest) -> TextPart:
         return join_parts([part async for part in parts])
 
 
-def test_concurrent_replies():
-    sampler = ScriptedSampler(lambda one: [*one.prompt_tokens, 46, 46, 46], stop_token_ids=[46])
-
-    async def ask() -> list[str]:
-        return await asyncio.gather(*(text_of(engine, request(text)) for text in ("ab", "cd", "ef")))
-
-    with running(Engine(sampler, decode)) as engine:
-        assert asyncio.run(ask()) == ["ab.", "cd.", "ef."]
-        assert engine.in_progress == 0
-
-
 class Broken(BatchSampler):
     def answer(self, requests: Sequence[SampleRequest]) -> list[Generation]:
         raise SamplerError("the weights are NaN")
@@ -76,66 +65,6 @@ def test_a_failure_of_the_sampler_fails_all_requests_and_is_reported():
             asyncio.run(text_of(engine, request("ab")))
     assert calls == ["the weights are NaN"]
     assert engine.in_progress == 0
-
-
-class Stuck(BatchSampler):
-    """Never answers."""
-
-    def __init__(self) -> None:
-        super().__init__(4)
-        self.ended: list[str] = []
-
-    def advance(self) -> list[tuple[int, Generation]]:
-        return []
-
-    def end_conversation(self, conversation: str) -> None:
-        self.ended.append(conversation)
-
-
-def test_close_fails_the_requests_in_progress():
-    engine = Engine(Stuck(), decode)
-
-    async def ask() -> None:
-        asked = asyncio.create_task(text_of(engine, request("ab")))
-        while not engine.in_progress:
-            await asyncio.sleep(0)
-        await asyncio.to_thread(engine.close)
-        with pytest.raises(ApiError, match="the server shuts down"):
-            await asked
-
-    engine.start()
-    asyncio.run(ask())
-    assert engine.in_progress == 0
-
-
-def test_a_cancelled_request_leaves_the_sampler():
-    sampler = Stuck()
-
-    async def ask(engine: Engine) -> None:
-        asked = asyncio.create_task(text_of(engine, request("ab")))
-        while not engine.in_progress:
-            await asyncio.sleep(0)
-        asked.cancel()
-        while not sampler.ended:
-            await asyncio.sleep(0)
-
-    with running(Engine(sampler, decode)) as engine:
-        asyncio.run(ask(engine))
-        assert engine.in_progress == 0
-    assert sampler.ended == ["0"]
-
-
-def test_parts_end_with_the_reason():
-    sampler = ScriptedSampler(lambda one: [97, 98, 99, 100], stop_token_ids=[46])
-
-    async def ask() -> list[str | None]:
-        async with contextlib.aclosing(engine.reply(request("x"), streamed=True)) as parts:
-            return [part.finish_reason async for part in parts]
-
-    with running(Engine(sampler, decode)) as engine:
-        assert asyncio.run(ask()) == ["length"]
-    assert sampler.requests[0].conversation == "0"
-    assert StopReason.LENGTH == "length"
 
 
 def test_parts_have_the_versions_of_their_weights():

@@ -4,6 +4,7 @@
 """Agents written with the `openai` SDK against the gateway: what they get, and what their rollouts record."""
 
 import asyncio
+import functools
 import json
 import re
 import socket
@@ -11,7 +12,7 @@ import sys
 import threading
 import types
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,17 @@ class Client:
     async def say(self, *contents: str, **options: Any) -> str:
         """Return the text of the reply."""
         return (await self.chat(*contents, **options)).choices[0].message.content
+
+
+def conversation(talk: Callable[[Client], Awaitable[None]], reward: float = 1.0) -> Play:
+    """An agent that talks to the policy."""
+
+    async def play(task: dict[str, Any], base_url: str, api_key: str) -> float:
+        async with Client(base_url, api_key) as client:
+            await talk(client)
+        return reward
+
+    return play
 
 
 def last_word(request: SampleRequest) -> Sequence[int]:
@@ -152,11 +164,10 @@ def test_one_conversation_is_one_sequence():
 
 
 def test_attempts_are_reproducible_and_differ_in_their_seeds():
-    async def play(task: Any, base_url: str, api_key: str) -> float:
-        async with Client(base_url, api_key) as client:
-            # Concurrent sub-agents: seeds do not depend on their order.
-            await asyncio.gather(*(client.say(word) for word in ("a", "b", "c")))
-        return 1.0
+    @conversation
+    async def play(client: Client) -> None:
+        # Concurrent sub-agents: seeds do not depend on their order.
+        await asyncio.gather(*(client.say(word) for word in ("a", "b", "c")))
 
     def seeds() -> dict[tuple[int, ...], set[int]]:
         _, requests = run(play, size=3)
@@ -171,15 +182,14 @@ def test_attempts_are_reproducible_and_differ_in_their_seeds():
 
 
 def test_branches_sub_agents_and_rewritten_history_are_sequences():
-    async def play(task: Any, base_url: str, api_key: str) -> float:
-        async with Client(base_url, api_key) as client:
-            await client.say("a")
-            await client.say("a", "RA", "b")
-            await client.say("a", "RA", "c")  # a branch
-            await client.say("z")  # a sub-agent
-            await client.say("a", "RA", "b", "RB", "d")  # continues the first
-            await client.say("a", "changed", "e")  # rewritten history
-        return 1.0
+    @conversation
+    async def play(client: Client) -> None:
+        await client.say("a")
+        await client.say("a", "RA", "b")
+        await client.say("a", "RA", "c")  # a branch
+        await client.say("z")  # a sub-agent
+        await client.say("a", "RA", "b", "RB", "d")  # continues the first
+        await client.say("a", "changed", "e")  # rewritten history
 
     rollout = only(play)
     # Sequences in the order of their last replies.
@@ -197,12 +207,11 @@ def test_branches_sub_agents_and_rewritten_history_are_sequences():
 
 
 def test_last_message_is_the_last_reply_and_only_the_first_turn_has_its_whole_prompt():
-    async def play(task: Any, base_url: str, api_key: str) -> float:
-        async with Client(base_url, api_key) as client:
-            await client.say("u", "example", "a")
-            await client.say("v", "other", "b")  # a sub-agent
-            await client.say("u", "example", "a", "RA", "c")
-        return 1.0
+    @conversation
+    async def play(client: Client) -> None:
+        await client.say("u", "example", "a")
+        await client.say("v", "other", "b")  # a sub-agent
+        await client.say("u", "example", "a", "RA", "c")
 
     rollout = only(play)
     contents = [[message["content"] for message in turn.messages] for turn in rollout.turns]
@@ -217,12 +226,11 @@ def test_repeated_reply_keeps_its_sampled_tokens():
     def odd(request: SampleRequest) -> Sequence[int]:
         return (*b"x", 259, *b"y", END)
 
-    async def play(task: Any, base_url: str, api_key: str) -> float:
-        async with Client(base_url, api_key) as client:
-            text = await client.say("a")
-            assert text == "xy"
-            await client.say("a", text, "b")
-        return 1.0
+    @conversation
+    async def play(client: Client) -> None:
+        text = await client.say("a")
+        assert text == "xy"
+        await client.say("a", text, "b")
 
     group, requests = run(play, sampler=scripted(odd))
     assert [turn.starts_sequence for turn in group.rollouts[0].turns] == [True, False]
@@ -232,13 +240,12 @@ def test_repeated_reply_keeps_its_sampled_tokens():
 def test_reply_with_a_token_of_the_padded_vocabulary_can_be_continued():
     padded = VOCAB_SIZE - 1
 
-    async def play(task: Any, base_url: str, api_key: str) -> float:
-        async with Client(base_url, api_key) as client:
-            text = await client.say("a")
-            await client.say("a", text, "b")
-            with pytest.raises(openai.BadRequestError, match=f"is not in the vocabulary of {VOCAB_SIZE}"):
-                await client.sdk.completions.create(model="any", prompt=[padded + 1])
-        return 1.0
+    @conversation
+    async def play(client: Client) -> None:
+        text = await client.say("a")
+        await client.say("a", text, "b")
+        with pytest.raises(openai.BadRequestError, match=f"is not in the vocabulary of {VOCAB_SIZE}"):
+            await client.sdk.completions.create(model="any", prompt=[padded + 1])
 
     rollout = only(play, sampler=scripted(lambda request: (*b"x", padded, END)))
     assert [turn.starts_sequence for turn in rollout.turns] == [True, False]
@@ -247,11 +254,10 @@ def test_reply_with_a_token_of_the_padded_vocabulary_can_be_continued():
 def test_newest_of_equal_replies_is_continued():
     scripts = iter([(*b"a", 259, *b"b", END), (*b"ab", END), (*b"x", END)])
 
-    async def play(task: Any, base_url: str, api_key: str) -> float:
-        async with Client(base_url, api_key) as client:
-            assert [await client.say("q") for _ in range(2)] == ["ab", "ab"]
-            await client.say("q", "ab", "r")
-        return 1.0
+    @conversation
+    async def play(client: Client) -> None:
+        assert [await client.say("q") for _ in range(2)] == ["ab", "ab"]
+        await client.say("q", "ab", "r")
 
     _, requests = run(play, sampler=scripted(lambda request: next(scripts)))
     start = (*requests[0].prompt_tokens, *b"ab", END)
@@ -259,14 +265,13 @@ def test_newest_of_equal_replies_is_continued():
 
 
 def test_temperature_and_seed_are_those_of_the_run_and_others_are_refused():
-    async def play(task: Any, base_url: str, api_key: str) -> float:
-        async with Client(base_url, api_key) as client:
-            await client.say("a", temperature=0.3, seed=5, max_tokens=1000)
-            with pytest.raises(openai.BadRequestError, match=r"top_p is 0\.5, but the server does not implement it"):
-                await client.say("a", top_p=0.5)
-            with pytest.raises(openai.BadRequestError, match="logit_bias"):
-                await client.say("a", logit_bias={"5": 1})
-        return 1.0
+    @conversation
+    async def play(client: Client) -> None:
+        await client.say("a", temperature=0.3, seed=5, max_tokens=1000)
+        with pytest.raises(openai.BadRequestError, match=r"top_p is 0\.5, but the server does not implement it"):
+            await client.say("a", top_p=0.5)
+        with pytest.raises(openai.BadRequestError, match="logit_bias"):
+            await client.say("a", logit_bias={"5": 1})
 
     for temperature in (1.0, 0.0):
         group, requests = run(play, temperature=temperature)
@@ -280,32 +285,30 @@ def test_temperature_and_seed_are_those_of_the_run_and_others_are_refused():
 def test_most_likely_tokens_are_reported_only_if_the_run_is_greedy(temperature: float):
     options = {"logprobs": True, "top_logprobs": 1, "temperature": 1.0 - temperature}
 
-    async def play(task: Any, base_url: str, api_key: str) -> float:
-        async with Client(base_url, api_key) as client:
-            if temperature:
-                with pytest.raises(openai.BadRequestError, match=r"top_logprobs: 1 needs .* temperature: 0"):
-                    await client.chat("a", **options)
-                await client.say("a")
-            else:
-                [choice] = (await client.chat("a", **options)).choices
-                assert all(len(entry.top_logprobs) == 1 for entry in choice.logprobs.content)
-        return 1.0
+    @conversation
+    async def play(client: Client) -> None:
+        if temperature:
+            with pytest.raises(openai.BadRequestError, match=r"top_logprobs: 1 needs .* temperature: 0"):
+                await client.chat("a", **options)
+            await client.say("a")
+        else:
+            [choice] = (await client.chat("a", **options)).choices
+            assert all(len(entry.top_logprobs) == 1 for entry in choice.logprobs.content)
 
     assert run(play, temperature=temperature)[0].rollouts[0].status is RolloutStatus.COMPLETED
 
 
 def test_streams_choices_stop_strings_and_tokens():
-    async def play(task: Any, base_url: str, api_key: str) -> float:
-        async with Client(base_url, api_key) as client:
-            stream = await client.chat("abc", stream=True)
-            assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "RABC"
-            assert await client.say("word", stop=["O"]) == "RW"
-            two = await client.chat("n", n=2)
-            assert [choice.message.content for choice in two.choices] == ["RN", "RN"]
-            done = await client.sdk.completions.create(model="any", prompt=[1, 2, 3], max_tokens=2)
-            assert done.choices[0].finish_reason == "length"
-            assert [card.id async for card in await client.sdk.models.list()] == ["policy"]
-        return 1.0
+    @conversation
+    async def play(client: Client) -> None:
+        stream = await client.chat("abc", stream=True)
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "RABC"
+        assert await client.say("word", stop=["O"]) == "RW"
+        two = await client.chat("n", n=2)
+        assert [choice.message.content for choice in two.choices] == ["RN", "RN"]
+        done = await client.sdk.completions.create(model="any", prompt=[1, 2, 3], max_tokens=2)
+        assert done.choices[0].finish_reason == "length"
+        assert [card.id async for card in await client.sdk.models.list()] == ["policy"]
 
     rollout = only(play)
     assert replies(rollout) == ["RABC", "RWO", "RN", "RN", "R" + chr(1)]
@@ -314,12 +317,11 @@ def test_streams_choices_stop_strings_and_tokens():
 
 
 def test_stop_string_ends_sampling():
-    async def play(task: Any, base_url: str, api_key: str) -> float:
-        async with Client(base_url, api_key) as client:
-            for _ in range(2):
-                reply = await client.sdk.completions.create(model="any", prompt=[65], stop=["D", "X"], max_tokens=8)
-                assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("ABC", "stop")
-        return 1.0
+    @conversation
+    async def play(client: Client) -> None:
+        for _ in range(2):
+            reply = await client.sdk.completions.create(model="any", prompt=[65], stop=["D", "X"], max_tokens=8)
+            assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("ABC", "stop")
 
     # It would sample without an end.
     rollout = only(play, sampler=TokenSampler(length=10**9, tokens_per_version=3))
@@ -329,11 +331,10 @@ def test_stop_string_ends_sampling():
 
 
 def test_stop_string_in_the_last_allowed_token_ends_the_reply():
-    async def play(task: Any, base_url: str, api_key: str) -> float:
-        async with Client(base_url, api_key) as client:
-            choice = (await client.chat("abcdefghij", stop=["C"], max_tokens=4)).choices[0]
-            assert (choice.message.content, choice.finish_reason) == ("RAB", "stop")
-        return 1.0
+    @conversation
+    async def play(client: Client) -> None:
+        choice = (await client.chat("abcdefghij", stop=["C"], max_tokens=4)).choices[0]
+        assert (choice.message.content, choice.finish_reason) == ("RAB", "stop")
 
     rollout = only(play)
     assert rollout.status is RolloutStatus.COMPLETED
@@ -539,15 +540,14 @@ def test_late_agent_is_timed_out(bad: Play, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("handles", [True, False])
 def test_limits_truncate_the_rollout(handles: bool):
-    async def play(task: Any, base_url: str, api_key: str) -> float:
-        async with Client(base_url, api_key) as client:
-            await client.say("a")
-            await client.say("b")
-            if not handles:
-                await client.say("c")
-            with pytest.raises(openai.BadRequestError, match=r"maximum of 2 replies \(rollouts\.max_turns\)"):
-                await client.say("c")
-        return 0.5
+    @functools.partial(conversation, reward=0.5)
+    async def play(client: Client) -> None:
+        await client.say("a")
+        await client.say("b")
+        if not handles:
+            await client.say("c")
+        with pytest.raises(openai.BadRequestError, match=r"maximum of 2 replies \(rollouts\.max_turns\)"):
+            await client.say("c")
 
     limits = Limits(max_length=120, max_new_tokens=8, max_turns=2)
     rollout = only(play, limits=limits)
@@ -589,14 +589,13 @@ def test_choices_of_a_failed_response_are_not_recorded(stream: bool):
         async for chunk in response:
             received.append(chunk.choices[0].index)
 
-    async def play(task: Any, base_url: str, api_key: str) -> float:
-        async with Client(base_url, api_key) as client:
-            await client.say("a")
-            # The first two choices take the 9 tokens that are left.
-            with pytest.raises(openai.APIError, match=r"maximum of 12 tokens \(rollouts\.max_tokens\)"):
-                await ask(client)
-            await client.say("a", "RA", "bcd")
-        return 0.5
+    @functools.partial(conversation, reward=0.5)
+    async def play(client: Client) -> None:
+        await client.say("a")
+        # The first two choices take the 9 tokens that are left.
+        with pytest.raises(openai.APIError, match=r"maximum of 12 tokens \(rollouts\.max_tokens\)"):
+            await ask(client)
+        await client.say("a", "RA", "bcd")
 
     group, requests = run(play, limits=Limits(max_length=120, max_new_tokens=8, max_turns=6, max_tokens=12))
     [rollout] = group.rollouts
@@ -609,19 +608,18 @@ def test_choices_of_a_failed_response_are_not_recorded(stream: bool):
 
 
 def test_replies_of_disconnected_clients_do_not_count():
-    async def play(task: Any, base_url: str, api_key: str) -> float:
-        async with Client(base_url, api_key) as client:
-            complete = client.sdk.completions.create
-            for _ in range(3):
-                asked = asyncio.ensure_future(complete(model="any", prompt=[65]))
-                await asyncio.to_thread(serving_cases.until, lambda: not sampler.is_idle)
-                asked.cancel()
-                await asyncio.to_thread(serving_cases.until, lambda: sampler.is_idle)
-            for _ in range(2):
-                assert (await complete(model="any", prompt=[65], stop=["D"])).choices[0].text == "ABC"
-            with pytest.raises(openai.BadRequestError, match=r"maximum of 2 replies"):
-                await complete(model="any", prompt=[65], stop=["D"])
-        return 1.0
+    @conversation
+    async def play(client: Client) -> None:
+        complete = client.sdk.completions.create
+        for _ in range(3):
+            asked = asyncio.ensure_future(complete(model="any", prompt=[65]))
+            await asyncio.to_thread(serving_cases.until, lambda: not sampler.is_idle)
+            asked.cancel()
+            await asyncio.to_thread(serving_cases.until, lambda: sampler.is_idle)
+        for _ in range(2):
+            assert (await complete(model="any", prompt=[65], stop=["D"])).choices[0].text == "ABC"
+        with pytest.raises(openai.BadRequestError, match=r"maximum of 2 replies"):
+            await complete(model="any", prompt=[65], stop=["D"])
 
     limits = Limits(max_length=120, max_new_tokens=8, max_turns=2, max_seconds=serving_cases.TIMEOUT)
     sampler = TokenSampler(length=10**9)  # It would sample without an end.
@@ -816,11 +814,10 @@ def test_an_untrained_request_beyond_the_context_does_not_truncate_the_rollout()
 
 @pytest.mark.medium
 def test_concurrent_requests_share_a_single_slot():
-    async def play(task: Any, base_url: str, api_key: str) -> float:
-        async with Client(base_url, api_key) as client:
-            first, second = await asyncio.gather(client.say("a"), client.say("b"))
-            await asyncio.gather(client.say("a", first, "c"), client.say("b", second, "d"))
-        return 1.0
+    @conversation
+    async def play(client: Client) -> None:
+        first, second = await asyncio.gather(client.say("a"), client.say("b"))
+        await asyncio.gather(client.say("a", first, "c"), client.say("b", second, "d"))
 
     limits = Limits(max_length=serving_cases.CONTEXT, max_new_tokens=4, max_turns=4)
     group, _ = run(play, sampler=serving_cases.tiny_sampler(slots=1), size=2, limits=limits)
@@ -829,12 +826,11 @@ def test_concurrent_requests_share_a_single_slot():
 
 
 def test_prompt_beyond_the_context_truncates_the_rollout():
-    async def play(task: Any, base_url: str, api_key: str) -> float:
-        async with Client(base_url, api_key) as client:
-            await client.say("a")
-            with pytest.raises(openai.BadRequestError, match="maximum context length is 120 tokens"):
-                await client.say("a" * 200)
-        return 0.5
+    @functools.partial(conversation, reward=0.5)
+    async def play(client: Client) -> None:
+        await client.say("a")
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 120 tokens"):
+            await client.say("a" * 200)
 
     assert only(play).status is RolloutStatus.TRUNCATED
 
@@ -916,17 +912,16 @@ def test_tool_calls_continue_their_sequence():
     def script(request: SampleRequest) -> Sequence[int]:
         return (*(reply.encode() if 262 not in request.prompt_tokens[-20:] else b"ok"), END)
 
-    async def play(task: Any, base_url: str, api_key: str) -> float:
-        async with Client(base_url, api_key) as client:
-            messages: list[Any] = [{"role": "user", "content": "1?"}]
-            tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-            options = {"model": "m", "tools": tools}
-            answer = (await client.sdk.chat.completions.create(messages=messages, **options)).choices[0].message
-            [made] = answer.tool_calls
-            messages += [answer.model_dump(exclude_none=True)]
-            messages += [{"role": "tool", "tool_call_id": made.id, "content": "2"}]
-            await client.sdk.chat.completions.create(messages=messages, **options)
-        return 1.0
+    @conversation
+    async def play(client: Client) -> None:
+        messages: list[Any] = [{"role": "user", "content": "1?"}]
+        tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+        options = {"model": "m", "tools": tools}
+        answer = (await client.sdk.chat.completions.create(messages=messages, **options)).choices[0].message
+        [made] = answer.tool_calls
+        messages += [answer.model_dump(exclude_none=True)]
+        messages += [{"role": "tool", "tool_call_id": made.id, "content": "2"}]
+        await client.sdk.chat.completions.create(messages=messages, **options)
 
     limits = Limits(max_length=2000, max_new_tokens=80, max_turns=6)
     rollout = only(play, sampler=scripted(script), limits=limits)

@@ -270,20 +270,6 @@ def test_simultaneous_requests_do_not_exceed_the_limit(held: Held, stream: bool)
 
 
 @pytest.mark.medium
-def test_disconnected_clients_release_the_limit(held: Held):
-    for stream in (False, True):
-        held.open.clear()
-        with serving(held.sampler, max_sequences=3) as server:
-            client = raw_request(server, body(n=3, stream=stream))
-            until(lambda: server.engine.in_progress == 3)
-            client.close()
-            until(lambda: server.engine.in_progress == 0)
-            held.open.set()
-            response = httpx.post(f"{server.url}/v1/completions", json=body(n=3, max_tokens=1), timeout=TIMEOUT)
-            assert response.status_code == 200
-
-
-@pytest.mark.medium
 def test_a_weight_update_in_mid_stream(server: Serving, held: Held):
     """The tokens before the update are those of the old weights, and no stream breaks."""
     [before] = held_generation(held, MAX_NEW)

@@ -121,46 +121,8 @@ def test_an_assistant_message_may_have_no_content():
     assert message == {"role": "assistant", "content": ""}
 
 
-def test_a_function_call_is_refused():
-    call = {"name": "add", "arguments": "{}"}
-    with pytest.raises(ApiError, match=r"messages\[0\].function_call is not read by the server; use tool_calls"):
-        chat([{"role": "assistant", "content": None, "function_call": call}])
-    assert chat([{"role": "assistant", "content": "a", "function_call": None}])[0]["content"] == "a"
-
-
 def test_return_token_ids_has_no_effect_on_generate():
     """The endpoint always returns token ids."""
     given = {"token_ids": [1], "sampling_params": {}}
     for value in (True, False, "yes"):
         assert parse_body(GenerateRequest, {**given, "return_token_ids": value}) == parse_body(GenerateRequest, given)
-
-
-@pytest.mark.parametrize(("stop", "texts"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([], [])])
-def test_stop_is_a_text_or_a_list(stop: Any, texts: list[str]):
-    body = parse_body(CompletionRequest, {"model": "m", "prompt": "a", "stop": stop})
-    assert body.stop == texts
-
-
-def test_an_invalid_stop_is_named():
-    for stop in (3, [3], "", ["a", ""], ["a"] * 17):
-        with pytest.raises(ApiError, match="stop"):
-            parse_body(CompletionRequest, {"model": "m", "prompt": "a", "stop": stop})
-
-
-@pytest.mark.parametrize("role", [None, "judge", ["user"], {"name": "user"}])
-def test_an_invalid_role_is_named(role: Any):
-    with pytest.raises(ApiError, match=r"messages\[0\].role is .*; use system, user, assistant or tool"):
-        chat([{"role": role, "content": "a"}])
-
-
-@pytest.mark.parametrize(
-    ("calls", "message"),
-    [
-        ([{}], "a call without a function name"),
-        ([{"function": {"name": "add", "arguments": "{"}}], "arguments in .*tool_calls is not valid JSON"),
-        ("add", "must be a text or a list of text parts"),
-    ],
-)
-def test_malformed_tool_calls_are_named(calls: Any, message: str):
-    with pytest.raises(ApiError, match=message):
-        chat([{"role": "assistant", "content": None, "tool_calls": calls}])
