@@ -233,15 +233,6 @@ def _unpadded(data: np.ndarray, size: int) -> bytes:
     return np.asarray(data).tobytes()[: max(size, 0)]
 
 
-def gather_rows(row: np.ndarray) -> np.ndarray:
-    """Gather one array per process, all of the same shape and dtype, in process order.
-
-    >>> gather_rows(np.arange(3)).tolist()
-    [[0, 1, 2]]
-    """
-    return multihost_utils.process_allgather(row) if is_multihost() else row[None]
-
-
 def commit_in_background(
     key: str, work: Callable[[], str], commit: Callable[[list[str]], None], timeout: float
 ) -> None:

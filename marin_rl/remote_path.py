@@ -31,6 +31,10 @@ class StorageError(OSError):
         self.remedy = remedy
         """Advice to the user."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # TensorStore copies the exceptions of its callbacks, as multiprocessing does.
+        return type(self), (self.strerror, self.filename, self.remedy)
+
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}; {self.remedy}"
 

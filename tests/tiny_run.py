@@ -210,19 +210,18 @@ def outcome(run: TinyRun) -> dict[str, Any]:
     """Results of a run that must not depend on interruptions."""
     newest = run.checkpoint(run.steps()[-1])
     manifest = json.loads((newest / "manifest.json").read_text())
+    files = manifest["files"]
     return {
         "records": [without_timings(record) for record in run.records()],
         "steps": run.steps(),
         "progress": manifest["progress"],
         "state": {
-            name: [(box["bounds"], [piece["sha256"] for piece in box["pieces"]]) for box in array["boxes"]]
+            name: [array, *(files[file] for file in sorted(files) if file.startswith(f"{array['prefix']}-"))]
             for name, array in manifest["arrays"].items()
         },
-        # In an object store, their paths contain a random name of the save. The digests of files depend on timings.
+        # The checksums of files depend on timings.
         "other files": {
-            name: {**file, "path": name}
-            for name, file in manifest["files"].items()
-            if not name.startswith("state/") and name != "run_files.json"
+            name: files[name] for name in files if not name.startswith("state/") and name != "run_files.json"
         },
         "rollouts": stored(run.path / "rollouts"),
         "hf": {

@@ -6,39 +6,31 @@
 ```
 checkpoints/
   step-00000040/
-    state/          boxes of the arrays: weights, optimizer moments and random key, restorable on any mesh
+    state/          chunks of the arrays: weights, optimizer moments and random key, restorable on any mesh
     replay.bin      groups that wait for training
-    manifest.json   format, step, host-side progress, all files with their sizes, all boxes with their checksums
+    manifest.json   format, step, host-side progress, all arrays, all files with their sizes and checksums
 ```
 
 `save` copies the arrays to the host and returns; a thread writes them while training continues. Every process of a
-multi-host run writes the boxes of its devices, the main process writes the rest. On a local file system a checkpoint is
-written into a folder with a leading dot, synced to disk and then renamed. In an object store the manifest is written
-last, a folder without a manifest is not a checkpoint, and all other names begin with a random one of the save. The next
-save removes what an interrupted save has left.
+multi-host run writes the shards of its devices, the main process writes the rest. On a local file system a checkpoint
+is written into a folder with a leading dot, synced to disk and then renamed. In an object store all other files are in
+a folder with a random name of the save, the manifest is written last, and a folder without a manifest is not a
+checkpoint. The next save removes what an interrupted save has left.
 """
 
 import contextlib
 import json
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jax
 from levanter.trainer_state import TrainerState
 
 from marin_rl import multihost
 from marin_rl.background_job import BackgroundJob
-from marin_rl.learner.array_files import (
-    HostArray,
-    copy_to_host,
-    from_jsonable,
-    merge,
-    to_jsonable,
-    write_boxes,
-)
+from marin_rl.learner.array_files import STATE, HostArray, copy_to_host, write_arrays
 from marin_rl.learner.checkpoint_folders import (
     MANIFEST,
     CheckpointError,
@@ -48,20 +40,9 @@ from marin_rl.learner.checkpoint_folders import (
     step_of,
 )
 from marin_rl.learner.config import CheckpointConfig
-from marin_rl.learner.saved_checkpoint import (
-    FORMAT,
-    STATE,
-    Checkpoint,
-    DamagedCheckpointError,
-    array_file_sizes,
-    checksum,
-    dump_manifest,
-    open_checkpoint,
-    require_complete,
-    stored_path,
-)
+from marin_rl.learner.saved_checkpoint import Checkpoint, DamagedCheckpointError, Manifest, open_checkpoint
 from marin_rl.remote_path import RemotePath
-from marin_rl.storage import StoragePath, file_sizes, remove, replace_folder
+from marin_rl.storage import FileDigest, StoragePath, digest_of, file_sizes, remove, replace_folder
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +95,9 @@ class Checkpoints:
         target = self._path(step)
         with self._writing(target):
             attempt = multihost.on_main(lambda: self._begin(target))
-        manifest = {"format": FORMAT, "step": step, "progress": json.loads(json.dumps(dict(progress)))}
-        self._job.start(self._write, target, attempt, manifest, copy_to_host(state), dict(files or {}))
+        # A copy, because training changes it.
+        own = json.loads(json.dumps(dict(progress)))
+        self._job.start(self._write, target, attempt, step, own, copy_to_host(state), dict(files or {}))
         return target
 
     def flush(self) -> None:
@@ -146,47 +128,45 @@ class Checkpoints:
         self,
         target: StoragePath,
         attempt: str,
-        manifest: dict[str, Any],
+        step: int,
+        progress: dict[str, Any],
         arrays: dict[str, HostArray],
         files: dict[str, bytes],
     ) -> None:
-        """Write the boxes of this process; the main process then writes the rest. Runs in the thread."""
+        """Write the shards of this process; the main process then writes the rest. Runs in the thread."""
         partial = self._partial(target, attempt)
-        prefix = f"{attempt}-{jax.process_index():05d}-of-{jax.process_count():05d}"
 
         def write() -> str:
-            return json.dumps(to_jsonable(write_boxes(partial / STATE, prefix, arrays)))
+            return json.dumps(write_arrays(partial, arrays))
 
         def commit(parts: list[str]) -> None:
-            saved = merge(from_jsonable(json.loads(part)) for part in parts)
-            described = array_file_sizes(saved)
+            written = {name: FileDigest(*digest) for part in parts for name, digest in json.loads(part).items()}
             for name, data in files.items():
-                described[name] = {"bytes": len(data), "sha256": checksum(data)}
-                if partial == target:
-                    # An interrupted save of the same step must not change the file of the checkpoint that is there.
-                    described[name]["path"] = f"{attempt}-{name}"
-                (partial / stored_path(name, described)).write_bytes(data)
-            complete = {**manifest, "arrays": to_jsonable(saved), "files": described}
-            require_complete(target, described, saved, file_sizes(partial))
-            (partial / MANIFEST).write_bytes(dump_manifest(complete).encode())
-            self._finish(target, partial, {stored_path(name, described) for name in described})
-            self._prune(newest=manifest["step"])
+                (partial / name).write_bytes(data)
+                written[name] = digest_of(data)
+            folder = attempt if isinstance(target, RemotePath) else ""
+            manifest = Manifest(step, progress, folder, {name: array for name, (array, _) in arrays.items()}, written)
+            _require_complete(target, manifest, partial)
+            ((target if folder else partial) / MANIFEST).write_bytes(manifest.dumps().encode())
+            self._finish(target, partial)
+            self._prune(newest=step)
 
         with self._writing(target):
             multihost.commit_in_background(f"checkpoint/{attempt}", write, commit, SAVE_TIMEOUT)
 
-    def _finish(self, target: StoragePath, partial: StoragePath, files: Set[str]) -> None:
+    def _finish(self, target: StoragePath, partial: StoragePath) -> None:
         """Give a complete checkpoint its name."""
         if isinstance(target, Path) and isinstance(partial, Path):
             replace_folder(target, partial)
             return
-        # Files of an earlier attempt to save this step.
-        for stale in file_sizes(target).keys() - files - {MANIFEST}:
-            (target / stale).unlink(missing_ok=True)
+        # Files of an earlier save of this step.
+        for stale in file_sizes(target).keys() - {MANIFEST}:
+            if not stale.startswith(f"{partial.name}/"):
+                (target / stale).unlink(missing_ok=True)
 
     def _partial(self, target: StoragePath, attempt: str) -> StoragePath:
         """The folder into which a checkpoint is written."""
-        return target if isinstance(target, RemotePath) else self.folder / f".{target.name}.{attempt}.partial"
+        return target / attempt if isinstance(target, RemotePath) else self.folder / f".{target.name}.{attempt}.partial"
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, damaged ones included, oldest first; ignores names such as `step-1`."""
@@ -295,3 +275,16 @@ class Checkpoints:
 
     def _path(self, step: int) -> StoragePath:
         return self.folder / folder_name(step)
+
+
+def _require_complete(target: StoragePath, manifest: Manifest, partial: StoragePath) -> None:
+    """Check before the commit that the main process sees every file of every array."""
+    sizes = file_sizes(partial)
+    absent = [name for name, file in manifest.files.items() if sizes.get(name) != file.size]
+    absent += manifest.saved(target).missing_files()
+    if absent:
+        raise CheckpointError(
+            f"checkpoint {target} is incomplete: {len(absent)} files of its arrays are absent, the first is "
+            f"{absent[0]}. Every training process writes its own shards, so all of them must see one folder: put "
+            "run_dir on a file system that all training hosts share, or in an object store"
+        )

@@ -5,7 +5,8 @@
 
 The tensors of one layer, or those outside all layers, are converted at a time. They stay sharded on the devices; the
 main process copies one of them after another to its host, in slices, and writes it. So an export needs room for one
-layer, or for embeddings and head, and not for the model. A checkpoint is read in the same parts.
+layer, or for embeddings and head, and not for the model. A checkpoint is read in the same parts, with up to 512 MiB of
+chunks that hold several layers.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tensorstore as ts
 from haliax import Axis, NamedArray
 from haliax.nn import Stacked
 from jax.sharding import NamedSharding, PartitionSpec
@@ -28,9 +30,8 @@ from levanter.models.gpt2 import Gpt2Config
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl import multihost
-from marin_rl.learner.array_files import SavedArray, read_rows, verify
+from marin_rl.learner.array_files import SavedArrays
 from marin_rl.models.hf_tensors import to_tensors
-from marin_rl.storage import StoragePath
 from marin_rl.trainer_config import AbstractTrainerConfig
 
 SHARD_BYTES = 10**10
@@ -96,33 +97,30 @@ class DeviceWeights:
 class _Saved:
     """A leaf of a saved policy."""
 
-    array: SavedArray
+    array: ts.TensorStore
     like: Any
 
 
 class SavedWeights:
     """Weights in the files of a checkpoint, for one process."""
 
-    def __init__(
-        self, shape: LmHeadModel, saved: Mapping[str, SavedArray], folder: StoragePath, dtype: jnp.dtype | None = None
-    ) -> None:
+    def __init__(self, shape: LmHeadModel, saved: SavedArrays, dtype: jnp.dtype | None = None) -> None:
         """Compare the checksums of the files.
 
         Args:
             shape: shapes of the saved policy.
             saved: its arrays, by path in the policy.
-            folder: folder of the files.
             dtype: type of the tensors; None for that of the parameters.
 
         Raises:
             DamagedArraysError: if a file is missing or altered.
         """
         self.shape, self.dtype = shape, dtype
-        self._folder = folder
-        verify(folder, saved.values())
+        saved.verify()
+        arrays = saved.open()
         self._stacked, self._others = _split(
             jax.tree_util.tree_map_with_path(
-                lambda path, leaf: _Saved(saved[jax.tree_util.keystr(path)], leaf), shape, is_leaf=_is_named
+                lambda path, leaf: _Saved(arrays[jax.tree_util.keystr(path)], leaf), shape, is_leaf=_is_named
             )
         )
         self._convert_layer = eqx.filter_jit(lambda layer: _convert_layer(self, layer))
@@ -138,12 +136,10 @@ class SavedWeights:
 
     def _read(self, tree: Any, start: int, stop: int | None) -> Any:
         """Read rows of all arrays of a tree; all rows if `stop` is None."""
-
-        def read(leaf: _Saved) -> Any:
-            rows = read_rows(self._folder, leaf.array, start, leaf.array.shape[0] if stop is None else stop)
-            return _with_rows(leaf.like, rows)
-
-        return jax.tree.map(read, tree, is_leaf=lambda leaf: isinstance(leaf, _Saved))
+        leaves, structure = jax.tree.flatten(tree, is_leaf=lambda leaf: isinstance(leaf, _Saved))
+        reads = [leaf.array[start:stop].read() for leaf in leaves]
+        rows = [_with_rows(leaf.like, read.result()) for leaf, read in zip(leaves, reads, strict=True)]
+        return jax.tree.unflatten(structure, rows)
 
 
 def _is_named(leaf: object) -> bool:

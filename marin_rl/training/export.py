@@ -12,11 +12,10 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from marin_rl import multihost
-from marin_rl.learner.array_files import DamagedArraysError
 from marin_rl.learner.hf_export import SavedWeights, WeightParts
 from marin_rl.learner.policy_model import save_hf_folder
 from marin_rl.learner.policy_spec import PolicySpec
-from marin_rl.learner.saved_checkpoint import STATE, Checkpoint, DamagedCheckpointError
+from marin_rl.learner.saved_checkpoint import Checkpoint
 from marin_rl.storage import StoragePath, replace_folder, upload_folder
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.training.run_directory import EXPORTED_STEP
@@ -65,7 +64,5 @@ def saved_weights(checkpoint: Checkpoint, spec: PolicySpec, dtype: jnp.dtype | N
         CheckpointError: if the checkpoint is damaged, or holds another model.
     """
     saved = checkpoint.arrays_of(spec.policy, spec.policy_path)
-    try:
-        return SavedWeights(spec.policy, saved, checkpoint.path / STATE, dtype)
-    except DamagedArraysError as error:
-        raise DamagedCheckpointError(f"checkpoint {checkpoint.path} is damaged: {error}") from error
+    with checkpoint.naming_damage():
+        return SavedWeights(spec.policy, saved, dtype)

@@ -5,7 +5,6 @@
 
 import io
 import itertools
-import json
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import TextIO
@@ -67,7 +66,7 @@ def _last_progress(directory: RunDirectory, step: int) -> Progress | None:
     if not any(directory.hf.glob("*.safetensors")):
         return None
     try:
-        progress = Progress(**json.loads(read_manifest(last))["progress"])
+        progress = Progress(**read_manifest(last).progress)
     except (CheckpointError, TypeError):
         # The run is opened, which explains it.
         return None

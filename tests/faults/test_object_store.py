@@ -104,10 +104,10 @@ def process(run: TinyRun, folder: Path, gcs: Gcs) -> LiveRun:
 
 
 MOMENTS = [
-    r"POST runs/tiny/checkpoints/step-00000000/state/",
+    r"POST runs/tiny/checkpoints/step-00000000/\w+/state/",
     r"POST runs/tiny/checkpoints/step-00000002/manifest\.json",
     r"POST runs/tiny/rollouts/step-00000004\.parquet",
-    r"DELETE runs/tiny/checkpoints/step-00000003/state/",
+    r"DELETE runs/tiny/checkpoints/step-00000003/\w+/state/",
     r"POST runs/tiny/hf/model\.safetensors",
 ]
 """Requests at which the run is killed; they are not served."""
@@ -204,7 +204,7 @@ def test_failing_requests_are_repeated(
         Fault(r"POST .*\.lock", 503, 1),
         Fault(r"GET .*step-00000005/manifest.json", 503, 1),
         Fault(r"GET .*step-00000005/state/", 503, 1),
-        Fault(r"POST .*step-00000006/state/", 503, 1),
+        Fault(r"POST .*step-00000006/\w+/state/", 503, 1),
         Fault(r"POST .*rollouts/step-00000006", 429, 1),
         Fault(r"POST .*hf/config.json", 503, 1),
     ]

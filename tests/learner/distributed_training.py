@@ -77,18 +77,25 @@ def has_handler(number: int) -> bool:
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
-def count_reads() -> list[int]:
-    """Count the bytes that are read of files of arrays from now on."""
-    from marin_rl.learner import array_files
+def record_files() -> tuple[set[str], list[int]]:
+    """Record the names of the files of arrays that are written, and the sizes of those that are read, from now on."""
+    written: set[str] = set()
+    sizes: list[int] = []
+    read_bytes, write_bytes = Path.read_bytes, Path.write_bytes
 
-    sizes, read_range = [], array_files.read_range
+    def read(path: Path) -> bytes:
+        data = read_bytes(path)
+        if path.suffix == ".bin":
+            sizes.append(len(data))
+        return data
 
-    def read(path: Path, start: int, stop: int) -> bytes:
-        sizes.append(stop - start)
-        return read_range(path, start, stop)
+    def write(path: Path, data: bytes) -> int:
+        if path.suffix == ".bin":
+            written.add(path.name)
+        return write_bytes(path, data)
 
-    array_files.read_range = read
-    return sizes
+    Path.read_bytes, Path.write_bytes = read, write
+    return written, sizes
 
 
 def bytes_to_take_rows(rows: int, columns: int) -> int:
@@ -158,10 +165,10 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
 
     hf_export.SLICE_BYTES = 1000
     write_weights(DeviceWeights(state.model, trainer), folder, 20_000)
+    written, bytes_read = record_files()
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
     checkpoints.save(state, UPDATES, {"saved by": count}, {"more": b"of the main process"} if index == 0 else {})
     checkpoints.flush()
-    bytes_read = count_reads()
     checkpoint = checkpoints.open(UPDATES)
     more = checkpoint.read("more").decode()
     restored = checkpoint.restore(learner.state_shape(state.model), learner.trainer)
@@ -215,7 +222,8 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
         "own elements": sum(shard.data.size for shard in up_proj.addressable_shards),
         "more": more,
         "bytes read": sum(bytes_read),
-        "bytes saved": sum(file["bytes"] for name, file in checkpoint.files.items() if name != "more"),
+        "bytes saved": sum(file.size for name, file in checkpoint.saved.files.items() if name != "more"),
+        "written": sorted(written),
         "restored": len(same) if all(same) else "differs",
         "kept": all(kept[name].tobytes() == weights[f".model{name}"].tobytes() for name in kept) and len(kept),
         "said": [multihost.on_main(lambda size=size: "ä" * size + str(index)) for size in (0, 300, 2**18)],

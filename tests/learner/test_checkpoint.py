@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import logging
+import re
 import resource
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,9 +15,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from marin_rl.learner import array_files
 from marin_rl.learner import checkpoint as checkpoint_module
-from marin_rl.learner.array_files import write_boxes
+from marin_rl.learner.array_files import STATE, write_arrays
 from marin_rl.learner.checkpoint import CheckpointConfig, Checkpoints
 from marin_rl.learner.checkpoint_folders import CheckpointError
 from marin_rl.learner.policy_spec import PolicySpec
@@ -28,7 +28,7 @@ from marin_rl.learner.saved_checkpoint import (
     open_checkpoint,
 )
 from marin_rl.remote_path import StorageError
-from marin_rl.storage import file_sizes, read_range, storage_path
+from marin_rl.storage import file_sizes, storage_path
 
 PROGRESS = {"step": 2, "episodes": 16, "evaluations": {"before RL": {"eval/accuracy": 0.1 + 0.2}}}
 
@@ -261,92 +261,80 @@ def test_damaged_checkpoint_is_skipped_with_a_warning(tiny, state, saved: Checkp
 
 
 def failing_read(error: OSError) -> Callable[..., bytes]:
-    def read(path: Path, start: int, stop: int) -> bytes:
+    def read(path: Path) -> bytes:
         raise error
 
     return read
 
 
-def test_unreadable_file_falls_back(saved: Checkpoints, load, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(array_files, "read_range", failing_read(OSError(5, "Input/output error")))
+def test_unreadable_file_falls_back(saved: Checkpoints, load, monkeypatch) -> None:
+    monkeypatch.setattr(Path, "read_bytes", failing_read(OSError(5, "Input/output error")))
     with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged: .*Input/output error.*00000001"):
         saved.restore_newest(load)
 
 
 def test_failing_store_does_not_fall_back(saved: Checkpoints, load, monkeypatch) -> None:
     error = StorageError("the store failed", "gs://bucket/x", "try again")
-    monkeypatch.setattr(array_files, "read_range", failing_read(error))
+    checkpoint = saved.open(2)
+    monkeypatch.setattr(Path, "read_bytes", failing_read(error))
+    monkeypatch.setattr(Checkpoint, "read", lambda self, name: b"more")
+    monkeypatch.setattr(saved, "open", lambda step: checkpoint)
     with pytest.raises(StorageError, match=r"gs://bucket/x: the store failed; try again"):
         saved.restore_newest(load)
 
 
-def test_each_byte_is_read_once(saved: Checkpoints, load, monkeypatch) -> None:
-    ranges = []
-
-    def read(path: Path, start: int, stop: int) -> bytes:
-        ranges.append((path, start, stop))
-        return read_range(path, start, stop)
-
-    monkeypatch.setattr(array_files, "read_range", read)
+def test_each_file_is_read_once(saved: Checkpoints, load, monkeypatch) -> None:
     checkpoint = saved.open(2)
+    reads: list[str] = []
+    read_bytes = Path.read_bytes
+
+    def read(path: Path) -> bytes:
+        reads.append(str(path.relative_to(checkpoint.path)))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
     load(checkpoint)
-    sizes = {saved.folder / "step-00000002" / name: file["bytes"] for name, file in checkpoint.files.items()}
-    del sizes[saved.folder / "step-00000002" / "more"]
-    assert sorted(ranges) == [(path, 0, size) for path, size in sorted(sizes.items())]
+    assert sorted(reads) == sorted(checkpoint.saved.files)
 
 
-def without_a_box(manifest: dict) -> None:
-    manifest["arrays"][".training_key"]["boxes"] = []
-
-
-def without_a_piece(manifest: dict) -> None:
-    manifest["arrays"][".training_key"]["boxes"][0]["pieces"] = []
-
-
-def without_a_file(manifest: dict) -> None:
-    del manifest["files"][next(name for name in manifest["files"] if name.startswith("state/"))]
-
-
-@pytest.mark.parametrize("change", [without_a_box, without_a_piece, without_a_file])
-def test_manifest_that_does_not_describe_all_arrays_is_rejected(saved: Checkpoints, caplog, change) -> None:
+@pytest.mark.parametrize("name", ["training_key-0.bin", "model.lm_head.weight-0.0.bin"])
+def test_manifest_that_does_not_list_all_files_of_arrays_is_rejected(saved: Checkpoints, name: str) -> None:
     folder = saved.folder / "step-00000002"
     manifest = load_manifest((folder / "manifest.json").read_text())
-    change(manifest)
+    del manifest["files"][f"state/{name}"]
     (folder / "manifest.json").write_text(dump_manifest(manifest))
-    with pytest.raises(CheckpointError, match=r"is incomplete: (\.training_key|state/.*\.bin) was not written"):
+    with pytest.raises(CheckpointError, match=rf"is incomplete: state/{re.escape(name)} was not written completely"):
         saved.open(2)
     good = saved.newest_good()
     assert good is not None
     assert good.step == 1
 
 
-def without_files(folder: Path, prefix: str, arrays: dict) -> dict:
+def without_files(folder: Path, arrays: dict) -> dict:
     """Write no file, as if another host wrote it to its local disk."""
-    written = write_boxes(folder, prefix, arrays)
-    for file in folder.iterdir():
+    written = write_arrays(folder, arrays)
+    for file in (folder / STATE).iterdir():
         file.unlink()
     return written
 
 
-def without_boxes(folder: Path, prefix: str, arrays: dict) -> dict:
-    """Write some arrays only, as if another process answered without its boxes."""
-    written = write_boxes(folder, prefix, arrays)
-    return {**written, ".step": dataclasses.replace(written[".step"], boxes=())}
+def without_an_array(folder: Path, arrays: dict) -> dict:
+    """Write some arrays only, as if another process answered without its shards."""
+    return write_arrays(folder, {name: array for name, array in arrays.items() if name != ".step"})
 
 
 @pytest.mark.parametrize(
-    ("write", "first"),
-    [(without_files, r"state/.*-00000-of-00001-0000\.bin"), (without_boxes, r"a part of \.step")],
+    ("write", "number", "first"), [(without_files, 3, r"state/\S+\.bin"), (without_an_array, 1, r"state/step-0\.bin")]
 )
 def test_save_fails_if_a_shard_is_missing(
-    small_state, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write, first: str
+    small_state, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write, number: int, first: str
 ) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     save(checkpoints, small_state, 1, {})
-    monkeypatch.setattr(checkpoint_module, "write_boxes", write)
+    monkeypatch.setattr(checkpoint_module, "write_arrays", write)
     with pytest.raises(
         CheckpointError,
-        match=f"step-00000002 is incomplete: 1 files of its arrays are absent, the first is {first}.* put "
+        match=f"step-00000002 is incomplete: {number} files of its arrays are absent, the first is {first}. .* put "
         "run_dir on a file system that all training hosts share",
     ):
         save(checkpoints, small_state, 2, {})
@@ -375,14 +363,14 @@ def test_error_names_all_damaged_checkpoints(saved: Checkpoints) -> None:
     assert all(complaint in str(caught.value) for complaint in complaints)
 
 
-def reseal(folder: Path, **changes: object) -> None:
+def reseal(folder: Path, /, **changes: object) -> None:
     """Change entries of a manifest (None removes one) and update its checksum."""
     manifest = load_manifest((folder / "manifest.json").read_text()) | changes
     present = {name: value for name, value in manifest.items() if value is not None}
     (folder / "manifest.json").write_text(dump_manifest(present))
 
 
-@pytest.mark.parametrize("name", ["step", "progress", "arrays", "files"])
+@pytest.mark.parametrize("name", ["step", "progress", "folder", "arrays", "files"])
 def test_manifest_without_an_entry_is_rejected(saved: Checkpoints, name: str) -> None:
     reseal(saved.folder / "step-00000002", **{name: None})
     with pytest.raises(CheckpointError, match=rf"step-00000002: manifest\.json has no valid '{name}'"):
@@ -481,7 +469,7 @@ def test_truncated_write_keeps_earlier_checkpoints(saved: Checkpoints, state) ->
     assert_untouched_and_able_to_go_on(saved, before, state)
 
 
-@pytest.mark.parametrize("call", ["write_boxes", "replace_folder"])
+@pytest.mark.parametrize("call", ["write_arrays", "replace_folder"])
 def test_full_disk_keeps_earlier_checkpoints(saved: Checkpoints, state, monkeypatch, call: str) -> None:
     before = contents(saved.folder)
 
@@ -516,13 +504,13 @@ def test_an_interrupted_second_save_of_a_step_keeps_the_first(state, tmp_path: P
         checkpoints.save(state, 1, {}, {"groups": content})
         checkpoints.flush()
         assert checkpoints.open(1).read("groups") == content
-    assert len(file_sizes(place)) == len(checkpoints.open(1).files) + 1
+    assert len(file_sizes(place)) == len(checkpoints.open(1).saved.files) + 1
 
     def fail(*_: object) -> str:
         raise OSError("the power failed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_module, "dump_manifest", fail)
+        patch.setattr(checkpoint_module.Manifest, "dumps", fail)
         checkpoints.save(state, 1, {}, {"groups": b"third"})
         with pytest.raises(CheckpointError, match="the power failed"):
             checkpoints.flush()

@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -181,14 +180,13 @@ def test_checkpoint_is_written_and_read_by_both_processes(folder: Path, alone: P
     [saved] = (folder / "checkpoints").iterdir()
     manifest = json.loads((saved / "manifest.json").read_text())
     assert (saved.name, manifest["progress"], "more" in manifest["files"]) == ("step-00000003", {"saved by": 2}, True)
-    # The two devices of each process hold every second of the four boxes.
-    boxes = manifest["arrays"][".model.transformer.layers.stacked.mlp.up_proj.weight"]["boxes"]
-    in_order = sorted(boxes, key=lambda box: box["bounds"])
-    files = [piece["file"] for box in in_order for piece in box["pieces"]]
-    writers = [re.search(r"-0000(\d)-of-00002-", file)[1] for file in files]
-    assert writers == ["0", "1", "0", "1"]
-    (saved / "state" / files[-1]).unlink()
-    with pytest.raises(CheckpointError, match=f"state/{files[-1]} is missing"):
+    # Each file is written once. The two devices of each process hold every second of the four chunks.
+    [first, second] = [process.facts["written"] for process in two]
+    assert sorted([*first, *second]) == sorted(Path(name).name for name in manifest["files"] if name != "more")
+    chunks = [f"model.transformer.layers.stacked.mlp.up_proj.weight-0.0.{number}.bin" for number in range(4)]
+    assert [name in first for name in chunks] == [True, False, True, False]
+    (saved / "state" / chunks[-1]).unlink()
+    with pytest.raises(CheckpointError, match=f"state/{chunks[-1]} is missing"):
         open_checkpoint(saved)
 
 
@@ -233,12 +231,13 @@ def test_each_process_samples_on_its_own_devices(alone: Process, two: list[Proce
                 assert logprobs == pytest.approx(of_one, abs=1e-5)
 
 
-def test_processes_together_read_each_byte_of_a_checkpoint_once(alone: Process, two: list[Process]) -> None:
-    for processes in ([alone], two):
-        assert [process.facts["more"] for process in processes] == ["of the main process"] * len(processes)
-        assert sum(process.facts["bytes read"] for process in processes) == processes[0].facts["bytes saved"] > 10_000
-    shares = [process.facts["bytes read"] / process.facts["bytes saved"] for process in two]
-    assert all(0.3 < share < 0.7 for share in shares)
+def test_processes_read_their_shards_of_a_checkpoint(alone: Process, two: list[Process]) -> None:
+    for process in (alone, *two):
+        assert process.facts["more"] == "of the main process"
+    assert alone.facts["bytes read"] == alone.facts["bytes saved"] > 10_000
+    # Both read the arrays that are not sharded, such as the norms' weights.
+    for process in two:
+        assert 0.5 <= process.facts["bytes read"] / process.facts["bytes saved"] < 0.55
 
 
 def test_each_process_keeps_its_share_of_old_weights(alone: Process, two: list[Process]) -> None:

@@ -20,8 +20,8 @@ from levanter.models.lm_model import LmHeadModel
 from safetensors.numpy import load_file
 
 from marin_rl.config.train_config import TrainerConfig
-from marin_rl.learner import hf_export
-from marin_rl.learner.array_files import DamagedArraysError, copy_to_host, write_boxes
+from marin_rl.learner import array_files, hf_export
+from marin_rl.learner.array_files import STATE, DamagedArraysError, SavedArrays, copy_to_host, write_arrays
 from marin_rl.learner.hf_export import DeviceWeights, SavedWeights, write_weights
 from marin_rl.learner.policy_model import load_hf_policy
 from marin_rl.models.conversion import to_hf_config
@@ -52,11 +52,11 @@ def export_with_levanter(
     return weight_files(folder)
 
 
-def save(model: LmHeadModel, folder: Path) -> SavedWeights:
-    """Write the boxes of a model as a checkpoint does."""
-    folder.mkdir()
-    shape = DeviceWeights(model, TrainerConfig()).shape
-    return SavedWeights(shape, write_boxes(folder, "a", copy_to_host(model)), folder)
+def save(model: LmHeadModel, folder: Path) -> SavedArrays:
+    """Write the arrays of a model as a checkpoint does."""
+    (folder / STATE).mkdir(parents=True)
+    copied = copy_to_host(model)
+    return SavedArrays(folder, {name: array for name, (array, _) in copied.items()}, write_arrays(folder, copied))
 
 
 @pytest.mark.medium
@@ -71,8 +71,9 @@ def test_files_are_those_of_levanter(
         monkeypatch.setattr(hf_checkpoints, "to_state_dict", lambda model: jax.tree.map(jnp.asarray, source))
     expected = export_with_levanter(model, chat, tmp_path / "levanter", trainer, shard_bytes)
     assert (hf_export.INDEX in expected) == (shard_bytes < 10**9)
-    saved = save(model, tmp_path / "boxes")
-    for name, weights in (("devices", DeviceWeights(model, trainer)), ("saved", saved)):
+    on_devices = DeviceWeights(model, trainer)
+    saved = SavedWeights(on_devices.shape, save(model, tmp_path / "checkpoint"))
+    for name, weights in (("devices", on_devices), ("saved", saved)):
         (tmp_path / name).mkdir()
         write_weights(weights, tmp_path / name, shard_bytes)
         assert weight_files(tmp_path / name) == expected, name
@@ -93,47 +94,68 @@ def test_bfloat16_is_rounded_to_nearest(tiny, trainer, tmp_path: Path) -> None:
 def test_an_export_from_files_holds_one_part_at_a_time(
     tiny, trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Chunks of one layer, and no room for more of them than are read.
+    monkeypatch.setattr(array_files, "CHUNK_BYTES", 2000)
+    monkeypatch.setattr(array_files, "_CACHE_BYTES", 0)
     layers = 24
     model = tiny.make_model(trainer, dataclasses.replace(tiny.LLAMA, num_layers=layers))
+    shape = DeviceWeights(model, trainer).shape
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
     stacked = sum(leaf.nbytes for leaf in jax.tree.leaves(model.transformer.layers))
-    weights = save(model, tmp_path / "boxes")
+    weights = SavedWeights(shape, save(model, tmp_path / "checkpoint"))
     del model
     before = sum(array.nbytes for array in jax.live_arrays())
     held = [0]
     peaks: list[int] = []
-    read_rows = hf_export.read_rows
+    with_rows = hf_export._with_rows
 
-    def read(*arguments: object) -> np.ndarray:
-        rows = read_rows(*arguments)
-        held[0] += rows.nbytes
-        weakref.finalize(rows, lambda size=rows.nbytes: held.__setitem__(0, held[0] - size))
-        peaks.append(held[0] + sum(array.nbytes for array in jax.live_arrays()) - before)
-        return rows
+    def read(like: object, rows: object) -> object:
+        if isinstance(rows, np.ndarray):
+            held[0] += rows.nbytes
+            weakref.finalize(rows, lambda size=rows.nbytes: held.__setitem__(0, held[0] - size))
+            peaks.append(held[0] + sum(array.nbytes for array in jax.live_arrays()) - before)
+        return with_rows(like, rows)
 
-    monkeypatch.setattr(hf_export, "read_rows", read)
+    monkeypatch.setattr(hf_export, "_with_rows", read)
     write_weights(weights, tmp_path)
-    # What is outside all layers, and of two layers the file that is read and its conversion.
+    # What is outside all layers, and of two layers the files that are read and their conversion.
     part = max(stacked // layers, total - stacked)
     assert max(peaks) <= 2 * part
     assert total > 5 * part
     assert (tmp_path / "model.safetensors").stat().st_size > total
 
 
+def test_an_export_reads_each_file_twice(tiny, trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First all files to verify them, then each of them for all layers that it holds."""
+    model = tiny.make_model(trainer, dataclasses.replace(tiny.LLAMA, num_layers=6))
+    saved = save(model, tmp_path / "checkpoint")
+    reads: list[str] = []
+    read_bytes = Path.read_bytes
+
+    def read(path: Path) -> bytes:
+        reads.append(path.name)
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    weights = SavedWeights(DeviceWeights(model, trainer).shape, saved)
+    names = sorted(Path(file).name for file in saved.files)
+    assert sorted(reads) == names
+    reads.clear()
+    write_weights(weights, tmp_path)
+    assert sorted(reads) == names
+
+
 def test_damaged_files_are_found_before_anything_is_written(tiny, trainer, tmp_path: Path) -> None:
     model = tiny.make_model(trainer, tiny.LLAMA)
-    folder = tmp_path / "boxes"
-    folder.mkdir()
-    saved = write_boxes(folder, "a", copy_to_host(model))
     shape = DeviceWeights(model, trainer).shape
-    [file] = folder.iterdir()
-    content = file.read_bytes()
-    file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    with pytest.raises(DamagedArraysError, match=f"boxes/{file.name} differs from what was written"):
-        SavedWeights(shape, saved, folder)
-    file.write_bytes(content[:-1])
-    with pytest.raises(DamagedArraysError, match=f"boxes/{file.name} differs from what was written"):
-        SavedWeights(shape, saved, folder)
-    file.unlink()
-    with pytest.raises(DamagedArraysError, match=f"boxes/{file.name} is missing"):
-        SavedWeights(shape, saved, folder)
+    saved = save(model, tmp_path)
+    for file in saved.files:
+        content = (tmp_path / file).read_bytes()
+        for damaged in (bytes([content[0] ^ 1]) + content[1:], content[:-1]):
+            (tmp_path / file).write_bytes(damaged)
+            with pytest.raises(DamagedArraysError, match=f"{file} differs from what was written"):
+                SavedWeights(shape, saved)
+        (tmp_path / file).unlink()
+        with pytest.raises(DamagedArraysError, match=f"{file} is missing"):
+            SavedWeights(shape, saved)
+        (tmp_path / file).write_bytes(content)
