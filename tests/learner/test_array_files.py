@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import itertools
+import json
 import math
 import pickle
 from collections.abc import Callable
@@ -204,3 +205,33 @@ def test_errors_of_files_keep_their_type(tmp_path: Path, monkeypatch: pytest.Mon
             with pytest.raises(type(error)) as caught:
                 write_arrays(tmp_path, copy_to_host(tree()))
         assert str(caught.value) == str(error)
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "kind", "message"),
+    [
+        (None, ["damaged", "state/a is missing"], DamagedArraysError, "training process 1: state/a is missing"),
+        (DamagedArraysError("state/b is missing"), ["", ""], DamagedArraysError, "state/b is missing"),
+        (OSError(5, "bad block"), ["", ""], DamagedArraysError, "a file cannot be read: .*bad block"),
+        (
+            DamagedArraysError("state/b is missing"),
+            ["store", "gs://x: refused"],
+            StorageError,
+            "process 1: gs://x: ref",
+        ),
+        (StorageError("refused", "gs://y", "try"), ["damaged", "state/a is missing"], StorageError, "gs://y: refused"),
+    ],
+)
+def test_a_failure_of_one_process_is_raised_in_all(
+    monkeypatch: pytest.MonkeyPatch, own: Exception | None, other: list[str], kind: type[Exception], message: str
+) -> None:
+    """A store that fails in one process is not damage in another: all must do the same."""
+    monkeypatch.setattr(array_files.multihost, "gather_texts", lambda text: (text, json.dumps(other)))
+
+    def read() -> None:
+        if own is not None:
+            raise own
+
+    with pytest.raises(kind, match=message) as caught:
+        array_files._agree(read)
+    assert type(caught.value) is kind
