@@ -20,7 +20,8 @@ import pyarrow as pa
 
 from marin_rl import train
 from marin_rl.types import WeightVersion
-from marin_rl.weights import arrow_flight
+from marin_rl.weights import publish
+from marin_rl.weights.arrow_flight import WeightServer
 from marin_rl.weights.manifest import Chunk
 
 
@@ -43,19 +44,20 @@ def reached(hold: Path) -> Path:
     return hold.with_name(f"{hold.name}.reached")
 
 
-class PausedWeightServer(arrow_flight.WeightServer):
+class PausedWeightServer(WeightServer):
     """Weight server that pauses each stream after its first chunk while a file exists."""
 
-    def __init__(self, hold: Path, *arguments: Any) -> None:
+    def __init__(self, hold: Path, *arguments: Any, **named: Any) -> None:
         """Start to serve.
 
         Args:
             hold: see `hold_transfers`.
             arguments: of `WeightServer`.
+            named: of `WeightServer`.
         """
         # The base class serves as soon as it is constructed.
         self._hold = hold
-        super().__init__(*arguments)
+        super().__init__(*arguments, **named)
 
     def send_chunks(self, version: WeightVersion, chunks: list[Chunk]) -> Iterator[pa.RecordBatch]:
         """See `WeightServer`; a paused stream waits until the process ends."""
@@ -73,6 +75,6 @@ class PausedWeightServer(arrow_flight.WeightServer):
 
 
 if __name__ == "__main__":
-    # The trainer's weight backend starts the server of this name.
-    arrow_flight.WeightServer = functools.partial(PausedWeightServer, Path(sys.argv[1]))  # pyrefly: ignore
+    # The trainer's weight sender starts the server of this name.
+    publish.WeightServer = functools.partial(PausedWeightServer, Path(sys.argv[1]))  # pyrefly: ignore
     sys.exit(train.main(sys.argv[2:]))

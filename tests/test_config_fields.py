@@ -24,7 +24,6 @@ from marin_rl.rewards.component import FunctionRewardConfig, RewardScope
 from marin_rl.rewards.judge import LlmJudgeConfig
 from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig
 from marin_rl.tokenization.load import TokenizerConfig
-from marin_rl.weights.config import SharedFilesConfig
 from tests.config_classes import config_classes, type_arguments
 
 REQUIRED: dict[str, dict[str, Any]] = {
@@ -36,7 +35,6 @@ REQUIRED: dict[str, dict[str, Any]] = {
         "scope": RewardScope.GROUP,
     },
     "LossKlConfig": {"beta": 0.1},
-    "SharedFilesConfig": {"folder": "weights"},
     "SlicesConfig": {"tpu_type": "v5p-8"},
     "TextGameConfig": {"id": "FrozenLake-v1"},
     "ToolUseConfig": {"questions": ArithmeticConfig()},
@@ -165,11 +163,9 @@ def test_address_instead_of_a_path_is_refused_by_key(changes: dict, message: str
 
 def test_settings_that_accept_addresses():
     trainer = dataclasses.replace(TrainerConfig(), jax_compilation_cache_dir="gs://cache/jax")
-    weights = SharedFilesConfig(folder="memory://weights")
     sampler = OpenAiSamplerConfig(base_url="http://host:8000/v1", model="m", reload=ReloadConfig("w", "f.py", "f"))
     config = train_config(
         trainer=trainer,
-        weights=weights,
         sampler=sampler,
         run_dir="gs://runs/rloo/",
         initialize_from="gs://runs/other",
@@ -189,7 +185,7 @@ def test_missing_package_of_an_object_store_is_named(monkeypatch: pytest.MonkeyP
 def test_keys_that_may_change_on_resume_exist_or_are_keys_without_effect():
     keys = set(changeable_keys(TrainConfig))
     assert {"ray_address", "rollout_store", "workers.num_workers", "trainer.tracker"} <= keys
-    raw = {"sampler": {"type": "openai"}, "weights": {"type": "arrow_flight"}, "model": {"type": "llama"}}
+    raw = {"sampler": {"type": "openai"}, "model": {"type": "llama"}}
     assert keys - set(all_keys(TrainConfig, raw)) == {f"trainer.{name}" for name in TrainerConfig.keys_without_effect}
 
 

@@ -592,7 +592,6 @@ def test_table_of_choices_lists_the_registered_types() -> None:
     from marin_rl.rewards.grading import GraderConfig
     from marin_rl.rollouts.filters import FilterConfig
     from marin_rl.sampling.config import SamplerConfig
-    from marin_rl.weights.config import WeightTransferConfig
 
     page = (ROOT / "docs" / "pages" / "configuration.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|", page, re.MULTILINE))
@@ -608,7 +607,6 @@ def test_table_of_choices_lists_the_registered_types() -> None:
         "truncation": TruncationConfig,
         "filter": FilterConfig,
         "sampler": SamplerConfig,
-        "weights": WeightTransferConfig,
     }
     for section, registry in registries.items():
         assert set(re.findall(r"`(\w+)`", rows[section])) == set(registry.get_known_choices()), section

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from marin_rl.retry import Clock, RetryConfig, retrying, retrying_async
-from marin_rl.weights.protocol import CorruptTransferError, ServerLostError, WeightTransferError, WrongSecretError
+from marin_rl.weights.errors import CorruptTransferError, ServerLostError, WeightTransferError, WrongSecretError
 
 
 class FakeTime:

@@ -25,7 +25,6 @@ import queue
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -58,10 +57,11 @@ from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.train_step import Learner
 from marin_rl.run_parts import RunParts
-from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig, WeightTransferConfig
-from marin_rl.weights.manifest import make_secret
-from marin_rl.weights.publish import TrainingHost
-from marin_rl.weights.tree import named_leaves
+from marin_rl.weights.config import WeightTransferConfig
+from marin_rl.weights.fetch import open_receiver
+from marin_rl.weights.manifest import named_leaves
+from marin_rl.weights.publish import TrainingHost, open_sender
+from marin_rl.weights.secret import make_secret
 
 ARRAYS, COLUMNS = 16, 1024
 """Number of arrays of synthetic weights, and columns of each."""
@@ -115,13 +115,11 @@ class Server:
 
 
 @contextlib.contextmanager
-def weight_servers(
-    secret: str, shapes: dict[str, tuple[int, ...]], count: int, chunk_mb: int
-) -> Iterator[list[Server]]:
+def weight_servers(secret: str, shapes: dict[str, tuple[int, ...]], count: int) -> Iterator[list[Server]]:
     """Server processes that hold the weights together."""
     servers: list[Server] = []
     try:
-        servers += [Server(Share(secret, host, count, shapes, chunk_mb)) for host in range(count)]
+        servers += [Server(Share(secret, host, count, shapes)) for host in range(count)]
         yield servers
     finally:
         for server in servers:
@@ -134,22 +132,22 @@ def read_all_plainly(servers: Sequence[Server]) -> None:
         list(threads.map(Server.read_plainly, servers))
 
 
-def measure_transfer(rows: int, servers: int, rounds: int, config: ArrowFlightConfig) -> dict[str, Any]:
+def measure_transfer(rows: int, servers: int, rounds: int, config: WeightTransferConfig) -> dict[str, Any]:
     """Return the throughput in gigabytes (1e9) per second for one size and number of servers.
 
     Args:
         rows: rows of each array.
         servers: number of servers that share the rows.
         rounds: timed rounds, after a warm-up round.
-        config: streams and chunks.
+        config: number of streams.
     """
     secret = make_secret()
     like = {str(number): jax.ShapeDtypeStruct((rows, COLUMNS), np.float32) for number in range(ARRAYS)}
     num_bytes = ARRAYS * rows * COLUMNS * 4
     source = np.ones(num_bytes, np.uint8)
     target = np.ones(num_bytes, np.uint8)
-    with weight_servers(secret, synthetic_shapes(rows), servers, config.chunk_mb) as started:
-        receiver = config.open_receiver([server.address for server in started], secret)
+    with weight_servers(secret, synthetic_shapes(rows), servers) as started:
+        receiver = open_receiver(config, [server.address for server in started], secret)
         kinds: dict[str, Callable[[], object]] = {
             "transfer": lambda: jax.block_until_ready(receiver.receive(like)),
             "socket": lambda: read_all_plainly(started),
@@ -162,29 +160,6 @@ def measure_transfer(rows: int, servers: int, rounds: int, config: ArrowFlightCo
     for other in ("socket", "copy_to_fresh_memory"):
         figures[f"transfer_over_{other}"] = ratios(seconds[other], seconds["transfer"])
     return {"bytes": num_bytes, **figures}
-
-
-def measure_files(rows: int, rounds: int) -> dict[str, Any]:
-    """Return gigabytes per second to and from files in the temporary folder, for one training host."""
-    weights = {str(number): np.ones((rows, COLUMNS), np.float32) for number in range(ARRAYS)}
-    like = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in weights.items()}
-    num_bytes = sum(array.nbytes for array in weights.values())
-    secret = make_secret()
-    rates: dict[str, list[float]] = {"publish": [], "receive": []}
-    with tempfile.TemporaryDirectory() as folder:
-        config = SharedFilesConfig(folder=folder)
-        sender = config.open_sender(secret, TrainingHost.current())
-        receiver = config.open_receiver([sender.address], secret)
-        for version in range(rounds):
-
-            def publish(version: int = version) -> None:
-                sender.publish(weights, version)
-                sender.flush()
-
-            rates["publish"].append(num_bytes / timed(publish) / 1e9)
-            rates["receive"].append(num_bytes / timed(lambda: jax.block_until_ready(receiver.receive(like))) / 1e9)
-        sender.close()
-    return {f"{name}_gb_per_second": spread(measured) for name, measured in rates.items()}
 
 
 class TimedPolicy(WorkerPolicy):
@@ -210,14 +185,14 @@ def coordinator(heartbeat_timeout: float) -> Iterator[CoordinatorClient]:
         yield CoordinatorClient(coordinator_actor.remote(heartbeat_timeout), heartbeat_timeout)
 
 
-def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: ArrowFlightConfig) -> dict[str, Any]:
+def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: WeightTransferConfig) -> dict[str, Any]:
     """Time the announcement of a version until a worker samples with it, and the transfer alone.
 
     Args:
         config: model and sampler.
         servers: number of training hosts.
         rounds: timed rounds, after a warm-up round.
-        way: streams and chunks.
+        way: number of streams.
     """
     config, secret = dataclasses.replace(config, weights=way), make_secret()
     assert config.model is not None
@@ -228,14 +203,14 @@ def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: ArrowFl
     num_bytes = sum(4 * math.prod(shape) for shape in shapes.values())
     with (
         coordinator(config.workers.heartbeat_timeout) as client,
-        weight_servers(secret, shapes, servers, way.chunk_mb) as started,
+        weight_servers(secret, shapes, servers) as started,
         contextlib.closing(
             TimedPolicy(config, vocab_size, secret, lambda: client.call(Coordinator.announced))
         ) as policy,
         ThreadPoolExecutor(1, "worker") as threads,
     ):
         addresses = [server.address for server in started]
-        receiver = way.open_receiver(addresses, secret)
+        receiver = open_receiver(way, addresses, secret)
         policy.arrivals = queue.Queue()
         worker = threads.submit(RolloutWorker(client, "worker-0", policy).run, config.workers.heartbeat_timeout)
         worker.add_done_callback(lambda _: policy.arrivals.put(None))
@@ -296,7 +271,7 @@ def measure_publishing(config: TrainConfig, steps: int, way: WeightTransferConfi
     learner = Learner(trainer, config.optimizer, RunParts(config, trainer).loss, num_updates=1_000_000)
     model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0))
     state = learner.initial_state(model, jax.random.PRNGKey(1))
-    sender = way.open_sender(make_secret(), TrainingHost.current())
+    sender = open_sender(way, make_secret(), TrainingHost.current())
 
     def step() -> None:
         nonlocal state
@@ -333,13 +308,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sizes_mb", type=int, nargs="+", default=[100, 400, 1000], help="megabytes (1e6) of weights")
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 4], help="training hosts")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each kind")
-    parser.add_argument("--streams", type=int, default=ArrowFlightConfig.streams, help="streams for each server")
-    parser.add_argument("--chunk_mb", type=int, default=ArrowFlightConfig.chunk_mb, help="mebibytes of a chunk")
+    parser.add_argument("--streams", type=int, default=WeightTransferConfig.streams, help="streams for each server")
     parser.add_argument("--steps", type=int, default=20, help="timed training steps of each kind")
     arguments, rest = parser.parse_known_args(argv)
     train_config = load_config(rest)
     without_compilation_cache()
-    way = ArrowFlightConfig(streams=arguments.streams, chunk_mb=arguments.chunk_mb)
+    way = WeightTransferConfig(streams=arguments.streams)
     figures: dict[str, Any] = {"publishing": measure_publishing(train_config, arguments.steps, way)}
     say(f"publishing: {figures['publishing']['publish_call_over_step']} of a step")
     for servers in arguments.servers:
@@ -353,8 +327,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             measured = measure_transfer(rows, servers, arguments.rounds, way)
             figures[f"{size}_mb_from_{servers}"] = measured
             say(f"{size} MB from {servers}: {measured['transfer_gb_per_second']['median']:.2f} GB/s")
-        rows = max(1, round(size * 1e6 / (ARRAYS * COLUMNS * 4)))
-        figures[f"{size}_mb_in_files"] = measure_files(rows, arguments.rounds)
     print(make_report("benchmark_weight_transfer", argv, vars(arguments), figures))
 
 

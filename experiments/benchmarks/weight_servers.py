@@ -15,9 +15,9 @@ import threading
 
 import numpy as np
 
-from marin_rl.weights.arrow_flight import VersionCache, WeightServer
-from marin_rl.weights.manifest import Manifest, Piece, checksum, volume, whole
-from marin_rl.weights.publish import Snapshot
+from marin_rl.weights.arrow_flight import WeightServer
+from marin_rl.weights.manifest import Manifest, Piece, Snapshot, checksum, volume, whole
+from marin_rl.weights.publish import CHUNK_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +32,10 @@ class Share:
     """Number of training hosts."""
     shapes: dict[str, tuple[int, ...]]
     """Shape of each float32 array by name. All but scalars are split along their first axis."""
-    chunk_mb: int
-    """Chunk size in mebibytes."""
 
 
 def make_snapshot(share: Share) -> Snapshot:
     """Return the share's rows, filled with noise."""
-    chunk_bytes = share.chunk_mb * 2**20
     noise = np.random.default_rng(share.host)
     pieces, data = [], []
     for name, shape in share.shapes.items():
@@ -49,10 +46,10 @@ def make_snapshot(share: Share) -> Snapshot:
         if volume(bounds) == 0 or (not shape and share.host > 0):
             continue
         flat = noise.normal(size=volume(bounds)).astype(np.float32).view(np.uint8)
-        checksums = [checksum(flat[start : start + chunk_bytes]) for start in range(0, len(flat), chunk_bytes)]
+        checksums = [checksum(flat[start : start + CHUNK_BYTES]) for start in range(0, len(flat), CHUNK_BYTES)]
         pieces.append(Piece(name, tuple(shape), "float32", bounds, tuple(checksums)))
         data.append(flat)
-    return Snapshot(Manifest(1, share.host, share.hosts, chunk_bytes, tuple(pieces)), tuple(data))
+    return Snapshot(Manifest(1, share.host, share.hosts, CHUNK_BYTES, tuple(pieces)), tuple(data))
 
 
 def serve_plainly(snapshot: Snapshot, listener: socket.socket) -> None:
@@ -70,9 +67,8 @@ def serve_plainly(snapshot: Snapshot, listener: socket.socket) -> None:
 def main(share: Share) -> None:
     """Serve until standard input ends."""
     snapshot = make_snapshot(share)
-    cache = VersionCache(f"host {share.host}")
-    cache.put(snapshot)
-    server = WeightServer(cache, share.secret, "grpc+tls://127.0.0.1:0")
+    server = WeightServer(share.secret, f"host {share.host}", host="127.0.0.1", port=0)
+    server.put(snapshot)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=serve_plainly, args=(snapshot, listener), daemon=True).start()
         num_bytes = sum(len(data) for data in snapshot.data)
@@ -80,9 +76,9 @@ def main(share: Share) -> None:
         print(json.dumps(ports), flush=True)
         for version in map(int, sys.stdin):
             manifest = dataclasses.replace(snapshot.manifest, version=version)
-            cache.put(dataclasses.replace(snapshot, manifest=manifest))
+            server.put(dataclasses.replace(snapshot, manifest=manifest))
             print(version, flush=True)
-    server.shutdown()
+    server.close()
 
 
 if __name__ == "__main__":

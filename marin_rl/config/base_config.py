@@ -50,7 +50,7 @@ from marin_rl.rollouts.store import RolloutStoreConfig
 from marin_rl.sampling.config import LevanterSamplerConfig, SamplerConfig, SamplingConfig
 from marin_rl.tokenization.config import TokenizerConfig
 from marin_rl.trainer_config import AbstractTrainerConfig
-from marin_rl.weights.config import ArrowFlightConfig, WeightTransferConfig
+from marin_rl.weights.config import WeightTransferConfig
 
 TRAINER_METADATA = may_change(
     *("tracker", "jax_compilation_cache_dir", "distributed"),
@@ -133,7 +133,7 @@ class AbstractTrainConfig(CheckedConfig):
     replay: ReplayConfig = ReplayConfig()
     """Replay buffer and staleness limits, for `mode: async`."""
     weights: WeightTransferConfig = dataclasses.field(
-        default=ArrowFlightConfig(),
+        default=WeightTransferConfig(),
         metadata=may_change("host", "port", "streams", "retry"),
     )
     """Weight transfer from the trainer to the workers, for `mode: async`."""

@@ -26,7 +26,7 @@ from marin_rl.objectives.policy_loss import PolicyLossConfig
 from marin_rl.rollouts.config import LongPrompts
 from marin_rl.rollouts.filters import FilterConfig
 from marin_rl.sampling.config import OpenAiSamplerConfig
-from marin_rl.weights.config import ArrowFlightConfig, TransferDtype
+from marin_rl.weights.config import TransferDtype
 
 if TYPE_CHECKING:
     from marin_rl.config.base_config import AbstractTrainConfig
@@ -135,7 +135,7 @@ def _check_async(config: "AbstractTrainConfig") -> Iterator[str]:
     casts = config.weights.dtype is not TransferDtype.PARAMETER
     yield from config.workers.run_problems(config.ray_address, config.trainer.mp.param_dtype, casts=casts)
     is_local = config.ray_address is None or is_loopback(config.ray_address.rpartition(":")[0])
-    if isinstance(config.weights, ArrowFlightConfig) and is_loopback(config.weights.host) and not is_local:
+    if is_loopback(config.weights.host) and not is_local:
         yield (
             f"weights.host is {config.weights.host}, which only this machine can reach, but the workers run on the "
             f"Ray cluster at ray_address {config.ray_address!r}; set weights.host to an address of this machine in a "

@@ -31,8 +31,8 @@ from marin_rl.rollouts.run_rollouts import GroupInput, stream_groups
 from marin_rl.run_parts import RunParts
 from marin_rl.sampling.sampler import Sampler, WeightPoll
 from marin_rl.types import RolloutGroup, WeightVersion
-from marin_rl.weights.fetch import WeightReceiver
-from marin_rl.weights.protocol import CorruptTransferError, NoWeightsError, ServerLostError, VersionGoneError
+from marin_rl.weights.errors import CorruptTransferError, NoWeightsError, ServerLostError, VersionGoneError
+from marin_rl.weights.fetch import WeightReceiver, open_receiver
 
 logger = logging.getLogger(__name__)
 
@@ -287,7 +287,7 @@ class WorkerPolicy:
 
     def _receive(self, addresses: Sequence[str]) -> "Weights":
         if tuple(addresses) != self._addresses or self._receiver is None:
-            self._receiver = self._parts.config.weights.open_receiver(addresses, self._secret)
+            self._receiver = open_receiver(self._parts.config.weights, addresses, self._secret)
             self._addresses = tuple(addresses)
         model, version = self._receiver.receive(self._like)
         return Weights(model, version)

@@ -21,9 +21,9 @@ from marin_rl.rollouts.group_codec import decode_group, join_parts, split_parts
 from marin_rl.timing import PhaseTimer
 from marin_rl.types import WeightVersion
 from marin_rl.weights.config import WeightTransferConfig
-from marin_rl.weights.manifest import make_secret
-from marin_rl.weights.protocol import WeightSender
-from marin_rl.weights.publish import MultiHostSender, TrainingHost
+from marin_rl.weights.fetch import WeightReceiver, open_receiver
+from marin_rl.weights.publish import TrainingHost, WeightSender, open_sender
+from marin_rl.weights.secret import make_secret
 
 logger = logging.getLogger(__name__)
 
@@ -50,20 +50,25 @@ class WorkerPool:
         addresses: Sequence[str],
         counts: Mapping[str, int],
         no_progress_timeout: float,
+        all_senders: WeightReceiver | None = None,
         poll: float = 1.0,
     ) -> None:
         """Start without pending requests.
 
         Args:
             client: client of the coordinator; None if this is not the main training process.
-            sender: publishes the weights; after `flush` they are available at all addresses.
+            sender: publishes the weights of this training host.
             addresses: sender addresses of all training hosts.
             counts: worker counts of the run before it was resumed.
-            no_progress_timeout: seconds without any finished group after which `wait` fails.
+            no_progress_timeout: seconds without any finished group after which `wait` fails, and seconds that other
+                training hosts may take to publish a version.
+            all_senders: receiver of all training hosts, whose versions are awaited before an announcement; None if
+                there are no others, or this is not the main training process.
             poll: seconds that one call to the coordinator may wait.
         """
         self._client = client
         self._sender = sender
+        self._all_senders = all_senders
         self._addresses = tuple(addresses)
         self._no_progress_timeout = no_progress_timeout
         self._poll = poll
@@ -90,6 +95,8 @@ class WorkerPool:
         # Also in the other processes, so that `wait` raises their errors.
         self._sender.flush()
         if self._client is not None:
+            if self._all_senders is not None:
+                self._all_senders.wait_for(version, self._no_progress_timeout)
             self._announced = version
             self._client.call(Coordinator.announce, version, self._addresses)
 
@@ -230,15 +237,20 @@ def open_worker_pool(
         opened: closes everything that is started here.
     """
     secret = multihost.on_main(make_secret)
-    sender = weights.open_sender(secret, TrainingHost.current())
-    # With several hosts, `sender` is replaced below.
-    opened.enter_context(Closing(lambda: sender.close()))
+    sender = open_sender(weights, secret, TrainingHost.current())
+    opened.enter_context(Closing(sender.close))
     addresses = multihost.gather_texts(sender.address)
-    if len(addresses) > 1 and multihost.is_main():
-        receiver = weights.open_receiver(addresses, secret)
-        sender = MultiHostSender(sender, receiver.newest, timeout=no_progress_timeout)
+    has_others = len(addresses) > 1 and multihost.is_main()
+    all_senders = open_receiver(weights, addresses, secret) if has_others else None
     # Workers are stopped before their weight server.
     client = opened.enter_context(start_workers(secret)) if multihost.is_main() else None
-    pool = WorkerPool(client, sender, addresses=addresses, counts=counts, no_progress_timeout=no_progress_timeout)
+    pool = WorkerPool(
+        client,
+        sender,
+        addresses=addresses,
+        counts=counts,
+        no_progress_timeout=no_progress_timeout,
+        all_senders=all_senders,
+    )
     opened.enter_context(Closing(pool.close))
     return pool

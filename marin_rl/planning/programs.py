@@ -37,8 +37,8 @@ from marin_rl.sampling.prefill import PrefillShape
 from marin_rl.sampling.sizes import SamplerSizes, check_cache_size, sampler_sizes
 from marin_rl.sampling.stops import StopTable
 from marin_rl.trainer_config import AbstractTrainerConfig, DistributedConfig
-from marin_rl.weights.publish import copy_program
-from marin_rl.weights.tree import named_leaves
+from marin_rl.weights.device_copy import copy_program
+from marin_rl.weights.manifest import named_leaves
 
 
 @dataclasses.dataclass(frozen=True)

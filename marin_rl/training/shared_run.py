@@ -31,7 +31,6 @@ from marin_rl.sampling.config import OpenAiSamplerConfig, SamplerConfig
 from marin_rl.storage import StoragePath
 from marin_rl.training.run_directory import config_differences
 from marin_rl.types import Task
-from marin_rl.weights.config import ArrowFlightConfig
 
 
 def require_shared_folder(folder: StoragePath) -> None:
@@ -187,12 +186,7 @@ def check_config(config: TrainConfig) -> None:
     if config.mode is Mode.SYNC:
         _check_shared_sampling(config.sampler, config.batch_scoped_rewards(), count)
     hosts = list(dict.fromkeys(multihost.gather_texts(socket.gethostname())))
-    if (
-        config.mode is Mode.ASYNC
-        and len(hosts) > 1
-        and isinstance(config.weights, ArrowFlightConfig)
-        and is_loopback(config.weights.host)
-    ):
+    if config.mode is Mode.ASYNC and len(hosts) > 1 and is_loopback(config.weights.host):
         raise ValueError(
             f"weights.host is {config.weights.host}, but training runs on {len(hosts)} hosts ({', '.join(hosts)}), and "
             "workers fetch weights from each of them; set weights.host: 0.0.0.0 in a network that you trust"

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Arrow Flight server for weights: each training host serves its own shards.
+"""Arrow Flight server and client for weights: each training host serves its own shards.
 
 A stream is a sequence of record batches with one column of bytes. Each batch is one chunk and shares the memory of the
 snapshot. Server and client authenticate in the TLS handshake with certificates derived from the run's secret. gRPC
@@ -11,8 +11,6 @@ secret in the handshake.
 
 import contextlib
 import dataclasses
-import datetime
-import hmac
 import socket
 import threading
 from collections.abc import Generator, Iterator, Sequence
@@ -22,116 +20,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
 import pydantic
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from marin_rl.types import WeightVersion
-from marin_rl.weights.manifest import Chunk, Manifest, check_secret
-from marin_rl.weights.protocol import (
-    KEPT_VERSIONS,
-    CorruptTransferError,
-    ServerLostError,
-    VersionGoneError,
-    WrongSecretError,
-)
-from marin_rl.weights.publish import Snapshot, TrainingHost
+from marin_rl.weights.errors import CorruptTransferError, ServerLostError, VersionGoneError, WrongSecretError
+from marin_rl.weights.manifest import Chunk, Manifest, Snapshot
+from marin_rl.weights.secret import TLS_NAME, tls_identity
 
-
-class VersionCache:
-    """Keeps the newest versions and drops older ones. Thread-safe."""
-
-    def __init__(self, name: str) -> None:
-        """Make an empty cache.
-
-        Args:
-            name: name in error messages.
-        """
-        self._name = name
-        self._lock = threading.Lock()
-        self._held: dict[WeightVersion, Snapshot] = {}
-
-    def put(self, snapshot: Snapshot) -> None:
-        """Add a version and drop the oldest if there are too many."""
-        with self._lock:
-            self._held[snapshot.manifest.version] = snapshot
-            for old in sorted(self._held)[:-KEPT_VERSIONS]:
-                del self._held[old]
-
-    def get(self, version: WeightVersion) -> Snapshot:
-        """Return a version.
-
-        Raises:
-            VersionGoneError: if the version is not in the cache.
-        """
-        with self._lock:
-            if version not in self._held:
-                raise VersionGoneError(
-                    f"{self._name} does not have version {version}; available versions: {sorted(self._held) or 'none'}"
-                )
-            return self._held[version]
-
-    def versions(self) -> list[WeightVersion]:
-        """Return the versions in the cache, oldest first."""
-        with self._lock:
-            return sorted(self._held)
-
-    def clear(self) -> None:
-        """Drop all versions."""
-        with self._lock:
-            self._held.clear()
-
-
-TLS_NAME = "weights.marin-rl"
-"""Host name in the certificates of all weight servers, independent of the machine."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TlsIdentity:
-    """Certificates for mutual authentication of processes that share a secret."""
-
-    root: bytes
-    """Certificate (PEM) of the authority that must have issued the peer's certificate."""
-    certificate: bytes
-    """Certificate (PEM) of this process."""
-    key: bytes
-    """Private key (PEM, unencrypted) of both certificates."""
-
-
-def tls_identity(secret: str) -> TlsIdentity:
-    """Derive a key pair and certificates from the secret, so that only the secret has to be distributed.
-
-    Processes with the same secret derive the same key and issuer. Their certificates differ only in the signature, so
-    each process can verify the others. A TLS handshake reveals neither the secret nor the private key.
-    """
-    digest = hmac.digest(secret.encode(), b"marin_rl TLS key", "sha512")
-    # A P-256 private value is between 1 and the group order, which is slightly below 2**256.
-    key = ec.derive_private_key(int.from_bytes(digest) % (2**255) + 1, ec.SECP256R1())
-    issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"{TLS_NAME} root")])
-    server = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, TLS_NAME)])
-
-    def certificate(subject: x509.Name, serial: int, *, is_root: bool) -> bytes:
-        builder = x509.CertificateBuilder(
-            issuer_name=issuer,
-            subject_name=subject,
-            public_key=key.public_key(),
-            serial_number=serial,
-            # Certificates need no expiry: each launch makes a new secret.
-            not_valid_before=datetime.datetime(2000, 1, 1),
-            not_valid_after=datetime.datetime(9999, 12, 31),
-        )
-        builder = builder.add_extension(x509.BasicConstraints(ca=is_root, path_length=None), critical=True)
-        names = x509.SubjectAlternativeName([x509.DNSName(TLS_NAME)])
-        builder = builder.add_extension(names, critical=False)
-        return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-
-    return TlsIdentity(
-        root=certificate(issuer, 1, is_root=True),
-        certificate=certificate(server, 2, is_root=False),
-        key=key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        ),
-    )
+KEPT_VERSIONS = 2
+"""Newest versions that a server keeps, so that transfers of the previous version can finish."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +49,7 @@ LIST_VERSIONS = "versions"
 """Action that returns a JSON list of the available versions."""
 
 GET_MANIFEST = "manifest"
-"""Action that returns the signed manifest of the version in its body."""
+"""Action that returns the manifest of the version in its body."""
 
 VERSION_GONE = b"version gone"
 """Detail of the error for a version that is not available."""
@@ -169,38 +65,71 @@ WILDCARDS = ("0.0.0.0", "::")
 
 
 class WeightServer(flight.FlightServerBase):
-    """Flight server for the snapshots in a version cache."""
+    """Serves the newest versions of one training host from memory; see `open_sender`."""
 
-    def __init__(self, cache: VersionCache, secret: str, location: str) -> None:
-        """Start serving in background threads.
+    def __init__(self, secret: str, name: str, *, host: str, port: int) -> None:
+        """Bind the port and start serving in background threads.
 
         Args:
-            cache: the snapshots to serve.
             secret: the run's secret. Callers without it are rejected in the TLS handshake.
-            location: `grpc+tls://host:port`; port 0 selects a free port.
+            name: name of the training host in error messages.
+            host: name or address to bind.
+            port: port to bind; 0 selects a free port.
+
+        Raises:
+            ValueError: if the secret is weak.
+            OSError: if the address cannot be bound.
         """
+        # The base class serves as soon as it is constructed.
+        self._name = name
+        self._lock = threading.Lock()
+        self._kept: dict[WeightVersion, Snapshot] = {}
         identity = tls_identity(secret)
-        super().__init__(
-            location,
-            tls_certificates=[(identity.certificate, identity.key)],
-            verify_client=True,
-            root_certificates=identity.root,
-        )
-        self._cache = cache
-        self._secret = secret
+        try:
+            super().__init__(
+                _location(host, port),
+                tls_certificates=[(identity.certificate, identity.key)],
+                verify_client=True,
+                root_certificates=identity.root,
+            )
+        except (pa.ArrowException, OSError) as error:
+            raise OSError(f"cannot serve weights at {_location(host, port)}: {error}; correct host and port") from error
+        self.address = _location(socket.gethostname() if host in WILDCARDS else host, self.port)
+        """`grpc+tls://host:port`, with this machine's name if the configured host is a wildcard."""
+
+    def put(self, snapshot: Snapshot) -> None:
+        """Make a version available and drop the oldest if there are too many."""
+        with self._lock:
+            self._kept[snapshot.manifest.version] = snapshot
+            for old in sorted(self._kept)[:-KEPT_VERSIONS]:
+                del self._kept[old]
+
+    def versions(self) -> list[WeightVersion]:
+        """Return the available versions, oldest first."""
+        with self._lock:
+            return sorted(self._kept)
+
+    def close(self) -> None:
+        """Drop all versions, abort active streams, and release threads and port.
+
+        A worker that stalls during a transfer delays this call until TCP closes its connection, about 20 seconds.
+        """
+        with self._lock:
+            self._kept.clear()
+        self.shutdown()
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> list[bytes]:
         """Handle the actions `versions` and `manifest`."""
         if action.type == LIST_VERSIONS:
-            return [_VERSIONS.dump_json(self._cache.versions())]
+            return [_VERSIONS.dump_json(self.versions())]
         if action.type == GET_MANIFEST:
-            return [self._snapshot(_parse_version(action.body)).manifest.sign(self._secret)]
+            return [self._snapshot(_parse_version(action.body)).manifest.encode()]
         raise flight.FlightServerError(f"unknown action {action.type!r}; use versions or manifest")
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.GeneratorStream:
         """Stream the chunks of a JSON ticket, `{"version": v, "chunks": [[piece, number], …]}`."""
         # Every version has the same layout, so the newest version bounds the size of any ticket.
-        versions = self._cache.versions()
+        versions = self.versions()
         if not versions:
             raise flight.FlightServerError("no version is available", extra_info=VERSION_GONE)
         count = sum(len(piece.checksums) for piece in self._snapshot(versions[-1]).manifest.pieces)
@@ -233,10 +162,13 @@ class WeightServer(flight.FlightServerBase):
             yield pa.record_batch([column], schema=SCHEMA)
 
     def _snapshot(self, version: WeightVersion) -> Snapshot:
-        try:
-            return self._cache.get(version)
-        except VersionGoneError as error:
-            raise flight.FlightServerError(str(error), extra_info=VERSION_GONE) from error
+        with self._lock:
+            if version not in self._kept:
+                raise flight.FlightServerError(
+                    f"{self._name} does not have version {version}; available versions: {sorted(self._kept) or 'none'}",
+                    extra_info=VERSION_GONE,
+                )
+            return self._kept[version]
 
 
 def _parse_version(body: pa.Buffer) -> WeightVersion:
@@ -246,43 +178,6 @@ def _parse_version(body: pa.Buffer) -> WeightVersion:
         return int(body.to_pybytes())
     except ValueError as error:
         raise flight.FlightServerError(f"{body.to_pybytes()!r} is not a version: {error}") from error
-
-
-class FlightBackend:
-    """Version cache with a Flight server; see [`WeightBackend`][marin_rl.weights.publish.WeightBackend]."""
-
-    def __init__(self, *, host: str, port: int, secret: str, training_host: TrainingHost) -> None:
-        """Bind the port and start the server.
-
-        Args:
-            host: name or address to bind.
-            port: port to bind; 0 selects a free port.
-            secret: the run's secret.
-            training_host: the training host of this process.
-
-        Raises:
-            OSError: if the address cannot be bound.
-        """
-        check_secret(secret)
-        self._cache = VersionCache(f"training host {training_host.index}")
-        try:
-            self._server = WeightServer(self._cache, secret, _location(host, port))
-        except (pa.ArrowException, OSError) as error:
-            raise OSError(f"cannot serve weights at {_location(host, port)}: {error}; correct host and port") from error
-        self.address = _location(socket.gethostname() if host in WILDCARDS else host, self._server.port)
-        """`grpc+tls://host:port`, with this machine's name if the configured host is a wildcard."""
-
-    def put(self, snapshot: Snapshot) -> None:
-        """See [`WeightBackend`][marin_rl.weights.publish.WeightBackend]."""
-        self._cache.put(snapshot)
-
-    def close(self) -> None:
-        """See [`WeightBackend`][marin_rl.weights.publish.WeightBackend]. Active streams are aborted.
-
-        A worker that stalls during a transfer delays this call until TCP closes its connection, about 20 seconds.
-        """
-        self._cache.clear()
-        self._server.shutdown()
 
 
 def _location(host: str, port: int) -> str:
@@ -303,7 +198,7 @@ CALL_SECONDS = 600.0
 
 
 class FlightSource:
-    """Client of one weight server; see [`WeightSource`][marin_rl.weights.fetch.WeightSource]."""
+    """Client of one weight server. Thread-safe."""
 
     def __init__(self, address: str, secret: str, *, streams: int, call_seconds: float = CALL_SECONDS) -> None:
         """Set up the client without connecting.
@@ -314,11 +209,9 @@ class FlightSource:
             streams: number of concurrent streams, each on a separate connection.
             call_seconds: timeout of a call, in seconds.
         """
-        check_secret(secret)
         self._address = address
-        self._secret = secret
         self.streams = streams
-        """See [`WeightSource`][marin_rl.weights.fetch.WeightSource]."""
+        """Number of concurrent streams."""
         self._identity = tls_identity(secret)
         self._options = flight.FlightCallOptions(timeout=call_seconds)
 
@@ -326,20 +219,33 @@ class FlightSource:
         return f"weight server {self._address}"
 
     def versions(self) -> list[WeightVersion]:
-        """See [`WeightSource`][marin_rl.weights.fetch.WeightSource]."""
+        """Return the available versions, oldest first.
+
+        Raises:
+            WeightTransferError: if the server does not respond or rejects the call.
+        """
         answer = self._act(flight.Action(LIST_VERSIONS, b""))
         try:
             return _VERSIONS.validate_json(answer, strict=True)
         except pydantic.ValidationError as error:
             raise CorruptTransferError(f"{self}: the list of versions is corrupt: {answer[:80]!r}") from error
 
-    def manifests(self, version: WeightVersion) -> list[Manifest]:
-        """See [`WeightSource`][marin_rl.weights.fetch.WeightSource]."""
-        signed = self._act(flight.Action(GET_MANIFEST, str(version).encode()))
-        return [Manifest.verify(signed, self._secret, str(self))]
+    def manifest(self, version: WeightVersion) -> Manifest:
+        """Return the manifest of a version.
+
+        Raises:
+            VersionGoneError: if the version is not available.
+            WeightTransferError: if the server does not respond or rejects the call.
+        """
+        return Manifest.decode(self._act(flight.Action(GET_MANIFEST, str(version).encode())), str(self))
 
     def fetch(self, manifest: Manifest, chunks: Sequence[Chunk]) -> Generator[np.ndarray, None, None]:
-        """See [`WeightSource`][marin_rl.weights.fetch.WeightSource]."""
+        """Yield the bytes (uint8) of the chunks in order, unchecked; fewer chunks if the stream was cut.
+
+        Raises:
+            VersionGoneError: if the version is dropped during the transfer.
+            WeightTransferError: if the stream fails.
+        """
         ticket = flight.Ticket(_TICKET.dump_json(_Ticket(manifest.version, list(chunks))))
         with self._connected() as client:
             reader = client.do_get(ticket, self._options)

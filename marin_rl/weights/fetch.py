@@ -1,21 +1,19 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Receiver of weights: fetch pieces into buffers and assemble the arrays.
+"""Receiver of weights: choose the pieces that the devices need, fetch them, and assemble the arrays.
 
-All checks that need only the manifests are made before any weights are transferred. Pieces are written directly into
-the target arrays if possible: the share of a training host in an array usually consists of rows of equal length and
-stride, and a piece holds the bytes of these rows in order.
+All checks that need only the manifests are made before any weights are transferred.
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
-import math
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,75 +21,48 @@ import numpy as np
 
 from marin_rl.retry import Clock, RetryConfig, retrying
 from marin_rl.types import WeightVersion
+from marin_rl.weights.arrow_flight import FlightSource
+from marin_rl.weights.config import WeightTransferConfig
+from marin_rl.weights.errors import (
+    CorruptTransferError,
+    MismatchedWeightsError,
+    NoWeightsError,
+    ServerLostError,
+    VersionGoneError,
+    WeightTransferError,
+)
 from marin_rl.weights.manifest import (
     Bounds,
     Chunk,
     Manifest,
     Piece,
     bounds_of,
+    find_gap,
+    named_leaves,
     overlap,
+    replace_leaves,
     shape_of,
     slices_within,
     volume,
     whole,
 )
-from marin_rl.weights.plan import PieceKey, TargetArray, choose_pieces, target_arrays
-from marin_rl.weights.protocol import (
-    CorruptTransferError,
-    MismatchedWeightsError,
-    NoWeightsError,
-    ServerLostError,
-    VersionGoneError,
-)
-from marin_rl.weights.tree import replace_leaves
 
 T = TypeVar("T")
 
-
-@runtime_checkable
-class WeightSource(Protocol):
-    """Pieces of one or more training hosts. Thread-safe."""
-
-    streams: int
-    """Number of concurrent streams."""
-
-    def versions(self) -> list[WeightVersion]:
-        """Return the complete versions, oldest first.
-
-        Raises:
-            WeightTransferError: if the source does not respond or rejects the call.
-        """
-        ...
-
-    def manifests(self, version: WeightVersion) -> list[Manifest]:
-        """Return the manifests of one version.
-
-        Raises:
-            VersionGoneError: if the version is not available.
-            WeightTransferError: if the source does not respond or rejects the call.
-        """
-        ...
-
-    def fetch(self, manifest: Manifest, chunks: Sequence[Chunk]) -> Generator[np.ndarray, None, None]:
-        """Yield the bytes (uint8) of the chunks in order, unchecked; fewer chunks if the stream was cut.
-
-        Raises:
-            VersionGoneError: if the version is dropped during the transfer.
-            WeightTransferError: if the stream fails.
-        """
-        ...
+POLL = 0.05
+"""Seconds between two polls of senders for a version."""
 
 
 class WeightReceiver:
     """Fetches weights; one per worker. It holds no resources between calls."""
 
     def __init__(
-        self, sources: Sequence[WeightSource], retry: RetryConfig, *, cast: bool, clock: Clock | None = None
+        self, sources: Sequence[FlightSource], retry: RetryConfig, *, cast: bool, clock: Clock | None = None
     ) -> None:
         """Set up the receiver without connecting.
 
         Args:
-            sources: sources that together have every piece.
+            sources: weight servers of all training hosts.
             retry: limits of retries after an error.
             cast: whether floating-point arrays may be sent in another floating-point dtype than the receiver's.
             clock: clock for tests; None for the real one.
@@ -110,6 +81,25 @@ class WeightReceiver:
             WeightTransferError: if a sender does not respond.
         """
         return retrying(self._retry, (ServerLostError, CorruptTransferError), self._find_newest, self._clock)
+
+    def wait_for(self, version: WeightVersion, timeout: float) -> None:
+        """Wait until every sender has a version, or a newer one.
+
+        Args:
+            version: the version.
+            timeout: seconds after which a sender that lacks it is an error.
+
+        Raises:
+            WeightTransferError: if a sender does not publish it within the timeout, or does not respond.
+        """
+        began = self._clock.now()
+        while (newest := self.newest()) is None or newest < version:
+            if self._clock.now() - began > timeout:
+                raise WeightTransferError(
+                    f"version {version} of the weights is not published by all training hosts after {timeout:g} s; "
+                    "see their logs"
+                )
+            self._clock.sleep(POLL)
 
     def receive(self, like: T, version: WeightVersion | None = None) -> tuple[T, WeightVersion]:
         """Fetch one version.
@@ -140,14 +130,17 @@ class WeightReceiver:
         chosen = self._find_newest() if version is None else version
         if chosen is None:
             raise NoWeightsError("no version of the weights is available on all training hosts yet")
-        owned = [(source, manifest) for source in self._sources for manifest in source.manifests(chosen)]
-        manifests = [manifest for _, manifest in owned]
+        manifests = [source.manifest(chosen) for source in self._sources]
         _check_hosts(manifests, chosen)
         targets = target_arrays(like)
         plan = choose_pieces(targets, manifests, cast=self._cast)
-        buffers = {name: ArrayBuffers(target, plan[name]) for name, target in targets.items()}
-        _download(owned, {key: buffers[name] for name, pieces in plan.items() for key in pieces})
-        return replace_leaves(like, {name: buffer.assemble() for name, buffer in buffers.items()}), chosen
+        buffers = {key: _aligned_empty(piece.num_bytes) for pieces in plan.values() for key, piece in pieces.items()}
+        _download(list(zip(self._sources, manifests, strict=True)), buffers)
+        arrays = {}
+        for name, target in targets.items():
+            # Each array frees its pieces, so that the host needs memory for one more array only.
+            arrays[name] = assemble(target, [(piece, buffers.pop(key)) for key, piece in plan[name].items()])
+        return replace_leaves(like, arrays), chosen
 
 
 def _check_hosts(manifests: Sequence[Manifest], version: WeightVersion) -> None:
@@ -163,99 +156,140 @@ def _check_hosts(manifests: Sequence[Manifest], version: WeightVersion) -> None:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class TargetArray:
+    """An array of the receiver's model."""
+
+    shape: tuple[int, ...]
+    """Shape of the array."""
+    dtype: np.dtype
+    """Dtype of the array."""
+    sharding: jax.sharding.Sharding | None
+    """Sharding of the array; None keeps it on the host as a numpy array."""
+
+    def boxes(self) -> set[Bounds]:
+        """Return the boxes of the shards of this process."""
+        if self.sharding is None:
+            return {whole(self.shape)}
+        indices = self.sharding.addressable_devices_indices_map(self.shape).values()
+        return {bounds_of(index, self.shape) for index in indices if index is not None}
+
+
+def target_arrays(like: object) -> dict[str, TargetArray]:
+    """Return the target arrays of a tree of arrays or `jax.ShapeDtypeStruct`s, by name."""
+    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return {
+        name: TargetArray(
+            tuple(leaf.shape),
+            np.dtype(leaf.dtype),
+            None if isinstance(leaf, np.ndarray) else leaf.sharding or default,
+        )
+        for name, leaf in named_leaves(like).items()
+    }
+
+
+class PieceKey(NamedTuple):
+    """Identifies a piece among several manifests."""
+
+    manifest: int
+    """Index of the manifest."""
+    piece: int
+    """Index into `Manifest.pieces`."""
+
+
+def choose_pieces(
+    targets: Mapping[str, TargetArray], manifests: Sequence[Manifest], *, cast: bool
+) -> dict[str, dict[PieceKey, Piece]]:
+    """Choose the pieces that the receiver's devices need.
+
+    Args:
+        targets: arrays of the receiver, by name.
+        manifests: one manifest per training host, all of one version.
+        cast: whether floating-point arrays may be sent in another floating-point dtype than the receiver's.
+
+    Returns:
+        The pieces to fetch, by array name. The bytes are balanced over the hosts.
+
+    Raises:
+        MismatchedWeightsError: if names, shapes or dtypes differ, or pieces are missing or inconsistent; the message
+            names array and piece.
+    """
+    held: dict[str, dict[PieceKey, Piece]] = {}
+    for number, manifest in enumerate(manifests):
+        for index, piece in enumerate(manifest.pieces):
+            held.setdefault(piece.name, {})[PieceKey(number, index)] = piece
+    _check_names(targets.keys(), held.keys())
+    loads = [0] * len(manifests)
+    chosen = {}
+    for name, target in targets.items():
+        for piece in held[name].values():
+            _check_compatible(piece, target, cast=cast)
+        boxes = target.boxes()
+        _check_cover(name, boxes, {piece.bounds for piece in held[name].values()})
+        chosen[name] = _choose(held[name], boxes, loads)
+    return chosen
+
+
+def _check_names(targets: Set[str], held: Set[str]) -> None:
+    missing, extra = sorted(targets - held), sorted(held - targets)
+    if missing or extra:
+        raise MismatchedWeightsError(
+            "the published weights do not match the receiver's model: "
+            + "; ".join(
+                f"{verb} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+                for verb, names in (("they lack", missing), ("the model lacks", extra))
+                if names
+            )
+        )
+
+
+def _check_compatible(piece: Piece, target: TargetArray, *, cast: bool) -> None:
+    if piece.shape != target.shape:
+        raise MismatchedWeightsError(
+            f"{piece.name} was published with shape {piece.shape}; the receiver needs {target.shape}"
+        )
+    sent = jnp.dtype(piece.dtype)
+    floats = jnp.issubdtype(sent, jnp.floating) and jnp.issubdtype(target.dtype, jnp.floating)
+    if sent != target.dtype and not (cast and floats):
+        raise MismatchedWeightsError(
+            f"{piece.name} was published as {sent.name}; the receiver needs {target.dtype.name}. Set weights.dtype to "
+            "cast between floating-point dtypes"
+        )
+
+
+def _check_cover(name: str, boxes: set[Bounds], held: Set[Bounds]) -> None:
+    for box in boxes:
+        gap = find_gap(box, list(held))
+        if gap is not None:
+            indices = [f"{start}:{stop}" for start, stop in gap]
+            raise MismatchedWeightsError(
+                f"no training host holds {indices} of {name}; a sender is missing or incomplete"
+            )
+        shared = [part for bounds in held if (part := overlap(bounds, box)) is not None]
+        if sum(map(volume, shared)) > volume(box):
+            raise MismatchedWeightsError(f"different pieces of {name} overlap; the training hosts differ")
+
+
+def _choose(held: Mapping[PieceKey, Piece], boxes: set[Bounds], loads: list[int]) -> dict[PieceKey, Piece]:
+    """Choose the pieces that overlap the boxes; of replicas, the one on the least loaded host."""
+    copies: dict[Bounds, list[PieceKey]] = {}
+    for key, piece in held.items():
+        if any(overlap(piece.bounds, box) is not None for box in boxes):
+            copies.setdefault(piece.bounds, []).append(key)
+    chosen = {}
+    for keys in copies.values():
+        first = held[keys[0]]
+        for key in keys[1:]:
+            if held[key].checksums != first.checksums:
+                raise MismatchedWeightsError(f"training hosts {keys[0].manifest} and {key.manifest} differ on {first}")
+        key = min(keys, key=lambda key: loads[key.manifest])
+        loads[key.manifest] += first.num_bytes
+        chosen[key] = held[key]
+    return chosen
+
+
 ALIGNMENT = 64
 """Alignment in bytes with which the CPU backend uses host memory as an array without a copy."""
-
-
-class ArrayBuffers:
-    """Memory for the pieces of one array. Several threads may write different pieces."""
-
-    def __init__(self, target: TargetArray, pieces: Mapping[PieceKey, Piece]) -> None:
-        """Allocate the memory.
-
-        Args:
-            target: the receiver's array.
-            pieces: the pieces to fetch; they cover the boxes of `target`.
-        """
-        self._target = target
-        self._pieces = pieces
-        self._rows: dict[PieceKey, np.ndarray] = {}
-        self.boxes: dict[Bounds, np.ndarray] = {}
-        """Boxes of the array whose pieces are written directly into them."""
-        for box in target.boxes():
-            self._assign(box, {key: piece for key, piece in pieces.items() if overlap(piece.bounds, box)})
-        self.separate = {key: _aligned_empty(pieces[key].num_bytes) for key in pieces.keys() - self._rows.keys()}
-        """Bytes of all other pieces, uint8."""
-        self._rows |= {key: memory.reshape(1, -1) for key, memory in self.separate.items()}
-
-    def _assign(self, box: Bounds, pieces: Mapping[PieceKey, Piece]) -> None:
-        """Write pieces directly into a box if they tile it without overlap."""
-        dtype = self._target.dtype
-        inside = all(overlap(piece.bounds, box) == piece.bounds for piece in pieces.values())
-        same_dtype = all(jnp.dtype(piece.dtype) == dtype for piece in pieces.values())
-        if not (inside and same_dtype and sum(volume(piece.bounds) for piece in pieces.values()) == volume(box)):
-            return
-        memory = _aligned_empty(volume(box) * dtype.itemsize)
-        by_bytes = memory.reshape(*shape_of(box), dtype.itemsize)
-        try:
-            rows = {key: _rows(by_bytes[slices_within(piece.bounds, box)], piece, box) for key, piece in pieces.items()}
-        except ValueError:
-            # A piece that is cut along several dimensions has rows with several strides.
-            return
-        self._rows |= rows
-        self.boxes[box] = memory.view(dtype).reshape(shape_of(box))
-
-    def write(self, key: PieceKey, start: int, data: np.ndarray) -> None:
-        """Write bytes of a piece.
-
-        Args:
-            key: the piece.
-            start: offset of the first byte within the piece.
-            data: the bytes, uint8.
-        """
-        rows = self._rows[key]
-        length = rows.shape[1]
-        row, column = divmod(start, length)
-        # The rest of a partial row, complete rows, and the start of another row.
-        head = min(length - column, len(data)) if column else 0
-        complete = (len(data) - head) // length
-        first, tail = row + bool(column), head + complete * length
-        if head:
-            rows[row, column : column + head] = data[:head]
-        rows[first : first + complete] = data[head:tail].reshape(complete, length)
-        if tail < len(data):
-            rows[first + complete, : len(data) - tail] = data[tail:]
-
-    def assemble(self) -> jax.Array | np.ndarray:
-        """Place the array on the receiver's devices. No further writes are allowed.
-
-        Raises:
-            MismatchedWeightsError: if two pieces hold different values for the same elements.
-        """
-        parts = []
-        for key, data in self.separate.items():
-            piece = self._pieces[key]
-            parts.append((piece, data.view(jnp.dtype(piece.dtype)).reshape(shape_of(piece.bounds))))
-        _check_overlaps_agree(parts)
-        target = self._target
-        filled = {
-            box: self.boxes[box] if box in self.boxes else _fill(box, target.dtype, parts) for box in target.boxes()
-        }
-        if target.sharding is None:
-            return filled[whole(target.shape)]
-
-        def part(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None
-            return filled[bounds_of(index, target.shape)]
-
-        return jax.make_array_from_callback(target.shape, target.sharding, part, dtype=target.dtype)
-
-
-def _rows(part: np.ndarray, piece: Piece, box: Bounds) -> np.ndarray:
-    """Return a view `[row, byte]` of the memory of a piece; raise ValueError if its rows have several strides."""
-    cut = [dimension for dimension, (own, full) in enumerate(zip(piece.bounds, box, strict=True)) if own != full]
-    length = math.prod(part.shape[cut[-1] if cut else 0 :])
-    return part.reshape(-1, length, copy=False)
 
 
 def _aligned_empty(num_bytes: int) -> np.ndarray:
@@ -264,28 +298,41 @@ def _aligned_empty(num_bytes: int) -> np.ndarray:
     return memory[start : start + num_bytes]
 
 
-def _check_overlaps_agree(parts: Sequence[tuple[Piece, np.ndarray]]) -> None:
-    for pair in itertools.combinations(parts, 2):
-        shared = overlap(pair[0][0].bounds, pair[1][0].bounds)
-        if shared is None:
-            continue
-        left, right = (np.ascontiguousarray(data[slices_within(shared, piece.bounds)]) for piece, data in pair)
-        if left.tobytes() != right.tobytes():
-            indices = [f"{start}:{stop}" for start, stop in shared]
-            raise MismatchedWeightsError(f"two pieces of {pair[0][0].name} hold different values at {indices}")
+def assemble(target: TargetArray, pieces: Sequence[tuple[Piece, np.ndarray]]) -> jax.Array | np.ndarray:
+    """Place an array on the receiver's devices.
+
+    Args:
+        target: the receiver's array.
+        pieces: pieces that cover its boxes, each with its bytes (uint8). A piece that is a box is used without a copy.
+    """
+    parts = [
+        (piece.bounds, data.view(jnp.dtype(piece.dtype)).reshape(shape_of(piece.bounds))) for piece, data in pieces
+    ]
+    filled = {box: _fill(box, target.dtype, parts) for box in target.boxes()}
+    if target.sharding is None:
+        return filled[whole(target.shape)]
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        return filled[bounds_of(index, target.shape)]
+
+    return jax.make_array_from_callback(target.shape, target.sharding, part, dtype=target.dtype)
 
 
-def _fill(box: Bounds, dtype: np.dtype, parts: Sequence[tuple[Piece, np.ndarray]]) -> np.ndarray:
-    filled = np.empty(shape_of(box), dtype)
-    for piece, data in parts:
-        shared = overlap(piece.bounds, box)
+def _fill(box: Bounds, dtype: np.dtype, parts: Sequence[tuple[Bounds, np.ndarray]]) -> np.ndarray:
+    for bounds, data in parts:
+        if bounds == box and data.dtype == dtype:
+            return data
+    filled = _aligned_empty(volume(box) * dtype.itemsize).view(dtype).reshape(shape_of(box))
+    for bounds, data in parts:
+        shared = overlap(bounds, box)
         if shared is not None:
-            filled[slices_within(shared, box)] = data[slices_within(shared, piece.bounds)]
+            filled[slices_within(shared, box)] = data[slices_within(shared, bounds)]
     return filled
 
 
-def _download(owned: Sequence[tuple[WeightSource, Manifest]], buffers: Mapping[PieceKey, ArrayBuffers]) -> None:
-    """Fetch the pieces of `buffers` in concurrent streams; `PieceKey.manifest` is an index into `owned`."""
+def _download(owned: Sequence[tuple[FlightSource, Manifest]], buffers: Mapping[PieceKey, np.ndarray]) -> None:
+    """Fetch pieces into `buffers`, in concurrent streams; `PieceKey.manifest` is an index into `owned`."""
     stop = threading.Event()
 
     def read(number: int, chunks: Sequence[Chunk]) -> None:
@@ -297,8 +344,7 @@ def _download(owned: Sequence[tuple[WeightSource, Manifest]], buffers: Mapping[P
                     if stop.is_set():
                         return
                     manifest.check(chunk, data, str(source))
-                    key = PieceKey(number, chunk.piece)
-                    buffers[key].write(key, manifest.span(chunk)[0], data)
+                    buffers[PieceKey(number, chunk.piece)][slice(*manifest.span(chunk))] = data
                     done += 1
             if done < len(chunks):
                 raise CorruptTransferError(
@@ -328,3 +374,15 @@ def _split(manifest: Manifest, pieces: Sequence[int], streams: int) -> list[list
     for chunk, before in zip(chunks, itertools.accumulate(sizes, initial=0), strict=False):
         parts[before * streams // total].append(chunk)
     return [part for part in parts if part]
+
+
+def open_receiver(config: WeightTransferConfig, addresses: Sequence[str], secret: str) -> WeightReceiver:
+    """Open the receiver of a worker, without connecting.
+
+    Args:
+        config: streams, dtype and retries.
+        addresses: sender addresses of all training hosts, in any order.
+        secret: the run's secret.
+    """
+    sources = [FlightSource(address, secret, streams=config.streams) for address in addresses]
+    return WeightReceiver(sources, config.retry, cast=config.sent_dtype is not None)

@@ -1,25 +1,27 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Signed manifest of one version on one training host: boxes of arrays, in chunks with checksums.
+"""Names of the arrays of a tree, and the manifest of one version on one training host: boxes of arrays, in chunks.
 
-All processes of a run share a secret, which grants read access to the run's weights and signs the manifests.
+A manifest has a checksum for each chunk. A receiver gets the manifest over an authenticated connection and then checks
+every chunk against it, so that it detects bytes that are corrupted, missing, or of another version.
 """
 
 import dataclasses
-import hmac
 import math
-import secrets
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pydantic
 import xxhash
 
 from marin_rl.types import WeightVersion
-from marin_rl.weights.protocol import CorruptTransferError
+from marin_rl.weights.errors import CorruptTransferError
+
+T = TypeVar("T")
 
 Bounds = tuple[tuple[int, int], ...]
 """Start and stop along each dimension; `()` for an array without dimensions."""
@@ -93,6 +95,45 @@ def find_gap(target: Bounds, held: Sequence[Bounds]) -> Bounds | None:
     return tuple((edges[at], edges[at + 1]) for edges, at in zip(cuts, cell, strict=True))
 
 
+def named_leaves(tree: object) -> dict[str, Any]:
+    """Return the arrays and `jax.ShapeDtypeStruct`s of a tree by key path; other leaves are skipped.
+
+    >>> named_leaves({"bias": np.zeros(2), "activation": "relu"})
+    {"['bias']": array([0., 0.])}
+
+    Raises:
+        ValueError: if an array does not hold plain numbers (typed random keys, text, a foreign byte order), or two
+            arrays have the same key path.
+    """
+    leaves = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+            name, dtype = jax.tree_util.keystr(path), leaf.dtype
+            is_number = jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
+            if not (is_number and dtype.isnative):
+                raise ValueError(
+                    f"{name} has dtype {dtype}; only plain numbers can be transferred: remove it from the tree"
+                )
+            if name in leaves:
+                raise ValueError(f"two arrays of the tree have the same key path {name}; use different keys")
+            leaves[name] = leaf
+    return leaves
+
+
+def replace_leaves(tree: T, arrays: Mapping[str, jax.Array | np.ndarray]) -> T:
+    """Return a tree with its arrays replaced.
+
+    Args:
+        tree: the tree; its other leaves are kept.
+        arrays: one array for each name of `named_leaves(tree)`.
+    """
+
+    def replace(path: Any, leaf: Any) -> Any:
+        return arrays.get(jax.tree_util.keystr(path), leaf)
+
+    return jax.tree_util.tree_map_with_path(replace, tree)
+
+
 def checksum(data: np.ndarray) -> int:
     """Return the 64-bit XXH3 of uint8 data: ten times as fast as CRC-32, and not cryptographic either."""
     return xxhash.xxh3_64_intdigest(data.data)
@@ -148,7 +189,7 @@ class Manifest:
     chunk_bytes: int
     """Chunk size; the last chunk of a piece may be shorter."""
     pieces: tuple[Piece, ...]
-    """Pieces in file order."""
+    """The pieces, in the order of the arrays."""
 
     def chunks(self, piece: int) -> list[Chunk]:
         """Return the chunks of a piece, in order."""
@@ -176,55 +217,46 @@ class Manifest:
         """
         piece = self.pieces[chunk.piece]
         start, stop = self.span(chunk)
-        label = f"{source}: chunk {chunk.number} of {piece}, version {self.version},"
-        if len(data) != stop - start:
-            raise CorruptTransferError(f"{label} has {len(data)} bytes instead of {stop - start}")
-        if checksum(data) != piece.checksums[chunk.number]:
-            raise CorruptTransferError(f"{label} fails its checksum")
+        if len(data) != stop - start or checksum(data) != piece.checksums[chunk.number]:
+            raise CorruptTransferError(
+                f"{source}: chunk {chunk.number} of {piece}, version {self.version}, is corrupt: {len(data)} of "
+                f"{stop - start} bytes arrived, with checksum {checksum(data):x}"
+            )
 
-    def sign(self, secret: str) -> bytes:
-        """Encode the manifest as JSON after its HMAC-SHA256 under the secret."""
-        body = _JSON.dump_json(self)
-        return hmac.digest(secret.encode(), body, "sha256") + body
+    def encode(self) -> bytes:
+        """Encode the manifest as JSON."""
+        return _JSON.dump_json(self)
 
     @staticmethod
-    def verify(signed: bytes, secret: str, source: str) -> "Manifest":
-        """Decode a manifest from `sign`.
+    def decode(text: bytes, source: str) -> "Manifest":
+        """Decode a manifest from `encode`.
 
         Args:
-            signed: the return value of `sign`.
-            secret: the run's secret.
+            text: the return value of `encode`.
             source: name of the sender, for error messages.
 
         Raises:
-            CorruptTransferError: if the signature does not match.
-            ValueError: if the signed text is not a manifest.
+            CorruptTransferError: if the text is not a manifest.
         """
-        signature, body = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
-        if not hmac.compare_digest(signature, hmac.digest(secret.encode(), body, "sha256")):
-            raise CorruptTransferError(
-                f"{source}: the manifest ({len(signed)} bytes) is corrupt or belongs to another run"
-            )
-        return _JSON.validate_json(body, strict=True)
+        try:
+            return _JSON.validate_json(text, strict=True)
+        except pydantic.ValidationError as error:
+            raise CorruptTransferError(f"{source}: the manifest ({len(text)} bytes) is corrupt: {error}") from error
 
 
 _JSON = pydantic.TypeAdapter(Manifest)
-_SIGNATURE_BYTES = 32
 
 
-def make_secret() -> str:
-    """Make a new secret. Each launch makes one, so workers never read weights of an earlier launch."""
-    return secrets.token_hex(32)
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """The pieces of one version on one training host."""
 
+    manifest: Manifest
+    """Description of the pieces."""
+    data: tuple[np.ndarray, ...]
+    """Bytes of each piece: uint8, `[num_bytes]`."""
 
-def check_secret(secret: str) -> None:
-    """Validate a secret.
-
-    Raises:
-        ValueError: if it has fewer than 32 characters, or characters that are not printable ASCII.
-    """
-    if len(secret) < 32 or not (secret.isascii() and secret.isprintable()):
-        raise ValueError(
-            f"the secret of the weight transfer has {len(secret)} characters; it must have at least 32, all printable "
-            "ASCII: use marin_rl.weights.manifest.make_secret()"
-        )
+    def chunk(self, chunk: Chunk) -> np.ndarray:
+        """Return a view of the bytes of a chunk."""
+        start, stop = self.manifest.span(chunk)
+        return self.data[chunk.piece][start:stop]

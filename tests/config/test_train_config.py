@@ -34,7 +34,7 @@ from marin_rl.rollouts.config import LongPrompts
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.storage import user_cache
 from marin_rl.training.run_directory import config_differences
-from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig, WeightTransferConfig
+from marin_rl.weights.config import WeightTransferConfig
 from tests.config.from_lines import from_lines
 from tests.config.small_config import MODEL, SIZES, config
 
@@ -126,7 +126,7 @@ def test_reinforce_accepts_groups_of_one():
             r"weights\.host to an address",
         ),
         (
-            {"mode": Mode.ASYNC, "ray_address": "auto", "weights": ArrowFlightConfig(host="localhost")},
+            {"mode": Mode.ASYNC, "ray_address": "auto", "weights": WeightTransferConfig(host="localhost")},
             r"weights\.host is localhost, .* at ray_address 'auto'; .* set ray_address: 127\.0\.0\.1:PORT",
         ),
         (
@@ -266,11 +266,6 @@ def test_batch_scope_is_refused_in_async_mode(rewards: str, nested: str, key: st
         from_lines(environment=environment, mode="async")
 
 
-def test_in_process_weight_transfer_cannot_be_configured():
-    with pytest.raises(ConfigError, match=r"weights.type is 'in_process'.*Valid here: arrow_flight, shared_files"):
-        from_lines(weights="{type: in_process}", mode="sync")
-
-
 def test_invalid_sampler_section_names_the_key():
     with pytest.raises(ConfigError, match=r"sampler.*reload"):
         from_lines(sampler="{type: openai, base_url: http://localhost:8000/v1, model: policy}")
@@ -300,12 +295,11 @@ def test_row_length_that_no_attention_kernel_supports_is_refused():
 @pytest.mark.parametrize(
     ("ray_address", "weights"),
     [
-        (None, ArrowFlightConfig()),
-        ("127.0.0.1:6379", ArrowFlightConfig()),
-        ("[::1]:6379", ArrowFlightConfig()),
-        ("10.0.0.1:6379", ArrowFlightConfig(host="0.0.0.0")),
-        ("auto", ArrowFlightConfig(host="10.0.0.2")),
-        ("auto", SharedFilesConfig(folder="/shared/weights")),
+        (None, WeightTransferConfig()),
+        ("127.0.0.1:6379", WeightTransferConfig()),
+        ("[::1]:6379", WeightTransferConfig()),
+        ("10.0.0.1:6379", WeightTransferConfig(host="0.0.0.0")),
+        ("auto", WeightTransferConfig(host="10.0.0.2")),
     ],
 )
 def test_reachable_weight_servers_are_accepted(ray_address: str | None, weights: WeightTransferConfig):

@@ -15,10 +15,10 @@ from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig, TrainerConfig
 from marin_rl.config.workers_config import Refresh, WorkerMeshConfig, WorkersConfig
 from marin_rl.config.yaml_text import from_yaml, to_yaml
-from marin_rl.weights.config import ArrowFlightConfig, TransferDtype
+from marin_rl.weights.config import TransferDtype, WeightTransferConfig
 from tests.training.bare_run import make_config
 
-FLIGHT = ArrowFlightConfig(host="0.0.0.0")
+FLIGHT = WeightTransferConfig(host="0.0.0.0")
 HALF = jmp.get_policy("p=bf16,c=bf16")
 
 

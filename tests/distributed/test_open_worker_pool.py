@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from marin_rl import multihost
+from marin_rl.distributed import worker_pool
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.coordinator_client import CoordinatorClient
 from marin_rl.distributed.worker_pool import WorkerPool, open_worker_pool
 from marin_rl.types import WeightVersion
 from marin_rl.weights.config import WeightTransferConfig
 from marin_rl.weights.fetch import WeightReceiver
-from marin_rl.weights.protocol import WeightSender
-from marin_rl.weights.publish import TrainingHost
+from marin_rl.weights.publish import TrainingHost, WeightSender
 from tests.distributed.local_client import LocalClient
 
 
@@ -58,15 +58,21 @@ class Weights(WeightTransferConfig):
     reaches_others: bool = True
     is_lost: bool = False
 
-    def open_sender(self, token: str, training_host: TrainingHost) -> WeightSender:
+    def open_sender(self, secret: str, host: TrainingHost) -> WeightSender:
         self.said.append("sender opens")
         return End("sender", self.said, is_lost=self.is_lost)
 
-    def open_receiver(self, addresses: Sequence[str], token: str) -> WeightReceiver:
+    def open_receiver(self, addresses: Sequence[str], secret: str) -> WeightReceiver:
         if not self.reaches_others:
             raise OSError(f"nobody answers at {addresses[-1]}")
         self.said.append(f"receiver of {' and '.join(addresses)} opens")
         return End("receiver", self.said)
+
+
+@pytest.fixture(autouse=True)
+def _opened_by_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_pool, "open_sender", Weights.open_sender)
+    monkeypatch.setattr(worker_pool, "open_receiver", Weights.open_receiver)
 
 
 def workers_of(said: list[str], fail: bool = False) -> Any:

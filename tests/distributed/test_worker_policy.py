@@ -26,16 +26,15 @@ from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.types import Generation, RolloutGroup, WeightVersion
-from marin_rl.weights.protocol import (
+from marin_rl.weights.errors import (
     CorruptTransferError,
     MismatchedWeightsError,
     NoWeightsError,
     ServerLostError,
     VersionGoneError,
-    WeightSender,
     WrongSecretError,
 )
-from marin_rl.weights.publish import TrainingHost
+from marin_rl.weights.publish import TrainingHost, open_sender
 from tests.distributed.inline_executor import InlineExecutor
 from tests.free_port import free_port
 from tests.tiny_run import make_run
@@ -52,7 +51,7 @@ class Trainer:
         self.config = config
         self.tokenizer = config.tokenizer.build()
         self.vocab_size = len(self.tokenizer.tokenizer)
-        self.sender: WeightSender = config.weights.open_sender(TOKEN, TrainingHost.current())
+        self.sender = open_sender(config.weights, TOKEN, TrainingHost.current())
         self.version: WeightVersion = -1
         self.polls = 0
         self.at: dict[int, Callable[[], None]] = {}
@@ -85,7 +84,7 @@ def make_config(folder: Path, refresh: str) -> TrainConfig:
     run = make_run(
         folder,
         mode="async",
-        weights={"type": "arrow_flight", "retry": {"give_up_seconds": 0.0}},
+        weights={"retry": {"give_up_seconds": 0.0}},
         workers={"refresh": refresh, "decode_steps_per_weight_poll": 1},
         sampling={"max_new_tokens": 6, "max_seqs": GROUPS * ROLLOUTS},
     )

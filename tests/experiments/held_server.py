@@ -12,14 +12,13 @@ def main(hold: str, token: str) -> None:
     import numpy as np
 
     from experiments.soak_train import PausedWeightServer
-    from marin_rl.weights.arrow_flight import VersionCache
     from marin_rl.weights.publish import TrainingHost, take_snapshot
 
-    cache, host = VersionCache("the held host"), TrainingHost(0, 1, frozenset())
+    server = PausedWeightServer(Path(hold), token, "the held host", host="127.0.0.1", port=0)
+    host = TrainingHost(0, 1, frozenset())
     for version in (1, 2):
-        cache.put(take_snapshot({"w": np.full(4096, version, np.uint8)}, version, host, 1024))
-    server = PausedWeightServer(Path(hold), cache, token, "grpc+tls://127.0.0.1:0")
-    print(f"grpc+tls://127.0.0.1:{server.port}", flush=True)
+        server.put(take_snapshot({"w": np.full(4096, version, np.uint8)}, version, host, 1024))
+    print(server.address, flush=True)
     threading.Event().wait()
 
 

@@ -28,7 +28,7 @@ from experiments.soak import (
 from experiments.soak_train import hold_transfers, reached
 from experiments.soak_usage import usage
 from marin_rl.weights.arrow_flight import FlightSource
-from marin_rl.weights.protocol import ServerLostError
+from marin_rl.weights.errors import ServerLostError
 from tests.tiny_run import TinyRun, copy_of
 from tests.weights.endpoints import SECRET
 
@@ -169,7 +169,7 @@ def test_transfer_is_held_between_two_chunks_and_its_server_killed(tmp_path: Pat
         with run.process.stdout as printed:
             address = printed.readline().decode().strip()
         source = FlightSource(address, SECRET, streams=1)
-        one, two = (source.manifests(version)[0] for version in (1, 2))
+        one, two = (source.manifest(version) for version in (1, 2))
         assert len(list(source.fetch(one, one.chunks(0)))) == 4
         assert not reached(hold).exists()
         # There is nothing between a first chunk and a second.

@@ -133,8 +133,8 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     from marin_rl.objectives.aggregation import SequenceMeanConfig
     from marin_rl.trainer_config import DistributedConfig
     from marin_rl.training.shared_run import require_same_batch
-    from marin_rl.weights.config import ArrowFlightConfig
-    from marin_rl.weights.publish import TrainingHost
+    from marin_rl.weights.config import WeightTransferConfig
+    from marin_rl.weights.publish import TrainingHost, open_sender
 
     # So small that large messages take several rounds.
     multihost.EXCHANGE_BYTES = 2**17
@@ -209,7 +209,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     except (OSError, multihost.MainProcessError) as raised:
         error = f"{type(raised).__name__}: {raised}"
 
-    sender = ArrowFlightConfig().open_sender(TOKEN, TrainingHost.current())
+    sender = open_sender(WeightTransferConfig(), TOKEN, TrainingHost.current())
     sender.publish(state.model, UPDATES)
     sender.flush()
     up_proj = state.model.transformer.layers.stacked.mlp.up_proj.weight.array

@@ -24,7 +24,8 @@ from safetensors.numpy import load_file
 from marin_rl.learner.checkpoint_folders import CheckpointError
 from marin_rl.learner.saved_checkpoint import open_checkpoint
 from marin_rl.weights.arrow_flight import FlightSource
-from marin_rl.weights.config import ArrowFlightConfig
+from marin_rl.weights.config import WeightTransferConfig
+from marin_rl.weights.fetch import open_receiver
 from tests.cpu_host import cpu_host
 from tests.free_port import free_port
 from tests.learner.distributed_training import DEVICES
@@ -253,7 +254,7 @@ def test_each_server_serves_its_own_shards_and_a_worker_assembles_them(
     assert len(set(addresses)) == 2
     assert two[1].facts["addresses"] == addresses
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), eqx.filter(model, eqx.is_array))
-    receiver = ArrowFlightConfig().open_receiver(addresses, TOKEN)
+    receiver = open_receiver(WeightTransferConfig(), addresses, TOKEN)
     received, version = receiver.receive(shapes)
     assert version == 3
     found = tiny.arrays_by_path(received)
@@ -264,7 +265,7 @@ def test_each_server_serves_its_own_shards_and_a_worker_assembles_them(
     total = sum(array.nbytes for array in found.values())
     served = []
     for host, address in enumerate(addresses):
-        [manifest] = FlightSource(address, TOKEN, streams=1).manifests(3)
+        manifest = FlightSource(address, TOKEN, streams=1).manifest(3)
         assert (manifest.host, manifest.hosts) == (host, 2)
         served.append(sum(piece.num_bytes for piece in manifest.pieces))
     assert sum(served) == total  # each byte once

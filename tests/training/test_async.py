@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,7 +111,7 @@ def test_workers_sample_ahead_and_interrupted_run_resumes(
         mode="async",
         replay__max_staleness=2,
         workers__num_workers=2,
-        weights={"type": "arrow_flight", "streams": 2},
+        weights={"streams": 2},
         initialize_from=str(finished_run.path),
         warm_start__max_steps=0,
         checkpoint__every=1,
@@ -195,7 +194,6 @@ def test_in_flight_generations_continue_with_new_weights(
         num_steps=3,
         replay__max_staleness=2,
         workers={"refresh": "in_flight", "decode_steps_per_weight_poll": 1},
-        weights={"type": "arrow_flight"},
         warm_start__max_steps=0,
         evaluation={"tasks": 2, "greedy": False, "every": 0},
     )
@@ -235,12 +233,9 @@ def test_in_flight_generations_continue_with_new_weights(
         assert 0 <= row["step"] - 1 - min(turn["first_version"] for turn in row["turns"]) <= 2
 
 
-def test_worker_error_ends_run(
-    new_run: Callable[..., TinyRun], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_worker_error_ends_run(new_run: Callable[..., TinyRun], capfd: pytest.CaptureFixture[str]) -> None:
     run = new_run(
         mode="async",
-        weights={"type": "shared_files", "folder": str(tmp_path / "weights")},
         warm_start__max_steps=0,
         evaluation={"tasks": 2, "greedy": False, "every": 0},
     )
@@ -249,7 +244,6 @@ def test_worker_error_ends_run(
         assert run.train() == 1
     output = capfd.readouterr().err
     assert "error: a rollout worker ended with an error: worker-0: ZeroDivisionError: division by zero" in output
-    assert not list((tmp_path / "weights").rglob("*.*"))
 
 
 @pytest.mark.medium
@@ -257,7 +251,6 @@ def test_trainer_times_out_on_silent_workers(new_run: Callable[..., TinyRun], ca
     run = new_run(
         mode="async",
         workers__no_progress_timeout=1.0,
-        weights={"type": "arrow_flight"},
         warm_start__max_steps=0,
         evaluation={"tasks": 2, "greedy": False, "every": 0},
     )

@@ -27,7 +27,7 @@ from marin_rl.training.shared_run import (
     require_same_tasks,
     require_shared_folder,
 )
-from marin_rl.weights.config import ArrowFlightConfig
+from marin_rl.weights.config import WeightTransferConfig
 from tests.training.bare_run import make_config
 
 FITTING = make_config(mode=Mode.ASYNC)
@@ -66,7 +66,7 @@ def test_loopback_weight_host_is_rejected_for_several_hosts(two_processes: None,
         match=r"weights\.host is 127\.0\.0\.1, but training runs on 2 hosts \(first, second\), .*: 0\.0\.0\.0",
     ):
         check_config(FITTING)
-    check_config(dataclasses.replace(FITTING, weights=ArrowFlightConfig(host="0.0.0.0")))
+    check_config(dataclasses.replace(FITTING, weights=WeightTransferConfig(host="0.0.0.0")))
     monkeypatch.setattr(multihost, "gather_texts", lambda own: ("first", "first"))
     check_config(FITTING)
 
@@ -91,7 +91,9 @@ def test_error_names_processes_with_another_config(answers: list[str]):
     answers += [""]
     require_same_config(to_yaml(config))
     of_main = to_yaml(FITTING)
-    other = dataclasses.replace(config, run_dir="elsewhere", ray_address="auto", weights=ArrowFlightConfig(host="::"))
+    other = dataclasses.replace(
+        config, run_dir="elsewhere", ray_address="auto", weights=WeightTransferConfig(host="::")
+    )
     lines = config_differences(of_main, to_yaml(other), ["ray_address", "weights", "run_dir"])
     assert lines == ["  seed: 0 there, 1 now"]
     answers += ["\n".join(lines)]

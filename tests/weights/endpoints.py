@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -14,14 +15,14 @@ import pyarrow.flight as flight
 
 from marin_rl.retry import Clock, RetryConfig
 from marin_rl.types import WeightVersion
-from marin_rl.weights.arrow_flight import TLS_NAME, FlightSource, VersionCache, WeightServer, tls_identity
-from marin_rl.weights.fetch import WeightReceiver, WeightSource
-from marin_rl.weights.manifest import Chunk, Manifest, make_secret
-from marin_rl.weights.protocol import WeightSender
-from marin_rl.weights.publish import Snapshot, TrainingHost, take_snapshot
-from marin_rl.weights.tree import named_leaves
+from marin_rl.weights.arrow_flight import FlightSource, WeightServer
+from marin_rl.weights.fetch import WeightReceiver
+from marin_rl.weights.manifest import Chunk, Manifest, Snapshot, named_leaves
+from marin_rl.weights.publish import TrainingHost, WeightSender, take_snapshot
+from marin_rl.weights.secret import TLS_NAME, make_secret, tls_identity
 
 SECRET = make_secret()
+Server = TypeVar("Server", bound=WeightServer)
 ONCE = RetryConfig(give_up_seconds=0.0)
 
 
@@ -49,14 +50,14 @@ def split(snapshot: Snapshot, hosts: int) -> list[Snapshot]:
 
 
 def source_of(server: WeightServer, secret: str = SECRET, streams: int = 1) -> FlightSource:
-    return FlightSource(f"grpc+tls://127.0.0.1:{server.port}", secret, streams=streams)
+    return FlightSource(server.address, secret, streams=streams)
 
 
 def client_of(server: WeightServer) -> flight.FlightClient:
     """Connect a plain Flight client with the run's secret."""
     identity = tls_identity(SECRET)
     return flight.FlightClient(
-        f"grpc+tls://127.0.0.1:{server.port}",
+        server.address,
         tls_root_certs=identity.root,
         cert_chain=identity.certificate,
         private_key=identity.key,
@@ -65,20 +66,19 @@ def client_of(server: WeightServer) -> flight.FlightClient:
 
 
 @contextlib.contextmanager
-def serving(server_type: type[WeightServer] = WeightServer) -> Iterator[tuple[VersionCache, WeightServer]]:
-    """Serve an empty cache for two versions."""
-    cache = VersionCache("the tested host")
-    server = server_type(cache, SECRET, "grpc+tls://127.0.0.1:0")
+def serving(server_type: type[Server] = WeightServer) -> Iterator[Server]:
+    """Run a server without versions."""
+    server = server_type(SECRET, "the tested host", host="127.0.0.1", port=0)
     try:
-        yield cache, server
+        yield server
     finally:
-        server.shutdown()
+        server.close()
 
 
 class HookedSource:
     """Source that calls a hook before every response and after every chunk."""
 
-    def __init__(self, source: WeightSource, hook: Callable[[str], None]) -> None:
+    def __init__(self, source: FlightSource, hook: Callable[[str], None]) -> None:
         self.streams = source.streams
         self._source = source
         self._hook = hook
@@ -90,9 +90,9 @@ class HookedSource:
         self._hook("versions")
         return self._source.versions()
 
-    def manifests(self, version: WeightVersion) -> list[Manifest]:
-        self._hook("manifests")
-        return self._source.manifests(version)
+    def manifest(self, version: WeightVersion) -> Manifest:
+        self._hook("manifest")
+        return self._source.manifest(version)
 
     def fetch(self, manifest: Manifest, chunks: Sequence[Chunk]) -> Generator[np.ndarray, None, None]:
         for data in self._source.fetch(manifest, chunks):
@@ -101,7 +101,7 @@ class HookedSource:
 
 
 def receiver_of(
-    *sources: WeightSource,
+    *sources: FlightSource,
     retry: RetryConfig = ONCE,
     cast: bool = False,
     sleep: Callable[[float], None] | None = None,

@@ -13,21 +13,19 @@ import threading
 def main(secret: str, port: str, version: str, gate: str) -> None:
     import numpy as np
 
-    from marin_rl.weights import arrow_flight
-    from marin_rl.weights.arrow_flight import VersionCache
+    from marin_rl.weights.arrow_flight import WeightServer
     from marin_rl.weights.publish import TrainingHost, take_snapshot
 
-    class GatedServer(arrow_flight.WeightServer):
+    class GatedServer(WeightServer):
         def send_chunks(self, version, chunks):
             for batch in super().send_chunks(version, chunks):
                 yield batch
                 if gate == "gated":
                     threading.Event().wait()
 
-    cache = VersionCache("the killed host")
+    server = GatedServer(secret, "the killed host", host="127.0.0.1", port=int(port))
     weights = {"['w']": np.full(2**20, int(version), np.float32)}
-    cache.put(take_snapshot(weights, int(version), TrainingHost.current(), 2**18))
-    server = GatedServer(cache, secret, f"grpc+tls://127.0.0.1:{port}")
+    server.put(take_snapshot(weights, int(version), TrainingHost.current(), 2**18))
     print(server.port, flush=True)
     sys.stdin.read()
 

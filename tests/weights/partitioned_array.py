@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from marin_rl.weights.fetch import ArrayBuffers
+from marin_rl.weights.fetch import PieceKey, assemble, choose_pieces, target_arrays
 from marin_rl.weights.manifest import Bounds, Manifest, Piece, checksum
-from marin_rl.weights.plan import PieceKey, choose_pieces, target_arrays
 
 FULL = np.arange(24, dtype=np.float32).reshape(6, 4)
 LIKE = {"w": jax.ShapeDtypeStruct((6, 4), jnp.float32)}
@@ -46,10 +45,10 @@ class Hosts:
     def plan(self, *, cast: bool = False, like=LIKE) -> dict[str, dict[PieceKey, Piece]]:
         return choose_pieces(target_arrays(like), self.manifests, cast=cast)
 
-    def buffers(self, like=LIKE, *, cast: bool = False) -> ArrayBuffers:
-        """Return the buffers of the array with all pieces written."""
+    def assembled(self, like=LIKE, *, cast: bool = False) -> jax.Array | np.ndarray:
+        """Return the array that is assembled from the chosen pieces."""
         pieces = self.plan(like=like, cast=cast)[NAME]
-        buffers = ArrayBuffers(target_arrays(like)[NAME], pieces)
-        for key in pieces:
-            buffers.write(key, 0, self.parts[key.manifest][key.piece].reshape(-1).view(np.uint8))
-        return buffers
+        held = [
+            (piece, self.parts[key.manifest][key.piece].reshape(-1).view(np.uint8)) for key, piece in pieces.items()
+        ]
+        return assemble(target_arrays(like)[NAME], held)

@@ -4,18 +4,18 @@
 """Run by test_transfer.py on 8 fake CPU devices, in a separate process; prints one line of JSON."""
 
 import json
-import sys
 
 
-def measure(way: str, folder: str) -> dict[str, object]:
+def measure() -> dict[str, object]:
     """Publish a sharded model from four training hosts and receive it on other meshes."""
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-    from marin_rl.weights.config import ArrowFlightConfig, SharedFilesConfig
-    from marin_rl.weights.manifest import make_secret
-    from marin_rl.weights.publish import TrainingHost
+    from marin_rl.weights.config import WeightTransferConfig
+    from marin_rl.weights.fetch import open_receiver
+    from marin_rl.weights.publish import TrainingHost, open_sender
+    from marin_rl.weights.secret import make_secret
 
     devices = np.array(jax.devices())
     training = Mesh(devices.reshape(4, 2), ("data", "model"))
@@ -37,9 +37,9 @@ def measure(way: str, folder: str) -> dict[str, object]:
     weights = {name: jax.device_put(values[name], NamedSharding(training, spec)) for name, spec in specs.items()}
 
     secret = make_secret()
-    config = ArrowFlightConfig() if way == "arrow_flight" else SharedFilesConfig(folder=folder)
+    config = WeightTransferConfig()
     hosts = [TrainingHost(row, 4, frozenset(devices[2 * row : 2 * row + 2])) for row in range(4)]
-    senders = [config.open_sender(secret, host) for host in hosts]
+    senders = [open_sender(config, secret, host) for host in hosts]
     for sender in senders:
         sender.publish(weights, 1)
     # The learner continues and overwrites the published arrays.
@@ -47,7 +47,7 @@ def measure(way: str, folder: str) -> dict[str, object]:
     jax.block_until_ready(overwrite(weights))
     for sender in senders:
         sender.flush()
-    receiver = config.open_receiver([sender.address for sender in senders], secret)
+    receiver = open_receiver(config, [sender.address for sender in senders], secret)
 
     flat = Mesh(devices, ("data",))
     turned = Mesh(devices[::-1].reshape(2, 4), ("data", "model"))
@@ -73,4 +73,4 @@ def measure(way: str, folder: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(*sys.argv[1:])))
+    print(json.dumps(measure()))

@@ -26,15 +26,13 @@ from hypothesis import strategies as st
 
 import marin_rl
 from marin_rl.retry import RetryConfig
-from marin_rl.weights.arrow_flight import FlightSource, VersionCache, WeightServer, tls_identity
-from marin_rl.weights.config import ArrowFlightConfig
-from marin_rl.weights.manifest import Chunk, make_secret
-from marin_rl.weights.protocol import (
-    CorruptTransferError,
-    VersionGoneError,
-    WrongSecretError,
-)
-from marin_rl.weights.publish import ShardedSender, TrainingHost
+from marin_rl.weights.arrow_flight import FlightSource, WeightServer
+from marin_rl.weights.config import WeightTransferConfig
+from marin_rl.weights.errors import CorruptTransferError, VersionGoneError, WrongSecretError
+from marin_rl.weights.fetch import open_receiver
+from marin_rl.weights.manifest import Chunk
+from marin_rl.weights.publish import TrainingHost, WeightSender, open_sender
+from marin_rl.weights.secret import make_secret, tls_identity
 from tests.weights.endpoints import (
     ONCE,
     SECRET,
@@ -53,34 +51,29 @@ WEIGHTS = {"w": np.arange(3000, dtype=np.float32), "b": np.float32([[1], [2]])}
 PERSISTENT = RetryConfig(give_up_seconds=1000.0)
 
 
-def open_sender(**changes: object) -> ShardedSender:
-    return ArrowFlightConfig(**changes).open_sender(SECRET, TrainingHost.current())
+def sender_of(**changes: object) -> WeightSender:
+    return open_sender(WeightTransferConfig(**changes), SECRET, TrainingHost.current())
 
 
 def filled(version: int) -> dict[str, np.ndarray]:
     return {name: np.full(600, version, np.float32) for name in "abcd"}
 
 
-# The cache of versions.
+# Versions.
 
 
 def test_newest_versions_are_kept():
-    cache = VersionCache("host 3")
-    assert cache.versions() == []
-    for version in (4, 5, 9):
-        cache.put(snapshot_of(WEIGHTS, version))
-    assert cache.versions() == [5, 9]
-    assert cache.get(5).manifest.version == 5
-    with pytest.raises(VersionGoneError, match=r"host 3 does not have version 4; available versions: \[5, 9\]"):
-        cache.get(4)
-
-
-def test_cleared_cache_is_empty():
-    cache = VersionCache("host 3")
-    cache.put(snapshot_of(WEIGHTS, 1))
-    cache.clear()
-    with pytest.raises(VersionGoneError, match="available versions: none"):
-        cache.get(1)
+    with serving() as server:
+        source = source_of(server)
+        assert source.versions() == []
+        for version in (4, 5, 9):
+            server.put(snapshot_of(WEIGHTS, version))
+        assert source.versions() == [5, 9]
+        assert source.manifest(5).version == 5
+        with pytest.raises(
+            VersionGoneError, match=r"the tested host does not have version 4; available versions: \[5, 9\]"
+        ):
+            source.manifest(4)
 
 
 # The secret.
@@ -88,9 +81,9 @@ def test_cleared_cache_is_empty():
 
 def test_wrong_secret_is_rejected_without_retry():
     pauses: list[float] = []
-    with serving() as (cache, server):
-        cache.put(snapshot_of(WEIGHTS, 1))
-        manifest = source_of(server).manifests(1)[0]
+    with serving() as server:
+        server.put(snapshot_of(WEIGHTS, 1))
+        manifest = source_of(server).manifest(1)
         wrong = source_of(server, make_secret())
         receiver = receiver_of(wrong, retry=PERSISTENT, sleep=pauses.append)
         with pytest.raises(
@@ -162,11 +155,11 @@ def test_server_reads_no_message_without_the_secret():
     ids=["oversize", "number", "negative", "piece", "twice", "version", "float", "pair", "key", "text"],
 )
 def test_invalid_tickets_are_rejected(ticket: bytes, message: str):
-    with serving() as (cache, server), client_of(server) as client:
-        cache.put(snapshot_of(WEIGHTS, 1))
+    with serving() as server, client_of(server) as client:
+        server.put(snapshot_of(WEIGHTS, 1))
         with pytest.raises(flight.FlightServerError, match=message):
             client.do_get(flight.Ticket(ticket)).read_all()
-        manifest = source_of(server).manifests(1)[0]
+        manifest = source_of(server).manifest(1)
         whole = [chunk for piece in range(len(manifest.pieces)) for chunk in manifest.chunks(piece)]
         assert len(list(source_of(server).fetch(manifest, whole))) == len(whole)
 
@@ -175,7 +168,7 @@ def test_invalid_tickets_are_rejected(ticket: bytes, message: str):
     ("body", "message"), [(b"1" * 33, "the version has 33 bytes; it may have at most 32"), (b"one", "b'one' is not a")]
 )
 def test_invalid_version_and_action_are_rejected(body: bytes, message: str):
-    with serving() as (_, server), client_of(server) as client:
+    with serving() as server, client_of(server) as client:
         with pytest.raises(flight.FlightServerError, match=message):
             list(client.do_action(flight.Action("manifest", body)))
         with pytest.raises(flight.FlightServerError, match="unknown action 'anything'"):
@@ -186,7 +179,7 @@ def test_invalid_version_and_action_are_rejected(body: bytes, message: str):
 
 
 def test_server_binds_loopback_by_default():
-    with closing(open_sender()) as sender:
+    with closing(sender_of()) as sender:
         port = int(sender.address.removeprefix("grpc+tls://127.0.0.1:"))
         with socket.create_connection(("127.0.0.1", port)):
             pass
@@ -195,7 +188,7 @@ def test_server_binds_loopback_by_default():
 
 
 def test_wildcard_host_is_announced_as_host_name():
-    with closing(open_sender(host="0.0.0.0")) as sender:
+    with closing(sender_of(host="0.0.0.0")) as sender:
         assert sender.address.startswith(f"grpc+tls://{socket.gethostname()}:")
 
 
@@ -203,16 +196,17 @@ def test_error_names_an_occupied_port():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=rf"cannot serve weights at grpc\+tls://127\.0\.0\.1:{port}"):
-            open_sender(port=port)
+            sender_of(port=port)
 
 
 def test_close_releases_port_and_threads_with_a_stalled_worker():
     before = set(threading.enumerate())
-    sender = open_sender(chunk_mb=1)
+    server = WeightServer(SECRET, "the tested host", host="127.0.0.1", port=0)
+    sender = WeightSender(server, TrainingHost.current(), chunk_bytes=2**20)
     sender.publish({"w": np.zeros(2**24, np.float32)}, 1)
     sender.flush()
     source = FlightSource(sender.address, SECRET, streams=1)
-    manifest = source.manifests(1)[0]
+    manifest = source.manifest(1)
     stream = source.fetch(manifest, manifest.chunks(0))
     next(stream)
     sender.close()
@@ -247,19 +241,21 @@ def flip(chunks: list[np.ndarray]) -> list[np.ndarray]:
 CORRUPTIONS = {
     "truncated": (lambda chunks: chunks[:-1], r"ended after 11 of 12 chunks"),
     "empty": (lambda chunks: [], r"ended after 0 of 12 chunks"),
-    "corrupted": (flip, r"chunk 3 of piece \['0:3000'\] of \['w'\], version 1, fails its checksum"),
-    "short chunk": (lambda chunks: [chunks[0][:-1], *chunks[1:]], r"chunk 0 .* has 1023 bytes instead of 1024"),
-    "long chunk": (lambda chunks: [np.append(chunks[0], chunks[0][:1]), *chunks[1:]], r"has 1025 bytes instead of"),
-    "wrong order": (lambda chunks: [chunks[1], chunks[0], *chunks[2:]], r"chunk 0 .* fails its checksum"),
+    "corrupted": (flip, r"chunk 3 of piece \['0:3000'\] of \['w'\], version 1, is corrupt: 1024 of 1024 bytes"),
+    "short chunk": (lambda chunks: [chunks[0][:-1], *chunks[1:]], r"chunk 0 .* is corrupt: 1023 of 1024 bytes"),
+    "long chunk": (
+        lambda chunks: [np.append(chunks[0], chunks[0][:1]), *chunks[1:]],
+        r"corrupt: 1025 of 1024",
+    ),
+    "wrong order": (lambda chunks: [chunks[1], chunks[0], *chunks[2:]], r"chunk 0 .* is corrupt"),
 }
 
 
 @pytest.mark.parametrize("corruption", CORRUPTIONS)
 def test_corrupt_stream_is_detected_and_retried(corruption: str, caplog):
     spoil, message = CORRUPTIONS[corruption]
-    with serving(CorruptingServer) as (cache, server):
-        assert isinstance(server, CorruptingServer)
-        cache.put(snapshot_of({"w": WEIGHTS["w"]}, 1))
+    with serving(CorruptingServer) as server:
+        server.put(snapshot_of({"w": WEIGHTS["w"]}, 1))
         server.corruptions = [spoil]
         with pytest.raises(CorruptTransferError, match=message):
             receiver_of(source_of(server)).receive({"w": WEIGHTS["w"]})
@@ -275,8 +271,8 @@ def test_corrupt_stream_is_detected_and_retried(corruption: str, caplog):
 class GatedServer(WeightServer):
     """Server that blocks each stream after the first chunk until the test opens the gate."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self.gate = threading.Event()
 
     def send_chunks(self, version: int, chunks: list[Chunk]) -> Iterator[pa.RecordBatch]:
@@ -286,24 +282,23 @@ class GatedServer(WeightServer):
 
 
 @contextlib.contextmanager
-def gated() -> Iterator[tuple[VersionCache, GatedServer]]:
-    with serving(GatedServer) as (cache, server):
-        assert isinstance(server, GatedServer)
+def gated() -> Iterator[GatedServer]:
+    with serving(GatedServer) as server:
         try:
-            yield cache, server
+            yield server
         finally:
             server.gate.set()
 
 
 def test_version_dropped_during_transfer_is_named_in_error():
-    with gated() as (cache, server):
-        cache.put(snapshot_of(filled(1), 1))
+    with gated() as server:
+        server.put(snapshot_of(filled(1), 1))
         source = source_of(server)
-        manifest = source.manifests(1)[0]
+        manifest = source.manifest(1)
         stream = source.fetch(manifest, manifest.chunks(0))
         next(stream)
         for version in (2, 3):
-            cache.put(snapshot_of(filled(version), version))
+            server.put(snapshot_of(filled(version), version))
         server.gate.set()
         with pytest.raises(
             VersionGoneError, match=r"the tested host does not have version 1; available versions: \[2, 3\]"
@@ -312,13 +307,13 @@ def test_version_dropped_during_transfer_is_named_in_error():
 
 
 def test_receiver_takes_newest_when_version_is_dropped(caplog):
-    with gated() as (cache, server):
-        cache.put(snapshot_of(filled(1), 1))
+    with gated() as server:
+        server.put(snapshot_of(filled(1), 1))
 
         def drop(point: str) -> None:
-            if point == "chunk" and 1 in cache.versions():
+            if point == "chunk" and 1 in server.versions():
                 for version in (2, 3):
-                    cache.put(snapshot_of(filled(version), version))
+                    server.put(snapshot_of(filled(version), version))
                 server.gate.set()
 
         received, version = receiver_of(HookedSource(source_of(server), drop), retry=PERSISTENT).receive(filled(0))
@@ -328,15 +323,16 @@ def test_receiver_takes_newest_when_version_is_dropped(caplog):
 
 
 def test_dropped_explicit_version_is_not_replaced():
-    with gated() as (cache, server):
-        cache.put(snapshot_of(filled(1), 1))
+    with gated() as server:
+        server.put(snapshot_of(filled(1), 1))
 
         def drop(point: str) -> None:
-            if point == "chunk":
-                cache.clear()
+            if point == "chunk" and 1 in server.versions():
+                for version in (2, 3):
+                    server.put(snapshot_of(filled(version), version))
                 server.gate.set()
 
-        with pytest.raises(VersionGoneError, match="does not have version 1; available versions: none"):
+        with pytest.raises(VersionGoneError, match=r"does not have version 1; available versions: \[2, 3\]"):
             receiver_of(HookedSource(source_of(server), drop), retry=PERSISTENT).receive(filled(0), 1)
 
 
@@ -384,16 +380,16 @@ def test_receiver_recovers_from_killed_server(caplog):
 
 @pytest.mark.medium
 def test_stalled_worker_takes_newest_and_keeps_no_version_alive():
-    with gated() as (cache, server):
-        cache.put(snapshot_of(filled(1), 1))
+    with gated() as server:
+        server.put(snapshot_of(filled(1), 1))
         worker = start("stopping_worker.py", str(server.port))
         try:
             # The worker stops itself when the first chunk has arrived.
             _, status = os.waitpid(worker.pid, os.WUNTRACED)
             assert os.WIFSTOPPED(status)
-            held = weakref.ref(cache.get(1))
+            held = weakref.ref(server._snapshot(1))
             for version in (2, 3):
-                cache.put(snapshot_of(filled(version), version))
+                server.put(snapshot_of(filled(version), version))
             gc.collect()
             assert held() is None
             server.gate.set()
@@ -419,13 +415,13 @@ def test_received_arrays_are_of_one_version(schedule: list[str], seed: int):
     moves = list(schedule)
     publishing = threading.Lock()
     names = ("first", "second")
-    with serving() as (one, first), serving() as (two, second):
-        caches = dict(zip(names, (one, two), strict=True))
+    with serving() as first, serving() as second:
+        servers = dict(zip(names, (first, second), strict=True))
         versions = dict.fromkeys(names, 0)
 
         def publish(name: str) -> None:
             version = versions[name] + 1
-            caches[name].put(split(snapshot_of(filled(version), version), 2)[names.index(name)])
+            servers[name].put(split(snapshot_of(filled(version), version), 2)[names.index(name)])
             versions[name] = version
 
         def move(point: str) -> None:
@@ -455,10 +451,10 @@ def test_received_arrays_are_of_one_version(schedule: list[str], seed: int):
 
 def test_transfer_leaves_no_thread():
     before = set(threading.enumerate())
-    with closing(open_sender()) as sender:
+    with closing(sender_of()) as sender:
         sender.publish({"w": jnp.zeros(1000)}, 1)
         sender.flush()
-        receiver = ArrowFlightConfig(retry=ONCE).open_receiver([sender.address], SECRET)
+        receiver = open_receiver(WeightTransferConfig(retry=ONCE), [sender.address], SECRET)
         receiver.receive({"w": jnp.zeros(1000)})
     # Threads of gRPC that have logged stay listed as dummies.
     left = set(threading.enumerate()) - before

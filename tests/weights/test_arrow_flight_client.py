@@ -1,7 +1,6 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-import hashlib
 import socket
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 
 from marin_rl.retry import RetryConfig
 from marin_rl.weights.arrow_flight import FlightSource, WeightServer
-from marin_rl.weights.protocol import CorruptTransferError, ServerLostError
+from marin_rl.weights.errors import CorruptTransferError, ServerLostError
 from tests.weights.endpoints import SECRET, assert_same, receiver_of, serving, snapshot_of, source_of
 
 WEIGHTS = {"w": np.arange(3000, dtype=np.float32), "b": np.float32([[1], [2]])}
@@ -26,20 +25,31 @@ class ForgingServer(WeightServer):
         return [self.answers[action.type]] if action.type in self.answers else super().do_action(context, action)
 
 
-def test_forged_manifest_is_rejected():
-    with serving(ForgingServer) as (cache, server):
-        assert isinstance(server, ForgingServer)
-        cache.put(snapshot_of(WEIGHTS, 1))
-        manifest = snapshot_of(WEIGHTS, 1).manifest.sign(SECRET)[32:]
-        server.answers = {"manifest": hashlib.sha256(manifest).digest() + manifest}
-        with pytest.raises(CorruptTransferError, match="corrupt or belongs to another run"):
+@pytest.mark.parametrize("answer", [b"", b"[]", b'{"pieces": []}'])
+def test_corrupt_manifest_is_rejected(answer: bytes):
+    with serving(ForgingServer) as server:
+        server.put(snapshot_of(WEIGHTS, 1))
+        server.answers = {"manifest": answer}
+        with pytest.raises(CorruptTransferError, match=rf"the manifest \({len(answer)} bytes\) is corrupt"):
+            receiver_of(source_of(server)).receive(WEIGHTS)
+
+
+def test_manifest_of_other_weights_is_detected():
+    """A manifest of a valid form but another content, or of another version."""
+    other = {name: array + 1 for name, array in WEIGHTS.items()}
+    with serving(ForgingServer) as server:
+        server.put(snapshot_of(WEIGHTS, 1))
+        server.answers = {"manifest": snapshot_of(other, 1).manifest.encode()}
+        with pytest.raises(CorruptTransferError, match=r"version 1, is corrupt: .* bytes arrived, with checksum"):
+            receiver_of(source_of(server)).receive(WEIGHTS)
+        server.answers = {"manifest": snapshot_of(WEIGHTS, 2).manifest.encode()}
+        with pytest.raises(CorruptTransferError, match="requested version 1, got the manifest of version 2"):
             receiver_of(source_of(server)).receive(WEIGHTS)
 
 
 @pytest.mark.parametrize("answer", [b"", b"7", b"[null]", b'["new"]'])
 def test_corrupt_list_of_versions_is_rejected(answer: bytes):
-    with serving(ForgingServer) as (_, server):
-        assert isinstance(server, ForgingServer)
+    with serving(ForgingServer) as server:
         server.answers = {"versions": answer}
         with pytest.raises(CorruptTransferError, match="list of versions is corrupt"):
             receiver_of(source_of(server)).newest()
@@ -50,25 +60,25 @@ def test_wrong_schema_is_rejected():
         def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.RecordBatchStream:
             return flight.RecordBatchStream(pa.table({"text": ["a"]}))
 
-    with serving(ForeignServer) as (cache, server):
-        cache.put(snapshot_of(WEIGHTS, 1))
+    with serving(ForeignServer) as server:
+        server.put(snapshot_of(WEIGHTS, 1))
         with pytest.raises(CorruptTransferError, match="the stream has schema text: string, expected bytes: uint8"):
             receiver_of(source_of(server)).receive(WEIGHTS)
 
 
 def test_proxy_variables_are_ignored(monkeypatch: pytest.MonkeyPatch):
-    with socket.create_server(("127.0.0.1", 0)) as proxy, serving() as (cache, server):
+    with socket.create_server(("127.0.0.1", 0)) as proxy, serving() as server:
         for name in ("http_proxy", "grpc_proxy", "https_proxy"):
             monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
         monkeypatch.delenv("no_proxy", raising=False)
         monkeypatch.delenv("no_grpc_proxy", raising=False)
-        cache.put(snapshot_of(WEIGHTS, 1))
-        source = FlightSource(f"grpc+tls://127.0.0.1:{server.port}", SECRET, streams=1)
+        server.put(snapshot_of(WEIGHTS, 1))
+        source = source_of(server)
         assert_same(receiver_of(source).receive(WEIGHTS)[0], WEIGHTS)
 
 
 def test_error_names_address_of_lost_server():
-    with serving() as (_, server):
+    with serving() as server:
         source = source_of(server)
     with pytest.raises(
         ServerLostError, match=rf"weight server grpc\+tls://127\.0\.0\.1:{server.port} does not respond"

@@ -1,8 +1,8 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import dataclasses
 import itertools
-import random
 from collections.abc import Generator, Sequence
 
 import jax
@@ -13,28 +13,62 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marin_rl.types import WeightVersion
-from marin_rl.weights.fetch import ALIGNMENT, ArrayBuffers
-from marin_rl.weights.manifest import Bounds, Chunk, Manifest, Piece, slices_within, whole
-from marin_rl.weights.plan import PieceKey, choose_pieces, target_arrays
-from marin_rl.weights.protocol import CorruptTransferError, MismatchedWeightsError
-from marin_rl.weights.publish import Snapshot
+from marin_rl.weights.errors import CorruptTransferError, MismatchedWeightsError
+from marin_rl.weights.fetch import ALIGNMENT, PieceKey, assemble, choose_pieces, target_arrays
+from marin_rl.weights.manifest import Bounds, Chunk, Manifest, Piece, Snapshot, slices_within, whole
 from tests.weights.endpoints import assert_same, receiver_of, snapshot_of, split
-from tests.weights.partitioned_array import FULL, NAME, Hosts, box
+from tests.weights.partitioned_array import FULL, LIKE, NAME, Hosts, box
 
-# Buffers of one array.
-
-
-def bytes_of(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+# Choice of pieces.
 
 
-def buffers_of(
-    shape: tuple[int, ...], pieces: list[Bounds], dtype: str = "float32", like: object = None
-) -> ArrayBuffers:
-    """Return the buffers for the pieces of one array."""
-    held = tuple(Piece(NAME, shape, dtype, bounds, ()) for bounds in pieces)
-    targets = target_arrays(like or {"w": np.zeros(shape, dtype)})
-    return ArrayBuffers(targets[NAME], choose_pieces(targets, [Manifest(1, 0, 1, 2**20, held)], cast=True)[NAME])
+def test_error_names_array_and_indices_of_a_gap():
+    with pytest.raises(MismatchedWeightsError, match=r"no training host holds \['2:3', '0:4'\] of \['w'\]"):
+        Hosts([box((0, 2), (0, 4))], [box((3, 6), (0, 4))]).plan()
+
+
+def test_replicas_must_have_equal_checksums():
+    hosts = Hosts([box((0, 6), (0, 4))], [box((0, 6), (0, 4))])
+    hosts.parts[1][0][5, 3] += 1
+    with pytest.raises(MismatchedWeightsError, match=r"training hosts 0 and 1 differ on piece \['0:6', '0:4'\]"):
+        hosts.plan()
+
+
+def test_replicated_piece_is_fetched_once_and_load_is_balanced():
+    rows = [box((row, row + 1), (0, 4)) for row in range(6)]
+    keys = Hosts(rows, rows, rows).plan()[NAME]
+    assert len(keys) == 6
+    assert [sum(key.manifest == host for key in keys) for host in range(3)] == [2, 2, 2]
+
+
+def test_only_overlapping_pieces_are_fetched():
+    wanted = {name: dataclasses.replace(want, sharding=_TopHalf()) for name, want in target_arrays(LIKE).items()}
+    manifests = Hosts([box((0, 3), (0, 4))], [box((3, 6), (0, 4))]).manifests
+    assert choose_pieces(wanted, manifests, cast=False)[NAME].keys() == {PieceKey(0, 0)}
+    # A host without any required piece may be absent.
+    assert choose_pieces(wanted, [manifests[0]], cast=False)[NAME].keys() == {PieceKey(0, 0)}
+
+
+class _TopHalf(jax.sharding.Sharding):
+    """Target of a process with devices for the first three rows."""
+
+    def addressable_devices_indices_map(self, global_shape):
+        return {jax.devices()[0]: (slice(0, 3), slice(None))}
+
+
+def test_long_list_of_differences_is_shortened():
+    like = {name: jax.ShapeDtypeStruct((1,), jnp.float32) for name in "abcde"}
+    with pytest.raises(MismatchedWeightsError, match=r"lack \['a'\], \['b'\], \['c'\] and 2 more; the model lacks"):
+        Hosts([box((0, 6), (0, 4))]).plan(like=like)
+
+
+@pytest.mark.parametrize("second", [(2, 6), (0, 5)])
+def test_overlapping_pieces_are_rejected(second: tuple[int, int]):
+    with pytest.raises(MismatchedWeightsError, match=r"different pieces of \['w'\] overlap"):
+        Hosts([box((0, 6), (0, 4))], [box(second, (0, 4))]).plan()
+
+
+# Assembly of one array.
 
 
 @st.composite
@@ -46,54 +80,15 @@ def cut_arrays(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Bounds]]:
     return shape, list(itertools.product(*edges))
 
 
-@given(
-    cut=cut_arrays(), chunk=st.integers(1, 40), seed=st.integers(0, 2**16), dtype=st.sampled_from(["int8", "float32"])
-)
-def test_chunks_of_any_partition_in_any_order_fill_the_array(
-    cut: tuple[tuple[int, ...], list[Bounds]], chunk: int, seed: int, dtype: str
-):
-    shape, pieces = cut
+@given(cut=cut_arrays(), dtype=st.sampled_from(["int8", "float32"]))
+def test_array_is_assembled_from_any_grid(cut: tuple[tuple[int, ...], list[Bounds]], dtype: str):
+    shape, boxes = cut
     full = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
-    buffers = buffers_of(shape, pieces, dtype)
-    writes = [
-        (number, start, data[start : start + chunk])
-        for number, bounds in enumerate(pieces)
-        for data in [bytes_of(full[slices_within(bounds, whole(shape))])]
-        for start in range(0, len(data), chunk)
-    ]
-    random.Random(seed).shuffle(writes)
-    for number, start, data in writes:
-        buffers.write(PieceKey(0, number), start, data)
-    np.testing.assert_array_equal(buffers.assemble(), full)
-
-
-@pytest.mark.parametrize("cut", [(), (0,), (1,), (2,), (0, 1)])
-def test_pieces_with_one_stride_are_written_in_place(cut: tuple[int, ...]):
-    shape = (3, 4, 6)
-    edges = [[(0, 1), (1, size)] if dimension in cut else [(0, size)] for dimension, size in enumerate(shape)]
-    pieces = list(itertools.product(*edges))
-    buffers = buffers_of(shape, pieces)
-    assert buffers.boxes[whole(shape)].ctypes.data % ALIGNMENT == 0
-    assert not buffers.separate
-
-
-TOP, LOWER, TOP_AND_MORE = ((0, 2), (0, 2)), ((2, 4), (0, 2)), ((0, 3), (0, 2))
-
-
-@pytest.mark.parametrize(
-    ("pieces", "like"),
-    [
-        # Two pieces contain the third row.
-        ([TOP_AND_MORE, LOWER], None),
-        # The piece is cast.
-        ([TOP, LOWER], {"w": jax.ShapeDtypeStruct((4, 2), jnp.bfloat16)}),
-    ],
-)
-def test_other_pieces_get_separate_memory(pieces: list[Bounds], like: object):
-    buffers = buffers_of((4, 2), pieces, like=like)
-    assert not buffers.boxes
-    sizes = [len(buffers.separate[PieceKey(0, number)]) for number in range(len(pieces))]
-    assert sizes == [8 * (stop - start) for (start, stop), _ in pieces]
+    parts = [np.ascontiguousarray(full[slices_within(bounds, whole(shape))]) for bounds in boxes]
+    pieces = [Piece(NAME, shape, dtype, bounds, ()) for bounds in boxes]
+    held = [(piece, part.reshape(-1).view(np.uint8)) for piece, part in zip(pieces, parts, strict=True)]
+    target = target_arrays({"w": np.zeros(shape, dtype)})[NAME]
+    np.testing.assert_array_equal(assemble(target, held), full)
 
 
 @pytest.mark.parametrize(
@@ -102,39 +97,31 @@ def test_other_pieces_get_separate_memory(pieces: list[Bounds], like: object):
         [[box((0, 6), (0, 4))]],
         [[box((0, 3), (0, 4))], [box((3, 6), (0, 4))]],
         [[box((0, 6), (0, 1)), box((0, 2), (1, 4))], [box((2, 6), (1, 4))]],
-        [[box((0, 4), (0, 4))], [box((2, 6), (0, 4))]],
         [[box((0, 6), (0, 4))], [box((0, 6), (0, 4))]],
     ],
 )
 def test_array_is_assembled_from_any_partition(boxes: list[list[Bounds]]):
-    np.testing.assert_array_equal(Hosts(*boxes).buffers().assemble(), FULL)
+    np.testing.assert_array_equal(Hosts(*boxes).assembled(), FULL)
 
 
-@pytest.mark.parametrize("boxes", [[[box((0, 6), (0, 4))]], [[box((0, 6), (0, 1))], [box((0, 6), (1, 4))]]])
-def test_in_place_buffers_are_not_copied_to_the_device(boxes: list[list[Bounds]]):
-    buffers = Hosts(*boxes).buffers()
-    array = buffers.assemble()
+def test_single_piece_is_not_copied():
+    data = aligned(FULL.nbytes)
+    data[:] = FULL.reshape(-1).view(np.uint8)
+    piece = Piece(NAME, (6, 4), "float32", whole((6, 4)), ())
+    array = assemble(target_arrays(LIKE)[NAME], [(piece, data)])
     assert isinstance(array, jax.Array)
-    assert array.unsafe_buffer_pointer() == buffers.boxes[box((0, 6), (0, 4))].ctypes.data
+    assert array.unsafe_buffer_pointer() == data.ctypes.data
 
 
-def test_inconsistent_pieces_are_rejected():
-    hosts = Hosts([box((0, 4), (0, 4))], [box((2, 6), (0, 4))])
-    hosts.parts[1][0][0, 1] += 1
-    with pytest.raises(MismatchedWeightsError, match=r"two pieces of .* hold different values at \['2:4', '0:4'\]"):
-        hosts.buffers().assemble()
-
-
-def test_pieces_with_equal_nans_are_consistent():
-    hosts = Hosts([box((0, 4), (0, 4))], [box((2, 6), (0, 4))])
-    for part, row in ((hosts.parts[0][0], 3), (hosts.parts[1][0], 1)):
-        part[row, 0] = np.nan
-    assert np.isnan(hosts.buffers().assemble()[3, 0])
+def aligned(num_bytes: int) -> np.ndarray:
+    """Return memory that the CPU backend uses without a copy."""
+    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    return memory[-memory.ctypes.data % ALIGNMENT :][:num_bytes]
 
 
 def test_only_floating_point_is_cast_on_receipt():
     narrow = {"w": jax.ShapeDtypeStruct((6, 4), jnp.bfloat16)}
-    received = Hosts([box((0, 6), (0, 4))]).buffers(narrow, cast=True).assemble()
+    received = Hosts([box((0, 6), (0, 4))]).assembled(narrow, cast=True)
     assert received.dtype == jnp.bfloat16
     np.testing.assert_array_equal(received, jnp.asarray(FULL).astype(jnp.bfloat16))
     with pytest.raises(MismatchedWeightsError, match="the receiver needs int32"):
@@ -155,8 +142,8 @@ class HeldSource:
     def versions(self) -> list[WeightVersion]:
         return [self.snapshot.manifest.version]
 
-    def manifests(self, version: WeightVersion) -> list[Manifest]:
-        return [self.snapshot.manifest]
+    def manifest(self, version: WeightVersion) -> Manifest:
+        return self.snapshot.manifest
 
     def fetch(self, manifest: Manifest, chunks: Sequence[Chunk]) -> Generator[np.ndarray, None, None]:
         self.read.append(list(chunks))

@@ -11,74 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.benchmarks.measurement import counted_compiles
 from marin_rl.background_job import BackgroundJob
-from marin_rl.retry import Clock
-from marin_rl.weights.config import ArrowFlightConfig
-from marin_rl.weights.protocol import WeightTransferError
-from marin_rl.weights.publish import (
-    MultiHostSender,
-    ShardedSender,
-    Snapshot,
-    TrainingHost,
-    copy_arrays,
-    take_snapshot,
-)
-from tests.weights.endpoints import SECRET, assert_same, closing, snapshot_of
-
-# Copies on the devices.
-
-
-def test_copy_shares_no_memory_with_original():
-    arrays = {"f": jnp.arange(100.0), "i": jnp.arange(3), "n": np.arange(4.0), "s": jnp.float32(2)}
-    copies = copy_arrays(arrays, None)
-    assert_same(copies, arrays)
-    for name in "fis":
-        assert copies[name].unsafe_buffer_pointer() != arrays[name].unsafe_buffer_pointer()
-        assert copies[name].sharding == arrays[name].sharding
-    assert not np.shares_memory(copies["n"], arrays["n"])
-
-
-def test_copy_survives_donation_of_original():
-    # Without the copy, a numpy view of a donated CPU array changes.
-    overwrite = jax.jit(lambda array: array * 0 - 1, donate_argnums=0)
-    for value in range(10):
-        array = jnp.full(200_000, value, jnp.float32)
-        copies = copy_arrays({"a": array}, None)
-        array = overwrite(array)
-        assert (np.asarray(copies["a"]) == value).all()
-        assert (np.asarray(array) == -1).all()
-
-
-def test_only_floating_point_is_cast():
-    arrays = {
-        "f": jnp.float32([1.00390625, jnp.nan, 3e38]),
-        "b": jnp.bfloat16([2.5]),
-        "i": jnp.int32([2**24 + 1]),
-        "t": jnp.array([True]),
-        "n": np.float32([1.0039]),
-    }
-    copies = copy_arrays(arrays, "bfloat16")
-    assert {name: copy.dtype.name for name, copy in copies.items()} == {
-        "f": "bfloat16",
-        "b": "bfloat16",
-        "i": "int32",
-        "t": "bool",
-        "n": "bfloat16",
-    }
-    assert_same(copies["f"], arrays["f"].astype(jnp.bfloat16))
-    assert_same(copies["i"], arrays["i"])
-    assert copies["b"].unsafe_buffer_pointer() != arrays["b"].unsafe_buffer_pointer()
-
-
-def test_second_version_does_not_recompile():
-    arrays = {"a": jnp.arange(5.0)}
-    copy_arrays(arrays, None)
-    changed = {"a": arrays["a"] + 1}
-    with counted_compiles() as compiles:
-        copy_arrays(changed, None)
-    assert compiles.programs == 0
-
+from marin_rl.weights.arrow_flight import FlightSource
+from marin_rl.weights.config import WeightTransferConfig
+from marin_rl.weights.errors import WeightTransferError
+from marin_rl.weights.manifest import Snapshot
+from marin_rl.weights.publish import TrainingHost, WeightSender, open_sender, take_snapshot
+from tests.weights.endpoints import SECRET, closing, receiver_of, snapshot_of
 
 # Snapshots.
 
@@ -122,7 +61,7 @@ def test_host_index_out_of_range_is_rejected(index: int, count: int):
 
 
 class Outlet:
-    """Backend that passes snapshots to a function."""
+    """Fake server that passes snapshots to a function."""
 
     address = "the tested outlet"
 
@@ -134,12 +73,12 @@ class Outlet:
         self.is_closed = True
 
 
-def make(put: Callable[[Snapshot], None]) -> ShardedSender:
-    return open_sender(Outlet(put))
+def make(put: Callable[[Snapshot], None]) -> WeightSender:
+    return sender_to(Outlet(put))
 
 
-def open_sender(backend: Outlet) -> ShardedSender:
-    return ShardedSender(backend, TrainingHost.current(), dtype=None, chunk_bytes=1024)
+def sender_to(outlet: Outlet) -> WeightSender:
+    return WeightSender(outlet, TrainingHost.current(), chunk_bytes=1024)
 
 
 def values(snapshot: Snapshot) -> np.ndarray:
@@ -205,7 +144,7 @@ def test_close_ends_the_thread():
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("publish weights")]
 
 
-def test_close_waits_for_publication_before_closing_backend(monkeypatch: pytest.MonkeyPatch):
+def test_close_waits_for_publication_before_closing_server(monkeypatch: pytest.MonkeyPatch):
     may_end, found = threading.Event(), []
     close = BackgroundJob.close
 
@@ -215,28 +154,28 @@ def test_close_waits_for_publication_before_closing_backend(monkeypatch: pytest.
 
     def put(snapshot: Snapshot) -> None:
         may_end.wait()
-        found.append(backend.is_closed)
+        found.append(outlet.is_closed)
 
     monkeypatch.setattr(BackgroundJob, "close", let_it_end_and_close)
-    backend = Outlet(put)
-    sender = open_sender(backend)
+    outlet = Outlet(put)
+    sender = sender_to(outlet)
     assert sender.address == "the tested outlet"
     sender.publish({"w": jnp.zeros(3)}, 1)
     sender.close()
     assert found == [False]
-    assert backend.is_closed
+    assert outlet.is_closed
 
 
-def test_close_closes_backend_after_failed_publication():
+def test_close_closes_server_after_failed_publication():
     def put(snapshot: Snapshot) -> None:
         raise OSError("no space left")
 
-    backend = Outlet(put)
-    sender = open_sender(backend)
+    outlet = Outlet(put)
+    sender = sender_to(outlet)
     sender.publish({"w": jnp.zeros(3)}, 1)
     with pytest.raises(OSError, match="no space left"):
         sender.close()
-    assert backend.is_closed
+    assert outlet.is_closed
 
 
 # Publication by several hosts.
@@ -245,51 +184,38 @@ def test_close_closes_backend_after_failed_publication():
 WEIGHTS = {"w": np.arange(6, dtype=np.float32)}
 
 
-def open_host(index: int) -> ShardedSender:
-    return ArrowFlightConfig().open_sender(SECRET, TrainingHost(index, 2, frozenset()))
+def open_host(index: int) -> WeightSender:
+    return open_sender(WeightTransferConfig(), SECRET, TrainingHost(index, 2, frozenset()))
 
 
-def newest_of_all(own: ShardedSender, other: ShardedSender) -> int | None:
-    return ArrowFlightConfig().open_receiver([own.address, other.address], SECRET).newest()
+def sources_of(*senders: WeightSender) -> list[FlightSource]:
+    return [FlightSource(sender.address, SECRET, streams=1) for sender in senders]
 
 
-def multi_host_sender(own: ShardedSender, other: ShardedSender, meanwhile: Callable[[float], None]) -> MultiHostSender:
-    """Make a sender with a clock that advances ten seconds per poll and then calls `meanwhile` with the time."""
-    slept: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        slept.append(10.0)
-        meanwhile(sum(slept))
-
-    clock = Clock(now=lambda: sum(slept), sleep=sleep)
-    return MultiHostSender(own, lambda: newest_of_all(own, other), timeout=60.0, clock=clock)
-
-
-def test_flush_waits_for_all_hosts():
-    seen = []
+def test_receiver_waits_for_all_hosts():
+    pauses = []
     with closing(open_host(0)) as own, closing(open_host(1)) as other:
 
-        def meanwhile(now: float) -> None:
-            seen.append((now, newest_of_all(own, other)))
-            if now == 30.0:
+        def lag(seconds: float) -> None:
+            pauses.append(newest.newest())
+            if len(pauses) == 3:
                 other.publish(WEIGHTS, 1)
                 other.flush()
 
-        hosts = multi_host_sender(own, other, meanwhile)
-        assert hosts.address == own.address
-        hosts.flush()
-        assert seen == []
-        hosts.publish(WEIGHTS, 1)
-        hosts.flush()
-        assert newest_of_all(own, other) == 1
-    assert seen == [(10.0, None), (20.0, None), (30.0, None)]
+        newest = receiver_of(*sources_of(own, other))
+        own.publish(WEIGHTS, 1)
+        own.flush()
+        receiver_of(*sources_of(own, other), sleep=lag).wait_for(1, 60.0)
+        assert newest.newest() == 1
+        receiver_of(*sources_of(own, other), sleep=lag).wait_for(0, 60.0)
+    assert pauses == [None, None, None]
 
 
-def test_flush_times_out_when_a_host_lags():
+def test_wait_times_out_when_a_host_lags():
     with closing(open_host(0)) as own, closing(open_host(1)) as other:
-        hosts = multi_host_sender(own, other, lambda now: None)
-        hosts.publish(WEIGHTS, 1)
+        own.publish(WEIGHTS, 1)
+        own.flush()
         with pytest.raises(
-            WeightTransferError, match="version 1 of the weights is published by this training host, but after 60 s"
+            WeightTransferError, match=r"version 1 .* is not published by all training hosts after 0\.2 s"
         ):
-            hosts.flush()
+            receiver_of(*sources_of(own, other)).wait_for(1, 0.2)

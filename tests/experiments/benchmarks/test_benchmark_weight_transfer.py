@@ -12,7 +12,8 @@ import pytest
 from experiments.benchmarks import benchmark_weight_transfer
 from experiments.benchmarks.benchmark_weight_transfer import synthetic_shapes
 from experiments.benchmarks.weight_servers import Share, make_snapshot
-from marin_rl.weights.config import ArrowFlightConfig
+from marin_rl.weights.config import WeightTransferConfig
+from marin_rl.weights.fetch import open_receiver
 from marin_rl.weights.manifest import find_gap, whole
 from tests.tiny_run import make_run
 
@@ -26,7 +27,7 @@ def compilation_cache_as_before() -> Iterator[None]:
 
 def test_the_servers_share_every_array():
     shapes = {"even": (6, 4), "uneven": (7,), "short": (2, 3), "scalar": ()}
-    snapshots = [make_snapshot(Share("", host, 3, shapes, 1)) for host in range(3)]
+    snapshots = [make_snapshot(Share("", host, 3, shapes)) for host in range(3)]
     for name, shape in shapes.items():
         pieces = [piece for snapshot in snapshots for piece in snapshot.manifest.pieces if piece.name == name]
         assert len(pieces) == {"short": 2, "scalar": 1}.get(name, 3)
@@ -36,13 +37,13 @@ def test_the_servers_share_every_array():
 
 @pytest.mark.medium
 def test_a_worker_gets_what_the_servers_hold():
-    with benchmark_weight_transfer.weight_servers("t" * 32, synthetic_shapes(4), 2, 1) as servers:
+    with benchmark_weight_transfer.weight_servers("t" * 32, synthetic_shapes(4), 2) as servers:
         for server in servers:
             server.publish(7)
-        receiver = ArrowFlightConfig().open_receiver([server.address for server in servers], "t" * 32)
+        receiver = open_receiver(WeightTransferConfig(), [server.address for server in servers], "t" * 32)
         like = {str(number): np.zeros((4, 1024), np.float32) for number in range(16)}
         received, version = receiver.receive(like)
-    expected = make_snapshot(Share("", 1, 2, synthetic_shapes(4), 1)).data[3]
+    expected = make_snapshot(Share("", 1, 2, synthetic_shapes(4))).data[3]
     assert version == 7
     assert received["3"][2:].tobytes() == expected.tobytes()
 
@@ -55,7 +56,7 @@ def test_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
     report = json.loads(capsys.readouterr().out)
     assert report["benchmark"] == "benchmark_weight_transfer"
     figures = report["figures"]
-    assert set(figures) == {"publishing", "arrival_from_2", "1_mb_from_2", "1_mb_in_files"}
+    assert set(figures) == {"publishing", "arrival_from_2", "1_mb_from_2"}
     arrival = figures["arrival_from_2"]
     assert arrival["bytes"] == figures["publishing"]["bytes"]
     for name in ("arrival_seconds", "transfer_seconds", "socket_seconds", "arrival_over_transfer"):
@@ -67,4 +68,3 @@ def test_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
         assert measured[f"{name}_gb_per_second"]["count"] == 2
         assert measured[f"{name}_gb_per_second"]["min"] > 0
     assert figures["publishing"]["publish_call_over_step"]["count"] == 2
-    assert figures["1_mb_in_files"]["receive_gb_per_second"]["min"] > 0
