@@ -381,13 +381,15 @@ def test_receiver_recovers_from_killed_server(caplog):
 @pytest.mark.medium
 def test_stalled_worker_takes_newest_and_keeps_no_version_alive():
     with gated() as server:
-        server.put(snapshot_of(filled(1), 1))
+        snapshot = snapshot_of(filled(1), 1)
+        held = weakref.ref(snapshot)
+        server.put(snapshot)
+        del snapshot
         worker = start("stopping_worker.py", str(server.port))
         try:
             # The worker stops itself when the first chunk has arrived.
             _, status = os.waitpid(worker.pid, os.WUNTRACED)
             assert os.WIFSTOPPED(status)
-            held = weakref.ref(server._snapshot(1))
             for version in (2, 3):
                 server.put(snapshot_of(filled(version), version))
             gc.collect()
