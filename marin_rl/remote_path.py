@@ -10,7 +10,7 @@ import fnmatch
 import functools
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ FLAT = frozenset({"gs", "gcs", "s3", "s3a", "az", "abfs", "memory"})
 """Protocols of stores without folders."""
 CONDITIONAL = frozenset({"gs", "gcs", "s3", "s3a", "memory"})
 """Protocols with a client that can create an object only if it does not exist."""
-_BLOCK_BYTES = 32 * 2**20
 
 
 class StorageError(OSError):
@@ -105,12 +104,8 @@ class RemotePath:
 
     def read_bytes(self) -> bytes:
         """Read the object."""
-        return self.read_range(None, None)
-
-    def read_range(self, start: int | None, stop: int | None) -> bytes:
-        """Read the bytes from `start` to `stop`; None for the beginning and the end."""
         with self._client_errors() as (files, path):
-            return bytes(files.cat_file(path, start=start, end=stop))
+            return bytes(files.cat_file(path))
 
     def read_text(self, encoding: str = "utf-8") -> str:
         """Read the object as text."""
@@ -130,12 +125,6 @@ class RemotePath:
             if self.protocol not in FLAT:
                 files.makedirs(path.rpartition("/")[0], exist_ok=True)
             files.pipe_file(path, data, **({"mode": "create"} if only_new else {}))
-
-    def write_parts(self, parts: Iterable[memoryview]) -> None:
-        """Write the object from consecutive parts with little memory; after an error it may be incomplete."""
-        with self._client_errors() as (files, path), files.open(path, "wb", block_size=_BLOCK_BYTES) as stream:
-            for part in parts:
-                stream.write(part)
 
     def write_text(self, text: str, encoding: str = "utf-8") -> None:
         """Write the object as text, atomically."""

@@ -22,7 +22,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -185,16 +185,6 @@ def write_bytes(path: StoragePath, data: bytes) -> None:
         return
     with open_atomically(path) as file:
         file.write(data)
-
-
-def write_parts(path: StoragePath, parts: Iterable[memoryview]) -> None:
-    """Write a file from consecutive parts; after an error it may be incomplete."""
-    if isinstance(path, RemotePath):
-        path.write_parts(parts)
-        return
-    with path.open("wb") as file:
-        for part in parts:
-            file.write(part)
 
 
 def replace_folder(folder: Path, partial: Path) -> None:
@@ -380,15 +370,6 @@ def digest_of(source: StoragePath | bytes) -> FileDigest:
             return FileDigest(file.tell(), digest.hexdigest())
     data = source if isinstance(source, bytes) else source.read_bytes()
     return FileDigest(len(data), hashlib.sha256(data).hexdigest())
-
-
-def read_range(path: StoragePath, start: int, stop: int) -> bytes:
-    """Read the bytes of a file from `start` to `stop`; fewer if the file ends before."""
-    if isinstance(path, RemotePath):
-        return path.read_range(start, stop)
-    with path.open("rb") as file:
-        file.seek(start)
-        return file.read(stop - start)
 
 
 MAX_DESCRIPTION_BYTES = 256 * 2**20
