@@ -16,8 +16,9 @@ from levanter.layers.attention import AttentionConfig
 
 from experiments.benchmarks.measurement import timed
 from marin_rl.batching.packing import GroupRow
-from marin_rl.learner.gpu_attention import GpuBackend, block_attention, segment_attention
-from marin_rl.learner.group_attention import group_attention, kernel_of
+from marin_rl.learner.attention_kernel import GpuBackend
+from marin_rl.learner.attention_layers import kernel_of
+from marin_rl.learner.flash_attention import block_attention, pallas_attention
 from marin_rl.sampling.attention import PADDING, BlockAttention, Tokens
 
 SCALE, SOFT_CAP = 0.125, 2.0
@@ -109,24 +110,24 @@ def kernel_case(
     attend: Callable[..., jax.Array]
     match name:
         case "packed rows":
-            attend = functools.partial(segment_attention, scale=SCALE, interpret=interpret)
+            attend = functools.partial(pallas_attention, scale=SCALE, interpret=interpret)
             return KernelCase(_with_segments(attend, segments), same, segments > 0)
         case "capped scores":
             attend = functools.partial(block_attention, scale=SCALE, soft_cap=SOFT_CAP)
-            return KernelCase(_with_segments(attend, segments, segments), same, segments > 0, SOFT_CAP)
+            return KernelCase(_with_segments(attend, segments), same, segments > 0, SOFT_CAP)
         case "shared prompts":
             row = GroupRow(positions // 2, 2, positions // 4)
             own = np.where(at < row.prompt_length, -1, (at - row.prompt_length) // row.answer_length)
             visible = np.stack([causal & ((own == -1) | (own[:, None] == own))] * 2)
-            attend = functools.partial(group_attention, group=row, attend=kernel_of(config, SCALE, interpret=interpret))
+            attend = kernel_of(config, SCALE, group=row, interpret=interpret)
             ones = np.ones((2, positions), np.int32)
             return KernelCase(_with_segments(attend, ones), visible, ones > 0)
     return _cached_case(name, positions, config, dtype, interpret)
 
 
-def _with_segments(attend: Callable[..., jax.Array], *segments: np.ndarray) -> Callable[..., jax.Array]:
-    ids = [array.astype(np.int32) for array in segments]
-    return lambda query, keys, values: attend(query, keys, values, *map(jnp.asarray, ids))
+def _with_segments(attend: Callable[..., jax.Array], segments: np.ndarray) -> Callable[..., jax.Array]:
+    ids = segments.astype(np.int32)
+    return lambda query, keys, values: attend(query, keys, values, jnp.asarray(ids))
 
 
 def _cached_case(name: str, positions: int, config: AttentionConfig, dtype: str, interpret: bool) -> KernelCase:

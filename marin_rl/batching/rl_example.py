@@ -74,7 +74,7 @@ def to_tokens(per_predictor: NamedArray) -> NamedArray:
 class SharedPromptMask(AttentionMask):
     """Causal attention within each segment, and of each answer to the prompt of its row.
 
-    `marin_rl.learner.group_attention` computes it without the pairs that it excludes. The attention of GPT-2 calls
+    `marin_rl.learner.attention_layers` computes it without the pairs that it excludes. The attention of GPT-2 calls
     `materialize` for a whole row or for blocks of it, or reads `segment_ids` only and would ignore the prompts;
     `AttentionKernel.supports_shared_prompts` excludes that.
     """
@@ -92,7 +92,7 @@ class SharedPromptMask(AttentionMask):
         """Return the mask of some queries and keys: `k <= q` and (`segment_k = segment_q` or `= prompt_q`)."""
         if self.sliding_window is not None:
             raise NotImplementedError(
-                "only marin_rl.learner.group_attention computes windows in rows with shared prompts"
+                "only marin_rl.learner.attention_layers computes windows in rows with shared prompts"
             )
         assert self.segment_ids is not None
         segments, _ = self.segment_ids

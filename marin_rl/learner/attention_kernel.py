@@ -1,9 +1,22 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The attention kernels of training and scoring: which one a platform uses, and which row lengths it takes."""
+"""The attention kernel of training and scoring: which one a platform uses and why, and which rows it takes.
+
+| platform | kernel (`model.attn_backend`) | row lengths |
+|---|---|---|
+| TPU | `splash`, jax's kernel | multiples of 128 |
+| GPU | `pallas`, jax's kernel; with a cap or a window, which it lacks, XLA in blocks of queries | multiples of 64 |
+| CPU; GPT-2 on GPU, too | `jax_flash`, levanter's blocks in plain JAX | up to a block, then multiples |
+| CPU, with a cap of the logits | `vanilla`; the gradient of `jax_flash` lacks the derivative of the cap | all |
+
+Levanter's own choice on GPU, Transformer Engine, materializes a `[position, position]` mask and ignores segment ids.
+`use_flash_attention: false` selects `vanilla` on every platform, and `attn_backend` any of them. `attention_layers.py`
+runs the kernels that are not levanter's, and rows that levanter's do not support; `flash_attention.py` has their code.
+"""
 
 import dataclasses
+import enum
 import itertools
 from typing import Any, cast
 
@@ -13,8 +26,7 @@ from levanter.models.lm_model import LmConfig
 
 from marin_rl.attention_windows import windows_within
 from marin_rl.batching.packing import GroupRow
-from marin_rl.learner.gpu_attention import LARGEST_TILE, GpuBackend
-from marin_rl.models.model_settings import EXACT_WITH_CAP, attention_problems
+from marin_rl.models.model_settings import attention_problems
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 """Supported platforms."""
@@ -26,6 +38,15 @@ SHORTEST_FLASH_BLOCK = 512
 """Shortest block that `fit` chooses; with shorter blocks the loop overhead of `jax_flash` dominates."""
 SPLASH_BLOCK = 512
 """Positions in a block of `splash` if the model does not set `flash_attention_block_size`."""
+LARGEST_TILE = 64
+"""Most positions in a tile of `pallas`; rows are multiples of it."""
+
+
+class GpuBackend(enum.Enum):
+    """Values of `model.attn_backend` that levanter does not know, which selects `jax_flash` for them."""
+
+    PALLAS = "pallas"
+    """`flash_attention.pallas_attention`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +76,7 @@ class AttentionKernel:
     def supports_shared_prompts(self, model: LmConfig | None, group: GroupRow | None = None) -> bool:
         """Return whether a model can be trained on rows of a prompt and several answers.
 
-        `learner/group_attention.py` computes their attention. GPT-2 has an attention module of its own; `splash` reads
+        `attention_layers.py` computes their attention. GPT-2 has an attention module of its own; `splash` reads
         only the segment ids of its mask. The windows of `splash` are distances in a row, and `pallas` has none.
 
         Args:
@@ -66,14 +87,11 @@ class AttentionKernel:
         >>> [splash.supports_shared_prompts(model) for model in (None, Gpt2Config())]
         [True, False]
         """
-        if self.context_shards > 1:
+        is_splash = self.backend is AttentionBackend.SPLASH
+        if self.context_shards > 1 or (is_splash and isinstance(model, Gpt2Config)):
             return False
-        match self.backend:
-            case AttentionBackend.SPLASH | GpuBackend.PALLAS if model is not None and group is not None:
-                return windows_within(model, group.longest) is None
-            case AttentionBackend.SPLASH:
-                return not isinstance(model, Gpt2Config)
-        return True
+        lacks_windows = is_splash or self.backend is GpuBackend.PALLAS
+        return not (lacks_windows and model is not None and group and windows_within(model, group.longest))
 
     def fit_group(self, prompt: int, answer: int) -> tuple[int, int] | None:
         """Return the shortest supported places of a prompt and of an answer in rows that share prompts.
@@ -184,7 +202,10 @@ class AttentionKernel:
         >>> [AttentionKernel(AttentionBackend.SPLASH).fit(length) for length in (200, 1100, 1536, 2560)]
         [256, 1536, 1536, 2560]
         """
-        return next(row for row in itertools.count(length) if self.supports_length(row) and self._is_efficient(row))
+        rows = filter(self.supports_length, itertools.count(length))
+        if self.block_size is not None:
+            return next(rows)
+        return next(row for row in rows if (self.block(row) or FLASH_BLOCK) >= SHORTEST_FLASH_BLOCK)
 
     def configure(self, model: LmConfig, row_length: int) -> LmConfig:
         """Return the model configuration with the settings that select this kernel for rows of this many positions."""
@@ -199,17 +220,9 @@ class AttentionKernel:
             changes["use_flash_attention"] = None
         return dataclasses.replace(cast(Any, model), **changes) if changes else model
 
-    def _is_efficient(self, row_length: int) -> bool:
-        block = self.block(row_length)
-        return self.block_size is not None or block is None or block >= SHORTEST_FLASH_BLOCK
-
 
 def attention_kernel(model: LmConfig | None, platform: str, context_shards: int = 1) -> AttentionKernel:
-    """Select the kernel that trains a model.
-
-    `splash` on TPU, `pallas` on GPU, `jax_flash` on CPU and for GPT-2; or `vanilla` if the model sets
-    `use_flash_attention: false`, or if it caps its attention logits on a CPU: the gradient of `jax_flash` lacks the
-    derivative of the cap.
+    """Select the kernel that trains a model, by the table above.
 
     Args:
         model: the architecture; None if it has no attention settings.
@@ -225,22 +238,22 @@ def attention_kernel(model: LmConfig | None, platform: str, context_shards: int 
     """
     for problem in attention_problems(model):
         raise ValueError(problem)
-    backend = cast(AttentionBackend | None, getattr(model, "attn_backend", None))
+    backend = cast(AttentionBackend | GpuBackend | None, getattr(model, "attn_backend", None))
     if backend in (None, AttentionBackend.DEFAULT):
-        default = _default_backend(model, platform)
-        unwanted = getattr(model, "use_flash_attention", None) is False
-        is_capped = getattr(model, "attn_logit_softcapping", None) is not None
-        if unwanted or (is_capped and default.value not in EXACT_WITH_CAP):
-            default = AttentionBackend.VANILLA
-        return AttentionKernel(default, getattr(model, "flash_attention_block_size", None), context_shards)
+        backend = _default_backend(model, platform)
     return AttentionKernel(backend, getattr(model, "flash_attention_block_size", None), context_shards)
 
 
 def _default_backend(model: LmConfig | None, platform: str) -> AttentionBackend | GpuBackend:
+    if getattr(model, "use_flash_attention", None) is False:
+        return AttentionBackend.VANILLA
     if platform == "tpu":
         return AttentionBackend.SPLASH
     # GPT-2 has an attention module of its own.
-    return GpuBackend.PALLAS if platform == "gpu" and not isinstance(model, Gpt2Config) else AttentionBackend.JAX_FLASH
+    if platform == "gpu" and not isinstance(model, Gpt2Config):
+        return GpuBackend.PALLAS
+    is_capped = getattr(model, "attn_logit_softcapping", None) is not None
+    return AttentionBackend.VANILLA if is_capped else AttentionBackend.JAX_FLASH
 
 
 def splash_block(length: int, most: int) -> int:

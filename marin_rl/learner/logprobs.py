@@ -22,12 +22,8 @@ from haliax.partitioning import current_thread_local_mapping, physical_axis_size
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.attention_windows import windows_within
 from marin_rl.batching.rl_example import RlExample, to_predictors, to_tokens
-from marin_rl.learner.context_attention import context_shards, with_context_attention
-from marin_rl.learner.gpu_attention import GpuBackend, with_gpu_attention
-from marin_rl.learner.group_attention import with_group_attention
-from marin_rl.learner.window_attention import with_windows
+from marin_rl.learner.attention_layers import context_shards, with_attention_kernel
 from marin_rl.levanter_line import shard
 
 Carry = TypeVar("Carry")
@@ -47,15 +43,7 @@ def policy_activations(model: LmHeadModel, batch: RlExample) -> NamedArray:
         `{batch, position, embed}` in the model's precision, aligned with the predicting positions: entry `t` predicts
         token `t + 1`.
     """
-    if context_shards() > 1:
-        model = with_context_attention(model)
-    elif batch.group is not None:
-        model = with_group_attention(model)
-    elif getattr(model.config, "attn_backend", None) is GpuBackend.PALLAS:
-        model = with_gpu_attention(model)
-    longest = batch.input_ids.axis_size("position") if batch.group is None else batch.group.longest
-    if windows := windows_within(model.config, longest):
-        model = with_windows(model, windows)
+    model = with_attention_kernel(model, batch)
     # Mixture-of-experts models log their routing with a callback that cannot be differentiated unless it is deferred.
     with levanter.tracker.defer_tracker_for_jit():
         input_ids, position_ids = batch.to_inputs(batch.input_ids), batch.to_inputs(batch.position_ids)

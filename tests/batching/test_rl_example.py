@@ -569,7 +569,7 @@ def test_a_window_in_rows_with_shared_prompts_is_not_ignored() -> None:
     windowed = mask.with_sliding_window(2)
     assert windowed.sliding_window == 2
     Position = windowed.position_ids.resolve_axis("position")
-    with pytest.raises(NotImplementedError, match="group_attention"):
+    with pytest.raises(NotImplementedError, match="attention_layers"):
         windowed.materialize(Position, Position.alias("key_position"))
 
 

@@ -21,14 +21,12 @@ def main() -> None:
     from levanter.layers.attention import AttentionBackend
     from levanter.models.gemma import Gemma2Config
 
-    from marin_rl.attention_windows import layer_windows
     from marin_rl.batching.rl_example import RlExample
     from marin_rl.config.train_config import TrainerConfig
-    from marin_rl.learner.context_attention import with_context_attention
+    from marin_rl.learner.attention_layers import with_attention_kernel
     from marin_rl.learner.devices import start_devices
     from marin_rl.learner.loss import RlLoss
     from marin_rl.learner.train_step import place
-    from marin_rl.learner.window_attention import with_windows
     from marin_rl.objectives.kl import NoKlConfig
     from marin_rl.objectives.policy_loss import ReinforceLossConfig
     from marin_rl.sampling.config import SamplingConfig
@@ -80,7 +78,7 @@ def main() -> None:
 
         def run(model: PyTree, batch: RlExample) -> jax.Array:
             with hax.axis_mapping(trainer.compute_axis_mapping):
-                model = with_windows(with_context_attention(model, interpret=True), layer_windows(config))
+                model = with_attention_kernel(model, batch, interpret=True)
                 out = model.activations(batch.input_ids, batch.attention_mask, key=None, pos_ids=batch.position_ids)
                 return hax.mean(hax.sin(out) * (batch.segment_ids > 0)).scalar()
 

@@ -78,8 +78,8 @@ def differences_of_shared_prompts() -> list[tuple[float, float]]:
     from marin_rl.batching.packing import GroupRow, RowLayout
     from marin_rl.batching.rl_example import RlExample, pack_batch
     from marin_rl.batching.rollout_batch import join_batches
+    from marin_rl.learner.attention_layers import with_attention_kernel
     from marin_rl.learner.devices import start_devices
-    from marin_rl.learner.group_attention import with_group_attention
     from marin_rl.learner.logprobs import token_logprobs
     from marin_rl.learner.train_step import place
     from marin_rl.objectives.aggregation import TokenMeanConfig
@@ -108,7 +108,7 @@ def differences_of_shared_prompts() -> list[tuple[float, float]]:
 
         def loss(model: Any, example: RlExample) -> tuple[jax.Array, jax.Array]:
             with hax.axis_mapping(trainer.compute_axis_mapping):
-                run = model if example.group is None else with_group_attention(model, interpret=True)
+                run = with_attention_kernel(model, example, interpret=True)
                 inputs = example.to_inputs(example.input_ids), example.attention_mask
                 computed = run.activations(*inputs, key=None, pos_ids=example.to_inputs(example.position_ids))
                 activations = example.from_inputs(computed)

@@ -17,7 +17,7 @@ import pytest
 
 from experiments.benchmarks import first_gpu_run, gpu_kernels, gpu_parts
 from experiments.benchmarks.first_gpu_run import PARTS, Part, Settings, main, run_parts, table
-from marin_rl.learner import gpu_attention
+from marin_rl.learner.flash_attention import block_attention
 from tests.serving.serving_cases import has_ended, until
 
 FAULTS = """
@@ -145,8 +145,8 @@ def test_runs_of_full_sizes_are_not_computed_by_a_cpu(name: str, settings: Setti
 
 
 def test_a_wrong_kernel_is_a_failed_row(settings: Settings, monkeypatch: pytest.MonkeyPatch):
-    def without_segments(query: jax.Array, keys: jax.Array, values: jax.Array, own: Any, all_: Any, **rest: Any):
-        return gpu_attention.block_attention(query, keys, values, jnp.ones_like(own), jnp.ones_like(all_), **rest)
+    def without_segments(query: jax.Array, keys: jax.Array, values: jax.Array, segments: jax.Array, **rest: Any):
+        return block_attention(query, keys, values, jnp.ones_like(segments), **rest)
 
     monkeypatch.setattr(gpu_kernels, "block_attention", without_segments)
     row = run_here(named("capped scores, float32"), settings)
