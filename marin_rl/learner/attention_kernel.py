@@ -11,7 +11,7 @@
 | CPU, with a cap of the logits | `vanilla`; the gradient of `jax_flash` lacks the derivative of the cap | all |
 
 Levanter's own choice on GPU, Transformer Engine, materializes a `[position, position]` mask and ignores segment ids.
-`use_flash_attention: false` selects `vanilla` on every platform, and `attn_backend` any of them. `attention_layers.py`
+A model selects another with `attn_backend`, or `vanilla` with `use_flash_attention: false`. `attention_layers.py`
 runs the kernels that are not levanter's, and rows that levanter's do not support; `flash_attention.py` has their code.
 """
 

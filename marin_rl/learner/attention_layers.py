@@ -40,7 +40,6 @@ from marin_rl.learner.flash_attention import (
     block_attention,
     dense_attention,
     pallas_attention,
-    run_splash,
     splash_attention,
     splash_kernel,
 )
@@ -152,14 +151,14 @@ def _attend(
 
 def _segments_of(mask: AttentionMask) -> NamedArray:
     """Return the segment ids of a causal mask, which are those of queries and keys."""
-    plain = type(mask) is AttentionMask and mask.is_causal and mask.segment_ids is not None
-    if not plain or not (mask.causal_offset is mask.explicit_mask is None):
+    # Subclasses mask more pairs.
+    plain = type(mask) is AttentionMask and mask.is_causal and mask.causal_offset is mask.explicit_mask is None
+    if not plain or mask.segment_ids is None:
         raise NotImplementedError(
             "attention on GPU, or of positions that are split over devices, takes causal masks with segments, not "
             f"{type(mask).__name__}; set model.attn_backend: JAX_FLASH and no "
             "trainer.tensor_parallel_axes: [position]"
         )
-    assert mask.segment_ids is not None
     return mask.segment_ids[0]
 
 
@@ -185,7 +184,6 @@ def kernel_of(
         NotImplementedError: if the kernel does not support the window; see `AttentionKernel.supports_shared_prompts`.
     """
     backend, cap = config.attn_backend, config.logits_soft_cap
-    attend: Attend
     match backend:
         case AttentionBackend.SPLASH | GpuBackend.PALLAS if group is not None and window is not None:
             raise NotImplementedError(
@@ -194,7 +192,11 @@ def kernel_of(
             )
         case AttentionBackend.SPLASH:
             block = config.flash_attention_block_size or SPLASH_BLOCK
-            attend = functools.partial(splash_attention, scale=scale, soft_cap=cap, block=block, interpret=interpret)
+
+            def attend(query: Array, keys: Array, values: Array, segments: Array) -> Array:
+                shape, heads = (query.shape[1], keys.shape[1]), query.shape[2] * query.shape[3]
+                kernel = splash_kernel(shape, heads, block=block, soft_cap=cap, interpret=interpret)
+                return splash_attention(kernel, query, keys, values, segments[:, -shape[0] :], segments, scale=scale)
         case GpuBackend.PALLAS if cap is window is None:
             attend = functools.partial(pallas_attention, scale=scale, interpret=interpret)
         case GpuBackend.PALLAS:
@@ -264,7 +266,7 @@ def _attend_split(
         )
         sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(None, axis))
         inputs = (kernel.manual_sharding_spec(sharding), own, whole, whole, own, whole)
-        run = on_each_shard(functools.partial(run_splash, scale=scale), inputs, own)
+        run = on_each_shard(functools.partial(splash_attention, scale=scale), inputs, own)
         return run(kernel, query.array, keys, values, segments, segments)
 
     def attend(query: Array, keys: Array, values: Array, segments: Array) -> Array:

@@ -8,7 +8,7 @@ what they support, and in the scores that are in memory at a time, forward and b
 
 | function | computed by | scores in memory | caps | windows |
 |---|---|---|---|---|
-| `splash_attention` | jax's splash attention (TPU) | a tile | yes | in `splash_kernel`, as distances in a row |
+| `splash_attention` | jax's splash attention (TPU) | a tile | yes | yes, as distances in a row |
 | `pallas_attention` | jax's Pallas flash attention (GPU) | a tile | no | no |
 | `block_attention` | XLA | those of a block of queries | yes | yes, as distances in a row |
 | `dense_attention` | XLA | all | yes | yes, as distances in a sequence |
@@ -40,35 +40,6 @@ QUERY_BLOCK = 256
 """Largest number of queries in a block of `block_attention`."""
 
 
-def splash_attention(
-    query: Float[Array, "batch query kv_head group head_size"],
-    keys: Float[Array, "batch position kv_head head_size"],
-    values: Float[Array, "batch position kv_head head_size"],
-    segments: Int[Array, "batch position"],
-    *,
-    scale: float,
-    soft_cap: float | None,
-    block: int,
-    interpret: bool = False,
-) -> Float[Array, "batch query kv_head group head_size"]:
-    """Attend with jax's splash attention. Blocks of keys after all queries of a block are skipped.
-
-    Args:
-        query: queries of the last positions.
-        keys: keys.
-        values: values.
-        segments: segment of each position.
-        scale: multiplies the scores before the cap.
-        soft_cap: scores are `c · tanh(score / c)` with this cap `c`; None for no cap.
-        block: largest number of positions in a block.
-        interpret: whether to interpret the kernel, which works without a TPU, slowly.
-    """
-    _, queries, kv_heads, group, _ = query.shape
-    shape = (queries, keys.shape[1])
-    kernel = splash_kernel(shape, kv_heads * group, block=block, soft_cap=soft_cap, interpret=interpret)
-    return run_splash(kernel, query, keys, values, segments[:, -queries:], segments, scale=scale)
-
-
 def splash_kernel(
     shape: tuple[int, int],
     heads: int,
@@ -79,16 +50,16 @@ def splash_kernel(
     shards: int = 1,
     interpret: bool = False,
 ) -> splash_attention_kernel.SplashAttentionKernel:
-    """Return the kernel for a number of queries, which are those of the last positions, and of keys.
+    """Return jax's kernel for TPUs. Blocks of keys after all queries of a block are skipped.
 
     Args:
-        shape: numbers of queries and of keys, multiples of 128.
+        shape: numbers of queries, which are those of the last positions, and of keys, multiples of 128.
         heads: number of heads of the queries.
         block: largest number of positions in a block.
-        soft_cap: cap of the scores, or None.
+        soft_cap: scores are `c · tanh(score / c)` with this cap `c`; None for no cap.
         window: last positions that a query attends to, its own included; None for all.
         shards: number of devices over which the queries are split.
-        interpret: whether to interpret the kernel.
+        interpret: whether to interpret the kernel, which works without a TPU, slowly.
     """
     queries, keys = shape
     of_queries, of_keys = splash_block(queries // shards, block), splash_block(keys, block)
@@ -115,7 +86,7 @@ def splash_kernel(
     )
 
 
-def run_splash(
+def splash_attention(
     kernel: splash_attention_kernel.SplashAttentionKernel,
     query: Float[Array, "batch query kv_head group head_size"],
     keys: Float[Array, "batch position kv_head head_size"],
@@ -125,7 +96,17 @@ def run_splash(
     *,
     scale: float,
 ) -> Float[Array, "batch query kv_head group head_size"]:
-    """Run the kernel for the queries and keys of one device."""
+    """Attend with jax's splash attention.
+
+    Args:
+        kernel: from `splash_kernel`.
+        query: queries of one device.
+        keys: keys.
+        values: values.
+        query_segments: segment of each query.
+        segments: segment of each position.
+        scale: multiplies the scores before the cap.
+    """
     _, queries, _, _, size = query.shape
 
     def attend(query: Array, keys: Array, values: Array, of_queries: Array, of_keys: Array) -> Array:
