@@ -27,7 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.gpu.decode_attention import gqa
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 from levanter.layers.attention import AttentionConfig
 
 from marin_rl.kernel_sharding import on_each_shard, sharding_of
@@ -133,22 +133,50 @@ class DenseAttention:
     ) -> tuple[Array, LayerCache]:
         """See `AttentionForm.attend`."""
         cache = _write(cache, (key, value), tokens)
-        keys, values = _rows(cache, tokens, all_slots)
-        scores = _scores(query, keys, config)
-        visible = _visible(jnp.arange(keys.shape[2]), tokens.positions, window)
-        scores = jnp.where(visible[:, None, :, None], scores, -jnp.inf)
-        weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-        total = weights.sum(axis=-1)
-        summed = einsum_in_float32("rhqgc,rhcd->rqhgd", weights.astype(values.dtype), values)
-        return summed / jnp.moveaxis(total, 2, 1)[..., None], cache
+        keys, values = cache if all_slots else (array.at[tokens.slots].get(mode="clip") for array in cache)
+        return _attend_to(query, keys, values, 0, tokens.positions, config, window).output(), cache
 
 
-def _visible(
-    keys: Int[Array, " keys"], positions: Int[Array, "rows queries"], window: int | None
-) -> Bool[Array, "rows queries keys"]:
-    """Return whether the queries at some positions attend to keys at others."""
-    visible = keys <= positions[..., None]
-    return visible if window is None else visible & (keys > positions[..., None] - window)
+class _Softmax(NamedTuple):
+    """A softmax-weighted sum over some keys: Milakov and Gimelshein (2018)."""
+
+    largest: Float[Array, "rows kv_heads queries group"]
+    total: Float[Array, "rows kv_heads queries group"]
+    summed: Float[Array, "rows kv_heads queries group head_size"]
+
+    def output(self) -> Float[Array, "rows queries kv_heads group head_size"]:
+        """Return the sum with weights that sum to 1."""
+        return jnp.moveaxis(self.summed / self.total[..., None], 2, 1)
+
+
+def _attend_to(
+    query: Float[Array, "rows queries kv_heads group head_size"],
+    keys: Float[Array, "rows kv_heads keys head_size"],
+    values: Float[Array, "rows kv_heads keys head_size"],
+    start: Int[Array, ""] | int,
+    positions: Int[Array, "rows queries"],
+    config: AttentionConfig,
+    window: int | None,
+    before: _Softmax | None = None,
+) -> _Softmax:
+    """Attend to the visible keys of those from position `start` on, and to those that were attended to before."""
+    scaled = (query.astype(jnp.float32) * _scale(config)).astype(keys.dtype)
+    scores = einsum_in_float32("rqhgd,rhcd->rhqgc", scaled, keys)
+    if (cap := config.logits_soft_cap) is not None:
+        scores = cap * jnp.tanh(scores / cap)
+    at, own = start + jnp.arange(keys.shape[2]), positions[..., None]
+    visible = at <= own if window is None else (at <= own) & (at > own - window)
+    scores = jnp.where(visible[:, None, :, None], scores, -jnp.inf)
+    largest = scores.max(axis=-1)
+    if before is not None:
+        largest = jnp.maximum(before.largest, largest)
+    weights = jnp.exp(scores - largest[..., None])
+    total = weights.sum(axis=-1)
+    summed = einsum_in_float32("rhqgc,rhcd->rhqgd", weights.astype(values.dtype), values)
+    if before is None:
+        return _Softmax(largest, total, summed)
+    decay = jnp.exp(before.largest - largest)
+    return _Softmax(largest, decay * before.total + total, decay[..., None] * before.summed + summed)
 
 
 def _write(cache: LayerCache, new: Sequence[Array], tokens: Tokens) -> LayerCache:
@@ -158,17 +186,6 @@ def _write(cache: LayerCache, new: Sequence[Array], tokens: Tokens) -> LayerCach
         )
         for cached, array in zip(cache, new, strict=True)
     )
-
-
-def _rows(cache: LayerCache, tokens: Tokens, all_slots: bool) -> LayerCache:
-    return cache if all_slots else tuple(array.at[tokens.slots].get(mode="clip") for array in cache)
-
-
-def _scores(query: Array, keys: Array, config: AttentionConfig) -> Float[Array, "rows kv_heads queries group context"]:
-    scaled = (query.astype(jnp.float32) * _scale(config)).astype(keys.dtype)
-    scores = einsum_in_float32("rqhgd,rhcd->rhqgc", scaled, keys)
-    cap = config.logits_soft_cap
-    return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
 def _scale(config: AttentionConfig) -> float:
@@ -266,14 +283,6 @@ def _flash_decode(
     return attended.reshape(query.shape)
 
 
-class _Softmax(NamedTuple):
-    """A softmax-weighted sum over the blocks so far: Milakov and Gimelshein (2018)."""
-
-    largest: Float[Array, "rows kv_heads queries group"]
-    total: Float[Array, "rows kv_heads queries group"]
-    summed: Float[Array, "rows kv_heads queries group head_size"]
-
-
 def _attend_in_blocks(
     query: Float[Array, "rows queries kv_heads group head_size"],
     cache: LayerCache,
@@ -286,14 +295,8 @@ def _attend_in_blocks(
 
     def add(index: Int[Array, ""], before: _Softmax) -> _Softmax:
         start = index * _GPU_BLOCK
-        block_keys, block_values = (_block(array, tokens.slots, start) for array in cache)
-        visible = _visible(start + jnp.arange(_GPU_BLOCK), positions, window)
-        scores = jnp.where(visible[:, None, :, None], _scores(query, block_keys, config), -jnp.inf)
-        largest = jnp.maximum(before.largest, scores.max(axis=-1))
-        weights = jnp.exp(scores - largest[..., None])
-        decay = jnp.exp(before.largest - largest)
-        added = einsum_in_float32("rhqgc,rhcd->rhqgd", weights.astype(block_values.dtype), block_values)
-        return _Softmax(largest, decay * before.total + weights.sum(axis=-1), decay[..., None] * before.summed + added)
+        keys, values = (_block(array, tokens.slots, start) for array in cache)
+        return _attend_to(query, keys, values, start, positions, config, window, before)
 
     shape = jnp.moveaxis(query, 1, 2).shape
     # A finite start, so that a block without visible positions has weights of 0 and not NaN.
@@ -301,8 +304,7 @@ def _attend_in_blocks(
     last = jnp.max(jnp.where(positions == PADDING, -1, positions))
     # Padding has a position after all others.
     first = 0 if window is None else jnp.clip(positions.min() - window + 1, 0, last) // _GPU_BLOCK
-    end = jax.lax.fori_loop(first, last // _GPU_BLOCK + 1, add, start)
-    return jnp.moveaxis(end.summed / end.total[..., None], 2, 1)
+    return jax.lax.fori_loop(first, last // _GPU_BLOCK + 1, add, start).output()
 
 
 def _block(
