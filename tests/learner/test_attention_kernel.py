@@ -21,6 +21,7 @@ from levanter.models.lm_model import LmConfig
 from levanter.models.mistral import MistralConfig
 from levanter.models.olmo import Olmo2Config
 
+from marin_rl.batching.packing import GroupRow
 from marin_rl.learner.attention_kernel import (
     PLATFORMS,
     SPLASH_BLOCK,
@@ -231,8 +232,9 @@ def test_levanter_accepts_the_configured_kernel(model: LmConfig) -> None:
 )
 def test_kernels_that_support_shared_prompts(model: LmConfig, kinds: set) -> None:
     """`splash`, as GPT-2 calls it, compares segment ids only."""
-    candidates = kinds | {SPLASH}
-    assert {kind for kind in candidates if AttentionKernel(kind).supports_shared_prompts(model)} == kinds
+    candidates = [AttentionKernel(kind) for kind in kinds | {SPLASH}]
+    for group in (None, GroupRow(64, 2, 64)):
+        assert {kernel.backend for kernel in candidates if kernel.supports_shared_prompts(model, group)} == kinds
 
 
 @hypothesis.given(
