@@ -20,27 +20,11 @@ from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.environments.streams import MixtureConfig, MixturePartConfig
 from marin_rl.objectives.gigpo import GigpoNormalization
-from marin_rl.rewards.component import FunctionRewardConfig, RewardScope
+from marin_rl.rewards.component import FunctionRewardConfig
 from marin_rl.rewards.judge import LlmJudgeConfig
 from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig
 from marin_rl.tokenization.load import TokenizerConfig
-from tests.config_classes import config_classes, type_arguments
-
-REQUIRED: dict[str, dict[str, Any]] = {
-    "FunctionRewardConfig": {"path": "rewards.py", "function": "score"},
-    "LlmJudgeConfig": {
-        "base_url": "http://localhost",
-        "model": "judge",
-        "prompt": "{conversations}",
-        "scope": RewardScope.GROUP,
-    },
-    "LossKlConfig": {"beta": 0.1},
-    "SlicesConfig": {"tpu_type": "v5p-8"},
-    "TextGameConfig": {"id": "FrozenLake-v1"},
-    "ToolUseConfig": {"questions": ArithmeticConfig()},
-    "TrainConfig": {"environment": ArithmeticConfig(), "run_dir": "run", "initialize_from": "model"},
-}
-"""Fields without a default, by class; a new class with an enum field and such fields needs an entry."""
+from tests.config_classes import REQUIRED, build, config_classes, type_arguments
 
 
 def enum_fields() -> list[Any]:
@@ -55,17 +39,6 @@ def enum_fields() -> list[Any]:
     ]
     by_name = sorted(fields, key=lambda entry: (entry[0].__qualname__, entry[1]))
     return [pytest.param(*entry, id=f"{entry[0].__qualname__}.{entry[1]}") for entry in by_name]
-
-
-def build(cls: type, name: str, value: Any) -> Any:
-    """Build an instance in which one field has the value when `__post_init__` runs.
-
-    The type checks of the tests would refuse the value in the constructor.
-    """
-    config = cls(**REQUIRED.get(cls.__qualname__, {}))
-    object.__setattr__(config, name, value)
-    config.__post_init__()
-    return config
 
 
 @pytest.mark.parametrize(("cls", "name", "kind"), enum_fields())

@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import difflib
 import enum
+import math
 import re
 import types
 import typing
@@ -39,6 +40,7 @@ from marin_rl.config.section_types import (
     describe,
     dotted,
     field_types,
+    is_annotated,
     is_fixed_tuple,
     is_section,
     members,
@@ -47,6 +49,7 @@ from marin_rl.config.section_types import (
     section_of,
     without_texts,
 )
+from marin_rl.config_checks import range_problem
 from marin_rl.errors import nearest
 from marin_rl.levanter_line import OTHER, field_of_key, is_default_of_other_line, is_key_of_other_line
 
@@ -70,7 +73,8 @@ def decode(annotation: Any, raw: Any, path: Sequence[str] = (), base: Any = None
         A value of type `annotation`.
 
     Raises:
-        ConfigError: if keys are unknown, missing or of the wrong type; the message names all of them.
+        ConfigError: if keys are unknown or missing, or values have the wrong type or are out of range; the message
+            names all of them.
     """
     options = members(annotation)
     if isinstance(raw, Written):
@@ -80,6 +84,11 @@ def decode(annotation: Any, raw: Any, path: Sequence[str] = (), base: Any = None
     if len(options) > 1:
         return _decode_union(annotation, raw, path, base)
     target = options[0]
+    if is_annotated(target):
+        value = decode(target.__origin__, raw, path, base)
+        if problem := range_problem(annotation, value, dotted(path)):
+            raise ConfigError(problem)
+        return value
     plain = plain_type(target)
     if is_section(target):
         return _decode_section(target, raw, path, base)
@@ -265,7 +274,7 @@ def _decode_union(annotation: Any, raw: Any, path: Sequence[str], base: Any) -> 
     candidates = [option for option in options if _has_form(option, raw)] or list(options)
     if len(candidates) == 1:
         return decode(candidates[0], raw, path, base)
-    for option in sorted(candidates, key=lambda option: option is not type(raw)):
+    for option in sorted(candidates, key=lambda option: plain_type(option) is not type(raw)):
         with contextlib.suppress(ConfigError):
             return decode(option, raw, path, base)
     section = section_of(annotation)
@@ -317,9 +326,10 @@ def _decode_scalar(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
     if plain is float and type(raw) is int:
         return float(raw)
     if plain in (str, int, float, bool):
-        if type(raw) is plain and raw == raw:
+        is_finite = not isinstance(raw, float) or math.isfinite(raw)
+        if type(raw) is plain and is_finite:
             return raw
-        hint = "NaN is not allowed" if raw != raw else ""
+        hint = "" if is_finite else "it must be finite"
         if plain is int and isinstance(raw, float) and raw.is_integer():
             hint = f"write {int(raw)}"
         if plain is str and isinstance(raw, bool):
@@ -358,7 +368,8 @@ def encode(value: Any, annotation: Any = Any) -> Any:
         Nested mappings, lists and scalars.
     """
     plain = type(value)
-    if plain is int and float in members(annotation) and int not in members(annotation):
+    kinds = [plain_type(option) for option in members(annotation)]
+    if plain is int and float in kinds and int not in kinds:
         return float(value)
     if value is None or plain in (bool, int, float, str):
         return value

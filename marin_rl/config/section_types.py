@@ -11,12 +11,13 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import draccus
 from draccus.choice_types import CHOICE_TYPE_KEY
 from draccus.utils import is_choice_type
 
+from marin_rl.config_checks import describe_range
 from marin_rl.errors import nearest
 from marin_rl.levanter_line import field_of_key, key_of_field
 
@@ -64,8 +65,14 @@ class CheckedConfig(abc.ABC):
 
 
 def plain_type(annotation: Any) -> Any:
-    """Strip the arguments of a generic type."""
+    """Strip the bounds and the arguments of a type."""
+    annotation = annotation.__origin__ if is_annotated(annotation) else annotation
     return typing.get_origin(annotation) or annotation
+
+
+def is_annotated(annotation: Any) -> bool:
+    """Return whether a type has metadata, such as the bounds of `Annotated[int, Ge(1)]`."""
+    return typing.get_origin(annotation) is Annotated
 
 
 def is_section(annotation: Any) -> bool:
@@ -99,7 +106,7 @@ def field_types(section: Any) -> dict[str, Any]:
     """Type of each constructor argument of a section's dataclass by its key, with type variables resolved."""
     origin = plain_type(section)
     known = dict(zip(getattr(origin, "__parameters__", ()), typing.get_args(section), strict=False))
-    hints = typing.get_type_hints(origin)
+    hints = typing.get_type_hints(origin, include_extras=True)
     if hints.get("sliding_window") is int:
         # Levanter declares an integer, but its mistral without a window, such as version 0.3 of the 7B model, has None.
         hints["sliding_window"] = int | None
@@ -164,11 +171,17 @@ def describe(annotation: Any) -> str:
     'an integer or null'
     >>> describe(list[str] | str)
     'a list (each item: text) or text'
+    >>> from annotated_types import Ge, Gt
+    >>> describe(Annotated[int, Ge(1)]), describe(Annotated[float, Gt(0)] | None)
+    ('an integer of at least 1', 'a number above 0 or null')
     """
     options = members(annotation)
     if len(options) > 1 or options[0] is not annotation:
         words = [describe(option) for option in options]
         return " or ".join([*dict.fromkeys(words), *(["null"] if allows_none(annotation) else [])])
+    if is_annotated(annotation):
+        bounds = describe_range(annotation)
+        return f"{describe(annotation.__origin__)} {'of ' if bounds.startswith('at ') else ''}{bounds}".rstrip()
     plain, arguments = plain_type(annotation), typing.get_args(annotation)
     if plain in _WORDS:
         return _WORDS[plain]

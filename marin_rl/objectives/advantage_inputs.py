@@ -18,6 +18,8 @@ import draccus
 import numpy as np
 from jaxtyping import Float, Float64, Int32, Shaped
 
+from marin_rl.config_checks import ConfigSection
+
 STD_EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""
 
@@ -109,7 +111,7 @@ class TokenAdvantages(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class AdvantageConfig(draccus.ChoiceRegistry, abc.ABC):
+class AdvantageConfig(ConfigSection, draccus.ChoiceRegistry, abc.ABC):
     """Advantage estimator, selected by `type`."""
 
     minimum_group_size: ClassVar[int] = 2
@@ -173,7 +175,8 @@ def discounted_returns(rewards: Float[np.ndarray, " steps"], gamma: float) -> Fl
 
     Source: Sutton & Barto 2018, equation 3.9.
     """
-    check_discount("gamma", gamma)
+    if not 0 <= gamma <= 1:
+        raise ValueError(f"gamma is {gamma}; a discount factor must be in [0, 1]")
     returns = []
     following = 0.0
     for reward in reversed(rewards.tolist()):
@@ -203,12 +206,6 @@ def returns_of_turns(
     if gamma == 1:
         return np.array([math.fsum([*rewards[turn:], rest]) for turn in range(rewards.size)], np.float64)
     return discounted_returns(np.append(rewards[:-1], rewards[-1:] + rest), gamma)
-
-
-def check_discount(name: str, value: float) -> None:
-    """Raise a ValueError that names the setting `name` unless its value is in [0, 1]."""
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} is {value}; a discount factor must be in [0, 1]")
 
 
 def centered(values: Float64[np.ndarray, " count"]) -> Float64[np.ndarray, " count"]:

@@ -11,19 +11,18 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
+from annotated_types import Ge, Le
 from jaxtyping import Float64
 
-from marin_rl.config_fields import convert_enum_fields
 from marin_rl.objectives.advantage_inputs import (
     STD_EPSILON,
     AdvantageConfig,
     AdvantageInputs,
     TokenAdvantages,
     centered,
-    check_discount,
     returns_of_turns,
     sample_variance,
     split,
@@ -66,9 +65,6 @@ class RlooConfig(AdvantageConfig):
 
     normalize: Normalization = Normalization.NONE
     """Divisor of the advantages: none | group | batch. All but none are biased."""
-
-    def __post_init__(self) -> None:
-        convert_enum_fields(self)
 
     def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
         """See [`rloo_advantages`][marin_rl.objectives.advantages.rloo_advantages]."""
@@ -117,9 +113,6 @@ class DrGrpoConfig(AdvantageConfig):
     normalize: Normalization = Normalization.NONE
     """Divisor of the advantages: none | group | batch. With group this is `grpo`."""
 
-    def __post_init__(self) -> None:
-        convert_enum_fields(self)
-
     def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
         """See [`dr_grpo_advantages`][marin_rl.objectives.advantages.dr_grpo_advantages]."""
         return _per_rollout(groups, dr_grpo_advantages, self.normalize)
@@ -166,12 +159,8 @@ class ReinforceConfig(AdvantageConfig):
 
     minimum_group_size: ClassVar[int] = 1
 
-    gamma: float | None = None
-    """γ, in [0, 1]: each turn gets its discounted return-to-go; null: each turn gets the return of the rollout."""
-
-    def __post_init__(self) -> None:
-        if self.gamma is not None:
-            check_discount("advantage.gamma", self.gamma)
+    gamma: Annotated[float, Ge(0), Le(1)] | None = None
+    """γ: each turn gets its discounted return-to-go; null: each turn gets the return of the rollout."""
 
     @property
     def is_token_level(self) -> bool:  # pyrefly: ignore[bad-override]

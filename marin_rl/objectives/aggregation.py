@@ -13,10 +13,14 @@ All loss tokens of a rollout have the same weight.
 
 import abc
 import dataclasses
+from typing import Annotated
 
 import draccus
 import numpy as np
+from annotated_types import Ge
 from jaxtyping import Float64, Integer
+
+from marin_rl.config_checks import ConfigSection
 
 TokenCounts = Integer[np.ndarray, " rollouts"]
 """Number of loss tokens of each rollout, T_i."""
@@ -25,7 +29,7 @@ RolloutWeights = Float64[np.ndarray, " rollouts"]
 
 
 @dataclasses.dataclass(frozen=True)
-class AggregationConfig(draccus.ChoiceRegistry, abc.ABC):
+class AggregationConfig(ConfigSection, draccus.ChoiceRegistry, abc.ABC):
     """Aggregation of per-token terms into a scalar loss, selected by `type`."""
 
     @abc.abstractmethod
@@ -144,12 +148,8 @@ def constant_weights(token_counts: TokenCounts, length: int) -> RolloutWeights:
 class ConstantConfig(AggregationConfig):
     """Mean over rollouts of the token sum divided by a constant length."""
 
-    length: int
-    """L in tokens, at least 1; usually `sampling.max_new_tokens`."""
-
-    def __post_init__(self) -> None:
-        if self.length < 1:
-            raise ValueError(f"aggregation.length is {self.length}; it must be at least 1 token")
+    length: Annotated[int, Ge(1)]
+    """L in tokens; usually `sampling.max_new_tokens`."""
 
     def loss_weights(self, token_counts: TokenCounts) -> RolloutWeights:
         """See [`constant_weights`][marin_rl.objectives.aggregation.constant_weights]."""

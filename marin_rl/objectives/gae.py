@@ -6,9 +6,10 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
+from annotated_types import Ge, Le
 from jaxtyping import Float64, Int32
 
 from marin_rl.objectives.advantage_inputs import (
@@ -16,7 +17,6 @@ from marin_rl.objectives.advantage_inputs import (
     AdvantageInputs,
     TokenAdvantages,
     centered,
-    check_discount,
     discounted_returns,
     sample_variance,
     split,
@@ -113,16 +113,12 @@ class GaeConfig(AdvantageConfig):
     needs_critic: ClassVar[bool] = True
     is_token_level: ClassVar[bool] = True
 
-    gamma: float = 1.0
-    """γ, in [0, 1]: discount per action token."""
-    lam: float = 0.95
-    """λ, in [0, 1]: 1 uses only the rewards (no bias), 0 bootstraps every step from the critic (low variance)."""
+    gamma: Annotated[float, Ge(0), Le(1)] = 1.0
+    """γ: discount per action token."""
+    lam: Annotated[float, Ge(0), Le(1)] = 0.95
+    """λ: 1 uses only the rewards (no bias), 0 bootstraps every step from the critic (low variance)."""
     whiten: bool = True
     """Whether to scale advantages to mean 0 and variance 1 over the loss tokens of the step."""
-
-    def __post_init__(self) -> None:
-        check_discount("advantage.gamma", self.gamma)
-        check_discount("advantage.lam", self.lam)
 
     def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
         """See [`gae_advantages`][marin_rl.objectives.gae.gae_advantages].

@@ -8,22 +8,20 @@ import enum
 import hashlib
 import itertools
 import json
-import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
+from annotated_types import Ge, Le
 from jaxtyping import Float64
 
-from marin_rl.config_fields import check_finite, convert_enum_fields
 from marin_rl.objectives.advantage_inputs import (
     AdvantageConfig,
     AdvantageInputs,
     TokenAdvantages,
     TurnAdvantages,
     centered,
-    check_discount,
     returns_of_turns,
     split,
     standardized,
@@ -98,21 +96,14 @@ class GigpoConfig(AdvantageConfig):
     needs_turns: ClassVar[bool] = True
     is_token_level: ClassVar[bool] = True
 
-    omega: float = 1.0
-    """ω, >= 0: weight of the turn-level advantage; with 0 this is `dr_grpo` (`grpo` with `normalize: std`)."""
-    gamma: float = 0.95
-    """γ, in [0, 1]: discount per turn."""
+    omega: Annotated[float, Ge(0)] = 1.0
+    """ω: weight of the turn-level advantage; with 0 this is `dr_grpo` (`grpo` with `normalize: std`)."""
+    gamma: Annotated[float, Ge(0), Le(1)] = 0.95
+    """γ: discount per turn."""
     normalize: GigpoNormalization = GigpoNormalization.NONE
     """Divisor of both components: none | std."""
     default_step_reward: float = 0.0
     """Reward of a turn in which the environment gave none."""
-
-    def __post_init__(self) -> None:
-        convert_enum_fields(self)
-        if not (math.isfinite(self.omega) and self.omega >= 0):
-            raise ValueError(f"advantage.omega is {self.omega}; it must be finite and >= 0")
-        check_discount("advantage.gamma", self.gamma)
-        check_finite(self, "default_step_reward", name="advantage")
 
     def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
         """See [`step_advantages`][marin_rl.objectives.gigpo.step_advantages].

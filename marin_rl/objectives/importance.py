@@ -13,13 +13,15 @@ import abc
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import draccus
 import jax.numpy as jnp
 import numpy as np
+from annotated_types import Ge, Gt, Le
 from jaxtyping import Array, Bool, Float, Float64
 
+from marin_rl.config_checks import ConfigSection
 from marin_rl.objectives.advantage_inputs import split
 from marin_rl.objectives.kl import MAX_LOG_RATIO
 
@@ -173,7 +175,7 @@ def mismatch_metrics(statistics: LogRatioStatistics, log_weights: LogWeights | N
 
 
 @dataclasses.dataclass(frozen=True)
-class OffPolicyCorrectionConfig(draccus.ChoiceRegistry, abc.ABC):
+class OffPolicyCorrectionConfig(ConfigSection, draccus.ChoiceRegistry, abc.ABC):
     """Correction for differences between sampler and learner probabilities, selected by `type`."""
 
     is_token_level: ClassVar[bool] = False
@@ -226,11 +228,8 @@ class TisConfig(OffPolicyCorrectionConfig):
 
     is_token_level: ClassVar[bool] = True
 
-    cap: float = 2.0
-    """C, finite and above 0: the largest weight of a token."""
-
-    def __post_init__(self) -> None:
-        _check_cap(self.cap)
+    cap: Annotated[float, Gt(0)] = 2.0
+    """C: the largest weight of a token."""
 
     def weights(self, log_weights: LogWeights, lengths: Sequence[int]) -> Weights:
         """See [`tis_weights`][marin_rl.objectives.importance.tis_weights]."""
@@ -264,11 +263,8 @@ def mask_weights(log_weights: LogWeights, lengths: Sequence[int], cap: float) ->
 class MaskMismatchConfig(OffPolicyCorrectionConfig):
     """Masks whole rollouts with a weight above C."""
 
-    cap: float = 2.0
-    """C, finite and above 0: rollouts with a larger product of weights are masked."""
-
-    def __post_init__(self) -> None:
-        _check_cap(self.cap)
+    cap: Annotated[float, Gt(0)] = 2.0
+    """C: rollouts with a larger product of weights are masked."""
 
     def weights(self, log_weights: LogWeights, lengths: Sequence[int]) -> Weights:
         """See [`mask_weights`][marin_rl.objectives.importance.mask_weights]."""
@@ -301,16 +297,10 @@ class IcepopConfig(OffPolicyCorrectionConfig):
 
     is_token_level: ClassVar[bool] = True
 
-    low: float = 0.5
-    """lo, in (0, 1]: tokens with a smaller weight are masked."""
-    high: float = 5.0
-    """hi, finite and >= 1: tokens with a larger weight are masked."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.low <= 1:
-            raise ValueError(f"off_policy_correction.low is {self.low}; it must be in (0, 1]")
-        if not 1 <= self.high < math.inf:
-            raise ValueError(f"off_policy_correction.high is {self.high}; it must be finite and >= 1")
+    low: Annotated[float, Gt(0), Le(1)] = 0.5
+    """lo: tokens with a smaller weight are masked."""
+    high: Annotated[float, Ge(1)] = 5.0
+    """hi: tokens with a larger weight are masked."""
 
     def weights(self, log_weights: LogWeights, lengths: Sequence[int]) -> Weights:
         """See [`icepop_weights`][marin_rl.objectives.importance.icepop_weights]."""
@@ -319,8 +309,3 @@ class IcepopConfig(OffPolicyCorrectionConfig):
 
 def _weights(log_weights: LogWeights) -> Weights:
     return np.exp(np.clip(log_weights.astype(np.float64), -MAX_LOG_RATIO, MAX_LOG_RATIO))
-
-
-def _check_cap(cap: float) -> None:
-    if not 0 < cap < math.inf:
-        raise ValueError(f"off_policy_correction.cap is {cap}; it must be finite and above 0")

@@ -15,15 +15,16 @@ With `d = log π_ref - log π` of a sampled token, clamped to ±20:
 
 import dataclasses
 import enum
-import math
+from typing import Annotated
 
 import draccus
 import jax
 import jax.numpy as jnp
 import numpy as np
+from annotated_types import Ge
 from jaxtyping import Array, Float, Float64
 
-from marin_rl.config_fields import convert_enum_fields
+from marin_rl.config_checks import ConfigSection
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to ±20 nats before use."""
@@ -125,7 +126,7 @@ class KlEstimator(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class KlConfig(draccus.ChoiceRegistry):
+class KlConfig(ConfigSection, draccus.ChoiceRegistry):
     """Placement of the KL penalty, selected by `type`."""
 
     beta = 0.0
@@ -176,11 +177,8 @@ class RewardKlConfig(KlConfig):
     """Penalty in the reward, before the baseline: `R_i ← R_i - β Σ_t k1_t` under the sampling policy, no gradient."""
 
     # field() makes it required; a plain annotation would take the default of the base class.
-    beta: float = dataclasses.field()  # pyrefly: ignore[bad-override]
-    """Weight of the penalty, in reward per nat, >= 0. With 0 no reference is needed."""
-
-    def __post_init__(self) -> None:
-        _check_beta(self.beta)
+    beta: Annotated[float, Ge(0)] = dataclasses.field()  # pyrefly: ignore[bad-override]
+    """Weight of the penalty, in reward per nat. With 0 no reference is needed."""
 
     def reward_penalty(self, kl: Float64[np.ndarray, " tokens"]) -> Float64[np.ndarray, " tokens"]:
         """Compute β·k1 of each action token."""
@@ -192,14 +190,10 @@ class RewardKlConfig(KlConfig):
 class LossKlConfig(KlConfig):
     """Penalty in the loss: β·k_t is added to the term of each token and aggregated like the policy term."""
 
-    beta: float = dataclasses.field()  # pyrefly: ignore[bad-override]
-    """Weight of the penalty, in loss per nat, >= 0. With 0 no reference is needed."""
+    beta: Annotated[float, Ge(0)] = dataclasses.field()  # pyrefly: ignore[bad-override]
+    """Weight of the penalty, in loss per nat. With 0 no reference is needed."""
     estimator: KlEstimator = KlEstimator.K2
     """The estimator: k1 | k2 | k3 | k3_plus. k2 and k3_plus have the gradient of the reverse KL."""
-
-    def __post_init__(self) -> None:
-        convert_enum_fields(self)
-        _check_beta(self.beta)
 
     def loss_terms(
         self, logprobs: Float[Array, "*shape"], reference_logprobs: Float[Array, "*shape"]
@@ -209,8 +203,3 @@ class LossKlConfig(KlConfig):
             return jnp.zeros_like(logprobs)
         estimators = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3, "k3_plus": kl_k3_plus}
         return self.beta * estimators[self.estimator](logprobs, reference_logprobs)
-
-
-def _check_beta(beta: float) -> None:
-    if not (math.isfinite(beta) and beta >= 0):
-        raise ValueError(f"kl.beta is {beta}; it must be finite and >= 0")

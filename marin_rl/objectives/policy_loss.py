@@ -10,14 +10,15 @@ are minimised: a positive advantage raises the probability of its token. There i
 
 import abc
 import dataclasses
-import math
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import draccus
 import jax
 import jax.numpy as jnp
+from annotated_types import Ge, Gt, Le, Lt
 from jaxtyping import Array, Bool, Float, Int
 
+from marin_rl.config_checks import ConfigSection
 from marin_rl.objectives.kl import MAX_LOG_RATIO
 
 
@@ -48,7 +49,7 @@ class PolicyTerms(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class PolicyLossConfig(draccus.ChoiceRegistry, abc.ABC):
+class PolicyLossConfig(ConfigSection, draccus.ChoiceRegistry, abc.ABC):
     """Policy term, selected by `type`."""
 
     is_sequence_level: ClassVar[bool] = False
@@ -146,7 +147,7 @@ def ppo_clip_terms(
     advantages: Float[Array, "*shape"],
     clip_low: float,
     clip_high: float,
-    dual_clip: float | None = None,
+    dual_clip: Annotated[float, Gt(1)] | None = None,
 ) -> PolicyTerms:
     """Compute the clipped term, `max(-A·r, -A·clip(r, 1 - ε_low, 1 + ε_high))`.
 
@@ -183,17 +184,12 @@ def ppo_clip_terms(
 class PpoClipLossConfig(PolicyLossConfig):
     """The clipped ratio of PPO: limits the change of a token's probability per batch."""
 
-    clip_low: float = 0.2
-    """ε_low, in [0, 1): a token of negative advantage has no gradient below r = 1 - ε_low."""
-    clip_high: float = 0.2
-    """ε_high, >= 0: a token of positive advantage has no gradient above r = 1 + ε_high."""
-    dual_clip: float | None = None
-    """c > 1: a token of negative advantage has no gradient above r = c; null for no such bound."""
-
-    def __post_init__(self) -> None:
-        _check_bounds(self.clip_low, self.clip_high)
-        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
-            raise ValueError(f"policy_loss.dual_clip is {self.dual_clip}; it must be finite and > 1, or null for none")
+    clip_low: Annotated[float, Ge(0), Lt(1)] = 0.2
+    """ε_low: a token of negative advantage has no gradient below r = 1 - ε_low."""
+    clip_high: Annotated[float, Ge(0)] = 0.2
+    """ε_high: a token of positive advantage has no gradient above r = 1 + ε_high."""
+    dual_clip: Annotated[float, Gt(1)] | None = None
+    """c: a token of negative advantage has no gradient above r = c; null for no such bound."""
 
     def per_token(self, tokens: TokenBatch) -> PolicyTerms:
         """See [`ppo_clip_terms`][marin_rl.objectives.policy_loss.ppo_clip_terms]."""
@@ -262,13 +258,10 @@ class GspoLossConfig(PolicyLossConfig):
 
     is_sequence_level: ClassVar[bool] = True
 
-    clip_low: float = 3e-4
-    """ε_low, in [0, 1): a rollout of negative advantage has no gradient below s = 1 - ε_low."""
-    clip_high: float = 4e-4
-    """ε_high, >= 0: a rollout of positive advantage has no gradient above s = 1 + ε_high."""
-
-    def __post_init__(self) -> None:
-        _check_bounds(self.clip_low, self.clip_high)
+    clip_low: Annotated[float, Ge(0), Lt(1)] = 3e-4
+    """ε_low: a rollout of negative advantage has no gradient below s = 1 - ε_low."""
+    clip_high: Annotated[float, Ge(0)] = 4e-4
+    """ε_high: a rollout of positive advantage has no gradient above s = 1 + ε_high."""
 
     def per_token(self, tokens: TokenBatch) -> PolicyTerms:
         """See [`gspo_terms`][marin_rl.objectives.policy_loss.gspo_terms]."""
@@ -309,13 +302,10 @@ class RlooSequenceLossConfig(PolicyLossConfig):
 
     is_sequence_level: ClassVar[bool] = True
 
-    clip_low: float = 0.2
-    """ε_low, in [0, 1): a rollout of negative advantage has no gradient below s = 1 - ε_low."""
-    clip_high: float = 0.2
-    """ε_high, >= 0: a rollout of positive advantage has no gradient above s = 1 + ε_high."""
-
-    def __post_init__(self) -> None:
-        _check_bounds(self.clip_low, self.clip_high)
+    clip_low: Annotated[float, Ge(0), Lt(1)] = 0.2
+    """ε_low: a rollout of negative advantage has no gradient below s = 1 - ε_low."""
+    clip_high: Annotated[float, Ge(0)] = 0.2
+    """ε_high: a rollout of positive advantage has no gradient above s = 1 + ε_high."""
 
     def per_token(self, tokens: TokenBatch) -> PolicyTerms:
         """See [`rloo_sequence_terms`][marin_rl.objectives.policy_loss.rloo_sequence_terms]."""
@@ -356,15 +346,10 @@ def cispo_terms(
 class CispoLossConfig(PolicyLossConfig):
     """A bounded importance weight on -A·log π: clipping removes no token's gradient."""
 
-    clip_low: float = 1.0
-    """ε_low, in [0, 1]: the weight of a token is at least 1 - ε_low; 1 means no bound."""
-    clip_high: float = 0.2
-    """ε_high, >= 0: the weight of a token is at most 1 + ε_high."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.clip_low <= 1:
-            raise ValueError(f"policy_loss.clip_low is {self.clip_low}; it must be in [0, 1] (1 means no bound)")
-        _check_clip_high(self.clip_high)
+    clip_low: Annotated[float, Ge(0), Le(1)] = 1.0
+    """ε_low: the weight of a token is at least 1 - ε_low; 1 means no bound."""
+    clip_high: Annotated[float, Ge(0)] = 0.2
+    """ε_high: the weight of a token is at most 1 + ε_high."""
 
     def per_token(self, tokens: TokenBatch) -> PolicyTerms:
         """See [`cispo_terms`][marin_rl.objectives.policy_loss.cispo_terms]."""
@@ -395,14 +380,3 @@ def _clipped_terms(
     # where() rather than maximum(): at the tie r = 1, as in every on-policy step, the gradient is the
     # unclipped one by construction instead of by the convention for ties.
     return PolicyTerms(jnp.where(clipped, bounded, unclipped), clipped)
-
-
-def _check_bounds(clip_low: float, clip_high: float) -> None:
-    if not 0 <= clip_low < 1:
-        raise ValueError(f"policy_loss.clip_low is {clip_low}; it must be in [0, 1)")
-    _check_clip_high(clip_high)
-
-
-def _check_clip_high(clip_high: float) -> None:
-    if not 0 <= clip_high < math.inf:
-        raise ValueError(f"policy_loss.clip_high is {clip_high}; it must be finite and >= 0")

@@ -4,13 +4,13 @@
 """Length shaping: a soft penalty on overlong answers, and the treatment of truncated rollouts."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import draccus
+from annotated_types import Ge, Gt
 
-from marin_rl.config_fields import check_finite
+from marin_rl.config_checks import ConfigSection
 from marin_rl.types import Rollout, RolloutGroup, RolloutStatus
 
 OVERLONG = "overlong"
@@ -41,25 +41,17 @@ def soft_overlong_penalty(length: int, max_length: int, buffer: int, factor: flo
 
 
 @dataclasses.dataclass(frozen=True)
-class OverlongConfig:
+class OverlongConfig(ConfigSection):
     """Soft penalty on answers close to the length limit."""
 
-    buffer: int = 0
+    buffer: Annotated[int, Ge(0)] = 0
     """Number of tokens before the limit at which the penalty starts; 0 disables the penalty."""
-    factor: float = 1.0
-    """Magnitude of the penalty at the limit, in units of reward, above 0."""
-
-    def __post_init__(self) -> None:
-        if self.buffer < 0:
-            raise ValueError(f"overlong.buffer is {self.buffer}; it is a number of tokens and must be >= 0")
-        if not (math.isfinite(self.factor) and self.factor > 0):
-            raise ValueError(
-                f"overlong.factor is {self.factor}; it must be finite and above 0 (buffer: 0 disables the penalty)"
-            )
+    factor: Annotated[float, Gt(0), "because overlong.buffer: 0 disables the penalty"] = 1.0
+    """Magnitude of the penalty at the limit, in units of reward."""
 
 
 @dataclasses.dataclass(frozen=True)
-class TruncationConfig(draccus.ChoiceRegistry):
+class TruncationConfig(ConfigSection, draccus.ChoiceRegistry):
     """Treatment of rollouts truncated by a token or turn limit, selected by `type`."""
 
     masks: ClassVar[bool] = False
@@ -88,10 +80,7 @@ class RewardTruncatedConfig(TruncationConfig):
     """Truncated rollouts get a fixed reward."""
 
     reward: float = 0.0  # pyrefly: ignore[bad-override]
-    """Reward of truncated rollouts, finite."""
-
-    def __post_init__(self) -> None:
-        check_finite(self, "reward", name="truncation")
+    """Reward of truncated rollouts."""
 
 
 def shape_rewards(

@@ -253,14 +253,3 @@ def test_config():
     assert config.needs_turns
     assert not config.needs_critic
     assert config.minimum_group_size == 2
-
-
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"omega": -1.0}, "omega is -1.0"),
-    ({"omega": math.nan}, "omega is nan"),
-    ({"gamma": 1.5}, "gamma is 1.5"),
-    ({"default_step_reward": math.inf}, "default_step_reward must be finite, got inf"),
-])  # fmt: skip
-def test_invalid_settings_raise_an_error_that_names_the_setting(fields, message):
-    with pytest.raises(ValueError, match=rf"advantage\.{message}"):
-        GigpoConfig(**fields)

@@ -195,20 +195,6 @@ class TestCorrections:
         assert [config.needs_sampling_logprobs for config in configs] == [False, True, True, True]
         assert [config.is_token_level for config in configs] == [False, True, False, True]
 
-    @pytest.mark.parametrize(("config", "fields", "message"), [
-        (TisConfig, {"cap": 0.0}, "cap is 0.0"),
-        (TisConfig, {"cap": math.inf}, "cap is inf"),
-        (MaskMismatchConfig, {"cap": math.nan}, "cap is nan"),
-        (MaskMismatchConfig, {"cap": -1.0}, "cap is -1.0"),
-        (IcepopConfig, {"low": 0.0}, "low is 0.0"),
-        (IcepopConfig, {"low": 1.5}, "low is 1.5"),
-        (IcepopConfig, {"high": 0.9}, "high is 0.9"),
-        (IcepopConfig, {"high": math.inf}, "high is inf"),
-    ])  # fmt: skip
-    def test_invalid_bounds_raise_an_error_that_names_the_setting(self, config, fields, message):
-        with pytest.raises(ValueError, match=rf"off_policy_correction\.{message}"):
-            config(**fields)
-
 
 class TestMismatchMetrics:
     @example([[-8.0, -12.0]])

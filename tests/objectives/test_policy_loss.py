@@ -432,29 +432,3 @@ def test_configs_are_selected_by_type():
 def test_declared_properties():
     assert [config.is_sequence_level for config in TOKEN_LEVEL + SEQUENCE_LEVEL] == [False] * 5 + [True] * 2
     assert [config.uses_ratio for config in TOKEN_LEVEL + SEQUENCE_LEVEL] == [False] + [True] * 6
-
-
-@pytest.mark.parametrize("config", [PpoClipLossConfig, GspoLossConfig, RlooSequenceLossConfig, CispoLossConfig])
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"clip_low": -0.1}, r"policy_loss\.clip_low is -0\.1"),
-    ({"clip_low": 1.1}, r"policy_loss\.clip_low is 1\.1"),
-    ({"clip_low": math.nan}, r"policy_loss\.clip_low is nan"),
-    ({"clip_high": -0.1}, r"policy_loss\.clip_high is -0\.1"),
-    ({"clip_high": math.nan}, r"policy_loss\.clip_high is nan"),
-    ({"clip_high": math.inf}, r"policy_loss\.clip_high is inf"),
-])  # fmt: skip
-def test_invalid_bounds_raise_an_error_that_names_the_setting(config, fields, message):
-    with pytest.raises(ValueError, match=message):
-        config(**fields)
-
-
-@pytest.mark.parametrize("config", [PpoClipLossConfig, GspoLossConfig, RlooSequenceLossConfig])
-def test_clip_low_of_one_is_invalid(config):
-    with pytest.raises(ValueError, match=r"policy_loss\.clip_low is 1\.0; it must be in \[0, 1\)"):
-        config(clip_low=1.0)
-
-
-@pytest.mark.parametrize("value", [1.0, math.nan, math.inf])
-def test_invalid_dual_clip_raises_an_error_that_names_the_setting(value):
-    with pytest.raises(ValueError, match=rf"policy_loss\.dual_clip is {value}"):
-        PpoClipLossConfig(dual_clip=value)

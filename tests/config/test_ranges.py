@@ -1,0 +1,87 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import math
+from typing import Any
+
+import pytest
+
+from marin_rl.config.decode import decode
+from marin_rl.config.section_types import ConfigError, describe, field_types, is_annotated, members
+from marin_rl.config_checks import ConfigSection, describe_range
+from tests.config_classes import build, config_classes
+
+REFUSED: dict[str, dict[str, tuple[float, str]]] = {
+    "CispoLossConfig": {"clip_low": (1.1, "from 0 to 1"), "clip_high": (-0.1, "at least 0")},
+    "ConstantConfig": {"length": (0, "at least 1")},
+    "GaeConfig": {"gamma": (-0.1, "from 0 to 1"), "lam": (1.5, "from 0 to 1")},
+    "GigpoConfig": {"omega": (-1.0, "at least 0"), "gamma": (1.5, "from 0 to 1")},
+    "GspoLossConfig": {"clip_low": (1.0, "at least 0 and below 1"), "clip_high": (-0.1, "at least 0")},
+    "IcepopConfig": {"low": (0.0, "above 0 and at most 1"), "high": (0.9, "at least 1")},
+    "LossKlConfig": {"beta": (-0.1, "at least 0")},
+    "MaskMismatchConfig": {"cap": (-1.0, "above 0")},
+    "OverlongConfig": {
+        "buffer": (-1, "at least 0"),
+        "factor": (0.0, "above 0, because overlong.buffer: 0 disables the penalty"),
+    },
+    "PpoClipLossConfig": {
+        "clip_low": (-0.1, "at least 0 and below 1"),
+        "clip_high": (-0.1, "at least 0"),
+        "dual_clip": (1.0, "above 1, or null"),
+    },
+    "ReinforceConfig": {"gamma": (-0.5, "from 0 to 1, or null")},
+    "RewardKlConfig": {"beta": (-0.1, "at least 0")},
+    "RlooSequenceLossConfig": {"clip_low": (1.0, "at least 0 and below 1"), "clip_high": (-0.1, "at least 0")},
+    "TisConfig": {"cap": (0.0, "above 0")},
+}
+"""A value out of the range of each field that has one, and the words of the message, by class and field."""
+
+
+def number_fields() -> list[tuple[type, str, Any]]:
+    """Class, name and type of the fields with numbers of the config classes."""
+    return [
+        (cls, name, annotation)
+        for cls in sorted(config_classes(), key=lambda cls: cls.__name__)
+        for name, annotation in field_types(cls).items()
+        if issubclass(cls, ConfigSection)
+        and any(is_annotated(option) or option is float for option in members(annotation))
+    ]
+
+
+CASES = [
+    pytest.param(cls, name, *REFUSED.get(cls.__name__, {}).get(name, (None, "")), id=f"{cls.__name__}.{name}")
+    for cls, name, annotation in number_fields()
+    if any(map(is_annotated, members(annotation)))
+]
+
+
+@pytest.mark.parametrize(("cls", "name", "value", "words"), CASES)
+def test_value_out_of_range_is_refused(cls: type, name: str, value: Any, words: str):
+    assert value is not None, f"add {cls.__name__}.{name} to the table"
+    with pytest.raises(ValueError, match=name) as refused:
+        build(cls, name, value)
+    assert str(refused.value) == f"{cls.__name__}.{name} is {value}; it must be {words}"
+    with pytest.raises(ConfigError) as reported:
+        decode(cls, {name: value})
+    assert f"{name} is {value}; it must be {words}" in reported.value.problems
+
+
+def test_table_has_no_other_fields():
+    ranged = {(case.values[0].__name__, case.values[1]) for case in CASES}
+    assert {(cls, name) for cls, fields in REFUSED.items() for name in fields} <= ranged
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_must_be_finite(value: float):
+    for cls, name, annotation in number_fields():
+        if any(float in (option, getattr(option, "__origin__", None)) for option in members(annotation)):
+            with pytest.raises(ValueError, match=rf"^{cls.__name__}\.{name} is {value}; it must be finite"):
+                build(cls, name, value)
+            with pytest.raises(ConfigError, match=rf"(?m)^{name} is {value} \(float\), .*must be finite"):
+                decode(cls, {name: value})
+
+
+def test_help_and_type_errors_contain_the_range():
+    for cls, name, annotation in number_fields():
+        for option in filter(is_annotated, members(annotation)):
+            assert describe_range(option) in describe(annotation), (cls, name)
