@@ -17,6 +17,7 @@ from marin_rl.evaluate import EvaluateConfig
 from marin_rl.launch.config import TpuConfig
 from marin_rl.launch.local import LocalConfig
 from marin_rl.rewards.component import RewardScope
+from marin_rl.sampling.config import ReloadConfig
 from marin_rl.serve import ServeConfig
 
 REQUIRED: dict[str, dict[str, Any]] = {
@@ -29,6 +30,12 @@ REQUIRED: dict[str, dict[str, Any]] = {
         "scope": RewardScope.GROUP,
     },
     "LossKlConfig": {"beta": 0.1},
+    "OpenAiSamplerConfig": {
+        "base_url": "http://localhost",
+        "model": "policy",
+        "reload": ReloadConfig("weights", "hook.py", "reload"),
+    },
+    "ReloadConfig": {"folder": "weights", "path": "hook.py", "function": "reload"},
     "RewardKlConfig": {"beta": 0.1},
     "SlicesConfig": {"tpu_type": "v5p-8"},
     "TextGameConfig": {"id": "FrozenLake-v1"},

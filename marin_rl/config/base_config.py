@@ -8,7 +8,9 @@ restrict one another. The subclasses add the types of levanter's sections `model
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import Ge
 
 import marin_rl.objectives.gae
 import marin_rl.objectives.gigpo
@@ -24,10 +26,10 @@ from marin_rl.config.sections import (
     WarmStartConfig,
 )
 from marin_rl.config.workers_config import WorkersConfig
+from marin_rl.config_checks import ConfigSection, check_fields
 from marin_rl.config_fields import (
     LOCAL_PATH,
     STORAGE_PATH,
-    convert_enum_fields,
     may_change,
     may_change_by_name,
     nested_sections,
@@ -62,7 +64,7 @@ MODEL_METADATA = may_change("reference_checkpoint")
 
 
 @dataclasses.dataclass(frozen=True)
-class AbstractTrainConfig(CheckedConfig):
+class AbstractTrainConfig(ConfigSection, CheckedConfig):
     """Configuration of a training run; subclasses set the types of `model`, `optimizer` and `trainer.tracker`."""
 
     checks: ClassVar[tuple[Check, ...]] = CHECKS
@@ -86,8 +88,8 @@ class AbstractTrainConfig(CheckedConfig):
     """Tokenizer and chat template."""
     seed: int = 0
     """Random seed of initial weights, task order and sampling."""
-    num_steps: int = dataclasses.field(default=200, metadata=may_change_by_name())
-    """Number of RL steps, at least 0. A step samples a batch of rollouts and trains on it."""
+    num_steps: Annotated[int, Ge(0)] = dataclasses.field(default=200, metadata=may_change_by_name())
+    """Number of RL steps. A step samples a batch of rollouts and trains on it."""
     rollouts: RolloutConfig = RolloutConfig()
     """Rollouts per step, their limits, and the layout of batch rows."""
     sampling: SamplingConfig = SamplingConfig()
@@ -137,9 +139,8 @@ class AbstractTrainConfig(CheckedConfig):
         metadata=may_change("host", "port", "streams", "retry"),
     )
     """Weight transfer from the trainer to the workers, for `mode: async`."""
-    logprob_block_size: int | None = None
-    """Tokens on each device whose logits are in memory at once. At least 1; null: 256 on a CPU, 1,024 on an
-    accelerator."""
+    logprob_block_size: Annotated[int, Ge(1)] | None = None
+    """Tokens on each device whose logits are in memory at once; null: 256 on a CPU, 1,024 on an accelerator."""
     warm_start: WarmStartConfig = WarmStartConfig()
     """Supervised training before RL."""
     evaluation: EvaluationConfig = dataclasses.field(
@@ -164,7 +165,7 @@ class AbstractTrainConfig(CheckedConfig):
     `num_steps`."""
 
     def __post_init__(self) -> None:
-        convert_enum_fields(self)
+        check_fields(self)
         if problems := self.find_problems(self):
             raise ConfigError(*problems)
 

@@ -32,13 +32,6 @@ if TYPE_CHECKING:
     from marin_rl.config.base_config import AbstractTrainConfig
 
 
-def _check_numbers(config: "AbstractTrainConfig") -> Iterator[str]:
-    if config.num_steps < 0:
-        yield f"num_steps is {config.num_steps}; it must be at least 0"
-    if config.logprob_block_size is not None and config.logprob_block_size < 1:
-        yield f"logprob_block_size is {config.logprob_block_size}; it must be at least 1 token, or null"
-
-
 def _check_logging(config: "AbstractTrainConfig") -> Iterator[str]:
     module_levels(config.logging)
     yield from ()
@@ -249,7 +242,6 @@ Check = Callable[[Any], Iterable[str]]
 
 CHECKS: tuple[Check, ...] = (
     _check_paths,
-    _check_numbers,
     _check_logging,
     check_optimizer,
     check_trainer,

@@ -5,11 +5,12 @@
 
 import dataclasses
 import enum
-import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge, Gt, Le
 
 from marin_rl.batching.packing import GroupRow
-from marin_rl.config_fields import check_at_least, convert_enum_fields
+from marin_rl.config_checks import ConfigSection, check_fields
 from marin_rl.rollouts.config import LongPrompts, StateHashingConfig
 
 if TYPE_CHECKING:
@@ -23,28 +24,28 @@ activations of a small microbatch stay in the cache; an accelerator needs a larg
 
 
 @dataclasses.dataclass(frozen=True)
-class RolloutConfig:
+class RolloutConfig(ConfigSection):
     """Number of rollouts per step, their limits, and the layout of batch rows."""
 
-    prompts_per_step: int = 64
-    """Tasks sampled per step. At least 1."""
-    group_size: int = 8
-    """Rollouts per task; advantages compare the rollouts of one task. At least 1."""
-    max_length: int = 512
-    """Maximum tokens in a sequence, prompt and answers together. At least 1."""
-    max_prompt_length: int | None = None
+    prompts_per_step: Annotated[int, Ge(1)] = 64
+    """Tasks sampled per step."""
+    group_size: Annotated[int, Ge(1)] = 8
+    """Rollouts per task; advantages compare the rollouts of one task."""
+    max_length: Annotated[int, Ge(1)] = 512
+    """Maximum tokens in a sequence, prompt and answers together."""
+    max_prompt_length: Annotated[int, Ge(1)] | None = None
     """Maximum tokens in a task's prompt, from 1 to `max_length - 1`; null: `max_length - 1`."""
     long_prompts: LongPrompts = LongPrompts.ERROR
     """Handling of tasks with a longer prompt, in training and evaluation: `error` ends the run and names the task,
     `skip` uses the next task instead, `truncate_left` keeps the last `max_prompt_length` tokens of the prompt, which
     include the template's generation prompt."""
-    max_turns: int = 1
-    """Maximum answers in a rollout. At least 1."""
-    max_tokens: int | None = None
-    """Maximum tokens in all answers of a rollout together, at least 1; null: not limited."""
-    max_seconds: float = 120.0
-    """Time limit in seconds of the environment's work for one rollout, above 0; time spent waiting for the sampler
-    does not count. Only the rollout that exceeds it fails. Reward functions have the limits of `sandbox`."""
+    max_turns: Annotated[int, Ge(1)] = 1
+    """Maximum answers in a rollout."""
+    max_tokens: Annotated[int, Ge(1)] | None = None
+    """Maximum tokens in all answers of a rollout together; null: not limited."""
+    max_seconds: Annotated[float, Gt(0), Le(10**9)] = 120.0
+    """Time limit in seconds of the environment's work for one rollout; time spent waiting for the sampler does not
+    count. Only the rollout that exceeds it fails. Reward functions have the limits of `sandbox`."""
     state_hashing: StateHashingConfig | None = None
     """A user function that maps turns to states, for `advantage: {type: gigpo}`; null: a hash of the environment's
     anchor state or, without one, of the messages shown."""
@@ -55,29 +56,18 @@ class RolloutConfig:
     """Whether rollouts with the same prompt may share one copy of it in a row, for batches of one-turn rollouts that
     cost less then: those whose answers are about as long as `sampling.max_new_tokens`. It has no effect with
     `packing: false`, or if `row_length` is set."""
-    row_length: int | None = None
+    row_length: Annotated[int, Ge(1)] | None = None
     """Positions of a batch row, at least `max_length`; null: `max_length`, for packed rows rounded up to a multiple of
     128, and further if the attention kernel requires it. `trainer.per_device_parallelism` sets the rows per
     microbatch."""
 
     def __post_init__(self) -> None:
-        convert_enum_fields(self)
-        check_at_least(self, "rollouts", prompts_per_step=1, group_size=1, max_length=1, max_turns=1)
-        if self.max_prompt_length is not None and self.max_prompt_length < 1:
-            raise ValueError(f"rollouts.max_prompt_length is {self.max_prompt_length}; it must be at least 1, or null")
-        if self.max_prompt_length is not None and not 1 <= self.max_prompt_length < self.max_length:
+        check_fields(self)
+        if self.max_prompt_length is not None and self.max_prompt_length >= self.max_length:
             raise ValueError(
-                f"rollouts.max_prompt_length is {self.max_prompt_length}; it must be at least 1 and below "
-                f"rollouts.max_length, which is {self.max_length}, to leave room for an answer"
+                f"rollouts.max_prompt_length is {self.max_prompt_length}; it must be below rollouts.max_length, which "
+                f"is {self.max_length}, to leave room for an answer"
             )
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"rollouts.max_tokens is {self.max_tokens}; it must be at least 1, or null for no limit")
-        if not 0 < self.max_seconds <= 1e9:
-            raise ValueError(
-                f"rollouts.max_seconds is {self.max_seconds}; it must be a number of seconds above 0 and at most 1e9"
-            )
-        if self.row_length is not None and self.row_length < 1:
-            raise ValueError(f"rollouts.row_length is {self.row_length}; it must be at least 1, or null")
         if self.row_length is not None and self.row_length < self.max_length:
             raise ValueError(
                 f"rollouts.row_length is {self.row_length}, but a sequence may have rollouts.max_length = "
@@ -199,11 +189,11 @@ class Mode(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class ReplayConfig:
+class ReplayConfig(ConfigSection):
     """Replay buffer between sampling and training."""
 
-    max_staleness: int = 1
-    """Maximum age of a group in steps, at least 0: the step that trains on it minus the version of the weights that
+    max_staleness: Annotated[int, Ge(0)] = 1
+    """Maximum age of a group in steps: the step that trains on it minus the version of the weights that
     sampled its oldest token. Older groups are dropped. 0 samples each step's groups with its weights, as `mode: sync`
     does."""
     max_uses: int = 1
@@ -214,7 +204,7 @@ class ReplayConfig:
     also covers staleness."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, "replay", max_staleness=0)
+        check_fields(self)
         if not 1 <= self.max_uses <= self.max_staleness + 1:
             raise ValueError(
                 f"replay.max_uses is {self.max_uses}; a group can be used once per step for "
@@ -223,16 +213,13 @@ class ReplayConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class UpdateConfig:
+class UpdateConfig(ConfigSection):
     """Number of optimizer updates per step."""
 
-    epochs: int = 1
-    """Epochs over the rollouts of a step. At least 1."""
-    minibatches: int = 1
-    """Updates per epoch, at least 1. Each rollout is in exactly one minibatch; they are shuffled in each epoch."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, "updates", epochs=1, minibatches=1)
+    epochs: Annotated[int, Ge(1)] = 1
+    """Epochs over the rollouts of a step."""
+    minibatches: Annotated[int, Ge(1)] = 1
+    """Updates per epoch. Each rollout is in exactly one minibatch; they are shuffled in each epoch."""
 
     @property
     def per_step(self) -> int:
@@ -241,14 +228,14 @@ class UpdateConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluationConfig:
+class EvaluationConfig(ConfigSection):
     """Held-out evaluation."""
 
-    every: int = 50
+    every: Annotated[int, Ge(0)] = 50
     """Steps between two evaluations, in addition to those before and after RL; 0 evaluates only before and after."""
-    tasks: int = 512
+    tasks: Annotated[int, Ge(0)] = 512
     """Number of held-out tasks of each environment, always the first ones; 0 disables evaluation."""
-    samples: int = 1
+    samples: Annotated[int, Ge(1)] = 1
     """Attempts at each task at the sampling temperature; pass@k needs at least k."""
     pass_at: tuple[int, ...] = (1,)
     """The k of pass@k."""
@@ -256,7 +243,7 @@ class EvaluationConfig:
     """Also make one attempt at each task at temperature 0."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, "evaluation", every=0, tasks=0, samples=1)
+        check_fields(self)
         if wrong := [k for k in self.pass_at if not 1 <= k <= self.samples]:
             raise ValueError(
                 f"evaluation.pass_at contains k = {', '.join(map(str, wrong))} with evaluation.samples = "
@@ -273,31 +260,22 @@ class EvaluationConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class WarmStartConfig:
+class WarmStartConfig(ConfigSection):
     """Supervised training on the environment's worked answers or demonstrations, before RL.
 
     A randomly initialized model solves no task, so RL has nothing to reinforce. The warm start ends early, at an
     accuracy that leaves room for RL to improve.
     """
 
-    max_steps: int = 0
+    max_steps: Annotated[int, Ge(0)] = 0
     """Maximum number of supervised updates; 0 disables the warm start."""
-    batch_size: int = 64
+    batch_size: Annotated[int, Ge(1)] = 64
     """Worked answers, or demonstrations of whole episodes, per update."""
-    learning_rate: float = 1e-3
+    learning_rate: Annotated[float, Gt(0)] = 1e-3
     """Constant learning rate of AdamW."""
-    target_accuracy: float = 0.25
+    target_accuracy: Annotated[float, Gt(0), Le(1)] = 0.25
     """Stop when the accuracy on validation tasks, sampled at temperature 1, reaches this."""
-    check_every: int = 25
+    check_every: Annotated[int, Ge(1)] = 25
     """Updates between two accuracy measurements."""
-    check_tasks: int = 256
+    check_tasks: Annotated[int, Ge(1)] = 256
     """Validation tasks of each environment per measurement."""
-
-    def __post_init__(self) -> None:
-        if self.max_steps < 0:
-            raise ValueError(f"warm_start.max_steps is {self.max_steps}; it counts updates and cannot be negative")
-        check_at_least(self, "warm_start", batch_size=1, check_every=1, check_tasks=1)
-        if not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"warm_start.learning_rate is {self.learning_rate}; it must be a finite number above 0")
-        if not 0 < self.target_accuracy <= 1:
-            raise ValueError(f"warm_start.target_accuracy is {self.target_accuracy}; it must be in (0, 1]")

@@ -7,13 +7,14 @@ import dataclasses
 import enum
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 import jmp
+from annotated_types import Ge, Gt
 from jax.typing import DTypeLike
 
-from marin_rl.config_fields import check_at_least, convert_enum_fields
+from marin_rl.config_checks import ConfigSection, check_fields
 from marin_rl.slice_names import SliceName, TopologyError, parse_slice
 from marin_rl.trainer_config import TrainerT
 
@@ -54,26 +55,23 @@ def parse_worker_slice(text: str) -> SliceName:
 
 
 @dataclasses.dataclass(frozen=True)
-class WorkerMeshConfig:
+class WorkerMeshConfig(ConfigSection):
     """Mesh of the devices of a worker, whose number may differ from that of the trainer."""
 
-    model_axis_size: int = 1
-    """Devices that share a layer (tensor parallelism), at least 1; the other devices hold other sequences. It must
-    divide the number of devices of a worker."""
+    model_axis_size: Annotated[int, Ge(1)] = 1
+    """Devices that share a layer (tensor parallelism); the other devices hold other sequences. It must divide the
+    number of devices of a worker."""
     tensor_parallel_axes: tuple[str, ...] | None = None
     """Axes of the model that are split over these devices, such as `[heads, kv_head, mlp]`; null: those of
     `trainer.tensor_parallel_axes`."""
 
-    def __post_init__(self) -> None:
-        check_at_least(self, "workers.mesh", model_axis_size=1)
-
 
 @dataclasses.dataclass(frozen=True)
-class WorkersConfig:
+class WorkersConfig(ConfigSection):
     """Rollout workers. Each is a process with its own sampler."""
 
-    num_workers: int = 1
-    """Number of workers. At least 1."""
+    num_workers: Annotated[int, Ge(1), "or mode: sync"] = 1
+    """Number of workers."""
     resources: dict[str, float] = dataclasses.field(default_factory=dict)
     """Resources that Ray reserves for each worker: `CPU` (1 if not set), `GPU`, `TPU` (chips: 1, 2, 4 or 8 of one
     host), and custom resources of the cluster's machines. A worker opens only what it reserves: without `GPU` and `TPU`
@@ -90,28 +88,20 @@ class WorkersConfig:
     refresh: Refresh = Refresh.BETWEEN_GROUPS
     """When workers load newer weights: `between_groups`, or `in_flight` for long answers, which would otherwise delay
     the update."""
-    decode_steps_per_weight_poll: int = 32
-    """With `in_flight`, tokens sampled per answer between two polls for newer weights. At least 1; a poll pauses the
-    sampler for a few milliseconds."""
-    heartbeat_timeout: float = 30.0
-    """Seconds without a heartbeat after which a worker counts as lost and its groups are assigned to other workers.
-    Above 0."""
-    no_progress_timeout: float = 900.0
-    """Seconds without a finished group, or without a coordinator, after which the run fails. Above 0; must exceed the
-    compile time of the workers."""
+    decode_steps_per_weight_poll: Annotated[int, Ge(1)] = 32
+    """With `in_flight`, tokens sampled per answer between two polls for newer weights; a poll pauses the sampler for a
+    few milliseconds."""
+    heartbeat_timeout: Annotated[float, Gt(0)] = 30.0
+    """Seconds without a heartbeat after which a worker counts as lost and its groups are assigned to other workers."""
+    no_progress_timeout: Annotated[float, Gt(0)] = 900.0
+    """Seconds without a finished group, or without a coordinator, after which the run fails; must exceed the compile
+    time of the workers."""
 
     def __post_init__(self) -> None:
-        convert_enum_fields(self)
-        if self.num_workers < 1:
-            raise ValueError(f"workers.num_workers is {self.num_workers}; it must be at least 1, or mode: sync")
-        check_at_least(self, "workers", decode_steps_per_weight_poll=1)
+        check_fields(self)
         for name, amount in self.resources.items():
             _check_resource(name, amount)
         self._check_slice()
-        for name in ("heartbeat_timeout", "no_progress_timeout"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"workers.{name} is {value}; it must be a number of seconds above 0")
 
     def _check_slice(self) -> None:
         if self.tpu_slice is None:

@@ -46,7 +46,7 @@ class OverlongConfig(ConfigSection):
 
     buffer: Annotated[int, Ge(0)] = 0
     """Number of tokens before the limit at which the penalty starts; 0 disables the penalty."""
-    factor: Annotated[float, Gt(0), "because overlong.buffer: 0 disables the penalty"] = 1.0
+    factor: Annotated[float, Gt(0), "or set overlong.buffer: 0 to disable the penalty"] = 1.0
     """Magnitude of the penalty at the limit, in units of reward."""
 
 

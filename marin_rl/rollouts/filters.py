@@ -10,10 +10,12 @@ prevents that. A dropped group has no KL penalty either.
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import draccus
+from annotated_types import Ge
 
+from marin_rl.config_checks import ConfigSection
 from marin_rl.types import RolloutGroup
 
 
@@ -23,7 +25,7 @@ def rewards_differ(group: RolloutGroup) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class FilterConfig(draccus.ChoiceRegistry):
+class FilterConfig(ConfigSection, draccus.ChoiceRegistry):
     """Handling of groups with equal rewards, selected by `type`."""
 
     drops: ClassVar[bool] = True
@@ -60,13 +62,6 @@ class ResampleGroupsConfig(FilterConfig):
     """
 
     # A setting in this choice, a constant in the others.
-    max_batches: int = 4  # pyrefly: ignore[bad-override]
-    """Maximum number of groups that a step samples, in batches of `rollouts.prompts_per_step`; at least 2, including
-    the step's own batch. Groups still missing at the limit are left out."""
-
-    def __post_init__(self) -> None:
-        if self.max_batches < 2:
-            raise ValueError(
-                f"filter.max_batches is {self.max_batches}; resampling needs at least 2, including the step's own "
-                "batch, or use filter: {type: drop}"
-            )
+    max_batches: Annotated[int, Ge(2), "or use filter: {type: drop}"] = 4  # pyrefly: ignore[bad-override]
+    """Maximum number of groups that a step samples, in batches of `rollouts.prompts_per_step`, including the
+    step's own batch. Groups still missing at the limit are left out."""

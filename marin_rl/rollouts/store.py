@@ -17,11 +17,13 @@ import enum
 import logging
 import re
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from typing import Annotated
 
 import pyarrow as pa
+from annotated_types import Ge, Gt
 
 from marin_rl.background_job import BackgroundJob
-from marin_rl.config_fields import convert_enum_fields
+from marin_rl.config_checks import ConfigSection
 from marin_rl.errors import UserError
 from marin_rl.remote_path import StorageError
 from marin_rl.rollouts.rollout_files import OtherVersionError, as_jsonl, as_parquet, from_jsonl, from_parquet
@@ -53,14 +55,14 @@ class StoredFormat(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class RolloutStoreConfig:
+class RolloutStoreConfig(ConfigSection):
     """Stored rollouts: steps, format, and size of all files."""
 
-    every: int = 1
+    every: Annotated[int, Ge(0)] = 1
     """Store the rollouts of every `every`-th step and of every evaluation. 0: store nothing."""
     format: StoredFormat = StoredFormat.PARQUET
     """`parquet`, or `jsonl`, which is larger but readable without a library."""
-    max_mb: float = 1000.0
+    max_mb: Annotated[float, Gt(0)] = 1000.0
     """Maximum megabytes of all files together. The oldest files are removed first; the newest file is always kept."""
     learner_logprobs: bool = False
     """Also store each token's log-probability under the learner's weights before the update, to compare sampler and
@@ -69,13 +71,6 @@ class RolloutStoreConfig:
     stale: bool = False
     """Also store groups that became too old before any step trained on them (`mode: async`), with the step that dropped
     them; their `not_trained` is `stale`."""
-
-    def __post_init__(self) -> None:
-        convert_enum_fields(self)
-        if self.every < 0:
-            raise ValueError(f"rollout_store.every is {self.every}; it must be at least 1, or 0 to store nothing")
-        if not self.max_mb > 0:
-            raise ValueError(f"rollout_store.max_mb is {self.max_mb}; it must be a number of megabytes above 0")
 
     def stores(self, step: int, purpose: str = TRAINING) -> bool:
         """Whether to store the rollouts of a step."""

@@ -4,11 +4,13 @@
 """Configuration of sampling and of the sampler."""
 
 import dataclasses
-import math
+from typing import Annotated
 
 import draccus
+from annotated_types import Ge, Gt
 
-from marin_rl.config_fields import LOCAL_FILE, LOCAL_PATH, check_address, check_at_least
+from marin_rl.config_checks import ConfigSection, check_fields
+from marin_rl.config_fields import LOCAL_FILE, LOCAL_PATH, check_address
 from marin_rl.retry import RetryConfig
 
 MIN_TEMPERATURE = 1e-30
@@ -16,13 +18,13 @@ MIN_TEMPERATURE = 1e-30
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingConfig:
+class SamplingConfig(ConfigSection):
     """Sampling settings of the training data, and sizes of the sampler."""
 
-    max_new_tokens: int = 64
-    """Maximum number of new tokens per request, the stop token included. At least 1."""
-    temperature: float = 1.0
-    """Temperature of training samples, at least 1e-30."""
+    max_new_tokens: Annotated[int, Ge(1)] = 64
+    """Maximum number of new tokens per request, the stop token included."""
+    temperature: Annotated[float, Ge(MIN_TEMPERATURE), "or use evaluation.greedy for attempts at temperature 0"] = 1.0
+    """Temperature of training samples."""
     top_p: float = 1.0
     """Must be 1.0 (no truncation): the log-ratios in every objective need the full distribution."""
     top_k: int | None = None
@@ -30,7 +32,7 @@ class SamplingConfig:
     stop: tuple[str, ...] = ()
     """Texts that end a reply in any tokenization. The token that completes a text is the last one of the reply, with
     everything in it, so the reply includes the text. Special tokens count as their text."""
-    max_seqs: int = 64
+    max_seqs: Annotated[int, Ge(1)] = 64
     """Number of sequences that are decoded together, on all training hosts. The KV cache holds `max_seqs` times the
     maximum context. Every decode step costs as much as a full one; additional requests wait for free slots. An episode
     of several turns keeps its slot until it ends."""
@@ -38,16 +40,11 @@ class SamplingConfig:
     """Type of the KV cache, float32 or bfloat16; null is float32 on CPU, bfloat16 on accelerators. With float32,
     log-probabilities agree with the learner's to float32 rounding (a mean of 1e-7 to 1e-5, depending on the model);
     with bfloat16 to about 1e-2, at half the memory."""
-    max_cache_gib: float | None = None
+    max_cache_gib: Annotated[float, Gt(0)] | None = None
     """Upper bound of the KV cache of each device, in GiB; a config that needs more is refused. Null: no bound."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, "sampling", max_new_tokens=1, max_seqs=1)
-        if not MIN_TEMPERATURE <= self.temperature < math.inf:
-            raise ValueError(
-                f"sampling.temperature is {self.temperature}; it must be at least {MIN_TEMPERATURE}, because training "
-                "data is sampled (evaluation.greedy adds attempts at temperature 0)"
-            )
+        check_fields(self)
         for name, neutral, written in (("top_p", 1.0, "1.0"), ("top_k", None, "null")):
             if getattr(self, name) != neutral:
                 raise ValueError(
@@ -66,8 +63,6 @@ class SamplingConfig:
                 ) from None
         if self.kv_cache_dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"sampling.kv_cache_dtype is {self.kv_cache_dtype!r}; use float32, bfloat16 or null")
-        if self.max_cache_gib is not None and not self.max_cache_gib > 0:
-            raise ValueError(f"sampling.max_cache_gib is {self.max_cache_gib}; it must be above 0, or null")
 
     def cache_dtype(self, platform: str) -> str:
         """Return the type of the KV cache on a platform: `cpu`, `gpu` or `tpu`."""
@@ -75,7 +70,7 @@ class SamplingConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplerConfig(draccus.ChoiceRegistry):
+class SamplerConfig(ConfigSection, draccus.ChoiceRegistry):
     """Sampler selected by `type`."""
 
 
@@ -86,7 +81,7 @@ class LevanterSamplerConfig(SamplerConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class ReloadConfig:
+class ReloadConfig(ConfigSection):
     """Reload of weights by an external server: weights are written to a folder and a user function is called."""
 
     folder: str = dataclasses.field(metadata=LOCAL_PATH)
@@ -97,13 +92,13 @@ class ReloadConfig:
     function: str
     """Name of the function. Its arguments are the folder of the weights (a `pathlib.Path`), their version and
     `base_url`. It makes the server load the weights and returns when they are loaded. An error ends the run."""
-    keep: int = 2
-    """Newest versions of this process to keep in the folder, at least 1; those of an earlier process remain."""
+    keep: Annotated[int, Ge(1)] = 2
+    """Newest versions of this process to keep in the folder; those of an earlier process remain."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.folder:
             raise ValueError("sampler.reload.folder is empty; name a folder that the engine can read")
-        check_at_least(self, "sampler.reload", keep=1)
 
 
 @SamplerConfig.register_subclass("openai")
@@ -119,15 +114,14 @@ class OpenAiSamplerConfig(SamplerConfig):
     """How the server loads new weights."""
     api_key_env: str | None = None
     """Environment variable with the API key, sent as a bearer token; null for a server without keys."""
-    timeout: float = 600.0
-    """Seconds without data from the server before a request fails, above 0. It must exceed the time of the longest
+    timeout: Annotated[float, Gt(0)] = 600.0
+    """Seconds without data from the server before a request fails. It must exceed the time of the longest
     generation."""
     retry: RetryConfig = RetryConfig()
     """Retries when the server does not respond, or responds that it is temporarily unavailable."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_address("sampler.base_url", self.base_url, "sampler.api_key_env")
         if not self.model:
             raise ValueError("sampler.model is empty; give the name of the model on the server")
-        if not (self.timeout > 0 and math.isfinite(self.timeout)):
-            raise ValueError(f"sampler.timeout is {self.timeout}; it must be a finite number of seconds above 0")

@@ -162,7 +162,7 @@ MISTAKES: dict[str, Mistake] = {
     "below the minimum": Mistake("--rollouts.group_size 0", ("rollouts.group_size is 0", "at least 1")),
     "negative": Mistake("--num_steps -3", ("num_steps is -3", "at least 0")),
     "temperature": Mistake("--sampling.temperature -1", ("sampling.temperature is -1",)),
-    "learning rate": Mistake("--optimizer.learning_rate .inf", ("optimizer.learning_rate is inf", "finite number")),
+    "learning rate": Mistake("--optimizer.learning_rate .inf", ("optimizer.learning_rate is inf", "must be finite")),
     "heads": Mistake("--model.num_heads 3", ("num_heads is 3", "num_kv_heads is 2", "one of 1, 3"), 2, only_early=True),
     "axis": Mistake("--trainer.model_axis_size 0", ("trainer.model_axis_size is 0", "at least 1")),
     "model size": Mistake("--model.num_layers 0", ("model.num_layers is 0", "at least 1")),

@@ -12,17 +12,25 @@ from marin_rl.config_checks import ConfigSection, describe_range
 from tests.config_classes import build, config_classes
 
 REFUSED: dict[str, dict[str, tuple[float, str]]] = {
+    "CheckpointConfig": {
+        "every": (-1, "at least 0"),
+        "keep_last": (1, "at least 2, one to fall back to"),
+        "keep_every": (-1, "at least 0"),
+    },
     "CispoLossConfig": {"clip_low": (1.1, "from 0 to 1"), "clip_high": (-0.1, "at least 0")},
     "ConstantConfig": {"length": (0, "at least 1")},
+    "CriticConfig": {"coefficient": (0.0, "above 0"), "clip": (0.0, "above 0, or null")},
+    "EvaluationConfig": {"every": (-1, "at least 0"), "tasks": (-1, "at least 0"), "samples": (0, "at least 1")},
     "GaeConfig": {"gamma": (-0.1, "from 0 to 1"), "lam": (1.5, "from 0 to 1")},
     "GigpoConfig": {"omega": (-1.0, "at least 0"), "gamma": (1.5, "from 0 to 1")},
     "GspoLossConfig": {"clip_low": (1.0, "at least 0 and below 1"), "clip_high": (-0.1, "at least 0")},
     "IcepopConfig": {"low": (0.0, "above 0 and at most 1"), "high": (0.9, "at least 1")},
     "LossKlConfig": {"beta": (-0.1, "at least 0")},
     "MaskMismatchConfig": {"cap": (-1.0, "above 0")},
+    "OpenAiSamplerConfig": {"timeout": (0.0, "above 0")},
     "OverlongConfig": {
         "buffer": (-1, "at least 0"),
-        "factor": (0.0, "above 0, because overlong.buffer: 0 disables the penalty"),
+        "factor": (0.0, "above 0, or set overlong.buffer: 0 to disable the penalty"),
     },
     "PpoClipLossConfig": {
         "clip_low": (-0.1, "at least 0 and below 1"),
@@ -30,9 +38,46 @@ REFUSED: dict[str, dict[str, tuple[float, str]]] = {
         "dual_clip": (1.0, "above 1, or null"),
     },
     "ReinforceConfig": {"gamma": (-0.5, "from 0 to 1, or null")},
+    "ReloadConfig": {"keep": (0, "at least 1")},
+    "ReplayConfig": {"max_staleness": (-1, "at least 0")},
+    "ResampleGroupsConfig": {"max_batches": (1, "at least 2, or use filter: {type: drop}")},
     "RewardKlConfig": {"beta": (-0.1, "at least 0")},
     "RlooSequenceLossConfig": {"clip_low": (1.0, "at least 0 and below 1"), "clip_high": (-0.1, "at least 0")},
+    "RolloutConfig": {
+        "prompts_per_step": (0, "at least 1"),
+        "group_size": (0, "at least 1"),
+        "max_length": (0, "at least 1"),
+        "max_prompt_length": (0, "at least 1, or null"),
+        "max_turns": (0, "at least 1"),
+        "max_tokens": (0, "at least 1, or null"),
+        "max_seconds": (0.0, "above 0 and at most 1000000000"),
+        "row_length": (0, "at least 1, or null"),
+    },
+    "RolloutStoreConfig": {"every": (-1, "at least 0"), "max_mb": (0.0, "above 0")},
+    "SamplingConfig": {
+        "max_new_tokens": (0, "at least 1"),
+        "temperature": (9e-31, "at least 1e-30, or use evaluation.greedy for attempts at temperature 0"),
+        "max_seqs": (0, "at least 1"),
+        "max_cache_gib": (0.0, "above 0, or null"),
+    },
     "TisConfig": {"cap": (0.0, "above 0")},
+    "TrainConfig": {"num_steps": (-1, "at least 0"), "logprob_block_size": (0, "at least 1, or null")},
+    "UpdateConfig": {"epochs": (0, "at least 1"), "minibatches": (0, "at least 1")},
+    "WarmStartConfig": {
+        "max_steps": (-1, "at least 0"),
+        "batch_size": (0, "at least 1"),
+        "learning_rate": (0.0, "above 0"),
+        "target_accuracy": (1.1, "above 0 and at most 1"),
+        "check_every": (0, "at least 1"),
+        "check_tasks": (0, "at least 1"),
+    },
+    "WorkerMeshConfig": {"model_axis_size": (0, "at least 1")},
+    "WorkersConfig": {
+        "num_workers": (0, "at least 1, or mode: sync"),
+        "decode_steps_per_weight_poll": (0, "at least 1"),
+        "heartbeat_timeout": (0.0, "above 0"),
+        "no_progress_timeout": (0.0, "above 0"),
+    },
 }
 """A value out of the range of each field that has one, and the words of the message, by class and field."""
 

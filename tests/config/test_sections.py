@@ -16,23 +16,11 @@ from marin_rl.logs import LogLevel, module_levels
 from marin_rl.rollouts.config import LongPrompts
 
 
-@pytest.mark.parametrize("name", ["prompts_per_step", "group_size", "max_length", "max_turns"])
-def test_sizes_are_at_least_one(name: str):
-    with pytest.raises(ValueError, match=rf"rollouts\.{name} is 0; it must be at least 1"):
-        RolloutConfig(**{name: 0})
-
-
-@pytest.mark.parametrize(("length", "limit"), [(0, "at least 1"), (512, "below rollouts.max_length"), (600, "below")])
-def test_max_prompt_length_must_be_below_max_length(length: int, limit: str):
-    with pytest.raises(ValueError, match=f"rollouts.max_prompt_length is {length}; .*{limit}"):
+@pytest.mark.parametrize("length", [512, 600])
+def test_max_prompt_length_must_be_below_max_length(length: int):
+    with pytest.raises(ValueError, match=rf"rollouts.max_prompt_length is {length}; it must be below"):
         RolloutConfig(max_prompt_length=length)
     assert RolloutConfig(max_prompt_length=511, long_prompts=LongPrompts.SKIP).long_prompts is LongPrompts.SKIP
-
-
-@pytest.mark.parametrize("seconds", [0.0, float("nan"), float("inf"), 1e10])
-def test_max_seconds_must_be_positive_and_at_most_1e9(seconds: float):
-    with pytest.raises(ValueError, match=r"rollouts.max_seconds is .* above 0 and at most 1e9"):
-        RolloutConfig(max_seconds=seconds)
 
 
 def test_rollouts_per_step():

@@ -103,8 +103,6 @@ def test_reinforce_accepts_groups_of_one():
             "advantage 'grpo' compares the rollouts .* needs at least 2; raise it, or use advantage: {type: reinforce}",
         ),
         ({"model": None}, "neither model nor initialize_from is set"),
-        ({"num_steps": -1}, "num_steps is -1"),
-        ({"logprob_block_size": 0}, "logprob_block_size is 0"),
         ({"optimizer": AdamConfig(learning_rate=-1e-3)}, r"optimizer\.learning_rate is -0\.001; it must be a finite"),
         ({"optimizer": AdamConfig(learning_rate=math.inf)}, r"optimizer\.learning_rate is inf; it must be a finite"),
         ({"optimizer": ScionConfig()}, r"optimizer\.type is 'scion', .* use one of adam, .*adopt, "),

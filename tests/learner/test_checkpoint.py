@@ -566,16 +566,3 @@ def test_another_optimizer_does_not_fit(tiny, trainer, state, saved: Checkpoints
     other = tiny.make_learner(trainer, optimizer=tiny.SgdConfig())
     with pytest.raises(CheckpointError, match=r"does not fit the configured model and optimizer: \.opt_state"):
         saved.open(2).restore(other.state_shape(state.model), other.trainer)
-
-
-@pytest.mark.parametrize(
-    ("bad", "complaint"),
-    [
-        ({"every": -1}, "checkpoint.every is -1; it must be at least 0"),
-        ({"keep_every": -1}, "checkpoint.keep_every is -1; it must be at least 0"),
-        ({"keep_last": 1}, "keep_last is 1; keep at least 2"),
-    ],
-)
-def test_invalid_settings_are_rejected(bad: dict[str, int], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        CheckpointConfig(**bad)

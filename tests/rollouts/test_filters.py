@@ -69,9 +69,3 @@ def test_the_order_of_rewards_gives_no_signal(rewards: list[float], random: Rand
 )
 def test_settings_of_each_choice(config, drops: bool, batches: int):
     assert (config.drops, config.max_batches) == (drops, batches)
-
-
-@pytest.mark.parametrize("batches", [1, 0, -3])
-def test_resampling_with_a_single_batch_is_refused(batches: int):
-    with pytest.raises(ValueError, match=rf"filter\.max_batches is {batches}; .* or use filter: {{type: drop}}"):
-        ResampleGroupsConfig(max_batches=batches)

@@ -3,7 +3,6 @@
 
 import json
 import logging
-import math
 import threading
 
 import numpy as np
@@ -208,16 +207,3 @@ def test_steps_and_columns_are_selected(tmp_path):
 def test_missing_files_are_empty(tmp_path):
     assert rows(tmp_path) == rows(tmp_path / "missing") == []
     assert read_file(tmp_path / "step-00000001.parquet") is None
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"every": -1}, "rollout_store.every is -1"),
-        ({"max_mb": 0.0}, "rollout_store.max_mb is 0"),
-        ({"max_mb": math.nan}, "rollout_store.max_mb is nan"),
-    ],
-)
-def test_bad_settings_are_named(settings, message):
-    with pytest.raises(ValueError, match=message):
-        RolloutStoreConfig(**settings)

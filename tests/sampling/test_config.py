@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
-import math
 from typing import Any
 
 import draccus
@@ -23,15 +22,7 @@ GOOD = OpenAiSamplerConfig(base_url="http://localhost:8000/v1", model="policy", 
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"max_new_tokens": 0}, r"sampling.max_new_tokens is 0; it must be at least 1"),
-        ({"max_seqs": 0}, r"sampling.max_seqs is 0; it must be at least 1"),
         ({"stop": ("</answer>", "")}, r"sampling.stop has an empty text"),
-        ({"max_cache_gib": 0.0}, r"sampling.max_cache_gib is 0.0; it must be above 0"),
-        ({"max_cache_gib": math.nan}, r"sampling.max_cache_gib is nan; it must be above 0"),
-        ({"temperature": 0.0}, r"sampling.temperature is 0.0"),
-        ({"temperature": 9e-31}, r"sampling.temperature is 9e-31; it must be at least 1e-30"),
-        ({"temperature": math.inf}, r"sampling.temperature is inf"),
-        ({"temperature": math.nan}, r"sampling.temperature is nan"),
         ({"top_p": 0.9}, r"sampling.top_p is 0.9.*set sampling.top_p: 1.0"),
         ({"top_k": 50}, r"sampling.top_k is 50.*set sampling.top_k: null"),
         ({"kv_cache_dtype": "int8"}, r"sampling.kv_cache_dtype is 'int8'; use float32, bfloat16 or null"),
@@ -70,9 +61,6 @@ def test_sampler_is_selected_by_type():
         ({"base_url": "http://host:0/v1"}, r"sampler.base_url is 'http://host:0/v1'"),
         ({"base_url": ""}, r"sampler.base_url is ''"),
         ({"model": ""}, r"sampler.model is empty"),
-        ({"timeout": 0.0}, r"sampler.timeout is 0.0"),
-        ({"timeout": math.nan}, r"sampler.timeout is nan"),
-        ({"timeout": math.inf}, r"sampler.timeout is inf"),
     ],
 )
 def test_invalid_settings_are_rejected(fields: dict[str, Any], problem: str):
@@ -87,10 +75,6 @@ def test_secret_in_the_address_is_rejected_and_not_printed(url: str):
     assert "secret" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("fields", "problem"),
-    [({"folder": ""}, r"sampler.reload.folder is empty"), ({"keep": 0}, r"sampler.reload.keep is 0")],
-)
-def test_invalid_folders_are_rejected(fields: dict[str, Any], problem: str):
-    with pytest.raises(ValueError, match=problem):
-        ReloadConfig(**{**RELOAD, **fields})
+def test_empty_folder_is_rejected():
+    with pytest.raises(ValueError, match=r"sampler.reload.folder is empty"):
+        ReloadConfig(**{**RELOAD, "folder": ""})
