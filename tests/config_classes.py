@@ -22,7 +22,13 @@ from marin_rl.serve import ServeConfig
 
 REQUIRED: dict[str, dict[str, Any]] = {
     "ConstantConfig": {"length": 1},
+    "AgentConfig": {"tasks": ArithmeticConfig(), "command": ("agent",)},
+    "FormatConfig": {"regex": "x"},
     "FunctionRewardConfig": {"path": "rewards.py", "function": "score"},
+    "HuggingFaceConfig": {"path": "openai/gsm8k"},
+    "JsonlConfig": {"path": "rows.jsonl"},
+    "JudgeCriterion": {"name": "short", "description": "1 if short"},
+    "LessonConfig": {"name": "a", "environment": ArithmeticConfig()},
     "LlmJudgeConfig": {
         "base_url": "http://localhost",
         "model": "judge",
@@ -30,16 +36,22 @@ REQUIRED: dict[str, dict[str, Any]] = {
         "scope": RewardScope.GROUP,
     },
     "LossKlConfig": {"beta": 0.1},
+    "MixturePartConfig": {"environment": ArithmeticConfig()},
+    "OpenEnvConfig": {"base_url": "http://localhost"},
     "OpenAiSamplerConfig": {
         "base_url": "http://localhost",
         "model": "policy",
         "reload": ReloadConfig("weights", "hook.py", "reload"),
     },
+    "RandomRewardConfig": {"environment": ArithmeticConfig()},
+    "ReasoningGymConfig": {"task": "chain_sum"},
     "ReloadConfig": {"folder": "weights", "path": "hook.py", "function": "reload"},
     "RewardKlConfig": {"beta": 0.1},
     "SlicesConfig": {"tpu_type": "v5p-8"},
+    "TextArenaConfig": {"id": "Nim-v0"},
     "TextGameConfig": {"id": "FrozenLake-v1"},
     "ToolUseConfig": {"questions": ArithmeticConfig()},
+    "VerifiersConfig": {"taskset": "x"},
     "TrainConfig": {"environment": ArithmeticConfig(), "run_dir": "run", "initialize_from": "model"},
 }
 """Fields without a default, by class. A new class with such fields, and with an enum or a range, needs an entry."""

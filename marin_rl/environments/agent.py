@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
+from marin_rl.config_checks import check_fields
 from marin_rl.config_fields import LOCAL_FILE, NAMES_FILES
 from marin_rl.environments.base import (
     AbstractEnvironment,
@@ -86,6 +87,7 @@ class AgentConfig(EnvironmentConfig):
     """Name for metrics; default: the name of the tasks' environment."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         self.check_nested(self.tasks, "tasks")
         if bool(self.command) == (self.path is not None):
             raise ValueError(

@@ -5,7 +5,11 @@
 
 import dataclasses
 import random
+from typing import Annotated
 
+from annotated_types import Ge, Lt
+
+from marin_rl.config_checks import check_fields
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.environments.splits import Problem, check_shares, split_problems
@@ -21,9 +25,9 @@ class ArithmeticConfig(EnvironmentConfig):
     There are (10^digits)^terms · len(operations)^(terms−1) distinct problems: 20,000 by default.
     """
 
-    terms: int = 2
-    """Numbers in a problem; at least 2."""
-    digits: int = 2
+    terms: Annotated[int, Ge(2)] = 2
+    """Numbers in a problem."""
+    digits: Annotated[int, Ge(1)] = 2
     """Maximum number of digits; each number is uniform between 0 and 10^digits − 1."""
     operations: str = "+-"
     """Allowed operations: `+`, `-` or `+-`."""
@@ -34,20 +38,17 @@ class ArithmeticConfig(EnvironmentConfig):
     reverse_answer: bool = False
     """Whether the reply must be the answer in reverse (`64` for 46, `7-` for −7). Carries then run in the direction of
     generation, which is far easier for a small model."""
-    held_out: float = 0.1
-    """Share of problems that are held out, by hash of their text; in [0, 1)."""
-    validation: float = 0.05
-    """Share of problems for validation, by hash of their text; in [0, 1)."""
+    held_out: Annotated[float, Ge(0), Lt(1)] = 0.1
+    """Share of problems that are held out, by hash of their text."""
+    validation: Annotated[float, Ge(0), Lt(1)] = 0.05
+    """Share of problems for validation, by hash of their text."""
     format: FormatConfig | None = None
     """Optional reward for the format of the reply."""
     name: str = "arithmetic"
     """Name for metrics."""
 
     def __post_init__(self) -> None:
-        if self.terms < 2:
-            raise ValueError(f"terms must be at least 2, got {self.terms}")
-        if self.digits < 1:
-            raise ValueError(f"digits must be at least 1, got {self.digits}")
+        check_fields(self)
         if self.operations not in ("+", "-", "+-"):
             raise ValueError(f"operations is {self.operations!r}; choose '+', '-' or '+-'")
         if not 1 <= self.size <= self.num_distinct:

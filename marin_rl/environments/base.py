@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import draccus
 
+from marin_rl.config_checks import ConfigSection
 from marin_rl.environments.splits import Split, TaskSplits
 from marin_rl.escaping import replace_surrogates
 from marin_rl.rewards.component import RewardComponentConfig
@@ -255,7 +256,7 @@ def _order(seed: int, epoch: int, size: int) -> Sequence[int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class EnvironmentConfig(draccus.ChoiceRegistry, abc.ABC):
+class EnvironmentConfig(ConfigSection, draccus.ChoiceRegistry, abc.ABC):
     """Base of environment configs, selected by `type`."""
 
     level: ClassVar[int] = 0

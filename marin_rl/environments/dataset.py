@@ -8,8 +8,11 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
+from annotated_types import Ge, Lt
+
+from marin_rl.config_checks import check_fields
 from marin_rl.config_fields import LOCAL_FILE, LOCAL_PATH
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
 from marin_rl.environments.data_files import check_data_files
@@ -58,11 +61,11 @@ class DatasetConfig(EnvironmentConfig):
     reply_regex: str | None = dataclasses.field(default=None, kw_only=True)
     """Optional regular expression; group 1 of its last match in the reply is graded. A reply without a match is
     wrong."""
-    held_out: float | None = dataclasses.field(default=None, kw_only=True)
+    held_out: Annotated[float, Ge(0), Lt(1)] | None = dataclasses.field(default=None, kw_only=True)
     """Share of problems that are held out, by hash of their text; default 0.1. Excludes a separate source of held-out
     problems."""
-    validation: float = dataclasses.field(default=0.05, kw_only=True)
-    """Share of the (other) problems for validation, by hash of their text; in [0, 1)."""
+    validation: Annotated[float, Ge(0), Lt(1)] = dataclasses.field(default=0.05, kw_only=True)
+    """Share of the (other) problems for validation, by hash of their text."""
     format: FormatConfig | None = dataclasses.field(default=None, kw_only=True)
     """Optional reward for the format of the reply."""
     allow_garbage_rewards: bool = dataclasses.field(default=False, kw_only=True)
@@ -71,6 +74,7 @@ class DatasetConfig(EnvironmentConfig):
     """Name for metrics; default: the file name without its extension, or the last part of a dataset's name."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if isinstance(self.grader, NoGraderConfig) and self.format is None and not self.rewards:
             raise ValueError(
                 "grader is none and rewards is empty, so replies would have no reward; add a reward function to "

@@ -13,9 +13,11 @@ import dataclasses
 import enum
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol
 
-from marin_rl.config_fields import check_finite, convert_enum_fields
+from annotated_types import Ge, Le, Lt
+
+from marin_rl.config_checks import check_fields
 from marin_rl.environments.base import (
     CORRECT,
     FORMAT,
@@ -115,7 +117,7 @@ class GameConfig(EnvironmentConfig):
     rewards_success: ClassVar[bool] = True
     """Whether success is a reward (component `correct`) beside the game's own."""
 
-    num_tasks: int = 200
+    num_tasks: Annotated[int, Ge(1)] = 200
     """Number of games to draw, over all splits, repetitions included."""
     seed: int = 0
     """Seed of the games and their order. The split of a game does not depend on it."""
@@ -124,36 +126,26 @@ class GameConfig(EnvironmentConfig):
     action_regex: str | None = None
     """Regular expression; group 1 of its last match in the reply after its thoughts is the action. Default: all of that
     text."""
-    max_steps: int | None = None
+    max_steps: Annotated[int, Ge(1)] | None = None
     """Maximum number of replies, after which the game ends; default: the game's own limit. `rollouts.max_turns` also
     limits the replies, but then the rollout counts as truncated."""
     game_weight: float = 1.0
     """Factor of the game's own reward; 0 omits the component `game`."""
     step_reward: float = 0.0
     """Reward of every reply (component `step`); use a negative value for short games."""
-    invalid_reward: float = 0.0
-    """Reward of a reply without a valid action (component `format`); at most 0."""
-    max_characters: int = 8000
+    invalid_reward: Annotated[float, Le(0), "or replies without an action pay"] = 0.0
+    """Reward of a reply without a valid action (component `format`)."""
+    max_characters: Annotated[int, Ge(1)] = 8000
     """Maximum number of characters of an observation; the rest is replaced by a notice."""
-    held_out: float = 0.1
-    """Share of games that are held out, by hash of their starts; in [0, 1)."""
-    validation: float = 0.05
-    """Share of games for validation, by hash of their starts; in [0, 1)."""
+    held_out: Annotated[float, Ge(0), Lt(1)] = 0.1
+    """Share of games that are held out, by hash of their starts."""
+    validation: Annotated[float, Ge(0), Lt(1)] = 0.05
+    """Share of games for validation, by hash of their starts."""
     name: str | None = None
     """Name for metrics; default: the game's id, or the type of the environment."""
 
     def __post_init__(self) -> None:
-        convert_enum_fields(self)
-        for field in ("num_tasks", "max_characters"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
-        if self.max_steps is not None and self.max_steps < 1:
-            raise ValueError(f"max_steps must be at least 1, or null for the game's limit; got {self.max_steps}")
-        check_finite(self, "game_weight", "step_reward", "invalid_reward")
-        if self.invalid_reward > 0:
-            raise ValueError(
-                f"invalid_reward must be at most 0, or replies without an action pay; got {self.invalid_reward}"
-            )
+        check_fields(self)
         if self.action_regex is not None:
             check_pattern("action_regex", self.action_regex, groups=1)
         check_shares(self.held_out, self.validation)
@@ -214,16 +206,6 @@ class GameConfig(EnvironmentConfig):
 
         distinct = without_duplicates(problems(), source)
         return split_problems(distinct, self.held_out, self.validation, source), starts
-
-
-def check_detours(value: float) -> None:
-    """Validate the field `detours`, the probability that a demonstration does not take the best action.
-
-    Raises:
-        ValueError: if it is not in [0, 1).
-    """
-    if not 0.0 <= value < 1.0:
-        raise ValueError(f"detours is a probability and must be in [0, 1), got {value}")
 
 
 @dataclasses.dataclass

@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from marin_rl.config_fields import check_finite
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.games import AbstractGameEnvironment, GameConfig, GameEpisode, Opening, Outcome
 from marin_rl.environments.openenv_client import OpenEnvError, OpenEnvServerError, Session, connect, fetch_action_schema
@@ -54,7 +53,6 @@ class OpenEnvConfig(GameConfig):
             raise ValueError(f"base_url is {self.base_url!r}; it must start with http://, https://, ws:// or wss://")
         if "seed" in self.reset:
             raise ValueError("reset has 'seed'; each task has its own seed: use the environment's `seed` instead")
-        check_finite(self, "success_at")
 
     @property
     def default_name(self) -> str:

@@ -6,8 +6,11 @@
 import dataclasses
 import hashlib
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from annotated_types import Ge, Le
+
+from marin_rl.config_checks import check_fields
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.types import Task
@@ -28,13 +31,12 @@ class RandomRewardConfig(EnvironmentConfig):
 
     environment: EnvironmentConfig
     """The environment of the tasks. Its reward functions score validation and held-out tasks only."""
-    probability: float = 0.5
+    probability: Annotated[float, Ge(0), Le(1)] = 0.5
     """Probability of reward 1 instead of 0; set it to the mean reward of the true grader."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         self.check_nested(self.environment, "environment")
-        if not 0.0 <= self.probability <= 1.0:
-            raise ValueError(f"probability must be in [0, 1], got {self.probability}")
         if self.rewards:
             raise ValueError(
                 f"random_control has {len(self.rewards)} reward functions in rewards, which would add true rewards to "

@@ -7,8 +7,11 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from annotated_types import Ge, Lt
+
+from marin_rl.config_checks import check_fields
 from marin_rl.config_fields import NAMES_FILES
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.garbage import refuse_garbage_rewards
@@ -46,9 +49,9 @@ class ReasoningGymConfig(EnvironmentConfig):
     """Name of the task in reasoning-gym: `chain_sum`, `gcd`, `spell_backward`, …"""
     options: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=NAMES_FILES)
     """Options of the task, such as `{min_terms: 2, max_terms: 2}`; other options keep the task's defaults."""
-    size: int = 10_000
+    size: Annotated[int, Ge(1)] = 10_000
     """Number of problems to draw, over all splits, repetitions included."""
-    seed: int = 0
+    seed: Annotated[int, Ge(0)] = 0
     """Seed of the problems: problem i is drawn from seed + i, so two seeds closer than `size` share problems. The
     split of a problem does not depend on it; never split by seed."""
     system_prompt: str | None = None
@@ -69,10 +72,10 @@ class ReasoningGymConfig(EnvironmentConfig):
     partial_credit: bool = False
     """Whether to keep scores below the full score as rewards; many scorers give partial credit to an answer with extra
     text. Otherwise the reward is 1 for the full score and 0 for any other score."""
-    held_out: float = 0.1
-    """Share of problems that are held out, by hash of the prompt; in [0, 1)."""
-    validation: float = 0.05
-    """Share of problems for validation, by hash of the prompt; in [0, 1)."""
+    held_out: Annotated[float, Ge(0), Lt(1)] = 0.1
+    """Share of problems that are held out, by hash of the prompt."""
+    validation: Annotated[float, Ge(0), Lt(1)] = 0.05
+    """Share of problems for validation, by hash of the prompt."""
     format: FormatConfig | None = None
     """Optional reward for the format of the reply."""
     allow_garbage_rewards: bool = False
@@ -81,10 +84,7 @@ class ReasoningGymConfig(EnvironmentConfig):
     """Name for metrics; default: the task's name."""
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"size must be at least 1 problem, got {self.size}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {self.seed}")
+        check_fields(self)
         for field in ("seed", "size"):
             if field in self.options:
                 raise ValueError(f"options has {field!r}; use the environment's `{field}` instead")

@@ -98,14 +98,11 @@ def split_of(problem: str, held_out: float, validation: float) -> Split:
 
 
 def check_shares(held_out: float, validation: float) -> None:
-    """Check the shares of the held-out and validation splits.
+    """Check that the held-out and validation splits leave training tasks.
 
     Raises:
-        ValueError: if a share is not in [0, 1), or together they leave no training tasks.
+        ValueError: if their shares add up to 1 or more.
     """
-    for field, share in (("held_out", held_out), ("validation", validation)):
-        if not 0.0 <= share < 1.0:
-            raise ValueError(f"{field} is a share of all problems and must be in [0, 1), got {share}")
     if held_out + validation >= 1.0:
         raise ValueError(
             f"held_out {held_out} and validation {validation} add up to {held_out + validation}, "

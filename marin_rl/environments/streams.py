@@ -12,9 +12,11 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from marin_rl.config_fields import check_finite
+from annotated_types import Ge, Gt
+
+from marin_rl.config_checks import ConfigSection, check_fields
 from marin_rl.environments.agent import AgentEnvironment
 from marin_rl.environments.base import (
     CORRECT,
@@ -102,6 +104,7 @@ class CompositeConfig(EnvironmentConfig):
             ...
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self._parts:
             raise ValueError(f"{self._whole} has no environments; give it at least one")
         for index, part in enumerate(self._parts):
@@ -190,17 +193,13 @@ def _problem_ids(environment: AbstractEnvironment, task: Task) -> set[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class MixturePartConfig:
+class MixturePartConfig(ConfigSection):
     """Environment of a mixture."""
 
     environment: EnvironmentConfig
     """The environment; names must differ between parts."""
-    weight: float = 1.0
-    """Sampling weight relative to the other parts; above 0."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.weight < math.inf:
-            raise ValueError(f"weight must be finite and above 0, got {self.weight}; remove the part to exclude it")
+    weight: Annotated[float, Gt(0), "or remove the part to exclude it"] = 1.0
+    """Sampling weight relative to the other parts."""
 
 
 @EnvironmentConfig.register_subclass("mixture")
@@ -256,15 +255,15 @@ class MixtureStream(TaskStream):
 
 
 @dataclasses.dataclass(frozen=True)
-class LessonConfig:
+class LessonConfig(ConfigSection):
     """Lesson of a curriculum."""
 
     name: str
     """Name of the lesson in `after`, messages and metrics."""
     environment: EnvironmentConfig
     """Environment of the lesson; environment names must differ between lessons."""
-    weight: float = 1.0
-    """Sampling weight relative to the other open lessons; above 0."""
+    weight: Annotated[float, Gt(0)] = 1.0
+    """Sampling weight relative to the other open lessons."""
     after: tuple[str, ...] = ()
     """Names of the lessons that must have reached `unlock_at` before this lesson opens; empty: it is open."""
     unlock_at: float = 0.7
@@ -272,15 +271,11 @@ class LessonConfig:
     graduate_at: float | None = None
     """Mean score at which the lesson is no longer drawn, at least `unlock_at`; null: it is always drawn.
     If all open lessons have graduated, they are drawn again."""
-    window: int = 200
+    window: Annotated[int, Ge(1)] = 200
     """Number of the lesson's last scored rollouts in its mean score; the score is undefined until there are as many."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.weight < math.inf:
-            raise ValueError(f"lesson {self.name!r}: weight must be finite and above 0, got {self.weight}")
-        check_finite(self, "unlock_at", "graduate_at", name=f"lesson {self.name!r}")
-        if self.window < 1:
-            raise ValueError(f"lesson {self.name!r}: window must be at least 1 rollout, got {self.window}")
+        check_fields(self)
         if self.graduate_at is not None and self.graduate_at < self.unlock_at:
             raise ValueError(
                 f"lesson {self.name!r}: graduate_at {self.graduate_at} is below unlock_at {self.unlock_at}, so it "

@@ -6,7 +6,9 @@
 import dataclasses
 import random
 import re
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, Lt
 
 from marin_rl.config_fields import NAMES_FILES
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
@@ -17,7 +19,6 @@ from marin_rl.environments.games import (
     Opening,
     Outcome,
     View,
-    check_detours,
 )
 from marin_rl.environments.gymnasium_games import Board, Start, draw_start
 from marin_rl.rewards.reply_text import extract_last
@@ -39,20 +40,16 @@ class TextGameConfig(GameConfig):
     options: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=NAMES_FILES)
     """Options of the game, such as `{is_slippery: false}`. FrozenLake without `map_name` and `desc` draws a map for
     each task, and also accepts `size` (side length in cells, 4) and `p` (probability of ice, 0.8)."""
-    num_tasks: int = dataclasses.field(default=1000, kw_only=True)
+    num_tasks: Annotated[int, Ge(1)] = dataclasses.field(default=1000, kw_only=True)
     """Number of games to draw, over all splits, repetitions included."""
     random_start: bool = False
     """Whether to draw the initial state uniformly from the states that are reachable from the game's initial states and
     can still be won. Required for games with one map and one initial state, which otherwise have a single task."""
     view: View = View.READABLE
     """Text format of states and actions: `readable` for pretrained models, `compact`, without rules, for tiny ones."""
-    detours: float = 0.0
+    detours: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Probability that a demonstrated action is drawn from all actions that do not lose immediately, instead of the
-    optimal ones; in [0, 1)."""
-
-    def check(self) -> None:
-        """Check the fields of this class."""
-        check_detours(self.detours)
+    optimal ones."""
 
     @property
     def default_name(self) -> str:

@@ -8,9 +8,10 @@ import dataclasses
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import httpx
+from annotated_types import Ge
 
 from marin_rl.config_fields import NAMES_FILES
 from marin_rl.environments.base import (
@@ -56,19 +57,17 @@ class TextArenaConfig(GameConfig):
     """Name of the game in TextArena: `TicTacToe-v0`, `ConnectFour-v0`, `KuhnPoker-v0`, `Mastermind-v0`, …"""
     options: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=NAMES_FILES)
     """Options of the game's constructor."""
-    num_players: int = 2
+    num_players: Annotated[int, Ge(1)] = 2
     """Number of players; 1 for games without an opponent."""
     seat: int | None = None
     """Number of the policy's player, from 0; null: drawn for each task."""
     opponent: OpponentConfig = dataclasses.field(default_factory=RandomOpponentConfig)
     """Plays all other seats."""
-    num_tasks: int = dataclasses.field(default=500, kw_only=True)
+    num_tasks: Annotated[int, Ge(1)] = dataclasses.field(default=500, kw_only=True)
     """Number of tasks to draw, over all splits."""
 
     def check(self) -> None:
         """Check the fields of this class."""
-        if self.num_players < 1:
-            raise ValueError(f"num_players must be at least 1, got {self.num_players}")
         if self.seat is not None and not 0 <= self.seat < self.num_players:
             raise ValueError(
                 f"seat is {self.seat}; with num_players {self.num_players} it is 0 to {self.num_players - 1}"

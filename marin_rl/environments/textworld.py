@@ -9,7 +9,9 @@ import importlib.metadata
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, Lt
 
 from marin_rl.config_fields import LOCAL_OUTPUT, NAMES_FILES
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
@@ -21,7 +23,6 @@ from marin_rl.environments.games import (
     Opening,
     ProcessGame,
     View,
-    check_detours,
 )
 from marin_rl.environments.textworld_game import CUSTOM
 from marin_rl.extras import require_extra
@@ -53,7 +54,7 @@ class TextWorldConfig(GameConfig):
     grammar: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Options of TextWorld's text generation, such as `{only_last_action: true}`, without which the objective often
     contains the solution."""
-    num_tasks: int = dataclasses.field(default=100, kw_only=True)
+    num_tasks: Annotated[int, Ge(1)] = dataclasses.field(default=100, kw_only=True)
     """Number of games to generate, over all splits, repetitions included."""
     folder: str | None = dataclasses.field(default=None, metadata=LOCAL_OUTPUT)
     """Folder of the generated games, which later runs use again; null: a folder in the user's cache."""
@@ -63,12 +64,8 @@ class TextWorldConfig(GameConfig):
     compiled."""
     list_commands: bool = True
     """Whether readable observations list the possible commands."""
-    detours: float = 0.0
-    """Probability that a demonstrated command is drawn from all that leave the quest possible; in [0, 1)."""
-
-    def check(self) -> None:
-        """Check the fields of this class."""
-        check_detours(self.detours)
+    detours: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Probability that a demonstrated command is drawn from all that leave the quest possible."""
 
     @property
     def default_name(self) -> str:

@@ -10,9 +10,12 @@ import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from marin_rl.config_fields import check_finite, convert_enum_fields, nested_sections
+from annotated_types import Ge, Gt, Le
+
+from marin_rl.config_checks import ConfigSection, check_fields
+from marin_rl.config_fields import nested_sections
 from marin_rl.environments.base import (
     CORRECT,
     AbstractEnvironment,
@@ -64,23 +67,16 @@ class ToolDescription(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class ToolLimits:
+class ToolLimits(ConfigSection):
     """Limits of tool calls."""
 
-    max_calls: int = 4
+    max_calls: Annotated[int, Ge(1)] = 4
     """Maximum number of calls in one reply; further calls return an error."""
-    max_seconds: float = 20.0
+    max_seconds: Annotated[float, Gt(0)] = 20.0
     """Maximum duration of one call in seconds, without the wait for a worker of the sandbox. Both count towards
     `rollouts.max_seconds`."""
-    max_output: int = 2000
+    max_output: Annotated[int, Ge(1)] = 2000
     """Maximum number of characters of a tool's output; the rest is replaced by a notice."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_calls", "max_output"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"limits.{name} must be at least 1, got {getattr(self, name)}")
-        if not self.max_seconds > 0:
-            raise ValueError(f"limits.max_seconds must be above 0 seconds, got {self.max_seconds}")
 
 
 @EnvironmentConfig.register_subclass("tool_use")
@@ -102,22 +98,19 @@ class ToolUseConfig(EnvironmentConfig):
     `none`, the questions' prompt."""
     limits: ToolLimits = ToolLimits()
     """Limits of tool calls."""
-    error_reward: float = 0.0
-    """Reward of each failed call (component `tools`): malformed, unknown, rejected, raised or timed out; at most 0."""
+    error_reward: Annotated[float, Le(0), "or failed calls pay"] = 0.0
+    """Reward of each failed call (component `tools`): malformed, unknown, rejected, raised or timed out."""
     name: str | None = None
     """Name for metrics; default: the name of the questions' environment."""
 
     def __post_init__(self) -> None:
-        convert_enum_fields(self)
+        check_fields(self)
         self.check_nested(self.questions, "questions")
         for key, section in nested_sections(self.questions, "questions"):
             if getattr(section, "runs_agents", False):
                 raise ValueError(f"{key} runs agents, which call tools themselves; choose other questions")
         if not self.tools:
             raise ValueError("tools is empty; add at least one, as tools: [{type: calculator}]")
-        check_finite(self, "error_reward")
-        if self.error_reward > 0:
-            raise ValueError(f"error_reward must be at most 0, or failed calls pay; got {self.error_reward}")
 
     def reward_components(self, environment: AbstractEnvironment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
         """Return the reward functions of the questions and of this config."""

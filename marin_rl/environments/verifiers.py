@@ -20,9 +20,12 @@ import re
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from marin_rl.config_fields import LOCAL_PATH, NAMES_FILES, check_finite
+from annotated_types import Ge, Lt
+
+from marin_rl.config_checks import check_fields
+from marin_rl.config_fields import LOCAL_PATH, NAMES_FILES
 from marin_rl.environments.base import (
     AbstractEnvironment,
     AbstractSplitEnvironment,
@@ -64,30 +67,28 @@ class VerifiersConfig(EnvironmentConfig):
     """Further options of verifiers' client, those that `vf-eval` takes as `--client.…`. With `{type: train,
     renderer_model_name: FOLDER}` verifiers tokenizes the conversations itself and sends tokens. Default: it sends
     messages."""
-    num_tasks: int | None = None
+    num_tasks: Annotated[int, Ge(1)] | None = None
     """Number of tasks to use, the first ones of the taskset, over all splits; null: all. Required for infinite
     tasksets."""
     success_at: float = 1.0
     """Sum of rewards from which an episode counts as a success."""
-    held_out: float = 0.1
-    """Share of tasks that are held out, by hash of their data; in [0, 1)."""
-    validation: float = 0.05
-    """Share of tasks for validation, by hash of their data; in [0, 1)."""
+    held_out: Annotated[float, Ge(0), Lt(1)] = 0.1
+    """Share of tasks that are held out, by hash of their data."""
+    validation: Annotated[float, Ge(0), Lt(1)] = 0.05
+    """Share of tasks for validation, by hash of their data."""
     name: str | None = None
     """Name for metrics; default: the id of the taskset."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.taskset:
             raise ValueError("taskset is empty; give the id of a taskset")
-        if self.num_tasks is not None and self.num_tasks < 1:
-            raise ValueError(f"num_tasks must be at least 1, or null for all; got {self.num_tasks}")
         if "taskset" in self.env and "id" in self.env["taskset"]:
             raise ValueError("env.taskset has 'id'; give it as taskset")
         if reserved := sorted({"base_url", "api_key_var"} & self.client.keys()):
             raise ValueError(f"client has {', '.join(reserved)}, which differ between episodes; remove them")
         if self.client.get("type") == "train" and not self.client.get("renderer_model_name"):
             raise ValueError("client.type is 'train', which needs the tokenizer: set client.renderer_model_name")
-        check_finite(self, "success_at")
         check_shares(self.held_out, self.validation)
 
     def build(self) -> AbstractEnvironment:

@@ -22,10 +22,10 @@ from typing import Annotated, Any
 
 import pydantic
 
-from marin_rl.config_fields import convert_enum_fields
+from marin_rl.config_checks import check_fields
 from marin_rl.rewards import code_harness
 from marin_rl.rewards.code_values import same_output, same_value
-from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component
+from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component_name
 from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.reply_text import graded_text
 from marin_rl.rewards.sandbox.pool import PythonResult, Sandbox
@@ -107,8 +107,8 @@ class CodeRewardConfig(RewardComponentConfig):
     """`all`: 1 if every test passes, else 0. `share`: the fraction of tests that pass."""
 
     def __post_init__(self) -> None:
-        convert_enum_fields(self)
-        check_component(self.name, self.weight)
+        check_fields(self)
+        check_component_name(self.name)
 
     def build(self, sandbox: Sandbox) -> "CodeReward":
         """Build the component."""

@@ -10,7 +10,6 @@ import abc
 import dataclasses
 import enum
 import json
-import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,7 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import draccus
 
-from marin_rl.config_fields import LOCAL_FILE, NAMES_FILES, convert_enum_fields
+from marin_rl.config_checks import ConfigSection, check_fields
+from marin_rl.config_fields import LOCAL_FILE, NAMES_FILES
 from marin_rl.errors import UserError, nearest
 from marin_rl.rewards.functions import (
     STANDARD_KEYWORDS,
@@ -85,7 +85,7 @@ class RewardComponent(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class RewardComponentConfig(draccus.ChoiceRegistry, abc.ABC):
+class RewardComponentConfig(ConfigSection, draccus.ChoiceRegistry, abc.ABC):
     """Config of a reward component, chosen by `type`."""
 
     @abc.abstractmethod
@@ -110,20 +110,17 @@ class RewardComponentConfig(draccus.ChoiceRegistry, abc.ABC):
 COMPONENT_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
-def check_component(name: str, weight: float) -> None:
-    """Validate the fields that every component's config has.
+def check_component_name(name: str) -> None:
+    """Validate the name of a component.
 
     Args:
         name: name of the component.
-        weight: factor of its scores.
 
     Raises:
-        ValueError: if the name cannot be part of a metric name, or the weight is not finite.
+        ValueError: if the name cannot be part of a metric name.
     """
     if not COMPONENT_NAME.fullmatch(name):
         raise ValueError(f"rewards: invalid name {name!r}; use letters, digits, '_', '-' and '.'")
-    if not math.isfinite(weight):
-        raise ValueError(f"rewards: weight of {name!r} must be finite, got {weight}")
 
 
 @RewardComponentConfig.register_subclass("function")
@@ -146,8 +143,8 @@ class FunctionRewardConfig(RewardComponentConfig):
     """Further keyword arguments of the function; JSON values."""
 
     def __post_init__(self) -> None:
-        convert_enum_fields(self)
-        check_component(self.component_name, self.weight)
+        check_fields(self)
+        check_component_name(self.component_name)
         reserved = sorted(set(self.options) & set(STANDARD_KEYWORDS))
         if reserved:
             raise ValueError(

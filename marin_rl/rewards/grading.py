@@ -5,19 +5,19 @@
 
 import abc
 import dataclasses
-import math
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Annotated, ClassVar, Protocol, runtime_checkable
 
 import draccus
+from annotated_types import Gt
 
-from marin_rl.config_fields import check_finite
+from marin_rl.config_checks import ConfigSection, check_fields
 from marin_rl.rewards.math_grader import MathVerifyGrader
 from marin_rl.rewards.math_worker import GroundTruthError
 from marin_rl.rewards.reply_text import check_pattern, search_reply
 
 
 @dataclasses.dataclass(frozen=True)
-class FormatConfig:
+class FormatConfig(ConfigSection):
     """Reward for the format of a reply, independent of its correctness."""
 
     regex: str
@@ -26,8 +26,8 @@ class FormatConfig:
     """Reward for a reply that matches; other replies get 0."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_pattern("format.regex", self.regex)
-        check_finite(self, "weight", name="format")
 
     def reward(self, reply: str) -> float:
         """Return the reward component `format` of a reply. Blocks while another process searches the reply.
@@ -79,7 +79,7 @@ class Grader(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class GraderConfig(draccus.ChoiceRegistry, abc.ABC):
+class GraderConfig(ConfigSection, draccus.ChoiceRegistry, abc.ABC):
     """Config of a grader, chosen by `type`."""
 
     @abc.abstractmethod
@@ -147,12 +147,8 @@ class MathVerifyConfig(GraderConfig):
     math-verify, which graded in earlier versions; now this package reads answers, with the LaTeX parser of math-verify.
     """
 
-    timeout: float = 5.0
+    timeout: Annotated[float, Gt(0)] = 5.0
     """Seconds of CPU time for one reply; a reply that needs more counts as wrong."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.timeout < math.inf:
-            raise ValueError(f"grader.timeout must be a finite number of seconds above 0, got {self.timeout}")
 
     def build(self) -> MathVerifyGrader:
         """Build the grader; its processes start with the first replies that need them."""

@@ -17,14 +17,16 @@ import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import httpx
+from annotated_types import Ge, Gt
 
-from marin_rl.config_fields import check_address, convert_enum_fields, read_api_key
+from marin_rl.config_checks import ConfigSection, check_fields
+from marin_rl.config_fields import check_address, read_api_key
 from marin_rl.escaping import replace_surrogates
 from marin_rl.event_loop import gather_all
-from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component
+from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component_name
 from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.judge_answers import ScoreRange, VerdictError, read_verdict
 from marin_rl.rewards.sandbox.pool import Sandbox
@@ -42,7 +44,7 @@ _RESERVED = ("score", "retries", "prompt_tokens", "completion_tokens")
 
 
 @dataclasses.dataclass(frozen=True)
-class JudgeCriterion:
+class JudgeCriterion(ConfigSection):
     """A criterion of a judge's rubric."""
 
     name: str
@@ -50,18 +52,17 @@ class JudgeCriterion:
     `_-.`."""
     description: str
     """Text for the judge: the property, and which score to give when."""
-    weight: float = 1.0
-    """Weight in the mean of the criteria; above 0."""
+    weight: Annotated[float, Gt(0)] = 1.0
+    """Weight in the mean of the criteria."""
 
     def __post_init__(self) -> None:
-        check_component(self.name, self.weight)
+        check_fields(self)
+        check_component_name(self.name)
         if self.name in _RESERVED or self.name.startswith("failed_") or len(self.name) > 100:
             raise ValueError(
                 f"rewards: invalid name {self.name!r} of a criterion; use at most 100 characters, and none of the "
                 f"metrics {', '.join(_RESERVED)} and failed_..."
             )
-        if not self.weight > 0:
-            raise ValueError(f"rewards: weight of criterion {self.name!r} must be above 0, got {self.weight}")
         if not self.description.strip():
             raise ValueError(f"rewards: criterion {self.name!r} has no description, so the judge cannot apply it")
 
@@ -99,23 +100,23 @@ class LlmJudgeConfig(RewardComponentConfig):
     """Factor of its scores."""
     api_key_env: str | None = None
     """Environment variable with the API key, which is sent as a bearer token; None if the endpoint needs no key."""
-    timeout_seconds: float = 60.0
-    """Time limit in seconds for one attempt; above 0."""
-    retries: int = 4
-    """Further attempts if the endpoint is busy, fails, or answers without a valid score; at least 0."""
-    backoff_seconds: float = 1.0
-    """Seconds before the second attempt, doubled for each further attempt up to 60; at least 0. There is no pause after
+    timeout_seconds: Annotated[float, Gt(0)] = 60.0
+    """Time limit in seconds for one attempt."""
+    retries: Annotated[int, Ge(0)] = 4
+    """Further attempts if the endpoint is busy, fails, or answers without a valid score."""
+    backoff_seconds: Annotated[float, Ge(0)] = 1.0
+    """Seconds before the second attempt, doubled for each further attempt up to 60. There is no pause after
     an answer without a valid score."""
-    max_concurrency: int = 16
-    """Maximum number of concurrent requests; at least 1."""
-    max_tokens: int = 1024
-    """Maximum number of tokens in the judge's answer, reasoning included; at least 1. A longer answer is invalid."""
-    temperature: float = 0.0
-    """Sampling temperature of the judge; at least 0."""
+    max_concurrency: Annotated[int, Ge(1)] = 16
+    """Maximum number of concurrent requests."""
+    max_tokens: Annotated[int, Ge(1)] = 1024
+    """Maximum number of tokens in the judge's answer, reasoning included. A longer answer is invalid."""
+    temperature: Annotated[float, Ge(0)] = 0.0
+    """Sampling temperature of the judge."""
 
     def __post_init__(self) -> None:
-        convert_enum_fields(self)
-        check_component(self.name, self.weight)
+        check_fields(self)
+        check_component_name(self.name)
         check_address(f"rewards: base_url of {self.name!r}", self.base_url, "api_key_env")
         self._check_scope()
         self._check_rubric()
@@ -124,7 +125,6 @@ class LlmJudgeConfig(RewardComponentConfig):
                 f"rewards: lowest of {self.name!r} must be less than highest, and both at most {MAX_REWARD:g} in "
                 f"magnitude, got lowest {self.lowest} and highest {self.highest}"
             )
-        self._check_numbers()
 
     def _check_scope(self) -> None:
         if self.scope is RewardScope.BATCH:
@@ -157,24 +157,6 @@ class LlmJudgeConfig(RewardComponentConfig):
         counts = collections.Counter(criterion.name for criterion in self.rubric)
         if repeated := [name for name, count in counts.items() if count > 1]:
             raise ValueError(f"rewards: the rubric of {self.name!r} repeats {', '.join(repeated)}; use unique names")
-
-    def _check_numbers(self) -> None:
-        for field, minimum in (
-            ("retries", 0),
-            ("backoff_seconds", 0),
-            ("max_concurrency", 1),
-            ("max_tokens", 1),
-            ("temperature", 0),
-        ):
-            value = getattr(self, field)
-            if not minimum <= value < math.inf:
-                raise ValueError(
-                    f"rewards: {field} of {self.name!r} must be finite and at least {minimum}, got {value}"
-                )
-        if not (self.timeout_seconds > 0 and math.isfinite(self.timeout_seconds)):
-            raise ValueError(
-                f"rewards: timeout_seconds of {self.name!r} must be finite and above 0, got {self.timeout_seconds}"
-            )
 
     def build(self, sandbox: Sandbox) -> "LlmJudge":
         """Build the component; it runs no untrusted code and does not use the sandbox."""

@@ -11,7 +11,18 @@ from marin_rl.config.section_types import ConfigError, describe, field_types, is
 from marin_rl.config_checks import ConfigSection, describe_range
 from tests.config_classes import build, config_classes
 
+SHARES = {"held_out": (1.0, "at least 0 and below 1"), "validation": (-0.1, "at least 0 and below 1")}
+GAME = {
+    **SHARES,
+    "num_tasks": (0, "at least 1"),
+    "max_steps": (0, "at least 1, or null"),
+    "max_characters": (0, "at least 1"),
+    "invalid_reward": (0.5, "at most 0, or replies without an action pay"),
+}
+DETOURS = {"detours": (1.0, "at least 0 and below 1")}
+
 REFUSED: dict[str, dict[str, tuple[float, str]]] = {
+    "ArithmeticConfig": {**SHARES, "terms": (1, "at least 2"), "digits": (0, "at least 1")},
     "CheckpointConfig": {
         "every": (-1, "at least 0"),
         "keep_last": (1, "at least 2, one to fall back to"),
@@ -24,10 +35,25 @@ REFUSED: dict[str, dict[str, tuple[float, str]]] = {
     "GaeConfig": {"gamma": (-0.1, "from 0 to 1"), "lam": (1.5, "from 0 to 1")},
     "GigpoConfig": {"omega": (-1.0, "at least 0"), "gamma": (1.5, "from 0 to 1")},
     "GspoLossConfig": {"clip_low": (1.0, "at least 0 and below 1"), "clip_high": (-0.1, "at least 0")},
+    "HuggingFaceConfig": {**SHARES, "held_out": (1.0, "at least 0 and below 1, or null")},
     "IcepopConfig": {"low": (0.0, "above 0 and at most 1"), "high": (0.9, "at least 1")},
+    "JsonlConfig": {**SHARES, "held_out": (1.0, "at least 0 and below 1, or null")},
+    "JudgeCriterion": {"weight": (0.0, "above 0")},
+    "LessonConfig": {"weight": (0.0, "above 0"), "window": (0, "at least 1")},
+    "LlmJudgeConfig": {
+        "timeout_seconds": (0.0, "above 0"),
+        "retries": (-1, "at least 0"),
+        "backoff_seconds": (-1.0, "at least 0"),
+        "max_concurrency": (0, "at least 1"),
+        "max_tokens": (0, "at least 1"),
+        "temperature": (-0.1, "at least 0"),
+    },
     "LossKlConfig": {"beta": (-0.1, "at least 0")},
     "MaskMismatchConfig": {"cap": (-1.0, "above 0")},
+    "MathVerifyConfig": {"timeout": (0.0, "above 0")},
+    "MixturePartConfig": {"weight": (0.0, "above 0, or remove the part to exclude it")},
     "OpenAiSamplerConfig": {"timeout": (0.0, "above 0")},
+    "OpenEnvConfig": GAME,
     "OverlongConfig": {
         "buffer": (-1, "at least 0"),
         "factor": (0.0, "above 0, or set overlong.buffer: 0 to disable the penalty"),
@@ -37,6 +63,8 @@ REFUSED: dict[str, dict[str, tuple[float, str]]] = {
         "clip_high": (-0.1, "at least 0"),
         "dual_clip": (1.0, "above 1, or null"),
     },
+    "RandomRewardConfig": {"probability": (1.1, "from 0 to 1")},
+    "ReasoningGymConfig": {**SHARES, "size": (0, "at least 1"), "seed": (-1, "at least 0")},
     "ReinforceConfig": {"gamma": (-0.5, "from 0 to 1, or null")},
     "ReloadConfig": {"keep": (0, "at least 1")},
     "ReplayConfig": {"max_staleness": (-1, "at least 0")},
@@ -60,9 +88,26 @@ REFUSED: dict[str, dict[str, tuple[float, str]]] = {
         "max_seqs": (0, "at least 1"),
         "max_cache_gib": (0.0, "above 0, or null"),
     },
+    "SandboxConfig": {
+        "workers": (0, "at least 1"),
+        "wall_seconds": (0.0, "above 0"),
+        "cpu_seconds": (0.0, "above 0"),
+        "memory_mb": (63, "at least 64"),
+        "processes": (-1, "at least 0"),
+        "threads": (0, "at least 1"),
+        "file_mb": (0, "at least 1"),
+        "output_kb": (0, "at least 1"),
+        "start_seconds": (0.0, "above 0"),
+    },
+    "TextArenaConfig": {**GAME, "num_players": (0, "at least 1")},
+    "TextGameConfig": GAME | DETOURS,
+    "TextWorldConfig": GAME | DETOURS,
     "TisConfig": {"cap": (0.0, "above 0")},
+    "ToolLimits": {"max_calls": (0, "at least 1"), "max_seconds": (0.0, "above 0"), "max_output": (0, "at least 1")},
+    "ToolUseConfig": {"error_reward": (0.5, "at most 0, or failed calls pay")},
     "TrainConfig": {"num_steps": (-1, "at least 0"), "logprob_block_size": (0, "at least 1, or null")},
     "UpdateConfig": {"epochs": (0, "at least 1"), "minibatches": (0, "at least 1")},
+    "VerifiersConfig": {**SHARES, "num_tasks": (0, "at least 1, or null")},
     "WarmStartConfig": {
         "max_steps": (-1, "at least 0"),
         "batch_size": (0, "at least 1"),

@@ -210,14 +210,11 @@ def test_scores_are_finite_and_at_most_the_full_score(monkeypatch):
         ({"options": {"max_terms": "two"}}, "rejects the options .*'two'"),
         ({"options": {"min_terms": 2.5, "max_terms": 2.5}}, "cannot create item 0"),
         ({"options": {"seed": 3}}, "options has 'seed'; use the environment's `seed`"),
-        ({"size": 0}, "size must be at least 1 problem, got 0"),
-        ({"seed": -1}, "seed must be at least 0, got -1"),
         ({"exact_answer": True, "partial_credit": True}, "exclude each other"),
         ({"prompt_regex": "no such text (.*)"}, "does not match the question 'State the final answer"),
         ({"prompt_regex": "(State)"}, "map two problems with the answers .* to the same prompt 'State'"),
         ({"prompt_regex": "State"}, "prompt_regex: 'State' has 0 groups"),
         ({"reply_regex": "("}, r"reply_regex: '\(' is not a regular expression"),
-        ({"validation": 2.0}, "validation is a share .* got 2.0"),
     ],
 )
 def test_bad_settings(fields, message):

@@ -5,7 +5,6 @@ import asyncio
 import collections
 import dataclasses
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -136,9 +135,6 @@ def test_a_mixture_needs_environments_with_different_names():
         MixtureConfig(())
     with pytest.raises(ValueError, match="environment 'cards' has no tasks to train on"):
         MixtureConfig((MixturePartConfig(CardsConfig(size=0)),)).build()
-    for weight in (0.0, math.inf):
-        with pytest.raises(ValueError, match=rf"weight must be finite and above 0, got {weight}"):
-            MixturePartConfig(CardsConfig(), weight)
 
 
 def sums(name: str, **changes: Any) -> ArithmeticConfig:
@@ -366,20 +362,9 @@ def test_invalid_dependencies_are_rejected(lessons: tuple[LessonConfig, ...], me
         CurriculumConfig(lessons)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"weight": 0.0}, "lesson 'a': weight must be finite and above 0, got 0.0"),
-        ({"weight": float("inf")}, "lesson 'a': weight must be finite and above 0, got inf"),
-        ({"window": 0}, "lesson 'a': window must be at least 1 rollout, got 0"),
-        ({"unlock_at": float("nan")}, "lesson 'a'.unlock_at must be finite, got nan; set a finite number"),
-        ({"graduate_at": float("nan")}, "lesson 'a'.graduate_at must be finite, got nan"),
-        ({"graduate_at": 0.25}, "lesson 'a': graduate_at 0.25 is below unlock_at 0.5"),
-    ],
-)
-def test_settings_out_of_range_are_rejected(changes: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        lesson("a", **changes)
+def test_a_lesson_cannot_graduate_before_it_unlocks_others():
+    with pytest.raises(ValueError, match=r"lesson 'a': graduate_at 0\.25 is below unlock_at 0\.5"):
+        lesson("a", graduate_at=0.25)
 
 
 def test_environments_of_lessons_need_different_names():

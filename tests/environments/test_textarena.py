@@ -301,7 +301,6 @@ def test_random_opponents_choose_from_the_last_list():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_players": 0}, "num_players must be at least 1"),
         ({"seat": 2}, "seat is 2; with num_players 2 it is 0 to 1"),
         (
             {"opponent": SelfOpponentConfig(), "max_steps": 3, "step_reward": -1.0},

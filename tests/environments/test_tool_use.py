@@ -331,15 +331,9 @@ def test_tasks_of_other_environments_are_rejected():
     [
         (lambda: ToolUseConfig(questions=VerifiersConfig("a")), "questions runs agents, .* choose other questions"),
         (lambda: ToolUseConfig(questions=QUESTIONS, tools=()), "tools is empty; add at least one"),
-        (lambda: ToolUseConfig(questions=QUESTIONS, error_reward=0.5), "error_reward must be at most 0, .* got 0.5"),
-        (lambda: ToolUseConfig(QUESTIONS, error_reward=float("nan")), "error_reward must be finite, got nan; set"),
-        (lambda: ToolUseConfig(QUESTIONS, error_reward=-float("inf")), "error_reward must be finite, got -inf; set"),
         (lambda: build(tools=(OddConfig(), OddConfig())), "two tools are named 'odd'"),
-        (lambda: ToolLimits(max_calls=0), "limits.max_calls must be at least 1, got 0"),
-        (lambda: ToolLimits(max_output=0), "limits.max_output must be at least 1, got 0"),
-        (lambda: ToolLimits(max_seconds=0.0), "limits.max_seconds must be above 0 seconds, got 0.0"),
     ],
 )
-def test_settings_out_of_range_are_rejected(make, message: str):
+def test_invalid_settings_are_rejected(make, message: str):
     with pytest.raises(ValueError, match=message):
         make()

@@ -210,12 +210,9 @@ def test_infinite_and_unknown_tasksets_and_retries_are_refused(folder: Path, dig
     ("changes", "message"),
     [
         ({"taskset": ""}, "taskset is empty"),
-        ({"num_tasks": 0}, "num_tasks must be at least 1"),
         ({"env": {"taskset": {"id": "x"}}}, "env.taskset has 'id'"),
         ({"client": {"base_url": "http://x"}}, "client has base_url, which differ"),
         ({"client": {"type": "train"}}, "set client.renderer_model_name"),
-        ({"held_out": 1.0}, "held_out"),
-        ({"success_at": float("nan")}, "success_at must be finite, got nan"),
     ],
 )
 def test_invalid_configs_are_refused(changes: dict[str, Any], message: str):

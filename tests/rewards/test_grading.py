@@ -27,12 +27,6 @@ def test_broken_pattern_names_field_and_pattern():
         FormatConfig(regex="(")
 
 
-@pytest.mark.parametrize("weight", [float("nan"), float("inf"), -float("inf")])
-def test_format_weight_must_be_finite(weight: float):
-    with pytest.raises(ValueError, match=rf"format\.weight must be finite, got {weight}"):
-        FormatConfig(regex="x", weight=weight)
-
-
 @given(st.text(), st.text())
 def test_exact_match_is_equality_of_stripped_text(reply: str, answer: str):
     assert exact_match(reply, answer) is (reply.strip() == answer.strip())
@@ -51,12 +45,6 @@ def test_exact_case():
 def test_exact_rejects_an_empty_ground_truth():
     with pytest.raises(GroundTruthError, match="' ' is empty"):
         ExactConfig().build().grade("", " ")
-
-
-@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf")])
-def test_timeout_must_be_positive_and_finite(timeout: float):
-    with pytest.raises(ValueError, match=r"grader\.timeout must be"):
-        MathVerifyConfig(timeout=timeout)
 
 
 def test_grader_is_chosen_by_type():

@@ -554,19 +554,7 @@ def test_missing_key_is_an_error_before_sampling(endpoint: Endpoint, monkeypatch
     [
         ({"prompt": "Rate it."}, r"must contain \{conversation\}"),
         ({"lowest": 1.0}, "lowest of 'llm_judge' must be less than highest, .* got lowest 1.0 and highest 1.0"),
-        (
-            {"lowest": float("-inf")},
-            "lowest of 'llm_judge' must be less than highest, .* got lowest -inf and highest 1.0",
-        ),
         ({"highest": 1e31}, "at most 1e\\+30 in magnitude, got .* highest 1e\\+31"),
-        ({"retries": -1}, "retries of 'llm_judge' must be finite and .*, got -1"),
-        ({"backoff_seconds": -1.0}, "backoff_seconds of 'llm_judge' must be finite and .*, got -1.0"),
-        ({"backoff_seconds": float("nan")}, "backoff_seconds of 'llm_judge' must be finite and .*, got nan"),
-        ({"max_concurrency": 0}, "max_concurrency of 'llm_judge' must be finite and .*, got 0"),
-        ({"max_tokens": 0}, "max_tokens of 'llm_judge' must be finite and .*, got 0"),
-        ({"timeout_seconds": 0.0}, "timeout_seconds of 'llm_judge' must be finite and .*, got 0.0"),
-        ({"temperature": float("nan")}, "temperature of 'llm_judge' must be finite and .*, got nan"),
-        ({"temperature": float("inf")}, "temperature of 'llm_judge' must be finite and .*, got inf"),
         ({"scope": RewardScope.BATCH}, "scope of 'llm_judge' must be pointwise or group, got batch"),
         ({"scope": RewardScope.GROUP}, r"must contain \{conversations\} for scope: group"),
         (
@@ -599,8 +587,6 @@ def test_configs_are_validated(endpoint: Endpoint, fields: dict[str, Any], probl
         ({"name": "retries"}, "invalid name 'retries' of a criterion"),
         ({"name": "failed_x"}, "invalid name 'failed_x' of a criterion"),
         ({"name": "x" * 101}, "of a criterion; use at most 100 characters"),
-        ({"weight": 0.0}, "weight of criterion 'short' must be above 0, got 0.0"),
-        ({"weight": float("inf")}, "weight of 'short' must be finite"),
         ({"description": " "}, "criterion 'short' has no description"),
     ],
 )
