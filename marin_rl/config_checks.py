@@ -85,7 +85,8 @@ def range_problem(annotation: Any, value: object, key: str) -> str:
 def describe_range(annotation: Any) -> str:
     """Words for the bounds of an annotated type; empty if it has none.
 
-    >>> describe_range(Annotated[float, Ge(0), Le(1)]), describe_range(Annotated[float, Gt(0), Lt(1)])
+    >>> from annotated_types import Interval
+    >>> describe_range(Annotated[float, Ge(0), Le(1)]), describe_range(Annotated[float, Interval(gt=0, lt=1)])
     ('from 0 to 1', 'above 0 and below 1')
     """
     bounds = _bounds(annotation)

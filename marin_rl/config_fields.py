@@ -8,7 +8,6 @@ import enum
 import functools
 import ipaddress
 import itertools
-import math
 import os
 import typing
 import urllib.parse
@@ -223,24 +222,6 @@ def check_at_least(section: object, name: str, **minimums: int) -> None:
     for field, minimum in minimums.items():
         if getattr(section, field) < minimum:
             raise ValueError(f"{name}.{field} is {getattr(section, field)}; it must be at least {minimum}")
-
-
-def check_finite(section: object, *fields: str, name: str = "") -> None:
-    """Check that numbers of a section are finite.
-
-    Args:
-        section: the section.
-        *fields: names of the fields, whose values may be None.
-        name: key of the section, for the error message.
-
-    Raises:
-        ValueError: if one is NaN or infinite; the message names key and value.
-    """
-    for field in fields:
-        value = getattr(section, field)
-        if value is not None and not math.isfinite(value):
-            key = f"{name}.{field}" if name else field
-            raise ValueError(f"{key} must be finite, got {value}; set a finite number")
 
 
 def check_address(key: str, address: str, key_setting: str) -> None:

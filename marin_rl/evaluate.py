@@ -7,16 +7,18 @@ import contextlib
 import dataclasses
 import json
 import logging
-import math
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge
 
 import marin_rl.rewards.pipeline  # noqa: F401  registers the rewards of environments
 from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.config.decode import encode
 from marin_rl.config.imports import IMPORTS
 from marin_rl.config.sections import EvaluationConfig, Mode
+from marin_rl.config_checks import ConfigSection, check_fields
 from marin_rl.config_fields import LOCAL_PATH
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.escaping import escape_line
@@ -35,7 +37,7 @@ FLAGS = {"json": "Print one JSON object instead of lines."}
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluateConfig:
+class EvaluateConfig(ConfigSection):
     """Evaluation of a checkpoint."""
 
     run: str
@@ -44,8 +46,10 @@ class EvaluateConfig:
     """Step of the checkpoint; the newest valid checkpoint by default."""
     validation: bool = False
     """Evaluate on the validation tasks instead of the held-out ones."""
-    temperature: float | None = None
-    """Temperature of the sampled attempts, at least 1e-30; the run's temperature by default."""
+    temperature: (
+        Annotated[float, Ge(MIN_TEMPERATURE), "or use evaluation.greedy for attempts at temperature 0"] | None
+    ) = None
+    """Temperature of the sampled attempts; the run's temperature by default."""
     evaluation: EvaluationConfig | None = None
     """Tasks, samples and pass@k; null: those of the run. If any key is given, the others have their defaults, not the
     values of the run."""
@@ -60,12 +64,8 @@ class EvaluateConfig:
     them need access to the run directory."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         storage_path(self.run, "run")
-        if self.temperature is not None and not MIN_TEMPERATURE <= self.temperature < math.inf:
-            raise ValueError(
-                f"temperature is {self.temperature}; it must be at least {MIN_TEMPERATURE} (evaluation.greedy adds "
-                "attempts at temperature 0)"
-            )
 
     @property
     def split(self) -> Split:

@@ -6,11 +6,14 @@
 import asyncio
 import dataclasses
 import logging
-import math
 import random
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Annotated, TypeVar
+
+from annotated_types import Ge, Gt
+
+from marin_rl.config_checks import ConfigSection, check_fields
 
 logger = logging.getLogger(__name__)
 
@@ -18,27 +21,24 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class RetryConfig:
+class RetryConfig(ConfigSection):
     """Exponential backoff for calls to another machine."""
 
-    first_seconds: float = 0.1
-    """Seconds before the second attempt; above 0. Each later pause is twice the previous one. A pause is shortened at
+    first_seconds: Annotated[float, Gt(0)] = 0.1
+    """Seconds before the second attempt. Each later pause is twice the previous one. A pause is shortened at
     random by up to one half, so that several clients do not retry at the same time."""
     longest_seconds: float = 5.0
     """Longest pause in seconds; at least `first_seconds`."""
-    give_up_seconds: float = 120.0
+    give_up_seconds: Annotated[float, Ge(0)] = 120.0
     """Seconds after the first attempt in which a new attempt may start; then the last error is raised. 0: no retry."""
 
     def __post_init__(self) -> None:
-        if not (self.first_seconds > 0 and math.isfinite(self.first_seconds)):
-            raise ValueError(f"retry.first_seconds is {self.first_seconds}; it must be a number of seconds above 0")
-        if not (self.longest_seconds >= self.first_seconds and math.isfinite(self.longest_seconds)):
+        check_fields(self)
+        if self.longest_seconds < self.first_seconds:
             raise ValueError(
                 f"retry.longest_seconds is {self.longest_seconds}; it must be at least first_seconds, "
                 f"{self.first_seconds}"
             )
-        if not (self.give_up_seconds >= 0 and math.isfinite(self.give_up_seconds)):
-            raise ValueError(f"retry.give_up_seconds is {self.give_up_seconds}; it must be at least 0 seconds")
 
     def pause(self, attempt: int) -> float:
         """Seconds to wait after attempt number `attempt` (the first is 1)."""

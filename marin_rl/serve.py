@@ -9,10 +9,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from annotated_types import Ge, Gt, Le, Lt
 
 from marin_rl.config.command_line import parse_config, run_command
-from marin_rl.config_fields import check_at_least, is_loopback, local_path
+from marin_rl.config_checks import ConfigSection, check_fields
+from marin_rl.config_fields import is_loopback, local_path
 from marin_rl.errors import UserError
 from marin_rl.escaping import escape_line
 from marin_rl.extras import require_extra
@@ -34,7 +37,7 @@ _DEFAULT_CONTEXT = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class ServeConfig:
+class ServeConfig(ConfigSection):
     """A server for the policy of a run, or for a model in Hugging Face format."""
 
     run: str | None = None
@@ -48,30 +51,31 @@ class ServeConfig:
     """Name of the model in requests; the name of the folder by default."""
     host: str = "127.0.0.1"
     """Address to listen on. One that other machines can reach requires an API key."""
-    port: int = 8000
+    port: Annotated[int, Ge(0), Le(65535)] = 8000
     """Port to listen on; 0 for any free one."""
     api_key_env: str = "MARIN_RL_API_KEY"
     """Environment variable with the API key. If it is not set, requests need no key."""
-    max_seqs: int | None = None
+    max_seqs: Annotated[int, Ge(1)] | None = None
     """Number of sequences that are decoded together; null: `sampling.max_seqs` of the run, or 64."""
-    max_context: int | None = None
+    max_context: Annotated[int, Ge(2)] | None = None
     """Maximum number of prompt and new tokens of a sequence, at most the model's positions; null:
     `rollouts.max_length` of the run, or the model's positions up to 4,096."""
-    max_new_tokens: int | None = None
+    max_new_tokens: Annotated[int, Ge(1)] | None = None
     """Maximum number of new tokens of a sequence; null: `sampling.max_new_tokens` of the run, or all that fit."""
-    max_choices: int = 128
+    max_choices: Annotated[int, Ge(1)] = 128
     """Maximum number of sequences of a request: prompts times `n`."""
-    max_sequences: int = 1024
+    max_sequences: Annotated[int, Ge(1)] = 1024
     """Maximum number of sequences in progress and waiting; further requests get status 429."""
-    max_body_bytes: int = 4 * 2**20
+    max_body_bytes: Annotated[int, Ge(1)] = 4 * 2**20
     """Maximum size of a request's body."""
-    client_seconds: float = 60.0
+    client_seconds: Annotated[float, Gt(0), Lt(10**6)] = 60.0
     """Seconds after which a client is disconnected that does not send the body of its request (it gets status 408), or
     does not read its response (on Linux); one that does not send the head, after at most twice as many."""
-    drain_seconds: float = 60.0
+    drain_seconds: Annotated[float, Gt(0), Lt(10**6)] = 60.0
     """Seconds that requests in progress have after SIGTERM or Ctrl-C."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if (self.run is None) == (self.model is None):
             raise ValueError("give either run (a run directory) or model (a folder in Hugging Face format)")
         if self.run is not None:
@@ -80,20 +84,6 @@ class ServeConfig:
             local_path(str(self.model), "model")
         if self.step is not None and self.run is None:
             raise ValueError(f"step is {self.step}, but only a run has steps; give run, or omit step")
-        if not 0 <= self.port < 2**16:
-            raise ValueError(f"port is {self.port}; it must be between 0 and 65535")
-        minimums = {"max_seqs": 1, "max_context": 2, "max_new_tokens": 1}
-        check_at_least(
-            self,
-            "serve",
-            max_choices=1,
-            max_sequences=1,
-            max_body_bytes=1,
-            **{name: least for name, least in minimums.items() if getattr(self, name) is not None},
-        )
-        for name in ("client_seconds", "drain_seconds"):
-            if not 0 < getattr(self, name) < 1e6:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be a number of seconds above 0")
 
 
 class Policy(NamedTuple):

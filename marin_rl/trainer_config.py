@@ -9,15 +9,17 @@ Its keys are those of levanter's trainer section up to its version 1.2. Levanter
 import contextlib
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 import draccus
 import jax
 import jax.numpy as jnp
 import jmp
+from annotated_types import Ge
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
+from marin_rl.config_checks import ConfigSection
 from marin_rl.kernel_sharding import POSITION
 from marin_rl.storage import user_cache
 
@@ -51,7 +53,7 @@ class DistributedConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class AbstractTrainerConfig:
+class AbstractTrainerConfig(ConfigSection):
     """Mesh, precision, microbatches, trackers and settings of JAX; a subclass sets the type of `tracker`."""
 
     keys_without_effect: ClassVar[Mapping[str, str]] = {
@@ -95,9 +97,9 @@ class AbstractTrainerConfig:
     """Trackers, whose type a subclass sets."""
     profiler: bool = False
     """Whether to write a trace of some steps to profile/ in the run directory."""
-    profiler_start_step: int = 5
+    profiler_start_step: Annotated[int, Ge(1)] = 5
     """First traced step."""
-    profiler_num_steps: int = 100
+    profiler_num_steps: Annotated[int, Ge(1)] = 100
     """Number of traced steps."""
     fsdp_axis: str | list[str] | None = "embed"
     """Axis or axes of the parameters that are split over the data axis of the mesh, and over its model axis, too, if
@@ -109,12 +111,12 @@ class AbstractTrainerConfig:
     `tensor_parallel_axes` are preferred."""
     parameter_axis_resources: dict[str, str | list[str]] = dataclasses.field(default_factory=dict)
     """Like `axis_resources`, for parameters and optimizer state only."""
-    replica_ici_axis_size: int = 1
-    """Replicas of the parameters within a slice, at least 1."""
-    model_axis_size: int = 1
-    """Size of the model axis of the mesh, at least 1."""
-    replica_dcn_axis_size: int = 1
-    """Slices that hold whole replicas of the parameters, which are otherwise split over slices. At least 1."""
+    replica_ici_axis_size: Annotated[int, Ge(1)] = 1
+    """Replicas of the parameters within a slice."""
+    model_axis_size: Annotated[int, Ge(1)] = 1
+    """Size of the model axis of the mesh."""
+    replica_dcn_axis_size: Annotated[int, Ge(1)] = 1
+    """Slices that hold whole replicas of the parameters, which are otherwise split over slices."""
     per_device_parallelism: int = -1
     """Rows of a microbatch on each data-parallel device; -1: chosen for the platform and the length of a row."""
     jax_config: dict[str, str | int | float | bool | None] = dataclasses.field(

@@ -23,6 +23,7 @@ from marin_rl.serve import ServeConfig
 REQUIRED: dict[str, dict[str, Any]] = {
     "ConstantConfig": {"length": 1},
     "AgentConfig": {"tasks": ArithmeticConfig(), "command": ("agent",)},
+    "EvaluateConfig": {"run": "run"},
     "FormatConfig": {"regex": "x"},
     "FunctionRewardConfig": {"path": "rewards.py", "function": "score"},
     "HuggingFaceConfig": {"path": "openai/gsm8k"},
@@ -47,6 +48,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "ReasoningGymConfig": {"task": "chain_sum"},
     "ReloadConfig": {"folder": "weights", "path": "hook.py", "function": "reload"},
     "RewardKlConfig": {"beta": 0.1},
+    "ServeConfig": {"run": "run"},
     "SlicesConfig": {"tpu_type": "v5p-8"},
     "TextArenaConfig": {"id": "Nim-v0"},
     "TextGameConfig": {"id": "FrozenLake-v1"},

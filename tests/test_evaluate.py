@@ -170,7 +170,6 @@ def test_temperature_and_split_change_results(finished_run: TinyRun):
     ("argv", "message"),
     [
         (["--step", "9"], "has no checkpoint of step 9; it has [0, 1, 2, 3, 4, 5, 6]"),
-        (["--temperature", "0"], "temperature is 0"),
         (["--temperature", "1e-37"], "temperature is 1e-37; it must be at least 1e-30"),
         (["--stpe", "3"], "did you mean 'step'?"),
         (["--evaluation", "{samples: 2, pass_at: [4]}"], "k = 4 with evaluation.samples = 2"),

@@ -70,10 +70,6 @@ def check_trainer(config: "AbstractTrainConfig") -> Iterator[str]:
                 f"trainer.jax_compilation_cache_dir is {cache!r}, but jax supports only gs:// and s3:// addresses "
                 "besides paths on a mounted file system"
             )
-    axes = ("model_axis_size", "replica_ici_axis_size", "replica_dcn_axis_size")
-    for name in ("profiler_start_step", "profiler_num_steps", *axes):
-        if getattr(trainer, name) < 1:
-            yield f"trainer.{name} is {getattr(trainer, name)}; it must be at least 1"
     if trainer.per_device_parallelism < 1 and trainer.per_device_parallelism != -1:
         yield f"trainer.per_device_parallelism is {trainer.per_device_parallelism}; it must be at least 1, or -1"
     for name in trainer.jax_config.keys() - jax.config.values.keys():

@@ -317,7 +317,7 @@ OTHER_COMMANDS: dict[str, Mistake] = {
     "serve: no policy": _of("serve", "", "give either run", "or model"),
     "serve: key": _of("serve", "--run run --prot 80", "unknown key prot", "'port'"),
     "serve: value": _of("serve", "--run run --port http", "port is 'http'", "an integer"),
-    "serve: range": _of("serve", "--run run --port 70000", "port is 70000", "between 0 and 65535"),
+    "serve: range": _of("serve", "--run run --port 70000", "port is 70000", "from 0 to 65535"),
     "serve: no folder": _of("serve", "--run no --port 0", "'no' is not a run directory"),
     "serve: no checkpoint": _of("serve", "--run begun --port 0", "run 'begun' has no checkpoint yet"),
     "serve: no model": _of("serve", "--model no --port 0", "--model is 'no', which is not a folder"),

@@ -8,6 +8,8 @@ import pytest
 
 from marin_rl.config.decode import decode
 from marin_rl.config.section_types import ConfigError, describe, field_types, is_annotated, members
+from marin_rl.config.sections import RolloutConfig
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.config_checks import ConfigSection, describe_range
 from tests.config_classes import build, config_classes
 
@@ -31,6 +33,9 @@ REFUSED: dict[str, dict[str, tuple[float, str]]] = {
     "CispoLossConfig": {"clip_low": (1.1, "from 0 to 1"), "clip_high": (-0.1, "at least 0")},
     "ConstantConfig": {"length": (0, "at least 1")},
     "CriticConfig": {"coefficient": (0.0, "above 0"), "clip": (0.0, "above 0, or null")},
+    "EvaluateConfig": {
+        "temperature": (9e-31, "at least 1e-30, or null, or use evaluation.greedy for attempts at temperature 0")
+    },
     "EvaluationConfig": {"every": (-1, "at least 0"), "tasks": (-1, "at least 0"), "samples": (0, "at least 1")},
     "GaeConfig": {"gamma": (-0.1, "from 0 to 1"), "lam": (1.5, "from 0 to 1")},
     "GigpoConfig": {"omega": (-1.0, "at least 0"), "gamma": (1.5, "from 0 to 1")},
@@ -69,6 +74,7 @@ REFUSED: dict[str, dict[str, tuple[float, str]]] = {
     "ReloadConfig": {"keep": (0, "at least 1")},
     "ReplayConfig": {"max_staleness": (-1, "at least 0")},
     "ResampleGroupsConfig": {"max_batches": (1, "at least 2, or use filter: {type: drop}")},
+    "RetryConfig": {"first_seconds": (0.0, "above 0"), "give_up_seconds": (-1.0, "at least 0")},
     "RewardKlConfig": {"beta": (-0.1, "at least 0")},
     "RlooSequenceLossConfig": {"clip_low": (1.0, "at least 0 and below 1"), "clip_high": (-0.1, "at least 0")},
     "RolloutConfig": {
@@ -99,6 +105,17 @@ REFUSED: dict[str, dict[str, tuple[float, str]]] = {
         "output_kb": (0, "at least 1"),
         "start_seconds": (0.0, "above 0"),
     },
+    "ServeConfig": {
+        "port": (65536, "from 0 to 65535"),
+        "max_seqs": (0, "at least 1, or null"),
+        "max_context": (1, "at least 2, or null"),
+        "max_new_tokens": (0, "at least 1, or null"),
+        "max_choices": (0, "at least 1"),
+        "max_sequences": (0, "at least 1"),
+        "max_body_bytes": (0, "at least 1"),
+        "client_seconds": (0.0, "above 0 and below 1000000"),
+        "drain_seconds": (1e6, "above 0 and below 1000000"),
+    },
     "TextArenaConfig": {**GAME, "num_players": (0, "at least 1")},
     "TextGameConfig": GAME | DETOURS,
     "TextWorldConfig": GAME | DETOURS,
@@ -106,6 +123,13 @@ REFUSED: dict[str, dict[str, tuple[float, str]]] = {
     "ToolLimits": {"max_calls": (0, "at least 1"), "max_seconds": (0.0, "above 0"), "max_output": (0, "at least 1")},
     "ToolUseConfig": {"error_reward": (0.5, "at most 0, or failed calls pay")},
     "TrainConfig": {"num_steps": (-1, "at least 0"), "logprob_block_size": (0, "at least 1, or null")},
+    "TrainerConfig": {
+        "profiler_start_step": (0, "at least 1"),
+        "profiler_num_steps": (0, "at least 1"),
+        "replica_ici_axis_size": (0, "at least 1"),
+        "model_axis_size": (0, "at least 1"),
+        "replica_dcn_axis_size": (0, "at least 1"),
+    },
     "UpdateConfig": {"epochs": (0, "at least 1"), "minibatches": (0, "at least 1")},
     "VerifiersConfig": {**SHARES, "num_tasks": (0, "at least 1, or null")},
     "WarmStartConfig": {
@@ -169,6 +193,24 @@ def test_numbers_must_be_finite(value: float):
                 build(cls, name, value)
             with pytest.raises(ConfigError, match=rf"(?m)^{name} is {value} \(float\), .*must be finite"):
                 decode(cls, {name: value})
+
+
+def test_all_values_out_of_range_are_reported_together():
+    problems = ["prompts_per_step is 0; it must be at least 1", "max_tokens is -1; it must be at least 1, or null"]
+    with pytest.raises(ValueError, match="RolloutConfig") as refused:
+        RolloutConfig(prompts_per_step=0, max_tokens=-1)
+    assert str(refused.value).split("\n") == [f"RolloutConfig.{problem}" for problem in problems]
+    with pytest.raises(ConfigError) as reported:
+        decode(RolloutConfig, {"prompts_per_step": 0, "max_turns": "two", "max_tokens": -1})
+    found = list(reported.value.problems)
+    assert [found[0], found[2]] == problems
+    assert found[1].startswith("max_turns is 'two' (str), but it takes an integer")
+
+
+def test_a_nested_section_is_named_by_its_key():
+    with pytest.raises(ConfigError) as reported:
+        decode(TrainConfig, {"environment": {"type": "arithmetic"}, "run_dir": "run", "checkpoint": {"keep_last": 1}})
+    assert "checkpoint.keep_last is 1; it must be at least 2, one to fall back to" in reported.value.problems
 
 
 def test_help_and_type_errors_contain_the_range():

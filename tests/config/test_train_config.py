@@ -161,10 +161,6 @@ def test_reinforce_accepts_groups_of_one():
             "the positions of a gpt2 model cannot be split over devices",
         ),
         ({"model": dataclasses.replace(MODEL, scan_layers=False)}, r"model\.scan_layers is false"),
-        (
-            {"trainer": dataclasses.replace(TrainerConfig(), profiler_num_steps=0)},
-            r"trainer\.profiler_num_steps is 0; it must be at least 1",
-        ),
         *(
             ({"trainer": TrainerConfig(**{key: value})}, message)
             for key, value, message in (
