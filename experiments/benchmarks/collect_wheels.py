@@ -43,17 +43,18 @@ UNUSED_FILES = re.compile(
 images, compiled copies of Python modules, a second binding of zstd, data of another task, and tests."""
 RECORDER = """
 import os, sys
-_seen, _absent = set(), set(os.environ["ABSENT_MODULES"].split())
-_pipe = os.open(os.environ["RECORDED_IMPORTS"], os.O_WRONLY)
+_seen, _absent = set(), {absent!r}
+_pipe = os.open({pipe!r}, os.O_WRONLY)
 def _record(event, arguments):
     if event == "import" and arguments[0] not in _seen:
         if arguments[0].partition(".")[0] in _absent:
-            raise ModuleNotFoundError(f"No module named {arguments[0]!r}", name=arguments[0])
+            raise ModuleNotFoundError(f"No module named {{arguments[0]!r}}", name=arguments[0])
         _seen.add(arguments[0])
         os.write(_pipe, arguments[0].encode() + b"\\n")
 sys.addaudithook(_record)
 """
-"""A `sitecustomize` that reports the name of every module that is imported, in this process and those it starts."""
+"""A `sitecustomize` that reports the name of every module that is imported, in this process and those it starts, which
+do not inherit all environment variables."""
 
 
 def recorded_imports(command: Sequence[str], folder: Path) -> set[str]:
@@ -66,14 +67,13 @@ def recorded_imports(command: Sequence[str], folder: Path) -> set[str]:
     Raises:
         SystemExit: if the command fails.
     """
-    (folder / "sitecustomize.py").write_text(RECORDER)
     names, pipe = folder / "imports.txt", folder / "imports"
+    (folder / "sitecustomize.py").write_text(RECORDER.format(absent=set(OPTIONAL), pipe=str(pipe)))
     # Processes that check answers confine themselves: they can write to an open pipe, but not to a file.
     os.mkfifo(pipe)
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    recorder = {"PYTHONPATH": path, "RECORDED_IMPORTS": str(pipe), "ABSENT_MODULES": " ".join(OPTIONAL)}
     with names.open("wb") as file, subprocess.Popen(["cat", pipe], stdout=file), pipe.open("wb"):
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, **recorder}, check=False)
+        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, check=False)
     if done.returncode:
         raise SystemExit("a part failed here (see the table), so its imports are not known; repair this environment")
     return set(names.read_text().split())
