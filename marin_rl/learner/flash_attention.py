@@ -33,7 +33,8 @@ and segment ids `[row, position]`, which returns an array like the queries."""
 
 TILE_BYTES = 2**14
 """Largest size of a tile of queries, keys or values. Compiled for an H100 and for an L4, which has 99 KiB of shared
-memory, the kernel does not spill registers; with larger tiles it spills on at least one of them. No GPU has run it."""
+memory, the kernel does not spill registers; with larger tiles it spills on at least one of them. Not tuned on
+a GPU."""
 SMALLEST_TILE = 16
 """Fewest positions in a tile, which tensor cores require."""
 QUERY_BLOCK = 256
