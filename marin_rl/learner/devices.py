@@ -184,9 +184,6 @@ def microbatch_rows(config: AbstractTrainerConfig, default: int) -> int:
 
 
 def _check_mesh(config: AbstractTrainerConfig) -> None:
-    for name in ("model_axis_size", "replica_ici_axis_size", "replica_dcn_axis_size"):
-        if getattr(config, name) < 1:
-            raise DeviceError(f"trainer.{name} is {getattr(config, name)}; it must be at least 1")
     replicas, slices = config.replica_dcn_axis_size, config.num_slices
     if slices % replicas:
         raise DeviceError(

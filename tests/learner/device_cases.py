@@ -16,10 +16,7 @@ CASES = {
     "replicas": {"replica_ici_axis_size": 4},
     "configured rows": {"per_device_parallelism": 5},
     "model axis too large": {"model_axis_size": 3},
-    "no model axis": {"model_axis_size": 0},
-    "negative replicas": {"replica_ici_axis_size": -1},
     "replicas over slices": {"replica_dcn_axis_size": 2},
-    "negative replicas over slices": {"replica_dcn_axis_size": -1},
     "accelerator": {"require_accelerator": True},
 }
 OF_OTHER_MACHINE = {

@@ -61,13 +61,10 @@ def test_rows_per_data_parallel_device(outcomes: dict[str, str], case: str, rows
             "8 devices cannot be split into trainer.model_axis_size 3 x trainer.replica_ici_axis_size 1: their "
             "product must divide a slice's devices",
         ),
-        ("no model axis", "trainer.model_axis_size is 0; it must be at least 1"),
-        ("negative replicas", "trainer.replica_ici_axis_size is -1; it must be at least 1"),
         (
             "replicas over slices",
             "trainer.replica_dcn_axis_size is 2, but the number of slices is 1; set a number that divides it",
         ),
-        ("negative replicas over slices", "trainer.replica_dcn_axis_size is -1; it must be at least 1"),
         (
             "accelerator",
             "trainer.require_accelerator is true, but jax found only a CPU; set it to false to use that",

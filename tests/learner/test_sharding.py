@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from marin_rl.config.train_config import TrainerConfig
+from marin_rl.learner.array_files import SavedArrays
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.saved_checkpoint import Checkpoint
@@ -52,7 +53,7 @@ def test_weights_are_not_made_for_a_mesh_that_does_not_divide_them(
         initialize_policy(tiny.LLAMA, ChatTokenizer(byte_tokenizer()), trainer, key=jax.random.PRNGKey(0))
     spec = PolicySpec(tiny.LLAMA, VOCAB, trainer)
     # The checkpoint is not read.
-    checkpoint = Checkpoint(Path("absent"), 0, {}, {}, {})
+    checkpoint = Checkpoint(Path("absent"), 0, {}, SavedArrays(Path("absent"), {}, {}))
     for use in (lambda: spec.placed_policy, lambda: spec.placed_trained, lambda: spec.restore_policy(checkpoint)):
         with pytest.raises(ShardingError, match="axis embed has 16 elements, which 3 shards"):
             use()

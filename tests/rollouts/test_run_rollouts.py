@@ -233,8 +233,8 @@ def test_a_prompt_truncated_on_the_left_keeps_its_end():
     assert not cut.turns[1].starts_sequence
     assert cut.turns[0].messages == whole.turns[0].messages
     processed = process_rollout(cut, length=64, pad_token_id=256)
-    assert processed.lengths == (len(flat(cut)),)
-    assert processed.num_loss_tokens == sum(len(turn.generation.token_ids) for turn in cut.turns)
+    assert processed.segment_ids.sum() == len(flat(cut))
+    assert processed.loss_mask.sum() == sum(len(turn.generation.token_ids) for turn in cut.turns)
 
 
 def test_attempts_at_one_task_differ_only_in_their_sampling_seed():
