@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,23 @@ def load_from_file(path: str, name: str) -> Any:
         public = [known for known in vars(module) if not known.startswith("_")]
         raise UserFileError(f"{path} does not define {name!r}; {nearest(name, sorted(public))}")
     return vars(module)[name]
+
+
+def load_function(path: str, name: str, expected: str) -> Callable[..., Any]:
+    """Return a function that a Python file defines at its top level; see `load_from_file`.
+
+    Args:
+        path: path of the file, relative to the working directory.
+        name: name of the function.
+        expected: words for the function after "it must be ", for the error message.
+
+    Raises:
+        UserFileError: as for `load_from_file`, or if the object cannot be called.
+    """
+    function = load_from_file(path, name)
+    if not callable(function):
+        raise UserFileError(f"{name!r} of {path} is {type(function).__name__}; it must be {expected}")
+    return function
 
 
 def imported_files(path: Path) -> list[Path]:

@@ -35,7 +35,7 @@ from marin_rl.extras import require_extra
 from marin_rl.rewards.component import COMPONENT_NAME, RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.types import MAX_REWARD, Task
-from marin_rl.user_code import UserFileError, load_from_file
+from marin_rl.user_code import UserFileError, load_function
 
 _MAX_OUTPUT = 8192
 """Last bytes of a program's output that an error message contains."""
@@ -142,9 +142,7 @@ class AgentConfig(EnvironmentConfig):
 
     def _load(self, path: str, name: str) -> Callable[..., Any]:
         where = f"{name!r} of {path}"
-        function = load_from_file(path, name)
-        if not callable(function):
-            raise UserFileError(f"{where} is {type(function).__name__}; it must be a function")
+        function = load_function(path, name, "a function")
         try:
             inspect.signature(function).bind(task={}, base_url="", api_key="", **self.options)
         except TypeError as error:

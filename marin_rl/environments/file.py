@@ -12,7 +12,7 @@ from marin_rl.config_fields import LOCAL_FILE, NAMES_FILES
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.garbage import refuse_garbage_rewards
 from marin_rl.environments.single_turn import SingleTurnEnvironment
-from marin_rl.user_code import UserFileError, load_from_file, user_errors
+from marin_rl.user_code import UserFileError, load_function, user_errors
 
 
 @EnvironmentConfig.register_subclass("file")
@@ -41,12 +41,8 @@ class FileConfig(EnvironmentConfig):
             ValueError: if the options are invalid, or `score` rewards garbage.
         """
         where = f"{self.name!r} of {self.path}"
-        factory = load_from_file(self.path, self.name)
-        if not callable(factory):
-            raise UserFileError(
-                f"{where} is {type(factory).__name__}; it must be a function that returns an environment, or a class "
-                "that extends EnvironmentConfig"
-            )
+        expected = "a function that returns an environment, or a class that extends EnvironmentConfig"
+        factory = load_function(self.path, self.name, expected)
         with user_errors(f"{where} with options {self.options} raised"):
             is_config = isinstance(factory, type) and issubclass(factory, EnvironmentConfig)
             built = draccus.decode(cast(Any, factory), self.options) if is_config else factory(**self.options)

@@ -13,7 +13,7 @@ from typing import ClassVar
 import draccus
 
 from marin_rl.config_fields import LOCAL_FILE
-from marin_rl.user_code import UserFileError, load_from_file
+from marin_rl.user_code import load_function
 
 Opponent = Callable[[str, random.Random], str]
 """Returns a move, given the observation of the player to move and a source of randomness."""
@@ -77,13 +77,7 @@ class FileOpponentConfig(OpponentConfig):
         Raises:
             UserFileError: if the file has no such function.
         """
-        function = load_from_file(self.path, self.name)
-        if not callable(function):
-            raise UserFileError(
-                f"{self.name!r} of {self.path} is {type(function).__name__}; it must be a function of observation and "
-                "generator"
-            )
-        return function
+        return load_function(self.path, self.name, "a function of observation and generator")
 
 
 @OpponentConfig.register_subclass("self")

@@ -14,7 +14,7 @@ from marin_rl.sampling.config import ReloadConfig
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.trainer_config import AbstractTrainerConfig
 from marin_rl.types import WeightVersion
-from marin_rl.user_code import UserFileError, load_from_file, user_errors
+from marin_rl.user_code import load_function, user_errors
 
 
 def load_reload_function(config: ReloadConfig) -> Callable[[Path, WeightVersion, str], object]:
@@ -23,13 +23,7 @@ def load_reload_function(config: ReloadConfig) -> Callable[[Path, WeightVersion,
     Raises:
         UserFileError: if the file has no such function.
     """
-    function = load_from_file(config.path, config.function)
-    if not callable(function):
-        raise UserFileError(
-            f"{config.function!r} of {config.path} is {type(function).__name__}; it must be a function of folder, "
-            "version and base_url"
-        )
-    return function
+    return load_function(config.path, config.function, "a function of folder, version and base_url")
 
 
 class WeightReloader:

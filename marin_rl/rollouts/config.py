@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from marin_rl.config_fields import LOCAL_FILE
 from marin_rl.types import Message
-from marin_rl.user_code import UserFileError, load_from_file, user_errors
+from marin_rl.user_code import UserFileError, load_function, user_errors
 
 StateHash = Callable[[tuple[Message, ...], object], str]
 """Maps the messages shown to the policy and the environment's `anchor_state` (None if it has none) to a string that is
@@ -31,12 +31,7 @@ class StateHashingConfig:
         Raises:
             UserFileError: if the file has no such function.
         """
-        function = load_from_file(self.path, self.function)
-        if not callable(function):
-            raise UserFileError(
-                f"{self.function!r} of {self.path} is {type(function).__name__}; it must be a function of messages and "
-                "anchor state"
-            )
+        function = load_function(self.path, self.function, "a function of messages and anchor state")
         source = f"rollouts.state_hashing: {self.function!r} of {self.path}"
 
         def hash_state(messages: tuple[Message, ...], anchor_state: object) -> str:
