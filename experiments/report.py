@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 
 from experiments.frozenlake import VARIANTS
 from experiments.staleness import LAGS
-from marin_rl.training.metrics_file import read_records
+from marin_rl.runs.metrics_file import read_records
 
 SEEDS = (1, 2, 3)
 OBJECTIVES = ("rloo", "grpo", "dr_grpo", "gspo", "cispo", "ppo")

@@ -16,9 +16,9 @@ from levanter.optim.config import AdamConfig
 from marin_rl.config.sections import EvaluationConfig, RolloutConfig, WarmStartConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments import ReasoningGymConfig
-from marin_rl.levanter_line import seq_len
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.training.session import run_session
+from marin_rl.utils.levanter_line import seq_len
 
 
 def rloo(seed: int = 0) -> TrainConfig:

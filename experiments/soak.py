@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from experiments.soak_train import hold_transfers, reached, release_transfers
 from experiments.soak_usage import sampled, shared_memory, trends, usage
-from marin_rl.rollouts.store import read_rollouts
+from marin_rl.runs.rollout_store import read_rollouts
 
 CONFIG = Path(__file__).parent / "rloo_async.yaml"
 GROUPS, MEMBERS, STALENESS = 4, 4, 2

@@ -19,10 +19,10 @@ from typing import Any
 import pyarrow as pa
 
 from marin_rl import train
+from marin_rl.distributed.weights import publish
+from marin_rl.distributed.weights.arrow_flight import WeightServer
+from marin_rl.distributed.weights.manifest import Chunk
 from marin_rl.types import WeightVersion
-from marin_rl.weights import publish
-from marin_rl.weights.arrow_flight import WeightServer
-from marin_rl.weights.manifest import Chunk
 
 
 def hold_transfers(hold: Path, version: WeightVersion = 0) -> None:

@@ -21,21 +21,21 @@ from typing import Any
 
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.yaml_text import to_yaml
 from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.distributed.rollout_source import FinishedGroup, LocalRollouts
 from marin_rl.distributed.scheduler import GroupRequest, RolloutScheduler, StalenessLimits
-from marin_rl.errors import Closing
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.weight_history import WeightHistory
-from marin_rl.timing import PhaseTimer
+from marin_rl.runs.metrics_file import append_record
+from marin_rl.runs.run_directory import create_or_open
 from marin_rl.training.loop import TrainingRun, train
-from marin_rl.training.metrics_file import append_record
 from marin_rl.training.open_run import open_run
-from marin_rl.training.run_directory import create_or_open
 from marin_rl.training.session import run_session
 from marin_rl.training.starting_weights import resolve_model
 from marin_rl.types import WeightVersion
+from marin_rl.utils.errors import Closing
+from marin_rl.utils.settings.yaml_text import to_yaml
+from marin_rl.utils.timing import PhaseTimer
 
 CONFIG = Path(__file__).parent / "rloo_async.yaml"
 LAGS = (0, 1, 4)

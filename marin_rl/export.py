@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from marin_rl.config.command_line import parse_config, run_command
-from marin_rl.config_fields import STORAGE_PATH, check_paths
-from marin_rl.errors import UserError, writing
-from marin_rl.escaping import escape_line
 from marin_rl.learner.config import ExportConfig
-from marin_rl.storage import file_sizes, storage_path
-from marin_rl.training.run_directory import open_with_checkpoint
+from marin_rl.runs.run_directory import open_with_checkpoint
+from marin_rl.utils.errors import UserError, writing
+from marin_rl.utils.escaping import escape_line
+from marin_rl.utils.settings.fields import STORAGE_PATH, check_paths
+from marin_rl.utils.storage import file_sizes, storage_path
 
 if TYPE_CHECKING:
     from marin_rl.learner.hf_export import SavedWeights
-    from marin_rl.learner.saved_checkpoint import Checkpoint
+    from marin_rl.runs.saved_checkpoint import Checkpoint
 
 
 class OutputExistsError(UserError):

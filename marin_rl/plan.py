@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from marin_rl.config.command_line import CommandParser, check_command_line, parse_arguments, positive, run_command
-from marin_rl.config.decode import ConfigError
-from marin_rl.escaping import escape
+from marin_rl.utils.escaping import escape
+from marin_rl.utils.settings.decode import ConfigError
 
 FITS, DOES_NOT_FIT = 0, 2
 """Exit statuses of a plan."""
@@ -56,7 +56,7 @@ def argument_parser() -> argparse.ArgumentParser:
 def _run(argv: Sequence[str]) -> int:
     arguments, rest = argument_parser().parse_known_args(argv)
     # Imported here because jax and levanter take seconds to import.
-    from marin_rl.chips import parse_topology
+    from marin_rl.pods.chips import parse_topology
 
     topology = parse_topology(arguments.topology)
     worker_topology = None if arguments.worker_topology is None else parse_topology(arguments.worker_topology)
@@ -67,9 +67,9 @@ def _run(argv: Sequence[str]) -> int:
         raise ConfigError(f"--json {arguments.json} cannot be written; give a file in an existing folder")
 
     from marin_rl.config.train_config import TrainConfig
-    from marin_rl.planning.report import describe, describe_search, to_json
-    from marin_rl.planning.run_plan import Lengths, Plan, default_lengths, make_plan, vocab_size_of, with_model
-    from marin_rl.planning.search import largest_that_fit
+    from marin_rl.pods.report import describe, describe_search, to_json
+    from marin_rl.pods.run_plan import Lengths, Plan, default_lengths, make_plan, vocab_size_of, with_model
+    from marin_rl.pods.search import largest_that_fit
 
     config = with_model(parse_arguments(TrainConfig, checked).config)
     longest = default_lengths(config)

@@ -19,13 +19,9 @@ from marin_rl.config.sections import TOKENS_PER_MICROBATCH, Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
 from marin_rl.environments.random_reward import RandomRewardConfig
-from marin_rl.errors import Closing
-from marin_rl.event_loop import BackgroundLoop
 from marin_rl.learner.attention_kernel import AttentionKernel, attention_kernel
-from marin_rl.learner.devices import microbatch_rows, platform_of, start_devices
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.policy_spec import PolicySpec
-from marin_rl.learner.saved_checkpoint import Checkpoint
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
 from marin_rl.learner.weight_reloader import WeightReloader, load_reload_function
@@ -35,16 +31,20 @@ from marin_rl.rollouts.attempt import Limits, default_state_hash
 from marin_rl.rollouts.episode import ConnectAgent
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
+from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.openai_sampler import OpenAiSampler, read_server_key
 from marin_rl.sampling.sampler import Sampler, WeightPoll
 from marin_rl.sampling.stops import stop_table, stop_text_bytes
-from marin_rl.seeds import derive_seed
-from marin_rl.timing import notice_if_long
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.trainer_config import AbstractTrainerConfig
 from marin_rl.types import WeightVersion
+from marin_rl.utils.devices.setup import microbatch_rows, platform_of, start_devices
+from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.errors import Closing
+from marin_rl.utils.event_loop import BackgroundLoop
+from marin_rl.utils.seeds import derive_seed
+from marin_rl.utils.timing import notice_if_long
 
 Report = Callable[[str], None]
 """Receives progress messages of one line each."""

@@ -4,36 +4,26 @@
 """Serve a policy over OpenAI's HTTP protocol: `python -m marin_rl.serve --run runs/rloo`."""
 
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from marin_rl.config.command_line import parse_config, run_command
-from marin_rl.config_checks import ConfigSection, check_fields
-from marin_rl.config_fields import is_loopback, local_path
-from marin_rl.errors import UserError
-from marin_rl.escaping import escape_line
-from marin_rl.extras import require_extra
-from marin_rl.levanter_line import max_positions
-from marin_rl.output import go_on_without_output
-from marin_rl.sampling.config import SamplingConfig
-from marin_rl.storage import storage_path
-from marin_rl.tokenization.config import TokenizerConfig
-from marin_rl.trainer_config import AbstractTrainerConfig
-from marin_rl.training.run_directory import open_with_checkpoint
+from marin_rl.runs.run_directory import open_with_checkpoint
+from marin_rl.utils.errors import UserError
+from marin_rl.utils.escaping import escape_line
+from marin_rl.utils.extras import require_extra
+from marin_rl.utils.output import go_on_without_output
+from marin_rl.utils.settings.checks import ConfigSection, check_fields
+from marin_rl.utils.settings.fields import is_loopback, local_path
+from marin_rl.utils.storage import storage_path
 
 if TYPE_CHECKING:
-    from levanter.models.lm_model import LmHeadModel
-
-    from marin_rl.sampling.group_sampler import GroupSampler
-    from marin_rl.tokenization.chat import ChatTokenizer
-
-_DEFAULT_CONTEXT = 4096
+    pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,134 +76,14 @@ class ServeConfig(ConfigSection):
             raise ValueError(f"step is {self.step}, but only a run has steps; give run, or omit step")
 
 
-class Policy(NamedTuple):
-    """A policy that can be served."""
-
-    sampler: "GroupSampler"
-    """Samples from it."""
-    tokenizer: "ChatTokenizer"
-    """Its tokenizer."""
-    vocab_size: int
-    """Vocabulary size of the model."""
-    max_context: int
-    """Maximum number of prompt and new tokens of a sequence."""
-    sampling: SamplingConfig
-    """Limits and stop texts."""
-
-
-def load_policy(config: ServeConfig) -> Policy:
-    """Load the weights and create the sampler.
-
-    Raises:
-        RunDirectoryError: if the run does not exist.
-        CheckpointError: if the run has no checkpoint of this step, or no valid checkpoint.
-        PolicyModelError: if the model cannot be loaded.
-        UserError: if `model` is not a folder, or `max_context` exceeds the number of the model's positions.
-    """
-    if config.run is not None:
-        open_with_checkpoint(config.run, config.step)
-    elif not Path(str(config.model)).is_dir():
-        raise UserError(f"--model is {config.model!r}, which is not a folder; give a folder in Hugging Face format")
-    print(f"loading the weights of {escape_line(str(config.run or config.model))}", file=sys.stderr, flush=True)
-    from marin_rl.sampling.group_sampler import GroupSampler
-    from marin_rl.sampling.stops import stop_text_bytes
-    from marin_rl.serving.engine import CALL_SECONDS
-
-    loaded = _load_run(config, config.run) if config.run is not None else _load_folder(config, str(config.model))
-    # The run's config is not changed: checks of training would refuse limits that are valid here.
-    sampling = dataclasses.replace(
-        loaded.sampling,
-        max_seqs=config.max_seqs or loaded.sampling.max_seqs,
-        max_new_tokens=config.max_new_tokens or loaded.sampling.max_new_tokens,
-    )
-    sampler = GroupSampler(
-        loaded.model,
-        config=sampling,
-        stop_token_ids=loaded.tokenizer.stop_token_ids,
-        max_context=loaded.max_context,
-        token_bytes=stop_text_bytes(loaded.tokenizer, sampling.stop),
-        version=loaded.version,
-        trainer=loaded.trainer,
-        call_seconds=CALL_SECONDS,
-    )
-    return Policy(sampler, loaded.tokenizer, loaded.model.vocab_size, loaded.max_context, sampling)
-
-
-class _Loaded(NamedTuple):
-    """A policy without a sampler."""
-
-    model: "LmHeadModel"
-    tokenizer: "ChatTokenizer"
-    trainer: AbstractTrainerConfig
-    version: int
-    """Number of training steps that produced the weights."""
-    sampling: SamplingConfig
-    """Limits and stop texts, without those of the command line."""
-    max_context: int
-
-
-def _load_run(config: ServeConfig, run: str) -> _Loaded:
-    # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
-    from marin_rl.config.input_files import digest_inputs
-    from marin_rl.run_parts import RunParts
-    from marin_rl.training.starting_weights import load_run, restore_checkpoint
-
-    train_config, checkpoints = load_run(run, config.step)
-    parts = RunParts.start(train_config, alone=True, of_other_machine=True)
-    inputs = digest_inputs(train_config, ("tokenizer",))
-    step, model = restore_checkpoint(
-        checkpoints, config.step, inputs, lambda saved: parts.saved_spec(saved).restore_policy(saved)
-    )
-    max_context = _max_context(config, model, train_config.rollouts.max_length)
-    return _Loaded(model, parts.tokenizer, parts.trainer, step, train_config.sampling, max_context)
-
-
-def _load_folder(config: ServeConfig, folder: str) -> _Loaded:
-    from marin_rl.config.train_config import TrainerConfig
-    from marin_rl.learner.devices import start_devices
-    from marin_rl.learner.policy_model import load_hf_policy
-
-    tokenizer = TokenizerConfig(path=folder).build()
-    stop = _stop_texts(Path(folder))
-    trainer = start_devices(TrainerConfig(), rows_per_device=1, alone=True)
-    model = load_hf_policy(folder, tokenizer, trainer, None)
-    max_context = _max_context(config, model, min(max_positions(model.config), _DEFAULT_CONTEXT))
-    sampling = SamplingConfig(max_new_tokens=max_context - 1, stop=stop)
-    return _Loaded(model, tokenizer, trainer, 0, sampling, max_context)
-
-
-def _stop_texts(folder: Path) -> tuple[str, ...]:
-    """Read the stop texts of an exported policy.
-
-    Raises:
-        UserError: if they are not usable texts.
-    """
-    file = folder / "generation_config.json"
-    value = json.loads(file.read_bytes()).get("stop_strings") if file.exists() else None
-    texts = [value] if isinstance(value, str) else value or []
-    if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
-        raise UserError(f"stop_strings in {file} is {value!r}; it must be a list of texts")
-    try:
-        return SamplingConfig(max_new_tokens=1, stop=tuple(texts)).stop
-    except ValueError as error:
-        raise UserError(f"stop_strings in {file} is {value!r}: {error}") from error
-
-
-def _max_context(config: ServeConfig, model: "LmHeadModel", default: int) -> int:
-    max_context = config.max_context or default
-    if max_context > (positions := max_positions(model.config)):
-        raise UserError(
-            f"--max_context is {max_context}, but the model has {positions} positions; use at most that many"
-        )
-    return max_context
-
-
 def serve(config: ServeConfig) -> None:
     """Load the policy and serve it until a signal.
 
     Raises:
-        UserError: if a package is missing, or the key that a public address requires.
-        ValueError: if the address is not available. See `load_policy` for further errors.
+        UserError: if a package is missing, the key that a public address requires, or the folder `model`.
+        RunDirectoryError: if the run does not exist.
+        CheckpointError: if the run has no checkpoint of this step, or no valid checkpoint.
+        ValueError: if the address is not available. See `training.load_policy` for further errors.
     """
     require_extra("serve", "marin_rl.serve")
     # Imported here because the extra is optional.
@@ -229,12 +99,27 @@ def serve(config: ServeConfig) -> None:
     go_on_without_output()
     listener = listen(config.host, config.port, config.client_seconds)
     with listener:
-        policy = load_policy(config)
-        from marin_rl.learner.devices import exempt_from_collection
+        if config.run is not None:
+            open_with_checkpoint(config.run, config.step)
+        elif not Path(str(config.model)).is_dir():
+            raise UserError(f"--model is {config.model!r}, which is not a folder; give a folder in Hugging Face format")
+        print(f"loading the weights of {escape_line(str(config.run or config.model))}", file=sys.stderr, flush=True)
+        # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
         from marin_rl.serving.app import Server
-        from marin_rl.serving.engine import Engine
+        from marin_rl.serving.engine import CALL_SECONDS, Engine
         from marin_rl.serving.protocol import RequestLimits
+        from marin_rl.training.load_policy import load_policy
+        from marin_rl.utils.devices.setup import exempt_from_collection
 
+        policy = load_policy(
+            run=config.run,
+            step=config.step,
+            folder=config.model,
+            max_seqs=config.max_seqs,
+            max_new_tokens=config.max_new_tokens,
+            max_context=config.max_context,
+            call_seconds=CALL_SECONDS,
+        )
         name = config.name or Path(str(config.run or config.model)).resolve().name
         limits = RequestLimits(
             max_context=policy.max_context,

@@ -13,12 +13,9 @@ from rich.console import Console
 from rich.text import Text
 
 from marin_rl.config.command_line import CommandParser, positive, run_command
-from marin_rl.escaping import escape_line
-from marin_rl.rollouts.store import EVALUATION
-from marin_rl.storage import storage_path
-from marin_rl.types import RolloutStatus
-from marin_rl.viewing.html_page import write_page
-from marin_rl.viewing.selection import (
+from marin_rl.runs.rollout_store import EVALUATION
+from marin_rl.runs.viewer.html_page import write_page
+from marin_rl.runs.viewer.selection import (
     Listing,
     Selection,
     SortKey,
@@ -29,7 +26,10 @@ from marin_rl.viewing.selection import (
     open_rollouts,
     parse_steps,
 )
-from marin_rl.viewing.terminal import print_listing, print_rollout, print_side_by_side
+from marin_rl.runs.viewer.terminal import print_listing, print_rollout, print_side_by_side
+from marin_rl.types import RolloutStatus
+from marin_rl.utils.escaping import escape_line
+from marin_rl.utils.storage import storage_path
 
 PIPE_WIDTH = 160
 """Characters per line if the output is not a terminal."""

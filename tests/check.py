@@ -34,6 +34,11 @@ OTHER_TESTS = (
     "tests/batching",
     "tests/objectives",
     "tests/config",
+    "tests/runs/test_array_files.py",
+    "tests/runs/test_checkpoint.py",
+    "tests/utils/devices",
+    "tests/utils/settings",
+    "tests/utils/test_levanter_line.py",
     "tests/training/test_loop.py",
 )
 """The tests that run on both lines: all that calls levanter, haliax, jax or transformers directly, and a short run."""

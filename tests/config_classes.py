@@ -10,15 +10,15 @@ from typing import Any
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 from draccus.utils import is_choice_type
 
-from marin_rl.config.section_types import field_types, is_section
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.evaluate import EvaluateConfig
-from marin_rl.launch.config import TpuConfig
-from marin_rl.launch.local import LocalConfig
+from marin_rl.pods.config import TpuConfig
+from marin_rl.pods.local import LocalConfig
 from marin_rl.rewards.component import RewardScope
 from marin_rl.sampling.config import ReloadConfig
 from marin_rl.serve import ServeConfig
+from marin_rl.utils.settings.section_types import field_types, is_section
 
 REQUIRED: dict[str, dict[str, Any]] = {
     "ConstantConfig": {"length": 1},

@@ -41,7 +41,7 @@ if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "0" and _OLDER_EMITTERS not i
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ["tests.tiny_run", "tests.gcs_emulator"]
+pytest_plugins = ["tests.tiny_run", "tests.tiny_learner", "tests.gcs_emulator"]
 
 _TEMPORARY_CACHE = None
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

@@ -225,7 +225,7 @@ def gcs_emulator() -> Iterator[Gcs]:
 def gcs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gcs]:
     """An empty bucket, to which `gs://bucket` refers in this process and its children."""
     # Imported late, because pytest imports this file before it installs jaxtyping's import hook.
-    from marin_rl import remote_path
+    from marin_rl.utils import remote_path
 
     with gcs_emulator() as emulator:
         for name, value in emulator.environment.items():

@@ -24,21 +24,21 @@ import pytest
 import yaml
 
 from marin_rl import evaluate, export, plan, replay, serve, train
-from marin_rl.chips import parse_topology
 from marin_rl.config.command_line import merge, parse_config
-from marin_rl.config.decode import decode
-from marin_rl.config.section_types import ConfigError
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.yaml_text import parse_yaml
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.environments.dataset import JsonlConfig
-from marin_rl.launch.__main__ import ACTIONS, LOCAL_FLAGS
-from marin_rl.launch.config import TpuConfig
-from marin_rl.launch.local import LocalConfig
+from marin_rl.launch import ACTIONS, LOCAL_FLAGS
 from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs
 from marin_rl.objectives.policy_loss import PolicyLossConfig, TokenBatch
+from marin_rl.pods.chips import parse_topology
+from marin_rl.pods.config import TpuConfig
+from marin_rl.pods.local import LocalConfig
 from marin_rl.rewards import EvaluateResult, StepOutput
 from marin_rl.training.fake_rollouts import parse_shape
+from marin_rl.utils.settings.decode import decode
+from marin_rl.utils.settings.section_types import ConfigError
+from marin_rl.utils.settings.yaml_text import parse_yaml
 from tests.config_classes import config_classes
 from tests.distributed.thread_workers import thread_workers
 from tests.one_reply import answer
@@ -389,7 +389,7 @@ def test_ranges_are_parsed() -> None:
 def everything(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Records of PPO with a critic, several updates per step, a filter, shaping and corrections."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+        patch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
         run = make_run(
             tmp_path_factory.mktemp("everything"),
             initialize_from=str(finished_run.path),
@@ -468,7 +468,7 @@ def lessons(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> 
     }
     numbers = {"type": "arithmetic", "terms": 2, "digits": 1, "size": 100, "name": "sums"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+        patch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
         run = make_run(
             folder,
             environment={
@@ -491,7 +491,7 @@ def lessons(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> 
 def ahead(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Records of an asynchronous run with a worker."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+        patch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
         patch.setattr("marin_rl.distributed.ray_workers.ray_workers", thread_workers)
         run = make_run(
             tmp_path_factory.mktemp("ahead"),

@@ -15,13 +15,13 @@ import pytest
 from levanter.layers.attention import AttentionMask
 
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.yaml_text import from_yaml
 from marin_rl.environments.base import Split
 from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.evaluate import EvaluateConfig, main, run_evaluation
-from marin_rl.learner.checkpoint import Checkpoints
-from marin_rl.learner.devices import start_devices
 from marin_rl.run_parts import RunParts
+from marin_rl.runs.checkpoint import Checkpoints
+from marin_rl.utils.devices.setup import start_devices
+from marin_rl.utils.settings.yaml_text import from_yaml
 from tests.tiny_run import TinyRun, contents, copy_of, without_losses
 
 Capture = pytest.CaptureFixture[str]

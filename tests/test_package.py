@@ -17,14 +17,14 @@ import marin_rl
 from tests.tiny_run import TinyRun
 
 PACKAGE = Path(marin_rl.__file__).parent
-SEAM = "levanter_line.py"
+SEAM = "utils/levanter_line.py"
 """The module with all that differs between levanter's lines."""
 OF_LINES = {"chex", "equinox", "fray", "haliax", "jax", "jaxlib", "levanter", "optax", "rigging", "tensorstore"}
 OF_LINES |= {"transformers"}
 """Packages whose versions differ between the lines."""
 ALLOWED = {
     # Versions that a run records.
-    "host_status.py": ["from importlib import metadata"],
+    "utils/host_status.py": ["from importlib import metadata"],
     # The version of the games is part of the key of a cache.
     "environments/textworld.py": ["import importlib.metadata"],
     # A checkpoint of a newer transformers has settings that this one does not know.
@@ -89,7 +89,7 @@ def test_only_one_module_depends_on_versions() -> None:
         "from importlib.metadata import version",
         "def f():\n    from importlib import metadata",
         "import importlib.metadata as m",
-        "from marin_rl import levanter_line\nNAME = 'max_seq_len' if levanter_line.IS_NEW else 'seq_len'",
+        "from marin_rl.utils import levanter_line\nNAME = 'max_seq_len' if levanter_line.IS_NEW else 'seq_len'",
         "try:\n    from levanter.optim import MarsConfig\nexcept ImportError:\n    MarsConfig = None",
         "try:\n    import fray.device_flops as flops\nexcept Exception:\n    flops = None",
         "import contextlib\nwith contextlib.suppress(ImportError):\n    import jax.extend",

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from marin_rl import plan
-from marin_rl.planning.absent_devices import CUDA_PLUGINS
+from marin_rl.pods.absent_devices import CUDA_PLUGINS
 from tests import fork_server
-from tests.planning.plan_cases import TINY
+from tests.pods.plan_cases import TINY
 
 
 @pytest.fixture

@@ -22,8 +22,6 @@ from marin_rl.environments.random_reward import RandomRewardConfig
 from marin_rl.environments.tool_use import ToolUseConfig
 from marin_rl.environments.tools import PythonConfig
 from marin_rl.learner.attention_kernel import attention_kernel
-from marin_rl.learner.devices import start_devices
-from marin_rl.levanter_line import seq_len
 from marin_rl.objectives.policy_loss import GspoLossConfig, RlooSequenceLossConfig
 from marin_rl.rewards.code import CodeRewardConfig
 from marin_rl.rewards.component import FunctionRewardConfig, RewardConfigError
@@ -34,6 +32,8 @@ from marin_rl.rollouts.config import StateHashingConfig
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.run_parts import RunParts
 from marin_rl.sampling.config import SamplingConfig
+from marin_rl.utils.devices.setup import start_devices
+from marin_rl.utils.levanter_line import seq_len
 from tests.config.small_config import MODEL, config
 from tests.scripted_sampler import ScriptedSampler
 from tests.training.bare_run import TOKENIZER, make_config

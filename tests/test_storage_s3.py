@@ -10,11 +10,11 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from marin_rl import remote_path
-from marin_rl.errors import RunDirectoryError, writing
-from marin_rl.remote_path import RemotePath
-from marin_rl.storage import AppendedFile, local_copy, remove, storage_path, upload_folder
-from marin_rl.training.lease import hold
+from marin_rl.runs.lease import hold
+from marin_rl.utils import remote_path
+from marin_rl.utils.errors import RunDirectoryError, writing
+from marin_rl.utils.remote_path import RemotePath
+from marin_rl.utils.storage import AppendedFile, local_copy, remove, storage_path, upload_folder
 
 pytest.importorskip("s3fs")
 moto_server = pytest.importorskip("moto.server")

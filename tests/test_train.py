@@ -100,7 +100,7 @@ def test_resumed_run_prints_the_summary(finished_run: TinyRun, tmp_path: Path, c
 def test_training_starts_from_the_weights_of_a_finished_run(
     finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
     run = new_run(
         initialize_from=str(finished_run.path),
         model=None,

@@ -232,7 +232,7 @@ def outcome(run: TinyRun) -> dict[str, Any]:
 
 def stored(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """The rows of all rollout files without timings; fails if the folder has other files."""
-    from marin_rl.rollouts.store import list_files, read_file
+    from marin_rl.runs.rollout_store import list_files, read_file
 
     files = list_files(folder)
     assert sorted(path.name for path in folder.iterdir()) == sorted(file.path.name for file in files)

@@ -24,17 +24,17 @@ from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.learner.scoring import Scores
 from marin_rl.rollouts.group_codec import decode_group, encode_group
-from marin_rl.rollouts.rollout_files import as_parquet
-from marin_rl.rollouts.store import RolloutStore, RolloutStoreConfig
-from marin_rl.rollouts.stored_rollout import as_table
 from marin_rl.run_parts import RunParts
+from marin_rl.runs.rollout_files import as_parquet
+from marin_rl.runs.rollout_store import RolloutStore, RolloutStoreConfig
+from marin_rl.runs.stored_rollout import as_table
 from marin_rl.sampling.group_sampler import DECODE_STEPS
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.sampling.slots import AcceptedRequest, SlotTable
 from marin_rl.sampling.stops import ENDED
-from marin_rl.timing import PhaseTimer
 from marin_rl.training.batch_builder import make_batch_builder
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, Task, Turn
+from marin_rl.utils.timing import PhaseTimer
 
 PAD = 0
 VOCABULARY = 32_000

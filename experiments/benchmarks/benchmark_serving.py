@@ -34,7 +34,6 @@ from experiments.benchmarks.measurement import (
     spread,
     timed,
 )
-from marin_rl.learner.devices import exempt_from_collection, start_devices
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.run_parts import RunParts
 from marin_rl.sampling.group_sampler import GroupSampler
@@ -44,6 +43,7 @@ from marin_rl.serving.engine import CALL_SECONDS, Engine, EngineRequest
 from marin_rl.serving.http_server import HttpServer, listen
 from marin_rl.serving.protocol import RequestLimits
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.utils.devices.setup import exempt_from_collection, start_devices
 
 PROMPT_TOKENS = 32
 

@@ -29,9 +29,9 @@ import numpy as np
 
 from experiments.benchmarks.benchmark_serving import PROMPT_TOKENS, ask, make_requests, request_bytes
 from experiments.benchmarks.measurement import BenchmarkedRunError, benchmark_parser, load_config, make_report, say
-from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy, save_hf_policy
 from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.utils.devices.setup import start_devices
 
 NAMES = ("sequences", "slots")
 """Metrics of the server, without their prefix."""

@@ -35,10 +35,10 @@ from experiments.benchmarks.measurement import (
 )
 from marin_rl.batching.rollout_batch import RolloutBatch, make_batch
 from marin_rl.config.train_config import TrainConfig, TrainerConfig
-from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy
-from marin_rl.levanter_line import seq_len
 from marin_rl.run_parts import RunParts
+from marin_rl.utils.devices.setup import start_devices
+from marin_rl.utils.levanter_line import seq_len
 
 LAYOUTS = {
     # layout: packing, shared prompts

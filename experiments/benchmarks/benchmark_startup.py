@@ -29,7 +29,7 @@ from experiments.benchmarks.measurement import (
     spread,
     timed,
 )
-from marin_rl.training.metrics_file import read_records
+from marin_rl.runs.metrics_file import read_records
 
 MODULES = ("jax", "levanter", "marin_rl.train")
 

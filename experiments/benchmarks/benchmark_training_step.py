@@ -47,13 +47,13 @@ from experiments.benchmarks.measurement import (
 from marin_rl.batching.rl_example import PackedBatch, RlExample, pack_batch
 from marin_rl.batching.rollout_batch import RolloutBatch, make_batch
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.learner.devices import device_peak_bytes, microbatch_rows, platform_of, start_devices
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.learner.train_step import Learner
-from marin_rl.levanter_line import next_token_loss, seq_len
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.run_parts import RunParts
-from marin_rl.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.setup import device_peak_bytes, microbatch_rows, platform_of, start_devices
+from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.levanter_line import next_token_loss, seq_len
 
 SIGMA = 0.8
 """Standard deviation of the logarithm of a rollout's length."""

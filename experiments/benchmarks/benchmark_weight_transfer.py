@@ -48,20 +48,20 @@ from experiments.benchmarks.measurement import (
 )
 from experiments.benchmarks.weight_servers import Share
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.weights_config import WeightTransferConfig
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.coordinator_client import CoordinatorClient
 from marin_rl.distributed.ray_node import connected_to_local_node
+from marin_rl.distributed.weights.fetch import open_receiver
+from marin_rl.distributed.weights.manifest import named_leaves
+from marin_rl.distributed.weights.publish import TrainingHost, open_sender
+from marin_rl.distributed.weights.secret import make_secret
 from marin_rl.distributed.worker import RolloutWorker, WorkerPolicy
-from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.train_step import Learner
 from marin_rl.run_parts import RunParts
-from marin_rl.weights.config import WeightTransferConfig
-from marin_rl.weights.fetch import open_receiver
-from marin_rl.weights.manifest import named_leaves
-from marin_rl.weights.publish import TrainingHost, open_sender
-from marin_rl.weights.secret import make_secret
+from marin_rl.utils.devices.setup import start_devices
 
 ARRAYS, COLUMNS = 16, 1024
 """Number of arrays of synthetic weights, and columns of each."""

@@ -25,7 +25,7 @@ from typing import Any
 from experiments.benchmarks.measurement import BenchmarkedRunError, benchmark_parser, make_report, say, spread
 from experiments.benchmarks.simulate_pipeline import Pipeline, Simulation
 from experiments.soak import TINY
-from marin_rl.rollouts.store import read_rollouts
+from marin_rl.runs.rollout_store import read_rollouts
 
 ROOT = Path(__file__).parents[2]
 GROUPS, MEMBERS = 8, 4

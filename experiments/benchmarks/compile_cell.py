@@ -18,15 +18,15 @@ from levanter.models.llama import LlamaConfig
 from levanter.models.qwen import Qwen3Config
 
 from experiments.benchmarks.measurement import program_bytes
-from marin_rl.chips import parse_topology
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig, TrainerConfig
 from marin_rl.environments import ArithmeticConfig
-from marin_rl.levanter_line import seq_len
-from marin_rl.planning.absent_devices import absent_devices
-from marin_rl.planning.programs import LOWER, RunShapes, open_shapes
-from marin_rl.planning.run_plan import of_one_host
+from marin_rl.pods.absent_devices import absent_devices
+from marin_rl.pods.chips import parse_topology
+from marin_rl.pods.programs import LOWER, RunShapes, open_shapes
+from marin_rl.pods.run_plan import of_one_host
 from marin_rl.sampling.config import SamplingConfig
+from marin_rl.utils.levanter_line import seq_len
 
 MODELS: dict[str, tuple[LlamaConfig, int, int]] = {
     "0.6B": (
@@ -72,7 +72,7 @@ CACHED_TOKENS = 65536
 LAYERS = (1, 2)
 """Numbers of layers that are compiled; all others follow from the difference."""
 PROGRAMS = {"learner": "update", "reference": "score", "prefill": "prefill", "decode": "decode"}
-"""Name of each program in `marin_rl.planning.programs`."""
+"""Name of each program in `marin_rl.pods.programs`."""
 
 
 def make_config(name: str, length: int) -> TrainConfig:

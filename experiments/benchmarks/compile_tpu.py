@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.benchmarks.measurement import PACKAGES, benchmark_parser, say
-from marin_rl.chips import CHIPS, GIB
-from marin_rl.levanter_line import distribution_of
+from marin_rl.pods.chips import CHIPS, GIB
+from marin_rl.utils.levanter_line import distribution_of
 
 MODEL_LAYERS = {"0.6B": 28, "1B": 16, "8B": 36}
 """Number of layers of each model."""

@@ -34,11 +34,11 @@ from experiments.benchmarks.first_gpu_run import ROOT, Settings
 from experiments.benchmarks.gpu_kernels import REPEATS, kernel_errors
 from experiments.benchmarks.measurement import load_config, timed, without_compilation_cache
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.host_status import software_versions
-from marin_rl.learner.devices import DeviceError, device_peak_bytes, start_devices
 from marin_rl.learner.policy_model import initialize_policy, save_hf_policy
 from marin_rl.run_parts import RunParts
 from marin_rl.tokenization.load import byte_tokenizer
+from marin_rl.utils.devices.setup import DeviceError, device_peak_bytes, start_devices
+from marin_rl.utils.host_status import software_versions
 
 GIB = 2**30
 KERNEL_LIMITS = {"cpu": {"float32": 1e-5, "bfloat16": 2e-2}, "gpu": {"float32": 5e-3, "bfloat16": 2e-2}}

@@ -23,7 +23,7 @@ from jax import monitoring
 
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.levanter_line import distribution_of
+from marin_rl.utils.levanter_line import distribution_of
 
 
 class BenchmarkedRunError(RuntimeError):

@@ -15,9 +15,9 @@ import threading
 
 import numpy as np
 
-from marin_rl.weights.arrow_flight import WeightServer
-from marin_rl.weights.manifest import Manifest, Piece, Snapshot, checksum, volume, whole
-from marin_rl.weights.publish import CHUNK_BYTES
+from marin_rl.distributed.weights.arrow_flight import WeightServer
+from marin_rl.distributed.weights.manifest import Manifest, Piece, Snapshot, checksum, volume, whole
+from marin_rl.distributed.weights.publish import CHUNK_BYTES
 
 
 @dataclasses.dataclass(frozen=True)

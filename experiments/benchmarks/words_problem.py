@@ -34,8 +34,8 @@ import marin_rl.train
 from experiments.benchmarks.measurement import COMPILE_EVENT, timed
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy, save_hf_policy
+from marin_rl.utils.devices.setup import start_devices
 
 PAD, END = 0, 1
 

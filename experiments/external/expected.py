@@ -18,11 +18,11 @@ from typing import Any
 
 from marin_rl.config.sections import EvaluationConfig
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.yaml_text import from_yaml
 from marin_rl.rollouts.metrics import is_correct
 from marin_rl.run_parts import RunParts
-from marin_rl.serve import ServeConfig, load_policy
 from marin_rl.training.evaluation import evaluate
+from marin_rl.training.load_policy import load_policy
+from marin_rl.utils.settings.yaml_text import from_yaml
 
 CONTEXT = 16
 """Maximum number of prompt and new tokens, with which the server is started, too."""
@@ -39,7 +39,7 @@ def greedy_replies(run: Path, tasks: int) -> list[dict[str, Any]]:
         For each task: the user's message `prompt`, the right `answer`, the `reply` at temperature 0, whether it is
         `correct`, and the `token_ids` and `logprobs` of the reply.
     """
-    policy = load_policy(ServeConfig(run=str(run), max_context=CONTEXT))
+    policy = load_policy(run=str(run), max_context=CONTEXT)
     config = from_yaml(TrainConfig, (run / "config.yaml").read_text(encoding="utf-8"), "config.yaml")
     config = dataclasses.replace(config, rollouts=dataclasses.replace(config.rollouts, max_length=CONTEXT))
     settings = EvaluationConfig(tasks=tasks)

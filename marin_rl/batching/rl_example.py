@@ -26,8 +26,8 @@ from levanter.models.lm_model import LmExample
 
 from marin_rl.batching.packing import GroupRow, Prompt, RowLayout, Slot, choose_layout, count_microbatches
 from marin_rl.batching.rollout_batch import RolloutBatch
-from marin_rl.levanter_line import lm_example
 from marin_rl.objectives.aggregation import AggregationConfig
+from marin_rl.utils.levanter_line import lm_example
 
 OwnRows = Callable[[int], Int64[np.ndarray, " own"]]
 """Returns the rows that this process feeds, ascending, of a microbatch with a number of rows."""

@@ -16,7 +16,6 @@ import marin_rl.objectives.gae
 import marin_rl.objectives.gigpo
 import marin_rl.rewards.pipeline  # noqa: F401
 from marin_rl.config.combinations import CHECKS, Check, run_checks
-from marin_rl.config.section_types import CheckedConfig, ConfigError
 from marin_rl.config.sections import (
     EvaluationConfig,
     Mode,
@@ -25,19 +24,10 @@ from marin_rl.config.sections import (
     UpdateConfig,
     WarmStartConfig,
 )
+from marin_rl.config.weights_config import WeightTransferConfig
 from marin_rl.config.workers_config import WorkersConfig
-from marin_rl.config_checks import ConfigSection, check_fields
-from marin_rl.config_fields import (
-    LOCAL_PATH,
-    STORAGE_PATH,
-    may_change,
-    may_change_by_name,
-    nested_sections,
-)
 from marin_rl.environments.base import EnvironmentConfig
-from marin_rl.kernel_sharding import POSITION
-from marin_rl.learner.config import CheckpointConfig, CriticConfig, ExportConfig
-from marin_rl.logs import LogLevel
+from marin_rl.learner.config import CriticConfig, ExportConfig
 from marin_rl.objectives.advantage_inputs import AdvantageConfig
 from marin_rl.objectives.advantages import RlooConfig
 from marin_rl.objectives.aggregation import AggregationConfig, SequenceSumConfig
@@ -48,11 +38,22 @@ from marin_rl.objectives.shaping import KeepTruncatedConfig, OverlongConfig, Tru
 from marin_rl.rewards.component import RewardScope
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rollouts.filters import FilterConfig, KeepGroupsConfig
-from marin_rl.rollouts.store import RolloutStoreConfig
+from marin_rl.runs.config import CheckpointConfig
+from marin_rl.runs.rollout_store import RolloutStoreConfig
 from marin_rl.sampling.config import LevanterSamplerConfig, SamplerConfig, SamplingConfig
 from marin_rl.tokenization.config import TokenizerConfig
-from marin_rl.trainer_config import AbstractTrainerConfig
-from marin_rl.weights.config import WeightTransferConfig
+from marin_rl.utils.devices.kernel_sharding import POSITION
+from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.logs import LogLevel
+from marin_rl.utils.settings.checks import ConfigSection, check_fields
+from marin_rl.utils.settings.fields import (
+    LOCAL_PATH,
+    STORAGE_PATH,
+    may_change,
+    may_change_by_name,
+    nested_sections,
+)
+from marin_rl.utils.settings.section_types import CheckedConfig, ConfigError
 
 TRAINER_METADATA = may_change(
     *("tracker", "jax_compilation_cache_dir", "distributed"),

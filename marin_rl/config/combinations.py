@@ -12,13 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from marin_rl.config.levanter_sections import check_optimizer, check_trainer
-from marin_rl.config.section_types import InvalidFieldError, choice_name
 from marin_rl.config.sections import Mode
+from marin_rl.config.weights_config import TransferDtype
 from marin_rl.config.workers_config import Refresh
-from marin_rl.config_fields import check_paths, is_loopback, nested_sections
-from marin_rl.kernel_sharding import POSITION
-from marin_rl.levanter_line import max_positions
-from marin_rl.logs import module_levels
 from marin_rl.models.model_settings import model_problems, window_problem
 from marin_rl.objectives.advantage_inputs import AdvantageConfig
 from marin_rl.objectives.importance import OffPolicyCorrectionConfig
@@ -26,7 +22,11 @@ from marin_rl.objectives.policy_loss import PolicyLossConfig
 from marin_rl.rollouts.config import LongPrompts
 from marin_rl.rollouts.filters import FilterConfig
 from marin_rl.sampling.config import OpenAiSamplerConfig
-from marin_rl.weights.config import TransferDtype
+from marin_rl.utils.devices.kernel_sharding import POSITION
+from marin_rl.utils.levanter_line import max_positions
+from marin_rl.utils.logs import module_levels
+from marin_rl.utils.settings.fields import check_paths, is_loopback, nested_sections
+from marin_rl.utils.settings.section_types import InvalidFieldError, choice_name
 
 if TYPE_CHECKING:
     from marin_rl.config.base_config import AbstractTrainConfig

@@ -30,16 +30,23 @@ import yaml
 from draccus.choice_types import CHOICE_TYPE_KEY
 from draccus.utils import is_choice_type
 
-from marin_rl.config.decode import decode, find_problems
-from marin_rl.config.help import all_keys, help_text, overview_text
-from marin_rl.config.imports import import_types
-from marin_rl.config.section_types import ConfigError, Written, field_types, plain_type, resolve_section, section_of
-from marin_rl.config.yaml_text import load_yaml, parse_value
-from marin_rl.config_fields import flatten
-from marin_rl.errors import LISTED_NAMES, USER_ERRORS, explain, own_frames, require_threads
-from marin_rl.escaping import escape
-from marin_rl.logs import warnings_to_stderr
-from marin_rl.output import OutputError, guarded_output
+from marin_rl.utils.errors import LISTED_NAMES, USER_ERRORS, explain, own_frames, require_threads
+from marin_rl.utils.escaping import escape
+from marin_rl.utils.logs import warnings_to_stderr
+from marin_rl.utils.output import OutputError, guarded_output
+from marin_rl.utils.settings.decode import decode, find_problems
+from marin_rl.utils.settings.fields import flatten
+from marin_rl.utils.settings.help import all_keys, help_text, overview_text
+from marin_rl.utils.settings.imports import import_types
+from marin_rl.utils.settings.section_types import (
+    ConfigError,
+    Written,
+    field_types,
+    plain_type,
+    resolve_section,
+    section_of,
+)
+from marin_rl.utils.settings.yaml_text import load_yaml, parse_value
 
 ConfigT = TypeVar("ConfigT")
 
@@ -55,7 +62,7 @@ RESUME_FLAGS = {"accept_changes": "Resume although files of the run were changed
 def run_command(
     command: Callable[[Sequence[str]], int], argv: Sequence[str] | None, interrupted: str = "interrupted"
 ) -> int:
-    """Run a command, and print its errors as one line; see [`output`][marin_rl.output] for errors of its own output.
+    """Run a command, and print its errors as one line; see [`output`][marin_rl.utils.output] for its own output.
 
     Args:
         command: returns the exit status for the given arguments.

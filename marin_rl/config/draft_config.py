@@ -19,15 +19,15 @@ from typing import Any
 
 from marin_rl.config.base_config import MODEL_METADATA, TRAINER_METADATA, AbstractTrainConfig
 from marin_rl.config.combinations import CHECKS
-from marin_rl.config.decode import decode
 from marin_rl.config.levanter_description import described_sections
-from marin_rl.config.section_types import UnknownType
-from marin_rl.config_fields import input_files, may_change_by_name
-from marin_rl.errors import explain, nearest_file
-from marin_rl.hub import HubError, check_source
-from marin_rl.storage import user_path
 from marin_rl.tokenization.config import BYTES, PLAIN
-from marin_rl.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.errors import explain, nearest_file
+from marin_rl.utils.hub import HubError, check_source
+from marin_rl.utils.settings.decode import decode
+from marin_rl.utils.settings.fields import input_files, may_change_by_name
+from marin_rl.utils.settings.section_types import UnknownType
+from marin_rl.utils.storage import user_path
 
 
 @functools.cache

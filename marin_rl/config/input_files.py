@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config_fields import changeable_keys, is_within, local_inputs, named_files
-from marin_rl.storage import WEIGHTS, digest_of
-from marin_rl.user_code import imported_files
+from marin_rl.utils.settings.fields import changeable_keys, is_within, local_inputs, named_files
+from marin_rl.utils.storage import WEIGHTS, digest_of
+from marin_rl.utils.user_code import imported_files
 
 IGNORED = (
     *(".*", "__pycache__", "*.lock", "*.log", "wandb"),

@@ -27,9 +27,9 @@ import draccus
 import jmp
 from draccus.utils import is_choice_type
 
-from marin_rl.config.decode import decode, encode
-from marin_rl.config.section_types import InvalidFieldError, default_of, field_types, is_section, plain_type
-from marin_rl.levanter_line import installed
+from marin_rl.utils.levanter_line import installed
+from marin_rl.utils.settings.decode import decode, encode
+from marin_rl.utils.settings.section_types import InvalidFieldError, default_of, field_types, is_section, plain_type
 
 TOP_SECTIONS = ("LmConfig", "OptimizerConfig", "TrackerConfig")
 """Sections of levanter that a training config contains."""

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from marin_rl.config.section_types import choice_name, field_types, section_of
-from marin_rl.errors import nearest
-from marin_rl.levanter_line import UNUSABLE_OPTIMIZERS
-from marin_rl.remote_path import RemotePath
-from marin_rl.storage import storage_path
-from marin_rl.trainer_config import DATA, MODEL, REPLICA, AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import DATA, MODEL, REPLICA, AbstractTrainerConfig
+from marin_rl.utils.errors import nearest
+from marin_rl.utils.levanter_line import UNUSABLE_OPTIMIZERS
+from marin_rl.utils.remote_path import RemotePath
+from marin_rl.utils.settings.section_types import choice_name, field_types, section_of
+from marin_rl.utils.storage import storage_path
 
 if TYPE_CHECKING:
     from marin_rl.config.base_config import AbstractTrainConfig

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from marin_rl.config.decode import default_of
 from marin_rl.config.levanter_sections import check_optimizer
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.models.conversion import check_model
+from marin_rl.utils.settings.decode import default_of
 
 _SCHEDULE = (
     *("warmup", "decay", "rewarmup", "cooldown", "cycles", "cycle_length", "haps"),

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 from annotated_types import Ge, Gt, Le
 
 from marin_rl.batching.packing import GroupRow
-from marin_rl.config_checks import ConfigSection, check_fields
 from marin_rl.rollouts.config import LongPrompts, StateHashingConfig
+from marin_rl.utils.settings.checks import ConfigSection, check_fields
 
 if TYPE_CHECKING:
     from marin_rl.learner.attention_kernel import AttentionKernel

@@ -14,9 +14,9 @@ from levanter.tracker import TrackerConfig
 from marin_rl.config.base_config import MODEL_METADATA, TRAINER_METADATA, AbstractTrainConfig
 from marin_rl.config.combinations import CHECKS
 from marin_rl.config.model_checks import MODEL_CHECKS
-from marin_rl.config_fields import may_change_by_name
-from marin_rl.storage import storage_path
-from marin_rl.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.settings.fields import may_change_by_name
+from marin_rl.utils.storage import storage_path
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,9 @@ import jmp
 from annotated_types import Ge, Gt
 from jax.typing import DTypeLike
 
-from marin_rl.config_checks import ConfigSection, check_fields
-from marin_rl.slice_names import SliceName, TopologyError, parse_slice
-from marin_rl.trainer_config import TrainerT
+from marin_rl.utils.devices.slice_names import SliceName, TopologyError, parse_slice
+from marin_rl.utils.devices.trainer_config import TrainerT
+from marin_rl.utils.settings.checks import ConfigSection, check_fields
 
 CPU, GPU, TPU = "CPU", "GPU", "TPU"
 """Ray's names of its predefined resources."""

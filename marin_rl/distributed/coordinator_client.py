@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from marin_rl.distributed.coordinator import Coordinator
-from marin_rl.errors import UserError
+from marin_rl.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import ray
 
-from marin_rl.errors import UserError, require_threads
-from marin_rl.logs import without_message
+from marin_rl.utils.errors import UserError, require_threads
+from marin_rl.utils.logs import without_message
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from marin_rl.config.input_files import Inputs
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.workers_config import CPU
-from marin_rl.config.yaml_text import from_yaml, to_yaml
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.coordinator_client import CoordinatorClient, RayLostError
 from marin_rl.distributed.ray_cluster import find_cluster, no_cluster
@@ -29,8 +28,9 @@ from marin_rl.distributed.ray_node import connect, connected_to_local_node
 from marin_rl.distributed.tpu_slices import SliceReservations
 from marin_rl.distributed.worker import run_worker
 from marin_rl.distributed.worker_devices import check_own_node, open_only_reserved, ray_options
-from marin_rl.logs import log_to, module_levels
-from marin_rl.storage import storage_path
+from marin_rl.utils.logs import log_to, module_levels
+from marin_rl.utils.settings.yaml_text import from_yaml, to_yaml
+from marin_rl.utils.storage import storage_path
 
 logger = logging.getLogger(__name__)
 

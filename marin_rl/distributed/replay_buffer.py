@@ -9,9 +9,9 @@ import json
 from collections.abc import Iterable, Mapping
 
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, oldest_version
-from marin_rl.errors import UserError
 from marin_rl.rollouts.group_codec import OtherFormatError, decode_group, encode_group, join_parts, split_parts
 from marin_rl.types import RolloutGroup, Task, WeightVersion
+from marin_rl.utils.errors import UserError
 
 
 class ReplayFileError(UserError):

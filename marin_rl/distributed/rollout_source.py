@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
-from marin_rl.host_status import raise_if
 from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner, run_groups
-from marin_rl.timing import PhaseTimer
 from marin_rl.types import RolloutGroup, WeightVersion
+from marin_rl.utils.host_status import raise_if
+from marin_rl.utils.timing import PhaseTimer
 
 
 class FinishedGroup(NamedTuple):

@@ -22,17 +22,17 @@ from marin_rl.config.workers_config import Refresh
 from marin_rl.distributed.coordinator import Announcement, Coordinator
 from marin_rl.distributed.coordinator_client import CoordinatorClient, RayLostError
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
-from marin_rl.errors import Closing
-from marin_rl.learner.devices import exempt_from_collection
+from marin_rl.distributed.weights.errors import CorruptTransferError, NoWeightsError, ServerLostError, VersionGoneError
+from marin_rl.distributed.weights.fetch import WeightReceiver, open_receiver
 from marin_rl.learner.policy_spec import PolicySpec
-from marin_rl.multihost import ProcessesDifferError
 from marin_rl.rollouts.group_codec import encode_group
 from marin_rl.rollouts.run_rollouts import GroupInput, stream_groups
 from marin_rl.run_parts import RunParts
 from marin_rl.sampling.sampler import Sampler, WeightPoll
 from marin_rl.types import RolloutGroup, WeightVersion
-from marin_rl.weights.errors import CorruptTransferError, NoWeightsError, ServerLostError, VersionGoneError
-from marin_rl.weights.fetch import WeightReceiver, open_receiver
+from marin_rl.utils.devices.setup import exempt_from_collection
+from marin_rl.utils.errors import Closing
+from marin_rl.utils.multihost import ProcessesDifferError
 
 logger = logging.getLogger(__name__)
 

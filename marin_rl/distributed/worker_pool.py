@@ -9,21 +9,21 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from marin_rl import multihost
-from marin_rl.background_job import BackgroundJob
+from marin_rl.config.weights_config import WeightTransferConfig
 from marin_rl.distributed.coordinator import Coordinator, TrainerUpdate
 from marin_rl.distributed.coordinator_client import CoordinatorClient
 from marin_rl.distributed.rollout_source import FinishedGroup
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
-from marin_rl.errors import Closing, UserError
-from marin_rl.host_status import raise_if
+from marin_rl.distributed.weights.fetch import WeightReceiver, open_receiver
+from marin_rl.distributed.weights.publish import TrainingHost, WeightSender, open_sender
+from marin_rl.distributed.weights.secret import make_secret
 from marin_rl.rollouts.group_codec import decode_group, join_parts, split_parts
-from marin_rl.timing import PhaseTimer
 from marin_rl.types import WeightVersion
-from marin_rl.weights.config import WeightTransferConfig
-from marin_rl.weights.fetch import WeightReceiver, open_receiver
-from marin_rl.weights.publish import TrainingHost, WeightSender, open_sender
-from marin_rl.weights.secret import make_secret
+from marin_rl.utils import multihost
+from marin_rl.utils.background_job import BackgroundJob
+from marin_rl.utils.errors import Closing, UserError
+from marin_rl.utils.host_status import raise_if
+from marin_rl.utils.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
 

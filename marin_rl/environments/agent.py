@@ -19,8 +19,6 @@ import tempfile
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
-from marin_rl.config_checks import check_fields
-from marin_rl.config_fields import LOCAL_FILE, NAMES_FILES
 from marin_rl.environments.base import (
     AbstractEnvironment,
     AbstractSplitEnvironment,
@@ -30,12 +28,14 @@ from marin_rl.environments.base import (
     EnvironmentConfig,
 )
 from marin_rl.environments.splits import Split
-from marin_rl.errors import describe, explain
-from marin_rl.extras import require_extra
 from marin_rl.rewards.component import COMPONENT_NAME, RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.types import MAX_REWARD, Task
-from marin_rl.user_code import UserFileError, load_function
+from marin_rl.utils.errors import describe, explain
+from marin_rl.utils.extras import require_extra
+from marin_rl.utils.settings.checks import check_fields
+from marin_rl.utils.settings.fields import LOCAL_FILE, NAMES_FILES
+from marin_rl.utils.user_code import UserFileError, load_function
 
 _MAX_OUTPUT = 8192
 """Last bytes of a program's output that an error message contains."""

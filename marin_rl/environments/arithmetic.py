@@ -9,12 +9,12 @@ from typing import Annotated
 
 from annotated_types import Ge, Lt
 
-from marin_rl.config_checks import check_fields
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.environments.splits import Problem, check_shares, split_problems
 from marin_rl.rewards.grading import FormatConfig
 from marin_rl.types import Message, Task
+from marin_rl.utils.settings.checks import check_fields
 
 
 @EnvironmentConfig.register_subclass("arithmetic")

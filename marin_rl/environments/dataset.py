@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 from annotated_types import Ge, Lt
 
-from marin_rl.config_checks import check_fields
-from marin_rl.config_fields import LOCAL_FILE, LOCAL_PATH
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
 from marin_rl.environments.data_files import check_data_files
 from marin_rl.environments.garbage import refuse_garbage_rewards
@@ -27,7 +25,6 @@ from marin_rl.environments.splits import (
     split_problems,
     without_duplicates,
 )
-from marin_rl.hub import DATASET, LFS_PROBLEM, check_source
 from marin_rl.rewards.grading import (
     ExactConfig,
     FormatConfig,
@@ -37,6 +34,9 @@ from marin_rl.rewards.grading import (
 )
 from marin_rl.rewards.math_worker import GroundTruthError
 from marin_rl.rewards.reply_text import check_pattern
+from marin_rl.utils.hub import DATASET, LFS_PROBLEM, check_source
+from marin_rl.utils.settings.checks import check_fields
+from marin_rl.utils.settings.fields import LOCAL_FILE, LOCAL_PATH
 
 if TYPE_CHECKING:
     from datasets import Dataset

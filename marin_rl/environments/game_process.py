@@ -29,9 +29,9 @@ import time
 import weakref
 from typing import Any
 
-from marin_rl.errors import UserError, describe, explain
-from marin_rl.event_loop import gather_all, run_in_thread
 from marin_rl.rewards.grading_process import process_environment
+from marin_rl.utils.errors import UserError, describe, explain
+from marin_rl.utils.event_loop import gather_all, run_in_thread
 
 _START = b"+"
 """Asks the server for a game; sent with the sockets of the game."""

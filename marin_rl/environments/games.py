@@ -17,7 +17,6 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Protocol
 
 from annotated_types import Ge, Le, Lt
 
-from marin_rl.config_checks import check_fields
 from marin_rl.environments.base import (
     CORRECT,
     FORMAT,
@@ -39,8 +38,9 @@ from marin_rl.environments.splits import (
 )
 from marin_rl.rewards.grading_process import NoAnswerError
 from marin_rl.rewards.reply_text import check_pattern, graded_text, search_reply
-from marin_rl.seeds import derive_seed
 from marin_rl.types import Info, Message, Task
+from marin_rl.utils.seeds import derive_seed
+from marin_rl.utils.settings.checks import check_fields
 
 logger = logging.getLogger(__name__)
 

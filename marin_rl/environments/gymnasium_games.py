@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from marin_rl.environments.games import View
-from marin_rl.errors import nearest
+from marin_rl.utils.errors import nearest
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.games import AbstractGameEnvironment, GameConfig, GameEpisode, Opening, Outcome
 from marin_rl.environments.openenv_client import OpenEnvError, OpenEnvServerError, Session, connect, fetch_action_schema
-from marin_rl.event_loop import run_in_thread
-from marin_rl.extras import require_extra
-from marin_rl.seeds import derive_seed
 from marin_rl.types import exact_sum
+from marin_rl.utils.event_loop import run_in_thread
+from marin_rl.utils.extras import require_extra
+from marin_rl.utils.seeds import derive_seed
 
 _MAX_SEED = 2**31
 RESET_SECONDS = 300.0

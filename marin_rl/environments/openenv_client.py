@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from marin_rl.errors import UserError
+from marin_rl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection

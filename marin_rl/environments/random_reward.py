@@ -10,10 +10,10 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Le
 
-from marin_rl.config_checks import check_fields
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.types import Task
+from marin_rl.utils.settings.checks import check_fields
 
 RANDOM = "random"
 """Reward component: random 0 or 1."""

@@ -11,8 +11,6 @@ from typing import Annotated, Any, NamedTuple
 
 from annotated_types import Ge, Lt
 
-from marin_rl.config_checks import check_fields
-from marin_rl.config_fields import NAMES_FILES
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.garbage import refuse_garbage_rewards
 from marin_rl.environments.single_turn import SingleTurnEnvironment
@@ -22,6 +20,8 @@ from marin_rl.rewards.grading_process import NoAnswerError, ask
 from marin_rl.rewards.reasoning_gym_worker import DatasetError
 from marin_rl.rewards.reply_text import check_pattern, extract_last
 from marin_rl.types import Message, Task
+from marin_rl.utils.settings.checks import check_fields
+from marin_rl.utils.settings.fields import NAMES_FILES
 
 FULL_SCORE = 1.0
 """Score of a right answer in reasoning-gym."""

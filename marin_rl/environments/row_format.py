@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from marin_rl.environments.splits import Problem, problem_id, question_text
-from marin_rl.errors import nearest
 from marin_rl.rewards.reply_text import check_pattern, extract_last
 from marin_rl.types import Message, Task
+from marin_rl.utils.errors import nearest
 
 _ROLES = ("system", "user", "assistant", "tool")
 _PLACEHOLDER = "{prompt}"

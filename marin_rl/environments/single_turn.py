@@ -10,11 +10,11 @@ import logging
 from collections.abc import Callable, Mapping
 
 from marin_rl.environments.base import CORRECT, FORMAT, AbstractSplitEnvironment, Episode, Step
-from marin_rl.escaping import shorten
 from marin_rl.rewards.grading import FormatConfig
 from marin_rl.rewards.grading_process import NoAnswerError
 from marin_rl.rewards.reply_text import graded_text, search_reply
 from marin_rl.types import Task
+from marin_rl.utils.escaping import shorten
 
 logger = logging.getLogger(__name__)
 

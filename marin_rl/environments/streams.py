@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt
 
-from marin_rl.config_checks import ConfigSection, check_fields
 from marin_rl.environments.agent import AgentEnvironment
 from marin_rl.environments.base import (
     CORRECT,
@@ -31,11 +30,12 @@ from marin_rl.environments.base import (
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.environments.splits import is_problem_id, problem_id, question_text
 from marin_rl.environments.tool_use import ToolUseEnvironment
-from marin_rl.errors import nearest
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
-from marin_rl.seeds import derive_seed
 from marin_rl.types import Message, RolloutGroup, Task, exact_sum
+from marin_rl.utils.errors import nearest
+from marin_rl.utils.seeds import derive_seed
+from marin_rl.utils.settings.checks import ConfigSection, check_fields
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Lt
 
-from marin_rl.config_fields import NAMES_FILES
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.games import (
     AbstractGameEnvironment,
@@ -22,8 +21,9 @@ from marin_rl.environments.games import (
 )
 from marin_rl.environments.gymnasium_games import Board, Start, draw_start
 from marin_rl.rewards.reply_text import extract_last
-from marin_rl.seeds import derive_seed
 from marin_rl.types import Message, Task
+from marin_rl.utils.seeds import derive_seed
+from marin_rl.utils.settings.fields import NAMES_FILES
 
 
 @EnvironmentConfig.register_subclass("text_game")

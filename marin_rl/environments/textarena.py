@@ -13,7 +13,6 @@ from typing import Annotated, Any, ClassVar
 import httpx
 from annotated_types import Ge
 
-from marin_rl.config_fields import NAMES_FILES
 from marin_rl.environments.base import (
     AbstractEnvironment,
     AgentConnection,
@@ -34,9 +33,10 @@ from marin_rl.environments.games import (
     find_action,
 )
 from marin_rl.environments.textarena_opponents import OpponentConfig, RandomOpponentConfig, SelfOpponentConfig
-from marin_rl.extras import require_extra
-from marin_rl.seeds import derive_seed
 from marin_rl.types import Message
+from marin_rl.utils.extras import require_extra
+from marin_rl.utils.seeds import derive_seed
+from marin_rl.utils.settings.fields import NAMES_FILES
 
 _MAX_SEED = 2**31
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from marin_rl.environments.textarena_opponents import OpponentConfig
-from marin_rl.errors import nearest
+from marin_rl.utils.errors import nearest
 
 
 class ArenaGame:

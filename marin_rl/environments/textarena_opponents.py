@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import draccus
 
-from marin_rl.config_fields import LOCAL_FILE
-from marin_rl.user_code import load_function
+from marin_rl.utils.settings.fields import LOCAL_FILE
+from marin_rl.utils.user_code import load_function
 
 Opponent = Callable[[str, random.Random], str]
 """Returns a move, given the observation of the player to move and a source of randomness."""

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Lt
 
-from marin_rl.config_fields import LOCAL_OUTPUT, NAMES_FILES
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.game_process import GameError, GameServer, call_each
 from marin_rl.environments.games import (
@@ -25,10 +24,11 @@ from marin_rl.environments.games import (
     View,
 )
 from marin_rl.environments.textworld_game import CUSTOM
-from marin_rl.extras import require_extra
-from marin_rl.seeds import derive_seed
-from marin_rl.storage import user_cache
 from marin_rl.types import Message, Task
+from marin_rl.utils.extras import require_extra
+from marin_rl.utils.seeds import derive_seed
+from marin_rl.utils.settings.fields import LOCAL_OUTPUT, NAMES_FILES
+from marin_rl.utils.storage import user_cache
 
 _MAX_SEED = 2**31
 _RULES = "You play a text game. Reply with one command, such as: go north, take coin, open chest, look, inventory."

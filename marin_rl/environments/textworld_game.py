@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from marin_rl.errors import nearest
+from marin_rl.utils.errors import nearest
 
 CUSTOM = "custom"
 """Name for games that are generated from options instead of by a challenge."""

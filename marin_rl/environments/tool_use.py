@@ -14,8 +14,6 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Le
 
-from marin_rl.config_checks import ConfigSection, check_fields
-from marin_rl.config_fields import nested_sections
 from marin_rl.environments.base import (
     CORRECT,
     AbstractEnvironment,
@@ -40,12 +38,14 @@ from marin_rl.environments.tools import (
     parse_call,
     tool_schema,
 )
-from marin_rl.errors import describe, explain
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.functions import RewardCallError
 from marin_rl.rewards.reply_text import parse_reply
 from marin_rl.rewards.sandbox.pool import IsolationError, Sandbox
 from marin_rl.types import Message, Task
+from marin_rl.utils.errors import describe, explain
+from marin_rl.utils.settings.checks import ConfigSection, check_fields
+from marin_rl.utils.settings.fields import nested_sections
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,6 @@ from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Lt
 
-from marin_rl.config_checks import check_fields
-from marin_rl.config_fields import LOCAL_PATH, NAMES_FILES
 from marin_rl.environments.base import (
     AbstractEnvironment,
     AbstractSplitEnvironment,
@@ -36,9 +34,11 @@ from marin_rl.environments.base import (
 )
 from marin_rl.environments.game_process import GameError, GameServer
 from marin_rl.environments.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
-from marin_rl.event_loop import run_in_thread
-from marin_rl.extras import require_extra
 from marin_rl.types import Message, Task
+from marin_rl.utils.event_loop import run_in_thread
+from marin_rl.utils.extras import require_extra
+from marin_rl.utils.settings.checks import check_fields
+from marin_rl.utils.settings.fields import LOCAL_PATH, NAMES_FILES
 
 _KEY_VARIABLE = "MARIN_RL_EPISODE_API_KEY"
 _TASKS_PER_CALL = 64

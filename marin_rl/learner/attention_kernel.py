@@ -24,8 +24,8 @@ from levanter.layers.attention import AttentionBackend
 from levanter.models.gpt2 import Gpt2Config
 from levanter.models.lm_model import LmConfig
 
-from marin_rl.attention_windows import windows_within
 from marin_rl.batching.packing import GroupRow
+from marin_rl.models.attention_windows import windows_within
 from marin_rl.models.model_settings import attention_problems
 
 PLATFORMS = ("cpu", "gpu", "tpu")

@@ -30,10 +30,8 @@ from levanter.layers.attention import Attention, AttentionBackend, AttentionConf
 from levanter.layers.rotary import RotaryEmbeddings
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.attention_windows import window_rope, windows_within
 from marin_rl.batching.packing import GroupRow
 from marin_rl.batching.rl_example import RlExample, SharedPromptMask
-from marin_rl.kernel_sharding import POSITION, on_each_shard, sharding_of
 from marin_rl.learner.attention_kernel import SPLASH_BLOCK, GpuBackend
 from marin_rl.learner.flash_attention import (
     Attend,
@@ -43,6 +41,8 @@ from marin_rl.learner.flash_attention import (
     splash_attention,
     splash_kernel,
 )
+from marin_rl.models.attention_windows import window_rope, windows_within
+from marin_rl.utils.devices.kernel_sharding import POSITION, on_each_shard, sharding_of
 
 
 def context_shards() -> int:

@@ -1,16 +1,16 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Sections of `TrainConfig` for the critic, checkpoints and the export of weights."""
+"""Sections of `TrainConfig` for the critic and the export of weights."""
 
 import dataclasses
 import enum
 from typing import Annotated
 
 import jax.numpy as jnp
-from annotated_types import Ge, Gt
+from annotated_types import Gt
 
-from marin_rl.config_checks import ConfigSection
+from marin_rl.utils.settings.checks import ConfigSection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,18 +25,6 @@ class CriticConfig(ConfigSection):
     """Weight of the value loss relative to the policy term."""
     clip: Annotated[float, Gt(0)] | None = 0.2
     """ε_v: bound on the change of a value from its old value in the clipped value loss; null for no bound."""
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointConfig(ConfigSection):
-    """When to save checkpoints, and which ones to keep."""
-
-    every: Annotated[int, Ge(0)] = 50
-    """Steps between checkpoints; the last step is always saved. 0 saves only the last step."""
-    keep_last: Annotated[int, Ge(2), "one to fall back to"] = 2
-    """Number of newest checkpoints to keep: an undamaged one remains if the newest is damaged."""
-    keep_every: Annotated[int, Ge(0)] = 0
-    """Keep the checkpoints of all steps divisible by this number; 0 keeps only the last `keep_last`."""
 
 
 class ExportDtype(enum.StrEnum):

@@ -29,10 +29,10 @@ from levanter.compat.hf_checkpoints import _shard_hf_checkpoint
 from levanter.models.gpt2 import Gpt2Config
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl import multihost
-from marin_rl.learner.array_files import SavedArrays
 from marin_rl.models.hf_tensors import to_tensors
-from marin_rl.trainer_config import AbstractTrainerConfig
+from marin_rl.runs.array_files import SavedArrays
+from marin_rl.utils import multihost
+from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
 
 SHARD_BYTES = 10**10
 """Size above which the tensors are written to several files with an index."""

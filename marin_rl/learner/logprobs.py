@@ -24,7 +24,7 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.rl_example import RlExample, to_predictors, to_tokens
 from marin_rl.learner.attention_layers import context_shards, with_attention_kernel
-from marin_rl.levanter_line import shard
+from marin_rl.utils.levanter_line import shard
 
 Carry = TypeVar("Carry")
 

@@ -16,11 +16,11 @@ from marin_rl.batching.rl_example import RlExample
 from marin_rl.learner.config import CriticConfig
 from marin_rl.learner.critic import ActorCritic, policy_of
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
-from marin_rl.levanter_line import metric
 from marin_rl.objectives.importance import LogRatioStatistics, Sum, log_ratio_statistics
 from marin_rl.objectives.kl import KlConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig, TokenBatch
 from marin_rl.objectives.value_loss import value_loss_terms
+from marin_rl.utils.levanter_line import metric
 
 _LOG_RATIO = "log_ratio/"
 

@@ -21,17 +21,17 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.hub import cached_file
 
-from marin_rl import multihost
 from marin_rl.learner.hf_export import DeviceWeights, WeightParts, write_weights
 from marin_rl.learner.policy_spec import PolicySpec, only_arrays
-from marin_rl.levanter_line import max_positions
 from marin_rl.models.conversion import check_same_function, levanter_config, to_hf_config
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.hf_rope import write_rope
 from marin_rl.models.hf_tensors import BASE_PREFIX, check_tensors, split_experts
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.hf_folder import save_tokenizer
-from marin_rl.trainer_config import AbstractTrainerConfig
+from marin_rl.utils import multihost
+from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.levanter_line import max_positions
 
 
 def initialize_policy(

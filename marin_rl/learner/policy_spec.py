@@ -17,10 +17,10 @@ from levanter.trainer_state import TrainerState
 
 from marin_rl.learner.config import CriticConfig
 from marin_rl.learner.critic import ActorCritic, with_critic
-from marin_rl.learner.saved_checkpoint import Checkpoint
-from marin_rl.learner.sharding import check_sharding
 from marin_rl.learner.train_step import Learner, placed_shape
-from marin_rl.trainer_config import AbstractTrainerConfig
+from marin_rl.runs.saved_checkpoint import Checkpoint
+from marin_rl.utils.devices.sharding import check_sharding
+from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
 
 
 @dataclasses.dataclass(frozen=True)

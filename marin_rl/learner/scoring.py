@@ -14,12 +14,10 @@ import numpy as np
 from jaxtyping import Float32
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl import multihost
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import RlExample, pack_batch
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.learner.critic import ActorCritic, policy_of
-from marin_rl.learner.devices import own_rows
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
 from marin_rl.learner.train_step import (
     compiler_options,
@@ -29,7 +27,9 @@ from marin_rl.learner.train_step import (
     take_microbatch,
 )
 from marin_rl.objectives.aggregation import TokenMeanConfig
-from marin_rl.trainer_config import AbstractTrainerConfig
+from marin_rl.utils import multihost
+from marin_rl.utils.devices.setup import own_rows
+from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
 
 
 class Scores(NamedTuple):

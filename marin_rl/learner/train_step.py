@@ -24,12 +24,12 @@ from levanter.optim.config import OptimizerConfig
 from levanter.tracker import NoopTracker, current_tracker
 from levanter.trainer_state import TrainerState
 
-from marin_rl import multihost
 from marin_rl.batching.rl_example import RlExample
-from marin_rl.errors import UserError
-from marin_rl.learner.devices import own_rows
-from marin_rl.levanter_line import metric, shard
-from marin_rl.trainer_config import AbstractTrainerConfig
+from marin_rl.utils import multihost
+from marin_rl.utils.devices.setup import own_rows
+from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.errors import UserError
+from marin_rl.utils.levanter_line import metric, shard
 
 T = TypeVar("T")
 
@@ -196,7 +196,7 @@ class Learner:
             state: **donated**; use the returned state.
             microbatches: the batch, split into microbatches of one shape; at least one.
             num_rows: number of rows of a microbatch if `microbatches` contain only the rows of this process
-                (`own_rows` of `marin_rl.learner.devices`); None if they contain all rows.
+                (`own_rows` of `marin_rl.utils.devices.setup`); None if they contain all rows.
 
         Returns:
             The new state, which the next update may take at once, and the update's metrics.

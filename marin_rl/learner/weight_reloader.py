@@ -12,9 +12,9 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.sampling.config import ReloadConfig
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.trainer_config import AbstractTrainerConfig
 from marin_rl.types import WeightVersion
-from marin_rl.user_code import load_function, user_errors
+from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.user_code import load_function, user_errors
 
 
 def load_reload_function(config: ReloadConfig) -> Callable[[Path, WeightVersion, str], object]:

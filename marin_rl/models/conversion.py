@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 # Registers the architectures.
 import marin_rl.models.olmo3
 import marin_rl.models.qwen2  # noqa: F401
-from marin_rl.attention_windows import Windows, layer_windows
+from marin_rl.models.attention_windows import Windows, layer_windows
 from marin_rl.models.hf_config import ACTIVATIONS, INVALID_CONFIG, PolicyModelError, declared_settings, first_line
 from marin_rl.models.hf_rope import canonical_scaling, rope_settings
 from marin_rl.models.model_settings import model_problems, rope_problems, window_problem

@@ -18,10 +18,10 @@ from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.hub import cached_file
 
-from marin_rl.hub import check_source
 from marin_rl.models.hf_rope import canonical_scaling, read_rope
 from marin_rl.models.model_settings import MODEL_TYPES
-from marin_rl.storage import check_descriptions
+from marin_rl.utils.hub import check_source
+from marin_rl.utils.storage import check_descriptions
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from levanter.models.lm_model import LmHeadModel
 from safetensors import SafetensorError, safe_open
 from transformers.utils.hub import cached_file
 
-from marin_rl.hub import LFS_PROBLEM, is_lfs_pointer
 from marin_rl.models.hf_config import PolicyModelError
+from marin_rl.utils.hub import LFS_PROBLEM, is_lfs_pointer
 
 BASE_PREFIX = "transformer"
 """Prefix of tensor names in GPT-2 checkpoints that were saved with their head; other architectures have none."""

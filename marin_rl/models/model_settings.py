@@ -6,7 +6,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from marin_rl.levanter_line import field_of_key
+from marin_rl.utils.levanter_line import field_of_key
 
 MODEL_TYPES = ("gemma", "gemma2", "gpt2", "llama", "mistral", "mixtral", "olmo2", "olmo3", "qwen2", "qwen3")
 """Supported architectures: values of `model_type` in a `config.json`, and of `model.type` in a run's config."""

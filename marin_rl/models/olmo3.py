@@ -13,7 +13,7 @@ from levanter.models.olmo import Olmo2Config
 from transformers import Olmo3Config as HfOlmo3Config
 from transformers import PretrainedConfig
 
-from marin_rl.levanter_line import register_olmo3
+from marin_rl.utils.levanter_line import register_olmo3
 
 
 @register_olmo3()

@@ -18,7 +18,7 @@ import draccus
 import numpy as np
 from jaxtyping import Float, Float64, Int32, Shaped
 
-from marin_rl.config_checks import ConfigSection
+from marin_rl.utils.settings.checks import ConfigSection
 
 STD_EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""

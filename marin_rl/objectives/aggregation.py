@@ -20,7 +20,7 @@ import numpy as np
 from annotated_types import Ge
 from jaxtyping import Float64, Integer
 
-from marin_rl.config_checks import ConfigSection
+from marin_rl.utils.settings.checks import ConfigSection
 
 TokenCounts = Integer[np.ndarray, " rollouts"]
 """Number of loss tokens of each rollout, T_i."""

@@ -21,9 +21,9 @@ import numpy as np
 from annotated_types import Ge, Gt, Le
 from jaxtyping import Array, Bool, Float, Float64
 
-from marin_rl.config_checks import ConfigSection
 from marin_rl.objectives.advantage_inputs import split
 from marin_rl.objectives.kl import MAX_LOG_RATIO
+from marin_rl.utils.settings.checks import ConfigSection
 
 LogWeights = Float[np.ndarray, " tokens"]
 """`log w` (nats) of the action tokens of all rollouts."""

@@ -24,7 +24,7 @@ import numpy as np
 from annotated_types import Ge
 from jaxtyping import Array, Float, Float64
 
-from marin_rl.config_checks import ConfigSection
+from marin_rl.utils.settings.checks import ConfigSection
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to ±20 nats before use."""

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from annotated_types import Ge, Gt, Le, Lt
 from jaxtyping import Array, Bool, Float, Int
 
-from marin_rl.config_checks import ConfigSection
 from marin_rl.objectives.kl import MAX_LOG_RATIO
+from marin_rl.utils.settings.checks import ConfigSection
 
 
 class TokenBatch(NamedTuple):

@@ -10,8 +10,8 @@ from typing import Annotated, ClassVar
 import draccus
 from annotated_types import Ge, Gt
 
-from marin_rl.config_checks import ConfigSection
 from marin_rl.types import Rollout, RolloutGroup, RolloutStatus
+from marin_rl.utils.settings.checks import ConfigSection
 
 OVERLONG = "overlong"
 """Reward component: the soft penalty on long replies."""

@@ -22,7 +22,6 @@ from typing import Annotated, Any
 
 import pydantic
 
-from marin_rl.config_checks import check_fields
 from marin_rl.rewards import code_harness
 from marin_rl.rewards.code_values import same_output, same_value
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component_name
@@ -30,6 +29,7 @@ from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFa
 from marin_rl.rewards.reply_text import graded_text
 from marin_rl.rewards.sandbox.pool import PythonResult, Sandbox
 from marin_rl.types import Task
+from marin_rl.utils.settings.checks import check_fields
 
 _HARNESS = Path(code_harness.__file__).read_text(encoding="utf-8")
 MAX_NAMED = 20

@@ -17,9 +17,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import draccus
 
-from marin_rl.config_checks import ConfigSection, check_fields
-from marin_rl.config_fields import LOCAL_FILE, NAMES_FILES
-from marin_rl.errors import UserError, nearest
 from marin_rl.rewards.functions import (
     STANDARD_KEYWORDS,
     EvaluateResult,
@@ -29,7 +26,10 @@ from marin_rl.rewards.functions import (
 )
 from marin_rl.rewards.sandbox.pool import LoadedFile, Sandbox, UserFunction
 from marin_rl.types import Task
-from marin_rl.user_code import UserFileError
+from marin_rl.utils.errors import UserError, nearest
+from marin_rl.utils.settings.checks import ConfigSection, check_fields
+from marin_rl.utils.settings.fields import LOCAL_FILE, NAMES_FILES
+from marin_rl.utils.user_code import UserFileError
 
 
 class RewardConfigError(UserError, ValueError):

@@ -10,10 +10,10 @@ from typing import Annotated, ClassVar, Protocol, runtime_checkable
 import draccus
 from annotated_types import Gt
 
-from marin_rl.config_checks import ConfigSection, check_fields
 from marin_rl.rewards.math_grader import MathVerifyGrader
 from marin_rl.rewards.math_worker import GroundTruthError
 from marin_rl.rewards.reply_text import check_pattern, search_reply
+from marin_rl.utils.settings.checks import ConfigSection, check_fields
 
 
 @dataclasses.dataclass(frozen=True)

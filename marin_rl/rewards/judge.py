@@ -22,16 +22,16 @@ from typing import Annotated, Any, TypeVar
 import httpx
 from annotated_types import Ge, Gt
 
-from marin_rl.config_checks import ConfigSection, check_fields
-from marin_rl.config_fields import check_address, read_api_key
-from marin_rl.escaping import replace_surrogates
-from marin_rl.event_loop import gather_all
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component_name
 from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.judge_answers import ScoreRange, VerdictError, read_verdict
 from marin_rl.rewards.sandbox.pool import Sandbox
-from marin_rl.seeds import derive_seed
 from marin_rl.types import MAX_REWARD
+from marin_rl.utils.escaping import replace_surrogates
+from marin_rl.utils.event_loop import gather_all
+from marin_rl.utils.seeds import derive_seed
+from marin_rl.utils.settings.checks import ConfigSection, check_fields
+from marin_rl.utils.settings.fields import check_address, read_api_key
 
 T = TypeVar("T")
 

@@ -74,7 +74,7 @@ def _dataset(dataset: str) -> "ProceduralDataset":
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
-    from marin_rl.errors import nearest
+    from marin_rl.utils.errors import nearest
 
     settings = json.loads(dataset)
     task, options = settings["task"], settings["options"]

@@ -20,9 +20,9 @@ from marin_rl.rollouts.attempt import Attempt, Limits
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
 from marin_rl.sampling.sampler import SampledTokens, SampleRequest
-from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Generation, Message, RolloutStatus, StopReason, Turn
+from marin_rl.utils.seeds import derive_seed
 
 _LEAVING = 8
 """Iterations of the event loop in which the end of a client's connection cancels its request: the loop reads the end,

@@ -7,9 +7,9 @@ import dataclasses
 import enum
 from collections.abc import Callable
 
-from marin_rl.config_fields import LOCAL_FILE
 from marin_rl.types import Message
-from marin_rl.user_code import UserFileError, load_function, user_errors
+from marin_rl.utils.settings.fields import LOCAL_FILE
+from marin_rl.utils.user_code import UserFileError, load_function, user_errors
 
 StateHash = Callable[[tuple[Message, ...], object], str]
 """Maps the messages shown to the policy and the environment's `anchor_state` (None if it has none) to a string that is

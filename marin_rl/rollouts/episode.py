@@ -12,13 +12,13 @@ from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
 from marin_rl.environments.base import AbstractEnvironment, AgentConnection, AgentEpisode, AgentResult, Episode, Step
-from marin_rl.event_loop import DirectCalls, ForeignError, ForeignTask
 from marin_rl.rollouts.agent_recorder import AgentRecorder
 from marin_rl.rollouts.attempt import Attempt, Limits
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.rollouts.rollout_builder import EnvironmentFault, RolloutBuilder
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import RolloutStatus
+from marin_rl.utils.event_loop import DirectCalls, ForeignError, ForeignTask
 
 logger = logging.getLogger(__name__)
 

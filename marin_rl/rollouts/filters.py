@@ -15,8 +15,8 @@ from typing import Annotated, ClassVar
 import draccus
 from annotated_types import Ge
 
-from marin_rl.config_checks import ConfigSection
 from marin_rl.types import RolloutGroup
+from marin_rl.utils.settings.checks import ConfigSection
 
 
 def rewards_differ(group: RolloutGroup) -> bool:

@@ -15,7 +15,7 @@ f64 ...            the log-probs of all lists
 ```
 
 Numbers are little-endian. The lists of a record come before those of the records inside it, in the order of fields. The
-rollout store ([`store`][marin_rl.rollouts.store]) is for viewing and analysis; this format is for the run itself.
+rollout store ([`store`][marin_rl.runs.rollout_store]) is for viewing and analysis; this format is for the run itself.
 """
 
 import dataclasses

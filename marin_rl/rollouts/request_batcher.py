@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from marin_rl.event_loop import call_in
 from marin_rl.sampling.sampler import SampledTokens, Sampler, SampleRequest
-from marin_rl.timing import PhaseTimer
 from marin_rl.types import Generation
+from marin_rl.utils.event_loop import call_in
+from marin_rl.utils.timing import PhaseTimer
 
 MAX_WAIT = 0.05
 """Seconds for which an idle sampler waits for the next request before it starts an incomplete batch."""

@@ -14,13 +14,13 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from marin_rl.environments.random_reward import RandomRewards
-from marin_rl.errors import Closing
-from marin_rl.event_loop import STOP_TIMEOUT, BackgroundLoop
 from marin_rl.rewards.component import RewardComponent, RewardComponentConfig, RewardScope
 from marin_rl.rewards.pipeline import build_components, check_components, score_rollouts
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.pool import BATCH_CALLS, Sandbox
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
+from marin_rl.utils.errors import Closing
+from marin_rl.utils.event_loop import STOP_TIMEOUT, BackgroundLoop
 
 logger = logging.getLogger(__name__)
 

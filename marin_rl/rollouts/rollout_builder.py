@@ -15,13 +15,11 @@ from typing import Any
 from marin_rl.environments.agent import check_reward
 from marin_rl.environments.base import AgentResult, Step
 from marin_rl.environments.random_reward import RandomRewards
-from marin_rl.errors import explain, storable
 from marin_rl.objectives.shaping import TRUNCATED
 from marin_rl.rewards.functions import RewardRequest
 from marin_rl.rewards.pipeline import failure, turn_rewards, weighted_rewards
 from marin_rl.rollouts.attempt import Attempt, Limits
 from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import (
     Generation,
@@ -36,6 +34,8 @@ from marin_rl.types import (
     check_info,
     exact_sum,
 )
+from marin_rl.utils.errors import explain, storable
+from marin_rl.utils.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
 

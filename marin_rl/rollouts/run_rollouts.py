@@ -15,11 +15,7 @@ import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from marin_rl import multihost
 from marin_rl.environments.base import AbstractEnvironment
-from marin_rl.errors import UserError
-from marin_rl.event_loop import BackgroundLoop, gather_all
-from marin_rl.host_status import separate_work
 from marin_rl.rewards.functions import RewardFailure
 from marin_rl.rollouts.attempt import Attempt, Limits, default_state_hash
 from marin_rl.rollouts.config import StateHash
@@ -29,10 +25,14 @@ from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
 from marin_rl.sampling.sampler import Sampler
-from marin_rl.seeds import derive_seed
-from marin_rl.timing import PhaseTimer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import RolloutGroup, Task
+from marin_rl.utils import multihost
+from marin_rl.utils.errors import UserError
+from marin_rl.utils.event_loop import BackgroundLoop, gather_all
+from marin_rl.utils.host_status import separate_work
+from marin_rl.utils.seeds import derive_seed
+from marin_rl.utils.timing import PhaseTimer
 
 Item = TypeVar("Item")
 

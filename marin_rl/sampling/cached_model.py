@@ -24,9 +24,9 @@ from levanter.models.gpt2 import Gpt2Attention, Gpt2Block, Gpt2Config
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.models.mixtral import MixtralConfig, MixtralDecoderLayer, MixtralSparseMoeBlock, MixtralTransformer
 
-from marin_rl.attention_windows import window_rope, windows_within
-from marin_rl.levanter_line import shard
+from marin_rl.models.attention_windows import window_rope, windows_within
 from marin_rl.sampling.attention import PADDING, AttentionForm, CacheAxes, DenseAttention, LayerCache, Tokens
+from marin_rl.utils.levanter_line import shard
 
 Cache = tuple[LayerCache, ...]
 """The cache of every layer."""

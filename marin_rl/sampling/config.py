@@ -9,9 +9,9 @@ from typing import Annotated
 import draccus
 from annotated_types import Ge, Gt
 
-from marin_rl.config_checks import ConfigSection, check_fields
-from marin_rl.config_fields import LOCAL_FILE, LOCAL_PATH, check_address
-from marin_rl.retry import RetryConfig
+from marin_rl.utils.retry import RetryConfig
+from marin_rl.utils.settings.checks import ConfigSection, check_fields
+from marin_rl.utils.settings.fields import LOCAL_FILE, LOCAL_PATH, check_address
 
 MIN_TEMPERATURE = 1e-30
 """Lowest temperature above 0; logits divided by a lower one may exceed the range of float32."""

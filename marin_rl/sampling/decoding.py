@@ -20,13 +20,13 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
-from marin_rl.kernel_sharding import POSITION
-from marin_rl.levanter_line import shard
 from marin_rl.sampling.attention import PADDING, AttentionForm, CacheAxes, Tokens, einsum_in_float32
 from marin_rl.sampling.cached_model import Cache, CachedModel, ModelArrays, empty_cache, with_cache
 from marin_rl.sampling.sizes import SamplerSizes
 from marin_rl.sampling.stops import ENDED, StopTable
-from marin_rl.trainer_config import BATCH, AbstractTrainerConfig
+from marin_rl.utils.devices.kernel_sharding import POSITION
+from marin_rl.utils.devices.trainer_config import BATCH, AbstractTrainerConfig
+from marin_rl.utils.levanter_line import shard
 
 _SMALL_BLOCK = 64
 _LARGE_BLOCK = 512

@@ -41,8 +41,8 @@ from marin_rl.sampling.sampler import (
 from marin_rl.sampling.sizes import check_cache_size, sampler_sizes
 from marin_rl.sampling.slots import AcceptedRequest, SlotTable
 from marin_rl.sampling.stops import stop_table
-from marin_rl.trainer_config import AbstractTrainerConfig
 from marin_rl.types import Generation, WeightVersion
+from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
 
 DECODE_STEPS = 16
 """Tokens of each sequence in one call of `decode`."""

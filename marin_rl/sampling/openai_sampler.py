@@ -15,8 +15,6 @@ from typing import Any
 import httpx
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.config_fields import read_api_key
-from marin_rl.retry import retrying_async
 from marin_rl.sampling.completions import completion_body, most_likely_logprob, read_completion
 from marin_rl.sampling.config import OpenAiSamplerConfig, SamplingConfig
 from marin_rl.sampling.sampler import (
@@ -28,6 +26,8 @@ from marin_rl.sampling.sampler import (
 )
 from marin_rl.sampling.stops import stop_table
 from marin_rl.types import Generation, WeightVersion
+from marin_rl.utils.retry import retrying_async
+from marin_rl.utils.settings.fields import read_api_key
 
 logger = logging.getLogger(__name__)
 # httpx logs a line for each request.

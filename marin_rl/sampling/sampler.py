@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.errors import UserError
 from marin_rl.sampling.config import MIN_TEMPERATURE
 from marin_rl.types import Generation, WeightVersion
+from marin_rl.utils.errors import UserError
 
 LOGPROB_ROUNDING = 1e-5
 """Rounding error, in nats, by which the log-probability of a near-certain token may exceed 0."""

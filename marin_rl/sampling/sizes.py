@@ -16,7 +16,7 @@ from marin_rl.sampling.cached_model import cache_axes
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.host_mesh import count_hosts, host_mesh
 from marin_rl.sampling.prefill import PrefillShapes, prefill_shapes
-from marin_rl.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
 
 
 class SamplerSizes(NamedTuple):

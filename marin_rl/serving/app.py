@@ -14,7 +14,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from marin_rl.config_fields import is_loopback
 from marin_rl.serving.admission import MAX_BODIES, Admission, limited_app
 from marin_rl.serving.endpoints import Endpoints
 from marin_rl.serving.engine import Engine
@@ -23,6 +22,7 @@ from marin_rl.serving.json_body import MAX_BODY_BYTES
 from marin_rl.serving.metrics import ServerMetrics
 from marin_rl.serving.protocol import RequestLimits
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.utils.settings.fields import is_loopback
 
 _HOST = re.compile(r"\[?([^\[\]]*?)\]?(?::\d+)?")
 

@@ -19,7 +19,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from marin_rl.event_loop import gather_all
 from marin_rl.serving.engine import EngineRequest
 from marin_rl.serving.errors import ApiError
 from marin_rl.serving.json_body import read_object
@@ -39,6 +38,7 @@ from marin_rl.serving.text import TextPart, join_parts
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenPieces
 from marin_rl.types import Message
+from marin_rl.utils.event_loop import gather_all
 
 Result = TypeVar("Result")
 Emit = Callable[[int, TextPart], Awaitable[None]]

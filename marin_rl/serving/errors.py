@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from marin_rl.errors import storable
+from marin_rl.utils.errors import storable
 
 logger = logging.getLogger(__name__)
 

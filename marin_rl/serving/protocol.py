@@ -17,11 +17,11 @@ from marin_rl.environments.tools import describe_schemas
 from marin_rl.rewards.reply_text import CALL_END, CALL_START
 from marin_rl.sampling.config import MIN_TEMPERATURE
 from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.seeds import derive_seed
 from marin_rl.serving.engine import EngineRequest
 from marin_rl.serving.errors import ApiError
 from marin_rl.serving.json_body import read_value
 from marin_rl.types import Message
+from marin_rl.utils.seeds import derive_seed
 
 MAX_STOPS = 16
 """Maximum number of stop strings of a request."""

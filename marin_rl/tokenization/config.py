@@ -6,7 +6,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from marin_rl.config_fields import LOCAL_FILE, STORAGE_INPUT
+from marin_rl.utils.settings.fields import LOCAL_FILE, STORAGE_INPUT
 
 if TYPE_CHECKING:
     from marin_rl.tokenization.chat import ChatTokenizer

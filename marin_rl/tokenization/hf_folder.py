@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config, tokenizer_class_from_name
 from transformers.utils.hub import cached_file
 
-from marin_rl.logs import without_message
+from marin_rl.utils.logs import without_message
 
 
 class TokenizerLoadError(ValueError):

@@ -13,13 +13,13 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.hub import cached_file
 
-from marin_rl.hub import LFS_PROBLEM, check_source, is_lfs_pointer
-from marin_rl.remote_path import RemotePath
-from marin_rl.storage import WEIGHTS, StoragePath, check_descriptions, local_copy, storage_path, user_cache
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.chat_template import check_template_ends, check_template_syntax
 from marin_rl.tokenization.config import BYTES, PLAIN, TokenizerConfig
 from marin_rl.tokenization.hf_folder import TokenizerLoadError, read_tokenizer
+from marin_rl.utils.hub import LFS_PROBLEM, check_source, is_lfs_pointer
+from marin_rl.utils.remote_path import RemotePath
+from marin_rl.utils.storage import WEIGHTS, StoragePath, check_descriptions, local_copy, storage_path, user_cache
 
 PAD = "<|pad|>"
 END = "<|end|>"

@@ -16,7 +16,6 @@ from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import OwnRows, PackedBatch, pack_batch
 from marin_rl.batching.rollout_batch import RolloutBatch, batch_rollouts
 from marin_rl.config.sections import UpdateConfig
-from marin_rl.learner.devices import own_rows
 from marin_rl.learner.scoring import Scores
 from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs, TokenAdvantages, sample_variance
 from marin_rl.objectives.aggregation import AggregationConfig
@@ -24,11 +23,12 @@ from marin_rl.objectives.importance import OffPolicyCorrectionConfig, log_weight
 from marin_rl.objectives.kl import MAX_LOG_RATIO, KlConfig
 from marin_rl.objectives.shaping import TruncationConfig
 from marin_rl.objectives.value_loss import explained_variance
-from marin_rl.rollouts.stored_rollout import StoredAdvantages
 from marin_rl.run_parts import RunParts
-from marin_rl.seeds import derive_seed
-from marin_rl.timing import PhaseTimer
+from marin_rl.runs.stored_rollout import StoredAdvantages
 from marin_rl.types import Rollout, RolloutGroup, RolloutStatus, WeightVersion, make_unchecked
+from marin_rl.utils.devices.setup import own_rows
+from marin_rl.utils.seeds import derive_seed
+from marin_rl.utils.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
 

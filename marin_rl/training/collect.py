@@ -22,10 +22,10 @@ from marin_rl.rollouts.filters import FilterConfig, rewards_differ
 from marin_rl.rollouts.metrics import environment_metrics, rollout_metrics, staleness_metrics
 from marin_rl.rollouts.run_rollouts import require_one_success
 from marin_rl.sampling.sampler import PromptTooLongError
-from marin_rl.timing import PhaseTimer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.training.run_state import Progress, RunState
 from marin_rl.types import RolloutGroup, Task
+from marin_rl.utils.timing import PhaseTimer
 
 
 class Collected(NamedTuple):

@@ -22,22 +22,22 @@ from levanter.optim.config import OptimizerConfig
 from levanter.tracker import NoopTracker, current_tracker
 from levanter.trainer_state import init_optimizer_for_trainables
 
-from marin_rl.config.decode import decode, encode
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.yaml_text import parse_value, parse_yaml
-from marin_rl.config_fields import changeable_keys, flatten, is_within, keys_changeable_by_name
-from marin_rl.errors import RunDirectoryError
-from marin_rl.learner.array_files import named_arrays
-from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.policy_spec import PolicySpec
-from marin_rl.training.config_history import NOT_SET, Change, read_history, values_of_step
-from marin_rl.training.run_directory import (
+from marin_rl.runs.array_files import named_arrays
+from marin_rl.runs.checkpoint import Checkpoints
+from marin_rl.runs.run_directory import (
     RunDirectory,
     differing_keys,
     exported_step,
     show_value,
 )
+from marin_rl.training.config_history import NOT_SET, Change, read_history, values_of_step
 from marin_rl.training.starting_weights import read_config
+from marin_rl.utils.errors import RunDirectoryError
+from marin_rl.utils.settings.decode import decode, encode
+from marin_rl.utils.settings.fields import changeable_keys, flatten, is_within, keys_changeable_by_name
+from marin_rl.utils.settings.yaml_text import parse_value, parse_yaml
 
 
 def plan_changes(directory: RunDirectory, config: TrainConfig, named: Collection[str] = ()) -> list[Change]:

@@ -16,8 +16,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from marin_rl.config.yaml_text import parse_yaml
-from marin_rl.training.run_directory import RunDirectory, comments_of, read_config_text, write_atomically
+from marin_rl.runs.run_directory import RunDirectory, comments_of, read_config_text, write_atomically
+from marin_rl.utils.settings.yaml_text import parse_yaml
 
 NOT_SET = "not set"
 

@@ -23,10 +23,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from marin_rl.escaping import escape, escape_line
-from marin_rl.output import report_lost_output
-from marin_rl.storage import StoragePath
 from marin_rl.training.evaluation import is_quality
+from marin_rl.utils.escaping import escape, escape_line
+from marin_rl.utils.output import report_lost_output
+from marin_rl.utils.storage import StoragePath
 
 MAX_PLAIN_LINES = 50
 """Approximate number of progress lines of a run without a terminal."""

@@ -16,15 +16,8 @@ from typing import ParamSpec, TypeVar
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config_fields import nested_sections
 from marin_rl.distributed.ray_cluster import check_ray
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
-from marin_rl.errors import USER_ERRORS, Closing, describe
-from marin_rl.escaping import escape_line
-from marin_rl.event_loop import BackgroundLoop
-from marin_rl.learner.checkpoint import Checkpoints
-from marin_rl.learner.saved_checkpoint import Checkpoint
-from marin_rl.remote_path import StorageError
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.judge import LlmJudgeConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
@@ -33,15 +26,15 @@ from marin_rl.rollouts.attempt import LongPrompts
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.run_parts import Report, RunParts
+from marin_rl.runs.checkpoint import Checkpoints
+from marin_rl.runs.run_directory import RunDirectory, check_usable, require_config
+from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.sampling.sampler import PromptTooLongError
-from marin_rl.storage import storage_path
-from marin_rl.timing import notice_if_long
 from marin_rl.tokenization.chat_template import ChatTemplateError
 from marin_rl.training import evaluation, warm_start
 from marin_rl.training.config_changes import plan_changes
 from marin_rl.training.open_run import read_progress
-from marin_rl.training.run_directory import RunDirectory, check_usable, require_config
 from marin_rl.training.run_files import RUN_FILES, RunFiles, compare_on_resume
 from marin_rl.training.run_sizes import describe_run, format_quantity
 from marin_rl.training.run_state import Progress
@@ -58,7 +51,14 @@ from marin_rl.training.trial_rollouts import (
     without_judge,
 )
 from marin_rl.types import Task
-from marin_rl.user_code import UserFileError
+from marin_rl.utils.errors import USER_ERRORS, Closing, describe
+from marin_rl.utils.escaping import escape_line
+from marin_rl.utils.event_loop import BackgroundLoop
+from marin_rl.utils.remote_path import StorageError
+from marin_rl.utils.settings.fields import nested_sections
+from marin_rl.utils.storage import storage_path
+from marin_rl.utils.timing import notice_if_long
+from marin_rl.utils.user_code import UserFileError
 
 T = TypeVar("T")
 P = ParamSpec("P")

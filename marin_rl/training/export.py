@@ -11,14 +11,14 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from marin_rl import multihost
 from marin_rl.learner.hf_export import SavedWeights, WeightParts
 from marin_rl.learner.policy_model import save_hf_folder
 from marin_rl.learner.policy_spec import PolicySpec
-from marin_rl.learner.saved_checkpoint import Checkpoint
-from marin_rl.storage import StoragePath, replace_folder, upload_folder
+from marin_rl.runs.run_directory import EXPORTED_STEP
+from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.training.run_directory import EXPORTED_STEP
+from marin_rl.utils import multihost
+from marin_rl.utils.storage import StoragePath, replace_folder, upload_folder
 
 
 def export_folder(

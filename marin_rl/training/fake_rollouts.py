@@ -19,18 +19,18 @@ from levanter.trainer_state import TrainerState
 from marin_rl.batching.rollout_batch import batch_rollouts
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.learner.checkpoint import Checkpoints
-from marin_rl.learner.checkpoint_folders import require_checkpoint
 from marin_rl.learner.critic import policy_of
-from marin_rl.learner.devices import device_peak_bytes
-from marin_rl.rollouts.store import RolloutStoreConfig
 from marin_rl.run_parts import RunParts
-from marin_rl.seeds import derive_seed
+from marin_rl.runs.checkpoint import Checkpoints
+from marin_rl.runs.checkpoint_folders import require_checkpoint
+from marin_rl.runs.rollout_store import RolloutStoreConfig
+from marin_rl.runs.run_directory import RunDirectory
 from marin_rl.training.batch_builder import make_batch_builder
 from marin_rl.training.replay import timed_step
-from marin_rl.training.run_directory import RunDirectory
 from marin_rl.training.starting_weights import first_policy
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
+from marin_rl.utils.devices.setup import device_peak_bytes
+from marin_rl.utils.seeds import derive_seed
 
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 

@@ -23,24 +23,17 @@ import jax
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer_state import TrainerState
 
-from marin_rl import multihost
 from marin_rl.batching.rl_example import PackedBatch
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.errors import writing
-from marin_rl.host_status import StopRequestedError, raise_if
-from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import policy_of
-from marin_rl.learner.devices import collect_garbage, collect_rarely
 from marin_rl.learner.loss import first_log_ratios, loss_metrics
 from marin_rl.learner.train_step import Learner, PendingUpdate
 from marin_rl.learner.weight_history import WeightHistory
-from marin_rl.levanter_line import flops_per_token, peak_flops
 from marin_rl.objectives.importance import mismatch_metrics
 from marin_rl.rollouts.failures import FailureReports
 from marin_rl.rollouts.run_rollouts import RolloutRunner
-from marin_rl.rollouts.store import EVALUATION, RolloutStore
-from marin_rl.storage import FileDigest, StoragePath
-from marin_rl.timing import PhaseTimer, compile_clock
+from marin_rl.runs.checkpoint import Checkpoints
+from marin_rl.runs.rollout_store import EVALUATION, RolloutStore
 from marin_rl.training.batch_builder import BatchBuilder, TrainingBatch
 from marin_rl.training.collect import GroupCollector
 from marin_rl.training.evaluation import evaluate
@@ -48,6 +41,13 @@ from marin_rl.training.run_files import RunFiles
 from marin_rl.training.run_state import RunState
 from marin_rl.training.shared_run import require_same_batch
 from marin_rl.types import RolloutGroup
+from marin_rl.utils import multihost
+from marin_rl.utils.devices.setup import collect_garbage, collect_rarely
+from marin_rl.utils.errors import writing
+from marin_rl.utils.host_status import StopRequestedError, raise_if
+from marin_rl.utils.levanter_line import flops_per_token, peak_flops
+from marin_rl.utils.storage import FileDigest, StoragePath
+from marin_rl.utils.timing import PhaseTimer, compile_clock
 
 PHASES = ("sample", "reward", "batch", "reference", "step", "transfer", "store", "wait")
 """The phases of a step; `wait` is the time outside all other phases."""

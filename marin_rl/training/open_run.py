@@ -14,28 +14,22 @@ from typing import NamedTuple
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer_state import TrainerState
 
-from marin_rl import multihost
 from marin_rl.config.input_files import Inputs, digest_inputs
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
 from marin_rl.distributed.worker_devices import check_worker_devices
-from marin_rl.errors import Closing, writing
-from marin_rl.host_status import raise_if
-from marin_rl.learner.checkpoint import Checkpoints
-from marin_rl.learner.checkpoint_folders import CheckpointError
 from marin_rl.learner.critic import policy_of
-from marin_rl.learner.devices import platform_of
-from marin_rl.learner.saved_checkpoint import Checkpoint
 from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.rollouts.failures import FailureReports
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
-from marin_rl.rollouts.store import EVALUATION, RolloutStore
 from marin_rl.run_parts import Report, RunParts
+from marin_rl.runs.checkpoint import Checkpoints
+from marin_rl.runs.checkpoint_folders import CheckpointError
+from marin_rl.runs.rollout_store import EVALUATION, RolloutStore
+from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.sampling.config import OpenAiSamplerConfig
-from marin_rl.storage import StoragePath
-from marin_rl.timing import PhaseTimer
 from marin_rl.tokenization.load import TokenPieces
 from marin_rl.training.batch_builder import ScoreReference, make_batch_builder
 from marin_rl.training.collect import GroupCollector
@@ -47,6 +41,12 @@ from marin_rl.training.shared_run import check_config, require_same_inputs, requ
 from marin_rl.training.starting_weights import first_policy
 from marin_rl.training.warm_start import warm_start
 from marin_rl.types import RolloutGroup, WeightVersion
+from marin_rl.utils import multihost
+from marin_rl.utils.devices.setup import platform_of
+from marin_rl.utils.errors import Closing, writing
+from marin_rl.utils.host_status import raise_if
+from marin_rl.utils.storage import StoragePath
+from marin_rl.utils.timing import PhaseTimer
 
 
 class _Loaded(NamedTuple):

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import jax
 
-from marin_rl.errors import Closing, writing
-from marin_rl.remote_path import RemotePath
-from marin_rl.storage import StoragePath, remove
-from marin_rl.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.errors import Closing, writing
+from marin_rl.utils.remote_path import RemotePath
+from marin_rl.utils.storage import StoragePath, remove
 
 logger = logging.getLogger(__name__)
 

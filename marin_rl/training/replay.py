@@ -16,19 +16,16 @@ from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer_state import TrainerState
 
 from marin_rl.batching.rollout_batch import RolloutBatch
-from marin_rl.config.imports import IMPORTS
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.yaml_text import to_yaml
-from marin_rl.config_fields import changeable_keys
-from marin_rl.errors import UserError
-from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.scoring import Scores
 from marin_rl.learner.train_step import Learner
-from marin_rl.rollouts.store import TRAINING, RolloutStoreConfig, list_files, read_rollouts
-from marin_rl.rollouts.stored_groups import COLUMNS, StoredGroups, TokenScores, groups_of_table
 from marin_rl.run_parts import RunParts
-from marin_rl.timing import PhaseTimer
+from marin_rl.runs.checkpoint import Checkpoints
+from marin_rl.runs.metrics_file import read_records
+from marin_rl.runs.rollout_store import TRAINING, RolloutStoreConfig, list_files, read_rollouts
+from marin_rl.runs.run_directory import RunDirectory, config_differences, holder
+from marin_rl.runs.stored_groups import COLUMNS, StoredGroups, TokenScores, groups_of_table
 from marin_rl.training.batch_builder import BatchBuilder, ScoreFunction, ScoreReference, make_batch_builder
 from marin_rl.training.config_changes import read_config_of_step
 from marin_rl.training.loop import (
@@ -38,10 +35,13 @@ from marin_rl.training.loop import (
     train_on_groups,
     update_seconds,
 )
-from marin_rl.training.metrics_file import read_records
-from marin_rl.training.run_directory import RunDirectory, config_differences, holder
 from marin_rl.training.run_files import warn_of_changed_inputs
 from marin_rl.types import RolloutGroup
+from marin_rl.utils.errors import UserError
+from marin_rl.utils.settings.fields import changeable_keys
+from marin_rl.utils.settings.imports import IMPORTS
+from marin_rl.utils.settings.yaml_text import to_yaml
+from marin_rl.utils.timing import PhaseTimer
 
 _METRICS_OF_SAMPLING = (
     *("eps", "tokens/sampled_per_second"),

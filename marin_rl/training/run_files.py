@@ -15,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from marin_rl.config.input_files import NAMED, Inputs, input_changes
-from marin_rl.errors import RunDirectoryError
-from marin_rl.host_status import software_versions
-from marin_rl.learner.saved_checkpoint import Checkpoint
-from marin_rl.storage import FileDigest, StoragePath, digest_of, file_sizes
-from marin_rl.training.metrics_file import first_odd_line
+from marin_rl.runs.metrics_file import first_odd_line
+from marin_rl.runs.saved_checkpoint import Checkpoint
+from marin_rl.utils.errors import RunDirectoryError
+from marin_rl.utils.host_status import software_versions
+from marin_rl.utils.storage import FileDigest, StoragePath, digest_of, file_sizes
 
 logger = logging.getLogger(__name__)
 

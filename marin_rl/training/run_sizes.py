@@ -8,9 +8,9 @@ import contextlib
 from marin_rl.config.sections import EvaluationConfig, WarmStartConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
-from marin_rl.learner.devices import microbatch_rows
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.run_parts import LOGPROB_BLOCK_SIZE
+from marin_rl.utils.devices.setup import microbatch_rows
 
 _WIDTH = 18
 """Width of the names of quantities."""

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 from levanter.trainer_state import TrainerState
 
-from marin_rl import multihost
 from marin_rl.config.sections import ReplayConfig
 from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.distributed.scheduler import RolloutScheduler, StalenessLimits
-from marin_rl.host_status import StopRequestedError
-from marin_rl.learner.checkpoint import Checkpoints
-from marin_rl.storage import StoragePath
+from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.training.run_files import RUN_FILES, RunFiles
 from marin_rl.types import RolloutGroup, WeightVersion
+from marin_rl.utils import multihost
+from marin_rl.utils.host_status import StopRequestedError
+from marin_rl.utils.storage import StoragePath
 
 REPLAY = "replay.bin"
 """File of the replay buffer in a checkpoint."""

@@ -20,35 +20,35 @@ from typing import Any, TextIO, cast
 import jax
 from levanter.tracker import Tracker
 
-from marin_rl import multihost
-from marin_rl.config.decode import encode
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.yaml_text import to_yaml
 from marin_rl.distributed.ray_cluster import check_ray, find_cluster
-from marin_rl.errors import Closing, UserError, explain, writing
-from marin_rl.host_status import StopRequestedError, exit_on_error, explain_errors, require_same_software
 from marin_rl.learner.critic import policy_of
-from marin_rl.learner.devices import exempt_from_collection, join_processes
 from marin_rl.learner.hf_export import DeviceWeights
-from marin_rl.logs import log_to, module_levels
-from marin_rl.remote_path import RemotePath
-from marin_rl.storage import AppendedFile, FileDigest, StoragePath, storage_path
-from marin_rl.timing import PhaseTimer, compile_clock
+from marin_rl.runs.metrics_file import append_record, format_record, read_records, rewind_records
+from marin_rl.runs.run_directory import EXPORTED_STEP, RunDirectory, create_or_open, exported_step, lock
 from marin_rl.training.config_changes import describe_learning_rate, plan_changes
 from marin_rl.training.config_history import Change, changed_values, record_changes
 from marin_rl.training.console import ProgressDisplay, describe_step
 from marin_rl.training.export import export_folder
 from marin_rl.training.loop import TrainingRun, train
-from marin_rl.training.metrics_file import append_record, format_record, read_records, rewind_records
 from marin_rl.training.open_run import open_run
 from marin_rl.training.profiler import open_profiler
-from marin_rl.training.run_directory import EXPORTED_STEP, RunDirectory, create_or_open, exported_step, lock
 from marin_rl.training.run_state import Progress
 from marin_rl.training.shared_run import require_same_config, require_shared_folder
 from marin_rl.training.starting_weights import check_weight_files, read_config, resolve_model
 from marin_rl.training.summary import print_and_log, say_finished, summary_of
 from marin_rl.training.trackers import check_trackers, make_tracker
+from marin_rl.utils import multihost
+from marin_rl.utils.devices.setup import exempt_from_collection, join_processes
+from marin_rl.utils.errors import Closing, UserError, explain, writing
+from marin_rl.utils.host_status import StopRequestedError, exit_on_error, explain_errors, require_same_software
+from marin_rl.utils.logs import log_to, module_levels
+from marin_rl.utils.remote_path import RemotePath
+from marin_rl.utils.settings.decode import encode
+from marin_rl.utils.settings.yaml_text import to_yaml
+from marin_rl.utils.storage import AppendedFile, FileDigest, StoragePath, storage_path
+from marin_rl.utils.timing import PhaseTimer, compile_clock
 
 logger = logging.getLogger(__name__)
 
@@ -385,7 +385,7 @@ def _open_records(run: TrainingRun, directory: RunDirectory, check_lock: Callabl
 def _plot_and_finish(run: TrainingRun, directory: RunDirectory, records: StepRecords) -> None:
     """Plot the metrics, and close the trackers."""
     # Imported here because matplotlib takes half a second to import.
-    from marin_rl.training.curves import plot_curves
+    from marin_rl.runs.curves import plot_curves
 
     plot_curves(directory.metrics, directory.curves)
     records.finish({"episodes": run.state.progress.episodes})

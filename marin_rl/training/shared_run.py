@@ -17,20 +17,20 @@ from collections.abc import Sequence
 
 import jax
 
-from marin_rl import multihost
 from marin_rl.batching.rl_example import PackedBatch
 from marin_rl.batching.rollout_batch import TOKEN_ARRAYS, RolloutBatch
 from marin_rl.config.input_files import Inputs, input_changes
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config_fields import is_loopback
 from marin_rl.environments.base import AbstractEnvironment, Split
-from marin_rl.errors import RunDirectoryError, writing
-from marin_rl.remote_path import RemotePath
+from marin_rl.runs.run_directory import config_differences
 from marin_rl.sampling.config import OpenAiSamplerConfig, SamplerConfig
-from marin_rl.storage import StoragePath
-from marin_rl.training.run_directory import config_differences
 from marin_rl.types import Task
+from marin_rl.utils import multihost
+from marin_rl.utils.errors import RunDirectoryError, writing
+from marin_rl.utils.remote_path import RemotePath
+from marin_rl.utils.settings.fields import is_loopback
+from marin_rl.utils.storage import StoragePath
 
 
 def require_shared_folder(folder: StoragePath) -> None:

@@ -13,23 +13,18 @@ import jax
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from marin_rl.config.input_files import Inputs
-from marin_rl.config.section_types import ConfigError, UnknownType
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.yaml_text import from_yaml
-from marin_rl.errors import USER_ERRORS
-from marin_rl.learner.checkpoint import CheckpointConfig, Checkpoints
 from marin_rl.learner.policy_model import (
     check_hf_policy,
     initialize_policy,
     load_hf_policy,
     read_hf_architecture,
 )
-from marin_rl.learner.saved_checkpoint import Checkpoint
 from marin_rl.models.hf_config import PolicyModelError
 from marin_rl.models.hf_tensors import read_tensor_shapes
-from marin_rl.remote_path import RemotePath
-from marin_rl.seeds import derive_seed
-from marin_rl.storage import local_copy, storage_path, user_cache
+from marin_rl.runs.checkpoint import CheckpointConfig, Checkpoints
+from marin_rl.runs.run_directory import RunDirectory, exported_step, open_with_checkpoint, read_config_text
+from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import (
     BYTES,
@@ -39,9 +34,14 @@ from marin_rl.tokenization.load import (
     load_tokenizer,
     other_tokens,
 )
-from marin_rl.trainer_config import AbstractTrainerConfig
-from marin_rl.training.run_directory import RunDirectory, exported_step, open_with_checkpoint, read_config_text
 from marin_rl.training.run_files import warn_of_changed_inputs
+from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.errors import USER_ERRORS
+from marin_rl.utils.remote_path import RemotePath
+from marin_rl.utils.seeds import derive_seed
+from marin_rl.utils.settings.section_types import ConfigError, UnknownType
+from marin_rl.utils.settings.yaml_text import from_yaml
+from marin_rl.utils.storage import local_copy, storage_path, user_cache
 
 logger = logging.getLogger(__name__)
 

@@ -12,16 +12,16 @@ from typing import TextIO
 from rich.console import Console
 
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.errors import writing
-from marin_rl.learner.checkpoint import Checkpoints
-from marin_rl.learner.checkpoint_folders import CheckpointError, folder_name
-from marin_rl.learner.saved_checkpoint import read_manifest
+from marin_rl.runs.checkpoint import Checkpoints
+from marin_rl.runs.checkpoint_folders import CheckpointError, folder_name
+from marin_rl.runs.metrics_file import read_records
+from marin_rl.runs.run_directory import RunDirectory, exported_step
+from marin_rl.runs.saved_checkpoint import read_manifest
 from marin_rl.training.config_changes import plan_changes
 from marin_rl.training.console import Compiling, ProgressDisplay, print_closing_table
-from marin_rl.training.metrics_file import read_records
-from marin_rl.training.run_directory import RunDirectory, exported_step
 from marin_rl.training.run_state import Progress
 from marin_rl.training.starting_weights import read_config
+from marin_rl.utils.errors import writing
 
 logger = logging.getLogger(__name__)
 

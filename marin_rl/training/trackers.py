@@ -13,8 +13,8 @@ from levanter.tracker import CompositeTracker, Tracker, TrackerConfig
 from levanter.tracker.tensorboard import TensorboardConfig
 from levanter.tracker.wandb import WandbConfig, WandbTracker
 
-from marin_rl.config_fields import flatten
-from marin_rl.errors import UserError
+from marin_rl.utils.errors import UserError
+from marin_rl.utils.settings.fields import flatten
 
 STEP = "step"
 """Metric of wandb that is the horizontal axis of all others."""

@@ -13,12 +13,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from marin_rl.config_fields import nested_sections
 from marin_rl.environments.base import CORRECT, AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.garbage import FULL_REWARD, GARBAGE, garbage_reply, is_answer
 from marin_rl.environments.random_reward import RandomRewardConfig
 from marin_rl.environments.streams import CompositeConfig, CompositeEnvironment
-from marin_rl.escaping import escape_line
 from marin_rl.rewards.component import RewardComponentConfig, RewardScope
 from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.judge import LlmJudge, LlmJudgeConfig
@@ -35,6 +33,8 @@ from marin_rl.types import (
     StopReason,
     Task,
 )
+from marin_rl.utils.escaping import escape_line
+from marin_rl.utils.settings.fields import nested_sections
 
 TRIAL_TASKS = 4
 """Tasks per environment with single replies; environments with several turns get one task and one garbage reply."""

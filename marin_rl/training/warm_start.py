@@ -13,13 +13,11 @@ import numpy as np
 from levanter.models.lm_model import LmHeadModel
 from levanter.optim.config import AdamConfig
 
-from marin_rl import multihost
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import pack_batch
 from marin_rl.batching.rollout_batch import RolloutBatch, batch_conversation, join_batches
 from marin_rl.config.sections import WarmStartConfig
 from marin_rl.environments.base import AbstractEnvironment, Split
-from marin_rl.host_status import raise_if
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.train_step import Learner
 from marin_rl.objectives.aggregation import TokenMeanConfig
@@ -27,10 +25,12 @@ from marin_rl.objectives.kl import NoKlConfig
 from marin_rl.objectives.policy_loss import ReinforceLossConfig
 from marin_rl.rollouts.metrics import is_correct
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
-from marin_rl.seeds import derive_seed
-from marin_rl.trainer_config import AbstractTrainerConfig
 from marin_rl.training.evaluation import first_of_each
 from marin_rl.types import Task
+from marin_rl.utils import multihost
+from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.host_status import raise_if
+from marin_rl.utils.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
 

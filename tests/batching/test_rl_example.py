@@ -33,7 +33,6 @@ from marin_rl.batching.rl_example import (
 )
 from marin_rl.batching.rollout_batch import RolloutBatch, batch_rollouts, join_batches
 from marin_rl.learner.logprobs import policy_activations
-from marin_rl.levanter_line import lm_example, seq_len
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.objectives.aggregation import (
     AggregationConfig,
@@ -42,6 +41,7 @@ from marin_rl.objectives.aggregation import (
     SequenceSumConfig,
     TokenMeanConfig,
 )
+from marin_rl.utils.levanter_line import lm_example, seq_len
 
 PAD = 31
 VOCAB = 32

@@ -4,7 +4,7 @@
 """A small training config, written in YAML."""
 
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.yaml_text import from_yaml
+from marin_rl.utils.settings.yaml_text import from_yaml
 
 
 def from_lines(**sections: str) -> TrainConfig:

@@ -4,10 +4,8 @@
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
-from marin_rl.config.section_types import ConfigError
 from marin_rl.config.sections import UpdateConfig
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.yaml_text import from_yaml, to_yaml
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives import AdvantageConfig, DrGrpoConfig, GaeConfig, GigpoConfig, Normalization, RlooConfig
 from marin_rl.objectives.aggregation import AggregationConfig
@@ -17,6 +15,8 @@ from marin_rl.objectives.kl import KlConfig, KlEstimator, LossKlConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig
 from marin_rl.objectives.shaping import TruncationConfig
 from marin_rl.rollouts.filters import FilterConfig
+from marin_rl.utils.settings.section_types import ConfigError
+from marin_rl.utils.settings.yaml_text import from_yaml, to_yaml
 from tests.config.from_lines import from_lines
 
 GAE = {"advantage": "{type: gae}", "critic": "{}"}

@@ -14,13 +14,13 @@ from levanter.tracker import TrackerConfig
 
 from marin_rl.config import levanter_description
 from marin_rl.config.command_line import check_command_line, parse_arguments, parse_config
-from marin_rl.config.decode import decode, encode
 from marin_rl.config.draft_config import draft_class
 from marin_rl.config.levanter_description import describe_installed, description_file
-from marin_rl.config.section_types import ConfigError, field_types
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.yaml_text import load_yaml
-from marin_rl.levanter_line import OTHER, is_key_of_other_line
+from marin_rl.utils.levanter_line import OTHER, is_key_of_other_line
+from marin_rl.utils.settings.decode import decode, encode
+from marin_rl.utils.settings.section_types import ConfigError, field_types
+from marin_rl.utils.settings.yaml_text import load_yaml
 from tests.config.mistakes import BASE, MISTAKES, Mistake, write_files
 
 EXPERIMENTS = sorted(Path("experiments").glob("*.yaml"))

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from marin_rl.config.decode import decode
-from marin_rl.config.section_types import ConfigError, describe, field_types, is_annotated, members
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config_checks import ConfigSection, describe_range
+from marin_rl.utils.settings.checks import ConfigSection, describe_range
+from marin_rl.utils.settings.decode import decode
+from marin_rl.utils.settings.section_types import ConfigError, describe, field_types, is_annotated, members
 from tests.config_classes import build, config_classes
 
 SHARES = {"held_out": (1.0, "at least 0 and below 1"), "validation": (-0.1, "at least 0 and below 1")}

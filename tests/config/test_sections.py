@@ -7,13 +7,13 @@ from typing import Any
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
-from marin_rl.config.decode import decode
-from marin_rl.config.section_types import ConfigError
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.attention_kernel import attention_kernel
-from marin_rl.logs import LogLevel, module_levels
 from marin_rl.rollouts.config import LongPrompts
+from marin_rl.utils.logs import LogLevel, module_levels
+from marin_rl.utils.settings.decode import decode
+from marin_rl.utils.settings.section_types import ConfigError
 
 
 @pytest.mark.parametrize("length", [512, 600])

@@ -19,22 +19,22 @@ from levanter.optim.mars import MarsConfig
 from levanter.optim.scion import ScionConfig
 
 from marin_rl.config.command_line import parse_config
-from marin_rl.config.decode import decode
-from marin_rl.config.section_types import ConfigError, field_types
 from marin_rl.config.sections import Mode, RolloutConfig
 from marin_rl.config.train_config import TrainConfig, TrainerConfig
-from marin_rl.config.yaml_text import from_yaml, parse_yaml, to_yaml
-from marin_rl.config_fields import changeable_keys
-from marin_rl.levanter_line import IS_NEW, seq_len
+from marin_rl.config.weights_config import WeightTransferConfig
 from marin_rl.objectives import (
     GrpoConfig,
     ReinforceConfig,
 )
 from marin_rl.rollouts.config import LongPrompts
+from marin_rl.runs.run_directory import config_differences
 from marin_rl.sampling.config import SamplingConfig
-from marin_rl.storage import user_cache
-from marin_rl.training.run_directory import config_differences
-from marin_rl.weights.config import WeightTransferConfig
+from marin_rl.utils.levanter_line import IS_NEW, seq_len
+from marin_rl.utils.settings.decode import decode
+from marin_rl.utils.settings.fields import changeable_keys
+from marin_rl.utils.settings.section_types import ConfigError, field_types
+from marin_rl.utils.settings.yaml_text import from_yaml, parse_yaml, to_yaml
+from marin_rl.utils.storage import user_cache
 from tests.config.from_lines import from_lines
 from tests.config.small_config import MODEL, SIZES, config
 

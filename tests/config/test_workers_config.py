@@ -9,13 +9,13 @@ import jmp
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
-from marin_rl.config.decode import decode
-from marin_rl.config.section_types import ConfigError
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig, TrainerConfig
+from marin_rl.config.weights_config import TransferDtype, WeightTransferConfig
 from marin_rl.config.workers_config import Refresh, WorkerMeshConfig, WorkersConfig
-from marin_rl.config.yaml_text import from_yaml, to_yaml
-from marin_rl.weights.config import TransferDtype, WeightTransferConfig
+from marin_rl.utils.settings.decode import decode
+from marin_rl.utils.settings.section_types import ConfigError
+from marin_rl.utils.settings.yaml_text import from_yaml, to_yaml
 from tests.training.bare_run import make_config
 
 FLIGHT = WeightTransferConfig(host="0.0.0.0")

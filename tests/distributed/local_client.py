@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.coordinator_client import CoordinatorClient
-from marin_rl.event_loop import BackgroundLoop
+from marin_rl.utils.event_loop import BackgroundLoop
 
 Result = TypeVar("Result")
 

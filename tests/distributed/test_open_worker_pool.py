@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from marin_rl import multihost
+from marin_rl.config.weights_config import WeightTransferConfig
 from marin_rl.distributed import worker_pool
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.coordinator_client import CoordinatorClient
+from marin_rl.distributed.weights.fetch import WeightReceiver
+from marin_rl.distributed.weights.publish import TrainingHost, WeightSender
 from marin_rl.distributed.worker_pool import WorkerPool, open_worker_pool
 from marin_rl.types import WeightVersion
-from marin_rl.weights.config import WeightTransferConfig
-from marin_rl.weights.fetch import WeightReceiver
-from marin_rl.weights.publish import TrainingHost, WeightSender
+from marin_rl.utils import multihost
 from tests.distributed.local_client import LocalClient
 
 

@@ -17,13 +17,13 @@ from ray.exceptions import RayActorError
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.sections import Mode
 from marin_rl.config.workers_config import WorkersConfig
-from marin_rl.config.yaml_text import to_yaml
 from marin_rl.distributed import ray_workers
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.ray_cluster import NoClusterError, find_cluster
 from marin_rl.distributed.ray_workers import join_cluster
 from marin_rl.environments.dataset import JsonlConfig
-from marin_rl.multihost import ProcessesDifferError
+from marin_rl.utils.multihost import ProcessesDifferError
+from marin_rl.utils.settings.yaml_text import to_yaml
 from tests.distributed.fake_ray import Actor, Cluster
 from tests.free_port import free_port
 from tests.training.bare_run import make_config

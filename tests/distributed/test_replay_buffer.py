@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from marin_rl.distributed.replay_buffer import ReplayBuffer, ReplayFileError
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, RolloutScheduler, StalenessLimits
-from marin_rl.errors import UserError
 from marin_rl.types import RolloutGroup, Task
+from marin_rl.utils.errors import UserError
 from tests.rollouts.rollout_cases import group_of, rollout_of
 
 

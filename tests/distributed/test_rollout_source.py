@@ -12,8 +12,8 @@ from marin_rl.environments.base import Split
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.timing import PhaseTimer
 from marin_rl.types import RolloutGroup
+from marin_rl.utils.timing import PhaseTimer
 from tests.scripted_sampler import ScriptedSampler
 from tests.training.bare_run import END, local_rollouts, make_config, make_runner
 

@@ -19,14 +19,7 @@ from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.coordinator import Announcement
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, oldest_version
-from marin_rl.distributed.worker import WeightPrefetcher, Weights, WorkerPolicy
-from marin_rl.environments.base import Split
-from marin_rl.errors import Closing
-from marin_rl.learner.devices import start_devices
-from marin_rl.learner.policy_model import initialize_policy
-from marin_rl.rollouts.request_batcher import RequestBatcher
-from marin_rl.types import Generation, RolloutGroup, WeightVersion
-from marin_rl.weights.errors import (
+from marin_rl.distributed.weights.errors import (
     CorruptTransferError,
     MismatchedWeightsError,
     NoWeightsError,
@@ -34,7 +27,14 @@ from marin_rl.weights.errors import (
     VersionGoneError,
     WrongSecretError,
 )
-from marin_rl.weights.publish import TrainingHost, open_sender
+from marin_rl.distributed.weights.publish import TrainingHost, open_sender
+from marin_rl.distributed.worker import WeightPrefetcher, Weights, WorkerPolicy
+from marin_rl.environments.base import Split
+from marin_rl.learner.policy_model import initialize_policy
+from marin_rl.rollouts.request_batcher import RequestBatcher
+from marin_rl.types import Generation, RolloutGroup, WeightVersion
+from marin_rl.utils.devices.setup import start_devices
+from marin_rl.utils.errors import Closing
 from tests.distributed.inline_executor import InlineExecutor
 from tests.free_port import free_port
 from tests.tiny_run import make_run

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from marin_rl import multihost
 from marin_rl.distributed import worker_pool
 from marin_rl.distributed.coordinator import TrainerUpdate
 from marin_rl.distributed.coordinator_client import CoordinatorClient
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.distributed.worker_pool import NoWorkersError, WorkerFailedError, WorkerPool
-from marin_rl.host_status import StopRequestedError
 from marin_rl.rollouts.group_codec import encode_group, join_parts
-from marin_rl.timing import PhaseTimer
 from marin_rl.types import RolloutGroup, Task, WeightVersion
+from marin_rl.utils import multihost
+from marin_rl.utils.host_status import StopRequestedError
+from marin_rl.utils.timing import PhaseTimer
 from tests.distributed.inline_executor import InlineExecutor
 
 NOTHING = TrainerUpdate("one", [], None, {}, {}, {"present": 0.0, "busy": 0.0})
@@ -135,7 +135,7 @@ def network_is_down() -> None:
 
 
 def test_publication_error_is_raised_by_wait(client: Client, sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.background_job.ThreadPoolExecutor", InlineExecutor)
+    monkeypatch.setattr("marin_rl.utils.background_job.ThreadPoolExecutor", InlineExecutor)
     sender.when_flushed = network_is_down
     rollout_source = make_pool(client, sender)
     rollout_source.submit([request(1, 0)])
@@ -324,7 +324,7 @@ def test_publication_error_of_another_process_is_raised_there(
     sender: Sender, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """Without its shards the main process cannot announce the weights, and no group finishes."""
-    monkeypatch.setattr("marin_rl.background_job.ThreadPoolExecutor", InlineExecutor)
+    monkeypatch.setattr("marin_rl.utils.background_job.ThreadPoolExecutor", InlineExecutor)
     monkeypatch.setattr(multihost, "on_main", lambda work: join_parts([b"[]"]))
     sender.when_flushed = network_is_down
     other, stops = make_pool(None, sender), iter((False, True))

@@ -15,7 +15,7 @@ from marin_rl.environments.agent import AgentConfig, AgentEnvironment, CommandEp
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import AgentConnection
 from marin_rl.environments.splits import Split
-from marin_rl.user_code import UserFileError
+from marin_rl.utils.user_code import UserFileError
 from tests.serving import serving_cases
 
 TASKS = ArithmeticConfig()

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 from marin_rl.config.command_line import parse_config
-from marin_rl.config.help import help_text
 from marin_rl.environments import EnvironmentConfig, JsonlConfig, RandomRewardConfig
 from marin_rl.rewards.grading import MathVerifyConfig
+from marin_rl.utils.settings.help import help_text
 
 
 def test_the_registry_is_complete():

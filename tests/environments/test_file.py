@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from marin_rl.config.decode import decode
 from marin_rl.environments import EnvironmentConfig, FileConfig, Split
-from marin_rl.user_code import UserFileError
+from marin_rl.utils.settings.decode import decode
+from marin_rl.utils.user_code import UserFileError
 
 FILE = '''
 import dataclasses

@@ -10,7 +10,6 @@ from typing import cast
 
 import pytest
 
-from marin_rl.config.decode import decode
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.environments.garbage import GarbageRewardError, refuse_garbage_rewards
 from marin_rl.environments.reasoning_gym import ReasoningGymConfig
@@ -18,6 +17,7 @@ from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.rewards import math_grader
 from marin_rl.rewards.grading_process import NoAnswerError
 from marin_rl.types import Message, Task
+from marin_rl.utils.settings.decode import decode
 
 Score = Callable[[Task, str], float]
 

@@ -22,8 +22,8 @@ import pytest
 from marin_rl.environments.base import Split
 from marin_rl.environments.openenv import OpenEnvConfig, OpenEnvEnvironment
 from marin_rl.environments.openenv_client import OpenEnvError, OpenEnvServerError
-from marin_rl.errors import UserError
 from marin_rl.types import Task
+from marin_rl.utils.errors import UserError
 from tests.environments.episodes import play
 
 ANSWERS = {"seed": -1}

@@ -17,13 +17,13 @@ from marin_rl.environments import (
     TextGameConfig,
 )
 from marin_rl.environments.streams import LessonConfig, MixturePartConfig
-from marin_rl.event_loop import BackgroundLoop
 from marin_rl.rewards.component import FunctionRewardConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.reward_functions import RewardFunctions
+from marin_rl.utils.event_loop import BackgroundLoop
 from tests.rollouts.test_run_rollouts import run, runner, says
 
 INNER = ArithmeticConfig(size=2000)

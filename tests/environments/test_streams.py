@@ -13,8 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marin_rl.config.decode import decode
-from marin_rl.config.section_types import ConfigError
 from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, JsonlConfig, TextGameConfig, ToolUseConfig
 from marin_rl.environments.base import Split, StreamState, TaskStream
 from marin_rl.environments.games import View
@@ -27,8 +25,10 @@ from marin_rl.environments.streams import (
     MixtureStream,
 )
 from marin_rl.rewards.component import FunctionRewardConfig
-from marin_rl.seeds import derive_seed
 from marin_rl.types import Message, RewardResult, RolloutGroup, Task
+from marin_rl.utils.seeds import derive_seed
+from marin_rl.utils.settings.decode import decode
+from marin_rl.utils.settings.section_types import ConfigError
 from tests.environments.fake_environments import Cards, CardsConfig, group, rollout
 from tests.one_reply import answer
 

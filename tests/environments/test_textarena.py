@@ -13,7 +13,6 @@ import pytest
 from marin_rl.environments.base import Split
 from marin_rl.environments.textarena import TextArenaConfig, TextArenaEnvironment
 from marin_rl.environments.textarena_opponents import FileOpponentConfig, SelfOpponentConfig, random_move
-from marin_rl.errors import UserError
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
 from marin_rl.run_parts import make_gateway
@@ -21,6 +20,7 @@ from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import RolloutStatus
+from marin_rl.utils.errors import UserError
 from tests.environments.episodes import play
 from tests.scripted_sampler import ScriptedSampler
 

@@ -13,8 +13,8 @@ from marin_rl.environments.base import Split
 from marin_rl.environments.game_process import GameError, call_each
 from marin_rl.environments.games import View
 from marin_rl.environments.textworld import TextWorldConfig, TextWorldEnvironment
-from marin_rl.errors import UserError
 from marin_rl.types import Task
+from marin_rl.utils.errors import UserError
 from tests.environments.episodes import play
 
 real = pytest.mark.skipif(importlib.util.find_spec("textworld") is None, reason="needs the extra textworld")

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 
-from marin_rl.config.decode import decode
 from marin_rl.environments import ArithmeticConfig, EnvironmentConfig, MixtureConfig, RandomRewardConfig, ToolUseConfig
 from marin_rl.environments.base import AbstractEnvironment, NoSandboxError, Split, Step
 from marin_rl.environments.calculator import CalculatorConfig
@@ -18,7 +17,6 @@ from marin_rl.environments.streams import MixturePartConfig
 from marin_rl.environments.tool_use import ToolDescription, ToolLimits, ToolUseEnvironment
 from marin_rl.environments.tools import PythonConfig, ToolConfig, ToolError
 from marin_rl.environments.verifiers import VerifiersConfig
-from marin_rl.event_loop import BackgroundLoop
 from marin_rl.rewards.functions import RewardCallError, RewardFailure
 from marin_rl.rewards.reply_text import parse_reply
 from marin_rl.rewards.sandbox.config import Isolation, SandboxConfig
@@ -27,6 +25,8 @@ from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Message, Task
+from marin_rl.utils.event_loop import BackgroundLoop
+from marin_rl.utils.settings.decode import decode
 
 QUESTIONS = ArithmeticConfig(size=200)
 

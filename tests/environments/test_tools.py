@@ -27,7 +27,7 @@ from marin_rl.environments.tools import (
 from marin_rl.rewards.functions import RewardCallError, RewardFailure
 from marin_rl.rewards.reply_text import parse_reply
 from marin_rl.rewards.sandbox.pool import PythonResult, Sandbox
-from marin_rl.user_code import UserFileError
+from marin_rl.utils.user_code import UserFileError
 
 SCHEMA = {
     "type": "object",

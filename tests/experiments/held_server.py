@@ -12,7 +12,7 @@ def main(hold: str, token: str) -> None:
     import numpy as np
 
     from experiments.soak_train import PausedWeightServer
-    from marin_rl.weights.publish import TrainingHost, take_snapshot
+    from marin_rl.distributed.weights.publish import TrainingHost, take_snapshot
 
     server = PausedWeightServer(Path(hold), token, "the held host", host="127.0.0.1", port=0)
     host = TrainingHost(0, 1, frozenset())

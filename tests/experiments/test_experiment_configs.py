@@ -15,8 +15,8 @@ from experiments.rloo_controls import more_warm_start, random_reward
 from experiments.rloo_in_code import rloo
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.yaml_text import to_yaml
 from marin_rl.environments import RandomRewardConfig
+from marin_rl.utils.settings.yaml_text import to_yaml
 from tests.cpu_host import cpu_host
 from tests.fork_server import ForkedProcess, popen
 

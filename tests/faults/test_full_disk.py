@@ -19,8 +19,8 @@ import pytest
 
 from experiments.soak import LiveRun, halt, wake, whole_and_once
 from marin_rl.distributed.replay_buffer import ReplayBuffer
-from marin_rl.learner.saved_checkpoint import open_checkpoint
-from marin_rl.rollouts.store import read_rollouts
+from marin_rl.runs.rollout_store import read_rollouts
+from marin_rl.runs.saved_checkpoint import open_checkpoint
 from marin_rl.training import session
 from marin_rl.training.run_state import REPLAY
 from tests.faults.live_run import all_end, async_settings, live, started
@@ -64,7 +64,7 @@ def test_full_disk_stops_the_run_without_loss(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
     settings = {
         "initialize_from": str(finished_run.path),
         "warm_start__max_steps": 0,

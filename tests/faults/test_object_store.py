@@ -40,7 +40,7 @@ def local_copy(gcs: Gcs, run: TinyRun, folder: Path) -> TinyRun:
 
 @pytest.fixture
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: False)
+    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: False)
 
 
 def same_outcome(found: TinyRun, expected: TinyRun) -> None:
@@ -152,8 +152,8 @@ def test_run_killed_5_times_in_other_folders_equals_an_uninterrupted_run(
 
 
 def test_second_process_is_refused(stored: Gcs, stored_run: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
-    from marin_rl.remote_path import RemotePath
-    from marin_rl.training.lease import hold
+    from marin_rl.runs.lease import hold
+    from marin_rl.utils.remote_path import RemotePath
 
     # A complete run is not opened.
     drop(stored, f"{PREFIX}hf/training_step.json")

@@ -148,7 +148,7 @@ def test_run_killed_14_times_equals_uninterrupted_run(finished_run: TinyRun, tmp
 @pytest.fixture
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the plots, which take seconds and are not tested here."""
-    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
 
 
 def damage(path: Path) -> None:
@@ -238,7 +238,7 @@ def test_interrupt_finishes_the_update_saves_and_prints_how_to_resume(
     log = run.path / "log.txt"
     assert " DEBUG " not in log.read_text()
     # The log level may differ from the first start and has no effect on results.
-    assert run.train("--log_level", "debug", "--logging", "{marin_rl.rollouts.store: error}") == 0
+    assert run.train("--log_level", "debug", "--logging", "{marin_rl.runs.rollout_store: error}") == 0
     same_outcome(run, finished_run)
     debug = [line for line in log.read_text().splitlines() if " DEBUG " in line]
     for step in (5, 6):

@@ -29,7 +29,7 @@ def lake(name: str, size: int) -> dict[str, Any]:
 def test_curriculum_of_games_resumes_exactly(
     new_run: Callable[..., TinyRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
     lessons = [
         # Eight rollouts fill the window and any score suffices, so the second lesson opens after two steps.
         {"name": "small", "environment": lake("lake3", 3), "window": 8, "unlock_at": 0.0},

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from marin_rl.config_fields import check_address, local_path
-from marin_rl.storage import refuse_credentials, storage_path
+from marin_rl.utils.settings.fields import check_address, local_path
+from marin_rl.utils.storage import refuse_credentials, storage_path
 from tests.tiny_run import TinyRun, contents
 
 VARIABLES = (

@@ -6,7 +6,7 @@
 import dataclasses
 import json
 
-from marin_rl.levanter_line import seq_len
+from marin_rl.utils.levanter_line import seq_len
 
 ROWS, POSITIONS, SPLASH_POSITIONS = 4, 32, 256
 
@@ -24,7 +24,6 @@ def main() -> None:
     from marin_rl.batching.rl_example import RlExample
     from marin_rl.config.train_config import TrainerConfig
     from marin_rl.learner.attention_layers import with_attention_kernel
-    from marin_rl.learner.devices import start_devices
     from marin_rl.learner.loss import RlLoss
     from marin_rl.learner.train_step import place
     from marin_rl.objectives.kl import NoKlConfig
@@ -32,6 +31,7 @@ def main() -> None:
     from marin_rl.sampling.config import SamplingConfig
     from marin_rl.sampling.group_sampler import GroupSampler
     from marin_rl.sampling.sampler import SampleRequest
+    from marin_rl.utils.devices.setup import start_devices
 
     whole = tiny.make_trainer(ROWS)
 

@@ -8,7 +8,7 @@ import json
 import sys
 
 from marin_rl.config.train_config import TrainerConfig
-from marin_rl.learner.devices import DeviceError, start_devices
+from marin_rl.utils.devices.setup import DeviceError, start_devices
 
 CASES = {
     "data axis": {},

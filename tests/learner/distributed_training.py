@@ -46,7 +46,7 @@ def sample(model_axis: int) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
 
 def alternate_devices() -> None:
     """Let the first and the second half of the devices alternate in the mesh of every trainer."""
-    from marin_rl import trainer_config
+    from marin_rl.utils.devices import trainer_config
 
     arrange = trainer_config.arrange_devices
 
@@ -119,22 +119,22 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     import numpy as np
     from test_scoring import make_rollouts
 
-    from marin_rl import multihost
     from marin_rl.batching.packing import RowLayout
     from marin_rl.batching.rl_example import OwnRows, PackedBatch, pack_batch
     from marin_rl.config.train_config import TrainerConfig
+    from marin_rl.config.weights_config import WeightTransferConfig
+    from marin_rl.distributed.weights.publish import TrainingHost, open_sender
     from marin_rl.learner import hf_export
-    from marin_rl.learner.checkpoint import CheckpointConfig, Checkpoints
-    from marin_rl.learner.devices import join_processes, own_rows
     from marin_rl.learner.hf_export import DeviceWeights, write_weights
     from marin_rl.learner.scoring import Scorer
     from marin_rl.learner.weight_history import WeightHistory
     from marin_rl.objectives.advantage_inputs import TokenAdvantages
     from marin_rl.objectives.aggregation import SequenceMeanConfig
-    from marin_rl.trainer_config import DistributedConfig
+    from marin_rl.runs.checkpoint import CheckpointConfig, Checkpoints
     from marin_rl.training.shared_run import require_same_batch
-    from marin_rl.weights.config import WeightTransferConfig
-    from marin_rl.weights.publish import TrainingHost, open_sender
+    from marin_rl.utils import multihost
+    from marin_rl.utils.devices.setup import join_processes, own_rows
+    from marin_rl.utils.devices.trainer_config import DistributedConfig
 
     # So small that large messages take several rounds.
     multihost.EXCHANGE_BYTES = 2**17

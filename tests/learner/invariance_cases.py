@@ -50,7 +50,7 @@ from marin_rl.objectives.policy_loss import (
     RlooSequenceLossConfig,
 )
 from marin_rl.types import Generation, Rollout, RolloutStatus, StopReason, Task, Turn
-from tests.learner import conftest as tiny
+from tests import tiny_learner as tiny
 
 POSITIONS, EMBED, VOCAB, MLP = 16, 8, 24, 8
 TEMPERATURE, BLOCK_SIZE = 0.8, 5

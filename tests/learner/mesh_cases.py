@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from marin_rl.levanter_line import seq_len
+from marin_rl.utils.levanter_line import seq_len
 
 CASES = {
     # name: model_axis_size, microbatches; 32 rows in all
@@ -27,7 +27,7 @@ def main(folder: Path) -> None:
     import jax
     import numpy as np
 
-    from marin_rl.learner.checkpoint import CheckpointConfig, Checkpoints
+    from marin_rl.runs.checkpoint import CheckpointConfig, Checkpoints
 
     states = {}
     facts = {"devices": jax.device_count()}
@@ -79,10 +79,10 @@ def differences_of_shared_prompts() -> list[tuple[float, float]]:
     from marin_rl.batching.rl_example import RlExample, pack_batch
     from marin_rl.batching.rollout_batch import join_batches
     from marin_rl.learner.attention_layers import with_attention_kernel
-    from marin_rl.learner.devices import start_devices
     from marin_rl.learner.logprobs import token_logprobs
     from marin_rl.learner.train_step import place
     from marin_rl.objectives.aggregation import TokenMeanConfig
+    from marin_rl.utils.devices.setup import start_devices
 
     axes = {"model_axis_size": 2, "tensor_parallel_axes": ["kv_head", "heads"], "per_device_parallelism": -1}
     trainer = start_devices(dataclasses.replace(tiny.make_trainer(8), **axes), rows_per_device=1)

@@ -27,7 +27,6 @@ from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmHeadModel
 from levanter.models.qwen import Qwen3Config
 
-from marin_rl.attention_windows import layer_windows, windows_within
 from marin_rl.batching.packing import GroupRow, RowLayout
 from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample, SharedPromptMask, pack_batch
 from marin_rl.batching.rollout_batch import join_batches
@@ -35,10 +34,11 @@ from marin_rl.learner import attention_layers, logprobs
 from marin_rl.learner.attention_kernel import AttentionKernel, GpuBackend, attention_kernel
 from marin_rl.learner.attention_layers import kernel_of, with_attention_kernel
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
-from marin_rl.levanter_line import max_positions, seq_len
+from marin_rl.models.attention_windows import layer_windows, windows_within
 from marin_rl.models.olmo3 import Olmo3Config
 from marin_rl.models.rotary import LinearRotaryConfig, YarnRotaryConfig
 from marin_rl.objectives.aggregation import TokenMeanConfig
+from marin_rl.utils.levanter_line import max_positions, seq_len
 from tests.absent_gpu import absent_mesh
 from tests.sampling.families import FAMILIES, VOCAB, random_model
 

@@ -21,11 +21,11 @@ from marin_rl.learner.logprobs import policy_activations
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.learner.policy_spec import PolicySpec
-from marin_rl.levanter_line import seq_len
 from marin_rl.objectives.kl import NoKlConfig
 from marin_rl.objectives.policy_loss import ReinforceLossConfig
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
+from marin_rl.utils.levanter_line import seq_len
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from marin_rl.learner.checkpoint_folders import CheckpointError
-from marin_rl.learner.saved_checkpoint import open_checkpoint
-from marin_rl.weights.arrow_flight import FlightSource
-from marin_rl.weights.config import WeightTransferConfig
-from marin_rl.weights.fetch import open_receiver
+from marin_rl.config.weights_config import WeightTransferConfig
+from marin_rl.distributed.weights.arrow_flight import FlightSource
+from marin_rl.distributed.weights.fetch import open_receiver
+from marin_rl.runs.checkpoint_folders import CheckpointError
+from marin_rl.runs.saved_checkpoint import open_checkpoint
 from tests.cpu_host import cpu_host
 from tests.free_port import free_port
 from tests.learner.distributed_training import DEVICES

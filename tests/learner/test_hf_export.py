@@ -20,11 +20,12 @@ from levanter.models.lm_model import LmHeadModel
 from safetensors.numpy import load_file
 
 from marin_rl.config.train_config import TrainerConfig
-from marin_rl.learner import array_files, hf_export
-from marin_rl.learner.array_files import STATE, DamagedArraysError, SavedArrays, copy_to_host, write_arrays
+from marin_rl.learner import hf_export
 from marin_rl.learner.hf_export import DeviceWeights, SavedWeights, write_weights
 from marin_rl.learner.policy_model import load_hf_policy
 from marin_rl.models.conversion import to_hf_config
+from marin_rl.runs import array_files
+from marin_rl.runs.array_files import STATE, DamagedArraysError, SavedArrays, copy_to_host, write_arrays
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from tests.models.hf_checkpoint import write_checkpoint

@@ -25,7 +25,7 @@ from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample, to_tokens
 from marin_rl.learner.logprobs import blockwise_logprobs, policy_activations, token_logprobs
-from marin_rl.levanter_line import next_token_loss, seq_len
+from marin_rl.utils.levanter_line import next_token_loss, seq_len
 from tests.cpu_host import cpu_host
 
 BATCH, POSITIONS, EMBED, VOCAB = 2, 7, 4, 11

@@ -24,7 +24,6 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import hub
 
 from marin_rl.batching.rl_example import RlExample
-from marin_rl.hub import HubError
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
 from marin_rl.learner.policy_model import (
     initialize_policy,
@@ -33,7 +32,6 @@ from marin_rl.learner.policy_model import (
     save_hf_policy,
 )
 from marin_rl.learner.policy_spec import PolicySpec
-from marin_rl.levanter_line import seq_len
 from marin_rl.models.conversion import check_same_function
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.hf_tensors import BASE_PREFIX, to_tensors
@@ -42,6 +40,8 @@ from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenizerConfig, byte_tokenizer
+from marin_rl.utils.hub import HubError
+from marin_rl.utils.levanter_line import seq_len
 from tests.models.hf_checkpoint import fuse, record, write_checkpoint
 from tests.models.hf_oracle.make_oracle import (
     CASES,

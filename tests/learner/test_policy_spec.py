@@ -8,10 +8,10 @@ import jax
 import pytest
 from haliax import Axis  # noqa: F401  before marin_rl: see tests/tiny_run.py
 
-from marin_rl.learner.checkpoint import CheckpointConfig, Checkpoints
 from marin_rl.learner.config import CriticConfig
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.policy_spec import PolicySpec
+from marin_rl.runs.checkpoint import CheckpointConfig, Checkpoints
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from marin_rl.learner.train_step import (
     stack_microbatches,
     take_microbatch,
 )
-from marin_rl.levanter_line import UNUSABLE_OPTIMIZERS
 from marin_rl.objectives.kl import KlEstimator
+from marin_rl.utils.levanter_line import UNUSABLE_OPTIMIZERS
 from tests.cpu_host import cpu_host
 
 

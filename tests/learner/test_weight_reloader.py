@@ -16,7 +16,7 @@ from marin_rl.learner.weight_reloader import WeightReloader
 from marin_rl.sampling.config import ReloadConfig
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
-from marin_rl.user_code import UserFileError
+from marin_rl.utils.user_code import UserFileError
 
 Parts = tuple[LmHeadModel, ChatTokenizer, TrainerConfig]
 

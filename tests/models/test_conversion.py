@@ -17,9 +17,7 @@ from levanter.models.mixtral import MixtralConfig
 from levanter.models.olmo import Olmo2Config
 from levanter.models.qwen import Qwen3Config, QwenConfig
 
-from marin_rl.attention_windows import layer_windows
-from marin_rl.config.yaml_text import from_yaml, to_yaml
-from marin_rl.levanter_line import seq_len
+from marin_rl.models.attention_windows import layer_windows
 from marin_rl.models.conversion import (
     attention_windows,
     check_implemented,
@@ -33,6 +31,8 @@ from marin_rl.models.model_settings import MODEL_TYPES
 from marin_rl.models.olmo3 import Olmo3Config
 from marin_rl.models.qwen2 import Qwen2Config
 from marin_rl.models.rotary import LinearRotaryConfig, YarnRotaryConfig
+from marin_rl.utils.levanter_line import seq_len
+from marin_rl.utils.settings.yaml_text import from_yaml, to_yaml
 from tests.models.hf_checkpoint import record, write_config
 from tests.models.hf_oracle.make_oracle import CASES
 

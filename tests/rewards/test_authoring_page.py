@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import yaml
 
-from marin_rl.config.decode import decode
 from marin_rl.rewards.code import parse_tests
 from marin_rl.rewards.component import RewardComponent, RewardScope
 from marin_rl.rewards.functions import RewardFailure
@@ -31,6 +30,7 @@ from marin_rl.rewards.pipeline import (
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.utils.settings.decode import decode
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "pages" / "authoring_rewards.md").read_text()

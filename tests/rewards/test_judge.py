@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from marin_rl.config.decode import decode, encode
-from marin_rl.config.section_types import ConfigError
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope
 from marin_rl.rewards.functions import RewardCallError, RewardFailure
 from marin_rl.rewards.judge import MAX_RESPONSE, JudgeCriterion, LlmJudge, LlmJudgeConfig, shown_order
 from marin_rl.rewards.pipeline import evaluation_metrics, score_rollouts
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.types import RewardResult
+from marin_rl.utils.settings.decode import decode, encode
+from marin_rl.utils.settings.section_types import ConfigError
 
 Reply = tuple[int, Any]
 

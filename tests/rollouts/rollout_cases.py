@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from marin_rl.objectives.advantage_inputs import TurnAdvantages
-from marin_rl.rollouts.store import RolloutStore, RolloutStoreConfig, StoredFormat, read_rollouts
-from marin_rl.rollouts.stored_rollout import StoredAdvantages
+from marin_rl.runs.rollout_store import RolloutStore, RolloutStoreConfig, StoredFormat, read_rollouts
+from marin_rl.runs.stored_rollout import StoredAdvantages
 from marin_rl.types import (
     Generation,
     Message,

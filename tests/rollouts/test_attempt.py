@@ -14,7 +14,7 @@ from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner, run_groups
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Message, Rollout, RolloutGroup, RolloutStatus
-from marin_rl.user_code import UserFileError
+from marin_rl.utils.user_code import UserFileError
 from tests.scripted_sampler import ScriptedSampler
 
 FUNCTIONS = """

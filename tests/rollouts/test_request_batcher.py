@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from marin_rl.event_loop import BackgroundLoop
 from marin_rl.rollouts import request_batcher
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.timing import PhaseTimer
 from marin_rl.types import Generation, StopReason
+from marin_rl.utils.event_loop import BackgroundLoop
+from marin_rl.utils.timing import PhaseTimer
 from tests.scripted_sampler import BatchSampler, TokenSampler
 
 

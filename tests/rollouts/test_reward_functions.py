@@ -16,7 +16,6 @@ import pytest
 
 from marin_rl.environments import ArithmeticConfig, TextGameConfig, ToolUseConfig
 from marin_rl.environments.base import Split, Step
-from marin_rl.event_loop import BackgroundLoop
 from marin_rl.rewards.component import FunctionRewardConfig, RewardComponentConfig, RewardScope
 from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.sandbox.config import SandboxConfig
@@ -26,9 +25,10 @@ from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.group_codec import decode_group, encode_group
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
-from marin_rl.rollouts.store import read_file
+from marin_rl.runs.rollout_store import read_file
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.types import Message, RewardResult, Rollout, RolloutGroup, RolloutStatus, TurnReward
+from marin_rl.utils.event_loop import BackgroundLoop
 from tests.rollouts.rollout_cases import write
 from tests.rollouts.test_rollout_builder import built
 from tests.rollouts.test_run_rollouts import Countdown, Game, run, runner, says, task

@@ -17,7 +17,6 @@ import pytest
 from marin_rl.batching.processed_rollout import process_rollout
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.environments.single_turn import SingleTurnEnvironment
-from marin_rl.event_loop import BackgroundLoop, call_in
 from marin_rl.rewards.grading import FormatConfig
 from marin_rl.rollouts.attempt import Limits, default_state_hash
 from marin_rl.rollouts.config import LongPrompts
@@ -34,10 +33,11 @@ from marin_rl.rollouts.run_rollouts import (
     stream_groups,
 )
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
-from marin_rl.seeds import derive_seed
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Message, Rollout, RolloutGroup, RolloutStatus, StopReason, Task
+from marin_rl.utils.event_loop import BackgroundLoop, call_in
+from marin_rl.utils.seeds import derive_seed
 from tests.hostile_errors import HOSTILE_ERRORS
 from tests.scripted_sampler import ScriptedSampler
 

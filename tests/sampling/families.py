@@ -19,10 +19,10 @@ from levanter.models.mixtral import MixtralConfig
 from levanter.models.olmo import Olmo2Config
 from levanter.models.qwen import Qwen3Config
 
-from marin_rl.levanter_line import seq_len
 from marin_rl.models.olmo3 import Olmo3Config
 from marin_rl.models.qwen2 import Qwen2Config
 from marin_rl.models.rotary import YarnRotaryConfig
+from marin_rl.utils.levanter_line import seq_len
 
 VOCAB = 64
 CONTEXT = 40

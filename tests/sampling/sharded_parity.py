@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 
-from marin_rl.levanter_line import seq_len
+from marin_rl.utils.levanter_line import seq_len
 
 
 def measure(model_axis_size: int) -> dict[str, float]:

@@ -23,13 +23,13 @@ from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmHeadModel
 
 from experiments.benchmarks.measurement import counted_compiles
-from marin_rl.levanter_line import seq_len
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import DECODE_STEPS, GroupSampler
 from marin_rl.sampling.prefill import prefill_shapes
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest, SamplerError, WeightPoll
 from marin_rl.sampling.sizes import sampler_sizes
 from marin_rl.types import Generation, StopReason
+from marin_rl.utils.levanter_line import seq_len
 from tests.cpu_host import cpu_host
 
 VOCAB = 64

@@ -19,11 +19,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marin_rl.retry import RetryConfig
 from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig, SamplingConfig
 from marin_rl.sampling.openai_sampler import OpenAiSampler
 from marin_rl.sampling.sampler import PromptTooLongError, Sampler, SampleRequest, SamplerError
 from marin_rl.types import StopReason
+from marin_rl.utils.retry import RetryConfig
 from tests.sampling.completions_server import CompletionsServer, Raw, TableEngine, error, serving
 
 LOGITS = [0.5, -1.0, 2.0, 0.0, 0.25, -0.5]
@@ -245,7 +245,7 @@ def test_lost_response_does_not_affect_other_requests(server: CompletionsServer)
 
 def test_retries_stop_after_the_time_limit(server: CompletionsServer, monkeypatch: pytest.MonkeyPatch):
     times = itertools.count(0.0, 0.3)
-    monkeypatch.setattr("marin_rl.retry.time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr("marin_rl.utils.retry.time", SimpleNamespace(monotonic=lambda: next(times)))
     server.fault = lambda count, body: error(503, "loading")
     limited = RetryConfig(first_seconds=0.001, longest_seconds=0.001, give_up_seconds=1.0)
     with pytest.raises(SamplerError, match=r"status 503: .*\(given up after 4 attempts in 1\.2 s\)"):

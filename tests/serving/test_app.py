@@ -14,7 +14,6 @@ import httpx
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
-from marin_rl.retry import RetryConfig
 from marin_rl.rewards.functions import RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.judge import LlmJudge, LlmJudgeConfig
 from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig, SamplingConfig
@@ -22,10 +21,11 @@ from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.openai_sampler import OpenAiSampler
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.sampling.stops import stop_table
-from marin_rl.seeds import derive_seed
 from marin_rl.serving.protocol import NEUTRAL
 from marin_rl.tokenization.load import TokenPieces
 from marin_rl.types import Generation, StopReason
+from marin_rl.utils.retry import RetryConfig
+from marin_rl.utils.seeds import derive_seed
 from tests.scripted_sampler import ScriptedSampler
 from tests.serving.serving_cases import CONTEXT, MAX_NEW, SLOTS, TIMEOUT, TOKENIZER, Serving, serving, tiny_sampler
 

@@ -25,7 +25,6 @@ from marin_rl.environments.base import AgentEpisode
 from marin_rl.environments.random_reward import RANDOM, RandomRewards
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.environments.splits import Split
-from marin_rl.event_loop import BackgroundLoop
 from marin_rl.rollouts import agent_recorder
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.reward_functions import RewardFunctions
@@ -35,6 +34,7 @@ from marin_rl.sampling.sampler import Sampler, SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Rollout, RolloutGroup, RolloutStatus, StopReason, Task
+from marin_rl.utils.event_loop import BackgroundLoop
 from tests.hostile_errors import HOSTILE_ERRORS
 from tests.scripted_sampler import ScriptedSampler, TokenSampler
 from tests.serving import serving_cases

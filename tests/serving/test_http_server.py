@@ -21,11 +21,11 @@ from starlette.applications import Starlette
 from experiments.benchmarks.benchmark_serving import ask_all, request_bytes
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampleRequest, WeightPoll
-from marin_rl.seeds import derive_seed
 from marin_rl.serving import app
 from marin_rl.serving.engine import Engine
 from marin_rl.serving.http_server import HttpServer, listen, url_of
 from marin_rl.types import Generation
+from marin_rl.utils.seeds import derive_seed
 from tests.scripted_sampler import TokenSampler
 from tests.serving.serving_cases import (
     MAX_NEW,

@@ -7,7 +7,6 @@ from typing import Any
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
-from marin_rl.seeds import derive_seed
 from marin_rl.serving.engine import EngineRequest
 from marin_rl.serving.errors import ApiError
 from marin_rl.serving.protocol import (
@@ -18,6 +17,7 @@ from marin_rl.serving.protocol import (
     engine_requests,
     parse_body,
 )
+from marin_rl.utils.seeds import derive_seed
 
 LIMITS = RequestLimits(max_context=32, max_new_tokens=20, max_choices=4, vocab_size=100, stop_token_ids=frozenset([7]))
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

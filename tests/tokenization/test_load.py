@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from marin_rl.hub import HubError
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.chat_template import ChatTemplateError
 from marin_rl.tokenization.load import (
@@ -24,6 +23,7 @@ from marin_rl.tokenization.load import (
     byte_tokenizer,
     plain_template,
 )
+from marin_rl.utils.hub import HubError
 from tests.tokenization.conftest import template_ids
 
 USER = {"role": "user", "content": "2+3="}

@@ -19,18 +19,18 @@ from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.learner.scoring import Scores
-from marin_rl.levanter_line import seq_len
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.run_parts import RunParts
 from marin_rl.sampling.config import SamplingConfig
-from marin_rl.timing import PhaseTimer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.training.batch_builder import BatchBuilder, make_batch_builder
 from marin_rl.training.collect import Collected, GroupCollector
 from marin_rl.training.run_state import Progress, RunState
 from marin_rl.types import Task
+from marin_rl.utils.levanter_line import seq_len
+from marin_rl.utils.timing import PhaseTimer
 from tests.scripted_sampler import Script, ScriptedSampler
 
 END, USER, ASSISTANT = 257, 259, 260

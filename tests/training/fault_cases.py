@@ -45,7 +45,7 @@ class ShortRuns:
         folder.mkdir()
         run = make_run(folder, **{**self._changes, **changes})
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+            patched.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
             assert run.train() == 0
         return run
 
@@ -79,7 +79,7 @@ def recorded_sandboxes(patched: pytest.MonkeyPatch) -> list[Any]:
 
 def rows_of(run: TinyRun, step: int) -> dict[str, Row]:
     """Read the stored rollouts of a step by id, sorted by id, and check that all groups are complete."""
-    from marin_rl.rollouts.store import read_rollouts
+    from marin_rl.runs.rollout_store import read_rollouts
 
     [table] = read_rollouts(run.path / "rollouts", [step], purposes=["training"])
     rows = {row["id"]: row for row in sorted(table.to_pylist(), key=lambda row: row["id"])}

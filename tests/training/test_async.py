@@ -19,9 +19,9 @@ from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner
-from marin_rl.rollouts.store import read_rollouts
+from marin_rl.runs.rollout_store import read_rollouts
+from marin_rl.runs.run_directory import RunDirectory
 from marin_rl.training.replay import replay_step
-from marin_rl.training.run_directory import RunDirectory
 from tests.distributed.inline_executor import InlineExecutor
 from tests.distributed.local_client import LocalClient
 from tests.distributed.thread_workers import thread_workers
@@ -32,7 +32,7 @@ from tests.training.reopened_run import config_of
 @pytest.fixture(autouse=True)
 def workers_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("marin_rl.distributed.ray_workers.ray_workers", thread_workers)
-    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
 
 
 def comparable(record: dict[str, Any]) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from marin_rl.objectives.importance import IcepopConfig, MaskMismatchConfig, Tis
 from marin_rl.objectives.kl import LossKlConfig, NoKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.objectives.shaping import KeepTruncatedConfig, MaskTruncatedConfig
-from marin_rl.timing import PhaseTimer
 from marin_rl.training.batch_builder import BatchBuilder, TrainingBatch
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
+from marin_rl.utils.timing import PhaseTimer
 from tests.training.bare_run import NEWEST, Score, bare_builder, make_config, zeros
 
 TASK = Task("t", "ones", ({"role": "user", "content": "2x3"},), "1")

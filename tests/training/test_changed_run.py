@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from levanter.optim.config import AdamConfig
 
-from marin_rl.training.metrics_file import read_records
+from marin_rl.runs.metrics_file import read_records
+from marin_rl.runs.run_directory import RunDirectory, exported_step
 from marin_rl.training.replay import ReplayError, replay_step
-from marin_rl.training.run_directory import RunDirectory, exported_step
 from marin_rl.training.starting_weights import hf_folder
 from tests.tiny_run import TinyRun, contents, copy_of, interrupted_after, outcome, without_timings
 from tests.training.reopened_run import config_of
@@ -25,7 +25,7 @@ LONGER = ("--num_steps", "8", "--optimizer.lr_schedule", "linear")
 
 
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
 
 
 def killed(*_: object, **__: object) -> None:
@@ -186,7 +186,7 @@ def test_a_new_type_of_the_export_is_exported_after_a_kill(
     assert size < 0.75 * (finished_run.path / "hf" / "model.safetensors").stat().st_size
 
 
-@pytest.mark.parametrize("place", ["marin_rl.training.curves.plot_curves", "marin_rl.training.session._export"])
+@pytest.mark.parametrize("place", ["marin_rl.runs.curves.plot_curves", "marin_rl.training.session._export"])
 def test_a_run_that_is_killed_at_its_end_is_plotted_and_exported(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ):

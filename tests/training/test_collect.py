@@ -11,7 +11,6 @@ import pytest
 from marin_rl.config.sections import Mode, ReplayConfig
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.environments.streams import CompositeEnvironment, MixtureStream
-from marin_rl.host_status import StopRequestedError
 from marin_rl.objectives.shaping import OverlongConfig, RewardTruncatedConfig
 from marin_rl.rollouts.config import LongPrompts
 from marin_rl.rollouts.filters import DropGroupsConfig, ResampleGroupsConfig
@@ -20,6 +19,7 @@ from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
 from marin_rl.training.collect import Collected
 from marin_rl.training.run_state import Progress
 from marin_rl.types import Message, RolloutStatus, Task
+from marin_rl.utils.host_status import StopRequestedError
 from tests.training.bare_run import END, BareRun, bare_run, local_rollouts, make_config, make_runner
 
 

@@ -13,12 +13,10 @@ import pytest
 from levanter.optim.config import AdamConfig, CosineLrSchedule, InvLrSchedule, LionConfig
 
 from marin_rl.config.command_line import parse_config
-from marin_rl.config.section_types import ConfigError
 from marin_rl.config.sections import EvaluationConfig
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.yaml_text import from_yaml, to_yaml
-from marin_rl.errors import RunDirectoryError
 from marin_rl.objectives.kl import LossKlConfig
+from marin_rl.runs.run_directory import RunDirectory, create_or_open
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.training.config_changes import (
     check_config_files,
@@ -27,7 +25,9 @@ from marin_rl.training.config_changes import (
     read_config_of_step,
 )
 from marin_rl.training.config_history import Change, changed_values, read_history, record_changes
-from marin_rl.training.run_directory import RunDirectory, create_or_open
+from marin_rl.utils.errors import RunDirectoryError
+from marin_rl.utils.settings.section_types import ConfigError
+from marin_rl.utils.settings.yaml_text import from_yaml, to_yaml
 from tests.training.bare_run import make_config
 
 ADAM = AdamConfig(learning_rate=1e-3, weight_decay=0.1, max_grad_norm=1.0)

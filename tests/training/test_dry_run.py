@@ -266,7 +266,7 @@ GREEN: dict[str, Make] = {
 
 @pytest.fixture(autouse=True)
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
 
 
 def assert_red(run: TinyRun, message: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -462,7 +462,7 @@ def test_changed_files_do_not_matter_to_a_finished_run(
 
 
 def test_locked_run_directory(interrupted: TinyRun, capfd: pytest.CaptureFixture[str]):
-    from marin_rl.training.run_directory import RunDirectory, lock
+    from marin_rl.runs.run_directory import RunDirectory, lock
 
     with lock(RunDirectory(interrupted.path)):
         assert_red(interrupted, "is in use by process", capfd)

@@ -114,7 +114,7 @@ def test_failing_warm_start_closes_everything(shy_run: TinyRun, tmp_path: Path, 
 def test_interrupt_in_first_evaluation_and_failing_store_close(
     shy_run: TinyRun, tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    from marin_rl.rollouts.store import RolloutStore
+    from marin_rl.runs.rollout_store import RolloutStore
 
     close = RolloutStore.close
 
@@ -143,7 +143,7 @@ def test_failing_first_checkpoint_closes_everything(
         watch.update()
         raise OSError(28, "No space left on device", "checkpoints")
 
-    monkeypatch.setattr("marin_rl.learner.checkpoint.Checkpoints.save", fail)
+    monkeypatch.setattr("marin_rl.runs.checkpoint.Checkpoints.save", fail)
     with pytest.raises(OSError, match="No space left on device"):
         open_it(shy_run, tmp_path, lambda message: None)
     watch.assert_all_ended("rollout-store")

@@ -16,8 +16,6 @@ from marin_rl.config.sections import RolloutConfig
 from marin_rl.environments import ArithmeticConfig, Split, ToolUseConfig
 from marin_rl.environments.tool_use import ToolDescription
 from marin_rl.learner.critic import CriticConfig
-from marin_rl.levanter_line import seq_len
-from marin_rl.logs import LogLevel, log_to, module_levels
 from marin_rl.objectives import AdvantageConfig, GaeConfig, GigpoConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig, ReinforceLossConfig
 from marin_rl.rewards.component import RewardScope
@@ -28,7 +26,9 @@ from marin_rl.rollouts.rollout_builder import RolloutBuilder
 from marin_rl.rollouts.run_rollouts import run_tasks
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.timing import PhaseTimer
+from marin_rl.utils.levanter_line import seq_len
+from marin_rl.utils.logs import LogLevel, log_to, module_levels
+from marin_rl.utils.timing import PhaseTimer
 from tests.training.bare_run import ASSISTANT, END, MODEL, NEWEST, bare_builder, make_config, make_runner
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'

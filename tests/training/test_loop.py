@@ -18,19 +18,19 @@ from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import PackedBatch, pack_batch
 from marin_rl.batching.rollout_batch import batch_rollouts
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
-from marin_rl.errors import RunDirectoryError
 from marin_rl.evaluate import EvaluateConfig, run_evaluation
 from marin_rl.learner.train_step import Learner, PendingUpdate
-from marin_rl.levanter_line import flops_per_token, seq_len
 from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.rollouts.filters import ResampleGroupsConfig
 from marin_rl.rollouts.run_rollouts import run_tasks
-from marin_rl.rollouts.store import RolloutStore, read_rollouts
-from marin_rl.rollouts.stored_rollout import as_table
 from marin_rl.run_parts import RunParts
+from marin_rl.runs.rollout_store import RolloutStore, read_rollouts
+from marin_rl.runs.stored_rollout import as_table
 from marin_rl.tokenization.load import TokenPieces
 from marin_rl.training.loop import PHASES, TrainingRun, model_flops_utilization, throughput_metrics, train
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
+from marin_rl.utils.errors import RunDirectoryError
+from marin_rl.utils.levanter_line import flops_per_token, seq_len
 from tests.rollouts.rollout_cases import group_of
 from tests.tiny_run import TinyRun, contents, copy_of, interrupted_after, outcome, without_losses, without_timings
 from tests.training.bare_run import local_rollouts
@@ -170,7 +170,7 @@ def test_stored_evaluations_match_records(finished_run: TinyRun) -> None:
 def test_storing_learner_logprobs_does_not_affect_training(
     finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
     settings = {
         "initialize_from": str(finished_run.path),
         "warm_start__max_steps": 0,
@@ -341,7 +341,7 @@ def test_step_without_kept_groups_is_recorded_and_keeps_weights(finished_run: Ti
 def test_runs_are_deterministic_in_config_and_seed(
     finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
     settings = {"initialize_from": str(finished_run.path), "warm_start__max_steps": 0, "num_steps": 1}
     one, same, other = new_run(**settings), new_run(**settings), new_run(**settings, seed=4)
     for run in (one, same, other):

@@ -25,13 +25,13 @@ from marin_rl.objectives.policy_loss import (
     TokenBatch,
 )
 from marin_rl.rollouts.run_rollouts import run_tasks
-from marin_rl.rollouts.stored_rollout import as_table
+from marin_rl.runs.stored_rollout import as_table
 from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.timing import PhaseTimer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.training.batch_builder import BatchBuilder, TrainingBatch
 from marin_rl.types import Message, Rollout, RolloutGroup, Task
+from marin_rl.utils.timing import PhaseTimer
 from tests.training.bare_run import END, NEWEST, TOKENIZER, USER, bare_builder, make_config, make_runner
 
 

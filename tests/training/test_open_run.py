@@ -18,21 +18,21 @@ from marin_rl.distributed.scheduler import RequestNumber
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.environments.dataset import JsonlConfig
-from marin_rl.learner import saved_checkpoint
-from marin_rl.learner.checkpoint_folders import CheckpointError
 from marin_rl.learner.critic import CriticConfig
-from marin_rl.learner.devices import start_devices
 from marin_rl.objectives import GaeConfig
 from marin_rl.objectives.kl import LossKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.run_parts import RunParts
+from marin_rl.runs import saved_checkpoint
+from marin_rl.runs.checkpoint_folders import CheckpointError
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.training import open_run
 from marin_rl.training.open_run import drop_groups_of_lost_weights
 from marin_rl.training.run_state import Progress
 from marin_rl.types import RolloutGroup
+from marin_rl.utils.devices.setup import start_devices
 from tests.rollouts.rollout_cases import group_of
 from tests.tiny_run import TinyRun, contents, copy_of
 from tests.training.bare_run import bare_run, local_rollouts, make_config
@@ -106,7 +106,7 @@ def test_preparation_of_tasks_is_reported_if_it_takes_long(finished_run: TinyRun
         assert reported.wait(60)
         return build(config)
 
-    monkeypatch.setattr("marin_rl.timing.NOTICE_SECONDS", 0.0)
+    monkeypatch.setattr("marin_rl.utils.timing.NOTICE_SECONDS", 0.0)
     monkeypatch.setattr(JsonlConfig, "build", build_slowly)
     reopen(finished_run, report)
     assert messages[0] == "preparing the tasks of the environment 'jsonl' ..."

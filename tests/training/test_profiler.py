@@ -14,10 +14,10 @@ import jax
 import pytest
 
 from marin_rl.config.train_config import TrainerConfig
-from marin_rl.errors import RunDirectoryError
-from marin_rl.remote_path import RemotePath
-from marin_rl.timing import PhaseTimer
 from marin_rl.training.profiler import open_profiler
+from marin_rl.utils.errors import RunDirectoryError
+from marin_rl.utils.remote_path import RemotePath
+from marin_rl.utils.timing import PhaseTimer
 from tests.gcs_emulator import Gcs
 
 TRAINER = dataclasses.replace(TrainerConfig(), profiler=True, profiler_start_step=3, profiler_num_steps=2)

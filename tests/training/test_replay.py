@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from marin_rl.config.sections import Mode, ReplayConfig
-from marin_rl.errors import USER_ERRORS
 from marin_rl.objectives.importance import TisConfig
 from marin_rl.objectives.kl import RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
-from marin_rl.rollouts.rollout_files import as_parquet, from_parquet
-from marin_rl.rollouts.stored_rollout import SCHEMA
+from marin_rl.runs.rollout_files import as_parquet, from_parquet
+from marin_rl.runs.run_directory import RunDirectory, lock
+from marin_rl.runs.stored_rollout import SCHEMA
 from marin_rl.training.replay import ReplayError, replay_step
-from marin_rl.training.run_directory import RunDirectory, lock
+from marin_rl.utils.errors import USER_ERRORS
 from tests.tiny_run import TinyRun, contents, copy_of, without_timings
 from tests.training.reopened_run import config_of
 

@@ -18,10 +18,10 @@ import pyarrow as pa
 import pytest
 
 from marin_rl.evaluate import EvaluateConfig, run_evaluation
-from marin_rl.rollouts.store import read_rollouts
-from marin_rl.rollouts.stored_groups import StoredGroups, groups_of_table
+from marin_rl.runs.rollout_store import read_rollouts
+from marin_rl.runs.run_directory import RunDirectory
+from marin_rl.runs.stored_groups import StoredGroups, groups_of_table
 from marin_rl.training.replay import replay_step
-from marin_rl.training.run_directory import RunDirectory
 from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome, without_losses, without_timings
 from tests.training.reopened_run import config_of
 
@@ -85,7 +85,7 @@ def train(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
 
 
 @pytest.mark.medium

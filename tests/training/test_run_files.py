@@ -18,12 +18,12 @@ from marin_rl.environments.agent import AgentConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.dataset import HuggingFaceConfig, JsonlConfig
 from marin_rl.environments.file import FileConfig
-from marin_rl.errors import RunDirectoryError
 from marin_rl.evaluate import main as evaluate
 from marin_rl.rewards.component import FunctionRewardConfig
+from marin_rl.runs.metrics_file import read_records, rewind_records
 from marin_rl.tokenization.load import TokenizerConfig
-from marin_rl.training.metrics_file import read_records, rewind_records
 from marin_rl.training.run_files import RUN_FILES, RunFiles, compare_on_resume
+from marin_rl.utils.errors import RunDirectoryError
 from tests.tiny_run import TinyRun, copy_of, interrupted_after, outcome
 from tests.training.bare_run import make_config
 

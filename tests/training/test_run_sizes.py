@@ -11,13 +11,13 @@ from marin_rl.config.sections import EvaluationConfig, RolloutConfig, UpdateConf
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.learner.critic import CriticConfig
-from marin_rl.levanter_line import seq_len
 from marin_rl.objectives import GaeConfig
 from marin_rl.objectives.kl import LossKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.rollouts.filters import ResampleGroupsConfig
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.training.run_sizes import describe_run
+from marin_rl.utils.levanter_line import seq_len
 
 CONFIG = TrainConfig(
     environment=ArithmeticConfig(),

@@ -21,7 +21,7 @@ from marin_rl.training.loop import TrainingRun
 from marin_rl.training.open_run import open_run
 from marin_rl.training.starting_weights import resolve_model
 from marin_rl.types import Generation
-from marin_rl.user_code import UserFileError
+from marin_rl.utils.user_code import UserFileError
 from tests.distributed.thread_workers import thread_workers
 from tests.sampling.completions_server import CompletionsServer, serving
 from tests.tiny_run import TinyRun, copy_of, interrupted_after, make_run, outcome
@@ -40,7 +40,7 @@ SHORT = {
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def pair(finished_run: TinyRun, server: CompletionsServer, tmp_path_factory: pyt
     loader = Loader(resolve_model(config_of(served)), weights / "current")
     server.load = loader
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+        patch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
         assert own.train() == 0
         assert served.train() == 0
     return Pair(own, served, loader, server)

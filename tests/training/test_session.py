@@ -21,13 +21,13 @@ from transformers import AutoTokenizer
 
 from marin_rl.environments.base import Step
 from marin_rl.environments.single_turn import SingleTurnEpisode
-from marin_rl.errors import RunDirectoryError
-from marin_rl.rollouts.store import RolloutStore
+from marin_rl.runs.metrics_file import append_record, read_records
+from marin_rl.runs.rollout_store import RolloutStore
+from marin_rl.runs.run_directory import RunDirectory
 from marin_rl.training import session
-from marin_rl.training.metrics_file import append_record, read_records
-from marin_rl.training.run_directory import RunDirectory
 from marin_rl.training.session import StepRecords, logged_errors, stop_on_signals
 from marin_rl.training.trackers import make_tracker
+from marin_rl.utils.errors import RunDirectoryError
 from tests.free_port import free_port
 from tests.tiny_run import TinyRun, contents, copy_of, interrupted_after, outcome
 
@@ -38,7 +38,7 @@ def test_plots_that_fail_do_not_cost_the_model(
     def fail(*_: object) -> None:
         raise RunDirectoryError("no font")
 
-    monkeypatch.setattr("marin_rl.training.curves.plot_curves", fail)
+    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", fail)
     run = new_run(num_steps=1, warm_start__max_steps=0, evaluation__tasks=0)
     assert run.train() == 1
     assert "no font" in capsys.readouterr().err
@@ -69,7 +69,7 @@ def test_exported_tokenizer_encodes_same_prompts(finished_run: TinyRun):
 def test_closing_table_without_metric_records(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
     again = copy_of(finished_run, tmp_path / "copy")
     (again.path / "metrics.jsonl").unlink()
     assert again.train("--accept_changes") == 0
@@ -79,7 +79,7 @@ def test_closing_table_without_metric_records(
 def test_only_settings_without_effect_on_results_may_change_on_resume(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
     again = copy_of(finished_run, tmp_path / "copy")
     harmless = {
         "checkpoint.every": "5",
@@ -178,7 +178,7 @@ def test_sigterm_requests_stop_and_handlers_are_restored():
 def test_sigterm_during_blocked_step_saves_last_finished_step(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
     run = interrupted_after(finished_run, 3, tmp_path / "copy")
     step, graded = SingleTurnEpisode.step, 0
 
@@ -212,7 +212,7 @@ def test_sigterm_during_evaluation_saves_step_and_resume_repeats_evaluation(
     capfd: pytest.CaptureFixture[str],
     step: int,
 ):
-    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
     run = interrupted_after(finished_run, step - 1, tmp_path / "copy")
     score, graded = SingleTurnEpisode.step, 0
 
@@ -286,7 +286,7 @@ def test_sigterm_during_a_warm_start_ends_the_run_without_a_checkpoint(
 def test_failed_export_keeps_previous_export(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("marin_rl.training.curves.plot_curves", lambda metrics, curves: None)
+    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
     again = copy_of(finished_run, tmp_path / "copy")
     # An export of an unknown step is repeated.
     (again.path / "hf" / "training_step.json").unlink()
@@ -350,7 +350,7 @@ def test_weight_files_are_checked_before_devices_start(
 def test_second_process_is_rejected(
     finished_run: TinyRun, new_run: Callable[..., TinyRun], capfd: pytest.CaptureFixture[str]
 ):
-    from marin_rl.training.run_directory import lock
+    from marin_rl.runs.run_directory import lock
 
     run = new_run()
     with lock(RunDirectory(run.path)):

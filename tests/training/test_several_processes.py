@@ -21,7 +21,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from experiments.soak import LiveRun
-from marin_rl.training.run_directory import RunDirectory, lock
+from marin_rl.runs.run_directory import RunDirectory, lock
 from tests.cpu_host import cpu_host
 from tests.fork_server import popen
 from tests.gcs_emulator import Gcs
@@ -320,7 +320,7 @@ def test_an_error_in_one_process_ends_the_other_with_its_message(tmp_path: Path)
 
 @pytest.mark.parametrize("killed", [False, True], ids=["stopped", "main killed"])
 def test_a_stopped_or_killed_run_resumes_in_one_process(killed: bool, tmp_path: Path) -> None:
-    """tests/launch/test_local.py kills the other process."""
+    """tests/pods/test_local.py kills the other process."""
     run = make_sync(tmp_path / "run", num_steps=100_000, warm_start__max_steps=0, evaluation__tasks=0)
     training = hosts(run, 2, devices=2)
     with started(training):

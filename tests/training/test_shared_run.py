@@ -10,16 +10,13 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
-from marin_rl import multihost
 from marin_rl.config.sections import Mode
-from marin_rl.config.yaml_text import to_yaml
+from marin_rl.config.weights_config import WeightTransferConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
-from marin_rl.errors import RunDirectoryError
-from marin_rl.learner.checkpoint import CheckpointConfig
-from marin_rl.logs import LogLevel
 from marin_rl.rewards.component import FunctionRewardConfig, RewardScope
+from marin_rl.runs.checkpoint import CheckpointConfig
+from marin_rl.runs.run_directory import config_differences
 from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig
-from marin_rl.training.run_directory import config_differences
 from marin_rl.training.shared_run import (
     check_config,
     require_same_config,
@@ -27,7 +24,10 @@ from marin_rl.training.shared_run import (
     require_same_tasks,
     require_shared_folder,
 )
-from marin_rl.weights.config import WeightTransferConfig
+from marin_rl.utils import multihost
+from marin_rl.utils.errors import RunDirectoryError
+from marin_rl.utils.logs import LogLevel
+from marin_rl.utils.settings.yaml_text import to_yaml
 from tests.training.bare_run import make_config
 
 FITTING = make_config(mode=Mode.ASYNC)

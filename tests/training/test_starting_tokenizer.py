@@ -19,9 +19,9 @@ from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.models.hf_config import PolicyModelError
-from marin_rl.storage import storage_path
 from marin_rl.tokenization.load import BYTES, TokenizerConfig, TokenizerLoadError, byte_tokenizer
 from marin_rl.training.starting_weights import check_weight_files, resolve_model
+from marin_rl.utils.storage import storage_path
 from tests.models.hf_checkpoint import record, write_config
 from tests.tiny_run import TinyRun, copy_of
 from tests.training.reopened_run import config_of

@@ -20,20 +20,16 @@ from marin_rl.batching.rollout_batch import RolloutBatch, make_batch
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig, TrainerConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
-from marin_rl.hub import HubError
-from marin_rl.learner.checkpoint import Checkpoints
 from marin_rl.learner.critic import CriticConfig, with_critic
-from marin_rl.learner.devices import start_devices
 from marin_rl.learner.loss import first_log_ratios
 from marin_rl.learner.policy_model import read_hf_architecture
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
-from marin_rl.levanter_line import max_positions, seq_len
 from marin_rl.models.hf_config import PolicyModelError
 from marin_rl.models.hf_tensors import read_tensor_shapes
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
-from marin_rl.remote_path import RemotePath
 from marin_rl.run_parts import RunParts
+from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.tokenization.load import TokenizerConfig
 from marin_rl.training.starting_weights import (
     check_weight_files,
@@ -41,6 +37,10 @@ from marin_rl.training.starting_weights import (
     hf_folder,
     resolve_model,
 )
+from marin_rl.utils.devices.setup import start_devices
+from marin_rl.utils.hub import HubError
+from marin_rl.utils.levanter_line import max_positions, seq_len
+from marin_rl.utils.remote_path import RemotePath
 from tests.models.hf_checkpoint import record, write_checkpoint, write_config
 from tests.tiny_run import TinyRun
 from tests.training.reopened_run import config_of

@@ -16,8 +16,8 @@ from levanter.tracker.tensorboard import TensorboardConfig
 from levanter.tracker.tracker import NoopConfig, NoopTracker
 from levanter.tracker.wandb import WandbConfig
 
-from marin_rl.errors import UserError
 from marin_rl.training.trackers import check_trackers, make_tracker
+from marin_rl.utils.errors import UserError
 
 
 def test_missing_package_names_the_extra_to_install(monkeypatch):

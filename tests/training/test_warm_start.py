@@ -18,16 +18,16 @@ from marin_rl.config.sections import WarmStartConfig
 from marin_rl.config.train_config import TrainerConfig
 from marin_rl.environments.base import Split
 from marin_rl.environments.single_turn import SingleTurnEnvironment
-from marin_rl.host_status import StopRequestedError
-from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_spec import PolicySpec
-from marin_rl.levanter_line import seq_len
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.training.warm_start import WarmStartError, warm_start
 from marin_rl.types import Message, Task
+from marin_rl.utils.devices.setup import start_devices
+from marin_rl.utils.host_status import StopRequestedError
+from marin_rl.utils.levanter_line import seq_len
 from tests.scripted_sampler import ScriptedSampler
 
 END = 257

@@ -9,9 +9,9 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt
 
-from marin_rl.config_checks import ConfigSection, check_fields
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.protocol import CallLimits
+from marin_rl.utils.settings.checks import ConfigSection, check_fields
 
 
 @dataclasses.dataclass(frozen=True)

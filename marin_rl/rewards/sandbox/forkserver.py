@@ -28,10 +28,10 @@ import types
 from collections.abc import Mapping
 from typing import Any, cast
 
-from marin_rl.errors import describe, explain, own_frames
 from marin_rl.rewards.sandbox import protocol
 from marin_rl.rewards.sandbox.isolation import IS_LINUX, confine_call, confine_import, exit_with_parent, prepare_call
 from marin_rl.rewards.sandbox.protocol import WorkerSpec
+from marin_rl.utils.errors import describe, explain, own_frames
 
 CONFINED = b"confined\n"
 """First bytes on the answer pipe of a call, written after its process is confined and before it runs user code. A call

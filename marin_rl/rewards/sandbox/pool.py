@@ -29,7 +29,6 @@ from typing import Any, Self
 
 import pydantic
 
-from marin_rl.errors import UserError
 from marin_rl.rewards.functions import (
     EvaluateResult,
     RewardCallError,
@@ -43,7 +42,8 @@ from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import OLDEST_LANDLOCK, Isolation, find_holes, landlock_version, self_test
 from marin_rl.rewards.sandbox.seccomp import seccomp_is_supported
 from marin_rl.rewards.sandbox.worker_process import WorkerLostError, WorkerProcess, failure_of, worker_spec
-from marin_rl.user_code import UserFileError
+from marin_rl.utils.errors import UserError
+from marin_rl.utils.user_code import UserFileError
 
 logger = logging.getLogger(__name__)
 

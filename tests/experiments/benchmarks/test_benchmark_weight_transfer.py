@@ -12,9 +12,9 @@ import pytest
 from experiments.benchmarks import benchmark_weight_transfer
 from experiments.benchmarks.benchmark_weight_transfer import synthetic_shapes
 from experiments.benchmarks.weight_servers import Share, make_snapshot
-from marin_rl.weights.config import WeightTransferConfig
-from marin_rl.weights.fetch import open_receiver
-from marin_rl.weights.manifest import find_gap, whole
+from marin_rl.config.weights_config import WeightTransferConfig
+from marin_rl.distributed.weights.fetch import open_receiver
+from marin_rl.distributed.weights.manifest import find_gap, whole
 from tests.tiny_run import make_run
 
 

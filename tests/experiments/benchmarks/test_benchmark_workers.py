@@ -11,7 +11,7 @@ import pytest
 
 from experiments.benchmarks import benchmark_workers
 from experiments.benchmarks.measurement import BenchmarkedRunError
-from marin_rl.rollouts.store import read_rollouts
+from marin_rl.runs.rollout_store import read_rollouts
 from tests.tiny_run import TinyRun, copy_of
 
 

@@ -23,8 +23,8 @@ from experiments.benchmarks import (
     benchmark_training_step,
     measurement,
 )
-from marin_rl.learner.devices import start_devices
 from marin_rl.learner.policy_model import initialize_policy
+from marin_rl.utils.devices.setup import start_devices
 from tests.tiny_run import make_run
 
 

@@ -24,7 +24,7 @@ from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import IsolationError, Sandbox, UserFunction
 from marin_rl.rewards.sandbox.processes import list_descendants
 from marin_rl.rewards.sandbox.worker_process import PACKAGE_ROOT, WorkerProcess
-from marin_rl.user_code import UserFileError
+from marin_rl.utils.user_code import UserFileError
 from tests.rewards.sandbox.conftest import (
     CONFINED_LEVELS,
     HOSTILE,

@@ -1,0 +1,388 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Receiver of weights: choose the pieces that the devices need, fetch them, and assemble the arrays.
+
+All checks that need only the manifests are made before any weights are transferred.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import threading
+from collections.abc import Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from marin_rl.config.weights_config import WeightTransferConfig
+from marin_rl.distributed.weights.arrow_flight import FlightSource
+from marin_rl.distributed.weights.errors import (
+    CorruptTransferError,
+    MismatchedWeightsError,
+    NoWeightsError,
+    ServerLostError,
+    VersionGoneError,
+    WeightTransferError,
+)
+from marin_rl.distributed.weights.manifest import (
+    Bounds,
+    Chunk,
+    Manifest,
+    Piece,
+    bounds_of,
+    find_gap,
+    named_leaves,
+    overlap,
+    replace_leaves,
+    shape_of,
+    slices_within,
+    volume,
+    whole,
+)
+from marin_rl.types import WeightVersion
+from marin_rl.utils.retry import Clock, RetryConfig, retrying
+
+T = TypeVar("T")
+
+POLL = 0.05
+"""Seconds between two polls of senders for a version."""
+
+
+class WeightReceiver:
+    """Fetches weights; one per worker. It holds no resources between calls."""
+
+    def __init__(
+        self, sources: Sequence[FlightSource], retry: RetryConfig, *, cast: bool, clock: Clock | None = None
+    ) -> None:
+        """Set up the receiver without connecting.
+
+        Args:
+            sources: weight servers of all training hosts.
+            retry: limits of retries after an error.
+            cast: whether floating-point arrays may be sent in another floating-point dtype than the receiver's.
+            clock: clock for tests; None for the real one.
+        """
+        if not sources:
+            raise ValueError("a receiver of weights needs at least one address, got 0")
+        self._sources = tuple(sources)
+        self._retry = retry
+        self._cast = cast
+        self._clock = clock or Clock()
+
+    def newest(self) -> WeightVersion | None:
+        """Return the newest version that every sender has, or None before the first.
+
+        Raises:
+            WeightTransferError: if a sender does not respond.
+        """
+        return retrying(self._retry, (ServerLostError, CorruptTransferError), self._find_newest, self._clock)
+
+    def wait_for(self, version: WeightVersion, timeout: float) -> None:
+        """Wait until every sender has a version, or a newer one.
+
+        Args:
+            version: the version.
+            timeout: seconds after which a sender that lacks it is an error.
+
+        Raises:
+            WeightTransferError: if a sender does not publish it within the timeout, or does not respond.
+        """
+        began = self._clock.now()
+        while (newest := self.newest()) is None or newest < version:
+            if self._clock.now() - began > timeout:
+                raise WeightTransferError(
+                    f"version {version} of the weights is not published by all training hosts after {timeout:g} s; "
+                    "see their logs"
+                )
+            self._clock.sleep(POLL)
+
+    def receive(self, like: T, version: WeightVersion | None = None) -> tuple[T, WeightVersion]:
+        """Fetch one version.
+
+        Args:
+            like: tree with arrays or `jax.ShapeDtypeStruct`s as leaves. Their shardings determine the shards to fetch
+                and their devices; leaves without a sharding are placed on the default device.
+            version: the version to fetch; None for the newest.
+
+        Returns:
+            `like` with the published arrays, and their version.
+
+        Raises:
+            VersionGoneError: if `version` is given and a sender does not have it.
+            MismatchedWeightsError: if the published weights do not fit `like`.
+            WrongSecretError: if a sender has a different secret.
+            WeightTransferError: if the weights do not arrive within the retry limits.
+        """
+        transient = (ServerLostError, CorruptTransferError, NoWeightsError)
+        errors = transient if version is not None else (*transient, VersionGoneError)
+        return retrying(self._retry, errors, functools.partial(self._receive_once, like, version), self._clock)
+
+    def _find_newest(self) -> WeightVersion | None:
+        held = [set(source.versions()) for source in self._sources]
+        return max(set.intersection(*held), default=None)
+
+    def _receive_once(self, like: T, version: WeightVersion | None) -> tuple[T, WeightVersion]:
+        chosen = self._find_newest() if version is None else version
+        if chosen is None:
+            raise NoWeightsError("no version of the weights is available on all training hosts yet")
+        manifests = [source.manifest(chosen) for source in self._sources]
+        _check_hosts(manifests, chosen)
+        targets = target_arrays(like)
+        plan = choose_pieces(targets, manifests, cast=self._cast)
+        buffers = {key: _aligned_empty(piece.num_bytes) for pieces in plan.values() for key, piece in pieces.items()}
+        _download(list(zip(self._sources, manifests, strict=True)), buffers)
+        arrays = {}
+        for name, target in targets.items():
+            # Each array frees its pieces, so that the host needs memory for one more array only.
+            arrays[name] = assemble(target, [(piece, buffers.pop(key)) for key, piece in plan[name].items()])
+        return replace_leaves(like, arrays), chosen
+
+
+def _check_hosts(manifests: Sequence[Manifest], version: WeightVersion) -> None:
+    for manifest in manifests:
+        if manifest.version != version:
+            raise CorruptTransferError(f"requested version {version}, got the manifest of version {manifest.version}")
+    hosts = sorted(manifest.host for manifest in manifests)
+    for count in {manifest.hosts for manifest in manifests}:
+        if hosts != list(range(count)):
+            raise MismatchedWeightsError(
+                f"{count} training hosts publish the weights, but the receiver reads from hosts {hosts}; pass the "
+                "address of each host once"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetArray:
+    """An array of the receiver's model."""
+
+    shape: tuple[int, ...]
+    """Shape of the array."""
+    dtype: np.dtype
+    """Dtype of the array."""
+    sharding: jax.sharding.Sharding | None
+    """Sharding of the array; None keeps it on the host as a numpy array."""
+
+    def boxes(self) -> set[Bounds]:
+        """Return the boxes of the shards of this process."""
+        if self.sharding is None:
+            return {whole(self.shape)}
+        indices = self.sharding.addressable_devices_indices_map(self.shape).values()
+        return {bounds_of(index, self.shape) for index in indices if index is not None}
+
+
+def target_arrays(like: object) -> dict[str, TargetArray]:
+    """Return the target arrays of a tree of arrays or `jax.ShapeDtypeStruct`s, by name."""
+    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return {
+        name: TargetArray(
+            tuple(leaf.shape),
+            np.dtype(leaf.dtype),
+            None if isinstance(leaf, np.ndarray) else leaf.sharding or default,
+        )
+        for name, leaf in named_leaves(like).items()
+    }
+
+
+class PieceKey(NamedTuple):
+    """Identifies a piece among several manifests."""
+
+    manifest: int
+    """Index of the manifest."""
+    piece: int
+    """Index into `Manifest.pieces`."""
+
+
+def choose_pieces(
+    targets: Mapping[str, TargetArray], manifests: Sequence[Manifest], *, cast: bool
+) -> dict[str, dict[PieceKey, Piece]]:
+    """Choose the pieces that the receiver's devices need.
+
+    Args:
+        targets: arrays of the receiver, by name.
+        manifests: one manifest per training host, all of one version.
+        cast: whether floating-point arrays may be sent in another floating-point dtype than the receiver's.
+
+    Returns:
+        The pieces to fetch, by array name. The bytes are balanced over the hosts.
+
+    Raises:
+        MismatchedWeightsError: if names, shapes or dtypes differ, or pieces are missing or inconsistent; the message
+            names array and piece.
+    """
+    held: dict[str, dict[PieceKey, Piece]] = {}
+    for number, manifest in enumerate(manifests):
+        for index, piece in enumerate(manifest.pieces):
+            held.setdefault(piece.name, {})[PieceKey(number, index)] = piece
+    _check_names(targets.keys(), held.keys())
+    loads = [0] * len(manifests)
+    chosen = {}
+    for name, target in targets.items():
+        for piece in held[name].values():
+            _check_compatible(piece, target, cast=cast)
+        boxes = target.boxes()
+        _check_cover(name, boxes, {piece.bounds for piece in held[name].values()})
+        chosen[name] = _choose(held[name], boxes, loads)
+    return chosen
+
+
+def _check_names(targets: Set[str], held: Set[str]) -> None:
+    missing, extra = sorted(targets - held), sorted(held - targets)
+    if missing or extra:
+        raise MismatchedWeightsError(
+            "the published weights do not match the receiver's model: "
+            + "; ".join(
+                f"{verb} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+                for verb, names in (("they lack", missing), ("the model lacks", extra))
+                if names
+            )
+        )
+
+
+def _check_compatible(piece: Piece, target: TargetArray, *, cast: bool) -> None:
+    if piece.shape != target.shape:
+        raise MismatchedWeightsError(
+            f"{piece.name} was published with shape {piece.shape}; the receiver needs {target.shape}"
+        )
+    sent = jnp.dtype(piece.dtype)
+    floats = jnp.issubdtype(sent, jnp.floating) and jnp.issubdtype(target.dtype, jnp.floating)
+    if sent != target.dtype and not (cast and floats):
+        raise MismatchedWeightsError(
+            f"{piece.name} was published as {sent.name}; the receiver needs {target.dtype.name}. Set weights.dtype to "
+            "cast between floating-point dtypes"
+        )
+
+
+def _check_cover(name: str, boxes: set[Bounds], held: Set[Bounds]) -> None:
+    for box in boxes:
+        gap = find_gap(box, list(held))
+        if gap is not None:
+            indices = [f"{start}:{stop}" for start, stop in gap]
+            raise MismatchedWeightsError(
+                f"no training host holds {indices} of {name}; a sender is missing or incomplete"
+            )
+        shared = [part for bounds in held if (part := overlap(bounds, box)) is not None]
+        if sum(map(volume, shared)) > volume(box):
+            raise MismatchedWeightsError(f"different pieces of {name} overlap; the training hosts differ")
+
+
+def _choose(held: Mapping[PieceKey, Piece], boxes: set[Bounds], loads: list[int]) -> dict[PieceKey, Piece]:
+    """Choose the pieces that overlap the boxes; of replicas, the one on the least loaded host."""
+    copies: dict[Bounds, list[PieceKey]] = {}
+    for key, piece in held.items():
+        if any(overlap(piece.bounds, box) is not None for box in boxes):
+            copies.setdefault(piece.bounds, []).append(key)
+    chosen = {}
+    for keys in copies.values():
+        first = held[keys[0]]
+        for key in keys[1:]:
+            if held[key].checksums != first.checksums:
+                raise MismatchedWeightsError(f"training hosts {keys[0].manifest} and {key.manifest} differ on {first}")
+        key = min(keys, key=lambda key: loads[key.manifest])
+        loads[key.manifest] += first.num_bytes
+        chosen[key] = held[key]
+    return chosen
+
+
+ALIGNMENT = 64
+"""Alignment in bytes with which the CPU backend uses host memory as an array without a copy."""
+
+
+def _aligned_empty(num_bytes: int) -> np.ndarray:
+    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + num_bytes]
+
+
+def assemble(target: TargetArray, pieces: Sequence[tuple[Piece, np.ndarray]]) -> jax.Array | np.ndarray:
+    """Place an array on the receiver's devices.
+
+    Args:
+        target: the receiver's array.
+        pieces: pieces that cover its boxes, each with its bytes (uint8). A piece that is a box is used without a copy.
+    """
+    parts = [
+        (piece.bounds, data.view(jnp.dtype(piece.dtype)).reshape(shape_of(piece.bounds))) for piece, data in pieces
+    ]
+    filled = {box: _fill(box, target.dtype, parts) for box in target.boxes()}
+    if target.sharding is None:
+        return filled[whole(target.shape)]
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        return filled[bounds_of(index, target.shape)]
+
+    return jax.make_array_from_callback(target.shape, target.sharding, part, dtype=target.dtype)
+
+
+def _fill(box: Bounds, dtype: np.dtype, parts: Sequence[tuple[Bounds, np.ndarray]]) -> np.ndarray:
+    for bounds, data in parts:
+        if bounds == box and data.dtype == dtype:
+            return data
+    filled = _aligned_empty(volume(box) * dtype.itemsize).view(dtype).reshape(shape_of(box))
+    for bounds, data in parts:
+        shared = overlap(bounds, box)
+        if shared is not None:
+            filled[slices_within(shared, box)] = data[slices_within(shared, bounds)]
+    return filled
+
+
+def _download(owned: Sequence[tuple[FlightSource, Manifest]], buffers: Mapping[PieceKey, np.ndarray]) -> None:
+    """Fetch pieces into `buffers`, in concurrent streams; `PieceKey.manifest` is an index into `owned`."""
+    stop = threading.Event()
+
+    def read(number: int, chunks: Sequence[Chunk]) -> None:
+        source, manifest = owned[number]
+        done = 0
+        try:
+            with contextlib.closing(source.fetch(manifest, chunks)) as arriving:
+                for chunk, data in zip(chunks, arriving, strict=False):
+                    if stop.is_set():
+                        return
+                    manifest.check(chunk, data, str(source))
+                    buffers[PieceKey(number, chunk.piece)][slice(*manifest.span(chunk))] = data
+                    done += 1
+            if done < len(chunks):
+                raise CorruptTransferError(
+                    f"{source}: the stream of version {manifest.version} ended after {done} of {len(chunks)} chunks"
+                )
+        except BaseException:
+            stop.set()
+            raise
+
+    streams = []
+    for number, (source, manifest) in enumerate(owned):
+        pieces = sorted(key.piece for key in buffers if key.manifest == number)
+        streams += [(number, chunks) for chunks in _split(manifest, pieces, source.streams)]
+    if streams:
+        with ThreadPoolExecutor(len(streams), thread_name_prefix="receive weights") as threads:
+            reading = [threads.submit(read, number, chunks) for number, chunks in streams]
+        for future in reading:
+            future.result()
+
+
+def _split(manifest: Manifest, pieces: Sequence[int], streams: int) -> list[list[Chunk]]:
+    """Split the chunks of pieces into streams of about equal size."""
+    chunks = [chunk for piece in pieces for chunk in manifest.chunks(piece)]
+    sizes = [stop - start for start, stop in map(manifest.span, chunks)]
+    total = sum(sizes)
+    parts: list[list[Chunk]] = [[] for _ in range(streams)]
+    for chunk, before in zip(chunks, itertools.accumulate(sizes, initial=0), strict=False):
+        parts[before * streams // total].append(chunk)
+    return [part for part in parts if part]
+
+
+def open_receiver(config: WeightTransferConfig, addresses: Sequence[str], secret: str) -> WeightReceiver:
+    """Open the receiver of a worker, without connecting.
+
+    Args:
+        config: streams, dtype and retries.
+        addresses: sender addresses of all training hosts, in any order.
+        secret: the run's secret.
+    """
+    sources = [FlightSource(address, secret, streams=config.streams) for address in addresses]
+    return WeightReceiver(sources, config.retry, cast=config.sent_dtype is not None)

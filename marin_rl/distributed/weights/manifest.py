@@ -1,0 +1,262 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Names of the arrays of a tree, and the manifest of one version on one training host: boxes of arrays, in chunks.
+
+A manifest has a checksum for each chunk. A receiver gets the manifest over an authenticated connection and then checks
+every chunk against it, so that it detects bytes that are corrupted, missing, or of another version.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pydantic
+import xxhash
+
+from marin_rl.distributed.weights.errors import CorruptTransferError
+from marin_rl.types import WeightVersion
+
+T = TypeVar("T")
+
+Bounds = tuple[tuple[int, int], ...]
+"""Start and stop along each dimension; `()` for an array without dimensions."""
+
+
+def bounds_of(index: tuple[slice, ...], shape: Sequence[int]) -> Bounds:
+    """Return the box that an index of slices without steps selects.
+
+    >>> bounds_of((slice(None), slice(2, 4)), (3, 8))
+    ((0, 3), (2, 4))
+    """
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def whole(shape: Sequence[int]) -> Bounds:
+    """Return the box of a complete array."""
+    return tuple((0, size) for size in shape)
+
+
+def shape_of(bounds: Bounds) -> tuple[int, ...]:
+    """Return the shape of a box."""
+    return tuple(stop - start for start, stop in bounds)
+
+
+def volume(bounds: Bounds) -> int:
+    """Return the number of elements in a box."""
+    return math.prod(shape_of(bounds))
+
+
+def overlap(left: Bounds, right: Bounds) -> Bounds | None:
+    """Return the intersection of two boxes of one array, or None if it is empty.
+
+    >>> overlap(((0, 4), (0, 2)), ((2, 8), (1, 5)))
+    ((2, 4), (1, 2))
+    >>> overlap(((0, 2),), ((2, 4),)) is None
+    True
+    """
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(left, right, strict=True))
+    return shared if all(start < stop for start, stop in shared) else None
+
+
+def slices_within(part: Bounds, box: Bounds) -> tuple[slice, ...]:
+    """Return the index of `part` within an array that covers only `box`.
+
+    >>> slices_within(((2, 4),), ((1, 5),))
+    (slice(1, 3, None),)
+    """
+    return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(part, box, strict=True))
+
+
+def find_gap(target: Bounds, held: Sequence[Bounds]) -> Bounds | None:
+    """Return a box inside `target` that no box of `held` covers, or None if `target` is covered.
+
+    >>> find_gap(((0, 4), (0, 2)), [((0, 4), (0, 1)), ((0, 2), (1, 2))])
+    ((2, 4), (1, 2))
+    """
+    if volume(target) == 0:
+        return None
+    parts = [part for box in held if (part := overlap(target, box)) is not None]
+    # A cell between neighbouring cuts is either fully covered or not covered at all.
+    cuts = [
+        sorted({*edges, *(edge for part in parts for edge in part[dimension])})
+        for dimension, edges in enumerate(target)
+    ]
+    covered = np.zeros([len(edges) - 1 for edges in cuts], dtype=bool)
+    for part in parts:
+        covered[tuple(slice(c.index(a), c.index(b)) for c, (a, b) in zip(cuts, part, strict=True))] = True
+    if covered.all():
+        return None
+    cell = np.argwhere(~covered)[0]
+    return tuple((edges[at], edges[at + 1]) for edges, at in zip(cuts, cell, strict=True))
+
+
+def named_leaves(tree: object) -> dict[str, Any]:
+    """Return the arrays and `jax.ShapeDtypeStruct`s of a tree by key path; other leaves are skipped.
+
+    >>> named_leaves({"bias": np.zeros(2), "activation": "relu"})
+    {"['bias']": array([0., 0.])}
+
+    Raises:
+        ValueError: if an array does not hold plain numbers (typed random keys, text, a foreign byte order), or two
+            arrays have the same key path.
+    """
+    leaves = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+            name, dtype = jax.tree_util.keystr(path), leaf.dtype
+            is_number = jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
+            if not (is_number and dtype.isnative):
+                raise ValueError(
+                    f"{name} has dtype {dtype}; only plain numbers can be transferred: remove it from the tree"
+                )
+            if name in leaves:
+                raise ValueError(f"two arrays of the tree have the same key path {name}; use different keys")
+            leaves[name] = leaf
+    return leaves
+
+
+def replace_leaves(tree: T, arrays: Mapping[str, jax.Array | np.ndarray]) -> T:
+    """Return a tree with its arrays replaced.
+
+    Args:
+        tree: the tree; its other leaves are kept.
+        arrays: one array for each name of `named_leaves(tree)`.
+    """
+
+    def replace(path: Any, leaf: Any) -> Any:
+        return arrays.get(jax.tree_util.keystr(path), leaf)
+
+    return jax.tree_util.tree_map_with_path(replace, tree)
+
+
+def checksum(data: np.ndarray) -> int:
+    """Return the 64-bit XXH3 of uint8 data: ten times as fast as CRC-32, and not cryptographic either."""
+    return xxhash.xxh3_64_intdigest(data.data)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A box of one array, sent in row-major order and in chunks."""
+
+    name: str
+    """Key path of the array in the tree."""
+    shape: tuple[int, ...]
+    """Shape of the complete array."""
+    dtype: str
+    """Name of the dtype during the transfer."""
+    bounds: Bounds
+    """The box of the array."""
+    checksums: tuple[int, ...]
+    """Checksum of each chunk, in order."""
+
+    def __post_init__(self) -> None:
+        if overlap(self.bounds, whole(self.shape)) != self.bounds and volume(self.bounds):
+            raise ValueError(f"{self} is outside the array, which has shape {self.shape}")
+
+    @property
+    def num_bytes(self) -> int:
+        """Total size of all chunks."""
+        return volume(self.bounds) * jnp.dtype(self.dtype).itemsize
+
+    def __str__(self) -> str:
+        return f"piece {[f'{start}:{stop}' for start, stop in self.bounds]} of {self.name}"
+
+
+class Chunk(NamedTuple):
+    """A contiguous byte range of a piece."""
+
+    piece: int
+    """Index into `Manifest.pieces`."""
+    number: int
+    """Index into `Piece.checksums`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """Description of the pieces of one version on one training host."""
+
+    version: WeightVersion
+    """Version of the weights."""
+    host: int
+    """Index of the training host, from 0."""
+    hosts: int
+    """Number of training hosts."""
+    chunk_bytes: int
+    """Chunk size; the last chunk of a piece may be shorter."""
+    pieces: tuple[Piece, ...]
+    """The pieces, in the order of the arrays."""
+
+    def chunks(self, piece: int) -> list[Chunk]:
+        """Return the chunks of a piece, in order."""
+        return [Chunk(piece, number) for number in range(len(self.pieces[piece].checksums))]
+
+    def has(self, chunk: Chunk) -> bool:
+        """Return whether the chunk exists."""
+        return 0 <= chunk.piece < len(self.pieces) and 0 <= chunk.number < len(self.pieces[chunk.piece].checksums)
+
+    def span(self, chunk: Chunk) -> tuple[int, int]:
+        """Return the start and stop offset of a chunk within its piece."""
+        start = chunk.number * self.chunk_bytes
+        return start, min(start + self.chunk_bytes, self.pieces[chunk.piece].num_bytes)
+
+    def check(self, chunk: Chunk, data: np.ndarray, source: str) -> None:
+        """Check received bytes against length and checksum.
+
+        Args:
+            chunk: the expected chunk.
+            data: the received bytes.
+            source: name of the sender, for error messages.
+
+        Raises:
+            CorruptTransferError: if length or checksum differ.
+        """
+        piece = self.pieces[chunk.piece]
+        start, stop = self.span(chunk)
+        if len(data) != stop - start or checksum(data) != piece.checksums[chunk.number]:
+            raise CorruptTransferError(
+                f"{source}: chunk {chunk.number} of {piece}, version {self.version}, is corrupt: {len(data)} of "
+                f"{stop - start} bytes arrived, with checksum {checksum(data):x}"
+            )
+
+    def encode(self) -> bytes:
+        """Encode the manifest as JSON."""
+        return _JSON.dump_json(self)
+
+    @staticmethod
+    def decode(text: bytes, source: str) -> "Manifest":
+        """Decode a manifest from `encode`.
+
+        Args:
+            text: the return value of `encode`.
+            source: name of the sender, for error messages.
+
+        Raises:
+            CorruptTransferError: if the text is not a manifest.
+        """
+        try:
+            return _JSON.validate_json(text, strict=True)
+        except pydantic.ValidationError as error:
+            raise CorruptTransferError(f"{source}: the manifest ({len(text)} bytes) is corrupt: {error}") from error
+
+
+_JSON = pydantic.TypeAdapter(Manifest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """The pieces of one version on one training host."""
+
+    manifest: Manifest
+    """Description of the pieces."""
+    data: tuple[np.ndarray, ...]
+    """Bytes of each piece: uint8, `[num_bytes]`."""
+
+    def chunk(self, chunk: Chunk) -> np.ndarray:
+        """Return a view of the bytes of a chunk."""
+        start, stop = self.manifest.span(chunk)
+        return self.data[chunk.piece][start:stop]

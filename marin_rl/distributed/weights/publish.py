@@ -1,0 +1,169 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Sender of weights: snapshots of the learner's arrays in host memory, published from a background thread."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from marin_rl.config.weights_config import WeightTransferConfig
+from marin_rl.distributed.weights.arrow_flight import WeightServer
+from marin_rl.distributed.weights.device_copy import Array, copy_arrays
+from marin_rl.distributed.weights.manifest import (
+    Bounds,
+    Manifest,
+    Piece,
+    Snapshot,
+    bounds_of,
+    checksum,
+    named_leaves,
+    whole,
+)
+from marin_rl.types import WeightVersion
+from marin_rl.utils.background_job import BackgroundJob
+
+CHUNK_BYTES = 4 * 2**20
+"""Bytes of a message, each with its checksum; far below the message limit of Arrow and gRPC, 2 GiB."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingHost:
+    """A training host and its devices."""
+
+    index: int
+    """Index of the host, from 0."""
+    count: int
+    """Number of training hosts."""
+    devices: frozenset[jax.Device]
+    """Devices of the shards that this host sends."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            raise ValueError(
+                f"training host {self.index} of {self.count}: the index must be from 0 to {self.count - 1}"
+            )
+
+    @staticmethod
+    def current() -> "TrainingHost":
+        """Return the host of this jax process, with its local devices."""
+        return TrainingHost(jax.process_index(), jax.process_count(), frozenset(jax.local_devices()))
+
+
+def take_snapshot(arrays: dict[str, Array], version: WeightVersion, host: TrainingHost, chunk_bytes: int) -> Snapshot:
+    """Copy the shards of a host to host memory and compute their checksums; waits for the devices.
+
+    Only the first replica of a shard is read, so each shard is sent once over all hosts. Every host sends numpy arrays.
+
+    Args:
+        arrays: arrays that are not modified elsewhere. The dictionary is emptied, which frees device memory early.
+        version: version of the weights.
+        host: the training host of this process.
+        chunk_bytes: bytes per chunk.
+    """
+    pieces, data = [], []
+    while arrays:
+        name = next(iter(arrays))
+        array = arrays.pop(name)
+        for bounds, part in _own_parts(array, host):
+            flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+            starts = range(0, len(flat), chunk_bytes)
+            checksums = tuple(checksum(flat[start : start + chunk_bytes]) for start in starts)
+            pieces.append(Piece(name, array.shape, array.dtype.name, bounds, checksums))
+            data.append(flat)
+    manifest = Manifest(version, host.index, host.count, chunk_bytes, tuple(pieces))
+    return Snapshot(manifest, tuple(data))
+
+
+def _own_parts(array: Array, host: TrainingHost) -> Iterator[tuple[Bounds, Array]]:
+    if not isinstance(array, jax.Array):
+        yield whole(array.shape), array
+        return
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0 and shard.device in host.devices:
+            assert shard.data is not None
+            yield bounds_of(shard.index, array.shape), shard.data
+
+
+class WeightSender:
+    """Publishes the shards of a training host from a background thread."""
+
+    def __init__(
+        self, server: WeightServer, host: TrainingHost, *, dtype: str | None = None, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        """Set up the sender without starting a thread.
+
+        Args:
+            server: serves the snapshots; the sender closes it.
+            host: the training host of this process.
+            dtype: dtype that floating-point arrays are cast to; None for no cast.
+            chunk_bytes: bytes per chunk.
+        """
+        self.address = server.address
+        """Address to pass to `open_receiver`."""
+        self._server = server
+        self._host = host
+        self._dtype = dtype
+        self._chunk_bytes = chunk_bytes
+        self._job = BackgroundJob("publish weights")
+        self._last: WeightVersion | None = None
+
+    def publish(self, weights: object, version: WeightVersion) -> None:
+        """Publish weights in the background. Returns when the learner may donate or overwrite its arrays.
+
+        The version becomes available when the copy to the host is complete; until then the devices hold a second copy
+        of the weights. A call waits for the previous publication. With several training hosts, all of them call
+        `publish` in the same order.
+
+        Args:
+            weights: tree of arrays, such as a model. Only arrays are transferred.
+            version: number of training steps; greater than every earlier version.
+
+        Raises:
+            ValueError: if the version does not increase, or a leaf has a dtype that cannot be transferred.
+            Exception: an error in the background since the last call.
+        """
+        self._job.flush()
+        if self._last is not None and version <= self._last:
+            raise ValueError(
+                f"version {version} cannot be published after version {self._last}; versions must increase"
+            )
+        arrays = copy_arrays(named_leaves(weights), self._dtype)
+        for array in arrays.values():
+            for _, part in _own_parts(array, self._host):
+                if isinstance(part, jax.Array):
+                    part.copy_to_host_async()
+        self._last = version
+        self._job.start(lambda: self._server.put(take_snapshot(arrays, version, self._host, self._chunk_bytes)))
+
+    def flush(self) -> None:
+        """Wait until the last published version is available.
+
+        Raises:
+            Exception: an error in the background.
+        """
+        self._job.flush()
+
+    def close(self) -> None:
+        """Wait for the pending publication, stop serving, and release threads and port."""
+        try:
+            self._job.close()
+        finally:
+            self._server.close()
+
+
+def open_sender(config: WeightTransferConfig, secret: str, host: TrainingHost) -> WeightSender:
+    """Start the weight server of a training host.
+
+    Args:
+        config: address and dtype.
+        secret: the run's secret, from `make_secret()`; equal on all training hosts.
+        host: the training host of this process.
+
+    Raises:
+        OSError: if the address cannot be bound.
+    """
+    server = WeightServer(secret, f"training host {host.index}", host=config.host, port=config.port)
+    return WeightSender(server, host, dtype=config.sent_dtype)

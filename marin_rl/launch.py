@@ -1,0 +1,171 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Launch training on Cloud TPU, or in several processes of this machine: `python -m marin_rl.launch --help`."""
+
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+
+from marin_rl.config.command_line import RESUME_FLAGS, check_command_line, parse_config, run_command
+from marin_rl.pods.config import TpuConfig
+from marin_rl.pods.local import LocalConfig, run_together, training_processes
+from marin_rl.pods.preflight import check_bucket, check_training
+from marin_rl.pods.tpu import LOG_LINES, Launch, open_launch
+from marin_rl.utils.errors import USER_ERRORS, nearest
+from marin_rl.utils.escaping import escape
+from marin_rl.utils.output import go_on_without_output
+from marin_rl.utils.settings.section_types import ConfigError
+
+USAGE = """\
+usage: python -m marin_rl.launch COMMAND [ACTION] [--config FILE] [--KEY VALUE ...] [--help] [-- ARGUMENTS]
+
+Commands:
+  local       run N training processes on this machine, connected by jax.distributed
+  tpu ACTION  train on one or several TPU slices, with rollout workers on further slices (rollout_slices)
+
+Actions of tpu:
+  start       request slices or reuse existing ones, install the code, start or resume the run, and follow it
+              until it is complete; a run that fails is restarted, slices that are lost are requested again
+  status      print the state of slices and hosts
+  logs        print the end of the logs
+  stop        stop the run with a checkpoint; the slices remain
+  delete      delete the slices
+
+ARGUMENTS of local and start are those of python -m marin_rl.train, such as --config experiments/rloo.yaml.
+COMMAND [ACTION] --help describes the keys of a command.
+"""
+ACTIONS = {
+    "start": {
+        "dry_run": "Check the training arguments and the files to copy, print the requests, and stop.",
+        "detach": "Return when the run has started. Nothing then restarts it, or requests slices again that are lost.",
+        "autodelete": "Delete the slices when the run is complete or was stopped.",
+    },
+    "status": {},
+    "logs": {"follow": "Continue with new lines until this command is interrupted."},
+    "stop": {},
+    "delete": {},
+}
+"""Flags of each action of `tpu`."""
+LOCAL_FLAGS = {"dry_run": "Print the commands, and stop."}
+HELP = {"-h", "--help"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments without the program's name; None for the arguments of the process.
+
+    Returns:
+        Exit status: 0, 1 after an error, or 130 after an interrupt; of `local` that of the training.
+    """
+    return run_command(_run, argv)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0] in HELP:
+        print(USAGE, end="")
+        return 0 if arguments else 1
+    command, *rest = arguments
+    split = rest.index("--") if "--" in rest else len(rest)
+    commands = {"local": _local, "tpu": _tpu}
+    if command not in commands:
+        raise ConfigError(f"unknown command {command!r}; {nearest(command, commands)}")
+    return commands[command](rest[:split], rest[split + 1 :])
+
+
+def _local(own: Sequence[str], passed: Sequence[str]) -> int:
+    _require_training(own, passed, LOCAL_FLAGS)
+    parsed = parse_config(LocalConfig, own, LOCAL_FLAGS)
+    # Each process would report the same mistake.
+    checked = check_command_line(passed, {"dry_run": "", "print_config": "", **RESUME_FLAGS})
+    if pipes := [path for path in checked.config_paths if path.exists() and not path.is_file()]:
+        raise ConfigError(f"--config is {str(pipes[0])!r}, a pipe, which only one process can read; give it a file")
+    commands, environment = training_processes(parsed.config, passed)
+    if "dry_run" in parsed.flags:
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
+        _report("\n".join(f"{variables} {shlex.join(command)}" for command in commands))
+        return 0
+    go_on_without_output()
+    return run_together(commands, environment, parsed.config.stop_timeout, _write)
+
+
+def _tpu(own: Sequence[str], passed: Sequence[str]) -> int:
+    action, *options = own or [""]
+    if action in HELP:
+        action, options = "start", ["--help", *options]
+    if action not in ACTIONS:
+        raise ConfigError(f"unknown action {action!r} of tpu; {nearest(action, ACTIONS)}")
+    if action == "start":
+        _require_training(options, passed, ACTIONS[action])
+    elif passed:
+        raise ConfigError(f"{action} takes no training arguments; remove -- and what follows")
+    parsed = parse_config(TpuConfig, options, ACTIONS[action])
+    launch = open_launch(parsed.config, passed, _report)
+    if action == "start":
+        return _start(launch, options, passed, parsed.flags)
+    if action == "logs":
+        return launch.groups[0].slices.logs(parsed.config.worker, LOG_LINES, follow="follow" in parsed.flags)
+    {"status": launch.show_status, "stop": launch.stop, "delete": launch.delete}[action]()
+    return 0
+
+
+def _require_training(own: Sequence[str], passed: Sequence[str], flags: Iterable[str]) -> None:
+    """Check that training arguments are after `--`, and flags of the launch before it.
+
+    The keys of one config would otherwise be reported as unknown keys of the other.
+    """
+    if not passed and not HELP & set(own):
+        raise ConfigError("no training arguments; give those of marin_rl.train after --, such as -- --config FILE")
+    if misplaced := [name for name in flags if f"--{name}" in passed]:
+        raise ConfigError(f"--{misplaced[0]} is a flag of the launch, but comes after --; write it before --")
+
+
+def _start(launch: Launch, options: Sequence[str], passed: Sequence[str], flags: frozenset[str]) -> int:
+    if {"detach", "autodelete"} <= flags:
+        raise ConfigError("--autodelete waits for the end of the run, but --detach does not; remove one of them")
+    run_dir = check_training(launch.config, passed, _report)
+    if "dry_run" in flags:
+        for group in launch.groups:
+            create = ["gcloud", "compute", "tpus", *group.slices.create_arguments(), f"--zone={launch.config.zone}"]
+            _report(f"the arguments and files are valid; the request would be `{shlex.join(create)}`")
+        return 0
+    check_bucket(launch.gcloud, run_dir, _report)
+    own = [option for option in options if option not in {f"--{flag}" for flag in ACTIONS["start"]}]
+
+    def name_existing() -> None:
+        if existing := [group.name for group in launch.groups if group.exists]:
+            delete = shlex.join(["python", "-m", "marin_rl.launch", "tpu", "delete", *own])
+            _report(f"{', '.join(existing)} still exists, and its slices are billed; delete with `{delete}`")
+
+    go_on_without_output()
+    try:
+        launch.run(detach="detach" in flags)
+    except KeyboardInterrupt:
+        started = launch.groups[0].started
+        state = "the run continues without it" if started else "the run has not started"
+        _report(f"interrupted; {state}; the same command continues")
+        name_existing()
+        return 130
+    except USER_ERRORS:
+        name_existing()
+        raise
+    if "autodelete" in flags:
+        launch.delete()
+    else:
+        name_existing()
+    return 0
+
+
+def _report(text: str) -> None:
+    _write(f"{escape(text)}\n")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Least seconds of the phases of a step: arithmetic from the config and the peak rates of a chip.
+
+Nothing is measured. Source: Williams, Waterman and Patterson 2009, Roofline; Austin et al. 2025, How to Scale Your
+Model, chapters 1 and 4.
+"""
+
+import math
+from typing import Any, NamedTuple, cast
+
+import equinox as eqx
+import haliax.nn as hnn
+import jax
+
+from marin_rl.pods.chips import Chip, Number
+from marin_rl.pods.compiling import chip_bytes
+from marin_rl.pods.programs import RunShapes, own_scorings
+
+
+class StepSize(NamedTuple):
+    """Rollouts of a step, all of one length."""
+
+    groups: int
+    """Number of prompts."""
+    rollouts: int
+    """Number of rollouts."""
+    prompt_tokens: int
+    """Tokens of a prompt."""
+    answer_tokens: int
+    """Sampled tokens of a rollout."""
+    microbatches: int
+    """Microbatches of all updates of a step."""
+    updates: int
+    """Updates of a step."""
+
+
+def trainer_seconds(run: RunShapes, step: StepSize, chip: Chip) -> dict[str, float]:
+    """Return the least seconds of `update` and `score` in a step: FLOPs without padding over the peak of all chips.
+
+    A backward pass costs two forward passes, recomputed activations one. The head is always computed again. A critic's
+    separate trunk costs as much as the policy's. A prompt that rollouts share in a row counts once.
+
+    Args:
+        run: the run on the chips of the trainer.
+        step: size of a step.
+        chip: a chip of the trainer.
+
+    Returns:
+        Seconds by phase; empty if the peak rates of the chip are unknown.
+    """
+    if chip.flops is None:
+        return {}
+    config, group = run.config, run.layout.group
+    answers = step.rollouts * step.answer_tokens
+    prompts = step.rollouts if group is None else step.rollouts / group.answers
+    tokens, context = prompts * step.prompt_tokens + answers, (step.prompt_tokens + step.answer_tokens) / 2
+    layers, head = forward_flops(run, tokens, context, 0), forward_flops(run, 0, 0, answers)
+    trunks = 1 if config.critic is None or config.critic.shared_trunk else 2
+    own, reference = own_scorings(config), config.kl.needs_reference
+    passes = 3 if getattr(config.model, "gradient_checkpointing", True) is False else 4
+    flops = {"update": config.updates.epochs * (passes * trunks * layers + 4 * head)}
+    if own or reference:
+        flops["score"] = own * (trunks * layers + head) + reference * (layers + head)
+    peak = run.trainer.device_mesh.size * chip.flops
+    return {name: count / peak for name, count in flops.items()}
+
+
+def sampler_seconds(run: RunShapes, step: StepSize, chip: Chip, hosts: int) -> dict[str, float]:
+    """Return the least seconds of `prefill` and `decode` in a step, if all slots are refilled at once.
+
+    Prefill takes the FLOPs of all prompts, each processed once, over the peak of all chips. A decode step reads the
+    weights and the filled part of the KV cache: on average the prompt and half of the answer. It takes at least the
+    time of its FLOPs.
+
+    Args:
+        run: the run on the chips of one host.
+        step: size of a step.
+        chip: a chip of the host.
+        hosts: number of hosts that sample a step together.
+
+    Returns:
+        Seconds by phase; empty if the peak rates of the chip are unknown.
+    """
+    if chip.flops is None or chip.memory_bandwidth is None:
+        return {}
+    peak, slots = run.trainer.device_mesh.size * chip.flops, run.sizes.slots
+    prefill = forward_flops(run, step.groups * step.prompt_tokens, step.prompt_tokens / 2, 0)
+    context = step.prompt_tokens + step.answer_tokens / 2
+    cached = chip_bytes(run.cache) * min(context / run.config.rollouts.max_length, 1)
+    reading = (decoded_weight_bytes(run) + cached) / chip.memory_bandwidth
+    computing = forward_flops(run, slots, context, slots) / peak
+    decode_steps = math.ceil(step.rollouts / (slots * hosts)) * step.answer_tokens
+    return {"prefill": prefill / (peak * hosts), "decode": decode_steps * max(reading, computing)}
+
+
+def forward_flops(run: RunShapes, tokens: Number, context: Number, head_tokens: Number) -> float:
+    """Return the FLOPs of the matrix products of a forward pass, on all chips together.
+
+    `2 · P · tokens + 4 · layers · heads · head size · tokens · context + 2 · H · head_tokens`, where P are the
+    parameters of the linear layers, of a mixture those of the experts that a token uses, and H those of the head.
+
+    Args:
+        run: the run.
+        tokens: number of tokens.
+        context: mean number of positions that a token attends to.
+        head_tokens: number of tokens whose logits are computed.
+    """
+    policy, config = cast(Any, run.policy), cast(Any, run.config.model)
+
+    def is_product(node: Any) -> bool:
+        return isinstance(node, hnn.Linear | hnn.MoELinear)
+
+    linear = 0.0
+    for node in filter(is_product, jax.tree.leaves(policy.transformer, is_leaf=is_product)):
+        used = config.num_experts_per_tok / config.n_routed_experts if isinstance(node, hnn.MoELinear) else 1
+        linear += used * math.prod(node.weight.array.shape)
+    head_size = getattr(config, "head_dim", None) or config.Embed.size // config.num_heads
+    attention = run.num_layers * config.num_heads * head_size
+    head = math.prod(policy.get_lm_head().array.shape)
+    return 2.0 * linear * tokens + 4.0 * attention * tokens * context + 2.0 * head * head_tokens
+
+
+def decoded_weight_bytes(run: RunShapes) -> int:
+    """Return the bytes of the weights that a chip of the sampler reads for a token: all layers and the head."""
+    policy = cast(Any, run.policy)
+    read = eqx.filter_eval_shape(run.trainer.mp.cast_to_compute, (policy.transformer, policy.get_lm_head()))
+    return chip_bytes(run.place_for_sampler(read))

@@ -1,0 +1,312 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Lowers every program of a run from shapes, on the devices of a topology. No weights are allocated."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import equinox as eqx
+import haliax as hax
+import haliax.partitioning
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis
+from jax.sharding import Mesh
+from levanter.models.lm_model import LmConfig, LmHeadModel
+
+from marin_rl.batching.packing import RowLayout
+from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
+from marin_rl.config.sections import Mode
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.weights.device_copy import copy_program
+from marin_rl.distributed.weights.manifest import named_leaves
+from marin_rl.learner.critic import ActorCritic
+from marin_rl.learner.policy_spec import PolicySpec
+from marin_rl.learner.train_step import placed_shape
+from marin_rl.run_parts import RunParts
+from marin_rl.sampling.attention import Tokens
+from marin_rl.sampling.cached_model import CachedModel, ModelArrays, with_cache
+from marin_rl.sampling.config import LevanterSamplerConfig
+from marin_rl.sampling.decoding import Programs, Slots, compile_programs, conversion_program
+from marin_rl.sampling.group_sampler import DECODE_STEPS
+from marin_rl.sampling.prefill import PrefillShape
+from marin_rl.sampling.sizes import SamplerSizes, check_cache_size, sampler_sizes
+from marin_rl.sampling.stops import StopTable
+from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig, DistributedConfig
+from marin_rl.utils.levanter_line import shard
+
+
+@dataclasses.dataclass(frozen=True)
+class RunShapes:
+    """A run on the current devices: everything that determines its programs."""
+
+    config: TrainConfig
+    """Training config; `model` is set."""
+    trainer: AbstractTrainerConfig
+    """Mesh, precision and sharding, completed by `start_devices`."""
+    layout: RowLayout
+    """Shape of a microbatch."""
+    vocab_size: int
+    """Number of tokens of the model."""
+
+    @functools.cached_property
+    def parts(self) -> RunParts:
+        """Parts of the run."""
+        return RunParts(self.config, self.trainer)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the model."""
+        return cast(Any, self.config.model).num_layers
+
+    @functools.cached_property
+    def spec(self) -> PolicySpec:
+        """Shapes and shardings of the parameters."""
+        return self.parts.policy_spec(self.vocab_size)
+
+    @property
+    def policy(self) -> LmHeadModel:
+        """Shapes of the policy's parameters."""
+        return self.spec.policy
+
+    @functools.cached_property
+    def parameters(self) -> LmHeadModel:
+        """The same with their shardings."""
+        return self.spec.placed_policy
+
+    @functools.cached_property
+    def trained(self) -> LmHeadModel | ActorCritic:
+        """Shapes and shardings of all trained parameters: the policy, and the critic if there is one."""
+        return self.spec.placed_trained
+
+    def place(self, tree: Any) -> Any:
+        """Return shapes with the shardings of parameters."""
+        return placed_shape(tree, self.trainer.device_mesh, self.trainer.parameter_axis_mapping)
+
+    def place_for_sampler(self, tree: Any) -> Any:
+        """Return shapes with the shardings of the sampler's weights."""
+        return placed_shape(tree, cast(Mesh, self.sizes.mesh), self.trainer.compute_axis_mapping)
+
+    def with_layers(self, count: int) -> "RunShapes":
+        """Return the same run with another number of layers."""
+        if count not in self._by_layers:
+            model = dataclasses.replace(cast(Any, self.config.model), num_layers=count)
+            config = dataclasses.replace(self.config, model=model)
+            self._by_layers[count] = dataclasses.replace(self, config=config)
+        return self._by_layers[count]
+
+    @functools.cached_property
+    def _by_layers(self) -> "dict[int, RunShapes]":
+        return {}
+
+    @functools.cached_property
+    def sizes(self) -> SamplerSizes:
+        """Sizes of the sampler."""
+        return sampler_sizes(self.config.sampling, self.config.rollouts.max_length, self.trainer)
+
+    @functools.cached_property
+    def sampler_programs(self) -> Programs:
+        """Programs of the sampler, not yet compiled.
+
+        Raises:
+            ValueError: if the KV cache exceeds `sampling.max_cache_gib`.
+        """
+        model = cast(LmConfig, self.policy.config)
+        check_cache_size(model, self.sizes, self.config.sampling)
+        return compile_programs(self.trainer, model, self.sizes, steps=DECODE_STEPS)
+
+    @functools.cached_property
+    def converted(self) -> CachedModel:
+        """Shapes of the weights in the layout for decoding."""
+        form, context = self.sizes.form, self.config.rollouts.max_length
+
+        def convert(policy: LmHeadModel) -> CachedModel:
+            return with_cache(self.trainer.mp.cast_to_compute(policy), form, context)
+
+        return eqx.filter_eval_shape(convert, self.policy)
+
+    @functools.cached_property
+    def sampler_weights(self) -> ModelArrays:
+        """Shapes of the weights in the layout for decoding, with their shardings on the devices of the sampler."""
+        return ModelArrays.of(self.place_for_sampler(self.converted))
+
+    @functools.cached_property
+    def cache(self) -> Any:
+        """Shapes and shardings of the KV cache of every layer."""
+        with self.use_sampler_mesh():
+            return _output_shapes(self.sampler_programs.empty)
+
+    def use_sampler_mesh(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context with the mesh of the sampler, which is one host's."""
+        return haliax.partitioning.set_mesh(cast(Mesh, self.sizes.mesh))
+
+
+def open_shapes(config: TrainConfig, vocab_size: int) -> RunShapes:
+    """Complete a config for the current devices, as a run does at its start.
+
+    Args:
+        config: training config; `model` is set.
+        vocab_size: number of tokens of the model.
+
+    Raises:
+        ValueError: if the mesh or the rows do not fit the devices.
+    """
+    section = dataclasses.replace(config.trainer, distributed=DistributedConfig(), require_accelerator=False)
+    parts = RunParts.start(config, section)
+    return RunShapes(config, parts.trainer, parts.layout, vocab_size)
+
+
+def lower_initial_state(run: RunShapes) -> jax.stages.Lowered:
+    """Lower the creation of the training state from the first policy."""
+    return run.parts.make_learner(run.layout).lower_initial_state(run.trained)
+
+
+def lower_update(run: RunShapes) -> jax.stages.Lowered:
+    """Lower an update."""
+    learner = run.parts.make_learner(run.layout)
+    state = run.place(learner.state_shape(run.spec.trained))
+    return learner.lower(state, [_batch(run.layout)])
+
+
+def lower_score(run: RunShapes) -> jax.stages.Lowered:
+    """Lower the forward pass over a batch, for the reference or the learner's own log-probabilities."""
+    scorer = run.parts.make_scorer(run.layout, pad_token_id=0)
+    model = run.trained if own_scorings(run.config) else run.parameters
+    return scorer.lower(cast(LmHeadModel, model), [_batch(run.layout)])
+
+
+def lower_weight_copy(run: RunShapes) -> jax.stages.Lowered:
+    """Lower the copy of the policy that workers fetch."""
+    arrays = list(named_leaves(run.parameters).values())
+    program = copy_program(tuple(leaf.sharding for leaf in cast(Any, arrays)), run.config.weights.sent_dtype)
+    return program.lower(arrays)
+
+
+def lower_sampler_weights(run: RunShapes) -> jax.stages.Lowered:
+    """Lower the conversion of the weights to the layout for decoding, on the mesh of the learner."""
+    if run.sizes.hosts == 1:
+        with run.use_sampler_mesh():
+            return cast(Any, run.sampler_programs.prepare).lower(run.parameters)
+    with run.trainer.use_device_mesh():
+        program = conversion_program(run.trainer, run.sizes.form, run.config.rollouts.max_length)
+        return cast(Any, program).lower(run.parameters)
+
+
+def lower_resharding(run: RunShapes) -> jax.stages.Lowered:
+    """Lower the copy of the converted weights to every host, as sharded in one host."""
+    mapping = run.trainer.compute_axis_mapping
+    with run.trainer.use_device_mesh():
+        return jax.jit(lambda model: shard(model, mapping)).lower(run.place(run.converted))
+
+
+def lower_prefill(run: RunShapes) -> jax.stages.Lowered:
+    """Lower a long call of `prefill`."""
+    return _lower_prefill(run, run.sizes.prefill.long)
+
+
+def lower_short_prefill(run: RunShapes) -> jax.stages.Lowered:
+    """Lower a short call of `prefill`."""
+    return _lower_prefill(run, run.sizes.prefill.short)
+
+
+def _lower_prefill(run: RunShapes, shape: PrefillShape) -> jax.stages.Lowered:
+    rows, chunk = run.sizes.shards * shape.rows, shape.chunk
+    tokens = Tokens(_integers(rows, chunk), _integers(rows), _integers(rows, chunk))
+    with run.use_sampler_mesh():
+        return cast(Any, run.sampler_programs.prefill).lower(run.sampler_weights, run.cache, tokens)
+
+
+def lower_decode(run: RunShapes) -> jax.stages.Lowered:
+    """Lower a call of `decode`, without stop texts, which enlarge a small table."""
+    slots = run.sizes.slots
+    keys, temperatures = jax.ShapeDtypeStruct((slots, 2), jnp.uint32), jax.ShapeDtypeStruct((slots,), jnp.float32)
+    active = jax.ShapeDtypeStruct((slots,), jnp.bool_)
+    numbers = _integers(slots)
+    state = Slots(*cast(Any, (active, numbers, numbers, numbers, numbers, keys, temperatures)))
+    stops = StopTable(*cast(Any, (_integers(run.vocab_size), _integers(2, 2))))
+    inputs = run.sampler_weights, run.cache, state, stops, _integers()
+    with run.use_sampler_mesh():
+        return cast(Any, run.sampler_programs.decode).lower(*inputs)
+
+
+LOWER: dict[str, Callable[[RunShapes], jax.stages.Lowered]] = {
+    "initial state": lower_initial_state,
+    "update": lower_update,
+    "score": lower_score,
+    "sampler weights": lower_sampler_weights,
+    "resharding": lower_resharding,
+    "prefill": lower_prefill,
+    "short prefill": lower_short_prefill,
+    "decode": lower_decode,
+    "weight copy": lower_weight_copy,
+}
+"""Function that lowers each program."""
+UNROLLED = ("sampler weights", "resharding", "prefill", "short prefill", "decode")
+"""Programs with one copy of the code per layer."""
+
+
+def programs_of(config: TrainConfig, hosts: int) -> list[str]:
+    """Return the names of the programs that a run executes, in the order of `LOWER`.
+
+    Args:
+        config: training config.
+        hosts: number of hosts of the trainer.
+
+    >>> from marin_rl.environments import ArithmeticConfig
+    >>> from levanter.models.llama import LlamaConfig
+    >>> programs_of(TrainConfig(environment=ArithmeticConfig(), run_dir="runs/a", model=LlamaConfig()), hosts=1)
+    ['initial state', 'update', 'sampler weights', 'prefill', 'short prefill', 'decode']
+    """
+    builtin = isinstance(config.sampler, LevanterSamplerConfig)
+    needed = {
+        "initial state": True,
+        "update": True,
+        "score": config.kl.needs_reference or own_scorings(config) > 0,
+        "sampler weights": builtin,
+        "resharding": builtin and hosts > 1 and config.mode is Mode.SYNC,
+        "prefill": builtin,
+        "short prefill": builtin,
+        "decode": builtin,
+        "weight copy": config.mode is Mode.ASYNC,
+    }
+    return [name for name in LOWER if needed[name]]
+
+
+def own_scorings(config: TrainConfig) -> float:
+    """Return how often a step scores its rollouts with the learner, on average: see `BatchBuilder`."""
+    store, has_critic = config.rollout_store, config.critic is not None
+    if has_critic and config.mode is Mode.ASYNC and config.replay.keep_sampling_weights:
+        # Log-probabilities of the weights that sampled, and values of the newest.
+        return 2.0
+    if has_critic or config.off_policy_correction.needs_sampling_logprobs:
+        return 1.0
+    return 1 / store.every if store.learner_logprobs and store.every else 0.0
+
+
+def _batch(layout: RowLayout) -> RlExample:
+    """Return a microbatch without content."""
+    axes = (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.tokens_per_row))
+    shape = [axis.size for axis in axes]
+    names = [*PER_TOKEN_DTYPES, *(["prompt_segment_ids"] if layout.group else [])]
+    arrays = {
+        name: hax.NamedArray(cast(Any, np.zeros(shape, PER_TOKEN_DTYPES.get(name, np.int32))), axes) for name in names
+    }
+    return RlExample(**arrays, group=layout.group)
+
+
+def _output_shapes(program: Any, *arguments: Any) -> Any:
+    compiled = program.lower(*arguments).compile()
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        compiled.out_info,
+        compiled.output_shardings,
+    )
+
+
+def _integers(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

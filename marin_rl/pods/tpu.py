@@ -1,0 +1,340 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Run training on TPU slices until it is complete, also through failures and preemptions.
+
+One loop polls every queued resource and does the next missing step: request it, delete and request it again after a
+preemption, install the code on its hosts, start its jobs, restart a job that failed. So the same command starts a run,
+continues one that it finds half started, and follows one that is running.
+"""
+
+import dataclasses
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from marin_rl.pods.config import TpuConfig
+from marin_rl.pods.gcloud import Gcloud, GcloudError, UnreachableError
+from marin_rl.pods.slices import ABSENT, Description, JobStatus, Slices, SlicesLostError, script_digest
+from marin_rl.pods.upload import PYTHON, code_files, job_script, write_upload
+from marin_rl.utils.errors import UserError
+
+POLL_SECONDS = 60.0
+"""Seconds between two polls of the state of slices and jobs."""
+MAX_FAILED_POLLS = 10
+"""Consecutive polls that may fail because hosts or Google Cloud cannot be reached, before the launch gives up."""
+RESTART_WINDOW = 3600.0
+"""Seconds without a failure after which restarts are counted from 0 again."""
+LOG_LINES = 100
+"""Lines of the logs that are shown."""
+RAY_PORT = 6379
+"""Port of Ray on the first host of the trainer."""
+TRAIN = "train"
+"""Name of the job whose end is the end of the launch."""
+RAY_HEAD = "ray_head"
+"""Name of the job that runs on the first host only."""
+_RAY = (f"{Path(PYTHON).parent}/ray", "start", "--block", "--disable-usage-stats")
+
+
+class JobError(UserError):
+    """A job failed on a host, or cannot be run. The message names the host and the remedy."""
+
+
+@dataclasses.dataclass
+class Group:
+    """The slices of a queued resource with the jobs on their hosts."""
+
+    slices: Slices
+    jobs: Callable[[str], Mapping[str, Sequence[str]]]
+    """Commands by name of the job, in the order of their start, given the address of the trainer's first host."""
+    addresses: Sequence[str] = ()
+    """Internal address of each host; empty unless the slices are ready."""
+    exists: bool = False
+    """Whether this launch has requested or found the queued resource, and not deleted it."""
+    started: bool = False
+    """Whether this launch has started the jobs on the current slices, or has found them running."""
+    state: str = ""
+    """State that was reported last."""
+
+    @property
+    def name(self) -> str:
+        """Name of the queued resource."""
+        return self.slices.name
+
+    def is_running(self, job: str, statuses: Sequence[JobStatus]) -> bool:
+        """Whether a job was started on all of its hosts, failed on none, and has not ended on all of them."""
+        own = [status for status in statuses if status.job == job]
+        hosts = 1 if job == RAY_HEAD else len(self.addresses)
+        return len(own) >= hosts and any(s.running for s in own) and not any(s.failed for s in own)
+
+    def start(self, job: str) -> None:
+        """Start an uploaded job on its hosts."""
+        self.slices.start(job, "0" if job == RAY_HEAD else "all")
+
+
+@dataclasses.dataclass
+class Launch:
+    """Training on the slices of a trainer, and rollout workers on those of further groups."""
+
+    gcloud: Gcloud
+    config: TpuConfig
+    groups: Sequence[Group]
+    """The trainer's group first."""
+    report: Callable[[str], None]
+    """Prints a message."""
+    follows: bool = False
+    """Whether the trainer was running already, with workers that must then be kept."""
+    restarts: int = 0
+    last_failure: float = -RESTART_WINDOW
+    """Time of the last restart, as of `time.monotonic`."""
+
+    def run(self, *, detach: bool) -> None:
+        """Run the jobs until the training is complete.
+
+        Args:
+            detach: return when all jobs have started. Nothing then restarts jobs or requests lost slices again.
+
+        Raises:
+            GcloudError: if a command fails.
+            JobError: if a job fails too often.
+        """
+        with tempfile.TemporaryDirectory(prefix="marin_rl-") as folder:
+            # Written once, so that slices that are requested later get the same code.
+            upload = Path(folder) / "upload"
+            upload.mkdir(mode=0o700)
+            write_upload(upload, self.config.code, code_files(Path(self.config.code.folder)))
+            self._poll_until_complete(upload, detach=detach)
+
+    def show_status(self) -> None:
+        """Print the state of queued resources and jobs."""
+        for group in self.groups:
+            found = group.slices.describe()
+            self.report(f"{group.name}: {found.state}{f': {found.error}' if found.error else ''}")
+            for status in sorted(self._statuses(group, found), key=lambda status: (status.job, status.host)):
+                text = status.state if status.state.isalpha() else f"ended with status {status.state}"
+                self.report(f"  {status.job} on {status.host}: {text}")
+
+    def stop(self) -> None:
+        """Stop all jobs, those of the trainer first."""
+        for group in self.groups:
+            found = group.slices.describe()
+            # Training first: it cannot save its state without Ray.
+            running = {status.job for status in self._statuses(group, found) if status.running}
+            for job in sorted(running, key=lambda name: name != TRAIN):
+                group.slices.stop(job, self.config.stop_timeout)
+            self.report(f"{group.name}: {found.state}, {f'stopped {_listed(running)}' if running else 'no job runs'}")
+
+    def delete(self) -> None:
+        """Delete all queued resources with their slices."""
+        for group in self.groups:
+            place = f"zone {self.config.zone} of {self.config.project or 'the default project'}"
+            deleted = group.slices.delete()
+            self.report(f"{group.name}: {'deleted' if deleted else f'nothing of this name exists in {place}'}")
+
+    def _statuses(self, group: Group, found: Description) -> Sequence[JobStatus]:
+        return group.slices.statuses() if found.state == "ACTIVE" else ()
+
+    def _poll_until_complete(self, upload: Path, *, detach: bool) -> None:
+        failed = 0
+        while True:
+            try:
+                if self._poll(upload):
+                    return self._finish()
+                if detach and all(group.started for group in self.groups):
+                    return None
+                failed = 0
+            except UnreachableError as error:
+                failed += 1
+                if failed >= MAX_FAILED_POLLS:
+                    raise
+                self.report(f"{error}; poll {failed} of {MAX_FAILED_POLLS} failed")
+            time.sleep(POLL_SECONDS)
+
+    def _poll(self, upload: Path) -> bool:
+        """Do the next missing steps; returns whether the training is complete."""
+        for group in self.groups:
+            self._update(group)
+        if not self.groups[0].addresses:
+            return False
+        unreachable = None
+        for group in self.groups:
+            try:
+                if group.addresses and self._keep_running(group, upload):
+                    return True
+            except GcloudError as error:
+                if not (isinstance(error, UnreachableError) or self._is_lost(group)):
+                    raise
+                unreachable = UnreachableError(str(error))
+        if unreachable is not None:
+            raise unreachable
+        return False
+
+    def _is_lost(self, group: Group) -> bool:
+        """Whether slices are lost or under repair, so that commands on their hosts fail."""
+        try:
+            return not group.slices.addresses()
+        except UnreachableError:
+            return True
+
+    def _update(self, group: Group) -> None:
+        """Find the slices of a group; request them if there are none, or replace them if they are lost."""
+        found = group.slices.describe()
+        if found.state != group.state:
+            group.state = found.state
+            self.report(f"{group.name}: {found.state}")
+        group.addresses = ()
+        if found.state == ABSENT:
+            if group.exists:
+                group.exists = False
+                raise JobError(f"{group.name} was deleted, but not by this command; rerun it to request slices again")
+            slices = group.slices.config
+            chips = _count(slices.num_slices * slices.kind.chips, "chip")
+            self.report(f"{group.name}: requesting {slices}, {chips}")
+            self.gcloud.tpus(*group.slices.create_arguments())
+            group.exists = True
+            return
+        group.exists = True
+        if found.slices not in ("", str(group.slices.config)):
+            raise JobError(
+                f"{group.name} exists with {found.slices} instead of {group.slices.config}; delete it first, or choose "
+                "another tpu_name"
+            )
+        if found.state == "FAILED":
+            group.slices.delete()
+            group.exists = False
+            raise GcloudError(
+                f"the request for {group.name} failed and was deleted: {found.error or 'no reason given'}. Correct the "
+                "cause, or choose another zone, tpu_type or capacity_type, and rerun the same command"
+            )
+        if found.state == "SUSPENDED":
+            self._replace(group)
+        elif found.state == "ACTIVE":
+            try:
+                group.addresses = group.slices.addresses()
+            except SlicesLostError:
+                # What another command deletes must not be requested again; the next poll finds that it is absent.
+                if group.slices.describe().state not in (ABSENT, "DELETING"):
+                    self._replace(group)
+
+    def _replace(self, group: Group) -> None:
+        self.report(f"{group.name}: its slices are lost; deleting it, to request it again")
+        # Rollout workers must join the next trainer, which has another address.
+        for restarted in self.groups if group is self.groups[0] else (group,):
+            restarted.started = False
+        group.slices.delete()
+        group.exists = False
+
+    def _keep_running(self, group: Group, upload: Path) -> bool:
+        """Start the jobs of a group that do not run; returns whether the training is complete."""
+        jobs = group.jobs(self.groups[0].addresses[0])
+        statuses = group.slices.statuses()
+        if not group.started:
+            self._find_or_start(group, jobs, statuses, upload)
+            group.started = True
+            return False
+        train = [status for status in statuses if status.job == TRAIN]
+        if len(train) == len(group.addresses) and not any(status.running or status.failed for status in train):
+            return TRAIN in jobs
+        for job in jobs:
+            if not group.is_running(job, statuses):
+                self._restart(group, job, statuses)
+        return False
+
+    def _find_or_start(
+        self, group: Group, jobs: Mapping[str, Sequence[str]], statuses: Sequence[JobStatus], upload: Path
+    ) -> None:
+        """Keep the jobs if all run with the same commands; otherwise install the code and start them."""
+        running, is_trainer = [status for status in statuses if status.running], group is self.groups[0]
+        scripts = {job: job_script(command) for job, command in jobs.items()}
+        others = [status for status in running if status.digest != script_digest(scripts.get(status.job, ""))]
+        if any(status.job == TRAIN for status in others):
+            raise JobError(
+                f"{group.name} runs training with other arguments, or with another version of marin_rl.launch; run "
+                "`python -m marin_rl.launch tpu stop` with the same options first, or choose another tpu_name"
+            )
+        is_kept = not others and all(group.is_running(job, statuses) for job in jobs)
+        if is_trainer:
+            self.follows = is_kept
+        if is_kept and self.follows:
+            self.report(f"{group.name}: {_listed(scripts)} is running already")
+            return
+        for name in {status.job for status in running}:
+            group.slices.stop(name, self.config.stop_timeout)
+        self.report(f"{group.name}: installing the code on {_count(len(group.addresses), 'host')}")
+        for name, text in scripts.items():
+            (upload / f"{name}.sh").write_text(text, encoding="utf-8")
+        group.slices.upload(upload)
+        group.slices.setup()
+        for job in jobs:
+            self.report(f"{group.name}: starting {job}")
+            group.start(job)
+
+    def _restart(self, group: Group, job: str, statuses: Sequence[JobStatus]) -> None:
+        """Restart a job on all of its hosts.
+
+        Raises:
+            JobError: if it was restarted too often; the log of the first host where it failed is printed before.
+        """
+        failed = next((status for status in statuses if status.job == job and status.failed), None)
+        text = "ended" if failed is None else f"failed on host {failed.host} with exit status {failed.state}"
+        now = time.monotonic()
+        self.restarts = 0 if now - self.last_failure > RESTART_WINDOW else self.restarts
+        if self.restarts >= self.config.max_restarts:
+            # Names of the hosts of a slice end with their index.
+            index = None if failed is None else re.search(r"-w-(\d+)$", failed.host)
+            group.slices.logs(index[1] if index else "all", LOG_LINES, follow=False)
+            raise JobError(
+                f"{job} {text} on {group.name}, after {_count(self.restarts, 'restart')}; the log is above. "
+                "Correct the cause and rerun the same command"
+            )
+        self.restarts, self.last_failure = self.restarts + 1, now
+        self.report(f"{group.name}: {job} {text}; restart {self.restarts} of {self.config.max_restarts}")
+        group.slices.stop(job, self.config.stop_timeout)
+        group.start(job)
+
+    def _finish(self) -> None:
+        """Stop the jobs that serve the complete one, such as Ray."""
+        self.report("the run is complete, or was stopped")
+        for group in self.groups:
+            for job in group.jobs("") if group.addresses else ():
+                if job != TRAIN:
+                    group.slices.stop(job, self.config.stop_timeout)
+
+
+def open_launch(config: TpuConfig, arguments: Sequence[str], report: Callable[[str], None]) -> Launch:
+    """Build the launch of a training run.
+
+    Args:
+        config: the launch.
+        arguments: arguments of `marin_rl.train`.
+        report: prints a message.
+    """
+    gcloud = Gcloud(config.zone, config.project)
+    trainer = Slices(gcloud, config.tpu_name, config.slices, config.ssh_flags)
+    groups = [Group(trainer, lambda head: _trainer_jobs(config, arguments, head))]
+    if config.rollout_slices is not None:
+        one = dataclasses.replace(config.rollout_slices, num_slices=1)
+        for index in range(config.rollout_slices.num_slices):
+            slices = Slices(gcloud, f"{config.tpu_name}-rollouts-{index}", one, config.ssh_flags)
+            groups.append(Group(slices, lambda head: {"ray_worker": [*_RAY, f"--address={head}:{RAY_PORT}"]}))
+    return Launch(gcloud, config, groups, report)
+
+
+def _trainer_jobs(config: TpuConfig, arguments: Sequence[str], head: str) -> dict[str, list[str]]:
+    train = [PYTHON, "-u", "-m", "marin_rl.train", *arguments]
+    train += ["--trainer.distributed.initialize_jax_distributed", "true"]
+    if config.rollout_slices is None:
+        return {TRAIN: train}
+    # No CPUs and TPUs of this host for Ray: they are the trainer's, and workers must not be placed here.
+    ray = [*_RAY, "--head", f"--port={RAY_PORT}", "--num-cpus=0", '--resources={"TPU": 0}']
+    return {RAY_HEAD: ray, TRAIN: [*train, "--ray_address", f"{head}:{RAY_PORT}"]}
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

@@ -1,0 +1,349 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Files of a run, in one folder, with a lock.
+
+```
+config.yaml     resolved config with all defaults
+metrics.jsonl   one JSON object per step
+rollouts/       sampled rollouts
+checkpoints/    training state for resuming
+hf/             trained model in Hugging Face format
+log.txt         log messages
+curves.png      plots of reward, accuracy and other metrics
+profile/        traces of the devices and the host, with `trainer.profiler`
+```
+"""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import itertools
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from marin_rl.runs import lease
+from marin_rl.runs.checkpoint_folders import require_checkpoint
+from marin_rl.utils.errors import RunDirectoryError, nearest, writing
+from marin_rl.utils.remote_path import RemotePath
+from marin_rl.utils.settings.fields import flatten, is_within
+from marin_rl.utils.settings.yaml_text import parse_yaml
+from marin_rl.utils.storage import StoragePath, storage_path, write_bytes
+
+EXPORTED_STEP = "training_step.json"
+"""File in `hf/` with the step of the weights."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDirectory:
+    """Paths of the files of a run."""
+
+    path: StoragePath
+    """The run directory."""
+
+    @property
+    def config(self) -> StoragePath:
+        """Resolved config."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> StoragePath:
+        """Metrics, one JSON object per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def rollouts(self) -> StoragePath:
+        """Folder of sampled rollouts."""
+        return self.path / "rollouts"
+
+    @property
+    def checkpoints(self) -> StoragePath:
+        """Folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def hf(self) -> StoragePath:
+        """Folder of the trained model in Hugging Face format."""
+        return self.path / "hf"
+
+    @property
+    def log(self) -> StoragePath:
+        """Log messages."""
+        return self.path / "log.txt"
+
+    @property
+    def curves(self) -> StoragePath:
+        """Plots of the metrics."""
+        return self.path / "curves.png"
+
+    @property
+    def profile(self) -> StoragePath:
+        """Folder of traces of the devices and the host."""
+        return self.path / "profile"
+
+    def has_results(self) -> bool:
+        """Return whether a start of the run has written records or a checkpoint."""
+        return self.metrics.exists() or any(self.checkpoints.glob("step-*"))
+
+
+def create_or_open(path: StoragePath, config_yaml: str, *, keep_config: bool = False) -> RunDirectory:
+    """Create a run directory, or open the directory of the same run.
+
+    The caller has compared the configs; see [`plan_changes`][marin_rl.training.config_changes.plan_changes].
+
+    Args:
+        path: the run directory.
+        config_yaml: resolved config; it replaces that of an earlier start, whose history of changes is kept.
+        keep_config: whether to keep the config of an earlier start.
+
+    Raises:
+        RunDirectoryError: if the directory contains a run without a config, or cannot be written.
+    """
+    directory, history = RunDirectory(path), ""
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+        if (old_yaml := require_config(directory)) is not None and directory.has_results():
+            history = comments_of(old_yaml)
+        for folder in (directory.rollouts, directory.checkpoints):
+            folder.mkdir(exist_ok=True)
+    if old_yaml is None or (not keep_config and old_yaml != history + config_yaml):
+        write_atomically(directory.config, history + config_yaml)
+    return directory
+
+
+def require_config(directory: RunDirectory) -> str | None:
+    """Return the config in a run directory, and check that it is that of an earlier start.
+
+    Returns:
+        The text; None if there is none.
+
+    Raises:
+        RunDirectoryError: if there are results without a config, or a config that a run has not written or that cannot
+            be read.
+    """
+    if not directory.config.exists():
+        if directory.has_results():
+            raise RunDirectoryError(
+                f"run directory {str(directory.path)!r} contains a run without config.yaml, so its config is unknown; "
+                "restore the file, or choose another run_dir"
+            )
+        return None
+    text = read_config_text(directory)
+    # A start creates this folder before its config. Object stores have no empty folders.
+    if isinstance(directory.checkpoints, Path) and not directory.checkpoints.exists():
+        raise RunDirectoryError(
+            f"run directory {str(directory.path)!r} contains a config.yaml, but no run, and the run would overwrite "
+            "this file; rename it, or choose another run_dir"
+        )
+    return text
+
+
+def check_usable(directory: RunDirectory) -> None:
+    """Check that a local run directory can be written or created, and that no process holds it; changes no file.
+
+    Raises:
+        RunDirectoryError: if it cannot, or if another process holds the lock.
+    """
+    if isinstance(directory.path, Path):
+        for folder in (directory.path, directory.path / "rollouts", directory.path / "checkpoints"):
+            with writing(folder):
+                _require_writable(folder.absolute())
+    if (process := holder(directory)) is not None:
+        raise _in_use(directory, process)
+
+
+def _require_writable(folder: Path) -> None:
+    present = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not present.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(present))
+    # On most file systems this file has no name, so it does not change the folder.
+    with tempfile.TemporaryFile(dir=present):
+        pass
+
+
+def comments_of(config_yaml: str) -> str:
+    """Return the comments at the top of a config, such as its history, with the empty lines among them."""
+    lines = config_yaml.splitlines(keepends=True)
+    return "".join(itertools.takewhile(lambda line: line.startswith("#") or line.isspace(), lines))
+
+
+def exported_step(directory: RunDirectory) -> int | None:
+    """Return the step whose weights are in `hf/`, None if they are absent or of an unknown step."""
+    try:
+        if not (directory.hf / "config.json").is_file():
+            return None
+        return int(json.loads((directory.hf / EXPORTED_STEP).read_text(encoding="utf-8"))["step"])
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return None
+
+
+def open_existing(path: StoragePath) -> RunDirectory:
+    """Open the directory of an earlier run.
+
+    Raises:
+        RunDirectoryError: if the path is not a run directory.
+    """
+    directory = RunDirectory(path)
+    if not directory.config.is_file():
+        raise RunDirectoryError(f"{str(path)!r} is not a run directory: {_reason(path)}")
+    return directory
+
+
+def open_with_checkpoint(run: str, step: int | None) -> RunDirectory:
+    """Open the directory of an earlier run that has a checkpoint.
+
+    Args:
+        run: run directory, a path or an address.
+        step: step of the checkpoint; None for any.
+
+    Raises:
+        RunDirectoryError: if the run does not exist.
+        CheckpointError: if it has no such checkpoint.
+    """
+    directory = open_existing(storage_path(run, "run"))
+    require_checkpoint(run, directory.checkpoints, step)
+    return directory
+
+
+def _reason(path: StoragePath) -> str:
+    """Explain why a path is not a run directory, with the run directories that may be meant."""
+    reason, remedy = "it has no config.yaml" if path.exists() else "it does not exist", "give the run_dir of a run"
+    if isinstance(path, Path):
+        folder = path if path.is_dir() else path.parent
+        if runs := sorted(str(config.parent) for config in folder.glob("*/config.yaml")):
+            remedy = nearest(str(path), runs, heading=f"Run directories in {str(folder)!r}")
+    return f"{reason}; {remedy}"
+
+
+def read_config_text(directory: RunDirectory) -> str:
+    """Read the resolved config of a run directory.
+
+    Raises:
+        RunDirectoryError: if it cannot be read, or is not UTF-8 text.
+    """
+    try:
+        if not directory.config.is_file():
+            raise OSError("it is not a file")
+        return directory.config.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RunDirectoryError(
+            f"cannot read {str(directory.config)!r}: {reason}; repair the file, or choose another run_dir"
+        ) from error
+
+
+def config_differences(
+    old_yaml: str, new_yaml: str, may_differ: Sequence[str], name: str = "the config of the main process"
+) -> list[str]:
+    """List the differences between two resolved configs.
+
+    Args:
+        old_yaml: the existing config.
+        new_yaml: the new config.
+        may_differ: dotted keys or sections to ignore.
+        name: name of the existing config, for the error message if it is not valid YAML.
+
+    Returns:
+        A line for each key that differs.
+    """
+    old, new = flatten(parse_yaml(old_yaml, name)), flatten(parse_yaml(new_yaml, "the new config"))
+    return [
+        f"  {key}: {show_value(old, key)} there, {show_value(new, key)} now"
+        for key in differing_keys(old, new)
+        if not is_within(key, may_differ)
+    ]
+
+
+def differing_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return the keys that only one of two flat mappings has, or that have other values."""
+    return [key for key in dict.fromkeys([*old, *new]) if key not in old or key not in new or old[key] != new[key]]
+
+
+def show_value(values: Mapping[str, Any], key: str) -> str:
+    """Format the value of a key as JSON, or as `not set`."""
+    return json.dumps(values[key], default=str) if key in values else "not set"
+
+
+@contextlib.contextmanager
+def lock(directory: RunDirectory) -> Iterator[Callable[[], None]]:
+    """Lock the run directory against other processes. Creates the directory if it does not exist.
+
+    A local lock is released when the process ends for any reason. In an object store, the lock of a killed process can
+    be taken after a minute; see [`lease`][marin_rl.runs.lease].
+
+    Yields:
+        A function that raises RunDirectoryError if another process has taken the lock meanwhile.
+
+    Raises:
+        RunDirectoryError: if another process holds the lock; the message contains its id.
+    """
+    path = directory.path / ".lock"
+    with contextlib.ExitStack() as stack:
+        if isinstance(path, RemotePath):
+            with writing(path):
+                held = stack.enter_context(lease.hold(path))
+            yield held.check
+            return
+        with writing(path):
+            directory.path.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(path.open("a+", encoding="utf-8"))
+            _take(file, directory)
+        yield lambda: None
+
+
+def holder(directory: RunDirectory) -> str | None:
+    """Return the process that holds the lock of a run directory, None if none does; changes no file.
+
+    In an object store this takes up to a minute if the process is on another machine.
+    """
+    path = directory.path / ".lock"
+    if isinstance(path, RemotePath):
+        return lease.holder(path)
+    try:
+        file = path.open(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return f"process {file.read().strip()}"
+    return None
+
+
+def _take(file: TextIO, directory: RunDirectory) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.seek(0)
+        raise _in_use(directory, f"process {file.read().strip()}") from error
+    file.truncate(0)
+    file.write(f"{os.getpid()} on {socket.gethostname()}")
+    file.flush()
+
+
+def _in_use(directory: RunDirectory, process: str) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"run directory {str(directory.path)!r} is in use by {process}; wait for it to end, stop it, or choose another "
+        "run_dir"
+    )
+
+
+def write_atomically(path: StoragePath, data: str | bytes) -> None:
+    """Write a file atomically: after a crash, the file is either the old one or complete.
+
+    Args:
+        path: the file.
+        data: complete content; text is encoded as UTF-8.
+
+    Raises:
+        RunDirectoryError: if the file cannot be written; an existing file is not changed.
+    """
+    with writing(path):
+        write_bytes(path, data.encode() if isinstance(data, str) else data)

@@ -1,0 +1,285 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Help texts of a command: an overview on one screen, and every field with its type, default and description.
+
+Descriptions are read from the source, see `field_docs`. Choices of this project are shown with all options. Levanter's
+choices, which have hundreds of fields, are shown with the selected option; `--help model.gemma` shows another one.
+The overview is printed without importing the config classes, which takes seconds.
+"""
+
+import dataclasses
+import difflib
+import functools
+import json
+import shutil
+import textwrap
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from draccus.choice_types import CHOICE_TYPE_KEY
+from draccus.utils import is_choice_type
+
+from marin_rl.utils.settings.decode import encode
+from marin_rl.utils.settings.field_docs import field_doc, section_doc
+from marin_rl.utils.settings.section_types import (
+    ConfigError,
+    default_of,
+    describe,
+    field_types,
+    plain_type,
+    resolve_section,
+    section_of,
+)
+
+MAX_WIDTH = 110
+"""Maximum characters in a line, for readability on wide terminals."""
+OVERVIEW_WIDTH = 100
+"""Characters in a line of the overview."""
+
+COMMON_KEYS = (
+    ("environment.type", "required", "tasks and rewards, such as arithmetic or jsonl"),
+    ("run_dir", "required", "run directory; an existing run is resumed"),
+    ("model.type", "null", "architecture for training from scratch, such as llama"),
+    ("initialize_from", "null", "initial weights: Hugging Face folder or name, or a run"),
+    ("tokenizer.path", "null", "tokenizer; null: that of initialize_from, or built-in bytes"),
+    ("seed", "0", "seed of initial weights, task order and sampling"),
+    ("num_steps", "200", "RL steps"),
+    ("rollouts.prompts_per_step", "64", "tasks per step"),
+    ("rollouts.group_size", "8", "rollouts per task"),
+    ("rollouts.max_length", "512", "maximum tokens of prompt and answers"),
+    ("rollouts.max_turns", "1", "maximum answers in a rollout"),
+    ("sampling.max_new_tokens", "64", "maximum tokens in an answer"),
+    ("sampling.temperature", "1.0", "sampling temperature"),
+    ("advantage.type", "rloo", "advantage estimator"),
+    ("policy_loss.type", "reinforce", "policy term of the loss"),
+    ("kl.type", "none", "KL penalty against the initial policy"),
+    ("optimizer.learning_rate", "0.0006", "peak learning rate"),
+    ("mode", "sync", "sync, or async to sample in workers during training"),
+    ("evaluation.every", "50", "steps between evaluations"),
+    ("checkpoint.every", "50", "steps between checkpoints"),
+)
+"""Most important keys of `TrainConfig`: name, default and description. Tests compare the defaults with the classes."""
+SECTIONS = (
+    *("environment", "model", "tokenizer", "rollouts", "sampling", "sampler", "sandbox", "advantage", "policy_loss"),
+    *("kl", "aggregation", "critic", "updates", "off_policy_correction", "overlong", "truncation", "filter", "workers"),
+    *("replay", "weights", "warm_start", "evaluation", "rollout_store", "checkpoint", "export", "optimizer", "trainer"),
+)
+"""Sections of `TrainConfig`. Tests compare them with the class."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """Entry of the help text: a field, or the heading of an option of a choice or of the command."""
+
+    key: str
+    doc: Callable[[], str]
+    """Returns the description, which is read from source files and therefore only for entries that are shown."""
+    depth: int = 0
+    """Number of enclosing options of choices."""
+    annotation: Any = None
+    """Type of the field; None for a heading."""
+    default: Any = None
+    """Default as a plain value, or `MISSING`."""
+
+
+def overview_text(flags: Mapping[str, str]) -> str:
+    """Usage, the most important keys with their defaults, and the names of all sections, on one screen.
+
+    Args:
+        flags: flags of the command, with their descriptions.
+
+    Returns:
+        The text, ending with a newline.
+    """
+    options = {
+        "--config FILE": "YAML file with the config; of several files, later ones have precedence",
+        "--KEY VALUE": "override a key of the file, such as --rollouts.group_size 16; VALUE is YAML",
+        **{f"--{name}": doc[:1].lower() + doc[1:].rstrip(".") for name, doc in flags.items()},
+        "--help SECTION": "describe a section, such as --help rollouts or --help model.qwen3",
+        "--help all": "describe all keys",
+    }
+    names = textwrap.fill(", ".join(SECTIONS), OVERVIEW_WIDTH, initial_indent="  ", subsequent_indent="  ")
+    return "\n".join(
+        [
+            "usage: python -m marin_rl.train --config FILE [--KEY VALUE ...] [OPTIONS] [--help [SECTION]]",
+            "",
+            *(f"  {option:16} {doc}" for option, doc in options.items()),
+            "",
+            "Most important keys, with their defaults:",
+            *(f"  {key:26} {default:10} {doc}" for key, default, doc in COMMON_KEYS),
+            "",
+            "Sections:",
+            names,
+            "",
+        ]
+    )
+
+
+def help_text(
+    config_class: Any, flags: Mapping[str, str] | None = None, section: str = "", width: int | None = None
+) -> str:
+    """Describe the fields of a config.
+
+    Args:
+        config_class: dataclass of the config.
+        flags: flags of the command, with their descriptions.
+        section: key of a section or field, or a key and an option (`model.qwen3`); `all` for all fields; empty for all
+            without the options of choices that are not selected by default.
+        width: characters per line; None for the terminal's width, at most `MAX_WIDTH`.
+
+    Returns:
+        The text, ending with a newline.
+
+    Raises:
+        ConfigError: if the section does not exist.
+    """
+    width = width or min(shutil.get_terminal_size((100, 24)).columns, MAX_WIDTH)
+    entries = list(_walk(config_class, "", {}, every_option=section != ""))
+    if section not in ("", "all"):
+        return _render(_entries_of(section, entries), width)
+    options = {
+        "config FILE": "YAML file with the config; of several files, later ones have precedence. --config_path is a "
+        "synonym.",
+        "KEY VALUE": "Override a key of the file. VALUE is YAML: a scalar, a list or a mapping.",
+        "help SECTION": "Describe one key, or a type of a section: --help KEY, --help KEY.TYPE; --help all: all keys.",
+        **(flags or {}),
+    }
+    listed = [_Entry(f"--{name}", functools.partial(str, doc)) for name, doc in options.items()]
+    return f"Options\n{_render(listed, width)}\nKeys\n{_render(entries, width)}"
+
+
+def all_keys(config_class: Any, raw: Mapping[str, Any]) -> list[str]:
+    """Dotted names of all keys of a config with the choices selected in `raw`."""
+    return list(dict.fromkeys(entry.key for entry in _walk(config_class, "", raw) if entry.annotation is not None))
+
+
+def _entries_of(section: str, entries: Sequence[_Entry]) -> list[_Entry]:
+    """Entries of one section, or of one option of a choice."""
+    selected = [entry for entry in entries if entry.key == section or entry.key.startswith(f"{section}.")]
+    if selected:
+        return selected
+    options: dict[str, tuple[_Entry, Any, str]] = {}
+    for entry in entries:
+        registry, _ = _section_within(entry.annotation)
+        if _is_choice(registry):
+            options |= {f"{entry.key}.{name}": (entry, registry, name) for name in registry.get_known_choices()}
+    if section in options:
+        entry, registry, name = options[section]
+        return list(_walk_option(registry, name, entry.key, {}))
+    close = difflib.get_close_matches(section, [*(entry.key for entry in entries), *options], n=3, cutoff=0.6)
+    hint = f"did you mean {' or '.join(close)}?" if close else "--help all lists all of them"
+    raise ConfigError(f"--help {section}: this key or option does not exist; {hint}")
+
+
+def _walk(
+    section: Any,
+    prefix: str,
+    given: Mapping[str, Any],
+    depth: int = 0,
+    within: tuple[Any, ...] = (),
+    *,
+    every_option: bool = True,
+) -> Iterator[_Entry]:
+    """Entries of a section's fields and of nested sections; plain values in `given` replace the defaults.
+
+    Args:
+        section: type of the section.
+        prefix: key of the section with a dot, or empty.
+        given: plain values.
+        depth: number of enclosing options of choices.
+        within: enclosing sections, whose own fields are not repeated.
+        every_option: whether to list the fields of all options of this project's choices, or of selected ones only.
+    """
+    for name, annotation in field_types(section).items():
+        value = default_of(section, name)
+        value = value if value is dataclasses.MISSING else encode(value, annotation)
+        if name in given:
+            both = isinstance(value, Mapping) and isinstance(given[name], Mapping)
+            value = {**value, **given[name]} if both else given[name]
+        yield _Entry(f"{prefix}{name}", functools.partial(field_doc, section, name), depth, annotation, value)
+        inner, place = _section_within(annotation)
+        if inner is None or inner in within:
+            continue
+        key, values = f"{prefix}{name}{place}", value if isinstance(value, Mapping) and not place else None
+        if not _is_choice(inner):
+            enclosing = (*within, inner)
+            yield from _walk(inner, f"{key}.", values or {}, depth, enclosing, every_option=every_option)
+            continue
+        selected = _selected(inner, values)
+        for option in inner.get_known_choices():
+            if option == selected or (every_option and not inner.__module__.startswith("levanter.")):
+                values_of_option = (values or {}) if option == selected else {}
+                yield from _walk_option(inner, option, key, values_of_option, depth, (*within, inner))
+
+
+def _walk_option(
+    registry: Any, name: str, key: str, given: Mapping[str, Any], depth: int = 0, within: tuple[Any, ...] = ()
+) -> Iterator[_Entry]:
+    choice = registry.get_choice_class(name)
+    yield _Entry(f"{key}.{CHOICE_TYPE_KEY} {name}", functools.partial(section_doc, choice), depth)
+    yield from _walk(choice, f"{key}.", given, depth + 1, within or (registry,))
+
+
+def _selected(registry: Any, given: Mapping[str, Any] | None) -> str | None:
+    """Option selected by the plain value of a choice, or None."""
+    if given is None:
+        return None
+    try:
+        return registry.get_choice_name(resolve_section(registry, given))
+    except ConfigError:
+        return None
+
+
+def _is_choice(section: Any) -> bool:
+    return section is not None and is_choice_type(plain_type(section))
+
+
+def _section_within(annotation: Any) -> tuple[Any, str]:
+    """Section type in a field's annotation, or None, and `.N` if the field is a list or mapping of sections."""
+    inner = section_of(annotation)
+    if inner is not None:
+        return inner, ""
+    for argument in typing.get_args(annotation):
+        inner, place = _section_within(argument)
+        if inner is not None:
+            is_container = typing.get_origin(annotation) in (list, tuple, set, dict, Sequence, Mapping)
+            return inner, f".N{place}" if is_container else place
+    return None, ""
+
+
+def _note(entry: _Entry) -> str:
+    """Type and default of a field; none for headings and sections, because their fields are listed below."""
+    inner, _ = _section_within(entry.annotation)
+    if entry.annotation is None or (inner is entry.annotation and not _is_choice(inner)):
+        return ""
+    kind = describe(entry.annotation)
+    if inner is not None:
+        options = f"type: {', '.join(inner.get_known_choices())}" if _is_choice(inner) else "a section"
+        kind = kind.replace(describe(inner), options)
+    if entry.default is dataclasses.MISSING:
+        return f" ({kind}; required)"
+    if isinstance(entry.default, Mapping) and CHOICE_TYPE_KEY in entry.default:
+        return f" ({kind}; default type: {entry.default[CHOICE_TYPE_KEY]})"
+    return f" ({kind}; default: {json.dumps(entry.default, ensure_ascii=False)})"
+
+
+def _render(entries: Iterable[_Entry], width: int) -> str:
+    """Format entries as text, in lines of at most `width` characters; long words are not broken."""
+    lines: list[str] = []
+    for entry in entries:
+        if lines and entry.annotation is not None and "." not in entry.key:
+            lines.append("")
+        indent = "  " * (entry.depth + 1)
+        lines += textwrap.wrap(
+            f"{entry.key}{_note(entry)}",
+            width,
+            initial_indent=indent,
+            subsequent_indent=f"{indent}    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        body = f"{indent}    "
+        lines += textwrap.wrap(entry.doc(), width, initial_indent=body, subsequent_indent=body)
+    return "".join(f"{line}\n" for line in lines)

@@ -1,0 +1,227 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Types of config sections and their fields, and the errors of `decode`."""
+
+import abc
+import dataclasses
+import enum
+import functools
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import draccus
+from draccus.choice_types import CHOICE_TYPE_KEY
+from draccus.utils import is_choice_type
+
+from marin_rl.utils.errors import nearest
+from marin_rl.utils.levanter_line import field_of_key, key_of_field
+from marin_rl.utils.settings.checks import describe_range
+
+
+class ConfigError(ValueError):
+    """Invalid configuration. Each problem names the key, the value and the remedy."""
+
+    def __init__(self, *problems: str):
+        self.problems = tuple(dict.fromkeys(problems))
+        ValueError.__init__(self, "\n".join(self.problems))
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A scalar of a command line. Keys that take text have it as it was written: `1_000` and `yes` are text there."""
+
+    text: str
+    value: int | float | bool
+    """The value that YAML reads."""
+
+
+class UnknownType(str):
+    """Problem of a section whose `type` is not registered."""
+
+
+class InvalidFieldError(Exception):
+    """A check reads a setting that is invalid itself."""
+
+
+class CheckedConfig(abc.ABC):
+    """Config with checks of settings that restrict one another."""
+
+    @classmethod
+    @abc.abstractmethod
+    def find_problems(cls, config: Any) -> list[str]:
+        """Find violated restrictions.
+
+        Args:
+            config: the config, or an object with its methods and valid settings only, which raises an
+                `InvalidFieldError` for others.
+
+        Returns:
+            Messages that name the keys.
+        """
+
+
+def plain_type(annotation: Any) -> Any:
+    """Strip the bounds and the arguments of a type."""
+    annotation = annotation.__origin__ if is_annotated(annotation) else annotation
+    return typing.get_origin(annotation) or annotation
+
+
+def is_annotated(annotation: Any) -> bool:
+    """Return whether a type has metadata, such as the bounds of `Annotated[int, Ge(1)]`."""
+    return typing.get_origin(annotation) is Annotated
+
+
+def is_section(annotation: Any) -> bool:
+    """Return whether values of this type are written as a mapping with fixed keys."""
+    plain = plain_type(annotation)
+    return is_choice_type(plain) or (
+        isinstance(plain, type)
+        and dataclasses.is_dataclass(plain)
+        and cast(Any, draccus.decode).dispatch(plain) is None
+    )
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    """Members of a union without None; `(annotation,)` if it is not a union.
+
+    >>> members(int | None)
+    (<class 'int'>,)
+    """
+    if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
+        return (annotation,)
+    return tuple(member for member in typing.get_args(annotation) if member is not type(None))
+
+
+def section_of(annotation: Any) -> Any:
+    """First section type among a union's members, or None."""
+    return next((member for member in members(annotation) if is_section(member)), None)
+
+
+@functools.cache
+def field_types(section: Any) -> dict[str, Any]:
+    """Type of each constructor argument of a section's dataclass by its key, with type variables resolved."""
+    origin = plain_type(section)
+    known = dict(zip(getattr(origin, "__parameters__", ()), typing.get_args(section), strict=False))
+    hints = typing.get_type_hints(origin, include_extras=True)
+    if hints.get("sliding_window") is int:
+        # Levanter declares an integer, but its mistral without a window, such as version 0.3 of the 7B model, has None.
+        hints["sliding_window"] = int | None
+    return {
+        key_of_field(origin, field.name): known.get(hints[field.name], hints[field.name])
+        for field in dataclasses.fields(origin)
+        if field.init
+    }
+
+
+def choice_name(section: Any) -> str:
+    """Name of the `type` of a value of a choice."""
+    return section.get_choice_name(type(section))
+
+
+def default_of(section: Any, name: str, base: Any = None) -> Any:
+    """Default value of a key: that of `base` if given, else the declared default, else `MISSING`."""
+    field_name = field_of_key(plain_type(section), name)
+    if base is not None:
+        return getattr(base, field_name)
+    field = plain_type(section).__dataclass_fields__[field_name]
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def resolve_section(section: Any, raw: Mapping[str, Any], path: Sequence[str] = (), base: Any = None) -> Any:
+    """Concrete dataclass of a section.
+
+    Args:
+        section: type of the section; for a choice, `type` in `raw` selects the dataclass.
+        raw: plain values of the section.
+        path: parts of the key's name, for error messages.
+        base: default value of the section, whose class is selected if `raw` has no `type`; or None.
+
+    Raises:
+        ConfigError: if the section is a choice and its `type` is missing or unknown.
+    """
+    registry = plain_type(section)
+    if not is_choice_type(registry):
+        return section
+    name = without_texts(raw.get(CHOICE_TYPE_KEY))
+    if name is None and isinstance(base, registry):
+        return type(base)
+    name = registry.default_choice_name() if name is None else name
+    options = sorted(registry.get_known_choices())
+    if name is None:
+        raise ConfigError(f"{dotted(path)} needs a type: {CHOICE_TYPE_KEY} is one of {', '.join(options)}")
+    if name not in options:
+        near = nearest(str(name), options)
+        own = "" if near.startswith("did you mean") else ". A type of your own needs its file in `imports`"
+        problem = f"{dotted((*path, CHOICE_TYPE_KEY))} is {name!r}, which is not one of its types; {near}{own}"
+        raise ConfigError(UnknownType(problem))
+    return registry.get_choice_class(name)
+
+
+_WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", Any: "anything", Path: "a path"}
+
+
+def describe(annotation: Any) -> str:
+    """Description of a type, for error messages and help.
+
+    >>> describe(int | None)
+    'an integer or null'
+    >>> describe(list[str] | str)
+    'a list (each item: text) or text'
+    >>> from annotated_types import Ge, Gt
+    >>> describe(Annotated[int, Ge(1)]), describe(Annotated[float, Gt(0)] | None)
+    ('an integer of at least 1', 'a number above 0 or null')
+    """
+    options = members(annotation)
+    if len(options) > 1 or options[0] is not annotation:
+        words = [describe(option) for option in options]
+        return " or ".join([*dict.fromkeys(words), *(["null"] if allows_none(annotation) else [])])
+    if is_annotated(annotation):
+        bounds = describe_range(annotation)
+        return f"{describe(annotation.__origin__)} {'of ' if bounds.startswith('at ') else ''}{bounds}".rstrip()
+    plain, arguments = plain_type(annotation), typing.get_args(annotation)
+    if plain in _WORDS:
+        return _WORDS[plain]
+    if plain is typing.Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if not isinstance(plain, type):
+        return str(annotation)
+    if is_choice_type(plain):
+        return f"a section with a {CHOICE_TYPE_KEY} (one of {', '.join(sorted(cast(Any, plain).get_known_choices()))})"
+    if is_section(plain):
+        return f"a section with {', '.join(field_types(annotation))}"
+    if issubclass(plain, enum.Enum):
+        return f"one of {', '.join(str(member.value) for member in plain)}"
+    if issubclass(plain, Mapping):
+        return f"a mapping (each value: {describe(arguments[1] if arguments else Any)})"
+    if is_fixed_tuple(annotation):
+        return f"a list of {len(arguments)} ({', '.join(map(describe, arguments))})"
+    if issubclass(plain, Sequence | set | frozenset):
+        return f"a list (each item: {describe(arguments[0] if arguments else Any)})"
+    return f"a {plain.__name__}"
+
+
+def allows_none(annotation: Any) -> bool:
+    """Return whether values of this type may be null."""
+    return annotation in (Any, None, type(None)) or type(None) in typing.get_args(annotation)
+
+
+def is_fixed_tuple(annotation: Any) -> bool:
+    """Return whether a type is a tuple with a type for each item."""
+    arguments = typing.get_args(annotation)
+    return plain_type(annotation) is tuple and len(arguments) > 1 and arguments[1] is not Ellipsis
+
+
+def dotted(path: Sequence[str]) -> str:
+    """Dotted name of a key."""
+    return ".".join(path) or "the config"
+
+
+def without_texts(raw: Any) -> Any:
+    """Replace scalars of the command line by their values, also within mappings."""
+    if isinstance(raw, Mapping):
+        return {key: without_texts(value) for key, value in raw.items()}
+    return raw.value if isinstance(raw, Written) else raw

@@ -1,0 +1,415 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Files of a run on a local file system or in an object store.
+
+A local path is a `pathlib.Path`. An address such as `gs://bucket/run` is a
+[`RemotePath`][marin_rl.utils.remote_path.RemotePath], which has the methods of `pathlib.Path` that runs use. Both are a
+`StoragePath`.
+
+Local files and folders are replaced by renaming, after they are flushed to disk. Object stores cannot rename, but write
+each object completely or not at all: a folder there is complete when the file that names its content is written last.
+"""
+
+import contextlib
+import errno
+import fnmatch
+import hashlib
+import logging
+import os
+import re
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import fsspec
+
+from marin_rl.utils.remote_path import RemotePath
+
+logger = logging.getLogger(__name__)
+
+EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
+"""Extras of this package by protocol."""
+UPLOAD_SECONDS = 30.0
+"""Longest time between an append to a file of up to 32 MiB in an object store and its upload."""
+_UPLOAD_BYTES = 32 * 2**20
+_DELETES = 16
+
+
+StoragePath = Path | RemotePath
+"""A local path or the address of an object."""
+
+
+def storage_path(text: str, key: str = "path") -> StoragePath:
+    """Return the path of a run's files.
+
+    Args:
+        text: a local path, or an address such as `gs://bucket/run`.
+        key: key of the setting, for the error message.
+
+    Raises:
+        ValueError: if no path can be that text, the address holds a password or has no bucket, or its protocol is
+            unknown or not installed.
+
+    >>> storage_path("runs/rloo")
+    PosixPath('runs/rloo')
+    >>> storage_path("gs://bucket/runs/rloo/")
+    RemotePath(address='gs://bucket/runs/rloo')
+    """
+    protocol, separator, rest = text.partition("://")
+    if not separator:
+        return user_path(text, key)
+    refuse_credentials(text, key)
+    if protocol in ("file", "local"):
+        return user_path(rest, key)
+    if protocol not in fsspec.available_protocols():
+        raise ValueError(
+            f"{key} is {text!r}, but the protocol {protocol}:// is unknown; use a path on a mounted file system, gs:// "
+            "or s3://"
+        )
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        remedy = f"pip install 'marin_rl[{EXTRAS[protocol]}]'" if protocol in EXTRAS else str(error)
+        raise ValueError(f"{key} is {text!r}, but the package for {protocol}:// is not installed; {remedy}") from error
+    if not rest.strip("/"):
+        raise ValueError(f"{key} is {text!r}, which names no bucket and no folder; use {protocol}://BUCKET/FOLDER")
+    return RemotePath(f"{protocol}://{rest.rstrip('/')}")
+
+
+def refuse_credentials(address: str, key: str) -> None:
+    """Refuse an address with a password, which would be written to logs and configs.
+
+    Args:
+        address: such as `s3://key:secret@bucket/run`.
+        key: key of the setting, for the error message.
+
+    Raises:
+        ValueError: if it has a password; the message does not contain it.
+    """
+    # A password may contain slashes.
+    if re.match(r"\w+://[^/@]*:[^@]*@|.*[?&][-\w]*(key|token|secret|sig|password)[-\w]*=", address, re.I | re.S):
+        raise ValueError(
+            f"{key} holds a password or a key, which would be written to the run's files; remove it, and give "
+            "credentials as the store's client expects them, in environment variables or its own files"
+        )
+
+
+def user_path(text: str, key: str) -> Path:
+    """Return the local path of a user's text; `~` is a home folder.
+
+    Args:
+        text: the path.
+        key: key of the setting, for the error message.
+
+    Raises:
+        ValueError: if no path can be that text; the message names the key.
+
+    >>> user_path("~/runs#1/a b", "run_dir").name
+    'a b'
+    """
+    if not text or "\0" in text:
+        problem = "has a zero byte, which no path can contain" if text else "is empty"
+        raise ValueError(f"{key} {problem}; set it to a path (to . for the working directory)")
+    try:
+        os.fsencode(text)
+        return Path(text).expanduser()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{key} is {text!r}, which the file system's encoding ({sys.getfilesystemencoding()}) cannot represent; "
+            "choose another name, or set PYTHONUTF8=1"
+        ) from error
+    except RuntimeError as error:
+        raise ValueError(
+            f"{key} is {text!r}, but no home folder of that user is known; write the path without ~"
+        ) from error
+
+
+def user_cache(kind: str) -> Path:
+    """Return the folder for one kind of files that runs of the user share, such as compiled programs.
+
+    Args:
+        kind: name of the folder.
+
+    Raises:
+        ValueError: if the user has no home folder.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "marin_rl" / kind
+    except RuntimeError as error:
+        raise ValueError(f"user {os.getuid()} has no home folder; set HOME to a folder that it can write") from error
+
+
+@contextlib.contextmanager
+def open_atomically(path: Path) -> Iterator[BinaryIO]:
+    """Open a local file for writing that replaces `path` when the block ends, and is removed if the block raises.
+
+    After a crash the file is either the old one or complete. Only one writer per file is allowed.
+
+    Args:
+        path: the file.
+
+    Yields:
+        The temporary file `.<name>.partial` in the same folder.
+
+    Raises:
+        OSError: if the file cannot be written; an existing file is not changed.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+    _sync(path.parent)
+
+
+def write_bytes(path: StoragePath, data: bytes) -> None:
+    """Write a file atomically: after a crash, the file is either the old one or complete.
+
+    Raises:
+        OSError: if the file cannot be written; an existing file is not changed.
+    """
+    if isinstance(path, RemotePath):
+        path.write_bytes(data)
+        return
+    with open_atomically(path) as file:
+        file.write(data)
+
+
+def replace_folder(folder: Path, partial: Path) -> None:
+    """Flush a complete local folder to disk and rename it; after a crash, `folder` is either absent or complete.
+
+    Args:
+        folder: the final path; an existing folder, file or link is removed.
+        partial: the complete folder, on the same file system.
+
+    Raises:
+        OSError: if the folder cannot be flushed or renamed; an existing one is not changed.
+    """
+    for path in partial.rglob("*"):
+        _sync(path)
+    _sync(partial)
+    # Removing a folder takes several operations, so it must have lost its name before.
+    old = folder.with_name(f".{folder.name}.old.partial")
+    remove(old)
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(old)
+    try:
+        partial.rename(folder)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            old.rename(folder)
+        raise
+    _sync(folder.parent)
+    remove(old)
+
+
+def upload_folder(folder: RemotePath, source: Path, marker: str) -> None:
+    """Replace a folder in an object store by a local folder; the file `marker` is absent until the folder is complete.
+
+    Args:
+        folder: the folder to replace.
+        source: the complete local folder.
+        marker: name of the file that is removed first and written last.
+
+    Raises:
+        OSError: if a file cannot be read, written or deleted.
+    """
+    (folder / marker).unlink(missing_ok=True)
+    names = [path.relative_to(source).as_posix() for path in sorted(source.rglob("*")) if path.is_file()]
+    for name in names:
+        if name != marker:
+            (folder / name).upload(source / name)
+    _delete([folder / stale for stale in folder.sizes().keys() - set(names)])
+    (folder / marker).upload(source / marker)
+
+
+class AppendedFile:
+    """A file in an object store to which one process appends.
+
+    Object stores cannot append. A thread rewrites the whole object every `UPLOAD_SECONDS`, less often if it is larger
+    than 32 MiB, so that it uploads about 1 MiB a second on average. A killed process loses what it appended after the
+    last upload.
+    """
+
+    def __init__(
+        self, path: RemotePath, check_lock: Callable[[], None] = lambda: None, seconds: float = UPLOAD_SECONDS
+    ) -> None:
+        """Continue the object, if it exists.
+
+        Args:
+            path: the object.
+            check_lock: called before every upload; raises RuntimeError if another process writes the object now.
+            seconds: longest time between an append and its upload.
+
+        Raises:
+            OSError: if the object cannot be read.
+        """
+        self.path = path
+        """The object."""
+        self._content = bytearray(path.read_bytes() if path.is_file() else b"")
+        self._uploaded = len(self._content)
+        self._check_lock = check_lock
+        self._seconds = seconds
+        self._upload_lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._upload_regularly, name=f"upload {path.name}", daemon=True)
+        self._thread.start()
+
+    def append(self, data: bytes) -> None:
+        """Append bytes; they are uploaded later."""
+        self._content += data
+
+    def flush(self) -> None:
+        """Upload the object if it has grown.
+
+        Raises:
+            OSError: if it cannot be written.
+            RuntimeError: if another process writes it now.
+        """
+        with self._upload_lock:
+            content = bytes(self._content)
+            if len(content) > self._uploaded:
+                self._check_lock()
+                self.path.write_bytes(content)
+                self._uploaded = len(content)
+
+    def close(self) -> None:
+        """Upload the object a last time, and end the thread; raises the errors of `flush`."""
+        self._closing.set()
+        self._thread.join()
+        self.flush()
+
+    def _upload_regularly(self) -> None:
+        while not self._closing.wait(self._seconds * max(1.0, len(self._content) / _UPLOAD_BYTES)):
+            try:
+                self.flush()
+            except OSError as error:
+                logger.warning("%s is uploaded again later: %s", self.path.name, error)
+            except RuntimeError as error:
+                logger.error("%s is no longer uploaded: %s", self.path.name, error)
+                return
+
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack")
+"""Names of files with weights, which may be next to a tokenizer."""
+
+
+def local_copy(folder: RemotePath, cache: Path, omitted: Sequence[str] = ()) -> Path:
+    """Download a folder, unless its current version is in the cache.
+
+    Args:
+        folder: the folder.
+        cache: local folder of copies; unused copies are not deleted.
+        omitted: patterns of names of files that are not copied.
+
+    Returns:
+        The local folder.
+
+    Raises:
+        FileNotFoundError: if the folder has no files.
+        OSError: if a file cannot be read or written.
+    """
+    names = [name for name in folder.sizes() if not any(fnmatch.fnmatchcase(name, pattern) for pattern in omitted)]
+    if not names:
+        raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(folder))
+    versions = "\n".join(f"{name} {(folder / name).version()}" for name in names)
+    copy = cache / hashlib.sha256(f"{folder}\n{versions}".encode()).hexdigest()[:32]
+    if copy.exists():
+        return copy
+    cache.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{copy.name}.", dir=cache))
+    try:
+        for name in names:
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).download(partial / name)
+        try:
+            os.rename(partial, copy)
+        except OSError:
+            # Another process of this machine may have been faster.
+            if not copy.exists():
+                raise
+    finally:
+        remove(partial)
+    return copy
+
+
+def file_sizes(folder: StoragePath) -> dict[str, int]:
+    """Return the sizes in bytes of all files below a folder, by path relative to it; empty if it does not exist."""
+    if isinstance(folder, RemotePath):
+        return folder.sizes()
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
+
+
+class FileDigest(NamedTuple):
+    """Size and checksum of a file, or of its first bytes."""
+
+    size: int
+    """Number of bytes."""
+    sha256: str
+    """SHA-256 checksum in hexadecimal digits."""
+
+
+def digest_of(source: StoragePath | bytes) -> FileDigest:
+    """Return size and checksum of a file or of its content; a local file is read in parts."""
+    if isinstance(source, Path):
+        with source.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+            return FileDigest(file.tell(), digest.hexdigest())
+    data = source if isinstance(source, bytes) else source.read_bytes()
+    return FileDigest(len(data), hashlib.sha256(data).hexdigest())
+
+
+MAX_DESCRIPTION_BYTES = 256 * 2**20
+"""Maximum size of a file that describes a model or a tokenizer; the largest tokenizers have 40 MB."""
+
+
+def check_descriptions(folder: Path) -> None:
+    """Check that the files of a model's folder that are read as a whole fit into memory.
+
+    Raises:
+        ValueError: if one is too large; the message names it.
+    """
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".json", ".jinja", ".model", ".txt") and path.stat().st_size > MAX_DESCRIPTION_BYTES:
+            raise ValueError(
+                f"{str(path)!r} has {path.stat().st_size / 2**20:,.0f} MiB, more than the "
+                f"{MAX_DESCRIPTION_BYTES // 2**20} MiB that such a file may have; use the original file of the model"
+            )
+
+
+def remove(path: StoragePath) -> None:
+    """Remove a folder, file or symbolic link if it exists."""
+    if isinstance(path, RemotePath):
+        _delete([path / name for name in path.sizes()])
+        path.unlink(missing_ok=True)
+    elif path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def _delete(files: Collection[RemotePath]) -> None:
+    """Delete files, several at a time."""
+    with ThreadPoolExecutor(_DELETES, thread_name_prefix="delete") as threads:
+        list(threads.map(lambda file: file.unlink(missing_ok=True), files))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,197 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import dataclasses
+import itertools
+from collections.abc import Generator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marin_rl.distributed.weights.errors import CorruptTransferError, MismatchedWeightsError
+from marin_rl.distributed.weights.fetch import ALIGNMENT, PieceKey, assemble, choose_pieces, target_arrays
+from marin_rl.distributed.weights.manifest import Bounds, Chunk, Manifest, Piece, Snapshot, slices_within, whole
+from marin_rl.types import WeightVersion
+from tests.distributed.weights.endpoints import assert_same, receiver_of, snapshot_of, split
+from tests.distributed.weights.partitioned_array import FULL, LIKE, NAME, Hosts, box
+
+# Choice of pieces.
+
+
+def test_error_names_array_and_indices_of_a_gap():
+    with pytest.raises(MismatchedWeightsError, match=r"no training host holds \['2:3', '0:4'\] of \['w'\]"):
+        Hosts([box((0, 2), (0, 4))], [box((3, 6), (0, 4))]).plan()
+
+
+def test_replicas_must_have_equal_checksums():
+    hosts = Hosts([box((0, 6), (0, 4))], [box((0, 6), (0, 4))])
+    hosts.parts[1][0][5, 3] += 1
+    with pytest.raises(MismatchedWeightsError, match=r"training hosts 0 and 1 differ on piece \['0:6', '0:4'\]"):
+        hosts.plan()
+
+
+def test_replicated_piece_is_fetched_once_and_load_is_balanced():
+    rows = [box((row, row + 1), (0, 4)) for row in range(6)]
+    keys = Hosts(rows, rows, rows).plan()[NAME]
+    assert len(keys) == 6
+    assert [sum(key.manifest == host for key in keys) for host in range(3)] == [2, 2, 2]
+
+
+def test_only_overlapping_pieces_are_fetched():
+    wanted = {name: dataclasses.replace(want, sharding=_TopHalf()) for name, want in target_arrays(LIKE).items()}
+    manifests = Hosts([box((0, 3), (0, 4))], [box((3, 6), (0, 4))]).manifests
+    assert choose_pieces(wanted, manifests, cast=False)[NAME].keys() == {PieceKey(0, 0)}
+    # A host without any required piece may be absent.
+    assert choose_pieces(wanted, [manifests[0]], cast=False)[NAME].keys() == {PieceKey(0, 0)}
+
+
+class _TopHalf(jax.sharding.Sharding):
+    """Target of a process with devices for the first three rows."""
+
+    def addressable_devices_indices_map(self, global_shape):
+        return {jax.devices()[0]: (slice(0, 3), slice(None))}
+
+
+def test_long_list_of_differences_is_shortened():
+    like = {name: jax.ShapeDtypeStruct((1,), jnp.float32) for name in "abcde"}
+    with pytest.raises(MismatchedWeightsError, match=r"lack \['a'\], \['b'\], \['c'\] and 2 more; the model lacks"):
+        Hosts([box((0, 6), (0, 4))]).plan(like=like)
+
+
+@pytest.mark.parametrize("second", [(2, 6), (0, 5)])
+def test_overlapping_pieces_are_rejected(second: tuple[int, int]):
+    with pytest.raises(MismatchedWeightsError, match=r"different pieces of \['w'\] overlap"):
+        Hosts([box((0, 6), (0, 4))], [box(second, (0, 4))]).plan()
+
+
+# Assembly of one array.
+
+
+@st.composite
+def cut_arrays(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Bounds]]:
+    """Draw a shape and the boxes of a grid over it."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
+    inner = [sorted(draw(st.sets(st.integers(1, size - 1)))) if size > 1 else [] for size in shape]
+    edges = [itertools.pairwise([0, *cuts, size]) for cuts, size in zip(inner, shape, strict=True)]
+    return shape, list(itertools.product(*edges))
+
+
+@given(cut=cut_arrays(), dtype=st.sampled_from(["int8", "float32"]))
+def test_array_is_assembled_from_any_grid(cut: tuple[tuple[int, ...], list[Bounds]], dtype: str):
+    shape, boxes = cut
+    full = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
+    parts = [np.ascontiguousarray(full[slices_within(bounds, whole(shape))]) for bounds in boxes]
+    pieces = [Piece(NAME, shape, dtype, bounds, ()) for bounds in boxes]
+    held = [(piece, part.reshape(-1).view(np.uint8)) for piece, part in zip(pieces, parts, strict=True)]
+    target = target_arrays({"w": np.zeros(shape, dtype)})[NAME]
+    np.testing.assert_array_equal(assemble(target, held), full)
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [[box((0, 6), (0, 4))]],
+        [[box((0, 3), (0, 4))], [box((3, 6), (0, 4))]],
+        [[box((0, 6), (0, 1)), box((0, 2), (1, 4))], [box((2, 6), (1, 4))]],
+        [[box((0, 6), (0, 4))], [box((0, 6), (0, 4))]],
+    ],
+)
+def test_array_is_assembled_from_any_partition(boxes: list[list[Bounds]]):
+    np.testing.assert_array_equal(Hosts(*boxes).assembled(), FULL)
+
+
+def test_single_piece_is_not_copied():
+    data = aligned(FULL.nbytes)
+    data[:] = FULL.reshape(-1).view(np.uint8)
+    piece = Piece(NAME, (6, 4), "float32", whole((6, 4)), ())
+    array = assemble(target_arrays(LIKE)[NAME], [(piece, data)])
+    assert isinstance(array, jax.Array)
+    assert array.unsafe_buffer_pointer() == data.ctypes.data
+
+
+def aligned(num_bytes: int) -> np.ndarray:
+    """Return memory that the CPU backend uses without a copy."""
+    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    return memory[-memory.ctypes.data % ALIGNMENT :][:num_bytes]
+
+
+def test_only_floating_point_is_cast_on_receipt():
+    narrow = {"w": jax.ShapeDtypeStruct((6, 4), jnp.bfloat16)}
+    received = Hosts([box((0, 6), (0, 4))]).assembled(narrow, cast=True)
+    assert received.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(received, jnp.asarray(FULL).astype(jnp.bfloat16))
+    with pytest.raises(MismatchedWeightsError, match="the receiver needs int32"):
+        Hosts([box((0, 6), (0, 4))]).plan(like={"w": jax.ShapeDtypeStruct((6, 4), jnp.int32)}, cast=True)
+
+
+# The receiver.
+
+
+class HeldSource:
+    """In-memory source of one version that records the chunks of each stream."""
+
+    def __init__(self, snapshot: Snapshot, streams: int = 1) -> None:
+        self.snapshot = snapshot
+        self.streams = streams
+        self.read: list[list[Chunk]] = []
+
+    def versions(self) -> list[WeightVersion]:
+        return [self.snapshot.manifest.version]
+
+    def manifest(self, version: WeightVersion) -> Manifest:
+        return self.snapshot.manifest
+
+    def fetch(self, manifest: Manifest, chunks: Sequence[Chunk]) -> Generator[np.ndarray, None, None]:
+        self.read.append(list(chunks))
+        for chunk in chunks:
+            yield self.snapshot.chunk(chunk)
+
+
+@given(lengths=st.lists(st.integers(0, 400), min_size=1, max_size=6), streams=st.integers(1, 5))
+def test_streams_share_the_bytes_evenly_and_read_each_chunk_once(lengths: list[int], streams: int):
+    weights = {f"w{index}": np.arange(length, dtype=np.uint8) for index, length in enumerate(lengths)}
+    source = HeldSource(snapshot_of(weights, 1, chunk_bytes=32), streams)
+    received, _ = receiver_of(source).receive({name: np.zeros_like(array) for name, array in weights.items()})
+    assert_same(received, weights)
+    manifest = source.snapshot.manifest
+    everything = [chunk for piece in range(len(manifest.pieces)) for chunk in manifest.chunks(piece)]
+    read = [chunk for chunks in source.read for chunk in chunks]
+    assert sorted(read) == sorted(everything)
+    assert len(source.read) <= streams
+    for chunks in source.read:
+        # A stream ends with the chunk that completes its share.
+        assert sum(len(source.snapshot.chunk(chunk)) for chunk in chunks) < sum(lengths) / streams + 32
+
+
+def test_received_arrays_are_aligned():
+    weights = {name: np.arange(7, dtype=np.float32) for name in "abcdefgh"}
+    received, _ = receiver_of(HeldSource(snapshot_of(weights, 1))).receive(weights)
+    assert [array.ctypes.data % ALIGNMENT for array in received.values()] == [0] * 8
+
+
+def test_manifest_of_another_version_is_rejected():
+    with pytest.raises(CorruptTransferError, match="requested version 2, got the manifest of version 1"):
+        receiver_of(HeldSource(snapshot_of({"w": np.zeros(3)}, 1))).receive({"w": np.zeros(3)}, 2)
+
+
+def test_each_training_host_is_required_once():
+    weights = {name: np.full(600, 1, np.float32) for name in "abcd"}
+    first, second = (HeldSource(part) for part in split(snapshot_of(weights, 1), 2))
+    assert_same(receiver_of(second, first).receive(weights)[0], weights)
+    with pytest.raises(
+        MismatchedWeightsError, match=r"2 training hosts publish the weights, but the receiver reads from hosts .*\[1\]"
+    ):
+        receiver_of(second).receive(weights)
+    with pytest.raises(MismatchedWeightsError, match=r"from hosts \[0, 0\]"):
+        receiver_of(first, first).receive(weights)
+
+
+def test_inconsistent_host_counts_are_rejected():
+    weights = {name: np.full(6, 1, np.float32) for name in "abcd"}
+    of_two, of_one = HeldSource(split(snapshot_of(weights, 1), 2)[1]), HeldSource(snapshot_of(weights, 1))
+    with pytest.raises(MismatchedWeightsError, match=r"from hosts \[0, 1\]"):
+        receiver_of(of_one, of_two).receive(weights)

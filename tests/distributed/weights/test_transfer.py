@@ -1,0 +1,257 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Weights from a sender to a receiver."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from levanter.models.llama import LlamaConfig
+
+from marin_rl.config.weights_config import TransferDtype, WeightTransferConfig
+from marin_rl.distributed.weights.errors import MismatchedWeightsError, NoWeightsError, VersionGoneError
+from marin_rl.distributed.weights.fetch import WeightReceiver, open_receiver
+from marin_rl.distributed.weights.publish import TrainingHost, WeightSender, open_sender
+from marin_rl.utils.levanter_line import seq_len
+from marin_rl.utils.retry import RetryConfig
+from tests.cpu_host import cpu_host
+from tests.distributed.weights.endpoints import ONCE, SECRET, assert_same
+
+FLIGHT = WeightTransferConfig(streams=3, retry=ONCE)
+
+
+@contextlib.contextmanager
+def ends(config: WeightTransferConfig = FLIGHT) -> Iterator[tuple[WeightSender, WeightReceiver]]:
+    before = set(threading.enumerate())
+    sender = open_sender(config, SECRET, TrainingHost.current())
+    receiver = open_receiver(config, [sender.address], SECRET)
+    try:
+        yield sender, receiver
+    finally:
+        sender.close()
+    assert set(threading.enumerate()) <= before
+
+
+class Model(eqx.Module):
+    embeddings: hax.NamedArray
+    bias: jax.Array
+    activation: str = eqx.field(static=True)
+
+
+def every_kind() -> dict[str, object]:
+    noise = np.random.default_rng(0)
+    return {
+        "model": Model(
+            hax.named(jnp.asarray(noise.normal(size=(7, 5)), jnp.float32), ("vocab", "embed")),
+            jnp.asarray(noise.normal(size=9), jnp.bfloat16),
+            "relu",
+        ),
+        # Longer than two chunks and not a multiple of the chunk size.
+        "long": jnp.asarray(noise.normal(size=2_700_001), jnp.float32),
+        "odd": jnp.asarray([0.0, -0.0, jnp.nan, jnp.inf, 1e-42], jnp.float32),
+        "scalar": jnp.asarray(3, jnp.int32),
+        "nothing": jnp.zeros((0, 4)),
+        "truth": jnp.asarray([[True], [False]]),
+        "numpy": np.arange(5, dtype=np.int64) << 40,
+        "number": 2.5,
+        "word": None,
+    }
+
+
+def test_received_weights_equal_published_weights_bitwise():
+    weights = every_kind()
+    with ends() as (sender, receiver):
+        sender.publish(weights, 3)
+        sender.flush()
+        assert receiver.newest() == 3
+        received, version = receiver.receive(weights)
+    assert version == 3
+    assert_same(received, weights)
+
+
+def test_receive_accepts_shapes_only():
+    weights = {"w": jnp.arange(6.0).reshape(2, 3), "step": 4}
+    like = {"w": jax.ShapeDtypeStruct((2, 3), jnp.float32), "step": 9}
+    with ends() as (sender, receiver):
+        sender.publish(weights, 0)
+        sender.flush()
+        received, _ = receiver.receive(like)
+    assert_same(received["w"], weights["w"])
+    assert received["step"] == 9
+
+
+def test_policy_is_received_from_shapes_only():
+    llama = LlamaConfig(**seq_len(8), hidden_dim=16, intermediate_dim=32, num_layers=2, num_heads=2, num_kv_heads=2)
+    like = eqx.filter_eval_shape(llama.build, hax.Axis("vocab", 32), key=jax.random.PRNGKey(0))
+    noise = np.random.default_rng(0)
+    policy = jax.tree.map(lambda leaf: jnp.asarray(noise.normal(size=leaf.shape), leaf.dtype), like)
+    with ends() as (sender, receiver):
+        sender.publish(policy, 1)
+        sender.flush()
+        received, _ = receiver.receive(like)
+    assert_same(received, policy)
+
+
+def test_bfloat16_transfer_rounds_once():
+    config = dataclasses.replace(FLIGHT, dtype=TransferDtype.BFLOAT16)
+    weights = {"f": jnp.asarray(np.random.default_rng(1).normal(size=1000), jnp.float32), "i": jnp.arange(3)}
+    with ends(config) as (sender, receiver):
+        sender.publish(weights, 1)
+        sender.flush()
+        wide, _ = receiver.receive(weights)
+        narrow, _ = receiver.receive({"f": jax.ShapeDtypeStruct((1000,), jnp.bfloat16), "i": weights["i"]})
+    rounded = weights["f"].astype(jnp.bfloat16)
+    assert_same(wide, {"f": rounded.astype(jnp.float32), "i": weights["i"]})
+    assert_same(narrow, {"f": rounded, "i": weights["i"]})
+
+
+def test_published_weights_may_be_donated():
+    step = jax.jit(lambda weights: weights + 1, donate_argnums=0)
+    weights = jnp.zeros(400_000)
+    with ends() as (sender, receiver):
+        for version in range(1, 8):
+            weights = step(weights)
+            sender.publish({"w": weights}, version)
+            weights = step(weights) - 1
+            sender.flush()
+            received, found = receiver.receive({"w": weights})
+            assert found == version
+            assert (received["w"] == version).all()
+
+
+def test_newest_is_none_before_first_publication():
+    with ends() as (_, receiver):
+        assert receiver.newest() is None
+        with pytest.raises(NoWeightsError, match="no version of the weights is available"):
+            receiver.receive({"w": jnp.zeros(3)})
+
+
+def test_newest_is_received_and_old_version_is_rejected():
+    with ends() as (sender, receiver):
+        for version in (1, 2, 5):
+            sender.publish({"w": jnp.full(3, version)}, version)
+        sender.flush()
+        received, version = receiver.receive({"w": jnp.zeros(3, jnp.int32)})
+        assert version == 5
+        assert (received["w"] == 5).all()
+        with pytest.raises(VersionGoneError, match=r"does not have version 1; available versions: \[.*5\]"):
+            receiver.receive({"w": jnp.zeros(3, jnp.int32)}, 1)
+        with pytest.raises(VersionGoneError, match="does not have version 6"):
+            receiver.receive({"w": jnp.zeros(3, jnp.int32)}, 6)
+
+
+def test_previous_version_is_still_available():
+    with ends() as (sender, receiver):
+        for version in (1, 2):
+            sender.publish({"w": jnp.full(3, version)}, version)
+        sender.flush()
+        received, version = receiver.receive({"w": jnp.zeros(3, jnp.int32)}, 1)
+    assert version == 1
+    assert (received["w"] == 1).all()
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_versions_must_increase(version: int):
+    with ends() as (sender, _):
+        sender.publish({"w": jnp.zeros(3)}, 3)
+        with pytest.raises(ValueError, match=f"version {version} cannot be published after version 3"):
+            sender.publish({"w": jnp.zeros(3)}, version)
+
+
+@pytest.mark.parametrize(
+    ("like", "message"),
+    [
+        ({"w": jnp.zeros((3, 2))}, r"\['w'\] was published with shape \(2, 3\); the receiver needs \(3, 2\)"),
+        ({"w": jnp.zeros((2, 3), jnp.bfloat16)}, r"\['w'\] was published as float32; the receiver needs bfloat16"),
+        ({"w": jnp.zeros((2, 3), jnp.int32)}, r"\['w'\] was published as float32; the receiver needs int32"),
+        ({"v": jnp.zeros((2, 3))}, r"they lack \['v'\]; the model lacks \['w'\]"),
+        ({}, r"the model lacks \['w'\]"),
+    ],
+)
+def test_weights_of_another_model_are_rejected(like: dict, message: str):
+    with ends() as (sender, receiver):
+        sender.publish({"w": jnp.zeros((2, 3))}, 3)
+        sender.flush()
+        with pytest.raises(MismatchedWeightsError, match=message):
+            receiver.receive(like)
+
+
+def test_integer_arrays_are_never_cast():
+    config = dataclasses.replace(FLIGHT, dtype=TransferDtype.BFLOAT16)
+    with ends(config) as (sender, receiver):
+        sender.publish({"w": jnp.zeros(2, jnp.int32)}, 3)
+        sender.flush()
+        with pytest.raises(MismatchedWeightsError, match="was published as int32; the receiver needs float32"):
+            receiver.receive({"w": jnp.zeros(2)})
+
+
+def test_received_weights_may_be_donated():
+    """Received arrays share no memory with the sender."""
+    overwrite = jax.jit(lambda weights: weights - 7, donate_argnums=0)
+    weights = {"w": jnp.arange(300_000.0)}
+    with ends() as (sender, receiver):
+        sender.publish(weights, 1)
+        sender.flush()
+        first, _ = receiver.receive(weights)
+        overwrite(first["w"]).block_until_ready()
+        second, _ = receiver.receive(weights)
+        assert_same(second, weights)
+
+
+def test_concurrent_workers_receive_during_publication():
+    config = dataclasses.replace(FLIGHT, retry=RetryConfig(first_seconds=0.001, longest_seconds=0.002))
+    shape = {name: jnp.zeros(50_000, jnp.int32) for name in "abc"}
+    done = threading.Event()
+    seen: list[int] = []
+    faults: list[BaseException] = []
+
+    def work(receiver: WeightReceiver) -> None:
+        try:
+            while not done.is_set():
+                received, version = receiver.receive(shape)
+                assert {int(value) for array in received.values() for value in np.unique(array)} == {version}
+                seen.append(version)
+        except BaseException as fault:
+            faults.append(fault)
+
+    with ends(config) as (sender, receiver):
+        sender.publish({name: jnp.full(50_000, 0, jnp.int32) for name in shape}, 0)
+        sender.flush()
+        workers = [threading.Thread(target=work, args=(receiver,)) for _ in range(2)]
+        for worker in workers:
+            worker.start()
+        for version in range(1, 15):
+            sender.publish({name: jnp.full(50_000, version, jnp.int32) for name in shape}, version)
+        sender.flush()
+        done.set()
+        for worker in workers:
+            worker.join()
+        last, version = receiver.receive(shape)
+    assert not faults
+    assert version == 14
+    assert (last["a"] == 14).all()
+
+
+@pytest.mark.medium
+def test_weights_are_resharded_from_four_hosts_to_other_meshes():
+    script = pathlib.Path(__file__).with_name("resharding.py")
+    environment = {**os.environ, **cpu_host(8)}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout.splitlines()[-1])
+    meshes = ["same", "turned", "flat", "part", "single"]
+    assert measured == {"devices": 8, "equal": dict.fromkeys(meshes, True), "placed": dict.fromkeys(meshes, True)}

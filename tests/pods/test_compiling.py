@@ -1,0 +1,136 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+from typing import Any, cast
+
+import jax
+import pytest
+
+from marin_rl.pods import compiling
+from marin_rl.pods.compiling import (
+    Failure,
+    ProgramMemory,
+    chip_bytes,
+    compile_program,
+    compiled_memory,
+    explain,
+    extrapolate,
+)
+from marin_rl.pods.programs import RunShapes, open_shapes
+from tests.pods.plan_cases import tiny_config
+
+
+@pytest.fixture(scope="module")
+def run() -> RunShapes:
+    return open_shapes(tiny_config(), vocab_size=128)
+
+
+def opened(*overrides: str) -> RunShapes:
+    return open_shapes(tiny_config(*overrides), vocab_size=128)
+
+
+def test_sizes_of_more_layers_follow_from_one_and_two():
+    whole = extrapolate(ProgramMemory(10, 20, 5, 7), ProgramMemory(14, 21, 6, 9), 4)
+    assert whole == ProgramMemory(22, 23, 8, 9)
+    assert whole.total == 22 + 23 - 8 + 9
+
+
+def test_bytes_of_a_chip_are_those_of_its_shards(run: RunShapes):
+    floats = sum(leaf.size for leaf in jax.tree.leaves(run.policy))
+    assert chip_bytes(run.parameters) == 4 * floats
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("program", ["prefill", "decode"])
+def test_unrolled_program_of_three_layers_equals_the_compiled_one(run: RunShapes, program: str):
+    three = run.with_layers(3)
+    whole, direct = compile_program(program, three), compiled_memory(program, three)
+    assert isinstance(whole, ProgramMemory)
+    for name in ("arguments", "outputs", "aliased"):
+        # Small arrays are padded.
+        assert getattr(whole, name) == pytest.approx(getattr(direct, name), rel=0.01)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("program", "key", "values"),
+    [
+        ("score", "trainer.per_device_parallelism", (1, 2, 4)),
+        ("score", "rollouts.max_length", (32, 128, 256)),
+        ("decode", "sampling.max_seqs", (8, 16, 32)),
+        ("prefill", "rollouts.max_length", (32, 64, 128)),
+    ],
+)
+def test_larger_sizes_never_need_less_memory(program: str, key: str, values: tuple[int, ...]):
+    totals = []
+    for value in values:
+        memory = compile_program(program, opened(f"--{key}", str(value), "--model.seq_len", "256"))
+        assert isinstance(memory, ProgramMemory)
+        totals.append(memory.total)
+    assert totals == sorted(totals)
+    assert totals[0] < totals[-1]
+
+
+HBM = "RESOURCE_EXHAUSTED: XLA:TPU compile error. Ran out of memory in memory space hbm. Used 40.10G of 15.75G hbm."
+VMEM = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 16.20M of 16.00M vmem."
+
+
+@pytest.mark.parametrize(
+    ("program", "overrides", "remedy"),
+    [
+        ("update", [], "set model.gradient_checkpointing to true"),
+        ("update", ["--model.gradient_checkpointing", "true"], "set trainer.per_device_parallelism to 2"),
+        ("score", [], "set trainer.per_device_parallelism to 2 (now 4 rows on each device)"),
+        ("score", ["--trainer.per_device_parallelism", "1"], "use more chips, raise trainer.model_axis_size"),
+        ("decode", [], "set sampling.max_seqs to 4, or raise trainer.model_axis_size"),
+        ("decode", ["--sampling.kv_cache_dtype", "float32"], "sampling.kv_cache_dtype to bfloat16"),
+        ("initial state", [], "use more chips"),
+        (
+            "sampler weights",
+            [],
+            "raise trainer.model_axis_size with trainer.tensor_parallel_axes: [mlp, heads, kv_head] up to the chips",
+        ),
+    ],
+)
+def test_remedy_of_too_little_main_memory(run: RunShapes, program: str, overrides: list[str], remedy: str):
+    failure = explain(program, jax.errors.JaxRuntimeError(HBM), opened(*overrides) if overrides else run)
+    assert failure.problem == "out of main memory (HBM): used 40.10g of 15.75g"
+    assert remedy in failure.remedy
+
+
+@pytest.mark.parametrize(
+    ("program", "remedy"),
+    [("update", "model.flash_attention_block_size"), ("prefill", "raise trainer.model_axis_size")],
+)
+def test_remedy_of_too_little_vector_memory(run: RunShapes, program: str, remedy: str):
+    failure = explain(program, jax.errors.JaxRuntimeError(VMEM), run)
+    assert failure.problem == "out of vector memory (VMEM): used 16.20m of 16.00m"
+    assert remedy in failure.remedy
+
+
+def test_own_errors_keep_their_remedy(run: RunShapes):
+    error = ValueError("rollouts.row_length is 640, but splash does not support it; set rollouts.row_length: 1024")
+    assert explain("update", error, run) == Failure(
+        "rollouts.row_length is 640, but splash does not support it", "set rollouts.row_length: 1024"
+    )
+
+
+def test_unknown_errors_name_their_type_and_the_model(run: RunShapes):
+    failure = explain("decode", AttributeError("'X' object has no attribute 'layers'\nmore"), run)
+    assert failure.problem == "AttributeError: 'X' object has no attribute 'layers' more"
+    assert "levanter's LlamaConfig" in failure.remedy
+
+
+def test_error_of_lowering_is_a_result(run: RunShapes, monkeypatch: pytest.MonkeyPatch):
+    def fail(run: RunShapes) -> Any:
+        raise NotImplementedError("no such kernel")
+
+    monkeypatch.setitem(cast(Any, compiling.LOWER), "update", fail)
+    assert compile_program("update", run) == explain("update", NotImplementedError("no such kernel"), run)
+
+
+def test_cache_above_its_limit_is_a_result():
+    failure = compile_program("decode", opened("--sampling.max_cache_gib", "1e-6"))
+    assert isinstance(failure, Failure)
+    assert "more than sampling.max_cache_gib 1e-06" in failure.problem
+    assert "lower sampling.max_seqs" in failure.remedy

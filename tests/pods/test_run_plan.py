@@ -1,0 +1,110 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import dataclasses
+
+import jax
+import pytest
+
+from marin_rl.pods import run_plan
+from marin_rl.pods.chips import GIB, Number, Topology, parse_topology
+from marin_rl.pods.compiling import Failure, ProgramMemory
+from marin_rl.pods.programs import RunShapes
+from marin_rl.pods.run_plan import Lengths, Plan, default_lengths, make_plan
+from tests.pods.plan_cases import tiny_config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lengths"),
+    [
+        ([], Lengths(24, 8)),
+        (["--rollouts.max_prompt_length", "10"], Lengths(10, 8)),
+        (["--rollouts.max_turns", "3"], Lengths(8, 24)),
+        (["--rollouts.max_turns", "9"], Lengths(1, 31)),
+        (["--rollouts.max_turns", "3", "--rollouts.max_tokens", "20"], Lengths(12, 20)),
+    ],
+)
+def test_longest_rollouts_fill_the_context(overrides: list[str], lengths: Lengths):
+    assert default_lengths(tiny_config(*overrides)) == lengths
+
+
+def cpu(memory: float | None = None) -> Topology:
+    topology = parse_topology(f"cpu:{len(jax.devices())}")
+    if memory is None:
+        return topology
+    return dataclasses.replace(topology, chip=dataclasses.replace(topology.chip, memory=memory))
+
+
+@pytest.fixture
+def results(monkeypatch: pytest.MonkeyPatch) -> dict[str, ProgramMemory | Failure]:
+    """Results of programs by name, which are not compiled; the others need no memory."""
+    results: dict[str, ProgramMemory | Failure] = {}
+
+    def compile_program(name: str, run: RunShapes) -> ProgramMemory | Failure:
+        return results.get(name, ProgramMemory(0, 0, 0, 0))
+
+    monkeypatch.setattr(run_plan, "compile_program", compile_program)
+    return results
+
+
+def plan_tiny(*overrides: str, topology: Topology | None = None, only: tuple[str, ...] | None = None) -> Plan:
+    return make_plan(tiny_config(*overrides), topology or cpu(), vocab_size=128, only=only)
+
+
+def others(plan: Plan) -> dict[str, Number]:
+    return {program.name: program.others for program in plan.programs}
+
+
+def test_arrays_that_stay_allocated_count_once(results: dict[str, ProgramMemory | Failure]):
+    plan = plan_tiny("--mode", "async", "--kl", "{type: in_loss, beta: 0.1}")
+    held = plan.held
+    # Adam has two moments for each weight, in float32 like the weights.
+    assert held["optimizer"] == pytest.approx(2 * held["weights"], rel=0.01)
+    assert held["reference"] == held["copy for workers"] == held["weights"]
+    everything = sum(held.values())
+    assert others(plan)["update"] == everything
+    assert others(plan)["initial state"] == held["weights"]
+    assert others(plan)["weight copy"] == everything - held["copy for workers"]
+    # All weights and moments, and the whole reference, are arguments.
+    for name in ("update", "score", "initial state"):
+        results[name] = ProgramMemory(GIB, 0, 0, 0)
+    plan = plan_tiny("--mode", "async", "--kl", "{type: in_loss, beta: 0.1}")
+    assert others(plan)["update"] == held["reference"] + held["copy for workers"]
+    assert others(plan)["score"] == everything - held["reference"]
+    assert others(plan)["initial state"] == 0
+
+
+def test_program_above_the_memory_is_refused_with_a_remedy(results: dict[str, ProgramMemory | Failure]):
+    results["update"] = ProgramMemory(0, 0, 0, 3 * GIB)
+    plan = plan_tiny("--model.gradient_checkpointing", "true", topology=cpu(memory=2 * GIB))
+    assert [program.name for program in plan.programs if program.problem] == ["update"]
+    assert not plan.fits
+    [problem] = [program.problem for program in plan.programs if program.problem]
+    assert problem.problem == "needs 3.00 of 2.00 GiB"
+    assert problem.remedy.startswith("set trainer.per_device_parallelism to 2 ")
+    assert plan_tiny(topology=cpu(memory=4 * GIB)).fits
+
+
+def test_only_some_programs_are_compiled(results: dict[str, ProgramMemory | Failure]):
+    assert [program.name for program in plan_tiny(only=("score", "update")).programs] == ["update"]
+    assert [program.name for program in plan_tiny(only=("decode",)).programs] == ["decode"]
+
+
+def test_problems_of_workers_name_their_own_keys(results: dict[str, ProgramMemory | Failure]):
+    with pytest.raises(
+        ValueError, match=r"^rollout workers: .* cannot be split into workers\.mesh\.model_axis_size 3 x"
+    ):
+        plan_tiny("--mode", "async", "--workers.mesh.model_axis_size", "3")
+    results["decode"] = Failure("too large", "raise trainer.model_axis_size with trainer.tensor_parallel_axes: [mlp]")
+    [decode] = [program for program in plan_tiny("--mode", "async").programs if program.name == "decode"]
+    assert decode.problem == Failure(
+        "too large", "raise workers.mesh.model_axis_size with workers.mesh.tensor_parallel_axes: [mlp]"
+    )
+
+
+def test_worker_has_its_own_precision(results: dict[str, ProgramMemory | Failure]):
+    halved = plan_tiny("--mode", "async", "--workers.precision", "p=bf16,c=bf16", "--weights.dtype", "bfloat16")
+    whole = plan_tiny("--mode", "async")
+    assert whole.worker_topology == cpu()
+    assert 2 * others(halved)["decode"] == others(whole)["decode"] > 0
+    assert 2 * halved.held["copy for workers"] == whole.held["copy for workers"]

@@ -1,0 +1,268 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from marin_rl.runs.run_directory import (
+    RunDirectory,
+    create_or_open,
+    exported_step,
+    holder,
+    lock,
+    open_existing,
+    write_atomically,
+)
+from marin_rl.utils.errors import RunDirectoryError
+
+CONFIG = "name: a\nseed: 0\ntrainer:\n  seed: 1\n  tracker: []\n"
+
+
+def begin(path: Path, config: str = CONFIG) -> RunDirectory:
+    """Run directory with a record of a step."""
+    directory = create_or_open(path, config)
+    directory.metrics.write_text("")
+    return directory
+
+
+def test_layout(tmp_path):
+    directory = create_or_open(tmp_path / "runs" / "a", CONFIG)
+    assert directory == RunDirectory(tmp_path / "runs" / "a")
+    assert directory.config.read_text() == CONFIG
+    assert directory.rollouts.is_dir()
+    assert directory.checkpoints.is_dir()
+    names = [directory.metrics, directory.hf, directory.log, directory.curves]
+    assert [path.name for path in names] == ["metrics.jsonl", "hf", "log.txt", "curves.png"]
+
+
+def test_the_history_stays_when_a_config_is_rewritten(tmp_path):
+    begin(tmp_path)
+    (tmp_path / "config.yaml").write_text("# after step 2: seed 1 -> 0\n# a note\n" + CONFIG)
+    changed = CONFIG.replace("seed: 1", "seed: 2")
+    create_or_open(tmp_path, changed, keep_config=True)
+    assert (tmp_path / "config.yaml").read_text().endswith(CONFIG)
+    create_or_open(tmp_path, changed)
+    assert (tmp_path / "config.yaml").read_text() == "# after step 2: seed 1 -> 0\n# a note\n" + changed
+
+
+def test_config_without_results_is_replaced(tmp_path):
+    corrected = CONFIG.replace("seed: 1", "seed: 2")
+    create_or_open(tmp_path, "# of a failed start\n" + CONFIG)
+    assert create_or_open(tmp_path, corrected).config.read_text() == corrected
+
+
+def test_a_config_that_no_run_has_written_is_not_overwritten(tmp_path):
+    (tmp_path / "config.yaml").write_text("# my settings\nseed: 1\n")
+    with pytest.raises(
+        RunDirectoryError, match=r"contains a config\.yaml, but no run, .*; rename it, or choose another"
+    ):
+        create_or_open(tmp_path, CONFIG)
+    assert (tmp_path / "config.yaml").read_text() == "# my settings\nseed: 1\n"
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"step": "x"}', "\x00"])
+def test_the_step_of_an_export_is_unknown_if_its_file_is_not_complete(tmp_path, content):
+    directory = RunDirectory(tmp_path)
+    assert exported_step(directory) is None
+    directory.hf.mkdir()
+    (directory.hf / "training_step.json").write_text('{"step": 3}')
+    assert exported_step(directory) is None
+    (directory.hf / "config.json").write_text("{}")
+    assert exported_step(directory) == 3
+    (directory.hf / "training_step.json").unlink()
+    if content is not None:
+        (directory.hf / "training_step.json").write_text(content)
+    assert exported_step(directory) is None
+
+
+def test_run_without_config_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(RunDirectoryError, match=r"contains a run without config\.yaml"):
+        create_or_open(tmp_path, CONFIG)
+
+
+def test_a_start_that_could_not_write_its_config_is_repeated(tmp_path, monkeypatch):
+    def fail(*_):
+        raise RunDirectoryError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("marin_rl.runs.run_directory.write_atomically", fail)
+        with pytest.raises(RunDirectoryError, match="full"):
+            create_or_open(tmp_path, CONFIG)
+    assert create_or_open(tmp_path, CONFIG).config.read_text() == CONFIG
+
+
+def test_run_directories_near_a_wrong_path_are_named(tmp_path):
+    create_or_open(tmp_path / "middle", CONFIG)
+    for wrong in ("midle", "."):
+        with pytest.raises(RunDirectoryError, match=r"Run directories in .*middle"):
+            open_existing(tmp_path / wrong)
+    with pytest.raises(RunDirectoryError, match=r"it does not exist; give the run_dir of a run"):
+        open_existing(tmp_path / "no" / "run")
+
+
+def test_folder_that_is_not_a_run_directory_is_refused(tmp_path):
+    with pytest.raises(
+        RunDirectoryError, match=r"is not a run directory: it has no config\.yaml; give the run_dir of a run"
+    ):
+        open_existing(tmp_path)
+    assert open_existing(create_or_open(tmp_path, CONFIG).path) == RunDirectory(tmp_path)
+
+
+@pytest.mark.parametrize("below", ["file", "file/runs/a"])
+def test_file_instead_of_a_folder_is_named(tmp_path, below):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match=r"cannot write .*file.* is a file, not a folder; choose another"):
+        create_or_open(tmp_path / below, CONFIG)
+
+
+def test_unwritable_path_is_named():
+    with pytest.raises(RunDirectoryError, match=r"cannot write '/proc/runs/a': .*; choose another run_dir, on"):
+        create_or_open(Path("/proc/runs/a"), CONFIG)
+
+
+def test_full_disk_is_reported_and_the_old_file_is_kept(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("old")
+    # The partial file is on a device that is always full.
+    (tmp_path / ".config.yaml.partial").symlink_to("/dev/full")
+    with pytest.raises(RunDirectoryError, match=r"cannot write .*config\.yaml': the disk is full; free some space"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize("data", ["text ä\n", b"\x00\xff"])
+def test_atomic_writes_replace_the_whole_file(tmp_path, data):
+    path = tmp_path / "file"
+    path.write_text("something longer than the new content, so that a part of it would show")
+    (tmp_path / ".file.partial").write_text("left over from a killed process, also longer than the new content")
+    write_atomically(path, data)
+    assert path.read_bytes() == (data.encode() if isinstance(data, str) else data)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_two_processes_cannot_lock_one_run_directory(tmp_path):
+    directory = create_or_open(tmp_path, CONFIG)
+    with lock(directory):
+        with (
+            pytest.raises(RunDirectoryError, match=f"in use by process {os.getpid()} on .*choose another"),
+            lock(directory),
+        ):
+            pass
+        # The failed attempt does not release the lock.
+        with pytest.raises(RunDirectoryError, match="in use"), lock(directory):
+            pass
+    with lock(directory):
+        pass
+
+
+ODD_NAMES = [
+    *(" a b ", "e\u0301 \u00e9", "\U0001f600", "\u202eabc", "a\nb\r\t", "x" * 255, "-x", "--", "%20%s%(a)s", "a #b?c"),
+    *("'\"`", "$HOME ${HOME} $(id)", "~", "\\n", "*[a]{b,c}", "a;b&c|d<e>", "...", "\x1b[31m", "null", "a:b=c,d@e"),
+    "\ufeff\x7f\x85",
+]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_any_name_of_a_folder_is_taken_as_it_is(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    for path in (Path(name), tmp_path / name):
+        with lock(RunDirectory(path)):
+            begin(path)
+            assert create_or_open(path, CONFIG).config.read_text() == CONFIG
+            assert holder(RunDirectory(path)) is not None
+    assert [entry.name for entry in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("way", ["relative", "link", "dots", "mount"])
+def test_another_way_to_a_locked_folder_is_refused(tmp_path, monkeypatch, way):
+    directory = create_or_open(tmp_path / "run", CONFIG)
+    (tmp_path / "link").symlink_to("run")
+    (tmp_path / "mount").mkdir()
+    monkeypatch.chdir(tmp_path)
+    path = {"relative": "run", "dots": "link/../run"}.get(way, way)
+    code = (
+        "import pathlib, sys\n"
+        "from marin_rl.runs.run_directory import RunDirectory, lock\n"
+        "with lock(RunDirectory(pathlib.Path(sys.argv[1]))): print('locked')"
+    )
+    command = [sys.executable, "-c", code, path]
+    if way == "mount":
+        if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
+            pytest.skip("no namespaces for mounts here")
+        command = ["unshare", "-rm", "sh", "-c", 'mount --bind run mount && exec "$@"', "sh", *command]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "locked\n"
+    with lock(directory):
+        said = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert said.stdout == ""
+    assert f"run directory {path!r} is in use by process {os.getpid()} on " in said.stderr
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "not text"])
+def test_a_config_that_cannot_be_read_is_named(tmp_path, kind):
+    if kind == "folder":
+        (tmp_path / "config.yaml").mkdir()
+    elif kind == "pipe":
+        os.mkfifo(tmp_path / "config.yaml")
+    else:
+        (tmp_path / "config.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(
+        RunDirectoryError, match=r"cannot read .*config\.yaml': .*; repair the file, or choose another run_dir"
+    ):
+        create_or_open(tmp_path, CONFIG)
+
+
+def test_the_holder_of_a_lock_is_found_without_taking_it(tmp_path):
+    directory = create_or_open(tmp_path, CONFIG)
+    assert holder(directory) is None
+    assert not (tmp_path / ".lock").exists()
+    with lock(directory):
+        found = holder(directory)
+        assert found is not None
+        assert found.startswith(f"process {os.getpid()} on ")
+    assert holder(directory) is None
+    with lock(directory):
+        pass
+
+
+def test_killed_process_releases_the_lock(tmp_path):
+    directory = create_or_open(tmp_path, CONFIG)
+    code = (
+        "import pathlib, sys, time\n"
+        "from marin_rl.runs.run_directory import RunDirectory, lock\n"
+        "with lock(RunDirectory(pathlib.Path(sys.argv[1]))):\n"
+        "    print('locked', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        with pytest.raises(RunDirectoryError, match=f"in use by process {process.pid} "), lock(directory):
+            pass
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with lock(directory):
+        pass
+
+
+def test_lock_creates_the_folder(tmp_path):
+    directory = RunDirectory(tmp_path / "runs" / "a")
+    with lock(directory):
+        assert create_or_open(directory.path, CONFIG) == directory
+
+
+def test_lock_does_not_change_errors_of_the_run(tmp_path):
+    directory = create_or_open(tmp_path, CONFIG)
+    with pytest.raises(FileNotFoundError), lock(directory):
+        (tmp_path / "absent").read_text()
+    with lock(directory):
+        pass

@@ -1,0 +1,229 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import dataclasses
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jaxtyping
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from marin_rl.objectives.advantage_inputs import TurnAdvantages
+from marin_rl.runs.rollout_files import as_jsonl, as_parquet
+from marin_rl.runs.rollout_store import read_file
+from marin_rl.runs.stored_rollout import SCHEMA, SCHEMA_VERSION, StoredAdvantages, as_table
+from marin_rl.types import Message, Observation, Rollout, Turn
+from tests.rollouts.rollout_cases import END, piece, rich_rollout, rollout_of, turn_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "pages" / "viewing.md"
+
+
+def names_in(fields: pa.StructType | pa.Schema) -> set[str]:
+    """All names in nested columns."""
+    found = set()
+    for field in fields:
+        found.add(field.name)
+        inner = field.type.value_type if pa.types.is_list(field.type) else field.type
+        if pa.types.is_struct(inner):
+            found |= names_in(inner)
+    return found
+
+
+def test_every_column_is_documented():
+    tables = PAGE.read_text(encoding="utf-8").partition("## Columns")[2]
+    lines = [line for line in tables.splitlines() if line.startswith("| `")]
+    documented = {name for line in lines for name in re.findall(r"`(\w+)`", line)}
+    assert names_in(SCHEMA) <= documented
+    first = [name for line in lines for name in re.findall(r"`(\w+)`", line.split("|")[1])]
+    assert set(first) <= names_in(SCHEMA)
+    assert f"this is version {SCHEMA_VERSION}." in tables
+
+
+SCORES = ("learner_logprobs", "reference_logprobs", "advantages", "values", "value_targets")
+
+
+def expected_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    rows = []
+    for message in messages:
+        more = {key: value for key, value in message.items() if key not in ("role", "content")}
+        rows.append(
+            {"role": message["role"], "content": message["content"], "more": json.dumps(more) if more else None}
+        )
+    return rows
+
+
+def expected_turns(rollout: Rollout, stored: StoredAdvantages | None) -> list[dict[str, Any]]:
+    """The column `turns` in plain Python, token by token."""
+    rows, sampled = [], 0
+    for index, turn in enumerate(rollout.turns):
+        generation = turn.generation
+        row: dict[str, Any] = {
+            "messages": expected_messages(turn.messages),
+            "action": turn.action,
+            "reward": turn.reward,
+            "rewards": list(turn.rewards.items()),
+            "info": json.dumps(turn.info, sort_keys=True) if turn.info else None,
+            "anchor_state": turn.anchor_state,
+            "starts_sequence": turn.starts_sequence,
+            "stop_reason": generation.stop_reason.value,
+            "first_version": generation.first_version,
+            "last_version": generation.last_version,
+            "observation_tokens": list(turn.observation_tokens),
+            "observation_pieces": [piece(token) for token in turn.observation_tokens],
+            "token_ids": list(generation.token_ids),
+            "pieces": [piece(token) for token in generation.token_ids],
+            "loss_mask": [stored is not None and stored.advantages is not None for _ in generation.token_ids],
+            "logprobs": [float(np.float32(value)) for value in generation.logprobs],
+        }
+        for name in SCORES:
+            scores = None if stored is None else getattr(stored, name)
+            own = [sampled + position for position in range(len(generation.token_ids))]
+            row[name] = None if scores is None else [float(np.float32(scores[at])) for at in own]
+        parts = None if stored is None else stored.turn_advantages
+        row["episode_advantage"] = None if parts is None else parts.episode_advantage
+        row["step_return"] = None if parts is None else float(parts.returns[index])
+        row["step_advantage"] = None if parts is None else float(parts.step_advantages[index])
+        sampled += len(generation.token_ids)
+        rows.append(row)
+    return rows
+
+
+def expected_row(rollout: Rollout, stored: StoredAdvantages | None, not_trained: str | None) -> dict[str, Any]:
+    """A row in plain Python, as the page `viewing.md` defines the columns."""
+    last = rollout.last_observation
+    return {
+        "step": 7,
+        "purpose": "training",
+        "id": rollout.id,
+        "group_id": rollout.group_id,
+        "task_id": rollout.task.id,
+        "environment": rollout.task.environment,
+        "answer": rollout.task.answer,
+        "status": rollout.status.value,
+        "error": rollout.error,
+        "not_trained": not_trained,
+        "reward": sum(rollout.rewards.values()) if rollout.rewards else None,
+        "rewards": list(rollout.rewards.items()),
+        "evaluations": [
+            {
+                **{name: getattr(result, name) for name in ("component", "weight", "score", "reason")},
+                **{name: getattr(result, name) for name in ("failure", "error")},
+                "metrics": list(result.metrics.items()),
+                "steps": [{**vars(step), "metrics": list(step.metrics.items())} for step in result.steps],
+            }
+            for result in rollout.evaluations
+        ],
+        "advantage": None if stored is None or stored.advantages is None else float(np.mean(stored.advantages)),
+        "num_turns": len(rollout.turns),
+        "num_tokens": sum(len(turn.observation_tokens) + len(turn.generation.token_ids) for turn in rollout.turns),
+        "num_generated_tokens": sum(len(turn.generation.token_ids) for turn in rollout.turns),
+        "metrics": list(rollout.metrics.items()),
+        "seconds": list(rollout.seconds.items()),
+        "info": json.dumps(rollout.info, sort_keys=True) if rollout.info else None,
+        "turns": expected_turns(rollout, stored),
+        "last_observation": None
+        if last is None
+        else {
+            "messages": expected_messages(last.messages),
+            "starts_sequence": last.starts_sequence,
+            "observation_tokens": list(last.tokens),
+            "observation_pieces": [piece(token) for token in last.tokens],
+        },
+    }
+
+
+def random_rollout(rng: np.random.Generator, index: int) -> tuple[Rollout, StoredAdvantages | None, str | None]:
+    """A rollout with some fields absent, its stored advantages, and why it was not trained on."""
+    words = ["", "é", "5", "say \u2028", "\U0001f600 and more words"]
+
+    def word() -> str:
+        return words[rng.integers(len(words))]
+
+    def turn(starts: bool) -> Turn:
+        tool = {"role": "tool", "content": word(), "name": word()}
+        info = {"tries": [1, None]} if rng.random() < 0.5 else {}
+        action = word() if rng.random() < 0.5 else None
+        made = turn_of(word(), word(), 0.5 if rng.random() < 0.5 else None, starts_sequence=starts)
+        return dataclasses.replace(made, messages=(*made.messages, tool), info=info, action=action)
+
+    if rng.random() < 0.2:
+        return rollout_of(f"g-{index}", reward=None), None, "failed"
+    turns = (turn(True), *(turn(False) for _ in range(rng.integers(3))))
+    tokens = sum(len(turn.generation.token_ids) for turn in turns)
+    rollout = dataclasses.replace(
+        rich_rollout(),
+        id=f"g-{index}",
+        turns=turns,
+        evaluations=rich_rollout().evaluations[: rng.integers(4)],
+        last_observation=rich_rollout().last_observation if rng.random() < 0.5 else None,
+    )
+    if rng.random() < 0.3:
+        return rollout, None, "filtered"
+    scores = {name: rng.normal(size=tokens) for name in SCORES if rng.random() < 0.7}
+    parts = TurnAdvantages(0.5, rng.normal(size=len(turns)), rng.normal(size=len(turns)))
+    stored = StoredAdvantages(**{"advantages": None, **scores}, turn_advantages=parts if rng.random() < 0.5 else None)
+    return rollout, stored, None if stored.advantages is not None else "no_tokens"
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize("seed", range(8))
+def test_every_column_of_a_file_equals_the_rollouts(tmp_path: Path, seed: int, kind: str) -> None:
+    rng = np.random.default_rng(seed)
+    given = [random_rollout(rng, index) for index in range(rng.integers(1, 6))]
+    rollouts = [rollout for rollout, _, _ in given]
+    stored = {rollout.id: advantages for rollout, advantages, _ in given if advantages is not None}
+    table = as_table(rollouts, 7, "training", stored, piece)
+    table.validate(full=True)
+    path = tmp_path / f"step-00000007.{kind}"
+    path.write_bytes(as_parquet(table) if kind == "parquet" else as_jsonl(table))
+    again = read_file(path)
+    assert again is not None
+    assert again.schema.equals(SCHEMA)
+    rows = again.to_pylist()
+    for row, (rollout, advantages, why) in zip(rows, given, strict=True):
+        expected = expected_row(rollout, advantages, why)
+        assert list(row) == list(expected)
+        for name, value in expected.items():
+            assert row[name] == value, name
+
+
+def test_a_table_of_no_rollouts_has_all_columns() -> None:
+    table = as_table([], 1, "training", {}, piece)
+    table.validate(full=True)
+    assert table.schema.equals(SCHEMA)
+    assert table.num_rows == 0
+
+
+def test_a_piece_is_looked_up_once_per_column() -> None:
+    looked_up: Counter[int] = Counter()
+
+    def count(token: int) -> bytes:
+        looked_up[token] += 1
+        return piece(token)
+
+    as_table([rollout_of(f"g-{index}") for index in range(5)], 1, "training", {}, count)
+    # END is in observations and replies.
+    assert max(looked_up.values()) == looked_up[END] == 2
+
+
+@pytest.mark.parametrize("token", [2**31, 1.5])
+def test_a_token_that_is_not_an_integer_of_32_bits_is_refused(token: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Disable the type checks of the tests, which would raise first.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    rollout = rollout_of("g-0")
+    turn = dataclasses.replace(rollout.turns[0], observation_tokens=(token,))
+    with pytest.raises(ValueError, match="rollout g-0: token ids must be integers of 32 bits"):
+        as_table([dataclasses.replace(rollout, turns=(turn,))], 1, "training", {}, piece)
+    last = dataclasses.replace(rollout, last_observation=Observation(rollout.task.messages, (token,)))
+    with pytest.raises(ValueError, match="rollout g-0: token ids must be integers of 32 bits"):
+        as_table([last], 1, "training", {}, piece)
+
+
+def test_the_mean_advantage_of_a_rollout_without_tokens_is_none():
+    assert StoredAdvantages(None).mean_advantage is None

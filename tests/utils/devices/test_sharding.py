@@ -1,0 +1,59 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import types
+from pathlib import Path
+
+import jax
+import pytest
+
+from marin_rl.config.train_config import TrainerConfig
+from marin_rl.learner.policy_model import initialize_policy
+from marin_rl.learner.policy_spec import PolicySpec
+from marin_rl.runs.array_files import SavedArrays
+from marin_rl.runs.saved_checkpoint import Checkpoint
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import byte_tokenizer
+from marin_rl.utils.devices.sharding import ShardingError, check_sharding
+
+VOCAB = 264
+
+
+def check_on_mesh(tiny, trainer: TrainerConfig, **sizes: int) -> None:
+    mappings = [{"embed": "data", "kv_head": "model"}, {"kv_head": "model", "batch": ("replica", "data")}]
+    mesh = {"replica": 1, "data": 1, "model": 1} | sizes
+    check_sharding(PolicySpec(tiny.QWEN3, VOCAB, trainer).policy, mesh, mappings)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"model": 4},
+            r"axis kv_head has 2 elements, which 4 shards.* model do not divide; set.*model_axis_size to one of 1, 2",
+        ),
+        ({"data": 64}, r"axis embed has 16 elements, which 64 shards.* data do not divide; .*trainer.fsdp_axis"),
+    ],
+)
+def test_mesh_that_does_not_divide_the_model_is_named(tiny, trainer, sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ShardingError, match=message):
+        check_on_mesh(tiny, trainer, **sizes)
+
+
+def test_mesh_that_divides_the_model_passes(tiny, trainer) -> None:
+    check_on_mesh(tiny, trainer, model=2, data=16)
+
+
+def test_weights_are_not_made_for_a_mesh_that_does_not_divide_them(
+    tiny, trainer: TrainerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = types.SimpleNamespace(shape={"replica": 1, "data": 3, "model": 1})
+    monkeypatch.setattr(TrainerConfig, "device_mesh", mesh)
+    with pytest.raises(ShardingError, match="axis embed has 16 elements, which 3 shards"):
+        initialize_policy(tiny.LLAMA, ChatTokenizer(byte_tokenizer()), trainer, key=jax.random.PRNGKey(0))
+    spec = PolicySpec(tiny.LLAMA, VOCAB, trainer)
+    # The checkpoint is not read.
+    checkpoint = Checkpoint(Path("absent"), 0, {}, SavedArrays(Path("absent"), {}, {}))
+    for use in (lambda: spec.placed_policy, lambda: spec.placed_trained, lambda: spec.restore_policy(checkpoint)):
+        with pytest.raises(ShardingError, match="axis embed has 16 elements, which 3 shards"):
+            use()

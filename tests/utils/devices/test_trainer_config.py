@@ -1,0 +1,49 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import dataclasses
+
+import jax
+import pytest
+
+from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig, DistributedConfig
+
+
+def test_axes_by_precedence():
+    config = AbstractTrainerConfig(
+        fsdp_axis=["embed", "mlp"],
+        tensor_parallel_axes=["mlp", "heads"],
+        axis_resources={"heads": "data", "vocab": ["data", "model"], "batch": "model"},
+        parameter_axis_resources={"embed": "model", "head_size": "data"},
+    )
+    activations = {"heads": "model", "mlp": "model", "vocab": ("data", "model"), "batch": ("replica", "data")}
+    assert config.compute_axis_mapping == activations
+    assert config.parameter_axis_mapping == activations | {"embed": "data", "mlp": "data", "head_size": "data"}
+
+
+@pytest.mark.parametrize("axis", ["embed", ["embed"]])
+def test_parameters_are_split_over_the_data_axis_by_default(axis):
+    assert AbstractTrainerConfig(fsdp_axis=axis).parameter_axis_mapping == {
+        "batch": ("replica", "data"),
+        "embed": "data",
+    }
+    assert AbstractTrainerConfig(fsdp_axis=None).parameter_axis_mapping == {"batch": ("replica", "data")}
+
+
+def test_parameters_are_split_over_a_model_axis_that_splits_positions():
+    config = AbstractTrainerConfig(tensor_parallel_axes=["position"], parameter_axis_resources={"embed": "data"})
+    activations = {"position": "model", "batch": ("replica", "data")}
+    assert config.compute_axis_mapping == activations
+    assert config.parameter_axis_mapping == {**activations, "embed": ("data", "model")}
+
+
+def test_rows_of_a_microbatch():
+    rows = AbstractTrainerConfig(per_device_parallelism=3)
+    assert rows.rows_per_microbatch == 3 * jax.device_count()
+    with pytest.raises(ValueError, match="per_device_parallelism is not set"):
+        dataclasses.replace(rows, per_device_parallelism=-1).rows_per_microbatch  # noqa: B018
+
+
+def test_one_process_does_not_initialize_jax_distributed():
+    DistributedConfig().initialize()
+    assert not jax.distributed.is_initialized()

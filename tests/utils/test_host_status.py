@@ -1,0 +1,476 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Threads in the roles of several processes; tests/training/test_several_processes.py uses real ones."""
+
+import atexit
+import contextlib
+import json
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from marin_rl.utils import host_status, multihost
+from marin_rl.utils.host_status import (
+    OtherProcessError,
+    StopRequestedError,
+    exit_on_error,
+    explain_errors,
+    raise_error_of_others,
+    require_same_software,
+    separate_work,
+)
+from marin_rl.utils.multihost import ProcessesDifferError
+
+COUNT = 3
+
+
+class Service:
+    """The part of jax's key-value store that is used."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.counts: dict[str, int] = {}
+        self.changed = threading.Condition()
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        with self.changed:
+            if key in self.values and not allow_overwrite:
+                raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: {key}")
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def key_value_try_get(self, key: str) -> str:
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError(f"NOT_FOUND: {key}")
+        return self.values[key]
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.values, timeout_in_ms / 1000):
+                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key}")
+            return self.values[key]
+
+    def key_value_increment(self, key: str, increment: int) -> int:
+        with self.changed:
+            self.counts[key] = self.counts.get(key, 0) + increment
+            return self.counts[key]
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        return [(name, value) for name, value in self.values.items() if name.startswith(key)]
+
+    def key_value_delete(self, key: str) -> None:
+        with self.changed:
+            for names in (self.values, self.counts):
+                for name in [name for name in names if name.startswith(key)]:
+                    del names[name]
+
+
+class Processes:
+    """Threads that take the roles of processes."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.own = threading.local()
+
+    @property
+    def index(self) -> int:
+        return getattr(self.own, "index", 0)
+
+    def run(self, *work: Callable[[], object]) -> list[BaseException | None]:
+        """Run one function in each process; return their errors."""
+
+        def run(index: int) -> BaseException | None:
+            self.own.index = index
+            try:
+                work[index]()
+            except BaseException as error:
+                return error
+            return None
+
+        with ThreadPoolExecutor(len(work)) as pool:
+            return list(pool.map(run, range(len(work))))
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
+    processes = Processes(Service())
+    monkeypatch.setattr(host_status, "_client", lambda: processes.service)
+    monkeypatch.setattr(host_status, "INTERVAL", 0.01)
+    monkeypatch.setattr(host_status, "_rounds", type("Rounds", (), {"__next__": lambda self: processes.own.round})())
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda: COUNT)
+    monkeypatch.setattr(jax, "process_index", lambda: processes.index)
+    monkeypatch.setattr("os._exit", lambda status: None)
+    # As if every process ended at once.
+    monkeypatch.setattr(atexit, "register", lambda end: end())
+    return processes
+
+
+@contextlib.contextmanager
+def a_round(
+    processes: Processes, number: int = 0, interrupt: Callable[[], None] = lambda: None
+) -> Iterator[Callable[[], None]]:
+    processes.own.round = number
+    with separate_work(interrupt) as check:
+        yield check
+
+
+def stopping() -> None:
+    raise StopRequestedError("asked")
+
+
+def test_processes_wait_for_the_last_one(processes: Processes) -> None:
+    last, events = threading.Event(), []
+
+    def finish(number: int) -> None:
+        with a_round(processes, number):
+            if processes.index == 1:
+                assert last.wait(600)
+            events.append("worked")
+            if len(events) == COUNT - 1:
+                last.set()
+        events.append("left")
+
+    for number in range(4):
+        events.clear()
+        last.clear()
+        assert processes.run(*[lambda number=number: finish(number)] * COUNT) == [None] * COUNT
+        assert events == ["worked"] * COUNT + ["left"] * COUNT
+    # Old rounds are removed from the service.
+    assert {key.split("/")[1] for key in processes.service.values} == {"round-2", "round-3"}
+
+
+@pytest.mark.parametrize("finished", [0, 1, 2], ids=lambda count: f"{count} others have finished")
+def test_a_stop_of_one_process_stops_all_before_the_last_has_finished(processes: Processes, finished: int) -> None:
+    done = threading.Semaphore(0)
+
+    def asked() -> None:
+        for _ in range(finished):
+            assert done.acquire(timeout=600)
+        with a_round(processes, interrupt=stopping) as check:
+            check()
+
+    def other() -> None:
+        with a_round(processes) as check:
+            if processes.index <= finished:
+                done.release()
+                return
+            while True:
+                check()
+
+    errors = processes.run(asked, other, other)
+    assert [type(error) for error in errors] == [StopRequestedError] * COUNT
+
+
+def test_a_stop_after_all_have_finished_does_not_end_the_round(processes: Processes) -> None:
+    asked = threading.Event()
+
+    def interrupt() -> None:
+        # The round is over, and the outcome is read only after this process was asked to stop.
+        assert asked.wait(600)
+        stopping()
+
+    def late() -> None:
+        with a_round(processes, interrupt=interrupt) as check:
+            processes.service.key_value_set("marin_rl/round-0/outcome", "finished")
+            asked.set()
+            check()
+
+    def other() -> None:
+        with a_round(processes):
+            pass
+
+    assert processes.run(late, other, other) == [None] * COUNT
+
+
+def test_another_version_or_compiler_flag_is_an_error(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "libtpu":
+            raise metadata.PackageNotFoundError(name)
+        return "0.11" if name == "jax" and processes.index == 2 else "0.10"
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
+    monkeypatch.setattr(socket, "gethostname", lambda: "host-b")
+    assert processes.run(require_same_software, require_same_software)[:2] == [None, None]
+
+    main, same, other = processes.run(require_same_software, require_same_software, require_same_software)
+    assert main is None
+    assert same is None
+    assert type(other) is ProcessesDifferError
+    assert str(other) == (
+        "training process 2 on host host-b has jax 0.11 instead of 0.10 in the main process; install the same versions "
+        "and set the same variables on all training hosts"
+    )
+    monkeypatch.delenv("XLA_FLAGS")
+    (other,) = [error for error in processes.run(lambda: None, require_same_software) if error is not None]
+    assert "has XLA_FLAGS none instead of --xla_a=1 in the main process" in str(other)
+
+
+def fail() -> None:
+    with exit_on_error():
+        raise ValueError("no such file")
+
+
+@pytest.mark.parametrize("has_finished", [False, True])
+def test_an_error_of_one_process_reaches_those_that_work_or_wait(processes: Processes, has_finished: bool) -> None:
+    def other() -> None:
+        with exit_on_error(), a_round(processes) as check:
+            while not has_finished:
+                check()
+
+    failed, *others = processes.run(fail, other, other)
+    assert str(failed) == "no such file"
+    for error in others:
+        assert type(error) is OtherProcessError
+        assert str(error) == "training process 0 ended with an error: ValueError: no such file"
+
+
+def test_every_process_raises_its_own_error(processes: Processes) -> None:
+    assert [str(error) for error in processes.run(fail, fail, fail)] == ["no such file"] * COUNT
+
+
+def test_a_blocked_process_is_ended_with_the_error_of_the_other(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host_status, "GRACE", 0.05)
+    ended = threading.Event()
+    # The watching threads act for process 1.
+    monkeypatch.setattr("os._exit", lambda status: None if hasattr(processes.own, "index") else ended.set())
+    monkeypatch.setattr(jax, "process_index", lambda: getattr(processes.own, "index", 1))
+
+    def blocked() -> None:
+        with exit_on_error():
+            assert ended.wait(600)
+
+    failed, blocked_error = processes.run(fail, blocked)
+    assert str(failed) == "no such file"
+    assert blocked_error is None
+    assert "error: training process 0 ended with an error: ValueError: no such file\n" in capsys.readouterr().err
+
+
+def test_a_blocked_main_process_ends_after_the_others(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_status, "GRACE", 0.05)
+    service, read = processes.service, processes.service.key_value_dir_get
+    ended, before = threading.Event(), []
+
+    def read_after_others(key: str) -> list[tuple[str, str]]:
+        # The others end when the main process looks for them.
+        if key == "marin_rl/ended/":
+            service.values |= {"marin_rl/ended/1": "", "marin_rl/ended/2": ""}
+        return read(key)
+
+    def leave(status: int) -> None:
+        before.extend(read("marin_rl/ended/"))
+        ended.set()
+
+    monkeypatch.setattr(service, "key_value_dir_get", read_after_others)
+    monkeypatch.setattr("os._exit", leave)
+    service.key_value_set("marin_rl/error", '{"process": 1, "error": "ended with an error: ValueError: no such file"}')
+    with exit_on_error():
+        assert ended.wait(60)
+    assert [key for key, _ in before] == ["marin_rl/ended/1", "marin_rl/ended/2"]
+
+
+def test_errors_are_noticed_after_the_service_failed_for_a_moment(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_status, "GRACE", 0.05)
+    service, set_value = processes.service, processes.service.key_value_set
+    ended, failures = threading.Event(), []
+
+    def fail_once(key: str, value: str, allow_overwrite: bool = False) -> None:
+        if not failures:
+            failures.append(key)
+            set_value("marin_rl/error", '{"process": 1, "error": "ended with an error: ValueError: no such file"}')
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset")
+        set_value(key, value, allow_overwrite)
+
+    monkeypatch.setattr(service, "key_value_set", fail_once)
+    monkeypatch.setattr("os._exit", lambda status: ended.set())
+    with exit_on_error():
+        assert ended.wait(60)
+    assert failures == ["marin_rl/heartbeat/0"]
+
+
+def test_the_main_process_does_not_wait_forever_for_dead_ones(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_status, "GRACE", 0.05)
+    [error] = processes.run(fail)
+    assert str(error) == "no such file"
+
+
+def test_the_first_error_is_reported(processes: Processes) -> None:
+    def later() -> None:
+        with exit_on_error():
+            raise KeyError("second")
+
+    processes.service.key_value_set(
+        "marin_rl/error", '{"process": 2, "error": "ended with an error: ValueError: first"}'
+    )
+    processes.run(lambda: None, later)
+    with pytest.raises(OtherProcessError, match=r"^training process 2 ended with an error: ValueError: first$"):
+        raise_error_of_others()
+
+
+def run_explained(error: Exception) -> None:
+    with explain_errors():
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("count", "error", "is_explained"),
+    [
+        (2, jax.errors.JaxRuntimeError("Connection reset by peer"), True),
+        (1, jax.errors.JaxRuntimeError("Out of memory"), False),
+        (2, OSError("pulled the plug"), False),
+    ],
+)
+def test_jax_errors_with_several_processes_explain_a_lost_process(
+    processes: Processes, count: int, error: Exception, is_explained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    with pytest.raises(type(error)) as raised:
+        run_explained(error)
+    text = "".join(traceback.format_exception(raised.value))
+    assert (
+        "This is training process 0 of 2. If a connection failed, another training process has ended or is unreachable"
+        in text
+    ) == is_explained
+
+
+def test_a_jax_error_after_an_error_of_another_process_is_replaced_by_it(processes: Processes) -> None:
+    processes.service.key_value_set(
+        "marin_rl/error", '{"process": 1, "error": "ended with an error: ValueError: no such file"}'
+    )
+    with pytest.raises(OtherProcessError, match="training process 1 ended with an error: ValueError: no such file"):
+        run_explained(jax.errors.JaxRuntimeError("Connection reset by peer"))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_after_an_error_one_of_several_processes_exits_without_waiting(
+    processes: Processes, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: list[Callable[[], object]] = []
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(atexit, "register", registered.append)
+    with exit_on_error():
+        pass
+    assert registered == []
+    with pytest.raises(ValueError, match="no such file"):
+        fail()
+    assert len(registered) == count - 1
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    for end in registered:
+        end()
+    assert ended == [1] * (count - 1)
+
+
+HEARTBEAT_OF_2 = "marin_rl/heartbeat/2"
+
+
+def test_a_process_without_heartbeats_ends_those_that_work(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_status, "HEARTBEAT_TIMEOUT", 0.05)
+    monkeypatch.setattr(host_status, "GRACE", 0.05)
+    processes.service.key_value_set(HEARTBEAT_OF_2, "7")
+
+    def work() -> None:
+        with exit_on_error(), a_round(processes) as check:
+            while True:
+                check()
+
+    [error] = processes.run(work)
+    assert type(error) is OtherProcessError
+    assert str(error).startswith("training process 2 has not responded for 0.05 s: it was killed or paused, or its")
+
+
+def test_processes_that_respond_or_have_ended_are_not_lost(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_status, "HEARTBEAT_TIMEOUT", 0.5)
+    service, set_value = processes.service, processes.service.key_value_set
+    exchanges, enough = [0], threading.Event()
+
+    def count(key: str, value: str, allow_overwrite: bool = False) -> None:
+        set_value(key, value, allow_overwrite)
+        if key.endswith("heartbeat/0"):
+            exchanges[0] += 1
+            if exchanges[0] == 20:
+                service.key_value_delete(HEARTBEAT_OF_2)
+            elif exchanges[0] < 20:
+                set_value(HEARTBEAT_OF_2, value, True)
+            elif exchanges[0] == 80:
+                enough.set()
+
+    monkeypatch.setattr(service, "key_value_set", count)
+    with exit_on_error():
+        assert enough.wait(600)
+    # A process that ends removes its own heartbeat, so that it is not missed.
+    assert "marin_rl/heartbeat/0" not in service.values
+    assert "marin_rl/error" not in service.values
+
+
+def test_a_pause_of_the_main_process_is_not_blamed_on_the_others(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(host_status, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    processes.service.key_value_set(HEARTBEAT_OF_2, "7")
+    heartbeats = host_status._Heartbeats()
+    for passed in (0.0, 20.0, 1e6, 10.0, 10.0):
+        now[0] += passed
+        heartbeats.exchange()
+        assert "marin_rl/error" not in processes.service.values
+    now[0] += 1.0
+    heartbeats.exchange()
+    assert json.loads(processes.service.values["marin_rl/error"])["process"] == 2
+
+
+def test_a_main_process_that_stops_to_answer_ends_the_others(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(host_status, "HEARTBEAT_TIMEOUT", 0.5)
+    monkeypatch.setattr(host_status, "GRACE", 0.05)
+    set_value, exchanges, exits = processes.service.key_value_set, [0], list[int]()
+    hangs, ended, released = threading.Event(), threading.Event(), threading.Event()
+
+    def answer(key: str, value: str, allow_overwrite: bool = False) -> None:
+        exchanges[0] += 1
+        # Longer than the timeout that ends a process.
+        if exchanges[0] == 80:
+            hangs.set()
+            assert released.wait(600)
+        set_value(key, value, allow_overwrite)
+
+    def end(status: int) -> None:
+        assert hangs.is_set()
+        exits.append(status)
+        ended.set()
+
+    monkeypatch.setattr(processes.service, "key_value_set", answer)
+    monkeypatch.setattr("os._exit", end)
+    with exit_on_error():
+        assert ended.wait(600)
+        released.set()
+    assert exits == [1]
+    assert "error: training process 0 has not responded for 0.5 s: it was killed or paused" in capsys.readouterr().err
+
+
+def test_one_process_works_alone() -> None:
+    assert not multihost.is_multihost()
+    with separate_work(stopping) as check, pytest.raises(StopRequestedError):
+        check()
