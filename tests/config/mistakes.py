@@ -347,14 +347,14 @@ OTHER_COMMANDS: dict[str, Mistake] = {
     "view: range": _of("view", "run --steps 5-x", "'5-x' is not a range of steps", "10-20"),
     "view: sort": _of("view", "run --sort rewrd", "--sort", "'rewrd'"),
     "view: no id": _of("view", "run --id x", "'x'"),
-    "launch: command": _of("launch.__main__", "locl", "unknown command 'locl'", "'local'"),
-    "launch: action": _of("launch.__main__", "tpu strt", "unknown action 'strt'", "'start'"),
-    "launch: key": _of("launch.__main__", "local --num_proceses 2 -- --config base.yaml", "num_proceses"),
-    "launch: value": _of("launch.__main__", "local --num_processes two -- --config base.yaml", "'two'", "an integer"),
-    "launch: training key": _of("launch.__main__", "local -- --config base.yaml --sede 1", "unknown key sede"),
-    "launch: no arguments": _of("launch.__main__", "local", "no training arguments", "after --"),
+    "launch: command": _of("launch", "locl", "unknown command 'locl'", "'local'"),
+    "launch: action": _of("launch", "tpu strt", "unknown action 'strt'", "'start'"),
+    "launch: key": _of("launch", "local --num_proceses 2 -- --config base.yaml", "num_proceses"),
+    "launch: value": _of("launch", "local --num_processes two -- --config base.yaml", "'two'", "an integer"),
+    "launch: training key": _of("launch", "local -- --config base.yaml --sede 1", "unknown key sede"),
+    "launch: no arguments": _of("launch", "local", "no training arguments", "after --"),
     "launch: slice": _of(
-        "launch.__main__", "tpu start --tpu_name a --zone b --slices.tpu_type v5q-8 -- --config base.yaml", "v5q-8"
+        "launch", "tpu start --tpu_name a --zone b --slices.tpu_type v5q-8 -- --config base.yaml", "v5q-8"
     ),
 }
 """Mistakes in command lines of the other commands."""

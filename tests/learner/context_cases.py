@@ -12,7 +12,6 @@ ROWS, POSITIONS, SPLASH_POSITIONS = 4, 32, 256
 
 
 def main() -> None:
-    import conftest as tiny
     import equinox as eqx
     import haliax as hax
     import jax
@@ -32,6 +31,7 @@ def main() -> None:
     from marin_rl.sampling.group_sampler import GroupSampler
     from marin_rl.sampling.sampler import SampleRequest
     from marin_rl.utils.devices.setup import start_devices
+    from tests import tiny_learner as tiny
 
     whole = tiny.make_trainer(ROWS)
 

@@ -24,11 +24,10 @@ TOKEN = "0123456789abcdef" * 4
 
 def sample(model_axis: int) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
     """Sample in each process with the learner's weights; more requests than slots,."""
-    import conftest as tiny
-
     from marin_rl.sampling.config import SamplingConfig
     from marin_rl.sampling.group_sampler import GroupSampler
     from marin_rl.sampling.sampler import SampleRequest
+    from tests import tiny_learner as tiny
 
     trainer = tiny.make_trainer(8, model_axis=model_axis)
     trainer = dataclasses.replace(trainer, tensor_parallel_axes=["mlp", "kv_head"] if model_axis > 1 else None)
@@ -100,11 +99,11 @@ def record_files() -> tuple[set[str], list[int]]:
 
 def bytes_to_take_rows(rows: int, columns: int) -> int:
     """Return the bytes that a device needs to take rows of an array whose 4,096 rows are sharded."""
-    import conftest as tiny
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
     from marin_rl.learner.hf_export import take_rows
+    from tests import tiny_learner as tiny
 
     mesh = tiny.make_trainer().device_mesh
     array = jax.ShapeDtypeStruct((4096, columns), "float32", sharding=NamedSharding(mesh, PartitionSpec("data")))
@@ -113,7 +112,6 @@ def bytes_to_take_rows(rows: int, columns: int) -> int:
 
 
 def main(folder: Path, index: int, count: int, port: str) -> None:
-    import conftest as tiny
     import equinox as eqx
     import jax
     import numpy as np
@@ -135,6 +133,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     from marin_rl.utils import multihost
     from marin_rl.utils.devices.setup import join_processes, own_rows
     from marin_rl.utils.devices.trainer_config import DistributedConfig
+    from tests import tiny_learner as tiny
 
     # So small that large messages take several rounds.
     multihost.EXCHANGE_BYTES = 2**17

@@ -23,11 +23,11 @@ CASES = {
 
 
 def main(folder: Path) -> None:
-    import conftest as tiny
     import jax
     import numpy as np
 
     from marin_rl.runs.checkpoint import CheckpointConfig, Checkpoints
+    from tests import tiny_learner as tiny
 
     states = {}
     facts = {"devices": jax.device_count()}
@@ -68,7 +68,6 @@ def differences_of_shared_prompts() -> list[tuple[float, float]]:
     Rows of a prompt and two answers, in the kernel of TPUs, against rows of one sequence, with XLA. Both on a mesh of
     data 4 x model 2.
     """
-    import conftest as tiny
     import equinox as eqx
     import haliax as hax
     import jax
@@ -83,6 +82,7 @@ def differences_of_shared_prompts() -> list[tuple[float, float]]:
     from marin_rl.learner.train_step import place
     from marin_rl.objectives.aggregation import TokenMeanConfig
     from marin_rl.utils.devices.setup import start_devices
+    from tests import tiny_learner as tiny
 
     axes = {"model_axis_size": 2, "tensor_parallel_axes": ["kv_head", "heads"], "per_device_parallelism": -1}
     trainer = start_devices(dataclasses.replace(tiny.make_trainer(8), **axes), rows_per_device=1)

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,10 +16,14 @@ from tests.cpu_host import cpu_host
 @pytest.mark.slow
 def test_split_positions_change_results_only_by_rounding() -> None:
     """Run in a separate process with four devices."""
-    script = Path(__file__).with_name("context_cases.py")
     environment = {**os.environ, **cpu_host(4)}
     said = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, check=False, timeout=600, env=environment
+        [sys.executable, "-m", "tests.learner.context_cases"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+        env=environment,
     )
     assert said.returncode == 0, said.stderr[-4000:]
     facts = json.loads(said.stdout.splitlines()[-1])

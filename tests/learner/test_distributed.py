@@ -46,11 +46,18 @@ class Process:
 
 
 def start(folder: Path, index: int, count: int, port: int) -> subprocess.Popen[str]:
-    script = Path(__file__).with_name("distributed_training.py")
     environment = {**os.environ, **cpu_host(DEVICES // count)}
     with (folder / f"said-{index}.txt").open("w") as errors:
         return subprocess.Popen(
-            [sys.executable, script, folder, str(index), str(count), str(port)],
+            [
+                sys.executable,
+                "-m",
+                "tests.learner.distributed_training",
+                str(folder),
+                str(index),
+                str(count),
+                str(port),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

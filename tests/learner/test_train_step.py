@@ -110,9 +110,8 @@ def test_gradients_of_bfloat16_parameters_are_summed_in_float32(tiny) -> None:
 
 @pytest.mark.slow
 def test_any_mesh_gives_the_same_loss_and_gradient(one_device, tmp_path: Path) -> None:
-    script = Path(__file__).with_name("mesh_cases.py")
     environment = {**os.environ, **cpu_host(8)}
-    command = [sys.executable, script, tmp_path]
+    command = [sys.executable, "-m", "tests.learner.mesh_cases", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     facts = json.loads((tmp_path / "facts.json").read_text())
