@@ -19,10 +19,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib import metadata
-from typing import Any
 
 import jax
-from jax._src import distributed
 
 from marin_rl.utils import multihost
 from marin_rl.utils.errors import UserError
@@ -35,21 +33,13 @@ INTERVAL = 1.0
 """Seconds between two reads of the status of the other processes."""
 GRACE = 10.0
 """Seconds that a process has to end by itself after another one failed. It may be blocked in a collective operation."""
-HEARTBEAT_TIMEOUT = 40.0
-"""Seconds without a heartbeat of a process after which the main process reports its loss to the others, and without
-an answer of the main process after which the others end. jax itself waits for 100."""
 
 SOFTWARE = ("jax", "jaxlib", "libtpu", "haliax", "levanter", "transformers", "tokenizers", "marin_rl")
 """Packages that must have the same version in all processes; another version at a resume is reported."""
 COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Environment variables that must be equal in all processes."""
 
-_ERROR, _ENDED, _HEARTBEAT = "marin_rl/error", "marin_rl/ended/", "marin_rl/heartbeat/"
-_SOFTWARE = "marin_rl/software"
-_LOST = (
-    "has not responded for {:g} s: it was killed or paused, or its host is unreachable. Run the same command on all "
-    "hosts to resume from the last checkpoint"
-)
+_ERROR, _ENDED, _SOFTWARE = "marin_rl/error", "marin_rl/ended/", "marin_rl/software"
 _FINISHED, _STOPPED = "finished", "stopped"
 _rounds = itertools.count()
 
@@ -102,7 +92,7 @@ class _Round:
         self._next_read = time.monotonic() + INTERVAL
         # When a process starts round n, all have left round n - 2.
         if multihost.is_main():
-            _client().key_value_delete(f"marin_rl/round-{number - 2}/")
+            multihost.coordination_client().key_value_delete(f"marin_rl/round-{number - 2}/")
 
     def check(self) -> None:
         self._stop_if_asked()
@@ -112,7 +102,7 @@ class _Round:
             self._raise_if_stopped(_read(self._outcome))
 
     def finish(self) -> None:
-        if _client().key_value_increment(self._count, 1) == jax.process_count():
+        if multihost.coordination_client().key_value_increment(self._count, 1) == jax.process_count():
             _write_once(self._outcome, _FINISHED)
         while (outcome := _await(self._outcome, INTERVAL)) is None:
             raise_error_of_others()
@@ -147,16 +137,14 @@ def exit_on_error() -> Iterator[None]:
     The failing process does not wait for the others at exit, as jax would for five minutes. The others end within
     `INTERVAL + GRACE` seconds, also if they are blocked in a collective operation; the main process, without which they
     cannot report the error, ends up to `2 * INTERVAL` seconds later. If a process is killed or paused, or its host is
-    cut off, the others end within `HEARTBEAT_TIMEOUT + 2 * INTERVAL + GRACE` seconds, also if they do not communicate.
+    cut off, jax ends the others when they have missed its heartbeats for 100 seconds.
     """
     if not multihost.is_multihost():
         yield
         return
-    ended, heartbeats = threading.Event(), _Heartbeats()
-    watch = threading.Thread(target=_watch, args=(ended, heartbeats), name="errors of other processes", daemon=True)
+    ended = threading.Event()
+    watch = threading.Thread(target=_watch, args=[ended], name="errors of other processes", daemon=True)
     watch.start()
-    if not multihost.is_main():
-        threading.Thread(target=_watch_main, args=(watch, heartbeats), name="main process", daemon=True).start()
     try:
         yield
     except BaseException as error:
@@ -169,8 +157,6 @@ def exit_on_error() -> Iterator[None]:
     finally:
         ended.set()
         watch.join()
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            _client().key_value_delete(f"{_HEARTBEAT}{jax.process_index()}")
 
 
 def require_same_software() -> None:
@@ -186,7 +172,7 @@ def require_same_software() -> None:
         return
     own = software_versions() | {name: os.environ.get(name) for name in COMPILER_VARIABLES}
     if multihost.is_main():
-        _client().key_value_set(_SOFTWARE, json.dumps(own), allow_overwrite=True)
+        multihost.coordination_client().key_value_set(_SOFTWARE, json.dumps(own), allow_overwrite=True)
         return
     while (text := _await(_SOFTWARE, INTERVAL)) is None:
         raise_error_of_others()
@@ -245,7 +231,9 @@ def _report(error: BaseException) -> None:
     Without the service jax aborts them.
     """
     if not isinstance(error, OtherProcessError | multihost.MainProcessError):
-        _write_error(jax.process_index(), f"ended with an error: {type(error).__name__}: {error}")
+        # Only the first error is kept.
+        text = f"ended with an error: {type(error).__name__}: {error}"
+        _write_once(_ERROR, json.dumps({"process": jax.process_index(), "error": text}))
     _wait_for_others(INTERVAL + GRACE)
 
 
@@ -253,15 +241,18 @@ def _wait_for_others(seconds: float) -> None:
     """In the main process, wait until the others end."""
     deadline = time.monotonic() + seconds
     others = jax.process_count() - 1
-    while multihost.is_main() and time.monotonic() < deadline and len(_client().key_value_dir_get(_ENDED)) < others:
+    while (
+        multihost.is_main()
+        and time.monotonic() < deadline
+        and len(multihost.coordination_client().key_value_dir_get(_ENDED)) < others
+    ):
         time.sleep(0.1)
 
 
-def _watch(ended: threading.Event, heartbeats: "_Heartbeats") -> None:
+def _watch(ended: threading.Event) -> None:
     """Wait until another process fails, and then end this one unless its main thread does."""
     while not ended.wait(INTERVAL):
         try:
-            heartbeats.exchange()
             raise_error_of_others()
         except OtherProcessError as error:
             if not ended.wait(GRACE):
@@ -273,67 +264,8 @@ def _watch(ended: threading.Event, heartbeats: "_Heartbeats") -> None:
                 _end()
             return
         except jax.errors.JaxRuntimeError as error:
-            # A call may fail once. If the service has ended, jax or `_watch_main` ends this process.
+            # A call may fail once. If the service has ended, jax ends this process.
             logger.info("the coordination service of the main process does not answer: %s", error)
-
-
-def _watch_main(watch: threading.Thread, heartbeats: "_Heartbeats") -> None:
-    """Wait for the end of `watch`; end this process if the main process does not answer, because `watch` may hang."""
-    while watch.is_alive():
-        watch.join(INTERVAL)
-        if not heartbeats.is_unanswered():
-            continue
-        # After a pause of this process, give it time for an exchange.
-        watch.join(GRACE)
-        if watch.is_alive() and heartbeats.is_unanswered():
-            error = f"training process 0 {_LOST.format(HEARTBEAT_TIMEOUT)}"
-            logger.error("%s", error)
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            os._exit(1)
-            return
-
-
-class _Heartbeats:
-    """Counts that every process increments, and that the main process watches."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._answered = time.monotonic()
-        """Time of the last answer of the main process."""
-        self._watched = 0.0
-        """Seconds for which this process has watched the others, without its own pauses."""
-        self._seen: dict[str, tuple[str, float]] = {}
-        """Last count of each process, and the value of `_watched` when it changed."""
-
-    def exchange(self) -> None:
-        """Send a heartbeat; in the main process, report a process that sent none for `HEARTBEAT_TIMEOUT` seconds."""
-        self._count += 1
-        before = self._answered
-        _client().key_value_set(f"{_HEARTBEAT}{jax.process_index()}", str(self._count), allow_overwrite=True)
-        self._answered = time.monotonic()
-        if not multihost.is_main():
-            return
-        # If this process was paused, the others could not send heartbeats.
-        self._watched += min(self._answered - before, GRACE)
-        seen = self._seen
-        counts = dict(_client().key_value_dir_get(_HEARTBEAT))
-        # A process that has ended sends no further heartbeats, and has removed its count.
-        self._seen = {
-            key: (count, seen[key][1] if key in seen and seen[key][0] == count else self._watched)
-            for key, count in counts.items()
-        }
-        for key, (_, changed) in self._seen.items():
-            if self._watched - changed > HEARTBEAT_TIMEOUT:
-                _write_error(int(key.rpartition("/")[2]), _LOST.format(HEARTBEAT_TIMEOUT))
-
-    def is_unanswered(self) -> bool:
-        """Return whether the main process has answered no exchange for `HEARTBEAT_TIMEOUT` seconds."""
-        return time.monotonic() - self._answered > HEARTBEAT_TIMEOUT
-
-
-def _write_error(process: int, error: str) -> None:
-    """Publish what happened to a process, unless another error was published before."""
-    _write_once(_ERROR, json.dumps({"process": process, "error": error}))
 
 
 def _end() -> None:
@@ -341,17 +273,13 @@ def _end() -> None:
     sys.stderr.flush()
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         if not multihost.is_main():
-            _client().key_value_set(f"{_ENDED}{jax.process_index()}", "", allow_overwrite=True)
+            multihost.coordination_client().key_value_set(f"{_ENDED}{jax.process_index()}", "", allow_overwrite=True)
     os._exit(1)
-
-
-def _client() -> Any:
-    return distributed.global_state.client
 
 
 def _read(key: str) -> str | None:
     try:
-        return _client().key_value_try_get(key)
+        return multihost.coordination_client().key_value_try_get(key)
     except jax.errors.JaxRuntimeError as error:
         if "NOT_FOUND" in str(error):
             return None
@@ -361,7 +289,7 @@ def _read(key: str) -> str | None:
 def _await(key: str, seconds: float) -> str | None:
     """Wait for a value; None if there is none after some seconds."""
     try:
-        return _client().blocking_key_value_get(key, int(1000 * seconds))
+        return multihost.coordination_client().blocking_key_value_get(key, int(1000 * seconds))
     except jax.errors.JaxRuntimeError as error:
         if "DEADLINE_EXCEEDED" in str(error):
             return None
@@ -371,7 +299,7 @@ def _await(key: str, seconds: float) -> str | None:
 def _write_once(key: str, value: str) -> None:
     """Write a value, unless there is one."""
     try:
-        _client().key_value_set(key, value)
+        multihost.coordination_client().key_value_set(key, value)
     except jax.errors.JaxRuntimeError as error:
         if "ALREADY_EXISTS" not in str(error):
             raise

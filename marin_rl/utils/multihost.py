@@ -252,41 +252,38 @@ def commit_in_background(
     if not is_multihost():
         commit([work()])
         return
-    client = cast(Any, distributed.global_state.client)
-    index, key = jax.process_index(), f"marin_rl/{key}"
+    results = _exchange(f"{key}/written", work, timeout)
+    _exchange(f"{key}/committed", lambda: commit(results) if is_main() else None, timeout)
+    if is_main():
+        # All processes have read the results.
+        coordination_client().key_value_delete(f"marin_rl/{key}/written/")
+
+
+def _exchange(key: str, work: Callable[[], Any], timeout: float) -> list[Any]:
+    """Call `work` in every process and return the results of all, in process order, through jax's key-value store.
+
+    Waits for the other processes before it raises an error of `work`, so that they learn of it.
+    """
+    client, folder = coordination_client(), f"marin_rl/{key}/"
+    answer, own = dict[str, Any](), None
     try:
-        answer = {"result": work()}
+        answer["result"] = work()
     except Exception as error:
-        _publish(client, f"{key}/{'done' if index == 0 else index}", {"error": f"{type(error).__name__}: {error}"})
-        raise
-    if index:
-        _publish(client, f"{key}/{index}", answer)
-        _await(client, f"{key}/done", 0, timeout)
-        return
+        answer["error"], own = f"{type(error).__name__}: {error}", error
+    client.key_value_set(f"{folder}{jax.process_index():06d}", json.dumps(answer))
     try:
-        commit(
-            [
-                answer["result"],
-                *(_await(client, f"{key}/{other}", other, timeout) for other in range(1, jax.process_count())),
-            ]
-        )
-    except Exception as error:
-        _publish(client, f"{key}/done", {"error": f"{type(error).__name__}: {error}"})
-        raise
-    _publish(client, f"{key}/done", {"result": ""})
-    for other in range(1, jax.process_count()):
-        client.key_value_delete(f"{key}/{other}")
-
-
-def _publish(client: Any, key: str, answer: dict[str, str]) -> None:
-    client.key_value_set(key, json.dumps(answer))
-
-
-def _await(client: Any, key: str, process: int, timeout: float) -> str:
-    try:
-        answer = json.loads(client.blocking_key_value_get(key, int(1000 * timeout)))
+        client.wait_at_barrier(folder, int(1000 * timeout))
     except jax.errors.JaxRuntimeError as error:
-        raise OSError(f"training process {process} did not answer within {timeout:g} s: {error}") from error
-    if "error" in answer:
-        raise OSError(f"training process {process} failed: {answer['error']}")
-    return answer["result"]
+        raise own or OSError(f"a training process did not answer within {timeout:g} s: {error}") from error
+    if own is not None:
+        raise own
+    answers = [json.loads(text) for _, text in sorted(client.key_value_dir_get(folder))]
+    for process, answer in enumerate(answers):
+        if "error" in answer:
+            raise OSError(f"training process {process} failed: {answer['error']}")
+    return [answer["result"] for answer in answers]
+
+
+def coordination_client() -> Any:
+    """Return the client of jax's coordination service, which has a key-value store and barriers."""
+    return cast(Any, distributed.global_state.client)

@@ -5,14 +5,12 @@
 
 import atexit
 import contextlib
-import json
 import socket
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
-from types import SimpleNamespace
 
 import jax
 import pytest
@@ -30,6 +28,7 @@ from marin_rl.utils.host_status import (
 from marin_rl.utils.multihost import ProcessesDifferError
 
 COUNT = 3
+NO_SUCH_FILE = '{"process": 1, "error": "ended with an error: ValueError: no such file"}'
 
 
 class Service:
@@ -39,6 +38,7 @@ class Service:
         self.values: dict[str, str] = {}
         self.counts: dict[str, int] = {}
         self.changed = threading.Condition()
+        self.barrier = threading.Barrier(COUNT)
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
         with self.changed:
@@ -65,6 +65,12 @@ class Service:
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
         return [(name, value) for name, value in self.values.items() if name.startswith(key)]
+
+    def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None:
+        try:
+            self.barrier.wait(timeout_in_ms / 1000)
+        except threading.BrokenBarrierError as error:
+            raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {barrier_id}") from error
 
     def key_value_delete(self, key: str) -> None:
         with self.changed:
@@ -102,7 +108,7 @@ class Processes:
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
     processes = Processes(Service())
-    monkeypatch.setattr(host_status, "_client", lambda: processes.service)
+    monkeypatch.setattr(multihost, "coordination_client", lambda: processes.service)
     monkeypatch.setattr(host_status, "INTERVAL", 0.01)
     monkeypatch.setattr(host_status, "_rounds", type("Rounds", (), {"__next__": lambda self: processes.own.round})())
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
@@ -234,10 +240,6 @@ def test_an_error_of_one_process_reaches_those_that_work_or_wait(processes: Proc
         assert str(error) == "training process 0 ended with an error: ValueError: no such file"
 
 
-def test_every_process_raises_its_own_error(processes: Processes) -> None:
-    assert [str(error) for error in processes.run(fail, fail, fail)] == ["no such file"] * COUNT
-
-
 def test_a_blocked_process_is_ended_with_the_error_of_the_other(
     processes: Processes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -274,7 +276,7 @@ def test_a_blocked_main_process_ends_after_the_others(processes: Processes, monk
 
     monkeypatch.setattr(service, "key_value_dir_get", read_after_others)
     monkeypatch.setattr("os._exit", leave)
-    service.key_value_set("marin_rl/error", '{"process": 1, "error": "ended with an error: ValueError: no such file"}')
+    service.key_value_set("marin_rl/error", NO_SUCH_FILE)
     with exit_on_error():
         assert ended.wait(60)
     assert [key for key, _ in before] == ["marin_rl/ended/1", "marin_rl/ended/2"]
@@ -284,29 +286,29 @@ def test_errors_are_noticed_after_the_service_failed_for_a_moment(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_status, "GRACE", 0.05)
-    service, set_value = processes.service, processes.service.key_value_set
+    service, read = processes.service, processes.service.key_value_try_get
     ended, failures = threading.Event(), []
 
-    def fail_once(key: str, value: str, allow_overwrite: bool = False) -> None:
+    def fail_once(key: str) -> str:
         if not failures:
             failures.append(key)
-            set_value("marin_rl/error", '{"process": 1, "error": "ended with an error: ValueError: no such file"}')
+            service.key_value_set("marin_rl/error", NO_SUCH_FILE)
             raise jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset")
-        set_value(key, value, allow_overwrite)
+        return read(key)
 
-    monkeypatch.setattr(service, "key_value_set", fail_once)
+    monkeypatch.setattr(service, "key_value_try_get", fail_once)
     monkeypatch.setattr("os._exit", lambda status: ended.set())
     with exit_on_error():
         assert ended.wait(60)
-    assert failures == ["marin_rl/heartbeat/0"]
+    assert failures == ["marin_rl/error"]
 
 
-def test_the_main_process_does_not_wait_forever_for_dead_ones(
+def test_every_process_raises_its_own_error_and_the_main_process_waits_for_no_dead_one(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_status, "GRACE", 0.05)
-    [error] = processes.run(fail)
-    assert str(error) == "no such file"
+    for running in (1, COUNT):
+        assert [str(error) for error in processes.run(*[fail] * running)] == ["no such file"] * running
 
 
 def test_the_first_error_is_reported(processes: Processes) -> None:
@@ -327,6 +329,9 @@ def run_explained(error: Exception) -> None:
         raise error
 
 
+LOST = "This is training process 0 of 2. If a connection failed, another training process has ended or is unreachable"
+
+
 @pytest.mark.parametrize(
     ("count", "error", "is_explained"),
     [
@@ -341,19 +346,10 @@ def test_jax_errors_with_several_processes_explain_a_lost_process(
     monkeypatch.setattr(jax, "process_count", lambda: count)
     with pytest.raises(type(error)) as raised:
         run_explained(error)
-    text = "".join(traceback.format_exception(raised.value))
-    assert (
-        "This is training process 0 of 2. If a connection failed, another training process has ended or is unreachable"
-        in text
-    ) == is_explained
-
-
-def test_a_jax_error_after_an_error_of_another_process_is_replaced_by_it(processes: Processes) -> None:
-    processes.service.key_value_set(
-        "marin_rl/error", '{"process": 1, "error": "ended with an error: ValueError: no such file"}'
-    )
-    with pytest.raises(OtherProcessError, match="training process 1 ended with an error: ValueError: no such file"):
-        run_explained(jax.errors.JaxRuntimeError("Connection reset by peer"))
+    assert (LOST in "".join(traceback.format_exception(raised.value))) == is_explained
+    processes.service.key_value_set("marin_rl/error", NO_SUCH_FILE)
+    with pytest.raises(OtherProcessError if is_explained else type(error)):
+        run_explained(error)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -377,100 +373,41 @@ def test_after_an_error_one_of_several_processes_exits_without_waiting(
     assert ended == [1] * (count - 1)
 
 
-HEARTBEAT_OF_2 = "marin_rl/heartbeat/2"
-
-
-def test_a_process_without_heartbeats_ends_those_that_work(
-    processes: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_status, "HEARTBEAT_TIMEOUT", 0.05)
-    monkeypatch.setattr(host_status, "GRACE", 0.05)
-    processes.service.key_value_set(HEARTBEAT_OF_2, "7")
-
-    def work() -> None:
-        with exit_on_error(), a_round(processes) as check:
-            while True:
-                check()
-
-    [error] = processes.run(work)
-    assert type(error) is OtherProcessError
-    assert str(error).startswith("training process 2 has not responded for 0.05 s: it was killed or paused, or its")
-
-
-def test_processes_that_respond_or_have_ended_are_not_lost(
-    processes: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_status, "HEARTBEAT_TIMEOUT", 0.5)
-    service, set_value = processes.service, processes.service.key_value_set
-    exchanges, enough = [0], threading.Event()
-
-    def count(key: str, value: str, allow_overwrite: bool = False) -> None:
-        set_value(key, value, allow_overwrite)
-        if key.endswith("heartbeat/0"):
-            exchanges[0] += 1
-            if exchanges[0] == 20:
-                service.key_value_delete(HEARTBEAT_OF_2)
-            elif exchanges[0] < 20:
-                set_value(HEARTBEAT_OF_2, value, True)
-            elif exchanges[0] == 80:
-                enough.set()
-
-    monkeypatch.setattr(service, "key_value_set", count)
-    with exit_on_error():
-        assert enough.wait(600)
-    # A process that ends removes its own heartbeat, so that it is not missed.
-    assert "marin_rl/heartbeat/0" not in service.values
-    assert "marin_rl/error" not in service.values
-
-
-def test_a_pause_of_the_main_process_is_not_blamed_on_the_others(
-    processes: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(host_status, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    processes.service.key_value_set(HEARTBEAT_OF_2, "7")
-    heartbeats = host_status._Heartbeats()
-    for passed in (0.0, 20.0, 1e6, 10.0, 10.0):
-        now[0] += passed
-        heartbeats.exchange()
-        assert "marin_rl/error" not in processes.service.values
-    now[0] += 1.0
-    heartbeats.exchange()
-    assert json.loads(processes.service.values["marin_rl/error"])["process"] == 2
-
-
-def test_a_main_process_that_stops_to_answer_ends_the_others(
-    processes: Processes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(host_status, "HEARTBEAT_TIMEOUT", 0.5)
-    monkeypatch.setattr(host_status, "GRACE", 0.05)
-    set_value, exchanges, exits = processes.service.key_value_set, [0], list[int]()
-    hangs, ended, released = threading.Event(), threading.Event(), threading.Event()
-
-    def answer(key: str, value: str, allow_overwrite: bool = False) -> None:
-        exchanges[0] += 1
-        # Longer than the timeout that ends a process.
-        if exchanges[0] == 80:
-            hangs.set()
-            assert released.wait(600)
-        set_value(key, value, allow_overwrite)
-
-    def end(status: int) -> None:
-        assert hangs.is_set()
-        exits.append(status)
-        ended.set()
-
-    monkeypatch.setattr(processes.service, "key_value_set", answer)
-    monkeypatch.setattr("os._exit", end)
-    with exit_on_error():
-        assert ended.wait(600)
-        released.set()
-    assert exits == [1]
-    assert "error: training process 0 has not responded for 0.5 s: it was killed or paused" in capsys.readouterr().err
-
-
 def test_one_process_works_alone() -> None:
     assert not multihost.is_multihost()
     with separate_work(stopping) as check, pytest.raises(StopRequestedError):
         check()
+
+
+@pytest.mark.parametrize(
+    ("failing", "errors"),
+    [
+        ("", [None] * COUNT),
+        ("2", ["training process 2 failed: ValueError: full"] * 2 + ["full"]),
+        ("commit", ["full"] + ["training process 0 failed: ValueError: full"] * 2),
+        ("lost", ["a training process did not answer within 0.05 s: DEADLINE_EXCEEDED"] * 2),
+    ],
+)
+def test_the_main_process_commits_what_all_processes_have_written(
+    processes: Processes, failing: str, errors: list[str | None]
+) -> None:
+    committed: list[list[str]] = []
+
+    def work() -> str:
+        if failing == str(processes.index):
+            raise ValueError("full")
+        return f"of {processes.index}"
+
+    def commit(results: list[str]) -> None:
+        if failing == "commit":
+            raise ValueError("full")
+        committed.append(results)
+
+    def run() -> None:
+        multihost.commit_in_background("save", work, commit, 0.05 if failing == "lost" else 600.0)
+
+    found = processes.run(*[run] * len(errors))
+    assert [error and str(error)[: len(text or "")] for error, text in zip(found, errors, strict=True)] == errors
+    assert committed == ([["of 0", "of 1", "of 2"]] if failing == "" else [])
+    if not failing:
+        assert not [key for key in processes.service.values if "written" in key]
