@@ -112,8 +112,8 @@ def test_mesh_that_does_not_divide_the_heads_is_one_sentence(config: Path):
     ("arguments", "message"),
     [
         (["--topology", "cpu:1", "--json", "/absent/plan.json"], "--json /absent/plan.json cannot be written; give a"),
-        (["--topology", "v5:2x2"], "'v5:2x2': it is not a slice of TPUs; nearest: v5"),
-        (["--topology", "cpu:1", "--worker_topology", "x"], "'x': it is not a slice of TPUs; examples: v5e-8"),
+        (["--topology", "v5:2x2"], "'v5:2x2': it is not a slice of TPUs, such as v5e-8"),
+        (["--topology", "cpu:1", "--worker_topology", "x"], "'x': it is not a slice of TPUs, such as v5e-8"),
         (
             ["--topology", "cpu:1", "--initialize_from", "gs://bucket/weights"],
             "give a local folder with their config.json; or give the number of tokens with --vocab_size",

@@ -56,9 +56,9 @@ def test_name_is_the_topology():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("v5p", r"'v5p': it is not a slice of TPUs; .*; other devices are h100:8 and cpu:8"),
+        ("v5p", r"'v5p': it is not a slice of TPUs, .*; other devices are h100:8 and cpu:8"),
         ("v4-8", r"'v4-8': it is v4:2x2x1, but there is no data of v4 for a plan; there is of v5e, v5p, v6e, h100"),
-        ("v5e:4,4", r"'v5e:4,4': it is not a slice of TPUs; nearest: v5e:4x4"),
+        ("v5e:4,4", r"'v5e:4,4': it is not a slice of TPUs, such as v5e-8"),
         ("a100:8", r"'a100:8': it is not a slice.* other devices are h100:8"),
         ("h100:16", r"'h100:16': write h100:N with a number of GPUs of one host, at most 8; nearest: h100:8"),
         ("2xh100:2", "at most 8; nearest: h100:2"),

@@ -8,7 +8,6 @@ Every setting that names a slice takes both, in any case, and the common names `
 """
 
 import dataclasses
-import difflib
 import math
 import re
 
@@ -61,11 +60,9 @@ class Generation:
         return f"{self.accelerator or self.name}-{chips * self.cores_in_name}"
 
     @property
-    def counted(self) -> str:
-        """What the number in a type counts, for messages."""
-        if self.cores_in_name == 1:
-            return f"types of {self.name} count chips"
-        return f"types of {self.name} count cores, {self.cores_in_name} for each chip"
+    def example(self) -> str:
+        """A topology of several hosts, for messages."""
+        return f"{self.name}:{'x'.join(map(str, self.default_shape(16)))}"
 
 
 _OLD, _CUBES = "tpu-ubuntu2204-base", (2, 2, 1)
@@ -152,87 +149,45 @@ def parse_slice(text: str, others: str = "") -> SliceName:
         others: names of other devices that the caller takes, for the error message.
 
     Raises:
-        TopologyError: if the form, the generation or the size is invalid; names the nearest valid ones.
+        TopologyError: if the form, the generation or the size is invalid; names valid ones.
 
     >>> str(parse_slice("v5p-32")), str(parse_slice("V5litepod-16")), str(parse_slice("2xv6e:2x4"))
     ('v5p:2x2x4', 'v5e:4x4', '2xv6e:2x4')
     """
-    slices, generation, size, shape = _parts(text, others)
-    if slices < 1 or size == 0 or 0 in shape:
+    match = _FORM.fullmatch(text.strip().lower())
+    if match is None or match[2] not in _NAMES:
+        raise TopologyError(f"{text!r}: it is not a slice of TPUs, such as {', '.join(_EXAMPLES)}{others}")
+    slices, generation = int(match[1] or 1), _NAMES[match[2]]
+    shape = _shape_of_type(text, generation, int(match[3])) if match[3] else tuple(map(int, match[4].split("x")))
+    if slices < 1 or 0 in shape:
         raise TopologyError(f"{text!r}: a size is 0; every size is at least 1")
-    if size is not None:
-        shape = generation.default_shape(_chips(text, generation, size))
     _check_shape(text, generation, shape)
     return SliceName(generation, shape, slices)
 
 
-def _parts(text: str, others: str = "") -> tuple[int, Generation, int | None, tuple[int, ...]]:
-    """Number of slices, generation, size of a type and shape of a topology."""
-    match = _FORM.fullmatch(text.strip().lower())
-    if match is None or match[2] not in _NAMES:
-        raise TopologyError(f"{text!r}: it is not a slice of TPUs; {_nearest(text)}{others}")
-    shape = tuple(map(int, match[4].split("x"))) if match[4] else ()
-    return int(match[1] or 1), _NAMES[match[2]], int(match[3]) if match[3] else None, shape
-
-
-def _nearest(text: str) -> str:
-    """List types and topologies with a name like the text, or examples."""
-    names = []
-    for name, generation in _NAMES.items():
-        for chips in generation.sizes:
-            shape = SliceName(generation, generation.default_shape(chips)).shape_text
-            names += [f"{name}-{chips * generation.cores_in_name}", f"{name}:{shape}"]
-    near = difflib.get_close_matches(text.strip().lower()[:40], names, n=3, cutoff=0.65)
-    return f"nearest: {', '.join(near)}" if near else f"examples: {', '.join(_EXAMPLES)}"
-
-
-def _chips(text: str, generation: Generation, size: int) -> int:
-    """Number of chips of a type."""
-    chips = size // generation.cores_in_name
-    if chips in generation.sizes and size % generation.cores_in_name == 0:
-        return chips
-    near = sorted(sorted(generation.sizes, key=lambda valid: abs(valid - chips))[:3])
-    names = ", ".join(f"{generation.type_of(valid)} ({valid} chip{'s' if valid > 1 else ''})" for valid in near)
-    raise TopologyError(
-        f"{text!r}: a slice of {size} has no default shape, and {generation.counted}; give a shape in chips, such as "
-        f"{_fitting(generation, (chips,))}; nearest: {names}"
-    )
+def _shape_of_type(text: str, generation: Generation, size: int) -> tuple[int, ...]:
+    chips, rest = divmod(size, generation.cores_in_name)
+    if rest or chips not in generation.sizes:
+        counted = "chips" if generation.cores_in_name == 1 else f"cores, {generation.cores_in_name} for each chip"
+        raise TopologyError(
+            f"{text!r}: a slice of {size} has no default shape. Types of {generation.name} count {counted}: "
+            f"{', '.join(map(generation.type_of, generation.sizes))}; other slices are named by their shape in chips, "
+            f"such as {generation.example}"
+        )
+    return generation.default_shape(chips)
 
 
 def _check_shape(text: str, generation: Generation, shape: tuple[int, ...]) -> None:
-    name, bounds = generation.name, generation.host_bounds
-    if len(shape) != len(bounds):
-        as_type = f", or the type {name}-{shape[0]} ({generation.counted})" if len(shape) == 1 else ""
+    bounds = generation.host_bounds
+    is_whole = len(shape) == len(bounds) and all(size % host == 0 for size, host in zip(shape, bounds, strict=True))
+    if not is_whole and not (generation.single_host and shape == (1, 1)):
         raise TopologyError(
-            f"{text!r}: it has {len(shape)} dimension{'s' if len(shape) > 1 else ''}, but slices of {name} have "
-            f"{len(bounds)}; nearest: {_fitting(generation, shape)}{as_type}"
-        )
-    if generation.single_host and shape == (1, 1):
-        return
-    whole = tuple(-(-size // host) * host for size, host in zip(shape, bounds, strict=True))
-    if whole != shape:
-        raise TopologyError(
-            f"{text!r}: it is not made of whole hosts, which have {'x'.join(map(str, bounds))} chips; "
-            f"nearest: {name}:{'x'.join(map(str, whole))}"
+            f"{text!r}: slices of {generation.name} have {len(bounds)} dimensions and consist of whole hosts of "
+            f"{'x'.join(map(str, bounds))} chips, such as {generation.example}"
         )
     hosts = math.prod(shape) // math.prod(bounds)
     if hosts > generation.max_hosts:
         raise TopologyError(
-            f"{text!r}: it has {hosts} hosts, but a slice of {name} has at most {generation.max_hosts}; use several "
-            f"slices, such as 2x{name}:SHAPE"
+            f"{text!r}: it has {hosts} hosts, but a slice of {generation.name} has at most {generation.max_hosts}; use "
+            f"several slices, such as 2x{generation.example}"
         )
-
-
-def _fitting(generation: Generation, shape: tuple[int, ...]) -> str:
-    """Return a topology of the right number of dimensions, with as many chips if possible."""
-    bounds = generation.host_bounds
-    if len(shape) > len(bounds):
-        shape = (*shape[: len(bounds) - 1], math.prod(shape[len(bounds) - 1 :]))
-    if math.prod(shape) in generation.sizes:
-        whole = generation.default_shape(math.prod(shape))
-    else:
-        # The last dimension takes the hosts of a single number.
-        hosts = -(-math.prod(shape) // math.prod(bounds))
-        padded = (*bounds[:-1], hosts * bounds[-1]) if len(shape) == 1 else (*shape, *[1] * (len(bounds) - len(shape)))
-        whole = tuple(-(-size // host) * host for size, host in zip(padded, bounds, strict=True))
-    return f"{generation.name}:{'x'.join(map(str, whole))}"

@@ -1,6 +1,8 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import re
+
 import pytest
 from ray._private.accelerators.tpu import VALID_TPU_TOPOLOGY, infer_tpu_pod_type_from_topology
 from ray.util.tpu import get_tpu_worker_resources
@@ -48,36 +50,20 @@ def test_default_shapes_are_those_of_ray():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("v5p-24", r"'v5p-24': a slice of 24 has no default shape, and types of v5p count cores, 2 for each chip; "),
-        ("v5p-24", r"give a shape in chips, such as v5p:2x2x3; nearest: v5p-8 \(4 chips\), v5p-16 \(8 chips\), v5p-32"),
-        ("v5p-4", r"count cores, 2 for each chip; .* such as v5p:2x2x1; nearest: v5p-8 \(4 chips\)"),
-        ("v5p-17", r"a slice of 17 has no default shape"),
-        ("v5e-512", r"types of v5e count chips; .* nearest: v5litepod-64 .*, v5litepod-128 .*, v5litepod-256"),
-        ("v5e-2", r"nearest: v5litepod-1 \(1 chip\), v5litepod-4 \(4 chips\)"),
-        ("v5e-0", "a size is 0"),
-        ("0xv5e:4x4", "a size is 0"),
-        ("v5p:32", r"has 1 dimension, .* have 3; nearest: v5p:2x4x4, or the type v5p-32 \(types of v5p count cores"),
-        ("v5e:8", r"nearest: v5e:2x4, or the type v5e-8 \(types of v5e count chips\)"),
-        ("v5p:4x4", r"has 2 dimensions, but slices of v5p have 3; nearest: v5p:2x2x4"),
-        ("v5e:2x2x4", r"has 3 dimensions, but slices of v5e have 2; nearest: v5e:4x4"),
-        ("v5p:3x2x1", r"not made of whole hosts, which have 2x2x1 chips; nearest: v5p:4x2x1"),
-        ("v5p:1x1x1", r"nearest: v5p:2x2x1"),
-        ("v5e:1x2", r"nearest: v5e:2x2"),
-        ("v5e:32x16", r"has 128 hosts, but a slice of v5e has at most 64; use several slices"),
-        ("v5e_8", "'v5e_8': it is not a slice of TPUs; nearest: v5e-8"),
-        ("v5e8", "nearest: v5e-8"),
-        ("v5-8", "nearest: v5p-8, v5e-8|nearest: v5e-8, v5p-8"),
-        ("v5litpod-8", "nearest: v5litepod-8"),
-        ("v6-8", "nearest: v6e-8"),
-        ("TPU v5e-8", "nearest: v5e-8"),
-        ("v5p-2x2x4", "nearest: v5p:2x2x4"),
-        ("2x v5e-16", "nearest: .*v5e-16"),
-        ("ct5lp-hightpu-8t", "'ct5lp-hightpu-8t': it is not a slice of TPUs; examples: v5e-8, v5e:2x4, v5p-32"),
-        ("", "examples"),
-        ("v5e-" + "9" * 30, "not a slice of TPUs"),
-        ("v5e-\N{ARABIC-INDIC DIGIT EIGHT}", "not a slice of TPUs"),
+        *((name, "it is not a slice of TPUs, such as v5e-8, v5e:2x4") for name in ("v5e_8", "v5-8", "", "ct5lp-8t")),
+        *((name, "it is not a slice of TPUs") for name in ("v5e-" + "9" * 30, "v5e-\N{ARABIC-INDIC DIGIT EIGHT}")),
+        *((name, "a size is 0; every size is at least 1") for name in ("0xv5e:4x4", "v5p:0x2x1")),
+        ("v5p-24", "a slice of 24 has no default shape. Types of v5p count cores, 2 for each chip: v5p-8, v5p-16, v5p"),
+        *((name, "named by their shape in chips, such as v5p:2x2x4") for name in ("v5p-4", "v5p-17", "v5p-0")),
+        *((name, "Types of v5e count chips: v5litepod-1, v5litepod-4,") for name in ("v5e-2", "v5e-512")),
+        *(
+            (name, "slices of v5p have 3 dimensions and consist of whole")
+            for name in ("v5p:32", "v5p:4x4", "v5p:3x2x1")
+        ),
+        *((name, "whole hosts of 2x2 chips, such as v5e:4x4") for name in ("v5e:1x2", "v5e:2x2x4")),
+        ("v5e:32x16", "it has 128 hosts, but a slice of v5e has at most 64; use several slices, such as 2xv5e:4x4"),
     ],
 )
-def test_wrong_slice_names_the_nearest(name: str, message: str):
-    with pytest.raises(TopologyError, match=message):
+def test_wrong_slice_is_refused_with_valid_ones(name: str, message: str):
+    with pytest.raises(TopologyError, match=re.escape(repr(name)) + ": .*" + re.escape(message)):
         parse_slice(name)
