@@ -87,7 +87,7 @@ def test_folders_and_appended_files(root: RemotePath, tmp_path: Path) -> None:
     assert (copy / "sub" / "model.bin").read_text() == "sub/model.bin"
     assert (root / "hf").sizes() == {"config.json": 11, "sub/model.bin": 13}
     file = AppendedFile(root / "log.txt")
-    file.append(b"line\n")
+    file.write(b"line\n")
     file.close()
     assert (root / "log.txt").read_bytes() == b"line\n"
 

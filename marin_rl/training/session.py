@@ -333,7 +333,7 @@ class StepRecords:
             line = append_record(self._path, step, metrics)
         else:
             line = f"{format_record(step, metrics)}\n".encode()
-            cast(AppendedFile, self._uploaded).append(line)
+            cast(AppendedFile, self._uploaded).write(line)
         self._size += len(line)
         self._digest.update(line)
         self._tracker.log(metrics, step=step)

@@ -95,7 +95,7 @@ def warnings_to_stderr() -> Iterator[None]:
     logger, handler = logging.getLogger("marin_rl"), logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogFormatter(FORMAT))
     handler.setLevel(logging.WARNING)
-    handler.addFilter(lambda record: not any(isinstance(other, _LogFile | _RemoteLogFile) for other in logger.handlers))
+    handler.addFilter(lambda record: not any(isinstance(other, _LogFile) for other in logger.handlers))
     logger.addHandler(handler)
     try:
         yield
@@ -124,7 +124,7 @@ def log_to(
     logger, modules = logging.getLogger("marin_rl"), modules or {}
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        handler = _RemoteLogFile(file, check_lock) if isinstance(file, RemotePath) else _LogFile(file)
+        handler = _LogFile(file, check_lock)
     handler.setFormatter(LogFormatter(FORMAT))
     handler.setLevel(min(level, *modules.values(), level))
     former = {name: logging.getLogger(name).level for name in ("marin_rl", *modules)}
@@ -149,49 +149,31 @@ class LogFormatter(logging.Formatter):
         return escape(super().format(record)).replace("\n", "\n    ")
 
 
-def _warn_of_lost_lines(file: str, error: Exception) -> None:
-    print(escape(f"warning: {file} cannot be written ({error}); lines are missing"), file=sys.stderr)
+class _LogFile(logging.Handler):
+    """Log file that reports errors of writing, such as a full disk, once on stderr and does not stop the run."""
 
-
-class _LogFile(logging.FileHandler):
-    """Log file that reports write errors, such as a full disk, once on stderr and does not stop the run."""
-
-    def __init__(self, file: Path) -> None:
-        super().__init__(file, encoding="utf-8")
+    def __init__(self, file: StoragePath, check_lock: Callable[[], None]) -> None:
+        super().__init__()
+        self._name = str(file)
+        self._file = AppendedFile(file, check_lock) if isinstance(file, RemotePath) else file.open("ab", buffering=0)
         self._has_warned = False
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exception()
-        if isinstance(error, OSError):
-            self._warn(error)
-        else:
-            super().handleError(record)
-
-    def close(self) -> None:
+    def emit(self, record: logging.LogRecord) -> None:
         try:
-            super().close()
+            self._file.write(f"{self.format(record)}\n".encode())
         except OSError as error:
             self._warn(error)
-
-    def _warn(self, error: OSError) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            _warn_of_lost_lines(self.baseFilename, error)
-
-
-class _RemoteLogFile(logging.Handler):
-    """Log file in an object store; reports a failed upload at the end on stderr and does not stop the run."""
-
-    def __init__(self, file: RemotePath, check_lock: Callable[[], None]) -> None:
-        super().__init__()
-        self._file = AppendedFile(file, check_lock)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._file.append(f"{self.format(record)}\n".encode())
+        except Exception:
+            self.handleError(record)
 
     def close(self) -> None:
         try:
             self._file.close()
         except (OSError, RuntimeError) as error:
-            _warn_of_lost_lines(str(self._file.path), error)
+            self._warn(error)
         super().close()
+
+    def _warn(self, error: Exception) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            print(escape(f"warning: {self._name} cannot be written ({error}); lines are missing"), file=sys.stderr)

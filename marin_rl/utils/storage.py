@@ -267,7 +267,7 @@ class AppendedFile:
         self._thread = threading.Thread(target=self._upload_regularly, name=f"upload {path.name}", daemon=True)
         self._thread.start()
 
-    def append(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
         """Append bytes; they are uploaded later."""
         self._content += data
 

@@ -288,16 +288,16 @@ def test_appended_file_is_uploaded_in_time_and_at_the_end(gcs: Gcs, root: Remote
     written = threading.Event()
     file = AppendedFile(root / "log", seconds=0.01)
     gcs.watched.append(("POST run/log", written.set))
-    file.append(b"first\n")
+    file.write(b"first\n")
     assert written.wait(600)
-    file.append(b"second\n")
+    file.write(b"second\n")
     file.close()
     assert gcs.read("run/log") == b"before\nfirst\nsecond\n"
 
 
 def test_appended_file_is_not_uploaded_unless_it_grows(gcs: Gcs, root: RemotePath) -> None:
     file = AppendedFile(root / "log", seconds=1e6)
-    file.append(b"1")
+    file.write(b"1")
     file.flush()
     file.flush()
     file.close()
@@ -313,7 +313,7 @@ def test_appended_file_is_not_uploaded_after_its_lock_is_lost(gcs: Gcs, root: Re
         raise RunDirectoryError("taken over")
 
     file = AppendedFile(root / "log", check_lock, seconds=0.01)
-    file.append(b"1")
+    file.write(b"1")
     assert checked.wait(600)
     with pytest.raises(RunDirectoryError, match="taken over"):
         file.close()
@@ -330,12 +330,12 @@ def test_failed_upload_is_repeated_and_the_last_one_is_an_error(gcs: Gcs, root: 
         gcs.watched.append(("POST run/log", written.set if number == 3 else lambda: wait_for_third(number + 1)))
 
     wait_for_third(1)
-    file.append(b"1")
+    file.write(b"1")
     assert written.wait(600)
     assert caplog.text.count("log is uploaded again later: gs://bucket/run/log: permission denied") == 2
     # Several times: the third upload may not have been served yet.
     gcs.faults.append(Fault("POST run/log", 403, 10**6))
-    file.append(b"2")
+    file.write(b"2")
     with pytest.raises(StorageError, match="permission denied"):
         file.close()
 
