@@ -11,7 +11,7 @@ from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.utils.devices.slice_names import SliceName, parse_slice
 from marin_rl.utils.errors import UserError
-from marin_rl.utils.extras import require_extra
+from marin_rl.utils.user_code import require_extra
 
 CONNECT_TIMEOUT = 10.0
 """Timeout of the connection to the head node of a cluster, in seconds."""

@@ -32,17 +32,14 @@ from marin_rl.rewards.component import COMPONENT_NAME, RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.types import MAX_REWARD, Task
 from marin_rl.utils.errors import describe, explain
-from marin_rl.utils.extras import require_extra
 from marin_rl.utils.settings.checks import check_fields
 from marin_rl.utils.settings.fields import LOCAL_FILE, NAMES_FILES
-from marin_rl.utils.user_code import UserFileError, load_function
+from marin_rl.utils.user_code import UserFileError, inherited_environment, load_function, require_extra
 
 _MAX_OUTPUT = 8192
 """Last bytes of a program's output that an error message contains."""
 _GRACE_SECONDS = 2.0
 """Seconds between SIGTERM and SIGKILL, and for the rest of a program's output."""
-PASSED_ON = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
-"""Environment variables that every program receives."""
 
 
 REWARD = "reward"
@@ -128,14 +125,13 @@ class AgentConfig(EnvironmentConfig):
         splits = {
             split: [dataclasses.replace(task, environment=name) for task in source.tasks(split)] for split in Split
         }
-        passed = (*PASSED_ON, *self.pass_env)
 
         def start(task: Task, seed: int) -> AgentEpisode:
             # A copy, because functions may edit the messages in place.
             messages = copy.deepcopy(list(task.messages))
             values = {"id": task.id, "messages": messages, "answer": task.answer, "seed": seed}
             if function is None:
-                return CommandEpisode(self.command, passed, values)
+                return CommandEpisode(self.command, self.pass_env, values)
             return FunctionEpisode(function, f"{self.function} of {self.path}", self.options, values)
 
         return AgentEnvironment(name, splits, source, start)
@@ -259,8 +255,8 @@ class CommandEpisode(AgentEpisode):
     """A run of an agent's program."""
 
     command: Sequence[str]
-    passed_on: Sequence[str]
-    """Names of the environment variables that it receives."""
+    pass_env: Sequence[str]
+    """Names of further environment variables that it receives."""
     task: Mapping[str, Any]
     """Its standard input, as JSON."""
 
@@ -270,7 +266,7 @@ class CommandEpisode(AgentEpisode):
         Raises:
             AgentError: if it cannot be started, or its exit status is not 0.
         """
-        given = {name: os.environ[name] for name in self.passed_on if name in os.environ}
+        given = inherited_environment(*self.pass_env)
         given |= {"OPENAI_BASE_URL": connection.base_url, "OPENAI_API_KEY": connection.api_key}
         given["REWARD_URL"] = connection.reward_url
         with tempfile.TemporaryFile() as stdin:

@@ -14,8 +14,8 @@ from marin_rl.environments.games import AbstractGameEnvironment, GameConfig, Gam
 from marin_rl.environments.openenv_client import OpenEnvError, OpenEnvServerError, Session, connect, fetch_action_schema
 from marin_rl.types import exact_sum
 from marin_rl.utils.event_loop import run_in_thread
-from marin_rl.utils.extras import require_extra
 from marin_rl.utils.seeds import derive_seed
+from marin_rl.utils.user_code import require_extra
 
 _MAX_SEED = 2**31
 RESET_SECONDS = 300.0

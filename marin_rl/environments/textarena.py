@@ -34,9 +34,9 @@ from marin_rl.environments.games import (
 )
 from marin_rl.environments.textarena_opponents import OpponentConfig, RandomOpponentConfig, SelfOpponentConfig
 from marin_rl.types import Message
-from marin_rl.utils.extras import require_extra
 from marin_rl.utils.seeds import derive_seed
 from marin_rl.utils.settings.fields import NAMES_FILES
+from marin_rl.utils.user_code import require_extra
 
 _MAX_SEED = 2**31
 

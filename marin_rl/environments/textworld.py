@@ -25,10 +25,10 @@ from marin_rl.environments.games import (
 )
 from marin_rl.environments.textworld_game import CUSTOM
 from marin_rl.types import Message, Task
-from marin_rl.utils.extras import require_extra
 from marin_rl.utils.seeds import derive_seed
 from marin_rl.utils.settings.fields import LOCAL_OUTPUT, NAMES_FILES
 from marin_rl.utils.storage import user_cache
+from marin_rl.utils.user_code import require_extra
 
 _MAX_SEED = 2**31
 _RULES = "You play a text game. Reply with one command, such as: go north, take coin, open chest, look, inventory."

@@ -36,9 +36,9 @@ from marin_rl.environments.game_process import GameError, GameServer
 from marin_rl.environments.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.types import Message, Task
 from marin_rl.utils.event_loop import run_in_thread
-from marin_rl.utils.extras import require_extra
 from marin_rl.utils.settings.checks import check_fields
 from marin_rl.utils.settings.fields import LOCAL_PATH, NAMES_FILES
+from marin_rl.utils.user_code import require_extra
 
 _KEY_VARIABLE = "MARIN_RL_EPISODE_API_KEY"
 _TASKS_PER_CALL = 64

@@ -28,6 +28,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from marin_rl.utils.user_code import inherited_environment
+
 PROCESSES = max(2, min(8, os.cpu_count() or 1))
 """Maximum number of processes of one grader, and so of texts that it grades at the same time."""
 MEMORY_LIMIT = 4 * 2**30
@@ -200,14 +202,10 @@ def _end(connection: socket.socket, process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-_INHERITED = ("PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "NLTK_DATA", "XDG_CACHE_HOME")
-"""Environment variables that a process inherits. Any other may be a key or a password."""
-
-
 def process_environment() -> Mapping[str, str]:
     """Return the environment variables of a process that runs code of this package and of libraries repeatably."""
     return {
-        **{name: os.environ[name] for name in _INHERITED if name in os.environ},
+        **inherited_environment(),
         "PYTHONPATH": os.pathsep.join(sys.path),
         # The iteration order of sets must not change grades, problems or games between processes.
         "PYTHONHASHSEED": "0",

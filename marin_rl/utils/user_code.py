@@ -1,7 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Imports of users' Python files and modules, which run in this process without isolation."""
+"""Code of others: users' Python files and modules, optional packages, and the environment of other programs.
+
+Users' files and modules run in this process without isolation.
+"""
 
 import ast
 import contextlib
@@ -227,3 +230,49 @@ def _package_of(folder: Path) -> str:
 
 def _package_name(folder: Path) -> str:
     return f"marin_rl_user_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+
+
+_SERVER = ("starlette", "uvicorn", "prometheus_client")
+PACKAGES = {
+    "openenv": ("websockets",),
+    "ray": ("ray", "cryptography"),
+    "serve": _SERVER,
+    "textarena": ("textarena",),
+    "textworld": ("textworld",),
+    "verifiers": ("verifiers", *_SERVER),
+}
+"""Modules that the code of an extra of this distribution imports, by extra."""
+
+
+class MissingPackageError(UserError):
+    """A package is not installed; the message names the extra that installs it."""
+
+
+def require_extra(extra: str, needed_by: str) -> None:
+    """Check that the packages of an extra are installed, without importing them.
+
+    Args:
+        extra: name of the extra, one of `PACKAGES`.
+        needed_by: setting or command that needs it, for the error message.
+
+    Raises:
+        MissingPackageError: if one is not.
+    """
+    missing = [name for name in PACKAGES[extra] if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingPackageError(
+            f"{needed_by} needs packages that are not installed ({', '.join(missing)}); install the extra: "
+            f"pip install 'marin_rl[{extra}]'"
+        )
+
+
+INHERITED = (
+    *("PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "XDG_CACHE_HOME"),
+    *("VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH", "NLTK_DATA"),
+)
+"""Environment variables that programs inherit. Any other may be a key or a password."""
+
+
+def inherited_environment(*more: str) -> dict[str, str]:
+    """Return the environment variables for a program: those of `INHERITED`, and those of further names."""
+    return {name: os.environ[name] for name in (*INHERITED, *more) if name in os.environ}

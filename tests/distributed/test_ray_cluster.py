@@ -11,7 +11,7 @@ from marin_rl.config.sections import Mode
 from marin_rl.config.workers_config import WorkersConfig
 from marin_rl.distributed.ray_cluster import check_ray
 from marin_rl.utils.errors import UserError
-from marin_rl.utils.extras import MissingPackageError
+from marin_rl.utils.user_code import MissingPackageError
 from tests.tiny_run import TinyRun
 from tests.training.bare_run import make_config
 
