@@ -12,7 +12,7 @@ from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.learner.config import ExportConfig
 from marin_rl.runs.run_directory import open_with_checkpoint
 from marin_rl.utils.errors import UserError, writing
-from marin_rl.utils.escaping import escape_line
+from marin_rl.utils.output import escape_line
 from marin_rl.utils.settings.fields import STORAGE_PATH, check_paths
 from marin_rl.utils.storage import file_sizes, storage_path
 

@@ -13,8 +13,7 @@ from marin_rl.pods.local import LocalConfig, run_together, training_processes
 from marin_rl.pods.preflight import check_bucket, check_training
 from marin_rl.pods.tpu import LOG_LINES, Launch, open_launch
 from marin_rl.utils.errors import USER_ERRORS, nearest
-from marin_rl.utils.escaping import escape
-from marin_rl.utils.output import go_on_without_output
+from marin_rl.utils.output import escape, go_on_without_output
 from marin_rl.utils.settings.section_types import ConfigError
 
 USAGE = """\

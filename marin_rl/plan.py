@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from marin_rl.config.command_line import CommandParser, check_command_line, parse_arguments, positive, run_command
-from marin_rl.utils.escaping import escape
+from marin_rl.utils.output import escape
 from marin_rl.utils.settings.decode import ConfigError
 
 FITS, DOES_NOT_FIT = 0, 2

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from marin_rl.config.command_line import CommandParser, check_command_line, parse_arguments, run_command
 from marin_rl.runs.run_directory import RunDirectory, open_with_checkpoint
 from marin_rl.training.config_history import values_of_step
-from marin_rl.utils.escaping import escape_line
+from marin_rl.utils.output import escape_line
 
 if TYPE_CHECKING:
     from marin_rl.training.fake_rollouts import FakeRun

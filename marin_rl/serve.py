@@ -15,8 +15,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.runs.run_directory import open_with_checkpoint
 from marin_rl.utils.errors import UserError
-from marin_rl.utils.escaping import escape_line
-from marin_rl.utils.output import go_on_without_output
+from marin_rl.utils.output import escape_line, go_on_without_output
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
 from marin_rl.utils.settings.fields import is_loopback, local_path
 from marin_rl.utils.storage import storage_path

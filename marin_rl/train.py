@@ -15,8 +15,7 @@ from marin_rl.config.command_line import (
     run_command,
     without_collections,
 )
-from marin_rl.utils.escaping import escape
-from marin_rl.utils.output import go_on_without_output
+from marin_rl.utils.output import escape, go_on_without_output
 from marin_rl.utils.settings.yaml_text import to_yaml
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from marin_rl.runs.viewer.selection import (
 )
 from marin_rl.runs.viewer.terminal import print_listing, print_rollout, print_side_by_side
 from marin_rl.types import RolloutStatus
-from marin_rl.utils.escaping import escape_line
+from marin_rl.utils.output import escape_line
 from marin_rl.utils.storage import storage_path
 
 PIPE_WIDTH = 160

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from marin_rl.types import Observation, RewardResult, RolloutGroup, Task, TurnReward
-from marin_rl.utils.escaping import escape, escape_line
+from marin_rl.utils.output import escape, escape_line
 from marin_rl.view import main
 from tests.rollouts.rollout_cases import group_of, rollout_of, turn_of, write
 from tests.runs.viewer.run_cases import empty_run, small_run

@@ -42,7 +42,7 @@ from marin_rl.runs.config import CheckpointConfig
 from marin_rl.runs.rollout_store import RolloutStoreConfig
 from marin_rl.sampling.config import LevanterSamplerConfig, SamplerConfig, SamplingConfig
 from marin_rl.tokenization.config import TokenizerConfig
-from marin_rl.utils.devices.kernel_sharding import POSITION
+from marin_rl.utils.devices.sharding import POSITION
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
 from marin_rl.utils.logs import LogLevel
 from marin_rl.utils.settings.checks import ConfigSection, check_fields

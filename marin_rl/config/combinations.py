@@ -22,7 +22,7 @@ from marin_rl.objectives.policy_loss import PolicyLossConfig
 from marin_rl.rollouts.config import LongPrompts
 from marin_rl.rollouts.filters import FilterConfig
 from marin_rl.sampling.config import OpenAiSamplerConfig
-from marin_rl.utils.devices.kernel_sharding import POSITION
+from marin_rl.utils.devices.sharding import POSITION
 from marin_rl.utils.levanter_line import max_positions
 from marin_rl.utils.logs import module_levels
 from marin_rl.utils.settings.fields import check_paths, is_loopback, nested_sections

@@ -31,9 +31,8 @@ from draccus.choice_types import CHOICE_TYPE_KEY
 from draccus.utils import is_choice_type
 
 from marin_rl.utils.errors import LISTED_NAMES, USER_ERRORS, explain, own_frames, require_threads
-from marin_rl.utils.escaping import escape
 from marin_rl.utils.logs import warnings_to_stderr
-from marin_rl.utils.output import OutputError, guarded_output
+from marin_rl.utils.output import OutputError, escape, guarded_output
 from marin_rl.utils.settings.decode import decode, find_problems
 from marin_rl.utils.settings.fields import flatten
 from marin_rl.utils.settings.help import all_keys, help_text, overview_text

@@ -20,8 +20,8 @@ from marin_rl.distributed.weights.secret import make_secret
 from marin_rl.rollouts.group_codec import decode_group, join_parts, split_parts
 from marin_rl.types import WeightVersion
 from marin_rl.utils import multihost
-from marin_rl.utils.background_job import BackgroundJob
 from marin_rl.utils.errors import Closing, UserError
+from marin_rl.utils.event_loop import BackgroundJob
 from marin_rl.utils.host_status import raise_if
 from marin_rl.utils.timing import PhaseTimer
 

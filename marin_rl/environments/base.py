@@ -15,7 +15,7 @@ from marin_rl.environments.splits import Split, TaskSplits
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.types import Info, Message, RolloutGroup, Task
-from marin_rl.utils.escaping import replace_surrogates
+from marin_rl.utils.output import replace_surrogates
 from marin_rl.utils.seeds import derive_seed
 from marin_rl.utils.settings.checks import ConfigSection
 

@@ -14,7 +14,7 @@ from marin_rl.rewards.grading import FormatConfig
 from marin_rl.rewards.grading_process import NoAnswerError
 from marin_rl.rewards.reply_text import graded_text, search_reply
 from marin_rl.types import Task
-from marin_rl.utils.escaping import shorten
+from marin_rl.utils.output import shorten
 
 logger = logging.getLogger(__name__)
 

@@ -42,7 +42,7 @@ from marin_rl.learner.flash_attention import (
     splash_kernel,
 )
 from marin_rl.models.attention_windows import window_rope, windows_within
-from marin_rl.utils.devices.kernel_sharding import POSITION, on_each_shard, sharding_of
+from marin_rl.utils.devices.sharding import POSITION, on_each_shard, sharding_of
 
 
 def context_shards() -> int:

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 
 from marin_rl.utils.errors import UserError
-from marin_rl.utils.escaping import escape_line
+from marin_rl.utils.output import escape_line
 
 DETAIL = 600
 """Maximum characters of gcloud's message in an error."""

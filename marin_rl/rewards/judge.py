@@ -27,8 +27,8 @@ from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFa
 from marin_rl.rewards.judge_answers import ScoreRange, VerdictError, read_verdict
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.types import MAX_REWARD
-from marin_rl.utils.escaping import replace_surrogates
 from marin_rl.utils.event_loop import gather_all
+from marin_rl.utils.output import replace_surrogates
 from marin_rl.utils.seeds import derive_seed
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
 from marin_rl.utils.settings.fields import check_address, read_api_key

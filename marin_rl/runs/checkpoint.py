@@ -40,7 +40,7 @@ from marin_rl.runs.checkpoint_folders import (
 from marin_rl.runs.config import CheckpointConfig
 from marin_rl.runs.saved_checkpoint import Checkpoint, DamagedCheckpointError, Manifest, open_checkpoint
 from marin_rl.utils import multihost
-from marin_rl.utils.background_job import BackgroundJob
+from marin_rl.utils.event_loop import BackgroundJob
 from marin_rl.utils.remote_path import RemotePath
 from marin_rl.utils.storage import FileDigest, StoragePath, digest_of, file_sizes, remove, replace_folder
 

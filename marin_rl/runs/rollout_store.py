@@ -25,8 +25,8 @@ from annotated_types import Ge, Gt
 from marin_rl.runs.rollout_files import OtherVersionError, as_jsonl, as_parquet, from_jsonl, from_parquet
 from marin_rl.runs.stored_rollout import SCHEMA, PieceOf, StoredAdvantages, as_table
 from marin_rl.types import Rollout, RolloutGroup
-from marin_rl.utils.background_job import BackgroundJob
 from marin_rl.utils.errors import UserError
+from marin_rl.utils.event_loop import BackgroundJob
 from marin_rl.utils.remote_path import StorageError
 from marin_rl.utils.settings.checks import ConfigSection
 from marin_rl.utils.storage import FileDigest, StoragePath, digest_of, file_sizes, write_bytes

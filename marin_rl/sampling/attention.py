@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 from levanter.layers.attention import AttentionConfig
 
-from marin_rl.utils.devices.kernel_sharding import on_each_shard, sharding_of
+from marin_rl.utils.devices.sharding import on_each_shard, sharding_of
 
 PADDING = 2**30
 """Position of padding tokens, which are not written to the cache."""

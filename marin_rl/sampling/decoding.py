@@ -24,7 +24,7 @@ from marin_rl.sampling.attention import PADDING, AttentionForm, CacheAxes, Token
 from marin_rl.sampling.cached_model import Cache, CachedModel, ModelArrays, empty_cache, with_cache
 from marin_rl.sampling.sizes import SamplerSizes
 from marin_rl.sampling.stops import ENDED, StopTable
-from marin_rl.utils.devices.kernel_sharding import POSITION
+from marin_rl.utils.devices.sharding import POSITION
 from marin_rl.utils.devices.trainer_config import BATCH, AbstractTrainerConfig
 from marin_rl.utils.levanter_line import shard
 

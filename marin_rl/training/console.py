@@ -24,8 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from marin_rl.training.evaluation import is_quality
-from marin_rl.utils.escaping import escape, escape_line
-from marin_rl.utils.output import report_lost_output
+from marin_rl.utils.output import escape, escape_line, report_lost_output
 from marin_rl.utils.storage import StoragePath
 
 MAX_PLAIN_LINES = 50

@@ -52,8 +52,8 @@ from marin_rl.training.trial_rollouts import (
 )
 from marin_rl.types import Task
 from marin_rl.utils.errors import USER_ERRORS, Closing, describe
-from marin_rl.utils.escaping import escape_line
 from marin_rl.utils.event_loop import BackgroundLoop
+from marin_rl.utils.output import escape_line
 from marin_rl.utils.remote_path import StorageError
 from marin_rl.utils.settings.fields import nested_sections
 from marin_rl.utils.storage import storage_path

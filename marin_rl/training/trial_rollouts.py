@@ -33,7 +33,7 @@ from marin_rl.types import (
     StopReason,
     Task,
 )
-from marin_rl.utils.escaping import escape_line
+from marin_rl.utils.output import escape_line
 from marin_rl.utils.settings.fields import nested_sections
 
 TRIAL_TASKS = 4

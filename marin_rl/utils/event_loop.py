@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""An event loop in a background thread, in which episodes and rewards run while the main thread samples or waits."""
+"""Work in background threads: an event loop, in which episodes and rewards run, and single jobs."""
 
 import asyncio
 import concurrent.futures
@@ -269,3 +269,47 @@ async def _cancel_all() -> None:
         task.cancel()
     if others:
         await asyncio.wait(others, timeout=STOP_TIMEOUT / 2)
+
+
+class BackgroundJob:
+    """Run one job at a time in a background thread; the next call raises the error of a failed job.
+
+    >>> job = BackgroundJob("example")
+    >>> done = []
+    >>> job.start(done.append, "first")
+    >>> job.close()
+    >>> done
+    ['first']
+    """
+
+    def __init__(self, name: str) -> None:
+        """Set the thread's name. The thread starts with the first job.
+
+        Args:
+            name: prefix of the thread's name.
+        """
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._running: concurrent.futures.Future[None] | None = None
+
+    def start(self, work: Callable[Arguments, None], *arguments: Arguments.args, **named: Arguments.kwargs) -> None:
+        """Wait for the previous job and raise its error, if any; then start a job."""
+        self.flush()
+        self._running = self._thread.submit(work, *arguments, **named)
+
+    def raise_if_failed(self) -> None:
+        """Raise the error of a finished job; do not wait for a running job."""
+        if self._running is not None and self._running.done():
+            self.flush()
+
+    def flush(self) -> None:
+        """Wait for the running job; raise its error once."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    def close(self) -> None:
+        """Wait for the running job and end the thread; raise the job's error."""
+        try:
+            self.flush()
+        finally:
+            self._thread.shutdown()

@@ -24,8 +24,8 @@ import jax
 
 from marin_rl.utils import multihost
 from marin_rl.utils.errors import UserError
-from marin_rl.utils.escaping import escape
 from marin_rl.utils.levanter_line import distribution_of
+from marin_rl.utils.output import escape
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import marin_rl
 from marin_rl.utils.errors import writing
-from marin_rl.utils.escaping import escape
+from marin_rl.utils.output import escape
 from marin_rl.utils.remote_path import RemotePath
 from marin_rl.utils.storage import AppendedFile, StoragePath
 

@@ -16,7 +16,7 @@ from levanter.optim.config import AdamConfig, OptimizerConfig
 
 from marin_rl.config.command_line import ConfigError, HelpShown, merge, parse_config, run_command
 from marin_rl.config.train_config import TrainerConfig
-from marin_rl.utils.escaping import escape
+from marin_rl.utils.output import escape
 from marin_rl.utils.user_code import load_from_file
 from tests.hostile_errors import HOSTILE_ERRORS
 

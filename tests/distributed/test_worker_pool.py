@@ -135,7 +135,7 @@ def network_is_down() -> None:
 
 
 def test_publication_error_is_raised_by_wait(client: Client, sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.utils.background_job.ThreadPoolExecutor", InlineExecutor)
+    monkeypatch.setattr("marin_rl.utils.event_loop.ThreadPoolExecutor", InlineExecutor)
     sender.when_flushed = network_is_down
     rollout_source = make_pool(client, sender)
     rollout_source.submit([request(1, 0)])
@@ -324,7 +324,7 @@ def test_publication_error_of_another_process_is_raised_there(
     sender: Sender, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """Without its shards the main process cannot announce the weights, and no group finishes."""
-    monkeypatch.setattr("marin_rl.utils.background_job.ThreadPoolExecutor", InlineExecutor)
+    monkeypatch.setattr("marin_rl.utils.event_loop.ThreadPoolExecutor", InlineExecutor)
     monkeypatch.setattr(multihost, "on_main", lambda work: join_parts([b"[]"]))
     sender.when_flushed = network_is_down
     other, stops = make_pool(None, sender), iter((False, True))

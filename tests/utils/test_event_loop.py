@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from marin_rl.utils.event_loop import BackgroundLoop, ForeignError, ForeignTask, run_in_thread
+from marin_rl.utils.event_loop import BackgroundJob, BackgroundLoop, ForeignError, ForeignTask, run_in_thread
 from tests.hostile_errors import HOSTILE_ERRORS
 
 
@@ -270,3 +270,33 @@ def test_an_interrupt_cancels_the_coroutine():
     with pytest.raises(KeyboardInterrupt):
         run_in_thread(wait())
     assert cancelled
+
+
+def raising(error: Exception) -> None:
+    raise error
+
+
+def test_the_next_call_raises_an_error_once() -> None:
+    job = BackgroundJob("test")
+    done: list[int] = []
+    job.start(raising, OSError("first"))
+    with pytest.raises(OSError, match="first"):
+        job.start(done.append, 1)
+    assert done == []
+    job.start(done.append, 2)
+    job.flush()
+    assert done == [2]
+    job.start(raising, OSError("second"))
+    with pytest.raises(OSError, match="second"):
+        job.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("test")]
+
+
+def test_raise_if_failed_does_not_wait_for_a_running_job() -> None:
+    job, gate = BackgroundJob("test"), threading.Event()
+    job.start(lambda: gate.wait() and None)
+    job.raise_if_failed()
+    gate.set()
+    job.flush()
+    job.raise_if_failed()
+    job.close()

@@ -23,7 +23,7 @@ from marin_rl.distributed.weights.manifest import (
     whole,
 )
 from marin_rl.types import WeightVersion
-from marin_rl.utils.background_job import BackgroundJob
+from marin_rl.utils.event_loop import BackgroundJob
 
 CHUNK_BYTES = 4 * 2**20
 """Bytes of a message, each with its checksum; far below the message limit of Arrow and gRPC, 2 GiB."""

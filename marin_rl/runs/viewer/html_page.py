@@ -23,7 +23,7 @@ from marin_rl.runs.rollout_store import StoredFile, read_file
 from marin_rl.runs.viewer.selection import Selection, StoredRollouts, group_key, logprob_differences, unequal_groups
 from marin_rl.runs.viewer.summary import Row, info_text, shorten_prompts, summarize
 from marin_rl.utils.errors import writing
-from marin_rl.utils.escaping import escape
+from marin_rl.utils.output import escape
 from marin_rl.utils.storage import write_bytes
 
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from marin_rl.utils.escaping import shorten
+from marin_rl.utils.output import shorten
 
 Row = Mapping[str, Any]
 """A stored rollout, as a mapping of its columns."""

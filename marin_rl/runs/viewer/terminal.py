@@ -20,7 +20,7 @@ from rich.text import Text
 
 from marin_rl.runs.viewer.selection import Listing, logprob_differences
 from marin_rl.runs.viewer.summary import Row, info_text, reason_of
-from marin_rl.utils.escaping import escape, escape_line, shown_bytes
+from marin_rl.utils.output import escape, escape_line, shown_bytes
 
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 MISSING = "–"

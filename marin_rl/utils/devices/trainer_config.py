@@ -19,7 +19,7 @@ from annotated_types import Ge
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-from marin_rl.utils.devices.kernel_sharding import POSITION
+from marin_rl.utils.devices.sharding import POSITION
 from marin_rl.utils.settings.checks import ConfigSection
 from marin_rl.utils.storage import user_cache
 

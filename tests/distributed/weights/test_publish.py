@@ -16,7 +16,7 @@ from marin_rl.distributed.weights.arrow_flight import FlightSource
 from marin_rl.distributed.weights.errors import WeightTransferError
 from marin_rl.distributed.weights.manifest import Snapshot
 from marin_rl.distributed.weights.publish import TrainingHost, WeightSender, open_sender, take_snapshot
-from marin_rl.utils.background_job import BackgroundJob
+from marin_rl.utils.event_loop import BackgroundJob
 from tests.distributed.weights.endpoints import SECRET, closing, receiver_of, snapshot_of
 
 # Snapshots.

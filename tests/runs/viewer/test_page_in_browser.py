@@ -12,7 +12,7 @@ import pytest
 
 from marin_rl.runs.stored_rollout import StoredAdvantages
 from marin_rl.types import Observation, RewardResult, RolloutGroup, Task, TurnReward
-from marin_rl.utils.escaping import escape
+from marin_rl.utils.output import escape
 from marin_rl.view import main
 from tests.rollouts.rollout_cases import group_of, rollout_of, turn_of, write
 from tests.runs.viewer.browser import Browser

@@ -4,8 +4,12 @@
 import types
 from pathlib import Path
 
+import haliax as hax
 import jax
+import jax.numpy as jnp
 import pytest
+from haliax import Axis
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.policy_model import initialize_policy
@@ -14,7 +18,7 @@ from marin_rl.runs.array_files import SavedArrays
 from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
-from marin_rl.utils.devices.sharding import ShardingError, check_sharding
+from marin_rl.utils.devices.sharding import ShardingError, check_sharding, on_each_shard, sharding_of
 
 VOCAB = 264
 
@@ -57,3 +61,38 @@ def test_weights_are_not_made_for_a_mesh_that_does_not_divide_them(
     for use in (lambda: spec.placed_policy, lambda: spec.placed_trained, lambda: spec.restore_policy(checkpoint)):
         with pytest.raises(ShardingError, match="axis embed has 16 elements, which 3 shards"):
             use()
+
+
+MAPPING = {"batch": ("replica", "data"), "kv_head": "model"}
+
+
+def test_sharding_is_that_of_the_axis_mapping():
+    Batch, Heads = Axis("batch", 8), Axis("kv_head", 4)
+    assert sharding_of(Batch, None, Heads) == PartitionSpec(None, None, None)
+    with hax.axis_mapping(MAPPING):
+        assert sharding_of(Batch, None, Heads) == PartitionSpec(("replica", "data"), None, "model")
+        assert sharding_of(Axis("position", 3)) == PartitionSpec(None)
+
+
+def shapes_within(spec: PartitionSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of an array inside and outside of a function that runs on each shard."""
+    inside = []
+
+    def double(array: jax.Array) -> jax.Array:
+        inside.append(array.shape)
+        return 2 * array
+
+    outside = jax.eval_shape(on_each_shard(double, (spec,), spec), jax.ShapeDtypeStruct((8, 6, 4), jnp.float32))
+    return inside[-1], outside.shape
+
+
+def test_function_is_unchanged_without_a_mesh():
+    assert on_each_shard(len, (PartitionSpec(),), PartitionSpec()) is len
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape"), [(PartitionSpec(), (8, 6, 4)), (PartitionSpec("data", None, "model"), (4, 6, 2))]
+)
+def test_function_runs_on_shards(spec: PartitionSpec, shape: tuple[int, ...]):
+    with jax.sharding.use_abstract_mesh(AbstractMesh((2, 2), ("data", "model"))):
+        assert shapes_within(spec) == (shape, (8, 6, 4))
