@@ -29,14 +29,6 @@ async def thread() -> threading.Thread:
     return threading.current_thread()
 
 
-def test_coroutines_run_in_one_thread_that_ends_with_the_loop():
-    loop = BackgroundLoop()
-    first, second = loop.submit(thread()).result(), loop.submit(thread()).result()
-    assert first is second is not threading.current_thread()
-    loop.close()
-    assert not first.is_alive()
-
-
 def test_an_unreferenced_loop_ends_its_thread():
     loop = BackgroundLoop()
     worker = loop.submit(thread()).result()
@@ -47,41 +39,28 @@ def test_an_unreferenced_loop_ends_its_thread():
     assert not worker.is_alive()
 
 
-def test_close_does_not_wait_for_a_coroutine_that_blocks_when_it_is_cancelled(monkeypatch: pytest.MonkeyPatch):
+def test_close_cancels_coroutines_and_does_not_wait_for_one_that_blocks(monkeypatch: pytest.MonkeyPatch):
     loop = BackgroundLoop()
     started, ends = threading.Event(), threading.Event()
 
-    async def block() -> None:
+    async def wait(blocks: bool) -> None:
         try:
             started.set()
             await asyncio.Event().wait()
         finally:
-            ends.wait(600)
+            if blocks:
+                ends.wait(600)
 
-    loop.submit(block())
+    waiting = loop.submit(wait(blocks=False))
+    assert started.wait(600)
+    loop.close()
+    assert waiting.cancelled()
+    started.clear()
+    loop.submit(wait(blocks=True))
     assert started.wait(600)
     monkeypatch.setattr("marin_rl.utils.event_loop.STOP_TIMEOUT", 1.0)
     loop.close()
     ends.set()
-
-
-def test_close_cancels_running_coroutines():
-    loop = BackgroundLoop()
-    started, cancelled = threading.Event(), threading.Event()
-
-    async def wait() -> None:
-        started.set()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            cancelled.set()
-            raise
-
-    waiting = loop.submit(wait())
-    assert started.wait(600)
-    loop.close()
-    assert cancelled.is_set()
-    assert waiting.cancelled()
 
 
 def test_responds_is_false_if_a_coroutine_blocks_the_loop():
@@ -99,31 +78,6 @@ def test_responds_is_false_if_a_coroutine_blocks_the_loop():
     release.set()
     done.result()
     assert loop.responds(600.0)
-    loop.close()
-
-
-def test_errors_propagate():
-    loop = BackgroundLoop()
-
-    async def fail() -> None:
-        raise ZeroDivisionError("in there")
-
-    with pytest.raises(ZeroDivisionError, match="in there"):
-        loop.submit(fail()).result()
-    loop.close()
-    loop.close()
-
-
-def test_stop_iteration_of_a_thread_is_an_error():
-    """`asyncio` cannot put it into a future, and the caller would wait forever."""
-    loop = BackgroundLoop()
-
-    async def call() -> None:
-        await asyncio.to_thread(lambda: next(iter(())))
-
-    with pytest.raises(RuntimeError, match="the call raised StopIteration") as raised:
-        loop.submit(call()).result(600)
-    assert isinstance(raised.value.__cause__, StopIteration)
     loop.close()
 
 
@@ -189,27 +143,21 @@ def test_an_error_of_foreign_code_ends_neither_its_task_nor_the_caller(name: str
     assert task_name == "episode 7"
 
 
-def test_foreign_code_that_cancels_its_task_as_it_returns_leaves_it_usable():
-    async def cancel() -> None:
+def test_foreign_code_can_cancel_its_task_and_keeps_its_context_variables():
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+
+    async def write_and_cancel() -> None:
+        variable.set(5)
         running = asyncio.current_task()
         assert running is not None
         running.cancel()
-
-    assert asyncio.run(call_twice(cancel)) == ("", "episode 7")
-
-
-def test_context_variables_persist_between_calls_of_foreign_code():
-    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
-
-    async def write() -> None:
-        variable.set(5)
 
     async def read() -> int:
         return variable.get()
 
     async def both() -> int:
         task = ForeignTask("episode")
-        await task.call(write, 600.0)
+        await task.call(write_and_cancel, 600.0)
         value = await task.call(read, 600.0)
         task.end()
         return value
@@ -244,6 +192,9 @@ def test_hanging_threads_do_not_block_other_calls():
     assert loop.submit(asyncio.to_thread(int, "7")).result(600) == 7
     with pytest.raises(ValueError, match="invalid literal"):
         loop.submit(asyncio.to_thread(int, "seven")).result(600)
+    # Asyncio cannot put a StopIteration into a future, and the caller would wait forever.
+    with pytest.raises(RuntimeError, match="the call raised StopIteration"):
+        loop.submit(asyncio.to_thread(next, iter(()))).result(600)
     release.set()
     assert all(call.result(600) for call in stuck)
     loop.close()
