@@ -118,42 +118,33 @@ class LlmJudgeConfig(RewardComponentConfig):
         check_fields(self)
         check_component_name(self.name)
         check_address(f"rewards: base_url of {self.name!r}", self.base_url, "api_key_env")
-        self._check_scope()
         self._check_rubric()
+        self._check_prompt()
         if not -MAX_REWARD <= self.lowest < self.highest <= MAX_REWARD:
             raise ValueError(
                 f"rewards: lowest of {self.name!r} must be less than highest, and both at most {MAX_REWARD:g} in "
                 f"magnitude, got lowest {self.lowest} and highest {self.highest}"
             )
 
-    def _check_scope(self) -> None:
+    def _check_prompt(self) -> None:
         if self.scope is RewardScope.BATCH:
             raise ValueError(f"rewards: scope of {self.name!r} must be pointwise or group, got batch")
-        is_group = self.scope is RewardScope.GROUP
-        placeholder, unused = ("{conversations}", "{conversation}")[:: 1 if is_group else -1]
-        if placeholder not in self.prompt:
+        needed = {"conversations" if self.scope is RewardScope.GROUP else "conversation"}
+        needed |= {"rubric"} if self.rubric else set()
+        found = {*_PLACEHOLDERS.findall(self.prompt)} - {"ground_truth"}
+        if found != needed:
+            expected, got = (", ".join(f"{{{name}}}" for name in sorted(names)) for names in (needed, found))
             raise ValueError(
-                f"rewards: the prompt of {self.name!r} must contain {placeholder} for scope: {self.scope.value}"
-            )
-        if unused in self.prompt:
-            raise ValueError(
-                f"rewards: the prompt of {self.name!r} contains {unused}, which is not replaced with scope: "
-                f"{self.scope.value}; use {placeholder}"
+                f"rewards: the prompt of {self.name!r} must contain {expected} and no other placeholder except "
+                f"{{ground_truth}}, for scope {self.scope.value} {'with' if self.rubric else 'without'} a rubric; it "
+                f"contains {got or 'none'}"
             )
 
     def _check_rubric(self) -> None:
-        if not self.rubric:
-            if "{rubric}" in self.prompt:
-                raise ValueError(
-                    f"rewards: {{rubric}} in the prompt of {self.name!r} requires a rubric, but it is empty"
-                )
-            return
-        if self.scope is not RewardScope.POINTWISE:
+        if self.rubric and self.scope is not RewardScope.POINTWISE:
             raise ValueError(
                 f"rewards: {self.name!r} has a rubric, which requires scope: pointwise, not {self.scope.value}"
             )
-        if "{rubric}" not in self.prompt:
-            raise ValueError(f"rewards: the prompt of {self.name!r} must contain {{rubric}}, because it has a rubric")
         counts = collections.Counter(criterion.name for criterion in self.rubric)
         if repeated := [name for name, count in counts.items() if count > 1]:
             raise ValueError(f"rewards: the rubric of {self.name!r} repeats {', '.join(repeated)}; use unique names")
@@ -292,9 +283,7 @@ class LlmJudge:
             raise _RetryableError(RewardFailure.REQUEST, detail) from error
         except (httpx.TransportError, httpx.DecodingError) as error:
             raise _RetryableError(RewardFailure.REQUEST, f"{type(error).__name__}: {error}") from error
-        text = content.decode("utf-8", "replace")
-        if self._key is not None:
-            text = text.replace(self._key, "***")
+        text = self._without_key(content.decode("utf-8", "replace"))
         if response.status_code in _RETRIED_STATUSES:
             raise _RetryableError(RewardFailure.REQUEST, f"status {response.status_code}: {text[:200]}")
         if response.status_code != 200:
@@ -304,6 +293,8 @@ class LlmJudge:
             _add_tokens(usage, completion)
             choice = completion["choices"][0]
             answer, is_cut = choice["message"]["content"], choice.get("finish_reason") == "length"
+            # The answer is stored as the reason of the score.
+            answer = self._without_key(answer) if isinstance(answer, str) else answer
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             answer, is_cut = None, False
         if is_cut:
@@ -315,6 +306,15 @@ class LlmJudge:
         if not isinstance(answer, str):
             raise _RetryableError(RewardFailure.REQUEST, f"no chat completion: {text[:200]!r}")
         return replace_surrogates(answer)
+
+    def _without_key(self, text: str) -> str:
+        """Return a text of the endpoint without the API key, also in the form that it has in JSON."""
+        if self._key is None:
+            return text
+        in_json = json.dumps(self._key)[1:-1]
+        for key in (in_json.replace("/", r"\/"), in_json, self._key):
+            text = text.replace(key, "***")
+        return text
 
     def _body(self, values: dict[str, str]) -> dict[str, Any]:
         # Substitute all placeholders at once: a conversation that contains "{ground_truth}" must not receive it.

@@ -543,6 +543,28 @@ def test_keys_are_stripped_and_never_shown(
     assert "key-1" not in str(failed.value)
 
 
+@pytest.mark.parametrize("key", ["key-1", 'a"b\\c/d'])
+def test_answers_that_repeat_the_key_are_stored_without_it(
+    endpoint: Endpoint, request_of, monkeypatch: pytest.MonkeyPatch, key: str
+):
+    monkeypatch.setenv("JUDGE_KEY", key)
+    configured = config(endpoint, api_key_env="JUDGE_KEY", retries=0)
+    endpoint.replies = lambda count: reply_with(f"You sent {key}.\nScore: 0.5")
+    [result] = judge(configured, request_of())
+    assert (result.score, result.reason) == (0.5, "You sent ***.\nScore: 0.5")
+    for reply in (
+        reply_with(f"You sent {key}."),
+        reply_with(f"You sent {key}.", "length"),
+        (200, {"sent": key}),
+        (500, {"sent": key}),
+        (500, json.dumps({"sent": key}).replace("/", r"\/").encode()),
+    ):
+        endpoint.replies = lambda count, reply=reply: reply
+        with pytest.raises(RewardCallError, match=r"\*\*\*") as failed:
+            judge(configured, request_of())
+        assert all(part not in str(failed.value) for part in ("key-1", "a\"b", 'a\\"b', "c/d", "c\\/d"))
+
+
 def test_missing_key_is_an_error_before_sampling(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(RewardConfigError, match="the environment variable JUDGE_KEY is not set"):
@@ -552,22 +574,15 @@ def test_missing_key_is_an_error_before_sampling(endpoint: Endpoint, monkeypatch
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"prompt": "Rate it."}, r"must contain \{conversation\}"),
+        ({"prompt": "Rate it."}, r"must contain \{conversation\} and no other .* without a rubric; it contains none"),
         ({"lowest": 1.0}, "lowest of 'llm_judge' must be less than highest, .* got lowest 1.0 and highest 1.0"),
         ({"highest": 1e31}, "at most 1e\\+30 in magnitude, got .* highest 1e\\+31"),
         ({"scope": RewardScope.BATCH}, "scope of 'llm_judge' must be pointwise or group, got batch"),
-        ({"scope": RewardScope.GROUP}, r"must contain \{conversations\} for scope: group"),
-        (
-            {"scope": RewardScope.GROUP, "prompt": "{conversations} {conversation}"},
-            r"contains \{conversation\}, which is not replaced with scope: group; use \{conversations\}",
-        ),
-        (
-            {"prompt": "{conversation} {conversations}"},
-            r"contains \{conversations\}, which is not replaced with scope: pointwise; use \{conversation\}",
-        ),
+        ({"scope": RewardScope.GROUP}, r"must contain \{conversations\} .* scope group .* contains \{conversation\}"),
+        ({"prompt": "{conversation} {conversations}"}, r"must contain \{conversation\} and no other"),
         ({"name": "a b"}, "invalid name 'a b'"),
-        ({"prompt": "{conversation} {rubric}"}, r"\{rubric\} in the prompt of 'llm_judge' requires a rubric"),
-        ({"rubric": RUBRIC}, r"must contain \{rubric\}, because it has a rubric"),
+        ({"prompt": "{conversation} {rubric}"}, r"must contain \{conversation\} and no other .* without a rubric"),
+        ({"rubric": RUBRIC}, r"must contain \{conversation\}, \{rubric\} .* with a rubric"),
         (
             {"rubric": RUBRIC, "prompt": "{conversations} {rubric}", "scope": RewardScope.GROUP},
             "has a rubric, which requires scope: pointwise, not group",
