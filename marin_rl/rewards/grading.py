@@ -5,15 +5,18 @@
 
 import abc
 import dataclasses
-from typing import Annotated, ClassVar, Protocol, runtime_checkable
+import re
+from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
 
 import draccus
 from annotated_types import Gt
 
-from marin_rl.rewards.math_grader import MathVerifyGrader
+from marin_rl.rewards.grading_process import NoAnswerError, ask
 from marin_rl.rewards.math_worker import GroundTruthError
 from marin_rl.rewards.reply_text import check_pattern, search_reply
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
+
+_PLAIN_NUMBER = re.compile(r"-?(0|[1-9]\d*)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +153,38 @@ class MathVerifyConfig(GraderConfig):
     timeout: Annotated[float, Gt(0)] = 5.0
     """Seconds of CPU time for one reply; a reply that needs more counts as wrong."""
 
-    def build(self) -> MathVerifyGrader:
-        """Build the grader; its processes start with the first replies that need them."""
-        return MathVerifyGrader(self.timeout)
+    # A reply can take its whole time limit.
+    blocks: ClassVar[bool] = True
+
+    def build(self) -> "MathVerifyConfig":
+        """Return the config itself, which is the grader."""
+        return self
+
+    def check(self, answer: str) -> None:
+        """Check that the answer can be parsed."""
+        if _PLAIN_NUMBER.fullmatch(answer):
+            return
+        try:
+            self._ask({"answer": answer})
+        except NoAnswerError as error:
+            raise GroundTruthError(
+                f"math_verify cannot read the ground truth {answer!r}: {error}; correct it, or use "
+                "`grader: {type: exact}`"
+            ) from error
+
+    def read(self, reply: str) -> str | None:
+        """Return the final answer of a reply, or None if it has none."""
+        return self._ask({"reply": reply})["found"]
+
+    def grade(self, reply: str, answer: str) -> float:
+        """Return 1 if reply and answer are mathematically equal, else 0."""
+        if _PLAIN_NUMBER.fullmatch(answer) and reply == answer:
+            return 1.0
+        return float(self._ask({"reply": reply, "answer": answer})["match"])
+
+    def _ask(self, request: dict[str, str]) -> dict[str, Any]:
+        # In a process that is killed at the time limit: `9**9**9**9` makes sympy compute without end.
+        response = ask("marin_rl.rewards.math_worker:open_grader", request, self.timeout)
+        if "ground_truth_error" in response:
+            raise GroundTruthError(response["ground_truth_error"])
+        return response

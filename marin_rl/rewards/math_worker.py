@@ -26,7 +26,7 @@ def math_verify_match(reply: str, answer: str) -> bool:
     their values at several points, lists without order, tuples, intervals and matrices element by element, words by
     their letters. `5%` equals `5` and `0.05`. A sum or product is not a number: `12+34` is wrong if the truth is `46`.
 
-    This function works in any thread but has no time limit; `MathVerifyGrader` runs it in a process that is killed at a
+    This function works in any thread but has no time limit; `MathVerifyConfig` runs it in a process that is killed at a
     limit.
 
     Args:
@@ -331,7 +331,7 @@ def open_grader() -> Callable[[Mapping[str, str]], dict[str, Any]]:
 
 
 def answer(request: Mapping[str, str]) -> dict[str, Any]:
-    """Answer a request of [`MathVerifyGrader`][marin_rl.rewards.math_grader.MathVerifyGrader].
+    """Answer a request of [`MathVerifyConfig`][marin_rl.rewards.grading.MathVerifyConfig].
 
     Args:
         request: the `reply`, and the `answer` that it is compared with. Without a reply only the answer is checked;

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from marin_rl.rewards.code import same_value
 from marin_rl.rewards.code_harness import candidates, choose_definitions, choose_program, to_json
-from marin_rl.rewards.code_values import same_value
 
 ADD = "def add(a, b):\n    return a + b\n"
 BROKEN = "def add(a, b:\n    return a + b\n"

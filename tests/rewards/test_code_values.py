@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.rewards.code_values import same_output, same_value
+from marin_rl.rewards.code import same_output, same_value
 
 EQUAL: list[tuple[Any, Any]] = [
     (5, 5.0),

@@ -562,7 +562,7 @@ def test_answers_that_repeat_the_key_are_stored_without_it(
         endpoint.replies = lambda count, reply=reply: reply
         with pytest.raises(RewardCallError, match=r"\*\*\*") as failed:
             judge(configured, request_of())
-        assert all(part not in str(failed.value) for part in ("key-1", "a\"b", 'a\\"b', "c/d", "c\\/d"))
+        assert all(part not in str(failed.value) for part in ("key-1", 'a"b', 'a\\"b', "c/d", "c\\/d"))
 
 
 def test_missing_key_is_an_error_before_sampling(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch):
