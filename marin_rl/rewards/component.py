@@ -11,7 +11,7 @@ import dataclasses
 import enum
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -24,7 +24,7 @@ from marin_rl.rewards.functions import (
     RewardMode,
     RewardRequest,
 )
-from marin_rl.rewards.sandbox.pool import LoadedFile, Sandbox, UserFunction
+from marin_rl.rewards.sandbox.pool import FunctionDescription, Sandbox, UserFunction
 from marin_rl.types import Task
 from marin_rl.utils.errors import UserError, nearest
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
@@ -187,10 +187,10 @@ class FunctionReward:
             problem = f"{self._config.path} is a folder" if file.exists() else f"the file {file} does not exist"
             raise RewardConfigError(f"{problem}; correct `path`: {nearest(file.name, known, 'Files there')}")
         try:
-            loaded = await self._sandbox.load(self._function.file)
+            functions = await self._sandbox.load(self._function.file)
         except UserFileError as error:
             raise RewardConfigError(str(error)) from error
-        self.scope = _resolve_scope(self._config, loaded)
+        self.scope = _resolve_scope(self._config, functions)
 
     @property
     def waits_for_group(self) -> bool:
@@ -207,11 +207,15 @@ class FunctionReward:
         """Do nothing: the caller closes the sandbox."""
 
 
-def _resolve_scope(config: FunctionRewardConfig, loaded: LoadedFile) -> RewardScope:
+def _resolve_scope(config: FunctionRewardConfig, functions: Mapping[str, FunctionDescription]) -> RewardScope:
     subject = f"{config.function!r} of {config.path}"
-    function = loaded.functions.get(config.function)
+    function = functions.get(config.function)
     if function is None:
-        raise RewardConfigError(f"{subject} {_why_no_function(config.function, loaded)}")
+        known = nearest(config.function, sorted(functions), "Its reward functions") if functions else "It has none"
+        raise RewardConfigError(
+            f"{subject} is not a reward function of the file; correct the name, or write @reward_function above its "
+            f"`def`. {known[0].upper()}{known[1:]}"
+        )
     if function.problem is not None:
         raise RewardConfigError(f"{subject} {function.problem}")
     missing = sorted(set(function.required) - set(config.options))
@@ -225,15 +229,3 @@ def _resolve_scope(config: FunctionRewardConfig, loaded: LoadedFile) -> RewardSc
             f"{subject} has mode {function.mode.value}, so scope must be {valid}, got {config.scope.value}"
         )
     return config.scope
-
-
-def _why_no_function(name: str, loaded: LoadedFile) -> str:
-    """Why a name is not a reward function of a file, and the remedy."""
-    kind = loaded.others.get(name)
-    if kind == "function":
-        return "is not a reward function; write @reward_function above its `def`"
-    heading = "Its reward functions"
-    names = nearest(name, sorted(loaded.functions), heading) if loaded.functions else "no function has @reward_function"
-    if kind is None:
-        return f"does not exist; {names}"
-    return f"is a {kind if kind in ('class', 'module') else f'value of type {kind}'}, not a reward function; {names}"

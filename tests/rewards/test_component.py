@@ -30,86 +30,57 @@ REWARDS = """
 from marin_rl.rewards import reward_function
 
 @reward_function
-def accuracy(messages, ground_truth, tolerance=0, **kwargs): ...
+def accuracy(messages, ground_truth, tolerance=0, **kwargs): return 1.0
+
+@reward_function(stateless=True)
+def shares(messages, ground_truth, **kwargs): return 1.0
 
 @reward_function(mode="batch")
-def shortest(messages, ground_truth, **kwargs): ...
+def shortest(messages, ground_truth, **kwargs): return [1.0 for _ in messages]
 
 @reward_function
 def needs(messages, ground_truth, model, **kwargs): ...
 """
 
 
-def checked(config: FunctionRewardConfig) -> RewardScope | None:
-    async def run() -> RewardScope | None:
-        async with Sandbox(SandboxConfig(require=Isolation.NONE, workers=1, wall_seconds=600.0)) as sandbox:
-            component = config.build(sandbox)
-            assert component.scope is None
-            await component.check()
-            return component.scope
-
-    return asyncio.run(run())
-
-
 @pytest.mark.medium
-def test_function_components_are_checked_early(tmp_path: Path):
+def test_function_components_are_checked_early(tmp_path: Path, request_of: Any):
     file = tmp_path / "my_rewards.py"
     file.write_text(REWARDS)
 
-    def config(function: str, **fields: Any) -> FunctionRewardConfig:
-        return FunctionRewardConfig(path=str(file), function=function, **fields)
-
-    assert checked(config("shortest")) is RewardScope.GROUP
-    assert checked(config("shortest", scope=RewardScope.BATCH)) is RewardScope.BATCH
-    assert checked(config("accuracy")) is RewardScope.POINTWISE
-    for wrong, message in [
-        (
-            config("acuracy"),
-            r"'acuracy' of .*my_rewards.py does not exist; did you mean 'accuracy'\?.*: accuracy, needs, shortest",
-        ),
-        (config("needs"), "requires model; set it under options"),
-        (config("accuracy", scope=RewardScope.GROUP), "has mode pointwise, so scope must be pointwise, got group"),
-        (config("shortest", scope=RewardScope.POINTWISE), "scope must be group or batch, got pointwise"),
-        (FunctionRewardConfig(path=str(tmp_path / "none.py"), function="f"), "none.py does not exist"),
-    ]:
-        with pytest.raises(RewardConfigError, match=message):
-            checked(wrong)
-    file.write_text("def accuracy(messages, ground_truth, **kwargs): ...")
-    with pytest.raises(RewardConfigError, match="write @reward_function above its `def`"):
-        checked(config("accuracy"))
-
-
-SHARING = """
-from marin_rl.rewards import reward_function
-
-@reward_function(stateless=True)
-def shares(messages, ground_truth, **kwargs): return 1.0
-
-@reward_function
-def own(messages, ground_truth, **kwargs): return 1.0
-
-@reward_function(mode="batch")
-def batch(messages, ground_truth, **kwargs): return [1.0 for _ in messages]
-"""
-
-
-@pytest.mark.medium
-def test_functions_whose_calls_share_processes_wait_for_the_group(tmp_path: Path, request_of: Any):
-    file = tmp_path / "my_rewards.py"
-    file.write_text(SHARING)
-    names = ["shares", "own", "batch"]
-
-    async def run() -> list[str]:
+    async def run() -> None:
         sandbox_config = SandboxConfig(require=Isolation.NONE, workers=1, wall_seconds=600.0)
         async with Sandbox(sandbox_config, strongest=Isolation.NONE) as sandbox:
-            components = [FunctionRewardConfig(path=str(file), function=name).build(sandbox) for name in names]
-            for component in components:
+            for function, given, scope in [
+                ("accuracy", None, RewardScope.POINTWISE),
+                ("shares", None, RewardScope.POINTWISE),
+                ("shortest", None, RewardScope.GROUP),
+                ("shortest", RewardScope.BATCH, RewardScope.BATCH),
+            ]:
+                component = FunctionRewardConfig(path=str(file), function=function, scope=given).build(sandbox)
+                assert component.scope is None
                 await component.check()
+                assert component.scope is scope
+                # Calls of a function that share processes start when the group is complete.
+                assert component.waits_for_group is (function == "shares")
                 results = await component.score([request_of(), request_of()])
                 assert [result.score for result in results if isinstance(result, EvaluateResult)] == [1.0, 1.0]
-            return [component.name for component in components if component.waits_for_group]
+            for function, fields, message in [
+                (
+                    "acuracy",
+                    {},
+                    r"'acuracy' of .*my_rewards.py is not .*Did you mean 'accuracy'\? .*: accuracy, needs, s",
+                ),
+                ("needs", {}, "requires model; set it under options"),
+                ("accuracy", {"scope": RewardScope.GROUP}, "mode pointwise, so scope must be pointwise, got group"),
+                ("shortest", {"scope": RewardScope.POINTWISE}, "scope must be group or batch, got pointwise"),
+                ("f", {"path": str(tmp_path / "none.py")}, "none.py does not exist"),
+            ]:
+                config = FunctionRewardConfig(**{"path": str(file), "function": function, **fields})
+                with pytest.raises(RewardConfigError, match=message):
+                    await config.build(sandbox).check()
 
-    assert asyncio.run(run()) == ["shares"]
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(

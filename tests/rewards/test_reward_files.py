@@ -66,11 +66,13 @@ UNLOADABLE = {
     "own_error": Explained("class Bad(Exception): ...\nraise Bad('no key')", "Bad: no key", (":2: raise Bad('no",)),
     "file": Explained("open('/nowhere/words')", "'/nowhere/words'", (":1: open('/nowhere/words')",)),
     "argument": Explained(IMPORT + "reward_function('batch')", "applied to 'batch' (str), which", (":2: reward_f",)),
-    "no_function": Explained(IMPORT + GOOD.format("corect"), "does not exist; did you mean 'corect'?"),
-    "class": Explained("class correct: ...", "is a class, not a reward function; no function has @reward_function"),
-    "module": Explained("import json as correct", "is a module, not a reward function"),
-    "number": Explained("correct = 3", "is a value of type int, not a reward function"),
-    "plain": Explained("def correct(messages, ground_truth, **kwargs): ...", "write @reward_function above its `def`"),
+    "no_function": Explained(
+        IMPORT + GOOD.format("corect"), "write @reward_function above its `def`. Did you mean 'corect'"
+    ),
+    "plain": Explained(
+        "def correct(messages, ground_truth, **kwargs): ...", "write @reward_function above its `def`. It has n"
+    ),
+    "class": Explained("class correct: ...", "is not a reward function of the file; correct the name, or write"),
     "no_kwargs": Explained(IMPORT + GOOD.format("correct").replace(", **kwargs", ""), "lacks **kwargs; it is called"),
     "async": Explained(IMPORT + GOOD.format("correct").replace("def", "async def"), "is async; use a plain def"),
     "yields": Explained(IMPORT + GOOD.format("correct").replace("return", "yield"), "contains `yield`; return"),
@@ -201,7 +203,7 @@ def test_all_problems_of_all_files_are_reported_at_once(tmp_path: Path):
 
     short, missing, unloadable, frame, nowhere = asyncio.run(run()).split("\n")
     assert short.startswith(f"reward 'short': 'short' of {mixed} takes (messages, ground_truth), which lacks **kwargs")
-    assert missing.startswith(f"reward 'god': 'god' of {mixed} does not exist; did you mean 'good'?")
+    assert missing.startswith(f"reward 'god': 'god' of {mixed} is not a reward function of the file; correct")
     assert unloadable == f"reward 'first', 'second': {broken} cannot be loaded: ZeroDivisionError: division by zero"
     assert frame == f"  {broken}:1: 1 / 0"
     assert "mixd.py does not exist; correct `path`: did you mean 'mixed.py'?" in nowhere

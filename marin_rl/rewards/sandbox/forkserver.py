@@ -169,10 +169,10 @@ def parse_ready(data: bytes) -> tuple[int | None, str | None]:
 
 
 def parse_names(data: bytes) -> tuple[dict[str, Any], str | None]:
-    """Parse the untrusted description of the file's names; returns it and an error message or None."""
+    """Parse the untrusted descriptions of the file's reward functions; returns them and an error message or None."""
     message = _parse(data)
-    if isinstance(message.get("functions"), dict) and isinstance(message.get("others"), dict):
-        return message, None
+    if isinstance(message.get("functions"), dict):
+        return message["functions"], None
     if isinstance(message.get("raised"), str):
         return {}, f"listing its reward functions {message['raised']}"
     return {}, "the forkserver sent no valid description of its reward functions"
@@ -254,7 +254,7 @@ def _be_child(
 def _answer(request: dict[str, Any], functions: Mapping[str, Any], spec: WorkerSpec) -> str:
     try:
         if request["kind"] == "describe":
-            return _describe(functions, spec)
+            return _describe(functions)
         return _run_function(request, functions)
     except MemoryError:
         return '{"memory": true}'
@@ -275,11 +275,11 @@ def _failure(error: BaseException, spec: WorkerSpec) -> dict[str, str]:
     return {"raised": f"raised {_explain(error, spec)}"}
 
 
-def _describe(functions: Mapping[str, Any], spec: WorkerSpec) -> str:
-    """Describe the reward functions of the file, and as far as there is room the kinds of its other names."""
+def _describe(functions: Mapping[str, Any]) -> str:
+    """Describe the reward functions of the file by name."""
     from marin_rl.rewards.functions import RewardFunction, required_options
 
-    described: dict[str, Any] = {
+    described = {
         name: {
             "mode": value.mode.value,
             "required": [] if value.problem else required_options(value),
@@ -289,13 +289,7 @@ def _describe(functions: Mapping[str, Any], spec: WorkerSpec) -> str:
         for name, value in functions.items()
         if isinstance(value, RewardFunction)
     }
-    others: dict[str, str] = {}
-    room = spec.limits.output_bytes // 2 - len(json.dumps(described))
-    for name, value in functions.items():
-        room -= len(name) + 60
-        if name not in described and not name.startswith("__") and room > 0:
-            others[name] = "class" if isinstance(value, type) else type(value).__name__[:50]
-    return json.dumps({"functions": described, "others": others})
+    return json.dumps({"functions": described})
 
 
 def _run_calls(request: dict[str, Any], functions: Mapping[str, Any], spec: WorkerSpec) -> str:

@@ -37,11 +37,17 @@ from marin_rl.rewards.functions import (
     RewardRequest,
     describe_invalid,
 )
-from marin_rl.rewards.sandbox.answers import answers_of_calls, failure_of_function, validated
-from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.config import SandboxConfig, worker_spec
 from marin_rl.rewards.sandbox.isolation import OLDEST_LANDLOCK, Isolation, find_holes, landlock_version, self_test
 from marin_rl.rewards.sandbox.seccomp import seccomp_is_supported
-from marin_rl.rewards.sandbox.worker_process import WorkerLostError, WorkerProcess, failure_of, worker_spec
+from marin_rl.rewards.sandbox.worker_process import (
+    WorkerLostError,
+    WorkerProcess,
+    answers_of_calls,
+    failure_of,
+    failure_of_function,
+    validated,
+)
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.user_code import UserFileError
 
@@ -93,15 +99,7 @@ class FunctionDescription(pydantic.BaseModel):
     """Why it cannot be called, and the remedy, continuing a sentence that begins with its name; None if it can."""
 
 
-class LoadedFile(pydantic.BaseModel):
-    """Description of a user's file."""
-
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
-
-    functions: dict[str, FunctionDescription]
-    """Its reward functions by name."""
-    others: dict[str, str]
-    """The kinds of its other values by name, such as `function`, `class` or `module`; some can be missing."""
+_FUNCTIONS = pydantic.TypeAdapter(dict[str, FunctionDescription])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +140,7 @@ class Sandbox:
         self._starting = 0
         self._sources: dict[str, bytes] = {}
         self._stateless: set[UserFunction] = set()
-        self._loaded: dict[str, LoadedFile | UserFileError] = {}
+        self._loaded: dict[str, dict[str, FunctionDescription] | UserFileError] = {}
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -204,8 +202,8 @@ class Sandbox:
         missing = f"; unavailable: {'; '.join(self._missing)}" if self._missing else ""
         return f"sandbox: isolation {self.isolation.value} ({mechanisms}, limits on every call){missing}"
 
-    async def load(self, file: str) -> LoadedFile:
-        """Load a user's file in a worker and describe it; later calls return or raise the same.
+    async def load(self, file: str) -> dict[str, FunctionDescription]:
+        """Load a user's file in a worker and return its reward functions by name; later calls return or raise the same.
 
         Args:
             file: the Python file, absolute.
@@ -223,17 +221,17 @@ class Sandbox:
             raise loaded
         return loaded
 
-    async def _describe(self, file: str) -> LoadedFile:
+    async def _describe(self, file: str) -> dict[str, FunctionDescription]:
         try:
             answer = await self._ask(file, {"kind": "load"})
             if "not_loaded" in answer:
                 raise UserFileError(f"{file} cannot be loaded: {answer['not_loaded']}")
-            found = LoadedFile.model_validate(answer["loaded"], strict=False)
+            found = _FUNCTIONS.validate_python(answer["loaded"], strict=False)
         except RewardCallError as error:
             raise UserFileError(f"{file} cannot be loaded: {error.detail}") from error
         except pydantic.ValidationError as error:
             raise UserFileError(f"{file} cannot be loaded: it sent an invalid {describe_invalid(error)}") from error
-        self._stateless |= {UserFunction(file, name) for name, one in found.functions.items() if one.stateless}
+        self._stateless |= {UserFunction(file, name) for name, one in found.items() if one.stateless}
         return found
 
     def batches_calls(self, function: UserFunction) -> bool:
@@ -261,7 +259,7 @@ class Sandbox:
         """
         with self._counting_failures(function):
             answer = await self._answer(function, {"kind": "call"}, requests, options)
-            return validated(answer, len(requests))
+            return validated(answer, len(requests), self.config)
 
     async def call_each(
         self, function: UserFunction, requests: Sequence[RewardRequest], options: Mapping[str, Any]
@@ -295,7 +293,7 @@ class Sandbox:
                     [result] = await self.call(function, [request], options)
                 else:
                     with self._counting_failures(function):
-                        [result] = validated(answer, 1)
+                        [result] = validated(answer, 1, self.config)
             except RewardCallError as error:
                 return error
             return result
@@ -337,7 +335,7 @@ class Sandbox:
         for stream in ("stdout", "stderr"):
             if report[stream]:
                 logger.debug("%s wrote to %s: %s", function.name, stream, report[stream])
-        failure = failure_of(report, self.config.cpu_seconds)
+        failure = failure_of(report, self.config)
         if failure is not None:
             raise failure
         return report["answer"]
@@ -361,7 +359,7 @@ class Sandbox:
             report = await self._ask(None, {"kind": "python", "code": code, "stdin": stdin, "seconds": limit})
             if "not_loaded" in report:
                 raise RewardCallError(RewardFailure.WORKER, f"programs cannot be started: {report['not_loaded']}")
-        failure = failure_of(report, self.config.cpu_seconds)
+        failure = failure_of(report, dataclasses.replace(self.config, wall_seconds=limit))
         return PythonResult(report["stdout"], report["stderr"], failure, report["seconds"])
 
     async def close(self) -> None:
@@ -379,7 +377,7 @@ class Sandbox:
             self.failures[error.cause] += 1
             if function is None:
                 raise
-            raise RewardCallError(error.cause, failure_of_function(function, error, self.config)) from error
+            raise RewardCallError(error.cause, failure_of_function(function, error)) from error
 
     async def _ask(self, file: str | None, request: dict[str, Any]) -> dict[str, Any]:
         async with self._slots:

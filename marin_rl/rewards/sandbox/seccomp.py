@@ -24,181 +24,75 @@ PR_SET_DUMPABLE = 4
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """Architecture numbers (`include/uapi/linux/audit.h`), in the order of the columns below."""
 
-# One row per system call: its number on x86-64 and on 64-bit Arm, or None if the machine does not have it.
-_NETWORK = {
-    "socket": (41, 198),
-    "connect": (42, 203),
-    "bind": (49, 200),
-    "listen": (50, 201),
-    # A message can hold descriptors, so that a file stays open though no process has it open. Options include the size
-    # of queues.
-    "sendmsg": (46, 211),
-    "sendmmsg": (307, 269),
-    "setsockopt": (54, 208),
-}
-_SIGNALS = {
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "tgkill": (234, 131),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_send_signal": (424, 424),
-}
+
+def _table(text: str) -> dict[str, tuple[int | None, int | None]]:
+    """Read system calls with their numbers on x86-64 and on 64-bit Arm; `-` if the machine does not have it."""
+    rows = (row.split() for row in text.split(","))
+    return {name: (None if x86 == "-" else int(x86), None if arm == "-" else int(arm)) for name, x86, arm in rows}
+
+
+# A message of sendmsg can hold descriptors, so that a file stays open though no process has it open. The options of
+# setsockopt include the size of queues.
+_NETWORK = _table(
+    """socket 41 198, connect 42 203, bind 49 200, listen 50 201, sendmsg 46 211, sendmmsg 307 269, setsockopt 54 208"""
+)
+_SIGNALS = _table(
+    """kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240,
+    pidfd_send_signal 424 424"""
+)
 # A process that leaves the process group of its call could escape when the group is killed.
-_GROUPS = {"setsid": (112, 157), "setpgid": (109, 154)}
-_PROGRAMS = {"fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281)}
-_OTHER_PROCESSES = {
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
-    "kcmp": (312, 272),
-    "pidfd_open": (434, 434),
-    "pidfd_getfd": (438, 438),
-    "setpriority": (141, 140),
-    "ioprio_set": (251, 30),
-    "sched_setaffinity": (203, 122),
-    "sched_setscheduler": (144, 119),
-    "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    "process_mrelease": (448, 448),
-}
-_NAMESPACES = {
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "setns": (308, 268),
-    "unshare": (272, 97),
-    "open_tree": (428, 428),
-    "open_tree_attr": (467, 467),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "open_by_handle_at": (304, 265),
-    "name_to_handle_at": (303, 264),
-}
-_KERNEL = {
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_setup": (206, 0),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "reboot": (169, 142),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "acct": (163, 89),
-    "quotactl": (179, 60),
-    "quotactl_fd": (443, 443),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "adjtimex": (159, 171),
-    "clock_adjtime": (305, 266),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "syslog": (103, 116),
-    "iopl": (172, None),
-    "ioperm": (173, None),
-    "modify_ldt": (154, None),
-    "vhangup": (153, 58),
-}
-_WATCHES = {
-    # Watches report accesses to files and folders that the process may not even be allowed to read.
-    "inotify_init": (253, None),
-    "inotify_init1": (294, 26),
-    "inotify_add_watch": (254, 27),
-    "fanotify_init": (300, 262),
-    "fanotify_mark": (301, 263),
-}
-_SHARED_MEMORY = {
-    # Memory and queues that outlive the process, belong to others, or are not counted by its limits.
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "shmctl": (31, 195),
-    "msgget": (68, 186),
-    "msgsnd": (69, 189),
-    "msgrcv": (70, 188),
-    "msgctl": (71, 187),
-    "semget": (64, 190),
-    "semop": (65, 193),
-    "semctl": (66, 191),
-    "semtimedop": (220, 192),
-    "mq_open": (240, 180),
-    "mq_unlink": (241, 181),
-    # Pipes hold the pages of a process that has freed them.
-    "vmsplice": (278, 75),
-}
-_ATTRIBUTES = {
-    "chmod": (90, None),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-    "chown": (92, None),
-    "fchown": (93, 55),
-    "lchown": (94, None),
-    "fchownat": (260, 54),
-    "utime": (132, None),
-    "utimes": (235, None),
-    "futimesat": (261, None),
-    "utimensat": (280, 88),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "setxattrat": (463, 463),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16),
-    "removexattrat": (466, 466),
-    "file_setattr": (469, 469),
-}
-
-
-_FILTERED_BY_ARGUMENTS = {
-    "open": (2, None),
-    "openat": (257, 56),
-    "clone": (56, 220),
-    "prctl": (157, 167),
-    "fcntl": (72, 25),
-    "ioctl": (16, 29),
-    "socketpair": (53, 199),
-    "prlimit64": (302, 261),
-    "mmap": (9, 222),
-    "close_range": (436, 436),
-}
-_UNKNOWN_CALLS = {
-    # The arguments of these are in memory, which a filter cannot read. Programs fall back to clone and openat.
-    "clone3": (435, 435),
-    "openat2": (437, 437),
-    # Pipes and sockets hold the pages of a file that has been truncated. Programs fall back to read and write.
-    "splice": (275, 76),
-    "tee": (276, 77),
-    "sendfile": (40, 71),
-}
-_UNSUPPORTED = {
-    # It reserves space beyond the end of a file, to which no limit applies.
-    "fallocate": (285, 47),
-}
-_FLOCK = {"flock": (73, 32)}
-_LIMITS = {"setrlimit": (160, 164)}
+_GROUPS = _table("setsid 112 157, setpgid 109 154")
+_PROGRAMS = _table("fork 57 -, vfork 58 -, execve 59 221, execveat 322 281")
+_OTHER_PROCESSES = _table(
+    """ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, process_madvise 440 440, kcmp 312 272,
+    pidfd_open 434 434, pidfd_getfd 438 438, setpriority 141 140, ioprio_set 251 30, sched_setaffinity 203 122,
+    sched_setscheduler 144 119, sched_setparam 142 118, sched_setattr 314 274, migrate_pages 256 238,
+    move_pages 279 239, process_mrelease 448 448"""
+)
+_NAMESPACES = _table(
+    """mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51, setns 308 268, unshare 272 97, open_tree 428 428,
+    open_tree_attr 467 467, move_mount 429 429, fsopen 430 430, fsconfig 431 431, fsmount 432 432, fspick 433 433,
+    mount_setattr 442 442, open_by_handle_at 304 265, name_to_handle_at 303 264"""
+)
+_KERNEL = _table(
+    """add_key 248 217, request_key 249 218, keyctl 250 219, bpf 321 280, perf_event_open 298 241, userfaultfd 323 282,
+    io_setup 206 0, io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427, init_module 175 105,
+    finit_module 313 273, delete_module 176 106, kexec_load 246 104, kexec_file_load 320 294, reboot 169 142,
+    swapon 167 224, swapoff 168 225, acct 163 89, quotactl 179 60, quotactl_fd 443 443, settimeofday 164 170,
+    clock_settime 227 112, adjtimex 159 171, clock_adjtime 305 266, sethostname 170 161, setdomainname 171 162,
+    syslog 103 116, iopl 172 -, ioperm 173 -, modify_ldt 154 -, vhangup 153 58"""
+)
+# Watches report accesses to files and folders that the process may not even be allowed to read.
+_WATCHES = _table(
+    """inotify_init 253 -, inotify_init1 294 26, inotify_add_watch 254 27, fanotify_init 300 262,
+    fanotify_mark 301 263"""
+)
+# Memory and queues that outlive the process, belong to others, or are not counted by its limits.
+# With vmsplice, pipes hold pages that their process has freed.
+_SHARED_MEMORY = _table(
+    """memfd_create 319 279, memfd_secret 447 447, shmget 29 194, shmat 30 196, shmctl 31 195, msgget 68 186,
+    msgsnd 69 189, msgrcv 70 188, msgctl 71 187, semget 64 190, semop 65 193, semctl 66 191, semtimedop 220 192,
+    mq_open 240 180, mq_unlink 241 181, vmsplice 278 75"""
+)
+_ATTRIBUTES = _table(
+    """chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown 93 55, lchown 94 -,
+    fchownat 260 54, utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88, setxattr 188 5, lsetxattr 189 6,
+    fsetxattr 190 7, setxattrat 463 463, removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16,
+    removexattrat 466 466, file_setattr 469 469"""
+)
+_FILTERED_BY_ARGUMENTS = _table(
+    """open 2 -, openat 257 56, clone 56 220, prctl 157 167, fcntl 72 25, ioctl 16 29, socketpair 53 199,
+    prlimit64 302 261, mmap 9 222, close_range 436 436"""
+)
+# The arguments of clone3 and openat2 are in memory, which a filter cannot read; programs fall back to clone and openat.
+# With the others, pipes and sockets hold pages of a file that has been truncated; programs fall back to read and write.
+_UNKNOWN_CALLS = _table("clone3 435 435, openat2 437 437, splice 275 76, tee 276 77, sendfile 40 71")
+# It reserves space beyond the end of a file, to which no limit applies.
+_UNSUPPORTED = _table("fallocate 285 47")
+_FLOCK = _table("flock 73 32")
+_LIMITS = _table("setrlimit 160 164")
 # A call is already restricted, and the rules of further rulesets are memory of the kernel.
-_LANDLOCK = {"landlock_create_ruleset": (444, 444)}
+_LANDLOCK = _table("landlock_create_ruleset 444 444")
 
 _SIGNALS_BY_FCNTL = (8, 10, 15)
 """F_SETOWN, F_SETSIG and F_SETOWN_EX: make a file send signals to any process of the user."""

@@ -337,7 +337,7 @@ class Worker:
                 if exceeded is not None:
                     return exceeded
                 if exceeds_disk():
-                    return "files"
+                    return "file_size"
                 if self._cpu_seconds() > cpu_end:
                     return "cpu"
                 reap(self._forkserver)

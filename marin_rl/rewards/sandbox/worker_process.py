@@ -1,167 +1,41 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Trainer's side of a sandbox worker: its settings and command line, requests, and its failures."""
+"""Trainer's side of a sandbox worker: its process and requests, and the results and failures of calls.
+
+The answers that calls write are untrusted: they are parsed and validated here.
+"""
 
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import json
 import logging
 import os
 import signal
-import site
 import subprocess
-import sys
 import tempfile
-from pathlib import Path
 from typing import Any, Self
 
-import marin_rl
-from marin_rl.rewards.functions import RewardCallError, RewardFailure
+import pydantic
+
+from marin_rl.rewards.functions import (
+    EvaluateResult,
+    RewardCallError,
+    RewardFailure,
+    RewardFunctionError,
+    check_metric_names,
+    describe_invalid,
+)
 from marin_rl.rewards.sandbox import protocol
-from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.config import SCRATCH, SandboxConfig, worker_command, worker_environment
 from marin_rl.rewards.sandbox.folders import remove
-from marin_rl.rewards.sandbox.isolation import OLDEST_LANDLOCK, Isolation
 from marin_rl.rewards.sandbox.protocol import WorkerSpec
 
 logger = logging.getLogger(__name__)
 
 END_SECONDS = 5.0
 """Seconds to wait for a worker to exit by itself."""
-
-PACKAGE_ROOT = str(Path(marin_rl.__file__).resolve().parent.parent)
-"""Folder that the package `marin_rl` is imported from."""
-
-_PACKAGE = os.path.join(PACKAGE_ROOT, "marin_rl")
-_SCRATCH = "/run/calls"
-"""Folder for the scratch folders of calls, when the worker runs in namespaces."""
-
-_SYSTEM = (
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib32",
-    "/lib64",
-    "/nix/store",
-    "/etc/alternatives",
-    "/etc/ld.so.cache",
-    "/etc/ld.so.conf",
-    "/etc/ld.so.conf.d",
-    "/etc/localtime",
-)
-"""Files of the operating system that programs need; paths that do not exist are left out."""
-
-_START = (
-    "import sys; sys.path.insert(0, sys.argv[2]); from marin_rl.rewards.sandbox.worker import main; main(sys.argv[1])"
-)
-
-
-def worker_spec(file: str | None, config: SandboxConfig, level: Isolation, landlock: int) -> WorkerSpec:
-    """Return the settings of a worker, except its scratch folder.
-
-    Its calls may read system programs, Python and the user's code; programs do not read `read_paths`.
-
-    Args:
-        file: the user's file, absolute; None for a worker that runs programs.
-        config: limits and further readable paths.
-        level: isolation of the worker.
-        landlock: Landlock version of the kernel.
-    """
-    read, python_path = [*_SYSTEM, *_python_paths()], []
-    if file is not None:
-        further = [os.path.abspath(path) for path in config.read_paths]
-        read += [*further, _PACKAGE, code_path(file)]
-        python_path = [PACKAGE_ROOT, *(path for path in further if os.path.isdir(path))]
-    return WorkerSpec(
-        file=file,
-        scratch="",
-        read=tuple(dict.fromkeys(path for path in read if os.path.exists(path))),
-        python_path=tuple(python_path),
-        # Other packages may be installed in the same folder.
-        hidden_path=() if PACKAGE_ROOT in site.getsitepackages() else (PACKAGE_ROOT,),
-        has_namespaces=level is Isolation.FULL,
-        landlock=landlock if level is not Isolation.NONE and landlock >= OLDEST_LANDLOCK else 0,
-        seccomp=level is not Isolation.NONE,
-        start_seconds=float(config.start_seconds),
-        limits=config.limits(),
-    )
-
-
-def code_path(file: str) -> str:
-    """Return the readable path for a user's file: its folder, so that it can import modules from there.
-
-    If the folder is the home folder or one of its parents, only the file itself is readable.
-    """
-    folder = Path(file).parent
-    return file if folder in (Path.home(), *Path.home().parents) else str(folder)
-
-
-@functools.cache
-def _python_paths() -> tuple[str, ...]:
-    binary = os.path.realpath(sys.executable)
-    prefixes = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, os.path.dirname(binary)]
-    if os.path.basename(os.path.dirname(binary)) == "bin":
-        prefixes.append(os.path.dirname(os.path.dirname(binary)))
-    prefixes += [path for path in site.getsitepackages() if os.path.isdir(path)]
-    # The interpreter may be started through a chain of symbolic links.
-    link = sys.executable
-    while os.path.islink(link):
-        link = os.path.abspath(os.path.join(os.path.dirname(link), os.readlink(link)))
-        prefixes.append(os.path.dirname(os.path.dirname(link)))
-    narrow = [os.path.abspath(path) for path in prefixes if Path(path) not in (Path("/"), *Path.home().parents)]
-    return tuple(dict.fromkeys(path for path in narrow if path != str(Path.home())))
-
-
-def worker_command(spec: WorkerSpec, bubblewrap: str | None) -> list[str]:
-    """Return the command line of a worker.
-
-    Args:
-        spec: settings of the worker.
-        bubblewrap: path of `bwrap`, or None to start the worker without it.
-    """
-    # -P and -s keep the user's folders off the Python path; -B writes no bytecode next to the code.
-    command = [sys.executable, "-P", "-s", "-B", "-c", _START, spec.to_json(), PACKAGE_ROOT]
-    if bubblewrap is None:
-        return command
-    size = str(spec.limits.folder_bytes)
-    arguments = ["--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
-    # Writing to a shared mapping of /dev/zero takes memory that no limit counts. Nothing mounted here is a device.
-    arguments += ["--proc", "/proc", "--dev", "/dev", "--ro-bind", os.devnull, "/dev/zero", "--remount-ro", "/dev"]
-    arguments += ["--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", _SCRATCH]
-    # The worker itself imports this package, even if it runs no user code.
-    for path in sorted({*spec.read, _PACKAGE}):
-        arguments += ["--ro-bind", path, path]
-    # The root is a file system in memory. Everything that calls share is read-only, so that no call can pass data to
-    # the next one.
-    arguments += ["--remount-ro", "/tmp", "--remount-ro", "/", "--chdir", _SCRATCH, "--clearenv"]
-    for name, value in worker_environment(_SCRATCH).items():
-        arguments += ["--setenv", name, value]
-    return [bubblewrap, *arguments, "--", *command]
-
-
-def worker_environment(folder: str) -> dict[str, str]:
-    """Return the environment variables of a worker; none are inherited from the trainer.
-
-    Args:
-        folder: folder for temporary files.
-    """
-    return {
-        "PATH": "/usr/local/bin:/usr/bin:/bin",
-        "HOME": folder,
-        "TMPDIR": folder,
-        "LANG": "C.UTF-8",
-        # The iteration order of sets must not change scores between runs.
-        "PYTHONHASHSEED": "0",
-        # A process with threads cannot be forked safely.
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        # The C library reserves 64 MiB of address space for each allocating thread, which counts towards the limit.
-        "MALLOC_ARENA_MAX": "1",
-    }
 
 
 class WorkerLostError(RuntimeError):
@@ -193,7 +67,7 @@ class WorkerProcess:
             source: content of the user's file; empty for a worker that runs programs.
             bubblewrap: path of `bwrap`, needed if the worker has namespaces.
         """
-        scratch = _SCRATCH if spec.has_namespaces else tempfile.mkdtemp(prefix="marin_rl_calls_")
+        scratch = SCRATCH if spec.has_namespaces else tempfile.mkdtemp(prefix="marin_rl_calls_")
         spec = dataclasses.replace(spec, scratch=scratch)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -312,29 +186,31 @@ class WorkerProcess:
         return stderr[-1000:] or f"it exited with status {self._process.returncode}"
 
 
-_VIOLATIONS = {
-    "timeout": (RewardFailure.TIMEOUT, "no answer within sandbox.wall_seconds"),
-    "output": (RewardFailure.OUTPUT, "more output than sandbox.output_kb"),
-    "cpu": (RewardFailure.CPU, "more CPU time than sandbox.cpu_seconds"),
-    "threads": (RewardFailure.THREADS, "more threads than sandbox.threads"),
-    "files": (RewardFailure.FILE_SIZE, "its files use more space than four times sandbox.file_mb"),
-    "processes": (RewardFailure.PROCESSES, "more processes than sandbox.processes"),
+_LIMITS = {
+    RewardFailure.TIMEOUT: "gave no answer within {0.wall_seconds:g} s; make it faster, or raise sandbox.wall_seconds",
+    RewardFailure.CPU: "used over {0.cpu_seconds:g} s of CPU time; make it faster, or raise sandbox.cpu_seconds",
+    RewardFailure.MEMORY: "requested over {0.memory_mb} MiB of memory; use less, or raise sandbox.memory_mb",
+    RewardFailure.FILE_SIZE: "wrote over {0.file_mb} MiB to a file, or too much in all; raise sandbox.file_mb",
+    RewardFailure.OUTPUT: "printed or returned over {0.output_kb} KiB; print less, or raise sandbox.output_kb",
+    RewardFailure.PROCESSES: "started over {0.processes} processes; start fewer, or raise sandbox.processes",
+    RewardFailure.THREADS: "started over {0.threads} threads; start fewer, or raise sandbox.threads",
 }
-_SIGNALS = {
-    signal.SIGXCPU: _VIOLATIONS["cpu"],
-    signal.SIGXFSZ: (RewardFailure.FILE_SIZE, "a file larger than sandbox.file_mb"),
-}
+_SIGNALS = {signal.SIGXCPU: RewardFailure.CPU, signal.SIGXFSZ: RewardFailure.FILE_SIZE}
 
 
-def failure_of(report: dict[str, Any], cpu_seconds: float) -> RewardCallError | None:
+def _exceeded(cause: RewardFailure, config: SandboxConfig) -> RewardCallError:
+    return RewardCallError(cause, _LIMITS[cause].format(config))
+
+
+def failure_of(report: dict[str, Any], config: SandboxConfig) -> RewardCallError | None:
     """Return the reason for which a call failed, or None if its process exited with status 0.
 
     Args:
         report: the worker's report on the call's process.
-        cpu_seconds: the limit on CPU time in seconds.
+        config: the limits of the call.
     """
     if report["violation"] is not None:
-        return RewardCallError(*_VIOLATIONS[report["violation"]])
+        return _exceeded(RewardFailure(report["violation"]), config)
     if report["status"] is None:
         return RewardCallError(RewardFailure.WORKER, "the forkserver of the loaded file died")
     code = os.waitstatus_to_exitcode(report["status"])
@@ -346,8 +222,95 @@ def failure_of(report: dict[str, Any], cpu_seconds: float) -> RewardCallError | 
     if code > 0:
         return RewardCallError(RewardFailure.EXITED, f"its process exited with status {code}: {stderr}")
     if -code in _SIGNALS:
-        return RewardCallError(*_SIGNALS[signal.Signals(-code)])
-    if -code == signal.SIGKILL and report["cpu"] >= cpu_seconds:
-        return RewardCallError(*_VIOLATIONS["cpu"])
+        return _exceeded(_SIGNALS[signal.Signals(-code)], config)
+    if -code == signal.SIGKILL and report["cpu"] >= config.cpu_seconds:
+        return _exceeded(RewardFailure.CPU, config)
     known = {number.value: number.name for number in signal.Signals}
     return RewardCallError(RewardFailure.SIGNAL, f"terminated by {known.get(-code, f'signal {-code}')}")
+
+
+def failure_of_function(function: object, error: RewardCallError) -> str:
+    """Describe the failure of a function's call in a sentence.
+
+    Args:
+        function: name and file of the function.
+        error: the failure.
+
+    >>> failure_of_function("'f' of f.py", RewardCallError(RewardFailure.RAISED, "raised KeyError: 'k'"))
+    "'f' of f.py raised KeyError: 'k'"
+    """
+    if error.cause in (*_LIMITS, RewardFailure.RAISED, RewardFailure.INVALID_ANSWER):
+        return f"{function} {error.detail}"
+    return f"{function} failed: {error.detail.rstrip(': ')}"
+
+
+class _Answer(pydantic.BaseModel):
+    """Answer of a call's process, as it writes it."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    results: list[EvaluateResult] | None = None
+    raised: str | None = None
+    invalid: str | None = None
+    memory: bool = False
+
+
+def validated(answer: str, count: int, config: SandboxConfig) -> list[EvaluateResult]:
+    """Parse the untrusted answer of a call.
+
+    Args:
+        answer: the output of the call's process.
+        count: number of rollouts that the call scored.
+        config: the limits of the call.
+
+    Raises:
+        RewardCallError: if it does not hold `count` valid results.
+    """
+    if not answer:
+        raise RewardCallError(RewardFailure.EXITED, "its process exited without an answer")
+    try:
+        parsed = _Answer.model_validate_json(answer)
+    except pydantic.ValidationError as error:
+        raise RewardCallError(
+            RewardFailure.INVALID_ANSWER, f"sent the answer {answer[:200]!r}, an invalid {describe_invalid(error)}"
+        ) from error
+    if parsed.memory:
+        raise _exceeded(RewardFailure.MEMORY, config)
+    if parsed.raised is not None:
+        raise RewardCallError(RewardFailure.RAISED, parsed.raised)
+    if parsed.invalid is not None:
+        raise RewardCallError(RewardFailure.INVALID_ANSWER, parsed.invalid)
+    if parsed.results is None or len(parsed.results) != count:
+        raise RewardCallError(RewardFailure.INVALID_ANSWER, f"sent {answer[:200]!r} instead of {count} results")
+    try:
+        check_metric_names(parsed.results)
+    except RewardFunctionError as error:
+        raise RewardCallError(RewardFailure.INVALID_ANSWER, str(error)) from error
+    return parsed.results
+
+
+_ANSWERS = pydantic.TypeAdapter(list[str])
+
+
+def answers_of_calls(text: str, count: int) -> list[str]:
+    """Parse the untrusted answers of a process that made several calls.
+
+    Args:
+        text: a JSON list.
+        count: number of calls.
+
+    Returns:
+        The untrusted answer of each call that was made, in order.
+
+    Raises:
+        RewardCallError: if the text is not a list of at most `count` answers.
+    """
+    try:
+        answers = _ANSWERS.validate_json(text)
+    except pydantic.ValidationError as error:
+        raise RewardCallError(
+            RewardFailure.INVALID_ANSWER, f"sent {text[:200]!r} instead of a list of answers"
+        ) from error
+    if len(answers) > count:
+        raise RewardCallError(RewardFailure.INVALID_ANSWER, f"sent {len(answers)} answers of {count} calls")
+    return answers

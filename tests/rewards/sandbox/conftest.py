@@ -48,6 +48,9 @@ class Attack:
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, timeout=900))
 
     def call(self, name: str, file: str = HOSTILE, **options: Any) -> EvaluateResult:
+        """Return the result of a function of `file`, or of an attack."""
+        if file == HOSTILE and name != "honest":
+            name, options = "attack", {"name": name, "options": options}
         [result] = self.wait(self.sandbox.call(UserFunction(file, name), [REQUEST], options))
         return result
 
@@ -147,17 +150,6 @@ def attack(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
 def confined(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
     """A sandbox at a level that restricts files, network and signals."""
     return attacks.at(request.param, **TIGHT)
-
-
-@pytest.fixture(params=LEVELS)
-def hasty(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
-    """A sandbox that gives calls little CPU time."""
-    return attacks.at(request.param, wall_seconds=600.0, cpu_seconds=1.0)
-
-
-@pytest.fixture(params=LEVELS)
-def impatient(request: pytest.FixtureRequest, attacks: Attacks) -> Attack:
-    return attacks.at(request.param, wall_seconds=1.5, cpu_seconds=60.0)
 
 
 @pytest.fixture(params=LEVELS)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ import pytest
 from marin_rl.rewards.code import CodeRewardConfig
 from marin_rl.rewards.component import RewardConfigError
 from marin_rl.rewards.functions import RewardCallError, RewardFailure, RewardMode
-from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.config import PACKAGE_ROOT, SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import IsolationError, Sandbox, UserFunction
 from marin_rl.rewards.sandbox.processes import list_descendants
-from marin_rl.rewards.sandbox.worker_process import PACKAGE_ROOT, WorkerProcess
+from marin_rl.rewards.sandbox.worker_process import WorkerProcess
 from marin_rl.utils.user_code import UserFileError
 from tests.rewards.sandbox.conftest import (
     CONFINED_LEVELS,
@@ -69,6 +69,23 @@ def running_calls(sandbox: Sandbox) -> int:
     )
 
 
+def use(level: Isolation, scenario: Callable[[Sandbox], Coroutine[Any, Any, None]], **settings: Any) -> None:
+    """Run a scenario with a started sandbox of one level."""
+    require(level)
+
+    async def run() -> None:
+        config = SandboxConfig(require=level, **{"workers": 1, "wall_seconds": 600.0, **settings})
+        async with Sandbox(config, strongest=level) as sandbox:
+            await scenario(sandbox)
+
+    asyncio.run(run())
+
+
+async def score(sandbox: Sandbox, function: UserFunction = HONEST, **options: Any) -> float | None:
+    [result] = await sandbox.call(function, [REQUEST], options)
+    return result.score
+
+
 async def load(sandbox: Sandbox) -> None:
     """Load the file of `WAITS` in every worker with concurrent calls, which each use a separate worker."""
     calls = (sandbox.call(WAITS, [REQUEST], {"seconds": 0.0}) for _ in range(sandbox.config.workers))
@@ -78,51 +95,42 @@ async def load(sandbox: Sandbox) -> None:
 @pytest.mark.medium
 @pytest.mark.parametrize("level", LEVELS)
 def test_all_workers_killed_during_a_batch(level: Isolation):
-    require(level)
+    async def scenario(sandbox: Sandbox) -> None:
+        await load(sandbox)
+        calls = [
+            asyncio.create_task(score(sandbox, WAITS, seconds=1000.0 if index < 2 else 0.01)) for index in range(8)
+        ]
+        await until(lambda: running_calls(sandbox) == 2)
+        killed = sandbox.worker_pids
+        below = {pid for worker in killed for pid in descendants(worker)}
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(one) for one in outcomes] == [RewardCallError] * 2 + [float] * 6
+        assert sandbox.failures == {RewardFailure.WORKER: 2}
+        assert not set(killed) & set(sandbox.worker_pids)
+        await until(lambda: not alive(below))
 
-    async def run() -> None:
-        async with Sandbox(SandboxConfig(require=level, workers=2, wall_seconds=2000.0), strongest=level) as sandbox:
-            await load(sandbox)
-            calls = [
-                asyncio.create_task(sandbox.call(WAITS, [REQUEST], {"seconds": 1000.0 if index < 2 else 0.01}))
-                for index in range(8)
-            ]
-            await until(lambda: running_calls(sandbox) == 2)
-            killed = sandbox.worker_pids
-            below = {pid for worker in killed for pid in descendants(worker)}
-            for pid in killed:
-                os.kill(pid, signal.SIGKILL)
-            outcomes = await asyncio.gather(*calls, return_exceptions=True)
-            errors = [one for one in outcomes if isinstance(one, BaseException)]
-            assert [type(one) for one in errors] == [RewardCallError, RewardCallError]
-            assert sandbox.failures == {RewardFailure.WORKER: 2}
-            assert [one[0].score for one in outcomes if isinstance(one, list)] == [1.0] * 6
-            assert not set(killed) & set(sandbox.worker_pids)
-            await until(lambda: not alive(below))
-
-    asyncio.run(run())
+    use(level, scenario, workers=2, wall_seconds=2000.0)
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("level", LEVELS)
 def test_killed_idle_worker_causes_no_failure(level: Isolation):
-    require(level)
+    async def scenario(sandbox: Sandbox) -> None:
+        for _ in range(3):
+            await score(sandbox)
+            killed = set(sandbox.worker_pids)
+            below = {pid for worker in killed for pid in descendants(worker)}
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+            # In namespaces the worker ends shortly after the killed process.
+            while alive(killed | below):
+                time.sleep(0.001)
+            assert await score(sandbox) == 1.0
+        assert not sandbox.failures
 
-    async def run() -> None:
-        async with Sandbox(SandboxConfig(require=level, workers=1, wall_seconds=600.0), strongest=level) as sandbox:
-            for _ in range(3):
-                await sandbox.call(HONEST, [REQUEST], {})
-                killed = set(sandbox.worker_pids)
-                below = {pid for worker in killed for pid in descendants(worker)}
-                for pid in killed:
-                    os.kill(pid, signal.SIGKILL)
-                # In namespaces the worker ends shortly after the killed process.
-                while alive(killed | below):
-                    time.sleep(0.001)
-                assert (await sandbox.call(HONEST, [REQUEST], {}))[0].score == 1.0
-            assert not sandbox.failures
-
-    asyncio.run(run())
+    use(level, scenario)
 
 
 def test_failed_worker_start_fails_only_its_call(monkeypatch: pytest.MonkeyPatch):
@@ -138,19 +146,15 @@ def test_failed_worker_start_fails_only_its_call(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(WorkerProcess, "start", refuse_the_second)
 
-    async def run() -> None:
-        config = SandboxConfig(require=Isolation.NONE, workers=2, wall_seconds=600.0)
-        async with Sandbox(config, strongest=Isolation.NONE) as sandbox:
-            calls = (sandbox.call(HONEST, [REQUEST], {}) for _ in range(4))
-            outcomes = await asyncio.gather(*calls, return_exceptions=True)
-            errors = [one for one in outcomes if isinstance(one, BaseException)]
-            assert [str(one) for one in errors] == [
-                f"worker: {HONEST} failed: cannot start a worker: [Errno 11] Resource temporarily unavailable"
-            ]
-            assert sandbox.failures == {RewardFailure.WORKER: 1}
-            assert [one[0].score for one in outcomes if isinstance(one, list)] == [1.0] * 3
+    async def scenario(sandbox: Sandbox) -> None:
+        outcomes = await asyncio.gather(*(score(sandbox) for _ in range(4)), return_exceptions=True)
+        assert [str(one) for one in outcomes if isinstance(one, BaseException)] == [
+            f"worker: {HONEST} failed: cannot start a worker: [Errno 11] Resource temporarily unavailable"
+        ]
+        assert sandbox.failures == {RewardFailure.WORKER: 1}
+        assert outcomes.count(1.0) == 3
 
-    asyncio.run(run())
+    use(Isolation.NONE, scenario, workers=2)
 
 
 @pytest.mark.medium
@@ -178,58 +182,55 @@ def test_close_leaves_no_processes_or_files(level: Isolation, tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
+def stop(pid: int) -> set[int]:
+    """Stop a worker and its processes, and return their ids."""
+    stopped = {pid, *descendants(pid)}
+    for process in stopped:
+        os.kill(process, signal.SIGSTOP)
+    return stopped
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize("level", LEVELS)
 def test_hanging_worker_is_replaced(level: Isolation, monkeypatch: pytest.MonkeyPatch):
-    require(level)
     monkeypatch.setattr("marin_rl.rewards.sandbox.pool.GRACE_SECONDS", 0.5)
     monkeypatch.setattr("marin_rl.rewards.sandbox.worker_process.END_SECONDS", 0.5)
 
-    async def run() -> None:
-        config = SandboxConfig(require=level, workers=1, wall_seconds=2.0, start_seconds=600.0)
-        async with Sandbox(config, strongest=level) as sandbox:
-            await sandbox.call(HONEST, [REQUEST], {})
-            [pid] = sandbox.worker_pids
-            stopped = {pid, *descendants(pid)}
-            for process in stopped:
-                os.kill(process, signal.SIGSTOP)
-            # The worker had not started the call, so another worker runs it.
-            assert (await sandbox.call(HONEST, [REQUEST], {}))[0].score == 1.0
-            await until(lambda: not alive(stopped))
-            assert sandbox.worker_pids != [pid]
-            await load(sandbox)
-            call = asyncio.create_task(sandbox.call(WAITS, [REQUEST], {"seconds": 1000.0}))
-            await until(lambda: running_calls(sandbox) == 1)
-            [pid] = sandbox.worker_pids
-            stopped = {pid, *descendants(pid)}
-            for process in stopped:
-                os.kill(process, signal.SIGSTOP)
-            with pytest.raises(RewardCallError, match=r"did not answer within \d+\.5 s"):
-                await call
-            await until(lambda: not alive(stopped))
-            assert (await sandbox.call(HONEST, [REQUEST], {}))[0].score == 1.0
-            assert sandbox.failures == {RewardFailure.WORKER: 1}
+    async def scenario(sandbox: Sandbox) -> None:
+        await score(sandbox)
+        [pid] = sandbox.worker_pids
+        stopped = stop(pid)
+        # The worker had not started the call, so another worker runs it.
+        assert await score(sandbox) == 1.0
+        await until(lambda: not alive(stopped))
+        assert sandbox.worker_pids != [pid]
+        await load(sandbox)
+        call = asyncio.create_task(score(sandbox, WAITS, seconds=1000.0))
+        await until(lambda: running_calls(sandbox) == 1)
+        stopped = stop(*sandbox.worker_pids)
+        with pytest.raises(RewardCallError, match=r"did not answer within \d+\.5 s"):
+            await call
+        await until(lambda: not alive(stopped))
+        assert await score(sandbox) == 1.0
+        assert sandbox.failures == {RewardFailure.WORKER: 1}
 
-    asyncio.run(run())
+    use(level, scenario, wall_seconds=2.0, start_seconds=600.0)
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("level", LEVELS)
 def test_cancelled_call_ends(level: Isolation):
-    require(level)
+    async def scenario(sandbox: Sandbox) -> None:
+        await load(sandbox)
+        call = asyncio.create_task(score(sandbox, WAITS, seconds=1000.0))
+        await until(lambda: running_calls(sandbox) == 1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        # The answer must not be that of the cancelled call.
+        assert (await sandbox.call(HONEST, [REQUEST], {}))[0].metrics == {"calls": 1.0}
 
-    async def run() -> None:
-        async with Sandbox(SandboxConfig(require=level, workers=1, wall_seconds=600.0), strongest=level) as sandbox:
-            await load(sandbox)
-            call = asyncio.create_task(sandbox.call(WAITS, [REQUEST], {"seconds": 1000.0}))
-            await until(lambda: running_calls(sandbox) == 1)
-            call.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-            # The answer must not be that of the cancelled call.
-            assert (await sandbox.call(HONEST, [REQUEST], {}))[0].metrics == {"calls": 1.0}
-
-    asyncio.run(run())
+    use(level, scenario)
 
 
 TRAINER = """
@@ -278,15 +279,12 @@ def test_killed_trainer_leaves_no_process_and_no_file(level: Isolation, tmp_path
 
 @pytest.mark.medium
 def test_workers_are_shared_between_files():
-    async def run() -> None:
-        config = SandboxConfig(require=Isolation.NONE, workers=2, wall_seconds=600.0)
-        async with Sandbox(config) as sandbox:
-            for _ in range(3):
-                calls = [sandbox.call(HONEST, [REQUEST], {}), sandbox.call(WAITS, [REQUEST], {"seconds": 0.0})]
-                await asyncio.gather(*calls, sandbox.run_python("print(1)"))
-                assert len(sandbox.worker_pids) <= 2
+    async def scenario(sandbox: Sandbox) -> None:
+        for _ in range(3):
+            await asyncio.gather(score(sandbox), score(sandbox, WAITS, seconds=0.0), sandbox.run_python("print(1)"))
+            assert len(sandbox.worker_pids) <= 2
 
-    asyncio.run(run())
+    use(Isolation.NONE, scenario, workers=2)
 
 
 def test_batch_mode(attacks: Attacks):
@@ -299,7 +297,7 @@ def test_batch_mode(attacks: Attacks):
 
 def test_functions_are_described(attacks: Attacks):
     attack = attacks.at(Isolation.NONE, **TIGHT)
-    found = attack.wait(attack.sandbox.load(SLOW)).functions
+    found = attack.wait(attack.sandbox.load(SLOW))
     assert {name: (one.mode, one.required) for name, one in found.items()} == {
         "waits": (RewardMode.POINTWISE, ("seconds",)),
         "compares": (RewardMode.BATCH, ()),
@@ -346,29 +344,23 @@ def say(message):
          'while True: threading.Thread(target=time.sleep, args=(1e6,)).start()', "limit on threads"),
         ("open('large', 'wb').write(bytes(2**21))", "File too large"),
         ("import tempfile, time\nfiles = [tempfile.TemporaryFile() for _ in range(8)]\n"
-         "for file in files: file.write(bytes(2**20))\ntime.sleep(1e6)", "limit on files|No space left"),
+         "for file in files: file.write(bytes(2**20))\ntime.sleep(1e6)", "limit on file_size|No space left"),
         (IMPORT + "reward_function('batch')", "is applied to 'batch'"),
     ],
 )  # fmt: skip
 def test_files_that_cannot_be_loaded(level: Isolation, code: str, message: str, tmp_path: Path):
-    require(level)
     file = tmp_path / "rewards.py"
     file.write_text(code)
 
-    async def run() -> None:
-        endless = message in ("took longer than 4 s", "listing its reward functions exceeded")
-        seconds = 4.0 if endless else 600.0
-        config = SandboxConfig(
-            require=level, workers=1, wall_seconds=600.0, start_seconds=seconds, memory_mb=512, file_mb=1
-        )
-        async with Sandbox(config, strongest=level) as sandbox:
-            with pytest.raises(UserFileError, match=message) as raised:
-                await sandbox.load(str(file))
-            assert str(file) in str(raised.value)
-            # The worker that failed to load this file can run other calls.
-            assert (await sandbox.run_python("print(1)")).stdout == "1\n"
+    async def scenario(sandbox: Sandbox) -> None:
+        with pytest.raises(UserFileError, match=message) as raised:
+            await sandbox.load(str(file))
+        assert str(file) in str(raised.value)
+        # The worker that failed to load this file can run other calls.
+        assert (await sandbox.run_python("print(1)")).stdout == "1\n"
 
-    asyncio.run(run())
+    endless = message in ("took longer than 4 s", "listing its reward functions exceeded")
+    use(level, scenario, start_seconds=4.0 if endless else 600.0, memory_mb=512, file_mb=1)
 
 
 SCORES = """
@@ -403,7 +395,7 @@ def test_threads_of_a_file_end_when_it_is_loaded(level: Isolation, attacks: Atta
     file.write_text(IMPORT + SCORES + THREAD)
     attack = attacks.at(level, **TIGHT)
     before = attack.sandbox.failures.copy()
-    assert set(attack.wait(attack.sandbox.load(str(file))).functions) == {"judges"}
+    assert set(attack.wait(attack.sandbox.load(str(file)))) == {"judges"}
     for _ in range(5):
         assert attack.call("judges", file=str(file)).score == 1.0
     assert attack.sandbox.failures == before
@@ -466,36 +458,29 @@ def test_invalid_exit_status_is_a_worker_failure(attacks: Attacks, tmp_path: Pat
 @pytest.mark.parametrize("change", ["rewritten", "removed"])
 def test_a_run_uses_one_version_of_a_file(change: str, tmp_path: Path):
     file = tmp_path / "rewards.py"
-    code = (
-        "from marin_rl.rewards import reward_function\n"
-        "@reward_function\n"
-        "def scores(messages, ground_truth, **kwargs):\n"
-    )
-    file.write_text(f"{code}    return 1.0\n")
+    file.write_text(IMPORT + SCORES)
+    judges = UserFunction(str(file), "judges")
 
-    async def run() -> None:
-        config = SandboxConfig(require=Isolation.NONE, workers=1, wall_seconds=600.0)
-        async with Sandbox(config, strongest=Isolation.NONE) as sandbox:
-            assert (await sandbox.call(UserFunction(str(file), "scores"), [REQUEST], {}))[0].score == 1.0
-            file.write_text(f"{code}    return 2.0\n")
-            if change == "removed":
-                file.unlink()
-            # The only worker loads another file, so that the first one is loaded again later.
-            await sandbox.call(HONEST, [REQUEST], {})
-            assert (await sandbox.call(UserFunction(str(file), "scores"), [REQUEST], {}))[0].score == 1.0
+    async def scenario(sandbox: Sandbox) -> None:
+        assert await score(sandbox, judges) == 1.0
+        file.write_text(IMPORT + SCORES.replace("1.0", "2.0"))
+        if change == "removed":
+            file.unlink()
+        # The only worker loads another file, so that the first one is loaded again later.
+        await score(sandbox)
+        assert await score(sandbox, judges) == 1.0
 
-    asyncio.run(run())
+    use(Isolation.NONE, scenario)
 
 
 def test_missing_function(attacks: Attacks):
     attack = attacks.at(Isolation.NONE, **TIGHT)
     with pytest.raises(RewardCallError, match=r"'missing' of .* is not a reward function of the loaded file"):
-        attack.call("missing")
+        attack.call("missing", file=SLOW)
 
 
 @pytest.mark.parametrize("level", CONFINED_LEVELS)
 def test_imports_from_own_folder_and_read_paths(level: Isolation, tmp_path: Path):
-    require(level)
     ours, shared = tmp_path / "ours", tmp_path / "shared"
     for folder in (ours, shared):
         folder.mkdir()
@@ -508,13 +493,10 @@ def test_imports_from_own_folder_and_read_paths(level: Isolation, tmp_path: Path
         "@reward_function\ndef f(messages, ground_truth, **kwargs): return own + shared"
     )
 
-    async def run() -> None:
-        config = SandboxConfig(require=level, workers=1, wall_seconds=600.0, read_paths=(str(shared),))
-        async with Sandbox(config, strongest=level) as sandbox:
-            [result] = await sandbox.call(UserFunction(str(file), "f"), [REQUEST], {})
-            assert result.score == 7.0
+    async def scenario(sandbox: Sandbox) -> None:
+        assert await score(sandbox, UserFunction(str(file), "f")) == 7.0
 
-    asyncio.run(run())
+    use(level, scenario, read_paths=(str(shared),))
 
 
 def test_less_isolation_than_required_is_an_error(monkeypatch: pytest.MonkeyPatch):
@@ -550,7 +532,8 @@ def test_bubblewrap_without_isolation_is_detected(tmp_path: Path, monkeypatch: p
     pretending.write_text('#!/bin/sh\nwhile [ "$1" != "--" ]; do shift; done\nshift\nexec "$@"\n')
     pretending.chmod(0o755)
     monkeypatch.setattr("shutil.which", lambda name: str(pretending))
-    monkeypatch.setattr("marin_rl.rewards.sandbox.worker_process._SCRATCH", str(tmp_path))
+    for module in ("config", "worker_process"):
+        monkeypatch.setattr(f"marin_rl.rewards.sandbox.{module}.SCRATCH", str(tmp_path))
     # The call's own Landlock rules would hide that nothing else is in force.
     monkeypatch.setattr("marin_rl.rewards.sandbox.pool.landlock_version", lambda: 0)
 
@@ -564,46 +547,29 @@ def test_bubblewrap_without_isolation_is_detected(tmp_path: Path, monkeypatch: p
 
 def test_unknown_machine_has_no_isolation(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("marin_rl.rewards.sandbox.pool.seccomp_is_supported", lambda: False)
-
-    async def run() -> None:
-        with pytest.raises(
-            IsolationError, match=r"machine offers none\. full isolation: seccomp is not supported for "
-        ):
-            await Sandbox(SandboxConfig()).start()
-
-    asyncio.run(run())
+    with pytest.raises(IsolationError, match=r"machine offers none\. full isolation: seccomp is not supported for "):
+        asyncio.run(Sandbox(SandboxConfig()).start())
 
 
 def test_full_isolation_does_not_need_landlock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    require(Isolation.FULL)
     monkeypatch.setattr("marin_rl.rewards.sandbox.pool.landlock_version", lambda: 0)
     (tmp_path / "secret").write_text("the secret")
 
-    async def fails(sandbox: Sandbox, name: str, path: str) -> bool:
-        try:
-            await sandbox.call(UserFunction(HOSTILE, name), [REQUEST], {"path": path})
-        except RewardCallError as error:
-            return error.cause is RewardFailure.RAISED
-        return False
+    async def scenario(sandbox: Sandbox) -> None:
+        assert "Landlock" not in sandbox.describe()
+        read = (str(tmp_path / "secret"), "/etc/passwd", str(Path.home() / ".profile"))
+        written = ("/dev/shm/new", "/dev/new", "/new", "/usr/new", HOSTILE, str(tmp_path / "new"))
+        for name, path in (*(("reads", path) for path in read), *(("overwrites", path) for path in written)):
+            with pytest.raises(RewardCallError) as raised:
+                await score(sandbox, UserFunction(HOSTILE, "attack"), name=name, options={"path": path})
+            assert raised.value.cause is RewardFailure.RAISED, path
 
-    async def run() -> None:
-        async with Sandbox(SandboxConfig(require=Isolation.FULL, workers=1, wall_seconds=600.0)) as sandbox:
-            assert "Landlock" not in sandbox.describe()
-            for path in (str(tmp_path / "secret"), "/etc/passwd", str(Path.home() / ".profile")):
-                assert await fails(sandbox, "reads", path)
-            for path in ("/dev/shm/new", "/dev/new", "/new", "/usr/new", HOSTILE, str(tmp_path / "new")):
-                assert await fails(sandbox, "overwrites", path), path
-
-    asyncio.run(run())
+    use(Isolation.FULL, scenario)
 
 
 def test_sandbox_must_be_started():
-    async def run() -> None:
-        sandbox = Sandbox(SandboxConfig())
-        with pytest.raises(IsolationError, match="await its start"):
-            await sandbox.call(HONEST, [REQUEST], {})
-
-    asyncio.run(run())
+    with pytest.raises(IsolationError, match="await its start"):
+        asyncio.run(score(Sandbox(SandboxConfig())))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -621,97 +587,87 @@ def test_describe(level: Isolation, caplog: pytest.LogCaptureFixture):
     assert record.levelname == ("WARNING" if level is Isolation.NONE else "INFO")
 
 
+PROGRAMS = {
+    "input and output": ("import sys\nprint(input()[::-1])\nprint(len(sys.stdin.read()))", "cba\n5\n", "", None),
+    "output at exit": (
+        "import atexit, io, sys\nprint('first')\nsys.stdout = io.StringIO()\nprint('last')\n"
+        "atexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))\nsys.exit(3)",
+        "first\nlast\n",
+        "",
+        "status 3",
+    ),
+    "it is the main module": (
+        "import sys, dataclasses\n@dataclasses.dataclass\nclass A:\n    x: 'int'\nassert __name__ == '__main__'\n"
+        "assert sys.modules['__main__'].A is A and sys.argv == ['main.py']\nprint(A(1))",
+        "A(x=1)\n",
+        "",
+        None,
+    ),
+    "its status": ("import sys; sys.exit(3)", "", "", "status 3"),
+    "a message": ("exit('bad')", "", "bad", "status 1"),
+    "an error": ("1/0", "", "ZeroDivisionError: division by zero", "status 1"),
+    "no Python": ("1 +", "", "SyntaxError", "status 1"),
+    "no answer pipe": ("import os; os.write(3, b'{}')", "", "Bad file descriptor", "status 1"),
+    "constant input": ("import os; os.write(0, b'x')", "", "OSError", "status 1"),
+    "no package": (
+        f"import sys; print({PACKAGE_ROOT!r} in sys.path, any(name.startswith('marin_rl') for name in sys.modules))",
+        f"{PACKAGE_ROOT.endswith('site-packages')} False\n",
+        "",
+        None,
+    ),
+    "leaves state": ("import json, builtins; builtins.left = json.left = 1; open('left', 'w').close()", "", "", None),
+    "finds no state": (
+        "import json, builtins, os; print(hasattr(builtins, 'left'), hasattr(json, 'left'), os.listdir())",
+        "False False []\n",
+        "",
+        None,
+    ),
+}
+
+
 @pytest.mark.parametrize("level", LEVELS)
-class TestPrograms:
-    """Programs that a model wrote."""
+def test_programs(attacks: Attacks, level: Isolation):
+    attack = attacks.at(level, **TIGHT)
+    for name, (code, stdout, stderr, status) in PROGRAMS.items():
+        result = attack.wait(attack.sandbox.run_python(code, "abc\nmöre\n"))
+        assert result.stdout == stdout, name
+        assert stderr in result.stderr, name
+        assert bool(stderr) is bool(result.stderr), name
+        if status is None:
+            assert result.failure is None, name
+        else:
+            assert result.failure.cause is RewardFailure.EXITED, name
+            assert status in result.failure.detail, name
 
-    def run(self, attacks: Attacks, level: Isolation, code: str, stdin: str = ""):
-        attack = attacks.at(level, **TIGHT)
-        return attack.wait(attack.sandbox.run_python(code, stdin))
 
-    def test_input_and_output(self, attacks: Attacks, level: Isolation):
-        result = self.run(
-            attacks, level, "import sys\nprint(input()[::-1])\nprint(len(sys.stdin.read()))", "abc\nmöre\n"
-        )
-        assert (result.stdout, result.stderr, result.failure) == ("cba\n5\n", "", None)
-
-    def test_output_at_exit(self, attacks: Attacks, level: Isolation):
-        code = (
-            "import atexit, io, sys\nprint('first')\nsys.stdout = io.StringIO()\nprint('last')\n"
-            "atexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))\nsys.exit(3)"
-        )
-        result = self.run(attacks, level, code)
-        assert (result.stdout, result.stderr) == ("first\nlast\n", "")
-        assert result.failure is not None
-        assert "status 3" in result.failure.detail
-
-    def test_own_time_limit(self, attacks: Attacks, level: Isolation):
-        sandbox = attacks.at(level, wall_seconds=600.0, cpu_seconds=600.0)
-        result = sandbox.wait(sandbox.sandbox.run_python("while True: pass", seconds=0.1))
-        assert result.failure is not None
-        assert result.failure.cause is RewardFailure.TIMEOUT
-
-    def test_program_runs_as_main(self, attacks: Attacks, level: Isolation):
-        code = (
-            "import sys, dataclasses\n@dataclasses.dataclass\nclass A:\n    x: 'int'\nassert __name__ == '__main__'\n"
-        )
-        code += "assert sys.modules['__main__'].A is A and sys.argv == ['main.py']\nprint(A(1))"
-        assert self.run(attacks, level, code).stdout == "A(x=1)\n"
-
-    @pytest.mark.parametrize(("code", "status"), [("import sys; sys.exit(3)", 3), ("1/0", 1), ("exit('bad')", 1)])
-    def test_exit_status(self, attacks: Attacks, level: Isolation, code: str, status: int):
-        failure = self.run(attacks, level, code).failure
-        assert failure is not None
-        assert failure.cause is RewardFailure.EXITED
-        assert f"status {status}" in failure.detail
-
-    def test_errors_are_printed_like_python(self, attacks: Attacks, level: Isolation):
-        assert "ZeroDivisionError: division by zero" in self.run(attacks, level, "1/0").stderr
-        assert "SyntaxError" in self.run(attacks, level, "1 +").stderr
-
-    def test_package_is_not_importable(self, attacks: Attacks, level: Isolation):
-        code = "import sys; print(sys.path, [name for name in sys.modules if name.split('.')[0] == 'marin_rl'])"
-        printed = self.run(attacks, level, code).stdout
-        assert repr(PACKAGE_ROOT) not in printed or PACKAGE_ROOT.endswith("site-packages")
-        assert printed.endswith(" []\n")
-
-    def test_program_has_no_answer_pipe(self, attacks: Attacks, level: Isolation):
-        result = self.run(attacks, level, "import os; os.write(3, b'{}')")
-        assert "Bad file descriptor" in result.stderr
-
-    def test_input_cannot_be_changed(self, attacks: Attacks, level: Isolation):
-        assert "OSError" in self.run(attacks, level, "import os; os.write(0, b'x')", "input").stderr
-
-    def test_programs_do_not_share_state(self, attacks: Attacks, level: Isolation):
-        self.run(attacks, level, "import json, builtins; builtins.left = json.left = 1; open('left', 'w').close()")
-        code = "import json, builtins, os; print(hasattr(builtins, 'left'), hasattr(json, 'left'), os.listdir())"
-        assert self.run(attacks, level, code).stdout == "False False []\n"
+@pytest.mark.parametrize("level", LEVELS)
+def test_own_time_limit_of_a_program(attacks: Attacks, level: Isolation):
+    attack = attacks.at(level, wall_seconds=600.0, cpu_seconds=600.0)
+    result = attack.wait(attack.sandbox.run_python("while True: pass", seconds=0.1))
+    assert result.failure.cause is RewardFailure.TIMEOUT
+    assert "no answer within 0.1 s" in result.failure.detail
 
 
 def test_programs_that_cannot_be_started():
-    async def run() -> None:
-        config = SandboxConfig(require=Isolation.NONE, start_seconds=1e-9)
-        async with Sandbox(config, strongest=Isolation.NONE) as sandbox:
-            with pytest.raises(RewardCallError, match="programs cannot be started: its import took longer") as raised:
-                await sandbox.run_python("print(1)")
-            assert raised.value.cause is RewardFailure.WORKER
-            assert sandbox.failures == {RewardFailure.WORKER: 1}
-            with pytest.raises(RewardConfigError, match="the sandbox cannot run programs: worker: programs cannot be"):
-                await CodeRewardConfig().build(sandbox).check()
+    async def scenario(sandbox: Sandbox) -> None:
+        with pytest.raises(RewardCallError, match="programs cannot be started: its import took longer") as raised:
+            await sandbox.run_python("print(1)")
+        assert raised.value.cause is RewardFailure.WORKER
+        assert sandbox.failures == {RewardFailure.WORKER: 1}
+        with pytest.raises(RewardConfigError, match="the sandbox cannot run programs: worker: programs cannot be"):
+            await CodeRewardConfig().build(sandbox).check()
 
-    asyncio.run(run())
+    use(Isolation.NONE, scenario, start_seconds=1e-9)
 
 
 def test_a_loop_in_another_thread():
     """As the rollout runner has it."""
-    found: list[float] = []
+    found: list[float | None] = []
 
-    async def run() -> None:
-        async with Sandbox(SandboxConfig(require=Isolation.NONE, workers=2, wall_seconds=600.0)) as sandbox:
-            results = await asyncio.gather(*(sandbox.call(HONEST, [REQUEST], {}) for _ in range(4)))
-            found.extend(result.score for [result] in results)
+    async def scenario(sandbox: Sandbox) -> None:
+        found.extend(await asyncio.gather(*(score(sandbox) for _ in range(4))))
 
-    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread = threading.Thread(target=use, args=(Isolation.NONE, scenario), kwargs={"workers": 2})
     thread.start()
     thread.join()
     assert found == [1.0] * 4

@@ -6,7 +6,6 @@ import os
 import threading
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,9 +43,10 @@ def test_messages_larger_than_the_pipe_buffer():
     os.close(writing)
 
 
-@pytest.mark.parametrize("cut", [0, 1, 3, 4, 5, 11])
-def test_truncated_message_reads_as_end_of_pipe(cut: int):
-    assert through_a_pipe(protocol.encode({"a": 1})[:cut]) == []
+def test_truncated_message_reads_as_end_of_pipe():
+    data = protocol.encode({"a": 1})
+    for cut in range(len(data)):
+        assert through_a_pipe(data[:cut]) == []
 
 
 TEXT = st.text(max_size=8)

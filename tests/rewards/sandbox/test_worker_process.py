@@ -1,7 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+"""Workers that fail, and the results and failures of calls, which hostile processes may have written."""
+
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -11,72 +14,20 @@ from typing import Any
 
 import pytest
 
-from marin_rl.rewards.functions import RewardFailure
+from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure
 from marin_rl.rewards.sandbox import worker_process
-from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.config import SandboxConfig, worker_spec
 from marin_rl.rewards.sandbox.isolation import Isolation
-from marin_rl.rewards.sandbox.protocol import WorkerSpec
 from marin_rl.rewards.sandbox.worker_process import (
-    PACKAGE_ROOT,
     WorkerLostError,
     WorkerProcess,
-    code_path,
+    answers_of_calls,
     failure_of,
-    worker_command,
-    worker_environment,
-    worker_spec,
+    validated,
 )
 
-
-def spec_of(file: str | None, level: Isolation = Isolation.FULL, **settings: Any) -> WorkerSpec:
-    return worker_spec(file, SandboxConfig(**settings), level, landlock=0)
-
-
-def test_folder_of_file_is_readable_except_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    home = tmp_path / "home"
-    monkeypatch.setenv("HOME", str(home))
-    assert code_path(str(home / "project" / "rewards.py")) == str(home / "project")
-    assert code_path(str(home / "rewards.py")) == str(home / "rewards.py")
-    assert code_path(str(tmp_path / "rewards.py")) == str(tmp_path / "rewards.py")
-    assert code_path("/rewards.py") == "/rewards.py"
-
-
-def test_python_and_file_are_readable_and_home_is_not(tmp_path: Path):
-    file = tmp_path / "rewards.py"
-    file.touch()
-    readable = [Path(path) for path in spec_of(str(file)).read]
-    for needed in (Path(sys.executable).resolve(), Path(os.__file__).resolve(), file):
-        assert any(needed.is_relative_to(path.resolve()) for path in readable), needed
-    for private in (Path.home(), Path("/etc/passwd"), Path("/"), Path(PACKAGE_ROOT) / "tests"):
-        assert not any(private.is_relative_to(path) for path in readable), private
-    assert all(path.exists() for path in readable)
-
-
-def test_programs_cannot_read_this_package_and_read_paths(tmp_path: Path):
-    paths = (str(tmp_path), __file__)
-    programs, functions = spec_of(None, read_paths=paths), spec_of("/x/rewards.py", read_paths=paths)
-    assert not any(path.startswith((PACKAGE_ROOT + "/marin_rl", *paths)) for path in programs.read)
-    assert programs.python_path == ()
-    assert {PACKAGE_ROOT + "/marin_rl", *paths} < set(functions.read)
-    assert functions.python_path == (PACKAGE_ROOT, str(tmp_path))
-
-
-def test_environment_is_not_inherited(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("SECRET_KEY", "1")
-    assert "SECRET_KEY" not in worker_environment("/tmp")
-    spec = spec_of("/x/rewards.py", file_mb=1)
-    command = worker_command(spec, "/usr/bin/bwrap")
-    for argument in ("--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--as-pid-1"):
-        assert argument in command
-    # Only file systems in memory with a size limit are writable.
-    assert "--bind" not in command
-    for index, argument in enumerate(command):
-        if argument == "--tmpfs":
-            assert command[index - 2 : index] == ["--size", str(4 * 2**20)]
-    assert worker_command(spec, None)[0] == sys.executable
-
-
-SPEC = spec_of(None, Isolation.NONE)
+CONFIG = SandboxConfig()
+SPEC = worker_spec(None, CONFIG, Isolation.NONE, landlock=0)
 BEGAN = "sys.stdout.buffer.write(b'\\0\\0\\0\\x0f{\"began\": true}'); sys.stdout.flush()\n"
 
 
@@ -169,50 +120,65 @@ def killed(number: int) -> str:
     return f"{reset}os.kill(os.getpid(), {number})"
 
 
-def report(status: int | None = 0, violation: str | None = None, cpu: float = 0.0) -> dict[str, Any]:
-    streams = {"stderr": "said", "stdout": "", "answer": ""}
-    return {"status": status, "violation": violation, "cpu": cpu, "confined": True, **streams}
+@pytest.mark.parametrize(
+    ("program", "changes", "cause", "detail"),
+    [
+        ("pass", {}, None, ""),
+        (killed(signal.SIGXCPU), {"cpu": 10.0}, RewardFailure.CPU, "sandbox.cpu_seconds"),
+        (killed(signal.SIGKILL), {"cpu": 11.0}, RewardFailure.CPU, "sandbox.cpu_seconds"),
+        (killed(signal.SIGKILL), {}, RewardFailure.SIGNAL, "SIGKILL"),
+        (killed(signal.SIGXFSZ), {}, RewardFailure.FILE_SIZE, "sandbox.file_mb"),
+        (killed(signal.SIGTERM), {}, RewardFailure.SIGNAL, "SIGTERM"),
+        (killed(signal.SIGRTMIN + 1), {}, RewardFailure.SIGNAL, f"signal {signal.SIGRTMIN + 1}"),
+        ("os._exit(3)", {}, RewardFailure.EXITED, "status 3: said"),
+        ("os._exit(0)", {"confined": False}, RewardFailure.WORKER, "could not be confined and was not run: said"),
+        ("os._exit(1)", {"confined": False}, RewardFailure.WORKER, "could not be confined and was not run: said"),
+        # A limit that the worker enforces takes precedence over the exit status.
+        (killed(signal.SIGKILL), {"violation": "timeout"}, RewardFailure.TIMEOUT, "no answer within 10 s"),
+        (killed(signal.SIGKILL), {"violation": "output"}, RewardFailure.OUTPUT, "over 1024 KiB"),
+        (killed(signal.SIGKILL), {"violation": "processes"}, RewardFailure.PROCESSES, "over 0 processes"),
+        ("pass", {"violation": "file_size"}, RewardFailure.FILE_SIZE, "over 16 MiB"),
+        ("pass", {"status": None}, RewardFailure.WORKER, "the forkserver of the loaded file died"),
+    ],
+)
+def test_failure_of_a_call(program: str, changes: dict[str, Any], cause: RewardFailure | None, detail: str):
+    report = {"status": ended(program), "violation": None, "cpu": 0.1, "confined": True, "stderr": "said", **changes}
+    failure = failure_of(report, CONFIG)
+    assert (None if failure is None else failure.cause) is cause
+    assert failure is None or detail in failure.detail
 
 
-def test_successful_call_has_no_failure():
-    assert failure_of(report(ended("pass")), 10.0) is None
+GOOD = '{"results": [{"score": 1}]}'
+
+
+@pytest.mark.parametrize("answers", [[], [GOOD], [GOOD, '{"raised": "ValueError: no"}', "nonsense"]])
+def test_answers_of_calls(answers: list[str]):
+    assert answers_of_calls(json.dumps(answers), 3) == answers
 
 
 @pytest.mark.parametrize(
-    ("program", "cpu", "cause", "detail"),
+    "text",
+    ["", "nonsense", GOOD, "[1]", "[null]", '["a", ["b"]]', '["a"] ["b"]', "[" * 10**5, json.dumps([GOOD] * 4)],
+)
+def test_invalid_answers_of_calls(text: str):
+    with pytest.raises(RewardCallError, match=r"instead of a list of answers|sent 4 answers of 3 calls") as raised:
+        answers_of_calls(text, 3)
+    assert raised.value.cause is RewardFailure.INVALID_ANSWER
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause"),
     [
-        (killed(signal.SIGXCPU), 10.0, RewardFailure.CPU, "cpu_seconds"),
-        (killed(signal.SIGKILL), 11.0, RewardFailure.CPU, "cpu_seconds"),
-        (killed(signal.SIGKILL), 0.1, RewardFailure.SIGNAL, "SIGKILL"),
-        (killed(signal.SIGXFSZ), 0.1, RewardFailure.FILE_SIZE, "file_mb"),
-        (killed(signal.SIGTERM), 0.1, RewardFailure.SIGNAL, "SIGTERM"),
-        (killed(signal.SIGRTMIN + 1), 0.1, RewardFailure.SIGNAL, f"signal {signal.SIGRTMIN + 1}"),
-        ("os._exit(3)", 0.1, RewardFailure.EXITED, "status 3: said"),
+        ("", RewardFailure.EXITED),
+        ("nonsense", RewardFailure.INVALID_ANSWER),
+        ('{"raised": "ValueError: no"}', RewardFailure.RAISED),
+        ('{"invalid": "returned nan"}', RewardFailure.INVALID_ANSWER),
+        ('{"memory": true}', RewardFailure.MEMORY),
+        (f"{GOOD}\n{GOOD}", RewardFailure.INVALID_ANSWER),
     ],
 )
-def test_failure_of_exit_status(program: str, cpu: float, cause: RewardFailure, detail: str):
-    failure = failure_of(report(ended(program), cpu=cpu), 10.0)
-    assert failure is not None
-    assert failure.cause is cause
-    assert detail in failure.detail
-
-
-@pytest.mark.parametrize("status", [0, 1])
-def test_unconfined_call_is_a_worker_failure(status: int):
-    failure = failure_of(report(ended(f"os._exit({status})")) | {"confined": False}, 10.0)
-    assert failure is not None
-    assert failure.cause is RewardFailure.WORKER
-    assert "could not be confined and was not run: said" in failure.detail
-
-
-@pytest.mark.parametrize("violation", ["timeout", "output", "processes"])
-def test_violation_takes_precedence_over_exit_status(violation: str):
-    failure = failure_of(report(ended(killed(signal.SIGKILL)), violation), 10.0)
-    assert failure is not None
-    assert failure.cause == violation
-
-
-def test_dead_forkserver_is_a_worker_failure():
-    failure = failure_of(report(None), 10.0)
-    assert failure is not None
-    assert failure.cause is RewardFailure.WORKER
+def test_answer_of_a_call(answer: str, cause: RewardFailure):
+    assert validated(GOOD, 1, CONFIG) == [EvaluateResult(score=1.0)]
+    with pytest.raises(RewardCallError) as raised:
+        validated(answer, 1, CONFIG)
+    assert raised.value.cause is cause
