@@ -23,13 +23,12 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
 from typing import Any
 
-from marin_rl.rewards.grading_process import process_environment
+from marin_rl.rewards.grading_process import start_process
 from marin_rl.utils.errors import UserError, describe, explain
 from marin_rl.utils.event_loop import gather_all, run_in_thread
 
@@ -120,19 +119,11 @@ class GameServer:
     def _started(self) -> socket.socket:
         """Return the control socket of a running server."""
         if self._control is None:
-            control, theirs = socket.socketpair()
-            with theirs:
-                arguments = str(theirs.fileno()), str(GRACE_SECONDS), self._game, *self._arguments
-                process = subprocess.Popen(
-                    [sys.executable, "-c", _MAIN, *arguments],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    env=process_environment(),
-                    # Ctrl-C reaches the training process only, which ends the server.
-                    start_new_session=True,
-                )
+            control, process = start_process(
+                "marin_rl.environments.game_process:run_server",
+                *(str(GRACE_SECONDS), self._game, *self._arguments),
+                stderr=subprocess.DEVNULL,
+            )
             self._control, self._end = control, weakref.finalize(self, _end, control, process)
             with control.makefile("r") as answer:
                 problem = answer.readline()
@@ -214,13 +205,7 @@ def _end(control: socket.socket, process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-_MAIN = """
-import sys, marin_rl.environments.game_process as module
-module.run_server(int(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:])
-"""
-
-
-def run_server(control_fd: int, grace_seconds: float, game: str, *arguments: str) -> None:
+def run_server(control_fd: int, grace_seconds: str, game: str, *arguments: str) -> None:
     """Run a game server until its control socket is closed.
 
     Args:
@@ -247,7 +232,7 @@ def run_server(control_fd: int, grace_seconds: float, game: str, *arguments: str
             if key.fileobj is not control:
                 selector.unregister(key.fileobj)
                 os.close(key.fd)
-                _terminate(key.data, ending, grace_seconds)
+                _terminate(key.data, ending, float(grace_seconds))
                 continue
             message, descriptors, _, _ = socket.recv_fds(control, len(_START), 2)
             is_open = bool(message)
@@ -257,7 +242,7 @@ def run_server(control_fd: int, grace_seconds: float, game: str, *arguments: str
         _reap(ending)
     for key in selector.get_map().values():
         if key.fileobj is not control:
-            _terminate(key.data, ending, grace_seconds)
+            _terminate(key.data, ending, float(grace_seconds))
     while ending:
         _reap(ending)
         time.sleep(_POLL_SECONDS)

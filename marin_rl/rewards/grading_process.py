@@ -121,7 +121,7 @@ class _Process:
 
     def _start(self) -> socket.socket:
         try:
-            ours, process = self._spawn()
+            ours, process = start_process("marin_rl.rewards.grading_process:run_process", self._grader)
         except OSError as error:
             # Not a property of the text: it must not be graded as wrong.
             raise RuntimeError(
@@ -144,25 +144,6 @@ class _Process:
                 + sys.executable
             )
         return ours
-
-    def _spawn(self) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                process = subprocess.Popen(
-                    # -P keeps the working directory off the Python path, where it could shadow other modules.
-                    [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno()), self._grader],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    env=process_environment(),
-                    # Ctrl-C in the terminal must not reach the process: the trainer needs grades to finish its step.
-                    start_new_session=True,
-                )
-            except BaseException:
-                ours.close()
-                raise
-        return ours, process
 
     def _close(self) -> None:
         """Kill the process; the next request starts another."""
@@ -202,7 +183,7 @@ def _end(connection: socket.socket, process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def process_environment() -> Mapping[str, str]:
+def _environment() -> Mapping[str, str]:
     """Return the environment variables of a process that runs code of this package and of libraries repeatably."""
     return {
         **inherited_environment(),
@@ -217,9 +198,40 @@ def process_environment() -> Mapping[str, str]:
 
 
 _MAIN = """
-import sys, marin_rl.rewards.grading_process as module
-module.run_process(int(sys.argv[1]), sys.argv[2])
+import importlib, sys
+module, _, name = sys.argv[1].partition(":")
+getattr(importlib.import_module(module), name)(int(sys.argv[2]), *sys.argv[3:])
 """
+
+
+def start_process(
+    function: str, *arguments: str, stderr: int | None = None
+) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
+    """Start a Python process with a socket, the other end of which is returned.
+
+    Args:
+        function: `module:name` of the function that it calls with its descriptor of the socket and `arguments`.
+        *arguments: further arguments.
+        stderr: as for `subprocess.Popen`; inherited by default.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            process = subprocess.Popen(
+                # -P keeps the working directory off the Python path, where it could shadow other modules.
+                [sys.executable, "-P", "-c", _MAIN, function, str(theirs.fileno()), *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                env=_environment(),
+                # Ctrl-C in the terminal must not reach the process: the trainer needs it to finish its step.
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            raise
+    return ours, process
 
 
 def run_process(descriptor: int, grader: str) -> None:
@@ -233,8 +245,10 @@ def run_process(descriptor: int, grader: str) -> None:
     connection = socket.socket(fileno=descriptor)
     module, _, name = grader.partition(":")
     try:
+        from marin_rl.rewards.sandbox.isolation import confine_grader
+
         call = getattr(importlib.import_module(module), name)()
-        _confine()
+        confine_grader(MEMORY_LIMIT)
     except BaseException as error:
         connection.sendall(_line({"error": f"{type(error).__name__}: {error}"}))
         return
@@ -274,22 +288,3 @@ def _answer(call: Any, message: Mapping[str, Any]) -> bytes:
 
 def _line(answer: Mapping[str, Any]) -> bytes:
     return json.dumps(answer).encode() + b"\n"
-
-
-def _confine() -> None:
-    """Limit memory, and deny writing files, starting programs, sending signals and opening connections."""
-    import resource
-
-    from marin_rl.rewards.sandbox import isolation, seccomp
-
-    for limit, value in ((resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
-        resource.setrlimit(limit, (value, value))
-    if isolation.IS_LINUX:
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
-    if (version := isolation.landlock_version()) >= isolation.OLDEST_LANDLOCK:
-        isolation.restrict_files(None, (os.devnull,), version)
-    if seccomp.seccomp_is_supported():
-        isolation.drop_capabilities()
-        machine = os.uname().machine
-        isolation.restrict_system_calls(seccomp.import_filter(machine, may_signal=False))
-        isolation.restrict_system_calls(seccomp.call_filter(machine, may_start_processes=False))

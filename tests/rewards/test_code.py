@@ -68,15 +68,15 @@ def grading() -> Iterator[Grading]:
     grading.loop.close()
 
 
-def test_right_code_passes(grading: Grading):
+def test_right_code_passes_and_partly_right_code_in_part(grading: Grading):
     assert grading.passed("def add(a, b):\n    return a + b", ADDS) == [True, True, True]
     assert grading.passed("print(sum(map(int, input().split())))", SUMS) == [True, True]
     assert grading.passed("if __name__ == '__main__':\n    print(sum(map(int, input().split())))", SUMS) == [True, True]
-
-
-def test_partly_right_code_passes_in_part(grading: Grading):
     assert grading.passed("def add(a, b):\n    return 5 if a == 2 else 1", ADDS) == [True, False, False]
     assert grading.passed("print(5)", SUMS) == [True, False]
+    # A program that did not end well has no output.
+    code = "import atexit, os, sys\nprint('5'); sys.stdout.flush(); os._exit(1)"
+    assert grading.passed(code, SUMS) == [False, False]
 
 
 @pytest.mark.medium
@@ -127,57 +127,25 @@ def send(text, ends=True):
     if ends: os._exit(0)
 """
 NOT_OF_THE_PROTOCOL = [
-    r"send('')",
-    r"send('[]\n')",
-    r"send('5\n0\nab\n')",
-    r"send('null\n' * 3)",
-    r"send(RIGHT[:6])",
-    r"send('[true, true, true]\n')",
-    r"send(RIGHT + '[3, 1]\n')",
-    r"send(RIGHT * 2)",
-    r"send('[0, 5]\n' * 4)",
-    r"send(RIGHT, ends=False); return 7",
-    r"send('[0.0, 5]\n[true, 0]\n[null, 1]\n')",
-    r"send('[1, 5]\n[2, 0]\n[0, 1]\n')",
-    r"send('[0, 5, 5]\n' * 3)",
-    r"send(json.dumps({'0': 5, '1': 0, '2': 'ab'}) + '\n')",
-    r"send(RIGHT.replace('\n', ' '))",
-    r"send('[' * 500_000 + '\n')",
-    r"send('[0, ' + '1' * 500_000 + ']\n')",
-    r"send('[0, ' + '[' * 400 + ']' * 400 + ']\n')",
-    r"send('[0, NaN]\n[1, Infinity]\n[2, -Infinity]\n')",
-    r"send('[0, 1e999]\n[1, \ud800]\n')",
-    r"send('\0' * 1000 + '\n\r\n\x85\u2028\n')",
-    r"send('\n' * 3)",
-    r"send('x' * 3_000_000)",
-    "os.close(3); return 7",
-    "os.closerange(0, 10); return 7",
-    "os.dup2(2, 3); return 7",
-    "os._exit(0)",
-    "sys.exit(0)",
-    "exit(0)",
-    "raise KeyboardInterrupt",
-    "raise GeneratorExit",
-    "raise BaseException",
-    "raise type('E', (Exception,), {'__str__': lambda self: 1 / 0})",
-    "raise RecursionError",
-    "raise MemoryError",
-    "return add(a, b)",
-    "return [0] * 10**9",
-    "return 10**1_000_000",
-    "return '5' * 3_000_000",
-    "x = []; x.append(x); return x",
-    "x = {}; x[0] = x; return x",
-    "return (i for i in [5])",
-    "return object()",
+    r"send('')", r"send('[]\n')", r"send('5\n0\nab\n')", r"send('null\n' * 3)", r"send(RIGHT[:6])",
+    r"send('[true, true, true]\n')", r"send(RIGHT + '[3, 1]\n')", r"send(RIGHT * 2)", r"send('[0, 5]\n' * 4)",
+    r"send(RIGHT, ends=False); return 7", r"send('[0.0, 5]\n[true, 0]\n[null, 1]\n')",
+    r"send('[1, 5]\n[2, 0]\n[0, 1]\n')", r"send('[0, 5, 5]\n' * 3)",
+    r"send(json.dumps({'0': 5, '1': 0, '2': 'ab'}) + '\n')", r"send(RIGHT.replace('\n', ' '))",
+    r"send('[' * 500_000 + '\n')", r"send('[0, ' + '1' * 500_000 + ']\n')",
+    r"send('[0, ' + '[' * 400 + ']' * 400 + ']\n')", r"send('[0, NaN]\n[1, Infinity]\n[2, -Infinity]\n')",
+    r"send('[0, 1e999]\n[1, \ud800]\n')", r"send('\0' * 1000 + '\n\r\n\x85\u2028\n')", r"send('\n' * 3)",
+    r"send('x' * 3_000_000)", "os.close(3); return 7", "os.closerange(0, 10); return 7", "os.dup2(2, 3); return 7",
+    "os._exit(0)", "sys.exit(0)", "exit(0)", "raise KeyboardInterrupt", "raise GeneratorExit", "raise BaseException",
+    "raise type('E', (Exception,), {'__str__': lambda self: 1 / 0})", "raise RecursionError", "raise MemoryError",
+    "return add(a, b)", "return [0] * 10**9", "return 10**1_000_000", "return '5' * 3_000_000",
+    "x = []; x.append(x); return x", "x = {}; x[0] = x; return x", "return (i for i in [5])", "return object()",
     "return type('I', (int,), {'__eq__': lambda *_: True, '__index__': lambda _: 5, '__int__': lambda _: 5})(7)",
     "return type('S', (str,), {'__eq__': lambda *_: True, '__str__': lambda _: 'ab'})('x')",
     "return type('L', (list,), {'__iter__': lambda _: 1 / 0})()",
     "return type('O', (), {'__class__': int, '__eq__': lambda *_: True, '__reduce__': lambda _: (int, (5,))})()",
     "return type('F', (float,), {'__eq__': lambda *_: True, '__repr__': lambda _: '5'})(7)",
-    "json.dumps = lambda *_: 5",
-    "json.dumps = lambda *_: RIGHT",
-    "json.dumps = lambda *_: 1 / 0",
+    "json.dumps = lambda *_: 5", "json.dumps = lambda *_: RIGHT", "json.dumps = lambda *_: 1 / 0",
     "builtins.print = builtins.all = builtins.isinstance = lambda *_: True; return 7",
     "builtins.len = builtins.zip = builtins.type = None; return 7",
     "sys.modules['__main__'].encode = lambda *_: '5'; return 7",
@@ -186,7 +154,7 @@ NOT_OF_THE_PROTOCOL = [
     "threading.Thread(target=send, args=(RIGHT * 3,)).start(); threading.Event().wait(0.1); return 7",
     "print(RIGHT); sys.stderr.write(RIGHT); return 7",
     "sys.setrecursionlimit(10**9); sys.stdout = sys.stderr = None; return 7",
-]
+]  # fmt: skip
 
 
 @pytest.mark.medium
@@ -320,11 +288,6 @@ def test_code_cannot_find_expected_results(grading: Grading):
     assert grading.passed(INSPECTS_FRAMES, tests) == [True, True, False, False]
 
 
-def test_early_exit_is_no_answer(grading: Grading):
-    code = "import atexit, os, sys\nprint('5'); sys.stdout.flush(); os._exit(1)"
-    assert grading.passed(code, SUMS) == [False, False]
-
-
 def test_a_program_that_kills_its_worker_has_no_answers():
     async def outcomes(end: str) -> list[Outcome]:
         async with Sandbox(SandboxConfig(require=Isolation.NONE, workers=1), strongest=Isolation.NONE) as sandbox:
@@ -375,56 +338,31 @@ def test_output_can_have_a_tolerance(grading: Grading):
 @pytest.mark.parametrize(
     "ground_truth",
     [
-        "",
-        "46",
-        "[]",
-        "{}",
-        '{"calls": []}',
-        '{"calls": [], "cases": []}',
-        '{"asserts": ["assert f(2) == 4"]}',
-        '{"tests": []}',
-        '{"cases": [{"stdin": ""}]}',
-        '{"calls": ["f(1)"]}',
-        '{"calls": [{"call": "f(1)"}]}',
-        '{"calls": [{"call": 1, "returns": 1}]}',
-        '{"calls": [{"function": "f", "args": [1], "returns": 1}]}',
+        "", "46", "[]", "{}", '{"calls": []}', '{"calls": [], "cases": []}', '{"asserts": ["assert f(2) == 4"]}',
+        '{"tests": []}', '{"cases": [{"stdin": ""}]}', '{"calls": ["f(1)"]}', '{"calls": [{"call": "f(1)"}]}',
+        '{"calls": [{"call": 1, "returns": 1}]}', '{"calls": [{"function": "f", "args": [1], "returns": 1}]}',
         '{"calls": [{"call": "f(1)", "returns": 1}], "tolerance": -1}',
         '{"cases": [{"stdin": "\\ud800", "stdout": ""}]}',
     ],
-)
+)  # fmt: skip
 def test_ground_truths_without_tests(ground_truth: str):
-    with pytest.raises(CodeTestsError, match="ground truth"):
+    with pytest.raises(
+        CodeTestsError,
+        match=r"""ground truth .*\{"call": "f\(2\)", "returns": 4\} for `assert f\(2\) == 4`|has no calls or cases""",
+    ):
         parse_tests(ground_truth)
 
 
 @pytest.mark.parametrize(
-    ("call", "problem"),
-    [
-        ("", "is not a Python expression"),
-        ("f(1", "is not a Python expression"),
-        (" f(1)", "is not a Python expression"),
-        ("f(1); g(1)", "is not a Python expression"),
-        ("import os", "is not a Python expression"),
-        ("assert f(1) == 2", "is not a Python expression"),
-        ("f('\0')", "is not a Python expression"),
-        ("await f(1)", "is not a Python expression"),
-        ("f(" + "1" * 5000 + ")", "is not a Python expression"),
-        ("f(" + "[" * 5000, "is not a Python expression"),
-        ("-" * 3000 + "f(1)", "is not a Python expression"),
-        ("f", "calls no function"),
-        ("1 + 1", "calls no function"),
-    ],
-)
-def test_invalid_calls_are_refused(call: str, problem: str):
+    "call",
+    ["", "f(1", " f(1)", "f(1); g(1)", "import os", "assert f(1) == 2", "f('\0')", "await f(1)",
+     "f(" + "1" * 5000 + ")",
+     "f(" + "[" * 5000, "-" * 3000 + "f(1)", "f", "1 + 1"],
+)  # fmt: skip
+def test_invalid_calls_are_refused(call: str):
+    problem = "calls no function" if call in ("f", "1 + 1") else "is not a Python expression"
     with pytest.raises(CodeTestsError, match=problem):
         parse_tests(json.dumps({"calls": [{"call": call, "returns": 1}]}))
-
-
-def test_a_row_with_asserts_names_the_form_of_a_call():
-    with pytest.raises(
-        CodeTestsError, match=r"""\{"call": "f\(2\)", "returns": 4\} for `assert f\(2\) == 4`.* asserts: """
-    ):
-        parse_tests('{"asserts": ["assert f(2) == 4"]}')
 
 
 def test_a_call_is_not_evaluated_by_the_trainer(tmp_path: Path):
@@ -461,6 +399,9 @@ def test_answers_are_checked_before_the_run():
 REPLY = "```python\ndef add(a, b): return a + b\n```"
 
 
+THOUGHTS = "<think>```python\ndef add(a, b): return 0\n```</think>"
+
+
 @pytest.mark.parametrize(
     ("reply", "score"),
     [
@@ -472,6 +413,9 @@ REPLY = "```python\ndef add(a, b): return a + b\n```"
         ("```python\n\ud800\n```\n" + REPLY, 1.0),
         ("```python\n\0\n```", 0.0),
         ("", 0.0),
+        (THOUGHTS + "def add(a, b): return a + b", 1.0),
+        (THOUGHTS + REPLY, 1.0),
+        (f"<think>\nMaybe\n{REPLY}\nor", 0.0),
     ],
 )
 def test_the_last_block_with_the_function_is_run(grading: Grading, request_of: Any, reply: str, score: float):
@@ -479,30 +423,6 @@ def test_the_last_block_with_the_function_is_run(grading: Grading, request_of: A
     request = request_of(reply, ground_truth=ADDS.model_dump_json())
     [result] = grading.wait(component.score([request]))
     assert result.score == score
-
-
-@pytest.mark.parametrize(
-    ("reply", "score"),
-    [
-        ("<think>```python\ndef add(a, b): return 0\n```</think>def add(a, b): return a + b", 1.0),
-        ("<think>```python\ndef add(a, b): return 0\n```</think>```python\ndef add(a, b): return a + b\n```", 1.0),
-        ("<think>Maybe\n```python\ndef add(a, b): return a + b\n```\nor", 0.0),
-    ],
-)
-def test_thoughts_are_not_run(grading: Grading, request_of: Any, reply: str, score: float):
-    component = CodeReward(CodeRewardConfig(), grading.sandbox)
-    request = request_of(reply, ground_truth=ADDS.model_dump_json())
-    [result] = grading.wait(component.score([request]))
-    assert result.score == score
-
-
-def test_thoughts_that_the_template_opened_are_not_run(grading: Grading, request_of: Any):
-    component = CodeReward(CodeRewardConfig(), grading.sandbox)
-    # Messages contain the text of the generation prompt.
-    reply = "<think>\n" + "Maybe\n```python\ndef add(a, b): return a + b\n```\nor"
-    request = request_of(reply, ground_truth=ADDS.model_dump_json())
-    [result] = grading.wait(component.score([request]))
-    assert result.score == 0.0
 
 
 @pytest.mark.parametrize(("score", "expected"), [(CodeScore.ALL, 0.0), (CodeScore.SHARE, 1 / 3)])

@@ -120,26 +120,18 @@ def test_a_block_with_more_of_the_functions_is_preferred():
         (block("print(input())\n") + block("print(solve([1, 2]))\n"), "print(input())\n"),
         (block("print(input())\n", "") + block("n = int(input())\n"), "print(input())\n"),
         (block("print(input())\n") + block("n = input()\nprint(n)\n"), "n = input()\nprint(n)\n"),
-        (
-            block("n = input()\n") + block("from sys import stdin, stdout\nstdout.write(next(stdin))\n"),
-            "from sys import stdin, stdout\nstdout.write(next(stdin))\n",
-        ),
-        (
-            block("import sys\nsys.stdout.write(open(0).read())\n") + block("print(1)\n"),
-            "import sys\nsys.stdout.write(open(0).read())\n",
-        ),
+        (block("n = input()\n") + block("from sys import stdin, stdout\nstdout.write(next(stdin))\n"),
+         "from sys import stdin, stdout\nstdout.write(next(stdin))\n"),
+        (block("import sys\nsys.stdout.write(open(0).read())\n") + block("print(1)\n"),
+         "import sys\nsys.stdout.write(open(0).read())\n"),
         (block("print(1)\n") + block("print(2\n"), "print(1)\n"),
         (block("print(1)\n") + block("echo 1\n", "sh"), "print(1)\n"),
         ("print(1)\n```\nThis prints one.\n", "print(1)\n"),
-        ("print(1)\n```\nSample:\n```\n1\n```\n", "print(1)\n"),
-        ("print(1)", "print(1)\n"),
-        (block("x = 1\n"), "x = 1\n"),
-        ("It prints one.", None),
-        ("```python\nprint(1)\n", None),
-        ("", None),
+        ("print(1)\n```\nSample:\n```\n1\n```\n", "print(1)\n"), ("print(1)", "print(1)\n"),
+        (block("x = 1\n"), "x = 1\n"), ("It prints one.", None), ("```python\nprint(1)\n", None), ("", None),
         (block("# nothing\n"), None),
     ],
-)
+)  # fmt: skip
 def test_the_last_program_is_chosen(reply: str, code: str | None):
     assert choose_program(reply) == code
 
@@ -147,18 +139,11 @@ def test_the_last_program_is_chosen(reply: str, code: str | None):
 @pytest.mark.parametrize(
     "reply",
     [
-        "```\n" * 20_000,
-        "```python\n" * 20_000,
-        "`" * 200_000 + " x`",
-        "```python\n" + "(" * 100_000 + "\n```",
-        "```python\n" + "-" * 100_000 + "1\n```",
-        "```python\n\0\n```",
-        "```python\n'\ud800'\n```",
-        " " * 200_000 + "```",
-        "~~~`" * 50_000,
-        "1." * 50_000 + "```python",
+        "```\n" * 20_000, "```python\n" * 20_000, "`" * 200_000 + " x`", "```python\n" + "(" * 100_000 + "\n```",
+        "```python\n" + "-" * 100_000 + "1\n```", "```python\n\0\n```", "```python\n'\ud800'\n```",
+        " " * 200_000 + "```", "~~~`" * 50_000, "1." * 50_000 + "```python",
     ],
-)
+)  # fmt: skip
 def test_hostile_replies_are_searched(reply: str):
     assert all(len(candidate.code) < len(reply) + 2 for candidate in candidates(reply))
 

@@ -19,8 +19,7 @@ import pytest
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope
 from marin_rl.rewards.functions import RewardCallError, RewardFailure
 from marin_rl.rewards.judge import MAX_RESPONSE, JudgeCriterion, LlmJudge, LlmJudgeConfig, shown_order
-from marin_rl.rewards.pipeline import evaluation_metrics, score_rollouts
-from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.rewards.pipeline import score_rollouts
 from marin_rl.types import RewardResult
 from marin_rl.utils.settings.decode import decode, encode
 from marin_rl.utils.settings.section_types import ConfigError
@@ -265,34 +264,6 @@ def test_a_pause_before_a_retry_holds_no_slot(endpoint: Endpoint, request_of):
     assert len(endpoint.received) == 2
 
 
-def test_no_pause_after_an_unreadable_answer(endpoint: Endpoint, request_of):
-    endpoint.replies = lambda count: reply_with("Score: 1" if count == 3 else "I would say 0.8")
-
-    async def run() -> Any:
-        component = LlmJudge(config(endpoint, backoff_seconds=60.0))
-        try:
-            async with asyncio.timeout(30):
-                return await component.score([request_of()])
-        finally:
-            await component.close()
-
-    [result] = asyncio.run(run())
-    assert (result.score, result.metrics["retries"]) == (1.0, 2.0)
-
-
-def test_failed_judge_call_is_counted(endpoint: Endpoint, request_of):
-    endpoint.replies = lambda count: (500, {})
-
-    async def run() -> None:
-        component = LlmJudge(config(endpoint, name="taste"))
-        [[evaluation]] = await score_rollouts([component], RewardScope.POINTWISE, [request_of()])
-        await component.close()
-        assert evaluation.score is None
-        assert evaluation.failure == "request"
-
-    asyncio.run(run())
-
-
 # Comparing the rollouts of a group.
 
 COMPARE = "The answer is {ground_truth}. Compare:\n{conversations}"
@@ -349,45 +320,19 @@ def test_shown_order_depends_on_group_seed(endpoint: Endpoint, request_of):
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        ("They are all good.", "its last line is not `Score: ...` or `Scores: ...`"),
         ("Score: 1", "the verdict is not a list of 2 scores"),
-        ("Scores: 1", "the verdict is not a list of 2 scores"),
         ("Scores: 1, 0, 1", "the verdict is not a list of 2 scores"),
-        ("Scores: first=1, second=0", "the verdict is not a list of 2 scores"),
         ("Scores: 1, good", "no number for score 2; the answer ends with 'Scores: 1, good'"),
         ("Scores: 1, 7", "score 2 7.0 is not between 0.0 and 1.0"),
-        ("Scores: 1, nan", "score 2 nan is not between 0.0 and 1.0"),
     ],
 )
 def test_invalid_comparison_fails_the_whole_group(endpoint: Endpoint, request_of, answer: str, problem: str):
     endpoint.replies = lambda count: reply_with(answer)
     configured = config(endpoint, name="taste", prompt=COMPARE, scope=RewardScope.GROUP)
-
-    async def run() -> list[list[RewardResult]]:
-        component = LlmJudge(configured)
-        results = await score_rollouts([component], RewardScope.GROUP, [request_of("46"), request_of("47")])
-        await component.close()
-        return results
-
-    results = [evaluation for [evaluation] in asyncio.run(run())]
+    results = evaluations(configured, RewardScope.GROUP, request_of("46"), request_of("47"))
     assert len(endpoint.received) == 3
     assert [(one.score, one.failure) for one in results] == [(None, "invalid_answer")] * 2
     assert all(problem in str(one.error) for one in results)
-    assert evaluation_metrics(results)["rewards/taste/failed_invalid_answer"] == 2
-
-
-def test_a_comparing_judge_can_be_chosen_in_yaml():
-    section = {"type": "llm_judge", "base_url": "http://h", "model": "m", "prompt": "{conversations}", "scope": "group"}
-    chosen = decode(RewardComponentConfig, section)
-    assert isinstance(chosen, LlmJudgeConfig)
-    assert chosen.build(object.__new__(Sandbox)).scope is RewardScope.GROUP
-
-
-def test_a_group_of_one_rollout(endpoint: Endpoint, request_of):
-    """All others failed."""
-    endpoint.replies = lambda count: reply_with("Scores: 0.5")
-    [result] = compare(endpoint, [request_of()])
-    assert result.score == 0.5
 
 
 # Rubrics.
@@ -431,15 +376,9 @@ def test_a_rubric_in_one_call(endpoint: Endpoint, request_of, answer: str):
         ("Scores: correct=1, short=1, correct=1", "the verdict repeats a name"),
         ("Scores: correct=1, short=2", "short 2.0 is not between 0.0 and 1.0"),
         ("Scores: correct=nan, short=1", "correct nan is not between"),
-        ("Scores: correct=yes, short=1", "no number for correct"),
-        ("Scores: 1, 1", "no number for correct"),
-        ("Scores: 1=1, short=1", "no number for correct"),
     ],
 )
 def test_invalid_answers_to_a_rubric(endpoint: Endpoint, request_of, answer: str, problem: str):
-    endpoint.replies = lambda count: reply_with(answer if count < 3 else "Scores: correct=1, short=0")
-    [result] = apply_rubric(endpoint, request_of())
-    assert (result.score, result.metrics["retries"]) == (0.75, 2.0)
     endpoint.replies = lambda count: reply_with(answer)
     with pytest.raises(RewardCallError) as raised:
         apply_rubric(endpoint, request_of())
@@ -454,15 +393,6 @@ def test_a_rubric_can_be_chosen_in_yaml(endpoint: Endpoint):
     assert decode(RewardComponentConfig, section) == configured
     with pytest.raises(ConfigError, match=r"unknown key .*wieght"):
         decode(RewardComponentConfig, {**section, "rubric": [{**section["rubric"][0], "wieght": 2.0}]})
-
-
-def test_scores_of_criteria_are_metrics(endpoint: Endpoint, request_of):
-    endpoint.replies = lambda count: reply_with(f"Scores: correct={count - 1}, short=0")
-    configured = config(endpoint, name="taste", prompt=RUBRIC_PROMPT, rubric=RUBRIC, max_concurrency=1)
-    results = evaluations(configured, RewardScope.POINTWISE, request_of(), request_of(rollout_id="r2"))
-    metrics = evaluation_metrics(results)
-    expected = {"score": 0.375, "correct": 0.5, "short": 0.0, "retries": 0.0}
-    assert metrics == {f"rewards/taste/{name}": value for name, value in expected.items()}
 
 
 # Tokens.
@@ -481,21 +411,14 @@ def evaluations(configured: LlmJudgeConfig, scope: RewardScope, *requests: Any) 
 USAGE = {"prompt_tokens": 1000, "completion_tokens": 20, "total_tokens": 1020}
 
 
-def test_tokens_include_retries(endpoint: Endpoint, request_of):
+def test_tokens_include_retries_and_are_shared_by_a_group(endpoint: Endpoint, request_of):
     endpoint.replies = lambda count: reply_with("Score: 1" if count == 3 else "no", usage=USAGE)
-    [result] = judge(config(endpoint), request_of())
+    # There is no pause after an answer without a score.
+    [result] = judge(config(endpoint, backoff_seconds=1e6), request_of())
     assert result.metrics == {"retries": 2, "prompt_tokens": 3000, "completion_tokens": 60}
-
-
-def test_tokens_of_a_failed_call_are_logged(endpoint: Endpoint, request_of):
     endpoint.replies = lambda count: reply_with("no", usage=USAGE)
-    results = evaluations(config(endpoint), RewardScope.POINTWISE, request_of())
-    metrics = evaluation_metrics(results)
-    assert metrics["rewards/llm_judge/prompt_tokens"] == 3000
-    assert metrics["rewards/llm_judge/failed_invalid_answer"] == 1
-
-
-def test_rollouts_of_a_group_share_the_tokens(endpoint: Endpoint, request_of):
+    [failed] = evaluations(config(endpoint), RewardScope.POINTWISE, request_of())
+    assert (failed.failure, failed.metrics["prompt_tokens"]) == ("invalid_answer", 3000)
     endpoint.replies = lambda count: reply_with("Scores: 1, 0, 1, 0", usage=USAGE)
     results = compare(endpoint, [request_of(reply) for reply in REPLIES])
     assert [result.metrics["prompt_tokens"] for result in results] == [250] * 4
@@ -510,12 +433,6 @@ def test_missing_or_malformed_usage_is_ignored(endpoint: Endpoint, request_of, u
     assert result.metrics == {"retries": 0.0}
 
 
-@pytest.mark.parametrize("address", ["localhost:8000/v1", "http://localhost:80a/v1", "http://user:key@localhost/v1"])
-def test_invalid_addresses_are_refused(endpoint: Endpoint, address: str):
-    with pytest.raises(ValueError, match="rewards: base_url of 'llm_judge'"):
-        config(endpoint, base_url=address)
-
-
 def test_the_time_limit_is_that_of_the_whole_answer(endpoint: Endpoint, request_of):
     endpoint.trickle = True
     with pytest.raises(RewardCallError, match=r"no answer within 0\.3 s"):
@@ -524,38 +441,32 @@ def test_the_time_limit_is_that_of_the_whole_answer(endpoint: Endpoint, request_
 
 @pytest.mark.parametrize(
     ("key", "problem"),
-    [("key-1\r\n", None), ("sch\u00fcssel", "characters that a key cannot have"), (" ", "is not set")],
+    [("sch\u00fcssel", "characters that a key cannot have"), (" ", "is not set"), (None, "is not set")],
 )
-def test_keys_are_stripped_and_never_shown(
-    endpoint: Endpoint, request_of, monkeypatch: pytest.MonkeyPatch, key: str, problem: str | None
+def test_invalid_keys_are_errors_before_sampling(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, key: str | None, problem: str
 ):
-    monkeypatch.setenv("JUDGE_KEY", key)
-    configured = config(endpoint, api_key_env="JUDGE_KEY")
-    if problem is not None:
-        with pytest.raises(RewardConfigError, match=f"JUDGE_KEY .*{problem}|JUDGE_KEY {problem}") as raised:
-            judge(configured, request_of())
-        assert key not in str(raised.value) or not key.strip()
-        return
-    endpoint.replies = lambda count: (401, {"error": f"Bearer {endpoint.received[-1]['key']}"})
-    with pytest.raises(RewardCallError, match=r"status 401: .*\*\*\*") as failed:
-        judge(configured, request_of())
-    assert endpoint.received[-1]["key"] == "Bearer key-1"
-    assert "key-1" not in str(failed.value)
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("JUDGE_KEY", key)
+    with pytest.raises(RewardConfigError, match=f"JUDGE_KEY .*{problem}|JUDGE_KEY {problem}") as raised:
+        judge(config(endpoint, api_key_env="JUDGE_KEY"))
+    assert "sch\u00fcssel" not in str(raised.value)
 
 
 @pytest.mark.parametrize("key", ["key-1", 'a"b\\c/d'])
-def test_answers_that_repeat_the_key_are_stored_without_it(
-    endpoint: Endpoint, request_of, monkeypatch: pytest.MonkeyPatch, key: str
-):
-    monkeypatch.setenv("JUDGE_KEY", key)
+def test_the_key_is_neither_stored_nor_shown(endpoint: Endpoint, request_of, monkeypatch: pytest.MonkeyPatch, key: str):
+    monkeypatch.setenv("JUDGE_KEY", f" {key}\r\n")
     configured = config(endpoint, api_key_env="JUDGE_KEY", retries=0)
     endpoint.replies = lambda count: reply_with(f"You sent {key}.\nScore: 0.5")
     [result] = judge(configured, request_of())
+    assert endpoint.received[-1]["key"] == f"Bearer {key}"
     assert (result.score, result.reason) == (0.5, "You sent ***.\nScore: 0.5")
     for reply in (
         reply_with(f"You sent {key}."),
         reply_with(f"You sent {key}.", "length"),
         (200, {"sent": key}),
+        (401, {"sent": f"Bearer {key}"}),
         (500, {"sent": key}),
         (500, json.dumps({"sent": key}).replace("/", r"\/").encode()),
     ):
@@ -563,12 +474,6 @@ def test_answers_that_repeat_the_key_are_stored_without_it(
         with pytest.raises(RewardCallError, match=r"\*\*\*") as failed:
             judge(configured, request_of())
         assert all(part not in str(failed.value) for part in ("key-1", 'a"b', 'a\\"b', "c/d", "c\\/d"))
-
-
-def test_missing_key_is_an_error_before_sampling(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("JUDGE_KEY", raising=False)
-    with pytest.raises(RewardConfigError, match="the environment variable JUDGE_KEY is not set"):
-        judge(config(endpoint, api_key_env="JUDGE_KEY"))
 
 
 @pytest.mark.parametrize(
@@ -581,6 +486,10 @@ def test_missing_key_is_an_error_before_sampling(endpoint: Endpoint, monkeypatch
         ({"scope": RewardScope.GROUP}, r"must contain \{conversations\} .* scope group .* contains \{conversation\}"),
         ({"prompt": "{conversation} {conversations}"}, r"must contain \{conversation\} and no other"),
         ({"name": "a b"}, "invalid name 'a b'"),
+        *(
+            ({"base_url": address}, "rewards: base_url of 'llm_judge'")
+            for address in ("localhost:8000/v1", "http://localhost:80a/v1", "http://user:key@localhost/v1")
+        ),
         ({"prompt": "{conversation} {rubric}"}, r"must contain \{conversation\} and no other .* without a rubric"),
         ({"rubric": RUBRIC}, r"must contain \{conversation\}, \{rubric\} .* with a rubric"),
         (

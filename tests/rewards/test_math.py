@@ -25,8 +25,10 @@ def read_cases() -> dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]
             kind = line[1:].partition("]")[0]
             kinds[kind] = [], []
         elif line and not line.startswith("#"):
-            verdict, truth, *replies = (cell.translate(signs) for cell in line.split("\t"))
-            kinds[kind]["=!".index(verdict)].extend((reply, truth) for reply in replies)
+            verdict, *cases = line.split("\t")
+            for case in cases:
+                reply, truth = (part.translate(signs) for part in case.split(" ⇒ "))
+                kinds[kind]["=!".index(verdict)].append((reply, truth))
     return kinds
 
 

@@ -22,7 +22,13 @@ import sys
 from collections.abc import Iterable
 
 from marin_rl.rewards.sandbox.protocol import CallLimits, WorkerSpec
-from marin_rl.rewards.sandbox.seccomp import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, call_filter, import_filter
+from marin_rl.rewards.sandbox.seccomp import (
+    PR_SET_DUMPABLE,
+    PR_SET_PDEATHSIG,
+    call_filter,
+    import_filter,
+    seccomp_is_supported,
+)
 
 
 class Isolation(enum.StrEnum):
@@ -316,6 +322,27 @@ def confine_call(spec: WorkerSpec, folder: str, loaded_bytes: int) -> None:
         restrict_files(None, (folder, os.devnull), spec.landlock)
     if spec.seccomp:
         restrict_system_calls(call_filter(os.uname().machine, spec.limits.processes > 0))
+
+
+def confine_grader(memory_bytes: int) -> None:
+    """Confine this process, which runs code of libraries on untrusted texts, as far as the machine permits.
+
+    It cannot write files, start programs, send signals or open connections.
+
+    Args:
+        memory_bytes: limit on its address space.
+    """
+    for limit in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
+        resource.setrlimit(limit, (0, 0))
+    if IS_LINUX:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    if (version := landlock_version()) >= OLDEST_LANDLOCK:
+        restrict_files(None, (os.devnull,), version)
+    if seccomp_is_supported():
+        drop_capabilities()
+        machine = os.uname().machine
+        restrict_system_calls(import_filter(machine, may_signal=False))
+        restrict_system_calls(call_filter(machine, may_start_processes=False))
 
 
 def _limit_files(limits: CallLimits) -> None:

@@ -30,29 +30,20 @@ def test_levels_are_ordered():
     assert sorted(Isolation, key=lambda level: level.rank) == [Isolation.NONE, Isolation.PARTIAL, Isolation.FULL]
 
 
-def run_self_test(secret: Path) -> str:
-    command = [sys.executable, "-I", "-c", self_test(str(secret))]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 def test_unconfined_program_finds_every_hole(tmp_path: Path):
     """Run the program without a sandbox, to check that it detects every hole."""
-    secret = tmp_path / "outside"
+    secret = tmp_path / 'it\'s "outside"\n'
     secret.write_text("readable")
-    assert set(find_holes(run_self_test(secret), processes=0, has_namespaces=True)) == {
+    command = [sys.executable, "-I", "-c", self_test(str(secret))]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert set(find_holes(printed, processes=0, has_namespaces=True)) == {
         "reads a file outside",
         "changes files outside",
         "opens sockets",
         "starts processes",
         "sees a file outside",
     }
-    assert (tmp_path / "outside.new").exists()
-
-
-def test_path_with_quotes(tmp_path: Path):
-    secret = tmp_path / 'it\'s "outside"\n'
-    secret.write_text("readable")
-    assert "reads a file outside" in find_holes(run_self_test(secret), processes=0, has_namespaces=True)
+    assert Path(f"{secret}.new").exists()
 
 
 @pytest.mark.parametrize(
@@ -67,16 +58,10 @@ def test_path_with_quotes(tmp_path: Path):
 def test_allowed_actions_are_not_holes(processes: int, has_namespaces: bool, holes: list[str]):
     tried = {"reads a file outside": False, "starts processes": True, "sees a file outside": True}
     assert find_holes(json.dumps(tried), processes, has_namespaces) == holes
-
-
-def test_forbidden_actions_are_holes_with_any_settings():
-    assert find_holes('{"opens sockets": true}', processes=9, has_namespaces=False) == ["opens sockets"]
-
-
-@pytest.mark.parametrize("printed", ["", "Killed", "{"])
-def test_invalid_output_is_an_error(printed: str):
-    with pytest.raises(ValueError, match="Expecting"):
-        find_holes(printed, 0, True)
+    assert find_holes('{"opens sockets": true}', processes, has_namespaces) == ["opens sockets"]
+    for printed in ("", "Killed", "{"):
+        with pytest.raises(ValueError, match="Expecting"):
+            find_holes(printed, processes, has_namespaces)
 
 
 # Programs run in separate processes, because restrictions cannot be undone.
@@ -237,14 +222,9 @@ def test_address_space_grows_with_what_is_mapped():
 
 @pytest.mark.parametrize(
     ("release", "counts"),
-    [
-        ("5.14.0-427.el9.x86_64", True),
-        ("6.1.0-18-amd64", True),
-        ("6.18-rc1", True),
-        ("5.13.19", False),
-        ("4.18.0-513.el8.x86_64", False),
-    ],
-)
+    [("5.14.0-427.el9.x86_64", True), ("6.1.0-18-amd64", True), ("6.18-rc1", True), ("5.13.19", False),
+     ("4.18.0-513.el8.x86_64", False)],
+)  # fmt: skip
 def test_kernels_that_count_threads_by_namespace(release: str, counts: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("os.uname", lambda: types.SimpleNamespace(release=release))
     monkeypatch.setattr(isolation, "IS_LINUX", True)

@@ -9,7 +9,9 @@ import pytest
 
 from tests.rewards.sandbox.conftest import descendants
 
-# Runs in a separate process, because it kills all descendants.
+# Programs run in separate processes, because they kill or stop all descendants.
+
+# Descendants are killed except the spared one.
 TREE = """
 import os, sys, time
 from marin_rl.rewards.sandbox.isolation import PR_SET_CHILD_SUBREAPER, prctl
@@ -56,10 +58,6 @@ assert descendants(os.getpid()) == {}
 """
 
 
-def test_descendants_are_killed_except_the_spared_one():
-    subprocess.run([sys.executable, "-c", TREE], check=True)
-
-
 def test_a_process_without_children():
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
         assert child.pid in descendants(os.getpid())
@@ -67,6 +65,7 @@ def test_a_process_without_children():
     assert child.pid not in descendants(os.getpid())
 
 
+# Descendants are stopped except the spared one.
 STOPPED = """
 import os, time
 from marin_rl.rewards.sandbox.isolation import PR_SET_CHILD_SUBREAPER, prctl
@@ -110,10 +109,7 @@ assert end_descendants(None, 30)
 """
 
 
-def test_descendants_are_stopped_except_the_spared_one():
-    subprocess.run([sys.executable, "-c", STOPPED], check=True)
-
-
+# Both listings of descendants agree.
 WALKS = """
 import os, threading
 from marin_rl.rewards.sandbox.processes import end_descendants, list_descendants, scan_descendants
@@ -145,12 +141,7 @@ assert end_descendants(None, 30)
 """
 
 
-@pytest.mark.parametrize("start", ["", "import os\nos.path.exists = lambda path: False\n"], ids=["children", "all"])
-def test_both_listings_agree(start: str):
-    """Also on kernels that do not list the children of a process in /proc."""
-    subprocess.run([sys.executable, "-c", start + WALKS], check=True)
-
-
+# A process is alone when the others have ended.
 WAIT = """
 import os, time
 from marin_rl.rewards.sandbox.isolation import PR_SET_CHILD_SUBREAPER, prctl
@@ -173,6 +164,12 @@ os.kill(kept, 9)
 os.waitpid(kept, 0)
 """
 
+# As on kernels that do not list the children of a process in /proc.
+NO_LISTS = "import os\nos.path.exists = lambda path: False\n"
 
-def test_wait_until_other_processes_end():
-    subprocess.run([sys.executable, "-c", WAIT], check=True)
+
+@pytest.mark.parametrize(
+    "program", [TREE, STOPPED, WALKS, NO_LISTS + WALKS, WAIT], ids=["kill", "stop", "list", "list all", "wait"]
+)
+def test_programs(program: str):
+    subprocess.run([sys.executable, "-c", program], check=True)
