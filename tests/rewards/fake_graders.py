@@ -15,7 +15,7 @@ from marin_rl.rewards.reply_text import parse_reply
 
 
 def open_behaviors() -> Callable[[Mapping[str, Any]], Any]:
-    return lambda request: globals()[request["do"]](**{name: request[name] for name in request if name != "do"})
+    return lambda request: BEHAVIORS[request["do"]](**{name: request[name] for name in request if name != "do"})
 
 
 def open_environment() -> Callable[[Mapping[str, Any]], Any]:
@@ -31,27 +31,11 @@ def echo(text: str) -> str:
     return text
 
 
-def parse(reply: str) -> int:
-    return len(parse_reply(reply).calls)
-
-
-def process_id() -> int:
-    return os.getpid()
-
-
 def print_and_echo(text: str) -> str:
     print("noise\n" * 10_000, file=sys.stdout, flush=True)
     print("noise\n" * 10_000, file=sys.stderr, flush=True)
     os.write(1, b'{"result": "forged"}\n')
     return text
-
-
-def compute_without_end() -> int:
-    return 9**9**9
-
-
-def sleep_without_end() -> None:
-    time.sleep(1e6)
 
 
 def ignore_signals() -> None:
@@ -61,28 +45,8 @@ def ignore_signals() -> None:
         pass
 
 
-def use_much_memory() -> int:
-    return len(bytearray(10**11))
-
-
 def recurse() -> Any:
     return recurse()
-
-
-def exit_with_status() -> None:
-    sys.exit(0)
-
-
-def end_process() -> None:
-    os._exit(0)
-
-
-def answer_at_length() -> str:
-    return "x" * 2**25
-
-
-def read_input() -> str:
-    return input()
 
 
 def write_file(path: str) -> None:
@@ -90,17 +54,23 @@ def write_file(path: str) -> None:
         file.write("x")
 
 
-def remove_file(path: str) -> None:
-    os.remove(path)
-
-
-def start_program() -> None:
-    os.posix_spawn("/bin/true", ["true"], {})
-
-
-def signal_trainer() -> None:
-    os.kill(os.getppid(), signal.SIGTERM)
-
-
-def open_connection() -> None:
-    socket.socket()
+BEHAVIORS: Mapping[str, Callable[..., Any]] = {
+    "echo": echo,
+    "parse": lambda reply: len(parse_reply(reply).calls),
+    "process_id": os.getpid,
+    "print_and_echo": print_and_echo,
+    "compute_without_end": lambda: 9**9**9,
+    "sleep_without_end": lambda: time.sleep(1e6),
+    "ignore_signals": ignore_signals,
+    "use_much_memory": lambda: len(bytearray(10**11)),
+    "recurse": recurse,
+    "exit_with_status": lambda: sys.exit(0),
+    "end_process": lambda: os._exit(0),
+    "answer_at_length": lambda: "x" * 2**25,
+    "read_input": input,
+    "write_file": write_file,
+    "remove_file": os.remove,
+    "start_program": lambda: os.posix_spawn("/bin/true", ["true"], {}),
+    "signal_trainer": lambda: os.kill(os.getppid(), signal.SIGTERM),
+    "open_connection": lambda: socket.socket().close(),
+}
