@@ -5,6 +5,9 @@
 
 A game is an adapter: its config draws the starts of its tasks (`Opening`), and its environment begins a `Game`, which
 takes the action in a reply and returns an `Outcome`. What a reply costs, shows and ends is decided here, once.
+
+The simplest adapter of another package is a class with the methods `open`, `start` and `step` (see `open_games` and
+`ProcessGameEnvironment`), each of whose games runs in a process of its own.
 """
 
 import abc
@@ -27,7 +30,7 @@ from marin_rl.environments.base import (
     Step,
     bounded_text,
 )
-from marin_rl.environments.game_process import GameProcess
+from marin_rl.environments.game_process import GameError, GameProcess, GameServer, call_each
 from marin_rl.environments.splits import (
     Problem,
     TaskSplits,
@@ -149,19 +152,11 @@ class GameConfig(EnvironmentConfig):
         if self.action_regex is not None:
             check_pattern("action_regex", self.action_regex, groups=1)
         check_shares(self.held_out, self.validation)
-        self.check()
-
-    def check(self) -> None:
-        """Check the fields of the subclass.
-
-        Raises:
-            ValueError: if one is invalid.
-        """
 
     @property
-    @abc.abstractmethod
     def default_name(self) -> str:
-        """Name for metrics if `name` is None."""
+        """Name for metrics if `name` is None: the type of the environment."""
+        return self.get_choice_name(type(self))
 
     @property
     def label(self) -> str:
@@ -269,28 +264,10 @@ class GameEpisode:
 
 
 @dataclasses.dataclass(frozen=True)
-class ProcessGame:
-    """A game in a separate process, whose method `step` returns the fields of an `Outcome`."""
-
-    process: GameProcess
-
-    async def step(self, action: str) -> Outcome:
-        """Take the action in a reply.
-
-        Raises:
-            GameError: if the game raised an error or its process ended.
-        """
-        return Outcome(**await self.process.call("step", action=action))
-
-    async def close(self) -> None:
-        """End the process."""
-        self.process.close()
-
-
-@dataclasses.dataclass(frozen=True)
 class AbstractGameEnvironment(AbstractSplitEnvironment):
     """Tasks and episodes of games. A subclass defines `begin`."""
 
+    config: GameConfig
     starts: Mapping[str, Any]
     """`Opening.start` by task id."""
 
@@ -315,6 +292,50 @@ class AbstractGameEnvironment(AbstractSplitEnvironment):
         """
         self.require_own(task, self.starts)
         return self.starts[task.id]
+
+
+def open_games(server: GameServer, arguments: list[dict[str, Any]], source: str) -> list[Opening]:
+    """Call the method `open` of a new game for each set of arguments; it returns the fields of an `Opening`.
+
+    Raises:
+        ValueError: if a game cannot be opened; the message begins with `source`.
+    """
+    try:
+        return [Opening(**fields) for fields in call_each(server, "open", arguments)]
+    except GameError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessGame:
+    """A game in a separate process, whose method `step(action)` returns the fields of an `Outcome`."""
+
+    process: GameProcess
+
+    async def step(self, action: str) -> Outcome:
+        """Take the action in a reply.
+
+        Raises:
+            GameError: if the game raised an error or its process ended.
+        """
+        return Outcome(**await self.process.call("step", action=action))
+
+    async def close(self) -> None:
+        """End the process."""
+        self.process.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessGameEnvironment(AbstractGameEnvironment):
+    """Tasks and episodes of games that run in processes of their own."""
+
+    server: GameServer
+    """Runs the games."""
+
+    async def begin(self, start: Any, seed: int) -> Episode | AgentEpisode:
+        """Start a game by its method `start(start, seed)`."""
+        game, _ = await self.server.begin("start", start=start, seed=seed)
+        return GameEpisode(self.config, ProcessGame(game), self.config.max_steps)
 
 
 async def find_action(reply: str, regex: str | None) -> str:

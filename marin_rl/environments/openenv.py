@@ -4,22 +4,123 @@
 """Environments behind OpenEnv's protocol: a server with a WebSocket session for each episode."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.games import AbstractGameEnvironment, GameConfig, GameEpisode, Opening, Outcome
-from marin_rl.environments.openenv_client import OpenEnvError, OpenEnvServerError, Session, connect, fetch_action_schema
 from marin_rl.types import exact_sum
+from marin_rl.utils.errors import UserError
+from marin_rl.utils.escaping import replace_surrogates
 from marin_rl.utils.event_loop import run_in_thread
 from marin_rl.utils.seeds import derive_seed
 from marin_rl.utils.user_code import require_extra
 
+if TYPE_CHECKING:
+    from websockets.asyncio.client import ClientConnection
+
 _MAX_SEED = 2**31
+_MAX_MESSAGE = 2**24
+"""Maximum number of bytes of a response."""
 RESET_SECONDS = 300.0
 """Maximum seconds of a `reset` before the run; later ones are limited by `rollouts.max_seconds`."""
+
+
+class OpenEnvError(UserError):
+    """The server cannot be reached, or does not give the same episode for the same seed."""
+
+
+class OpenEnvServerError(RuntimeError):
+    """The server reports an error; the message has its text and code."""
+
+    def __init__(self, text: str, code: str) -> None:
+        super().__init__(f"{text} ({code})")
+        self.code = code
+        """Error code of the protocol."""
+
+
+class Session:
+    """A session of the server: one connection with requests and responses in turn."""
+
+    def __init__(self, connection: "ClientConnection") -> None:
+        self._connection = connection
+
+    async def request(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Send a request, `reset` or `step`, and return the data of its response.
+
+        Raises:
+            OpenEnvServerError: if the server reports an error.
+            OpenEnvError: if the response is not one of the protocol, or the server ended the session.
+        """
+        from websockets import ConnectionClosed
+
+        try:
+            # A server without a free session sends an error and ends the session before the request.
+            with contextlib.suppress(ConnectionClosed):
+                await self._connection.send(json.dumps({"type": kind, "data": data}))
+            text = await self._connection.recv()
+        except ConnectionClosed as error:
+            raise OpenEnvError(f"the server ended the session during {kind}: {error}") from error
+        try:
+            response = json.loads(text)
+            content = response["data"]
+            if response["type"] == "error":
+                raise OpenEnvServerError(str(content.get("message")), str(content.get("code")))
+            content["observation"].items()
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise OpenEnvError(
+                f"the server's response to {kind} is not one of OpenEnv's protocol: {text[:200]!r} "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        return content
+
+    async def close(self) -> None:
+        """End the session."""
+        await self._connection.close()
+
+
+async def connect(base_url: str) -> Session:
+    """Open a session with a server.
+
+    Raises:
+        OpenEnvError: if the server does not accept it.
+    """
+    import websockets
+    from websockets.asyncio.client import connect as open_connection
+
+    address = base_url.replace("http", "ws", 1) if base_url.startswith("http") else base_url
+    try:
+        # A proxy of the environment is for other hosts; rollouts.max_seconds limits the time of requests.
+        connection = await open_connection(
+            f"{address.rstrip('/')}/ws", max_size=_MAX_MESSAGE, ping_interval=None, proxy=None
+        )
+    except (OSError, websockets.WebSocketException) as error:
+        raise OpenEnvError(f"the OpenEnv server at {base_url} cannot be reached: {error}; start it first") from error
+    return Session(connection)
+
+
+async def fetch_action_schema(base_url: str) -> Any:
+    """Return the server's JSON schema of actions.
+
+    Raises:
+        OpenEnvError: if the server has none.
+    """
+    import httpx
+
+    address = base_url.replace("ws", "http", 1) if base_url.startswith("ws") else base_url
+    try:
+        # Like the session, without a proxy of the environment.
+        async with httpx.AsyncClient(trust_env=False) as client:
+            response = await client.get(f"{address.rstrip('/')}/schema")
+            return response.raise_for_status().json()["action"]
+    except (httpx.HTTPError, ValueError, LookupError) as error:
+        raise OpenEnvError(
+            f"{address}/schema has no schema of actions ({type(error).__name__}: {str(error).partition(chr(10))[0]}); "
+            "set system_prompt to a text that describes them"
+        ) from error
 
 
 @EnvironmentConfig.register_subclass("openenv")
@@ -47,17 +148,12 @@ class OpenEnvConfig(GameConfig):
     success_at: float = 1.0
     """Sum of the server's rewards from which an episode counts as a success."""
 
-    def check(self) -> None:
-        """Check the fields of this class."""
+    def __post_init__(self) -> None:
+        GameConfig.__post_init__(self)
         if not self.base_url.startswith(("http://", "https://", "ws://", "wss://")):
             raise ValueError(f"base_url is {self.base_url!r}; it must start with http://, https://, ws:// or wss://")
         if "seed" in self.reset:
             raise ValueError("reset has 'seed'; each task has its own seed: use the environment's `seed` instead")
-
-    @property
-    def default_name(self) -> str:
-        """The type of the environment."""
-        return "openenv"
 
     def build(self) -> AbstractEnvironment:
         """Draw the seeds, and ask the server for the first observation of each.
@@ -68,7 +164,7 @@ class OpenEnvConfig(GameConfig):
         """
         require_extra("openenv", "environment.type: openenv")
         splits, starts = self.split(run_in_thread(self._openings()), f"openenv server {self.base_url}")
-        return OpenEnvEnvironment(self.label, splits, starts, self)
+        return OpenEnvEnvironment(self.label, splits, self, starts)
 
     async def _openings(self) -> list[Opening]:
         seeds = [derive_seed(self.seed, "openenv", index) % _MAX_SEED for index in range(self.num_tasks)]
@@ -99,18 +195,17 @@ class OpenEnvConfig(GameConfig):
         Raises:
             OpenEnvError: if it does not have the field `observation_field`.
         """
-        part = observation = response["observation"]
+        observation = response["observation"]
         if self.observation_field is None:
-            part = {name: part for name, part in observation.items() if name not in ("done", "reward", "metadata")}
-        elif self.observation_field not in observation:
+            shown = {name: part for name, part in observation.items() if name not in ("done", "reward", "metadata")}
+        elif self.observation_field in observation:
+            shown = observation[self.observation_field]
+        else:
             raise OpenEnvError(
                 f"environment {self.label!r}: the observation has no field {self.observation_field!r} "
                 f"(observation_field); its fields are {', '.join(observation) or 'none'}"
             )
-        else:
-            part = observation[self.observation_field]
-        text = part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
-        return text.encode("utf-8", "replace").decode("utf-8")
+        return replace_surrogates(shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False))
 
     def action(self, text: str) -> dict[str, Any]:
         """Return the action in the text of a reply.
@@ -120,7 +215,7 @@ class OpenEnvConfig(GameConfig):
             RecursionError: if it is nested too deeply.
         """
         if self.action_field is not None:
-            return {self.action_field: text.encode("utf-8", "replace").decode("utf-8")}
+            return {self.action_field: replace_surrogates(text)}
         start, end = text.find("{"), text.rfind("}")
         action = json.loads(text[start : end + 1] if start >= 0 else text)
         if not isinstance(action, dict):
@@ -148,14 +243,12 @@ class OpenEnvGame:
         """
         try:
             sent = self._config.action(action)
-        except (ValueError, RecursionError) as error:
-            return self._invalid(error)
-        try:
             response = await self._session.request("step", sent)
-        except OpenEnvServerError as error:
-            if error.code != "VALIDATION_ERROR":
+        except (ValueError, RecursionError, OpenEnvServerError) as error:
+            if isinstance(error, OpenEnvServerError) and error.code != "VALIDATION_ERROR":
                 raise
-            return self._invalid(error)
+            notice = f"The reply is not a valid action: {error}"
+            return Outcome(observation="", action=None, notice=notice, success=self._is_success())
         reward = float(response.get("reward") or 0.0)
         self._rewards.append(reward)
         return Outcome(
@@ -165,10 +258,6 @@ class OpenEnvGame:
             done=bool(response.get("done")),
             success=self._is_success(),
         )
-
-    def _invalid(self, problem: Exception) -> Outcome:
-        notice = f"The reply is not a valid action: {problem}"
-        return Outcome(observation="", action=None, notice=notice, success=self._is_success())
 
     def _is_success(self) -> bool:
         return exact_sum(self._rewards) >= self._config.success_at

@@ -70,7 +70,7 @@ class TextGameConfig(GameConfig):
                 "set random_start: true, or held_out: 0 and validation: 0"
             )
         splits, starts = self.split(openings, source)
-        return TextGameEnvironment(self.label, splits, starts, self)
+        return TextGameEnvironment(self.label, splits, self, starts)
 
     def _draw(self, seed: int) -> Opening:
         start = draw_start(self.id, self.options, seed, self.random_start)

@@ -3,10 +3,15 @@
 
 """Generated games of TextWorld: a quest in a small world, with commands and observations in text."""
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import os
+import random
+import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,27 +19,32 @@ from typing import Annotated, Any
 from annotated_types import Ge, Lt
 
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
-from marin_rl.environments.game_process import GameError, GameServer, call_each
-from marin_rl.environments.games import (
-    AbstractGameEnvironment,
-    GameConfig,
-    GameEpisode,
-    Opening,
-    ProcessGame,
-    View,
-)
-from marin_rl.environments.textworld_game import CUSTOM
+from marin_rl.environments.game_process import GameServer, call_each
+from marin_rl.environments.games import GameConfig, ProcessGameEnvironment, View, open_games
 from marin_rl.types import Message, Task
+from marin_rl.utils.errors import nearest
 from marin_rl.utils.seeds import derive_seed
 from marin_rl.utils.settings.fields import LOCAL_OUTPUT, NAMES_FILES
 from marin_rl.utils.storage import user_cache
 from marin_rl.utils.user_code import require_extra
 
+CUSTOM = "custom"
+"""Name for games that are generated from options instead of by a challenge."""
+
 _MAX_SEED = 2**31
 _RULES = "You play a text game. Reply with one command, such as: go north, take coin, open chest, look, inventory."
 _DEMONSTRATED_STEPS = 100
 """Maximum number of commands of a demonstration."""
-_PLAYED = "marin_rl.environments.textworld_game:TextWorldGame"
+_LONGEST_COMMAND = 100
+"""Maximum number of characters of a command; the interpreter's buffer has a fixed size."""
+_COMMAND = re.compile(r"[a-z0-9' -]+")
+# Everything else that the interpreter accepts controls the program instead of the game: save, restart, undo, script, …
+_CHAINED = re.compile(r"\bthen\b")
+_UNCHANGED = ("examine ", "inventory", "look")
+"""Commands that do not change the state."""
+_WANTED = ("admissible_commands", "description", "facts", "objective", "policy_commands", "score", "verbs", "won")
+"""Parts of the state that TextWorld computes on request."""
+_GAME = "marin_rl.environments.textworld:TextWorldGame"
 
 
 @EnvironmentConfig.register_subclass("textworld")
@@ -67,11 +77,6 @@ class TextWorldConfig(GameConfig):
     detours: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Probability that a demonstrated command is drawn from all that leave the quest possible."""
 
-    @property
-    def default_name(self) -> str:
-        """The type of the environment."""
-        return "textworld"
-
     def build(self) -> AbstractEnvironment:
         """Generate the games and split them.
 
@@ -80,30 +85,17 @@ class TextWorldConfig(GameConfig):
             ValueError: if TextWorld does not have the challenge or an option, or rejects their values.
         """
         require_extra("textworld", "environment.type: textworld")
-        is_compact = self.view is View.COMPACT
-        common = {
-            "folder": self._folder(),
-            "challenge": self.challenge,
-            "options": self.options,
-            "grammar": self.grammar,
-            "compact": is_compact,
-            "list_commands": self.list_commands,
-        }
+        source = f"TextWorld {self.challenge!r} with the options {self.options}"
+        config = {name: getattr(self, name) for name in ("challenge", "options", "grammar", "view", "list_commands")}
         seeds = [derive_seed(self.seed, "textworld", index) % _MAX_SEED for index in range(self.num_tasks)]
-        server = GameServer(_PLAYED)
+        generating = GameServer(_GAME)
         try:
-            made = call_each(server, "make", [{**common, "seed": seed} for seed in dict.fromkeys(seeds)])
-        except GameError as error:
-            raise ValueError(f"TextWorld {self.challenge!r} with the options {self.options}: {error}") from error
+            games = [{"config": config, "folder": self._folder(), "seed": seed} for seed in dict.fromkeys(seeds)]
+            openings = open_games(generating, games, source)
         finally:
-            server.close()
-        rules = "" if is_compact else _RULES
-        openings = [
-            Opening(game["identity"], game["observation"], game["start"], game["anchor_state"], rules) for game in made
-        ]
-        splits, starts = self.split(openings, f"TextWorld {self.challenge!r}")
-        played = GameServer(_PLAYED, made[0]["start"]["path"])
-        return TextWorldEnvironment(self.label, splits, starts, self, played)
+            generating.close()
+        splits, starts = self.split(openings, source)
+        return TextWorldEnvironment(self.label, splits, self, starts, GameServer(_GAME, openings[0].start["path"]))
 
     def _folder(self) -> str:
         """Return the folder of all games with this version of TextWorld, challenge, options and grammar."""
@@ -114,18 +106,10 @@ class TextWorldConfig(GameConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class TextWorldEnvironment(AbstractGameEnvironment):
+class TextWorldEnvironment(ProcessGameEnvironment):
     """Tasks and episodes of TextWorld games."""
 
     config: TextWorldConfig
-    server: GameServer
-    """Runs the games."""
-
-    async def begin(self, start: Mapping[str, Any], seed: int) -> GameEpisode:
-        """Start a game; the replies determine it, except for the interpreter's chance, which the seed determines."""
-        arguments = {"path": start["path"], "seed": seed % _MAX_SEED, "list_commands": self.config.list_commands}
-        game, _ = await self.server.begin("start", **arguments)
-        return GameEpisode(self.config, ProcessGame(game), self.config.max_steps)
 
     def can_demonstrate(self, task: Task) -> bool:
         """Return whether TextWorld has a solution of the game."""
@@ -139,13 +123,8 @@ class TextWorldEnvironment(AbstractGameEnvironment):
         """
         if not self.can_demonstrate(task):
             raise ValueError(f"TextWorld has no solution of the game {task.id!r}, so it has no demonstration")
-        arguments = {
-            "path": self.start_of(task)["path"],
-            "seed": derive_seed(self.config.seed, "textworld demonstration", task.id),
-            "detours": self.config.detours,
-            "max_steps": _DEMONSTRATED_STEPS,
-            "list_commands": self.config.list_commands,
-        }
+        seed = derive_seed(self.config.seed, "textworld demonstration", task.id)
+        arguments = {"start": self.start_of(task), "seed": seed, "detours": self.config.detours}
         [turns] = call_each(self.server, "demonstrate", [arguments])
         messages = list(task.messages)
         for command, observation in turns:
@@ -153,3 +132,203 @@ class TextWorldEnvironment(AbstractGameEnvironment):
             if observation:
                 messages.append(self.config.message(observation))
         return tuple(messages)
+
+
+class TextWorldGame:
+    """A game of TextWorld; each process plays one."""
+
+    @staticmethod
+    def prepare(path: str = "") -> None:
+        """Import TextWorld, and fill the caches of its parsers.
+
+        Args:
+            path: file of a game with the same rules as the later games; if empty, a game is generated. Parsing the
+                rules takes four times as long as a game of ten commands.
+        """
+        import textworld.challenges
+        import textworld.generator
+
+        if path:
+            # A file that cannot be read fails the rollouts of its game.
+            with contextlib.suppress(OSError, ValueError):
+                textworld.Game.load(str(Path(path).with_suffix(".json")))
+            return
+        settings = textworld.GameOptions()
+        settings.seeds = 0
+        textworld.generator.make_game(settings)
+
+    def open(self, config: Mapping[str, Any], folder: str, seed: int) -> dict[str, Any]:
+        """Generate a game unless its file exists, and return the fields of its `Opening`.
+
+        Args:
+            config: some fields of `TextWorldConfig`. Only a readable game is compiled for the interpreter, which takes
+                seconds.
+            folder: folder of the game files; created if missing.
+            seed: seed of the game.
+        """
+        is_compact = config["view"] == View.COMPACT
+        path = Path(folder) / f"{seed}{'.json' if is_compact else '.z8'}"
+        if not path.exists():
+            _generate(path, config, seed)
+        start = {"path": str(path), "list_commands": config["list_commands"]}
+        self.start(start, 0)
+        facts, objective = sorted(map(str, self._state["facts"])), self._state["objective"]
+        return {
+            "identity": json.dumps([facts, objective]),
+            "observation": self._observation() if is_compact else f"{objective}\n\n{self._observation()}",
+            "start": {**start, "has_solution": bool(self._state["policy_commands"])},
+            "anchor_state": self._anchor_state(),
+            "rules": "" if is_compact else _RULES,
+        }
+
+    def start(self, start: Mapping[str, Any], seed: int) -> None:
+        """Start a game from its file.
+
+        Args:
+            start: its `Opening.start`.
+            seed: seed of the interpreter's chance; apart from it, the replies determine the game.
+        """
+        import textworld
+
+        self._compact = start["path"].endswith(".json")
+        self._list_commands = start["list_commands"]
+        infos = textworld.EnvInfos(**dict.fromkeys(_WANTED, True))
+        self._env: Any = textworld.start(start["path"], request_infos=infos)
+        self._env.seed(seed % _MAX_SEED)
+        self._state: Mapping[str, Any] = self._env.reset()
+        self._done = False
+
+    def step(self, action: str) -> dict[str, Any]:
+        """Give a command to the game, unless it is not one of the game's verbs with plain words.
+
+        Returns:
+            The fields of an `Outcome`; the reward is the gain of points.
+        """
+        command = " ".join(action.lower().split()).removeprefix("> ").strip()
+        accepted, points = self._accepts(command), 0.0
+        if accepted:
+            before = self._state.get("score") or 0
+            self._state, score, self._done = self._env.step(command)
+            accepted = self._state["_last_action"] is not None or not self._compact
+            points = float((score or 0) - before)
+        notice = "?\n" if self._compact else "The reply is not a command of this game.\n\n"
+        return {
+            "observation": "" if self._done else self._observation(),
+            "action": command if accepted else None,
+            "notice": "" if accepted else notice,
+            "reward": points,
+            "done": bool(self._done),
+            "success": bool(self._state["won"]),
+            "anchor_state": self._anchor_state(),
+        }
+
+    def demonstrate(self, start: Mapping[str, Any], seed: int, detours: float) -> list[tuple[str, str]]:
+        """Win a game; return each command and the observation after it, which is empty at the end.
+
+        Args:
+            start: the game.
+            seed: seed of the detours.
+            detours: probability of a random command after which the game can still be won.
+        """
+        self.start(start, 0)
+        generator = random.Random(seed)
+        turns: list[tuple[str, str]] = []
+        while not self._done and len(turns) < _DEMONSTRATED_STEPS and self._state["policy_commands"]:
+            command = self._state["policy_commands"][0]
+            if generator.random() < detours:
+                command = generator.choice(self._safe_commands() or [command])
+            turns.append((command, self.step(command)["observation"]))
+        return turns
+
+    def _accepts(self, command: str) -> bool:
+        if self._compact:
+            return command in self._state["admissible_commands"]
+        words = command.split()
+        return (
+            bool(words)
+            and len(command) <= _LONGEST_COMMAND
+            and _COMMAND.fullmatch(command) is not None
+            and _CHAINED.search(command) is None
+            and words[0] in self._state["verbs"]
+        )
+
+    def _safe_commands(self) -> list[str]:
+        """Return the commands that change the state but do not lose the game."""
+        from textworld.generator.inform7 import Inform7Game
+
+        progression = self._state["_game_progression"]
+        commands = Inform7Game(self._state["game"]).gen_commands_from_actions(progression.valid_actions)
+        safe = set()
+        for command, action in zip(commands, progression.valid_actions, strict=True):
+            if command.startswith(_UNCHANGED):
+                continue
+            after = progression.copy()
+            after.update(action)
+            if after.completed or (not after.failed and after.winning_policy):
+                safe.add(command)
+        return sorted(safe)
+
+    def _anchor_state(self) -> list[Any]:
+        """Return all facts of the world, and which quests are finished."""
+        quests = self._state["_game_progression"].quest_progressions
+        return [sorted(map(str, self._state["_facts"])), [quest.completed for quest in quests]]
+
+    def _observation(self) -> str:
+        commands = self._state["admissible_commands"]
+        if self._compact:
+            return f"{self._room()}: {', '.join(one for one in commands if not one.startswith(_UNCHANGED))}"
+        if self._list_commands:
+            return f"{self._feedback()}\n\nPossible commands: {', '.join(commands)}"
+        return self._feedback()
+
+    def _room(self) -> str:
+        world = self._state["game"].infos
+        [player] = [fact for fact in self._state["_facts"] if fact.name == "at" and fact.arguments[0].name == "P"]
+        return str(world[player.arguments[1].name].name)
+
+    def _feedback(self) -> str:
+        """Return the interpreter's answer without its prompt and status line; at the start, the room's description."""
+        if self._state.get("last_command") is None:
+            return str(self._state["description"]).strip()
+        text, _, _ = self._state["feedback"].rpartition("\n>")
+        text, _, _ = text.partition("Would you like to RESTART")
+        return re.sub(r"\n{3,}", "\n\n", text).strip()
+
+
+def _generate(path: Path, config: Mapping[str, Any], seed: int) -> None:
+    """Generate a game, and move its files to their folder when they are complete."""
+    import textworld
+    import textworld.challenges
+    import textworld.generator
+
+    settings = textworld.GameOptions()
+    settings.seeds = seed % 2**32
+    _set("option of the grammar", settings.grammar, config["grammar"])
+    challenge, challenges = config["challenge"], textworld.challenges.CHALLENGES
+    if challenge == CUSTOM:
+        _set("option", settings, config["options"])
+        game = textworld.generator.make_game(settings)
+    elif challenge in challenges:
+        game = challenges[challenge][1](config["options"], settings)
+    else:
+        raise ValueError(f"TextWorld has no challenge {challenge!r}; {nearest(challenge, [CUSTOM, *challenges])}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        file = Path(folder) / path.name
+        game.save(str(file.with_suffix(".json")))
+        if path.suffix == ".z8":
+            settings.path, settings.force_recompile = str(file), True
+            textworld.generator.compile_game(game, settings)
+        # The interpreter's file is moved last: its existence means that the game is complete.
+        for suffix in dict.fromkeys((".json", path.suffix)):
+            os.replace(file.with_suffix(suffix), path.with_suffix(suffix))
+
+
+def _set(kind: str, target: Any, values: Mapping[str, Any]) -> None:
+    known = {
+        name for name in dir(target) if not name.startswith("_") and type(getattr(target, name)) in (bool, int, str)
+    }
+    for name, value in values.items():
+        if name not in known:
+            raise ValueError(f"TextWorld has no {kind} {name!r}; {nearest(name, sorted(known))}")
+        setattr(target, name, value)

@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 
 from marin_rl.environments.base import Split
-from marin_rl.environments.openenv import OpenEnvConfig, OpenEnvEnvironment
-from marin_rl.environments.openenv_client import OpenEnvError, OpenEnvServerError
+from marin_rl.environments.openenv import OpenEnvConfig, OpenEnvEnvironment, OpenEnvError, OpenEnvServerError
 from marin_rl.types import Task
 from marin_rl.utils.errors import UserError
 from tests.environments.episodes import play

@@ -11,8 +11,13 @@ from pathlib import Path
 import pytest
 
 from marin_rl.environments.base import Split
-from marin_rl.environments.textarena import TextArenaConfig, TextArenaEnvironment
-from marin_rl.environments.textarena_opponents import FileOpponentConfig, SelfOpponentConfig, random_move
+from marin_rl.environments.textarena import (
+    FileOpponentConfig,
+    SelfOpponentConfig,
+    TextArenaConfig,
+    TextArenaEnvironment,
+    random_move,
+)
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
 from marin_rl.run_parts import make_gateway

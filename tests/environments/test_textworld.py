@@ -153,10 +153,10 @@ def test_the_same_games_are_made_in_other_processes(folder: str, tmp_path: Path,
     ],
 )
 def test_invalid_games_are_refused(compact: TextWorldEnvironment, changes: dict, message: str, tmp_path: Path):
-    arguments = {name: COINS[name] for name in ("challenge", "options", "grammar")}
-    shown = {"compact": True, "list_commands": True}
+    config = {name: COINS[name] for name in ("challenge", "options", "grammar")}
+    config |= {"view": "compact", "list_commands": True, **changes}
     with pytest.raises(GameError, match=message):
-        call_each(compact.server, "make", [{**arguments, **changes, "folder": str(tmp_path), "seed": 0, **shown}])
+        call_each(compact.server, "open", [{"config": config, "folder": str(tmp_path), "seed": 0}])
 
 
 @real
@@ -165,11 +165,11 @@ def test_rules_are_parsed_once_for_all_games(compact: TextWorldEnvironment):
     program = """
 import sys
 from textworld.logic import GameLogic
-from marin_rl.environments.textworld_game import TextWorldGame
+from marin_rl.environments.textworld import TextWorldGame
 first, *others = sys.argv[1:]
 TextWorldGame.prepare(first)
 for path in others:
-    TextWorldGame().start(path, 0, True)
+    TextWorldGame().start({"path": path, "list_commands": True}, 0)
 print(GameLogic.parse.cache_info().misses)
 """
     paths = [str(game["path"]) for game in compact.starts.values()]
