@@ -29,7 +29,6 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "HuggingFaceConfig": {"path": "openai/gsm8k"},
     "JsonlConfig": {"path": "rows.jsonl"},
     "JudgeCriterion": {"name": "short", "description": "1 if short"},
-    "LessonConfig": {"name": "a", "environment": ArithmeticConfig()},
     "LlmJudgeConfig": {
         "base_url": "http://localhost",
         "model": "judge",

@@ -456,7 +456,7 @@ REWARD = """
 
 @pytest.fixture(scope="module")
 def lessons(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Records of a curriculum with a user's environment and reward function."""
+    """Records of a mixture in order with a user's environment and reward function."""
     folder = tmp_path_factory.mktemp("lessons")
     for name, text in (("words.py", LESSON), ("shape.py", REWARD)):
         (folder / name).write_text(textwrap.dedent(text))
@@ -472,11 +472,8 @@ def lessons(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> 
         run = make_run(
             folder,
             environment={
-                "type": "curriculum",
-                "lessons": [
-                    {"name": "first", "environment": words, "window": 4},
-                    {"name": "second", "environment": numbers, "after": ["first"]},
-                ],
+                "type": "mixture",
+                "parts": [{"environment": words, "window": 4}, {"environment": numbers, "after": ["words"]}],
             },
             initialize_from=str(finished_run.path),
             warm_start__max_steps=0,

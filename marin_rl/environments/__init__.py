@@ -21,7 +21,7 @@ from marin_rl.environments.file import FileConfig
 from marin_rl.environments.openenv import OpenEnvConfig
 from marin_rl.environments.random_reward import RandomRewardConfig
 from marin_rl.environments.reasoning_gym import ReasoningGymConfig
-from marin_rl.environments.streams import CurriculumConfig, MixtureConfig
+from marin_rl.environments.streams import MixtureConfig
 from marin_rl.environments.text_game import TextGameConfig
 from marin_rl.environments.textarena import TextArenaConfig
 from marin_rl.environments.textworld import TextWorldConfig
@@ -35,7 +35,6 @@ __all__ = [
     "AgentEpisode",
     "AgentResult",
     "ArithmeticConfig",
-    "CurriculumConfig",
     "EnvironmentConfig",
     "Episode",
     "FileConfig",

@@ -4,6 +4,7 @@
 """Question-answer datasets: JSONL files, and Hugging Face datasets from the hub or a folder."""
 
 import abc
+import codecs
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 from annotated_types import Ge, Lt
 
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
-from marin_rl.environments.data_files import check_data_files
 from marin_rl.environments.garbage import refuse_garbage_rewards
 from marin_rl.environments.row_format import Row, RowFormat
 from marin_rl.environments.single_turn import SingleTurnEnvironment
@@ -148,8 +148,6 @@ class DatasetConfig(EnvironmentConfig):
 MAX_LINE_BYTES = 64 * 2**20
 """Maximum size of a line of a JSONL file."""
 
-_SHOWN_BYTES = 16
-"""Largest number of bytes of other encodings that an error shows; each may take four characters."""
 _OTHER_FORMATS = {
     b"\x1f\x8b": "decompress the file, which is gzip",
     b"PK\x03\x04": "unpack the file, which is zip",
@@ -190,20 +188,9 @@ class JsonlConfig(DatasetConfig):
                 if number == 1 and remedy is not None:
                     raise ValueError(f"{source} is not text with a JSON object per line; {remedy}")
                 if len(raw) > MAX_LINE_BYTES:
-                    raise ValueError(
-                        f"{where}: the line has more than {MAX_LINE_BYTES // 2**20} MiB: {raw[:200]!r}; shorten it, or "
-                        "write one object per line"
-                    )
-                try:
-                    # -sig: editors on Windows may write a byte order mark.
-                    line = raw.decode("utf-8-sig").strip()
-                except UnicodeDecodeError as error:
-                    around = raw[error.start : error.start + _SHOWN_BYTES]
-                    raise ValueError(
-                        f"{where}: not UTF-8 text: {around!r} at byte {error.start + 1}; save the file as UTF-8"
-                    ) from error
-                if line:
-                    yield Row(_parse_object(line, where), where)
+                    raise ValueError(f"{where}: the line has more than {MAX_LINE_BYTES // 2**20} MiB; {_ONE_PER_LINE}")
+                if raw.removeprefix(codecs.BOM_UTF8).strip():
+                    yield Row(_parse_object(raw, where), where)
 
 
 @EnvironmentConfig.register_subclass("hf")
@@ -253,8 +240,7 @@ class HuggingFaceConfig(DatasetConfig):
                 choices = ", ".join(repr(name) for name in splits)
                 raise ValueError(f"dataset {self.path!r} has no split {split!r}; it has {choices}")
             return splits[split]
-        if check_source(self.path, "environment.path", DATASET) is not None:
-            check_data_files(folder)
+        check_source(self.path, "environment.path", DATASET)
         try:
             return datasets.load_dataset(name_or_folder, self.subset, split=split, revision=self.revision)
         except (ValueError, OSError, MemoryError, datasets.exceptions.DatasetGenerationError) as error:
@@ -294,40 +280,36 @@ def _with_held_out(
     return {**splits, Split.HELD_OUT: [problem.task for problem in held_out]}
 
 
-def _parse_object(line: str, where: str) -> dict[str, Any]:
+def _parse_object(line: bytes, where: str) -> dict[str, Any]:
     """Parse a line of JSON; errors start with its location `where` and quote the start of the line."""
     shown = repr(line[:200])
     try:
-        values = json.loads(line, object_pairs_hook=_without_repeats)
-    except KeyError as error:
-        raise ValueError(f"{where}: repeated key {error.args[0]!r}; keep one of them: {shown}") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}: {shown}; {_ONE_PER_LINE}") from error
-    except RecursionError as error:
-        raise ValueError(f"{where}: nested too deeply to read: {shown}; flatten the row") from error
-    except ValueError as error:
-        # Python limits the conversion of integers to 4,300 decimal digits.
-        raise ValueError(f"{where}: {error}: {shown}; write the number as text") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{where}: {shown} is not a JSON object; {_ONE_PER_LINE}")
-    try:
+        # -sig: editors on Windows may write a byte order mark.
+        values = json.loads(line.decode("utf-8-sig").strip(), object_pairs_hook=_without_repeats)
         # Parquet, JSON responses and tokenizers require text that UTF-8 can encode.
-        if "\\ud" in line.lower():
-            json.dumps(values, ensure_ascii=False).encode("utf-8")
+        json.dumps(values, ensure_ascii=False).encode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 text at byte {error.start + 1}; save the file as UTF-8") from error
     except UnicodeEncodeError as error:
         code = ord(error.object[error.start])
         raise ValueError(
-            f"{where}: \\u{code:04x} is an unpaired surrogate, which is not a character: {shown}; write the whole "
-            "pair, or remove it"
+            f"{where}: \\u{code:04x} is an unpaired surrogate, which is not a character; write the whole pair, or "
+            f"remove it: {shown}"
         ) from error
+    except RecursionError as error:
+        raise ValueError(f"{where}: nested too deeply to read; flatten the row: {shown}") from error
+    except ValueError as error:
+        # Also a repeated key, and integers of more than 4,300 digits, which Python does not convert.
+        problem = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise ValueError(f"{where}: not JSON: {problem}; {_ONE_PER_LINE}: {shown}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{where}: not a JSON object; {_ONE_PER_LINE}: {shown}")
     return values
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Convert an object to a dictionary; raise KeyError for a repeated key."""
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in values:
-            raise KeyError(key)
-        values[key] = value
+    """Convert an object to a dictionary; its keys must differ."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"a key is repeated, keep one of each: {', '.join(key for key, _ in pairs)}")
     return values

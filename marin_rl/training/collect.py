@@ -161,7 +161,7 @@ class GroupCollector:
         Raises:
             PromptTooLongError: if every training task was skipped, or if the number of tasks skipped in a row reaches
                 ten times the number of training tasks plus 1,000, for example because a curriculum only draws from
-                lessons without a fitting task.
+                parts without a fitting task.
         """
         tasks: list[Task] = []
         skipped, distinct = 0, set[tuple[str, str]]()

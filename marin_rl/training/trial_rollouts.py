@@ -16,7 +16,7 @@ from typing import NamedTuple
 from marin_rl.environments.base import CORRECT, AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.garbage import FULL_REWARD, GARBAGE, garbage_reply, is_answer
 from marin_rl.environments.random_reward import RandomRewardConfig
-from marin_rl.environments.streams import CompositeConfig, CompositeEnvironment
+from marin_rl.environments.streams import MixtureConfig, MixtureEnvironment
 from marin_rl.rewards.component import RewardComponentConfig, RewardScope
 from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.judge import LlmJudge, LlmJudgeConfig
@@ -155,8 +155,8 @@ class Trial(NamedTuple):
 
 def agent_environments(config: EnvironmentConfig, environment: AbstractEnvironment) -> set[str]:
     """Return the names of the environments whose episodes are agents, which this module does not start."""
-    if isinstance(config, CompositeConfig) and isinstance(environment, CompositeEnvironment):
-        parts = zip(getattr(config, config.parts_key), environment.parts.values(), strict=True)
+    if isinstance(config, MixtureConfig) and isinstance(environment, MixtureEnvironment):
+        parts = zip(config.parts, environment.parts.values(), strict=True)
         return {name for part, built in parts for name in agent_environments(part.environment, built)}
     runs_agents = any(getattr(section, "runs_agents", False) for _, section in nested_sections(config))
     return {environment.name} if runs_agents else set()

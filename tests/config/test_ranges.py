@@ -44,7 +44,6 @@ REFUSED: dict[str, dict[str, tuple[float, str]]] = {
     "IcepopConfig": {"low": (0.0, "above 0 and at most 1"), "high": (0.9, "at least 1")},
     "JsonlConfig": {**SHARES, "held_out": (1.0, "at least 0 and below 1, or null")},
     "JudgeCriterion": {"weight": (0.0, "above 0")},
-    "LessonConfig": {"weight": (0.0, "above 0"), "window": (0, "at least 1")},
     "LlmJudgeConfig": {
         "timeout_seconds": (0.0, "above 0"),
         "retries": (-1, "at least 0"),
@@ -56,7 +55,7 @@ REFUSED: dict[str, dict[str, tuple[float, str]]] = {
     "LossKlConfig": {"beta": (-0.1, "at least 0")},
     "MaskMismatchConfig": {"cap": (-1.0, "above 0")},
     "MathVerifyConfig": {"timeout": (0.0, "above 0")},
-    "MixturePartConfig": {"weight": (0.0, "above 0, or remove the part to exclude it")},
+    "MixturePartConfig": {"weight": (0.0, "above 0, or remove the part to exclude it"), "window": (0, "at least 1")},
     "OpenAiSamplerConfig": {"timeout": (0.0, "above 0")},
     "OpenEnvConfig": GAME,
     "OverlongConfig": {

@@ -166,13 +166,16 @@ def test_blank_lines_and_a_byte_order_mark_are_ignored(tmp_path: Path):
     ("line", "message"),
     [
         ('{"prompt": "a", "answer": ', r"a\.jsonl:3: not JSON: Expecting value at column 26"),
-        ("[1, 2]", r"a\.jsonl:3: '\[1, 2\]' is not a JSON object; write each problem as one JSON object on a line"),
+        ("[1, 2]", r"a\.jsonl:3: not a JSON object; write each problem as one JSON object on a line"),
         ("prompt,answer", r"a\.jsonl:3: not JSON: .*; write each problem as one JSON object on a line of its own"),
         ('{"prompt": "a", "anwser": "1"}', r"a\.jsonl:3: there is no column 'answer'; did you mean 'anwser'"),
         ('{"prompt": "a", "answer": [1]}', r"a\.jsonl:3: column 'answer' holds \[1\] of type list"),
-        ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", r"a\.jsonl:3: .*4300 digits.*; write the number as text"),
+        ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", r"a\.jsonl:3: .*4300 digits"),
         ('{"prompt": "a", "answer": ' + "[" * 100_000 + "]" * 100_000 + "}", r"a\.jsonl:3: nested too deeply"),
-        ('{"prompt": "a", "prompt": "b", "answer": "1"}', r"a\.jsonl:3: repeated key 'prompt'; keep one"),
+        (
+            '{"prompt": "a", "prompt": "b", "answer": "1"}',
+            r"a\.jsonl:3: .*a key is repeated, keep one of each: prompt, prompt",
+        ),
         ('{"prompt": "a", "answer": "1", "id": "x\\ud800"}', r"a\.jsonl:3: \\ud800 is an unpaired surrogate"),
         ('{"prompt": "\\uDFFF", "answer": "1"}', r"a\.jsonl:3: \\udfff is an unpaired surrogate"),
         (
@@ -216,7 +219,7 @@ def test_errors_for_invalid_utf8_name_file_and_line(tmp_path: Path):
         (b"version https://git-lfs.github.com/spec/v1\noid", "is not text with .*`git lfs pull`"),
         (
             '{"prompt": "a", "answer": "1"}'.encode("utf-16"),
-            "1: not UTF-8 text: .{1,80} at byte 1; save the file as UTF-8",
+            "1: not UTF-8 text at byte 1; save the file as UTF-8",
         ),
     ],
 )
@@ -361,7 +364,7 @@ def test_a_line_that_fills_the_memory_is_named(tmp_path: Path, monkeypatch: pyte
     path = write(tmp_path / "a.jsonl", sums(3))
     with open(path, "r+b") as file:
         file.truncate(50 * 2**30)
-    with pytest.raises(ValueError, match=r"a\.jsonl:4: the line has more than 1 MiB: b'.*'; shorten it"):
+    with pytest.raises(ValueError, match=r"a\.jsonl:4: the line has more than 1 MiB; write each problem"):
         JsonlConfig(path=path).build()
 
 

@@ -4,19 +4,16 @@
 import dataclasses
 from pathlib import Path
 
-import draccus
 import pytest
 
 from marin_rl.environments import (
     ArithmeticConfig,
-    CurriculumConfig,
-    EnvironmentConfig,
     MixtureConfig,
     RandomRewardConfig,
     Split,
     TextGameConfig,
 )
-from marin_rl.environments.streams import LessonConfig, MixturePartConfig
+from marin_rl.environments.streams import MixturePartConfig
 from marin_rl.rewards.component import FunctionRewardConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
@@ -110,12 +107,7 @@ def test_reward_functions_score_validation_and_held_out_tasks_only(tmp_path: Pat
     one = ArithmeticConfig(size=200, name="one", rewards=(each,))
     two = ArithmeticConfig(size=200, digits=1, terms=3, name="two", rewards=(group,))
     plain = ArithmeticConfig(size=200, digits=3, name="plain")
-    three = (one, two, plain)
-    inners = (
-        one,
-        MixtureConfig(tuple(map(MixturePartConfig, three))),
-        CurriculumConfig(tuple(LessonConfig(lesson.name, lesson) for lesson in three)),
-    )
+    inners = (one, MixtureConfig(tuple(map(MixturePartConfig, (one, two, plain)))))
     expected = {"one": {"each": 7.0}, "two": {"group": 5.0}, "plain": {}}
     loop = BackgroundLoop()
     try:
@@ -152,14 +144,3 @@ def test_reward_functions_of_the_control_itself_are_refused():
     rewards = (FunctionRewardConfig(path="rewards.py", function="score"),)
     with pytest.raises(ValueError, match=r"1 reward functions in rewards, .*; move them to environment\.rewards"):
         RandomRewardConfig(environment=INNER, rewards=rewards)
-
-
-def test_config_round_trip():
-    raw = {
-        "type": "random_control",
-        "environment": {"type": "arithmetic", "digits": 1, "size": 50},
-        "probability": 0.25,
-    }
-    config = draccus.decode(EnvironmentConfig, raw)
-    assert config == RandomRewardConfig(environment=ArithmeticConfig(digits=1, size=50), probability=0.25)
-    assert draccus.decode(EnvironmentConfig, draccus.encode(config, EnvironmentConfig)) == config

@@ -30,13 +30,13 @@ def test_curriculum_of_games_resumes_exactly(
     new_run: Callable[..., TinyRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
-    lessons = [
-        # Eight rollouts fill the window and any score suffices, so the second lesson opens after two steps.
-        {"name": "small", "environment": lake("lake3", 3), "window": 8, "unlock_at": 0.0},
-        {"name": "large", "environment": lake("lake4", 4), "after": ["small"]},
+    parts = [
+        # Eight rollouts fill the window and any score suffices, so the second part opens after two steps.
+        {"environment": lake("lake3", 3), "window": 8, "unlock_at": 0.0},
+        {"environment": lake("lake4", 4), "after": ["lake3"]},
     ]
     whole = new_run(
-        environment={"type": "curriculum", "lessons": lessons},
+        environment={"type": "mixture", "parts": parts},
         model__seq_len=96,
         rollouts={"prompts_per_step": 2, "group_size": 2, "max_length": 96, "max_turns": 3},
         advantage={"type": "gigpo"},
@@ -48,7 +48,7 @@ def test_curriculum_of_games_resumes_exactly(
     )
     assert whole.train() == 0
     records = whole.records()[1:]
-    assert [record["curriculum/large/open"] for record in records] == [0.0, 1.0, 1.0, 1.0]
+    assert [record["curriculum/lake4/open"] for record in records] == [0.0, 1.0, 1.0, 1.0]
     assert [record["environments/lake3/share"] for record in records[:2]] == [1.0, 1.0]
     assert any(record["environments/lake4/share"] > 0 for record in records[2:])
     assert records[-1]["eval/lake3/tasks"] == records[-1]["eval/lake4/tasks"] == 2.0

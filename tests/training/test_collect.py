@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from marin_rl.config.sections import Mode, ReplayConfig
+from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
-from marin_rl.environments.streams import CompositeEnvironment, MixtureStream
+from marin_rl.environments.streams import MixtureEnvironment, MixturePartConfig
 from marin_rl.objectives.shaping import OverlongConfig, RewardTruncatedConfig
 from marin_rl.rollouts.config import LongPrompts
 from marin_rl.rollouts.filters import DropGroupsConfig, ResampleGroupsConfig
@@ -172,8 +173,8 @@ def test_stream_without_fitting_tasks_raises():
     parts = [Exam(["mixed"], name="long", prompts=("too long",)), Exam(["mixed"], name="short")]
     # The part with the fitting task has almost no weight.
     weights = {"long": 1.0, "short": 1e-300}
-    streams = {part.name: part for part in parts}
-    run.environment = CompositeEnvironment("both", streams, lambda seed: MixtureStream(streams, weights, seed))
+    configs = {name: MixturePartConfig(ArithmeticConfig(), weight) for name, weight in weights.items()}
+    run.environment = MixtureEnvironment("both", {part.name: part for part in parts}, configs)
     with pytest.raises(PromptTooLongError, match=r"1020 training tasks in a row have more than 5 tokens"):
         run.draw_tasks(1)
 
