@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 from annotated_types import Ge, Lt
 
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
-from marin_rl.environments.garbage import refuse_garbage_rewards
 from marin_rl.environments.row_format import Row, RowFormat
-from marin_rl.environments.single_turn import SingleTurnEnvironment
+from marin_rl.environments.single_turn import SingleTurnEnvironment, refuse_garbage_rewards
 from marin_rl.environments.splits import (
     Problem,
     TaskSplits,

@@ -9,8 +9,7 @@ from typing import Any, cast
 import draccus
 
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
-from marin_rl.environments.garbage import refuse_garbage_rewards
-from marin_rl.environments.single_turn import SingleTurnEnvironment
+from marin_rl.environments.single_turn import SingleTurnEnvironment, refuse_garbage_rewards
 from marin_rl.utils.settings.fields import LOCAL_FILE, NAMES_FILES
 from marin_rl.utils.user_code import UserFileError, load_function, user_errors
 

@@ -118,8 +118,6 @@ def board_of(game: Any) -> Board:
 Table = Mapping[int, Mapping[int, Sequence[Any]]]
 """Transition table of gymnasium (`env.unwrapped.P`): by state and action, the possible outcomes as probability, next
 state, reward, and whether the game ends."""
-Wins = Callable[[int, float], bool]
-"""Returns whether a finished game was won, given its last state and reward."""
 
 DISCOUNT = 0.99
 """Discount of a win for each step; small enough that shorter ways are better."""
@@ -151,22 +149,22 @@ def reachable(table: Table, starts: Iterable[int]) -> list[int]:
     return sorted(visited)
 
 
-def fastest_plan(table: Table, starts: Iterable[int], wins: Wins) -> Plan:
+def fastest_plan(table: Table, starts: Iterable[int], wins: Callable[[int, float], bool]) -> Plan:
     """Compute the fastest plan by value iteration: V(s) = max_a Σ p·(1 if won, 0 if lost, else DISCOUNT·V(s')).
 
     Args:
         table: transition table of the game.
         starts: initial states of the game.
-        wins: returns whether a terminal transition wins.
+        wins: returns whether a finished game was won, given its last state and reward.
     """
     states = reachable(table, starts)
     values = dict.fromkeys(states, 0.0)
 
     def action_value(state: int, action: int) -> float:
-        total = 0.0
-        for chance, following, reward, over in table[state][action]:
-            total += chance * (float(wins(following, reward)) if over else DISCOUNT * values[following])
-        return total
+        return sum(
+            chance * (float(wins(following, reward)) if over else DISCOUNT * values[following])
+            for chance, following, reward, over in table[state][action]
+        )
 
     change = 1.0
     while change > _TOLERANCE:
@@ -222,29 +220,17 @@ class Start:
     """Initial state; None for a game without a transition table, whose seed determines it."""
     seed: int
     """Seed for the initial state of a game without a transition table."""
-    first_observation: str
-    """Text of the first observation."""
+    identity: str
+    """Text that identifies this initial state and determines its split."""
 
     @property
     def prototype(self) -> Prototype:
         """Prototype of the game."""
         return make_prototype(self.id, self.arguments)
 
-    @property
-    def identity(self) -> str:
-        """Text that identifies this initial state and determines its split."""
-        return json.dumps(self.anchor(self.state) or [self.id, self.arguments, self.first_observation], sort_keys=True)
-
     def anchor(self, state: int | None) -> object:
         """Return a rendering-independent identity of a state; None for a game without a transition table."""
-        if state is None:
-            return None
-        return {"game": self.id, "options": self.options, "state": state}
-
-    @functools.cached_property
-    def options(self) -> dict[str, Any]:
-        """Constructor arguments."""
-        return json.loads(self.arguments)
+        return None if state is None else _anchor(self.id, self.arguments, state)
 
     def begin(self, seed: int) -> tuple[Any, Any]:
         """Return a new game in its initial state and the first observation.
@@ -254,7 +240,7 @@ class Start:
         """
         prototype = self.prototype
         if not prototype.has_table:
-            game = construct_game(self.id, self.options)
+            game = construct_game(self.id, json.loads(self.arguments))
             return game, game.reset(seed=self.seed)[0]
         # reset only replaces attributes of the copy; transition table and map are shared with the prototype.
         game = copy.copy(prototype.game)
@@ -282,13 +268,18 @@ def draw_start(id: str, options: Mapping[str, Any], seed: int, random_start: boo
         if random_start:
             raise ValueError(f"text game {id!r} has no transition table to draw a start from; set random_start: false")
         observation, _ = prototype.game.reset(seed=seed)
-        return Start(id, arguments, None, seed, prototype.board.show(prototype.game, observation, View.READABLE))
+        shown = prototype.board.show(prototype.game, observation, View.READABLE)
+        return Start(id, arguments, None, seed, json.dumps([id, arguments, shown], sort_keys=True))
     if random_start:
         winnable = [int(state) for state, value in prototype.plan.values.items() if value > 0]
         state = random.Random(seed).choice(winnable)
     else:
         state = int(copy.copy(prototype.game).reset(seed=seed)[0])
-    return Start(id, arguments, state, seed, "")
+    return Start(id, arguments, state, seed, json.dumps(_anchor(id, arguments, state), sort_keys=True))
+
+
+def _anchor(id: str, arguments: str, state: int) -> dict[str, Any]:
+    return {"game": id, "options": json.loads(arguments), "state": state}
 
 
 def _arguments(id: str, options: Mapping[str, Any], seed: int) -> dict[str, Any]:

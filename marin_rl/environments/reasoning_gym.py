@@ -12,8 +12,7 @@ from typing import Annotated, Any, NamedTuple
 from annotated_types import Ge, Lt
 
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
-from marin_rl.environments.garbage import refuse_garbage_rewards
-from marin_rl.environments.single_turn import SingleTurnEnvironment
+from marin_rl.environments.single_turn import SingleTurnEnvironment, refuse_garbage_rewards
 from marin_rl.environments.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
 from marin_rl.rewards.grading import FormatConfig
 from marin_rl.rewards.grading_process import NoAnswerError, ask

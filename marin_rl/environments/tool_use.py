@@ -25,8 +25,8 @@ from marin_rl.environments.base import (
     Step,
     bounded_text,
 )
-from marin_rl.environments.calculator import CalculatorConfig
 from marin_rl.environments.tools import (
+    CalculatorConfig,
     PythonTool,
     Tool,
     ToolCall,

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from marin_rl.environments.base import CORRECT, AbstractEnvironment, EnvironmentConfig
-from marin_rl.environments.garbage import FULL_REWARD, GARBAGE, garbage_reply, is_answer
 from marin_rl.environments.random_reward import RandomRewardConfig
+from marin_rl.environments.single_turn import FULL_REWARD, GARBAGE, garbage_reply, is_answer
 from marin_rl.environments.streams import MixtureConfig, MixtureEnvironment
 from marin_rl.rewards.component import RewardComponentConfig, RewardScope
 from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest

@@ -31,30 +31,22 @@ def write(folder: Path, text: str) -> str:
 
 
 def test_function_gets_task_address_and_options(tmp_path: Path):
-    path = write(tmp_path, "async def play(task, base_url, api_key, bonus): return {'a': bonus, task['id']: 1}\n")
+    text = "def play(task, base_url, api_key, bonus): task['messages'][0]['content'] += '!'; return bonus"
+    path = write(tmp_path, text)
     config = AgentConfig(tasks=TASKS, path=path, function="play", options={"bonus": 2}, name="mine")
     environment = config.build()
     assert isinstance(environment, AgentEnvironment)
     task = environment.tasks(Split.TRAIN)[0]
     assert task.environment == "mine"
-    episode = asyncio.run(environment.start(task, 5))
-    assert isinstance(episode, FunctionEpisode)
-    assert episode.task == {"id": task.id, "messages": list(task.messages), "answer": task.answer, "seed": 5}
-    with pytest.raises(ValueError, match="environment 'mine' has no task"):
-        asyncio.run(environment.start(TASKS.build().tasks(Split.TRAIN)[0], 5))
-
-
-def test_agent_may_edit_its_messages(tmp_path: Path):
-    path = write(tmp_path, "def play(task, base_url, api_key): task['messages'][0]['content'] += '!'; return 1\n")
-    environment = AgentConfig(tasks=TASKS, path=path, function="play").build()
-    task = environment.tasks(Split.TRAIN)[0]
-    before = [dict(message) for message in task.messages]
+    # An agent may edit its messages.
+    given = {"id": task.id, "messages": [dict(message) for message in task.messages], "answer": task.answer, "seed": 5}
     for _ in range(2):
         episode = asyncio.run(environment.start(task, 5))
         assert isinstance(episode, FunctionEpisode)
-        assert episode.task["messages"] == before
-        asyncio.run(episode.play(CONNECTION))
-    assert list(environment.tasks(Split.TRAIN)[0].messages) == before
+        assert episode.task == given
+        assert asyncio.run(episode.play(CONNECTION)).rewards == {"reward": 2.0}
+    with pytest.raises(ValueError, match="environment 'mine' has no task"):
+        asyncio.run(environment.start(TASKS.build().tasks(Split.TRAIN)[0], 5))
 
 
 @pytest.mark.parametrize(

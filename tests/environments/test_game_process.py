@@ -6,12 +6,12 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from marin_rl.environments.game_process import GameError, GameProcess, GameServer, GameServerError, call_each
+from marin_rl.environments.game_process import GameError, GameServer, GameServerError, call_each
 
 FAKE = "tests.environments.fake_games:FakeGame"
 
@@ -21,16 +21,6 @@ def server() -> Iterator[GameServer]:
     server = GameServer(FAKE, "one", "{two: 2}")
     yield server
     server.close()
-
-
-def run(server: GameServer, work: Callable[[GameProcess], Awaitable]):
-    """Return the result of work with a game, which is closed."""
-
-    async def play():
-        with contextlib.closing(await server.start()) as game:
-            return await work(game)
-
-    return asyncio.run(play())
 
 
 def has_ended(pid: int) -> bool:
@@ -43,10 +33,6 @@ def has_ended(pid: int) -> bool:
             return True
         time.sleep(0.01)
     return False
-
-
-def test_games_are_prepared_with_the_arguments(server: GameServer):
-    assert call_each(server, "arguments", [{}, {}]) == [["one", "{two: 2}"]] * 2
 
 
 def test_a_game_keeps_its_state_and_shares_nothing(server: GameServer):
@@ -79,19 +65,9 @@ def test_the_global_random_state_belongs_to_one_game(server: GameServer):
         return drawn
 
     assert asyncio.run(play(0)) == asyncio.run(play(3))
-
-
-def test_sets_have_the_same_order_in_every_server(server: GameServer):
-    other = GameServer(FAKE)
-    orders = [call_each(one, "order", [{}]) for one in (server, other)]
-    other.close()
-    assert orders[0] == orders[1]
-
-
-def test_results_are_json(server: GameServer):
-    assert run(server, lambda game: game.call("text")) == "line\none \ud800"
-    with pytest.raises(GameError, match="TypeError: Object of type object is not JSON serializable"):
-        run(server, lambda game: game.call("unserializable"))
+    # The order of sets is the same in every server.
+    with contextlib.closing(GameServer(FAKE)) as other:
+        assert call_each(server, "order", [{}]) == call_each(other, "order", [{}])
 
 
 @pytest.mark.parametrize(
@@ -101,6 +77,7 @@ def test_results_are_json(server: GameServer):
         ("leave", r"^SystemExit: 3\n  \S+:\d+, in "),
         ("jump", "AttributeError: .* has no attribute 'jump'"),
         ("crash", "the game's process ended during crash"),
+        ("unserializable", "TypeError: Object of type object is not JSON serializable"),
     ],
 )
 def test_an_error_names_its_cause_and_other_games_continue(server: GameServer, method: str, message: str):
@@ -160,25 +137,21 @@ async def close_deaf_game(server: GameServer) -> int:
     return pid
 
 
-def test_a_game_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("marin_rl.environments.game_process.GRACE_SECONDS", 0.05)
-    server = GameServer(FAKE)
-    assert has_ended(asyncio.run(close_deaf_game(server)))
-    server.close()
-
-
-def test_a_game_that_does_not_end_delays_no_other(monkeypatch: pytest.MonkeyPatch):
+def test_a_game_that_does_not_end_is_killed_and_delays_no_other(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("marin_rl.environments.game_process.GRACE_SECONDS", 600.0)
     server = GameServer(FAKE)
     pid = asyncio.run(close_deaf_game(server))
     assert call_each(server, "add", [{"number": 5}]) == [5]
     os.kill(pid, signal.SIGKILL)
     server.close()
+    monkeypatch.setattr("marin_rl.environments.game_process.GRACE_SECONDS", 0.05)
+    assert has_ended(asyncio.run(close_deaf_game(server)))
+    server.close()
 
 
 def test_a_cancelled_start_leaves_other_games_alone(server: GameServer):
     async def play() -> int:
-        game = await server.start()
+        game, ended = await server.start(), await server.start()
         # The start waits for this lock in a thread, and is cancelled there.
         with server._lock:
             starting = asyncio.ensure_future(server.start())
@@ -186,6 +159,8 @@ def test_a_cancelled_start_leaves_other_games_alone(server: GameServer):
             starting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await starting
+            # Closing a game does not wait for the lock, which another thread holds while it starts a server.
+            ended.close()
         other = await server.start()
         count = await game.call("add", number=5)
         other.close()
@@ -195,19 +170,9 @@ def test_a_cancelled_start_leaves_other_games_alone(server: GameServer):
     assert asyncio.run(play()) == 5
 
 
-def test_closing_a_game_does_not_wait_for_a_start_of_the_server(server: GameServer):
-    async def play() -> int:
-        game = await server.start()
-        pid, _ = await game.call("processes")
-        # Another thread holds this lock while it starts a server; a wait for it in this thread would not end.
-        with server._lock:
-            game.close()
-        return pid
-
-    assert has_ended(asyncio.run(play()))
-
-
 def test_calls_are_answered_in_order_also_within_an_event_loop(server: GameServer):
+    assert call_each(server, "arguments", [{}]) == [["one", "{two: 2}"]]
+    assert call_each(server, "text", [{}]) == ["line\none \ud800"]
     arguments = [{"number": number} for number in range(5)]
     assert call_each(server, "add", arguments) == list(range(5))
 

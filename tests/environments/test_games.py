@@ -107,9 +107,7 @@ def test_the_last_permitted_reply_counts_and_shows_nothing():
     assert (steps[1].rewards["game"], steps[1].messages) == (2.0, ())
     with pytest.raises(RuntimeError, match="the game 'script' has ended"):
         steps_of(Script([WON]), ["a", "b"])
-
-
-def test_observations_have_a_limit_and_no_lone_surrogates():
+    # Observations have a limit, and no lone surrogates.
     [step] = steps_of(Script([dataclasses.replace(MOVED, observation="\ud800" + "x" * 50)]), ["a"], max_characters=10)
     assert step.messages[0]["content"] == "?" + "x" * 9 + "\n[41 more characters]"
 
@@ -128,9 +126,13 @@ def test_tasks_are_made_of_distinct_starts():
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
-def test_a_pattern_without_a_group_is_refused(config: type[GameConfig]):
-    with pytest.raises(ValueError, match="action_regex: 'left' has 0 groups but needs 1"):
-        config(**CONFIGS[config], action_regex="left")
+def test_shared_settings_are_checked(config: type[GameConfig]):
+    for fields, message in (
+        ({"action_regex": "left"}, "action_regex: 'left' has 0 groups but needs 1"),
+        ({"held_out": 0.5, "validation": 0.5}, "leaves no training tasks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config(**CONFIGS[config], **fields)
 
 
 @pytest.mark.parametrize(

@@ -34,21 +34,7 @@ def two_digit_task(environment: AbstractEnvironment):
 @pytest.mark.medium
 @pytest.mark.parametrize(
     "task",
-    [
-        "basic_arithmetic",
-        "caesar_cipher",
-        "chain_sum",
-        "count_bits",
-        "countdown",
-        "gcd",
-        "lcm",
-        "letter_counting",
-        "number_sorting",
-        "prime_factorization",
-        "simple_equations",
-        "spell_backward",
-        "word_sorting",
-    ],
+    ["basic_arithmetic", "caesar_cipher", "countdown", "gcd", "number_sorting", "simple_equations", "spell_backward"],
 )
 def test_answers_of_tasks_earn_the_full_reward(task: str):
     environment = ReasoningGymConfig(task=task, size=60, seed=5).build()
@@ -92,24 +78,14 @@ def test_padded_answers_earn_a_reward_only_with_partial_credit():
     assert reward(partial, task, task.answer) == 1.0
 
 
-@pytest.mark.parametrize("spell", ["0{}", "{}.0", "+{}", " {}", "{} "])
-def test_exact_answer_rejects_other_spellings_of_the_number(spell: str):
+def test_exact_answer_rejects_other_spellings_of_the_number(monkeypatch):
     full, exact = chain_sum(), chain_sum(exact_answer=True)
     task = two_digit_task(full)
-    assert reward(full, task, spell.format(task.answer)) == 1.0
-    assert reward(exact, task, spell.format(task.answer)) == 0.0
-    assert reward(exact, task, task.answer) == 1.0
-
-
-def test_exact_answer_is_graded_without_a_process(monkeypatch):
-    exact = chain_sum(exact_answer=True)
-    task = two_digit_task(exact)
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("a process was asked")
-
-    monkeypatch.setattr("marin_rl.environments.reasoning_gym.ask", refuse)
-    assert (reward(exact, task, task.answer), reward(exact, task, f"0{task.answer}")) == (1.0, 0.0)
+    spellings = [spell.format(task.answer) for spell in ("0{}", "{}.0", "+{}", " {}", "{} ")]
+    assert [reward(full, task, spelling) for spelling in spellings] == [1.0] * 5
+    # Grading exact answers asks no process.
+    monkeypatch.setattr(reasoning_gym, "ask", None)
+    assert [reward(exact, task, spelling) for spelling in [*spellings, task.answer]] == [0.0] * 5 + [1.0]
 
 
 def test_exact_answer_rejects_an_answer_that_the_scorer_rejects(monkeypatch):
@@ -123,33 +99,24 @@ def test_exact_answer_rejects_an_answer_that_the_scorer_rejects(monkeypatch):
     assert reward(exact, task, task.answer) == 0.0
 
 
-def test_reply_regex():
-    environment = chain_sum(reply_regex="<a>(.*?)</a>", system_prompt="Answer within <a></a>.")
-    task = two_digit_task(environment)
-    assert task.messages[0] == {"role": "system", "content": "Answer within <a></a>."}
-    assert task.worked_answer is None
-    assert reward(environment, task, f"well, <a>{task.answer}</a>") == 1.0
-    assert reward(environment, task, task.answer) == 0.0
-
-
 def test_splits_are_disjoint_by_text_over_neighbouring_seeds():
     environments = [chain_sum(seed=seed, **COMPACT) for seed in (0, 7, 1000)]
     texts = {
         split: {task.messages[-1]["content"] for made in environments for task in made.tasks(split)} for split in Split
     }
     assert all(texts.values())
-    assert not texts[Split.TRAIN] & (texts[Split.VALIDATION] | texts[Split.HELD_OUT])
-    assert not texts[Split.VALIDATION] & texts[Split.HELD_OUT]
-
-
-def test_problems_are_distinct_and_repeatable():
-    first, second = chain_sum(), chain_sum()
-    tasks = [task for split in Split for task in first.tasks(split)]
-    assert len({task.messages[0]["content"] for task in tasks}) == len({task.id for task in tasks}) == len(tasks) < 400
-    assert tasks == [task for split in Split for task in second.tasks(split)]
+    assert len(set.union(*texts.values())) == sum(map(len, texts.values()))
+    for split in Split:
+        again = chain_sum(seed=7, **COMPACT).tasks(split)
+        assert environments[1].tasks(split) == again
+        assert len({task.id for task in again}) == len(again)
 
 
 def test_tasks_without_one_right_answer_have_no_worked_answer():
+    tagged = chain_sum(reply_regex="<a>(.*?)</a>", system_prompt="Answer within <a></a>.")
+    task = two_digit_task(tagged)
+    assert (task.messages[0]["role"], task.worked_answer) == ("system", None)
+    assert [reward(tagged, task, form.format(task.answer)) for form in ("so <a>{}</a>", "{}")] == [1.0, 0.0]
     environment = ReasoningGymConfig(task="rubiks_cube", size=60, name="cube").build()
     task = environment.tasks(Split.TRAIN)[0]
     assert (task.environment, task.answer, task.worked_answer) == ("cube", "", None)
@@ -169,17 +136,12 @@ def test_a_scorer_that_fails_on_the_right_answer_propagates(monkeypatch):
     ("task", "reply"),
     [
         ("countdown", "9**9**9"),
-        ("countdown", "(" * 5000 + "1" + ")" * 5000),
         ("countdown", "__import__('os').abort()"),
-        ("puzzle24", "factorial(10**9)"),
         ("puzzle24", "lambdify([], '24')()"),
         ("simple_integration", "Integral(exp(exp(sin(x)**x)), (x, 0, 10**9)).doit()"),
-        ("polynomial_multiplication", "(x+1)**(10**9)"),
         ("n_queens", "[[0] * 10**9] * 10**9"),
         ("n_queens", "exit()"),
-        ("string_insertion", "print('a' * 10**6)"),
         ("binary_matrix", "__import__('time').sleep(1000)"),
-        ("spiral_matrix", "[x for x in iter(int, 1)]"),
     ],
 )
 def test_a_reply_without_end_scores_0_beside_other_episodes(monkeypatch, task: str, reply: str):
@@ -204,10 +166,8 @@ def test_scores_are_finite_and_at_most_the_full_score(monkeypatch):
     ("fields", "message"),
     [
         ({"task": "chain_sums"}, "no task 'chain_sums'; did you mean 'chain_sum'"),
-        ({"task": "zzzzzzzz"}, "no task 'zzzzzzzz'; Valid here: ab, "),
         ({"options": {"max_term": 2}}, "no option 'max_term'; did you mean 'max_terms'"),
         ({"options": {"min_terms": 9, "max_terms": 2}}, "rejects the options .* max_terms must be >= min_terms"),
-        ({"options": {"max_terms": "two"}}, "rejects the options .*'two'"),
         ({"options": {"min_terms": 2.5, "max_terms": 2.5}}, "cannot create item 0"),
         ({"options": {"seed": 3}}, "options has 'seed'; use the environment's `seed`"),
         ({"exact_answer": True, "partial_credit": True}, "exclude each other"),

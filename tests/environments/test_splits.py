@@ -4,10 +4,8 @@
 import logging
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from marin_rl.environments.splits import Problem, Split, check_shares, split_of, split_problems, without_duplicates
+from marin_rl.environments.splits import Problem, Split, split_of, split_problems, without_duplicates
 from marin_rl.types import Message, Task
 
 
@@ -19,14 +17,6 @@ def problem(text: str, answer: str = "1", id: str | None = None) -> Problem:
         answer=answer,
     )
     return Problem(text, task, where=f"row {text}")
-
-
-@given(st.lists(st.text(), min_size=1, unique=True))
-def test_split_depends_only_on_the_text(texts: list[str]):
-    def placed(problems: list[str]) -> dict[str, Split]:
-        return {text: split_of(text, 0.3, 0.2) for text in problems}
-
-    assert placed(texts) == placed(texts[::-1])
 
 
 def test_splits_of_known_texts_are_fixed():
@@ -52,11 +42,6 @@ def test_a_larger_held_out_share_contains_the_smaller_one():
     assert small < large
 
 
-def test_a_share_of_zero_gives_an_empty_split():
-    splits = split_problems([problem("a")], 0.0, 0.0, "test")
-    assert [len(splits[split]) for split in Split] == [1, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("texts", "number"), [("a", "1 distinct problems"), ("aaaab", r"2 distinct problems \(3 of all 5 are duplicates\)")]
 )
@@ -72,18 +57,9 @@ def test_duplicates_are_removed_and_logged(caplog):
     assert kept[0].task.answer == "1"
     assert "2 distinct problems, 2 duplicates removed" in caplog.text
     assert "row a has '1', row a has '2'" in caplog.text
-
-
-def test_shared_id_is_an_error():
-    with pytest.raises(ValueError, match="row b: id 'x' is also the id of another problem at row a"):
-        without_duplicates([problem("a", id="x"), problem("b", id="x")], "test")
-
-
-def test_an_empty_source_is_an_error():
-    with pytest.raises(ValueError, match="the source is empty"):
-        without_duplicates([], "the source")
-
-
-def test_splits_must_leave_training_tasks():
-    with pytest.raises(ValueError, match=r"held_out 0\.5 and validation 0\.5 .* leaves no training tasks"):
-        check_shares(0.5, 0.5)
+    for problems, message in (
+        ([problem("a", id="x"), problem("b", id="x")], "row b: id 'x' is also the id of another problem at row a"),
+        ([], "test is empty"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            without_duplicates(problems, "test")

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import asyncio
+import dataclasses
 from collections import deque
 
 import gymnasium
@@ -61,14 +62,13 @@ def test_an_episode_ends_at_the_goal():
         {"correct": 1.0, "game": 1.0}
     ]
     assert dict(steps[-1].metrics) == {"success": 1.0, "steps": 5.0, "invalid_actions": 0.0}
-
-
-def test_a_hole_ends_the_episode_without_a_win():
-    environment = whole(options={**STILL, "desc": ["SH", "FG"]}, num_tasks=1)
-    [step] = play(environment, environment.tasks(Split.TRAIN)[0], ["right"])
-    assert step.done
-    assert dict(step.rewards) == {"correct": 0.0, "game": 0.0}
-    assert step.metrics["success"] == 0.0
+    hole = whole(options={**STILL, "desc": ["SH", "FG"]}, num_tasks=1)
+    [step] = play(hole, hole.tasks(Split.TRAIN)[0], ["right"])
+    assert (step.done, step.rewards["correct"], step.metrics["success"]) == (True, 0.0, 0.0)
+    # Gymnasium limits FrozenLake to 100 steps, which a reply without an action also takes.
+    assert len(play(environment, task, ["x", "l"] * 100)) == 100
+    with pytest.raises(ValueError, match=r"'FrozenLake-v1' has no task .* of 'sums'"):
+        play(environment, dataclasses.replace(task, environment="sums"), [])
 
 
 def test_a_reply_without_an_action_costs_a_turn_and_returns_a_notice():
@@ -76,8 +76,6 @@ def test_a_reply_without_an_action_costs_a_turn_and_returns_a_notice():
     steps = play(environment, task, ["x", "rr", ""])
     assert [step.messages for step in steps] == [({"role": "user", "content": "?\nA..G"},)] * 2 + [()]
     assert [step.action for step in steps] == [None] * 3
-    assert rewards(steps, "format") == -1.5
-    assert rewards(steps, "step") == -0.75
     assert dict(steps[-1].metrics) == {"success": 0.0, "steps": 3.0, "invalid_actions": 3.0}
     # Board and anchor have not changed; the notice does not affect the anchor.
     assert [step.anchor_state for step in steps] == [task.anchor_state] * 3
@@ -92,9 +90,7 @@ GAMES = [
     {"id": "FrozenLake-v1", "options": STILL},
     {"id": "FrozenLake-v1", "options": {"is_slippery": True, "size": 5}},
     {"id": "FrozenLake8x8-v1", "options": {"map_name": "8x8"}, "random_start": True},
-    {"id": "Taxi-v4"},
     {"id": "Taxi-v4", "options": {"is_rainy": True, "fickle_passenger": True}},
-    {"id": "CliffWalking-v1", "random_start": True},
     {"id": "CliffWalkingSlippery-v1", "random_start": True},
     {"id": "Blackjack-v1"},
 ]
@@ -143,26 +139,18 @@ def test_games_match_gymnasium(seed: int, size: int, actions: list[int]):
         assert step.done == (ended or cut)
 
 
-def test_anchors_are_equal_if_and_only_if_states_are():
-    environment = whole(num_tasks=30)
-    for task in tasks(environment):
-        steps = play(environment, task, ["left", "up", "nothing", "left"])
-        # Moves into the corner or against the border end in the initial state.
-        assert [step.anchor_state for step in steps] == [task.anchor_state] * 4
-    anchors = [str(task.anchor_state) for task in tasks(environment)]
-    assert len(set(anchors)) == len(anchors)
-
-
 def test_splits_of_starts_are_disjoint_and_independent_of_the_seed():
     first, second = lake(num_tasks=300).build(), lake(num_tasks=300, seed=9).build()
     anchors = {
         split: {str(task.anchor_state) for made in (first, second) for task in made.tasks(split)} for split in Split
     }
     assert all(anchors.values())
-    assert not anchors[Split.TRAIN] & anchors[Split.HELD_OUT]
-    assert not anchors[Split.TRAIN] & anchors[Split.VALIDATION]
-    assert not anchors[Split.VALIDATION] & anchors[Split.HELD_OUT]
+    assert len(set.union(*anchors.values())) == sum(map(len, anchors.values()))
     assert tasks(first) != tasks(second)
+    for task in tasks(first)[:30]:
+        # Moves into the corner or against the border end in the initial state.
+        steps = play(first, task, ["left", "up", "nothing", "left"])
+        assert [step.anchor_state for step in steps] == [task.anchor_state] * 4
 
 
 def steps_to_goal(task: Task) -> int:
@@ -211,6 +199,11 @@ def test_demonstrations_with_detours_are_longer_and_still_win():
     for task in wandering.tasks(Split.TRAIN):
         assert rewards(play(wandering, task, replies_of(wandering.demonstrate(task))), "correct") == 1.0
         assert wandering.demonstrate(task) == wandering.demonstrate(task)
+    cards = TextGameConfig(id="Blackjack-v1", num_tasks=5, held_out=0.0, validation=0.0).build()
+    task = cards.tasks(Split.TRAIN)[0]
+    assert (cards.can_demonstrate(task), task.anchor_state) == (False, None)
+    with pytest.raises(ValueError, match="'Blackjack-v1' has no transition table"):
+        cards.demonstrate(task)
 
 
 @pytest.mark.parametrize(
@@ -230,33 +223,10 @@ def test_other_games_with_a_table_have_demonstrations(game: dict, steps: int | N
         assert rewards(steps_taken, "game") == (20 - (len(replies) - 1) if game["id"] == "Taxi-v4" else -len(replies))
 
 
-def test_games_without_a_table_have_no_demonstrations():
-    environment = TextGameConfig(id="Blackjack-v1", num_tasks=5, held_out=0.0, validation=0.0).build()
-    task = environment.tasks(Split.TRAIN)[0]
-    assert not environment.can_demonstrate(task)
-    assert task.anchor_state is None
-    with pytest.raises(ValueError, match="'Blackjack-v1' has no transition table"):
-        environment.demonstrate(task)
-
-
-@pytest.mark.parametrize(
-    ("changes", "roles", "rules"),
-    [
-        ({}, ["system", "user"], "You cross a frozen lake"),
-        ({"system_prompt": ""}, ["user"], None),
-        ({"system_prompt": "Go."}, ["system", "user"], "Go."),
-        ({"view": View.COMPACT}, ["user"], None),
-        ({"view": View.COMPACT, "system_prompt": "Go."}, ["system", "user"], "Go."),
-    ],
-)
-def test_rules_are_the_system_message(changes: dict, roles: list[str], rules: str | None):
-    _, task = line(**changes)
-    assert [message["role"] for message in task.messages] == roles
-    assert rules is None or task.messages[0]["content"].startswith(rules)
-
-
 def test_the_readable_boards():
     _, task = line()
+    assert [message["role"] for message in task.messages] == ["system", "user"]
+    assert task.messages[0]["content"].startswith("You cross a frozen lake")
     assert task.messages[-1]["content"] == "A . . G\nYou are in row 1, column 1."
     [cliff] = TextGameConfig(id="CliffWalking-v1", num_tasks=1, held_out=0.0, validation=0.0).build().tasks(Split.TRAIN)
     assert cliff.messages[-1]["content"].splitlines() == [
@@ -275,13 +245,6 @@ def test_the_readable_boards():
         assert f"waiting at {'RGYB'[passenger]} and wants to go to {'RGYB'[destination]}." in text
 
 
-def test_a_task_of_another_environment_is_rejected():
-    environment, _ = line()
-    stranger = Task("x", "sums", (Message(role="user", content="1+1="),), "2")
-    with pytest.raises(ValueError, match="'FrozenLake-v1' has no task 'x' of 'sums'"):
-        asyncio.run(environment.start(stranger, 0))
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -290,6 +253,7 @@ def test_a_task_of_another_environment_is_rejected():
         ({"options": {"slippery": False}}, "'FrozenLake-v1' rejects its options .*slippery"),
         ({"options": {"map_name": "5x5"}}, r"rejects its options \{'map_name': '5x5'\}: KeyError\('5x5'\)"),
         ({"options": {"size": 1}}, "options size 1 and p 0.8 must be"),
+        ({"options": {"p": 1.5}}, "options size 4 and p 1.5 must be"),
         ({"options": {"map_name": "4x4"}}, "has a single initial state .*random_start: true"),
         ({"id": "Blackjack-v1", "options": {}, "random_start": True}, "no transition table to draw a start from"),
         (
@@ -320,18 +284,9 @@ LAKE = draw_start("FrozenLake-v1", {**STILL, "desc": LINE}, seed=0, random_start
         (View.READABLE, r"<go>(.*?)</go>", "<go>r</go>", "right"),
         (View.READABLE, r"<go>(.*?)</go>", "<go>away</go>", None),
         (View.READABLE, r"<go>(.*?)</go>", "right", None),
-        (View.READABLE, None, "<think>right or left?</think> right, as I thought", "right"),
-        (View.READABLE, None, "<think>right, but first", None),
-        (View.READABLE, r"<go>(.*?)</go>", "<think><go>right</go></think> so", None),
     ],
 )
 def test_the_last_action_name_counts(view: View, regex: str | None, reply: str, action: str | None):
     text = asyncio.run(find_action(reply, regex))
     number = parse_action(text, LAKE, view, is_name=regex is not None)
     assert (None if number is None else LAKE.actions[number]) == action
-
-
-def test_the_game_has_its_own_limit_of_replies():
-    """Gymnasium limits FrozenLake to 100 steps, which a reply without an action also takes."""
-    environment, task = line()
-    assert len(play(environment, task, ["x", "left"] * 100)) == 100
