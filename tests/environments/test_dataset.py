@@ -51,6 +51,8 @@ def test_sample_file(grader):
     environment = JsonlConfig(path=str(SAMPLE), grader=grader).build()
     assert environment.name == "arithmetic_words"
     assert_sound(environment, 200)
+    made = runpy.run_path(str(SAMPLE.with_name("make_arithmetic_words.py")))["problems"]()
+    assert [json.loads(line) for line in SAMPLE.read_text(encoding="utf-8").splitlines()] == list(made)
 
 
 THOUGHTS = [
@@ -82,37 +84,21 @@ def test_only_the_text_after_the_thoughts_is_graded(
     assert [(reply, answer(environment, task, reply).rewards["correct"]) for reply, _ in replies] == replies
 
 
-def test_sample_file_equals_the_output_of_its_script():
-    made = runpy.run_path(str(SAMPLE.with_name("make_arithmetic_words.py")))["problems"]()
-    assert [json.loads(line) for line in SAMPLE.read_text(encoding="utf-8").splitlines()] == list(made)
-
-
-def test_tasks_of_a_jsonl_file_keep_its_order(tmp_path: Path):
-    path = write(tmp_path / "a.jsonl", sums(100))
-    first, second = JsonlConfig(path=path).build(), JsonlConfig(path=path).build()
-    numbers = [int(task.answer) for task in first.tasks(Split.TRAIN)]
-    assert numbers == sorted(numbers)
-    assert [first.tasks(split) for split in Split] == [second.tasks(split) for split in Split]
-
-
 def test_a_problem_stays_in_its_split_when_the_file_grows(tmp_path: Path):
     small = JsonlConfig(path=write(tmp_path / "a.jsonl", sums(100))).build()
     large = JsonlConfig(path=write(tmp_path / "b.jsonl", sums(300)[::-1])).build()
     for split in Split:
         assert prompts(small, split) <= prompts(large, split)
-
-
-def test_explicit_held_out_file(tmp_path: Path):
-    train, held_out = write(tmp_path / "a.jsonl", sums(100)), write(tmp_path / "b.jsonl", sums(10, start=100))
-    environment = JsonlConfig(path=train, held_out_path=held_out).build()
-    assert prompts(environment, Split.HELD_OUT) == {f"{n}+1=" for n in range(100, 110)}
-    assert prompts(environment, Split.VALIDATION)
-    assert_sound(environment, 110)
+    # Tasks keep the order of the file.
+    numbers = [int(task.answer) for task in small.tasks(Split.TRAIN)]
+    assert numbers == sorted(numbers)
 
 
 def test_a_held_out_file_leaves_all_other_shares_to_validation(tmp_path: Path):
     train, held_out = write(tmp_path / "a.jsonl", sums(300)), write(tmp_path / "b.jsonl", sums(10, start=300))
     environment = JsonlConfig(path=train, held_out_path=held_out, validation=0.9).build()
+    assert prompts(environment, Split.HELD_OUT) == {f"{n}+1=" for n in range(300, 310)}
+    assert_sound(environment, 310)
     assert len(environment.tasks(Split.VALIDATION)) > 240
     assert len(environment.tasks(Split.TRAIN)) < 60
     with pytest.raises(ValueError, match=r"held_out 0\.1 and validation 0\.9 add up to 1\.0"):
@@ -124,6 +110,10 @@ def test_overlap_with_the_held_out_file_is_an_error(tmp_path: Path):
     with pytest.raises(
         ValueError, match=r"3 held-out problems are also training problems.*'47\+1='.*b\.jsonl:1 .*a\.jsonl:48"
     ):
+        JsonlConfig(path=train, held_out_path=held_out).build()
+    train = write(tmp_path / "a.jsonl", [{**row, "id": i} for i, row in enumerate(sums(50))])
+    held_out = write(tmp_path / "b.jsonl", [{**row, "id": i} for i, row in enumerate(sums(10, start=50))])
+    with pytest.raises(ValueError, match=r"b\.jsonl:1: id '0' is also the id of another problem at .*a\.jsonl:1"):
         JsonlConfig(path=train, held_out_path=held_out).build()
 
 
@@ -149,17 +139,14 @@ def test_a_prompt_and_equal_messages_are_one_problem(tmp_path: Path, form):
         config.build()
 
 
-def test_shared_ids_over_two_files_are_an_error(tmp_path: Path):
-    train = write(tmp_path / "a.jsonl", [{**row, "id": i} for i, row in enumerate(sums(50))])
-    held_out = write(tmp_path / "b.jsonl", [{**row, "id": i} for i, row in enumerate(sums(10, start=50))])
-    with pytest.raises(ValueError, match=r"b\.jsonl:1: id '0' is also the id of another problem at .*a\.jsonl:1"):
-        JsonlConfig(path=train, held_out_path=held_out).build()
-
-
 def test_blank_lines_and_a_byte_order_mark_are_ignored(tmp_path: Path):
     path = tmp_path / "a.jsonl"
-    path.write_text("\ufeff\n" + "".join(json.dumps(row) + "\n\n" for row in sums(100)), encoding="utf-8")
-    assert_sound(JsonlConfig(path=str(path)).build(), 100)
+    pair = '{"prompt": "\\ud83d\\ude00", "answer": "1", "worked_answer": "1"}\n'
+    path.write_text("\ufeff\n" + "".join(json.dumps(row) + "\n\n" for row in sums(100)) + pair, encoding="utf-8")
+    environment = JsonlConfig(path=str(path)).build()
+    assert_sound(environment, 101)
+    # Escaped surrogate pairs are characters.
+    assert any("\N{GRINNING FACE}" in prompts(environment, split) for split in Split)
 
 
 @pytest.mark.parametrize(
@@ -177,33 +164,12 @@ def test_blank_lines_and_a_byte_order_mark_are_ignored(tmp_path: Path):
             r"a\.jsonl:3: .*a key is repeated, keep one of each: prompt, prompt",
         ),
         ('{"prompt": "a", "answer": "1", "id": "x\\ud800"}', r"a\.jsonl:3: \\ud800 is an unpaired surrogate"),
-        ('{"prompt": "\\uDFFF", "answer": "1"}', r"a\.jsonl:3: \\udfff is an unpaired surrogate"),
-        (
-            '{"messages": [{"role": "user", "content": "\\ud83d"}], "answer": "1"}',
-            r"a\.jsonl:3: \\ud83d is an unpaired",
-        ),
     ],
 )
 def test_broken_lines_name_file_and_line(tmp_path: Path, line: str, message: str):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in sums(2)) + line + "\n", encoding="utf-8")
     with pytest.raises(ValueError, match=message):
-        JsonlConfig(path=str(path)).build()
-
-
-def test_escaped_surrogate_pairs_are_characters(tmp_path: Path):
-    path = tmp_path / "a.jsonl"
-    path.write_text(
-        "".join(f'{{"prompt": "{n} \\ud83d\\ude00", "answer": "1"}}\n' for n in range(100)), encoding="utf-8"
-    )
-    environment = JsonlConfig(path=str(path)).build()
-    assert all(prompt.endswith(" \N{GRINNING FACE}") for prompt in prompts(environment, Split.TRAIN))
-
-
-def test_errors_for_invalid_utf8_name_file_and_line(tmp_path: Path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"prompt": "a", "answer": "1"}\n{"prompt": "\xff", "answer": "1"}\n')
-    with pytest.raises(ValueError, match=r"a\.jsonl:2: not UTF-8 text"):
         JsonlConfig(path=str(path)).build()
 
 
@@ -244,14 +210,9 @@ def test_build_rejects_a_ground_truth_that_the_grader_cannot_parse(tmp_path: Pat
     assert JsonlConfig(path=path).build()
     with pytest.raises(GroundTruthError, match=r"a\.jsonl:31: math_verify cannot parse the ground truth"):
         JsonlConfig(path=path, grader=MathVerifyConfig()).build()
-
-
-def test_build_rejects_a_held_out_ground_truth_that_the_grader_cannot_parse(tmp_path: Path):
-    held_out = [*sums(5, start=100), {"prompt": "is it?", "answer": r"\frac{1"}]
-    paths = {"path": write(tmp_path / "a.jsonl", sums(100)), "held_out_path": write(tmp_path / "b.jsonl", held_out)}
-    assert JsonlConfig(**paths).build()
-    with pytest.raises(GroundTruthError, match=r"b\.jsonl:6: math_verify cannot parse the ground truth"):
-        JsonlConfig(**paths, grader=MathVerifyConfig()).build()
+    train = write(tmp_path / "train.jsonl", sums(100, start=100))
+    with pytest.raises(GroundTruthError, match=r"a\.jsonl:31: math_verify cannot parse the ground truth"):
+        JsonlConfig(path=train, held_out_path=path, grader=MathVerifyConfig()).build()
 
 
 def test_an_invalid_ground_truth_after_the_first_rows_raises_in_step(tmp_path: Path):
@@ -260,13 +221,6 @@ def test_an_invalid_ground_truth_after_the_first_rows_raises_in_step(tmp_path: P
     bad = next(task for task in environment.tasks(Split.TRAIN) if task.answer == r"\frac{1")
     with pytest.raises(GroundTruthError, match="cannot parse the ground truth"):
         answer(environment, bad, "1")
-
-
-def test_reply_regex(tmp_path: Path):
-    environment = JsonlConfig(path=write(tmp_path / "a.jsonl", sums(100)), reply_regex="#### (.*)").build()
-    task = environment.tasks(Split.TRAIN)[0]
-    assert answer(environment, task, f"so\n#### {task.answer}").rewards == {"correct": 1.0}
-    assert answer(environment, task, task.answer).rewards == {"correct": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -279,6 +233,8 @@ def test_reply_regex(tmp_path: Path):
 def test_bad_settings(fields, message):
     with pytest.raises(ValueError, match=message):
         JsonlConfig(path="a.jsonl", **fields)
+    with pytest.raises(ValueError, match=r"held_out 0\.2 and held_out_split 'test' exclude each other"):
+        HuggingFaceConfig(path="a", held_out_split="test", held_out=0.2)
 
 
 @pytest.fixture
@@ -331,32 +287,16 @@ def test_hf_folder_of_files(tmp_path: Path, offline, kind: str):
     assert_sound(HuggingFaceConfig(path=str(tmp_path / "data"), held_out_split="test").build(), 120)
 
 
-def test_hf_messages_column(tmp_path: Path, offline):
-    rows = [{"messages": [{"role": "user", "content": f"{n}+1="}], "answer": n + 1} for n in range(100)]
-    offline.Dataset.from_list(rows).save_to_disk(str(tmp_path / "chat"))
-    environment = HuggingFaceConfig(path=str(tmp_path / "chat")).build()
-    task = environment.tasks(Split.TRAIN)[0]
-    assert task.messages[0]["role"] == "user"
-    assert answer(environment, task, task.answer).rewards == {"correct": 1.0}
-
-
-def test_hf_missing_column_names_the_row(tmp_path: Path, offline):
-    offline.Dataset.from_list(word_problems(10)).save_to_disk(str(tmp_path / "words"))
-    with pytest.raises(ValueError, match="split 'train', row 0: there is no column 'prompt'; Valid here: question"):
-        HuggingFaceConfig(path=str(tmp_path / "words")).build()
-
-
 def test_hf_missing_split_and_dataset(tmp_path: Path, offline):
-    write(tmp_path / "train.jsonl", sums(10))
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "train.jsonl", [*sums(10), {"question": "1+1"}])
     with pytest.raises(ValueError, match=r"cannot load dataset .* split 'tset'.*Should be one of \['train'\]"):
-        HuggingFaceConfig(path=str(tmp_path), split="tset").build()
+        HuggingFaceConfig(path=str(tmp_path / "data"), split="tset").build()
+    rows = RowFormat(prompt_column="qestion")
+    with pytest.raises(ValueError, match="split 'train', row 0: there is no column 'qestion'; did you mean 'question'"):
+        HuggingFaceConfig(path=str(tmp_path / "data"), rows=rows).build()
     with pytest.raises(ValueError, match=r"environment.path is 'nobody/nothing-of-this-name': there is no such folder"):
         HuggingFaceConfig(path="nobody/nothing-of-this-name").build()
-
-
-def test_hf_held_out_excludes_a_share():
-    with pytest.raises(ValueError, match=r"held_out 0\.2 and held_out_split 'test' exclude each other"):
-        HuggingFaceConfig(path="a", held_out_split="test", held_out=0.2)
 
 
 def test_a_line_that_fills_the_memory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
