@@ -8,8 +8,8 @@
 
 Servers are separate processes on this machine, with equal shares of the rows of every array. In each round the
 transfer, one plain socket per server and a copy alternate, all into fresh memory as in a worker, so that other load
-affects all of them equally and each round gives one ratio. The transfer ends with arrays on the device and verified
-checksums. Publishing is measured in the training step of the config.
+affects all of them equally and each round gives one ratio. The transfer ends with arrays on the device.
+Publishing is measured in the training step of the config.
 
 For the config's model, the whole path of a new version is measured too: from its announcement to the coordinator, an
 actor under Ray, until the sampler of a rollout worker has the weights. The worker is a thread of this process.
@@ -52,10 +52,10 @@ from marin_rl.config.weights_config import WeightTransferConfig
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.coordinator_client import CoordinatorClient
 from marin_rl.distributed.ray_node import connected_to_local_node
+from marin_rl.distributed.weights.arrow_flight import make_secret
 from marin_rl.distributed.weights.fetch import open_receiver
 from marin_rl.distributed.weights.manifest import named_leaves
 from marin_rl.distributed.weights.publish import TrainingHost, open_sender
-from marin_rl.distributed.weights.secret import make_secret
 from marin_rl.distributed.worker import RolloutWorker, WorkerPolicy
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.learner.policy_spec import PolicySpec

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Coordinator and rollout workers as Ray actors, which Ray starts, restarts and stops."""
+"""Coordinator and rollout workers as Ray actors, which Ray starts, restarts and stops, on the devices they reserve."""
 
 import contextlib
 import dataclasses
@@ -9,25 +9,26 @@ import functools
 import logging
 import math
 import os
+import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, cast
 
 import jax
 import ray
 from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.tpu import SlicePlacementGroup
 
 from marin_rl.config.input_files import Inputs
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.workers_config import CPU
+from marin_rl.config.workers_config import CPU, GPU, TPU, WorkersConfig, parse_worker_slice
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.coordinator_client import CoordinatorClient, RayLostError
-from marin_rl.distributed.ray_cluster import find_cluster, no_cluster
+from marin_rl.distributed.ray_cluster import check_own_node, find_cluster, no_cluster, ray_version
 from marin_rl.distributed.ray_node import connect, connected_to_local_node
-from marin_rl.distributed.tpu_slices import SliceReservations
 from marin_rl.distributed.worker import run_worker
-from marin_rl.distributed.worker_devices import check_own_node, open_only_reserved, ray_options
 from marin_rl.utils.logs import log_to, module_levels
 from marin_rl.utils.settings.yaml_text import from_yaml, to_yaml
 from marin_rl.utils.storage import storage_path
@@ -38,6 +39,10 @@ SHUTDOWN_TIMEOUT = 20.0
 """Seconds that workers have to stop before they are killed."""
 EXTRA_CONCURRENCY = 64
 """Concurrent calls of the coordinator in addition to one waiting call per worker."""
+POLL_SECONDS = 10.0
+"""Seconds of one attempt to reserve a slice."""
+_CHIP_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
+"""Shape of the chips of a process, by their number."""
 
 
 def join_cluster(address: str) -> None:
@@ -152,3 +157,110 @@ def _shut_down(client: CoordinatorClient, actors: list[Any], running: Mapping[st
     finally:
         for actor in actors:
             ray.kill(actor)
+
+
+def ray_options(reserved: Mapping[str, float]) -> dict[str, Any]:
+    """Return the options of a Ray actor that reserves these resources.
+
+    >>> ray_options({"CPU": 2.0, "TPU": 4.0})
+    {'num_cpus': 2.0, 'num_gpus': 0, 'resources': {'TPU': 4.0}}
+    """
+    others = {name: amount for name, amount in reserved.items() if name not in (CPU, GPU)}
+    return {"num_cpus": reserved.get(CPU, 0), "num_gpus": reserved.get(GPU, 0), "resources": others}
+
+
+def open_only_reserved(reserved: Mapping[str, float], environ: MutableMapping[str, str]) -> None:
+    """Make jax open only the devices that Ray has reserved for this process; call it before jax opens any.
+
+    Ray hides GPUs and TPU chips of others from a process that reserves some, but none from one that reserves none.
+    libtpu would wait for the other hosts of a slice, which have workers of their own.
+
+    Args:
+        reserved: the reserved resources.
+        environ: environment of this process.
+    """
+    if not {GPU, TPU} & reserved.keys():
+        jax.config.update("jax_platforms", "cpu")
+    if chips := reserved.get(TPU):
+        environ["TPU_CHIPS_PER_PROCESS_BOUNDS"] = _CHIP_BOUNDS[int(chips)]
+        environ["TPU_PROCESS_BOUNDS"] = "1,1,1"
+        environ["CLOUD_TPU_TASK_ID"] = "0"
+
+
+class SliceReservations:
+    """Reserves slices as they join the cluster, and starts the workers of each.
+
+    Ray places the workers of a lost slice again when a slice of the same name joins.
+    """
+
+    def __init__(
+        self,
+        config: WorkersConfig,
+        start: Callable[[int, PlacementGroupSchedulingStrategy], None],
+        fail: Callable[[str], None],
+    ) -> None:
+        """Start to reserve, in a thread.
+
+        Args:
+            config: number of workers and kind of the slices.
+            start: starts the worker with this index at a place; called from the thread.
+            fail: called from the thread with the error that ended it.
+        """
+        assert config.tpu_slice is not None
+        self._kind = parse_worker_slice(config.tpu_slice)
+        self._config = config
+        self._start, self._fail = start, fail
+        self._slices: list[SlicePlacementGroup] = []
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="TPU slices", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Reserve no further slices, and start no further workers."""
+        self._stopped.set()
+        self._thread.join()
+
+    def release(self) -> None:
+        """Return the slices to the cluster."""
+        for reserved in self._slices:
+            reserved.shutdown()
+
+    def _run(self) -> None:
+        try:
+            self._start_workers()
+        except Exception as error:
+            logger.exception("no further slices are reserved")
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _start_workers(self) -> None:
+        hosts = self._kind.num_hosts
+        for first in range(0, self._config.num_workers, hosts):
+            group = self._reserve()
+            if group is None:
+                return
+            logger.info("reserved slice %d, for workers %d to %d", first // hosts, first, first + hosts - 1)
+            for bundle in range(hosts):
+                self._start(first + bundle, PlacementGroupSchedulingStrategy(group, bundle))
+
+    def _reserve(self) -> PlacementGroup | None:
+        """Reserve a slice, and wait until all of its hosts have joined; None if `stop` was called."""
+        while not self._stopped.is_set():
+            try:
+                reserved = SlicePlacementGroup(
+                    self._kind.shape_text,
+                    ray_version(self._kind),
+                    resources_per_bundle=self._config.reserved,
+                    head_reservation_timeout_s=POLL_SECONDS,
+                )
+            except (TimeoutError, RuntimeError, RayError) as error:
+                logger.info("no free slice %s yet: %s", self._config.tpu_slice, error)
+                self._stopped.wait(1.0)
+                continue
+            self._slices.append(reserved)
+            group = cast(PlacementGroup, reserved.placement_group)
+            complete = group.ready()
+            while not self._stopped.is_set():
+                if ray.wait([complete], timeout=POLL_SECONDS)[0]:
+                    reserved.release_head_pgs()
+                    return group
+        return None

@@ -22,8 +22,13 @@ from marin_rl.config.workers_config import Refresh
 from marin_rl.distributed.coordinator import Announcement, Coordinator
 from marin_rl.distributed.coordinator_client import CoordinatorClient, RayLostError
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
-from marin_rl.distributed.weights.errors import CorruptTransferError, NoWeightsError, ServerLostError, VersionGoneError
 from marin_rl.distributed.weights.fetch import WeightReceiver, open_receiver
+from marin_rl.distributed.weights.manifest import (
+    CorruptTransferError,
+    NoWeightsError,
+    ServerLostError,
+    VersionGoneError,
+)
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.rollouts.group_codec import encode_group
 from marin_rl.rollouts.run_rollouts import GroupInput, stream_groups

@@ -17,8 +17,8 @@ from levanter.trainer_state import TrainerState
 from marin_rl.config.input_files import Inputs, digest_inputs
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.distributed.ray_cluster import check_worker_devices
 from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
-from marin_rl.distributed.worker_devices import check_worker_devices
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.rollouts.failures import FailureReports

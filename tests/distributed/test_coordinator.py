@@ -69,12 +69,6 @@ def coordinator(clock: Clock) -> Coordinator:
     return coordinator
 
 
-def test_oldest_requests_are_assigned_first_and_once(coordinator: Coordinator) -> None:
-    assert assigned(coordinator, "a1", 0, 1) == [(1, 0)]
-    assert assigned(coordinator, "b1", 0, 5) == [(1, 1)]
-    assert assigned(coordinator, "a1", 0, 5, running=[(1, 0)]) == []
-
-
 def test_present_and_busy_seconds_are_counted(coordinator: Coordinator, clock: Clock) -> None:
     clock.now = 1.0
     next_assignment(coordinator, "a1", 0, 2)
@@ -98,7 +92,9 @@ def test_present_and_busy_seconds_are_counted(coordinator: Coordinator, clock: C
 
 def test_requests_wait_for_fresh_enough_weights(coordinator: Coordinator) -> None:
     assert assigned(coordinator, "a1", None, 5) == []
-    assert assigned(coordinator, "a1", 1, 5) == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert assigned(coordinator, "a1", 0, 1) == [(1, 0)]
+    assert assigned(coordinator, "b1", 0, 5) == [(1, 1)]
+    assert assigned(coordinator, "a1", 1, 5, running=[(1, 0)]) == [(2, 0), (2, 1)]
 
 
 def test_workers_receive_announcements_and_stop(coordinator: Coordinator) -> None:
@@ -147,13 +143,6 @@ def test_requests_of_a_silent_worker_are_reassigned_and_first_result_counts(
     assert assigned(coordinator, "a1", 0, 1) == [(1, 1)]
 
 
-def test_new_incarnation_releases_requests_of_the_old_one(coordinator: Coordinator) -> None:
-    next_assignment(coordinator, "a1", 0, 2)
-    coordinator.join("a", "a2")
-    assert next_assignment(coordinator, "a1", 0, 2) is None
-    assert assigned(coordinator, "b1", 0, 5) == [(1, 0), (1, 1)]
-
-
 def test_repeated_join_has_no_effect(coordinator: Coordinator) -> None:
     counts = dict(take(coordinator).counts)
     next_assignment(coordinator, "a1", 0, 2)
@@ -177,23 +166,13 @@ def test_lost_assignments_are_reassigned_and_running_ones_are_kept(coordinator: 
     coordinator.leave("b", "b1")
     assert assigned(coordinator, "a1", 1, 5, running=[(1, 0)]) == [(1, 1), (2, 0), (2, 1)]
     coordinator.leave("a", "a1")
+    assert take(coordinator).counts["lost"] == 0
     coordinator.join("a", "a1")
     assert assigned(coordinator, "a1", 1, 5) == [(1, 0), (1, 1), (2, 0), (2, 1)]
-
-
-def test_requests_of_a_leaving_worker_are_reassigned(coordinator: Coordinator) -> None:
-    next_assignment(coordinator, "a1", 0, 2)
-    coordinator.leave("a", "a1")
-    assert take(coordinator).workers == {"b": 0}
-    assert assigned(coordinator, "b1", 0, 5) == [(1, 0), (1, 1)]
-    assert take(coordinator).counts["lost"] == 0
-
-
-def test_duplicate_submission_is_ignored(coordinator: Coordinator) -> None:
-    next_assignment(coordinator, "a1", 0, 1)
-    coordinator.finish("a", "a1", RequestNumber(1, 0), b"text")
-    coordinator.submit([request(1, 0), request(1, 1)])
-    assert assigned(coordinator, "b1", 0, 5) == [(1, 1)]
+    # A new incarnation loses the requests of the old one.
+    coordinator.join("a", "a2")
+    assert next_assignment(coordinator, "a1", 1, 5) is None
+    assert assigned(coordinator, "a2", 1, 5) == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
 def test_group_that_arrives_before_its_request_is_kept(clock: Clock) -> None:
@@ -240,18 +219,6 @@ def test_senders_of_the_last_groups_are_kept(coordinator: Coordinator, monkeypat
     ]
 
 
-def test_worker_error_is_reported_to_the_trainer(coordinator: Coordinator) -> None:
-    assert take(coordinator).failure is None
-    coordinator.fail("a", "ValueError: no")
-    assert take(coordinator).failure == "a: ValueError: no"
-
-
-def test_workers_are_listed_with_their_group_counts(coordinator: Coordinator) -> None:
-    next_assignment(coordinator, "a1", 0, 2)
-    coordinator.finish("a", "a1", RequestNumber(1, 1), b"text")
-    assert take(coordinator).workers == {"a": 1, "b": 0}
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -291,19 +258,13 @@ def test_waiting_worker_gets_the_requests_of_a_silent_one(coordinator: Coordinat
     assert [request.number for request in assignment.requests] == [(1, 0), (1, 1)]
 
 
-def test_waiting_trainer_is_woken_by_a_finished_group(coordinator: Coordinator) -> None:
-    async def wait() -> TrainerUpdate:
+def test_wait_ends_with_a_group_or_after_the_given_time(coordinator: Coordinator) -> None:
+    async def wait() -> tuple[TrainerUpdate, Assignment | None]:
         call = asyncio.create_task(coordinator.take((), seconds=600.0))
         await asyncio.sleep(0)
         coordinator.finish("a", "a1", RequestNumber(1, 0), b"text")
-        return await call
-
-    assert asyncio.run(wait()).groups == [((1, 0), b"text")]
-
-
-def test_wait_ends_after_the_given_time(coordinator: Coordinator) -> None:
-    async def wait() -> tuple[TrainerUpdate, Assignment | None]:
-        update = await coordinator.take((), seconds=0.01)
+        assert (await call).groups == [((1, 0), b"text")]
+        update = await coordinator.take([RequestNumber(1, 0)], seconds=0.01)
         return update, await coordinator.next_assignment("a", "a1", None, 4, (), seconds=0.01)
 
     update, assignment = asyncio.run(wait())

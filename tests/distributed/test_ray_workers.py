@@ -4,8 +4,13 @@
 """Workers with a fake Ray; tests/faults/test_dead_workers.py tests them with a cluster."""
 
 import contextlib
+import json
 import logging
+import os
+import queue
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +25,7 @@ from marin_rl.config.workers_config import WorkersConfig
 from marin_rl.distributed import ray_workers
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.ray_cluster import NoClusterError, find_cluster
-from marin_rl.distributed.ray_workers import join_cluster
+from marin_rl.distributed.ray_workers import join_cluster, open_only_reserved
 from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.utils.multihost import ProcessesDifferError
 from marin_rl.utils.settings.yaml_text import to_yaml
@@ -117,3 +122,95 @@ def test_unreachable_cluster_is_named_immediately(monkeypatch: pytest.MonkeyPatc
         find_cluster(free)
     with socket.create_server(("127.0.0.1", 0)) as server:
         find_cluster(f"127.0.0.1:{server.getsockname()[1]}")
+
+
+# Devices of workers.
+
+
+def test_a_worker_on_one_host_of_a_slice_does_not_wait_for_the_others() -> None:
+    environ = {"TPU_PROCESS_BOUNDS": "2,2,1"}
+    open_only_reserved({"CPU": 1.0, "TPU": 4.0}, environ)
+    assert environ["TPU_PROCESS_BOUNDS"] == "1,1,1"
+    assert environ["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "2,2,1"
+
+
+OPENED = """
+import os, jax
+from marin_rl.distributed.ray_workers import open_only_reserved
+open_only_reserved({RESERVED}, os.environ)
+print(jax.config.jax_platforms)
+"""
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("reserved", "platforms"), [({"CPU": 1.0}, "cpu"), ({"GPU": 1.0}, "cuda,cpu")])
+def test_a_worker_without_accelerators_runs_on_the_cpu(
+    reserved: dict[str, float], platforms: str, tmp_path: Path
+) -> None:
+    """Run in a separate process, whose platforms this one must not change."""
+    program = OPENED.replace("{RESERVED}", repr(reserved))
+    environment = {**os.environ, "JAX_PLATFORMS": "cuda,cpu"}
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    assert said.stdout.strip() == platforms
+
+
+# TPU slices, in a local cluster whose node has the resources and labels of a slice, but no TPU.
+
+PROGRAM = """
+import json, os, threading
+# Ray asks the node for the name of its slice.
+os.environ |= {"TPU_NAME": "slice-a"}
+import ray
+from marin_rl.config.workers_config import WorkersConfig
+from marin_rl.distributed import ray_workers
+
+LABELS = {"ray.io/tpu-pod-type": "v6e-16", "ray.io/tpu-worker-id": "0", "ray.io/tpu-slice-name": "slice-a"}
+ray_workers.POLL_SECONDS = 0.1
+resources = {"TPU": 16, "TPU-v6e-16-head": 1, "spot": 4}
+ray.init(address="local", num_cpus=8, resources=resources, labels=LABELS, include_dashboard=False, log_to_driver=False)
+before = ray.available_resources()["TPU"]
+
+@ray.remote
+class Worker:
+    def reserved(self):
+        return ray.get_runtime_context().get_assigned_resources()
+
+config = WorkersConfig(num_workers=8, tpu_slice="v6e:4x4", resources={"spot": 1.0})
+started, four = {}, threading.Event()
+
+def start(index, place):
+    started[index] = Worker.options(scheduling_strategy=place, **ray_workers.ray_options(config.reserved)).remote()
+    if len(started) == 4:
+        four.set()
+
+slices = ray_workers.SliceReservations(config, start, print)
+assert four.wait(600)
+amounts = [ray.get(started[index].reserved.remote()) for index in sorted(started)]
+# The second slice has not joined.
+slices.stop()
+during = ray.available_resources().get("TPU", 0)
+slices.release()
+print(json.dumps([len(started), amounts, before, during]))
+"""
+
+
+def test_error_that_ends_the_thread_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **named: object) -> None:
+        raise ValueError("no such topology")
+
+    monkeypatch.setattr(ray_workers, "SlicePlacementGroup", refuse)
+    reported: queue.Queue[str] = queue.Queue()
+    config = WorkersConfig(num_workers=4, tpu_slice="v6e:4x4")
+    slices = ray_workers.SliceReservations(config, lambda index, place: None, reported.put)
+    assert reported.get(timeout=600) == "ValueError: no such topology"
+    slices.stop()
+
+
+@pytest.mark.slow
+def test_every_host_of_a_reserved_slice_gets_a_worker() -> None:
+    """Run in a separate process, because Ray forks."""
+    said = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=900)
+    assert said.returncode == 0, said.stderr
+    started, amounts, before, during = json.loads(said.stdout.splitlines()[-1])
+    assert (started, before, during) == (4, 16, 0)
+    assert all((amount["CPU"], amount["TPU"], amount["spot"]) == (1, 4, 1) for amount in amounts)

@@ -45,18 +45,6 @@ def answers(group: RolloutGroup) -> list[tuple[int, ...]]:
     return [turn.generation.token_ids for rollout in group.rollouts for turn in rollout.turns]
 
 
-def test_requests_run_once_in_order_of_submission() -> None:
-    rollout_source = local_rollouts(CONFIG, runner())
-    rollout_source.submit(ORDERS[2:])
-    rollout_source.submit(ORDERS[:1])
-    assert [(number, group.id) for number, group in rollout_source.wait(PhaseTimer())] == [
-        ((2, 1), "train-2-1"),
-        ((1, 0), "train-1-0"),
-    ]
-    rollout_source.submit(ORDERS[1:2])
-    assert [number for number, _ in rollout_source.wait(PhaseTimer())] == [(1, 1)]
-
-
 def test_group_size_temperature_and_timer_are_those_of_the_step() -> None:
     playing, timer = runner(), PhaseTimer()
     rollout_source = local_rollouts(CONFIG, playing)
@@ -76,6 +64,9 @@ def test_group_does_not_depend_on_worker_or_other_requests() -> None:
     wanted = {number: answers(group) for number, group in rollout_source.wait(PhaseTimer())}
     # Rollouts of a group differ, and so do groups of one task in two steps.
     assert len({said for group in wanted.values() for said in group}) == 9
-    for one in ORDERS:
-        rollout_source.submit([one])
-        assert [answers(group) for _, group in rollout_source.wait(PhaseTimer())] == [wanted[one.number]]
+    rollout_source.submit(ORDERS[2:])
+    rollout_source.submit(ORDERS[:1])
+    again = rollout_source.wait(PhaseTimer())
+    assert [number for number, _ in again] == [(2, 1), (1, 0)]
+    assert [answers(group) for _, group in again] == [wanted[2, 1], wanted[1, 0]]
+    assert rollout_source.wait(PhaseTimer()) == []

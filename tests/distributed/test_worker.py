@@ -68,21 +68,6 @@ def indices(requests: Sequence[GroupRequest]) -> list[int]:
     return [item.number.index for item in requests]
 
 
-def test_group_is_returned_before_the_next_starts(client: LocalClient) -> None:
-    seen: list[list[str]] = []
-
-    def script(requests: Sequence[GroupRequest], on_group_done: NextRequests) -> None:
-        waiting = list(requests)
-        while waiting:
-            waiting += on_group_done(finished(waiting.pop(0)))
-            seen.append(delivered(client))
-        client.call(Coordinator.stop)
-
-    run(client, Policy(client, script))
-    names = [f"train-1-{index}" for index in range(4)]
-    assert seen == [names[: index + 1] for index in range(4)]
-
-
 def test_finished_groups_are_replaced_and_free_slots_filled_later(
     client: LocalClient,
 ) -> None:
@@ -166,34 +151,6 @@ def test_worker_waits_for_newer_weights_only_between_groups(client: LocalClient,
         assert taken == [(0, [0, 1]), (0, [2]), (0, [3]), (1, [4])]
     else:
         assert taken == [(0, [0, 1]), (1, [2, 3]), (1, [4])]
-
-
-def test_weights_newer_than_announced_are_not_fetched_again(
-    client: LocalClient,
-) -> None:
-    fetched: list[WeightVersion] = []
-    taken: list[list[int]] = []
-
-    class Ahead(Policy):
-        """Policy with weights one version ahead of the announcement."""
-
-        def fetch(self, addresses: Sequence[str]) -> bool:
-            self.version = client.call(Coordinator.announced).version + 1
-            fetched.append(self.version)
-            return True
-
-    def script(requests: Sequence[GroupRequest], on_group_done: NextRequests) -> None:
-        waiting = list(requests)
-        taken.append(indices(requests))
-        while waiting:
-            more = on_group_done(finished(waiting.pop(0)))
-            taken.append(indices(more))
-            waiting += more
-        client.call(Coordinator.stop)
-
-    run(client, Ahead(client, script))
-    assert fetched == [1]
-    assert taken == [[0, 1], [2], [3], [4], [], []]
 
 
 def test_lost_assignments_are_assigned_again() -> None:

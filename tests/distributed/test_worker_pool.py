@@ -3,17 +3,20 @@
 
 """Calls of the worker pool to the coordinator; test_staleness.py simulates complete runs."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from marin_rl.config.weights_config import WeightTransferConfig
 from marin_rl.distributed import worker_pool
 from marin_rl.distributed.coordinator import TrainerUpdate
 from marin_rl.distributed.coordinator_client import CoordinatorClient
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
+from marin_rl.distributed.weights.publish import TrainingHost
 from marin_rl.distributed.worker_pool import NoWorkersError, WorkerFailedError, WorkerPool
 from marin_rl.rollouts.group_codec import encode_group, join_parts
 from marin_rl.types import RolloutGroup, Task, WeightVersion
@@ -116,39 +119,17 @@ def poll(rollout_source: WorkerPool) -> None:
         rollout_source.wait(PhaseTimer(), lambda: next(stops))
 
 
-def test_weights_are_announced_after_flush(rollout_source: WorkerPool, calls: list[str]) -> None:
+def test_weights_are_announced_after_flush(client: Client, sender: Sender, calls: list[str]) -> None:
+    rollout_source = make_pool(client, sender, addresses=["here", "there"])
+    rollout_source.submit([])
     rollout_source.publish({}, 0)
     rollout_source.publish({}, 1)
     rollout_source.close()
-    assert calls == ["publish 0", "flush", "announce 0 at here", "publish 1", "flush", "announce 1 at here"]
-
-
-def test_the_addresses_of_all_training_hosts_are_announced(client: Client, sender: Sender) -> None:
-    rollout_source = make_pool(client, sender, addresses=["here", "there"])
-    rollout_source.publish({}, 3)
-    rollout_source.close()
-    assert client.calls[-1] == "announce 3 at here there"
+    assert calls == ["publish 0", "flush", "announce 0 at here there", "publish 1", "flush", "announce 1 at here there"]
 
 
 def network_is_down() -> None:
     raise OSError("the network is down")
-
-
-def test_publication_error_is_raised_by_wait(client: Client, sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.utils.event_loop.ThreadPoolExecutor", InlineExecutor)
-    sender.when_flushed = network_is_down
-    rollout_source = make_pool(client, sender)
-    rollout_source.submit([request(1, 0)])
-    rollout_source.publish({}, 0)
-    client.responses = [with_groups((1, 0))]
-    with pytest.raises(OSError, match="the network is down"):
-        rollout_source.wait(PhaseTimer())
-    assert client.calls == ["submit train-1-0", "publish 0", "flush"]
-
-
-def test_empty_submission_makes_no_call(rollout_source: WorkerPool, calls: list[str]) -> None:
-    rollout_source.submit([])
-    assert calls == []
 
 
 def test_groups_are_acknowledged_by_the_next_poll_and_returned_once(
@@ -187,20 +168,9 @@ def test_restarted_coordinator_receives_weights_and_pending_requests(
     assert "the coordinator was restarted; submitting 2 pending requests again" in caplog.text
 
 
-def test_state_is_sent_again_after_the_first_response(
-    rollout_source: WorkerPool, client: Client, calls: list[str]
-) -> None:
-    rollout_source.publish({}, 0)
-    rollout_source.submit([request(1, 0)])
-    rollout_source.close()
-    calls.clear()
-    # The first response may come from a restarted coordinator without state.
-    client.responses = [NOTHING, with_groups((1, 0))]
-    assert wait(rollout_source) == [((1, 0), "train-1-0")]
-    assert calls == ["take, acknowledge ", "announce 0 at here", "submit train-1-0", "take, acknowledge "]
+def test_counts_persist_over_restarts_and_shares_are_per_interval(client: Client, sender: Sender) -> None:
+    rollout_source = make_pool(client, sender, counts={"joined": 4})
 
-
-def test_counts_persist_over_restarts_and_shares_are_per_interval(rollout_source: WorkerPool, client: Client) -> None:
     def after(present: float, busy: float, joined: int, incarnation: str) -> dict[str, float]:
         client.responses = [
             NOTHING._replace(
@@ -213,47 +183,26 @@ def test_counts_persist_over_restarts_and_shares_are_per_interval(rollout_source
         poll(rollout_source)
         return rollout_source.metrics()
 
-    assert rollout_source.metrics() == {"workers/alive": 0.0, "workers/busy_share": 0.0}
-    expected = {"workers/alive": 2.0, "workers/busy_share": 0.5, "workers/joined": 2.0}
+    assert rollout_source.metrics() == {"workers/alive": 0.0, "workers/busy_share": 0.0, "workers/joined": 4.0}
+    expected = {"workers/alive": 2.0, "workers/busy_share": 0.5, "workers/joined": 6.0}
     assert after(8.0, 4.0, 2, "one") == expected
-    assert after(18.0, 5.0, 3, "one") == {**expected, "workers/busy_share": 0.1, "workers/joined": 3.0}
+    assert after(18.0, 5.0, 3, "one") == {**expected, "workers/busy_share": 0.1, "workers/joined": 7.0}
     # A restarted coordinator counts from 0.
-    assert after(4.0, 3.0, 2, "two") == {**expected, "workers/busy_share": 0.75, "workers/joined": 5.0}
-    assert after(4.0, 3.0, 2, "two") == {**expected, "workers/busy_share": 0.0, "workers/joined": 5.0}
+    assert after(4.0, 3.0, 2, "two") == {**expected, "workers/busy_share": 0.75, "workers/joined": 9.0}
+    assert after(4.0, 3.0, 2, "two") == {**expected, "workers/busy_share": 0.0, "workers/joined": 9.0}
 
 
-def test_counts_continue_in_a_resumed_run(client: Client, sender: Sender) -> None:
-    rollout_source = make_pool(client, sender, counts={"joined": 4, "lost": 1})
-    assert rollout_source.metrics()["workers/joined"] == 4.0
-    for incarnation, joined in (("one", 6), ("two", 8)):
-        client.responses = [NOTHING._replace(incarnation=incarnation, counts={"joined": 2, "lost": 0})]
-        poll(rollout_source)
-        assert rollout_source.counts == {"joined": joined, "lost": 1}
-
-
+@pytest.mark.parametrize("is_reported", [True, False])
 def test_worker_error_is_raised_after_finished_groups_although_others_finish(
-    rollout_source: WorkerPool, client: Client
+    rollout_source: WorkerPool, client: Client, is_reported: bool
 ) -> None:
+    """A worker that fails to start cannot report its error; that of a worker which reports one takes precedence."""
     rollout_source.submit([request(1, 0), request(1, 1)])
-    client.responses = [with_groups((1, 0), failure="worker-0: KeyError: no"), with_groups((1, 1))]
+    client.failure = "worker-0: ended" if is_reported else "worker-0: KeyError: no"
+    reported = "worker-0: KeyError: no" if is_reported else None
+    client.responses = [with_groups((1, 0), failure=reported), with_groups((1, 1))]
     assert wait(rollout_source) == [((1, 0), "train-1-0")]
     with pytest.raises(WorkerFailedError, match=r"worker ended with an error: worker-0: KeyError: no\. .*traceback"):
-        wait(rollout_source)
-
-
-def test_error_of_a_worker_that_failed_to_start_is_raised(rollout_source: WorkerPool, client: Client) -> None:
-    rollout_source.submit([request(1, 0)])
-    client.failure = "worker-0: ImportError: no such thing"
-    client.responses = [with_groups((1, 0)), NOTHING]
-    assert wait(rollout_source) == [((1, 0), "train-1-0")]
-    with pytest.raises(WorkerFailedError, match=r"worker-0: ImportError: no such thing\."):
-        wait(rollout_source)
-
-
-def test_error_that_the_worker_itself_reported_takes_precedence(rollout_source: WorkerPool, client: Client) -> None:
-    client.failure = "worker-0: ImportError: no such thing"
-    client.responses = [NOTHING._replace(failure="worker-0: OSError: no disk")]
-    with pytest.raises(WorkerFailedError, match=r"worker-0: OSError: no disk\."):
         wait(rollout_source)
 
 
@@ -327,16 +276,87 @@ def test_publication_error_of_another_process_is_raised_there(
     monkeypatch.setattr("marin_rl.utils.event_loop.ThreadPoolExecutor", InlineExecutor)
     monkeypatch.setattr(multihost, "on_main", lambda work: join_parts([b"[]"]))
     sender.when_flushed = network_is_down
-    other, stops = make_pool(None, sender), iter((False, True))
+    other, stops = make_pool(None, sender, counts={"lost": 3}), iter((False, True))
+    assert other.metrics() == other.counts == {}
     other.publish({}, 0)
     with pytest.raises(OSError, match="the network is down"):
         {"wait": lambda: other.wait(PhaseTimer(), lambda: next(stops)), "flush": other.flush}[method]()
 
 
-def test_other_processes_only_publish_weights(sender: Sender, calls: list[str]) -> None:
-    rollout_source = make_pool(None, sender, counts={"lost": 3})
-    rollout_source.submit([request(1, 0)])
-    rollout_source.publish({}, 1)
-    rollout_source.close()
-    assert calls == ["publish 1", "flush"]
-    assert rollout_source.metrics() == rollout_source.counts == {}
+# Opening and closing.
+
+
+def open_pool(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, opened: contextlib.ExitStack, **faults: Any
+) -> WorkerPool:
+    """Open a pool whose parts record their calls; each fault is raised by the part of its name."""
+
+    def raise_fault(name: str) -> None:
+        if name in faults:
+            raise faults[name]
+
+    def open_sender(config: WeightTransferConfig, secret: str, host: TrainingHost) -> Sender:
+        calls.append("open sender")
+        return Sender(calls, when_flushed=lambda: raise_fault("flush"))
+
+    def open_receiver(config: WeightTransferConfig, addresses: Sequence[str], secret: str) -> Any:
+        raise_fault("receiver")
+        calls.append(f"open receiver of {' '.join(addresses)}")
+
+    @contextlib.contextmanager
+    def workers(secret: str) -> Iterator[CoordinatorClient]:
+        raise_fault("workers")
+        calls.append("start workers")
+        yield Client(calls)
+        calls.append("stop workers")
+
+    monkeypatch.setattr(worker_pool, "open_sender", open_sender)
+    monkeypatch.setattr(worker_pool, "open_receiver", open_receiver)
+    return worker_pool.open_worker_pool(
+        WeightTransferConfig(), workers, counts={"lost": 3}, no_progress_timeout=600.0, opened=opened
+    )
+
+
+def test_last_weights_are_announced_and_workers_stop_before_the_weight_server(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.ExitStack() as opened:
+        pool = open_pool(calls, monkeypatch, opened)
+        assert pool.counts == {"lost": 3}
+        pool.publish({}, 7)
+    assert calls == [
+        "open sender",
+        "start workers",
+        "publish 7",
+        "flush",
+        "announce 7 at here",
+        "stop workers",
+        "close",
+    ]
+
+
+def test_error_of_last_announcement_is_raised_at_close(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = contextlib.ExitStack()
+    open_pool(calls, monkeypatch, opened, flush=OSError("the network is down")).publish({}, 7)
+    with pytest.raises(OSError, match="the network is down"):
+        opened.close()
+    assert calls[-1] == "close"
+
+
+@pytest.mark.parametrize("part", ["workers", "receiver"])
+def test_weight_server_stops_when_another_part_fails_to_start(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setattr(multihost, "gather_texts", lambda text: (text, "there"))
+    with pytest.raises(OSError, match="no answer"), contextlib.ExitStack() as opened:
+        open_pool(calls, monkeypatch, opened, **{part: OSError("no answer")})
+    assert calls == ["open sender", *(["open receiver of here there"] if part == "workers" else []), "close"]
+
+
+def test_other_processes_have_no_workers(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multihost, "gather_texts", lambda text: (text, "there"))
+    monkeypatch.setattr(multihost, "is_main", lambda: False)
+    monkeypatch.setattr(multihost, "on_main", lambda work: "the secret of the main process")
+    with contextlib.ExitStack() as opened:
+        open_pool(calls, monkeypatch, opened)
+    assert calls == ["open sender", "close"]

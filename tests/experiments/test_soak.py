@@ -28,7 +28,7 @@ from experiments.soak import (
 from experiments.soak_train import hold_transfers, reached
 from experiments.soak_usage import usage
 from marin_rl.distributed.weights.arrow_flight import FlightSource
-from marin_rl.distributed.weights.errors import ServerLostError
+from marin_rl.distributed.weights.manifest import ServerLostError
 from tests.distributed.weights.endpoints import SECRET
 from tests.tiny_run import TinyRun, copy_of
 

@@ -11,25 +11,34 @@ secret in the handshake.
 
 import contextlib
 import dataclasses
+import datetime
+import hmac
+import secrets
 import socket
 import threading
 from collections.abc import Generator, Iterator, Sequence
-from typing import Annotated
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
 import pydantic
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
-from marin_rl.distributed.weights.errors import (
+from marin_rl.distributed.weights.manifest import (
+    Chunk,
     CorruptTransferError,
+    Manifest,
     ServerLostError,
+    Snapshot,
     VersionGoneError,
     WrongSecretError,
 )
-from marin_rl.distributed.weights.manifest import Chunk, Manifest, Snapshot
-from marin_rl.distributed.weights.secret import TLS_NAME, tls_identity
 from marin_rl.types import WeightVersion
+
+T = TypeVar("T")
 
 KEPT_VERSIONS = 2
 """Newest versions that a server keeps, so that transfers of the previous version can finish."""
@@ -40,11 +49,11 @@ class _Ticket:
     """Request of a stream."""
 
     version: WeightVersion
-    # A ticket may have millions of chunks; report the first error only.
-    chunks: Annotated[list[Chunk], pydantic.FailFast()]
+    chunks: list[Chunk]
 
 
 _TICKET = pydantic.TypeAdapter(_Ticket)
+_VERSION = pydantic.TypeAdapter(WeightVersion)
 _VERSIONS = pydantic.TypeAdapter(list[WeightVersion])
 
 SCHEMA = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
@@ -59,14 +68,73 @@ GET_MANIFEST = "manifest"
 VERSION_GONE = b"version gone"
 """Detail of the error for a version that is not available."""
 
-MAX_VERSION_BYTES = 32
-"""Maximum size of the body of the action `manifest`."""
-
-MAX_TICKET_BYTES_PER_CHUNK = 32
-"""Maximum size of one ticket entry: two indices with brackets and commas."""
-
 WILDCARDS = ("0.0.0.0", "::")
 """Hosts that bind every network interface. Clients cannot connect to these names."""
+
+
+def make_secret() -> str:
+    """Make a new secret. Each launch makes one, so workers never read weights of an earlier launch."""
+    return secrets.token_hex(32)
+
+
+TLS_NAME = "weights.marin-rl"
+"""Host name in the certificates of all weight servers, independent of the machine."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TlsIdentity:
+    """Certificates for mutual authentication of processes that share a secret."""
+
+    root: bytes
+    """Certificate (PEM) of the authority that must have issued the peer's certificate."""
+    certificate: bytes
+    """Certificate (PEM) of this process."""
+    key: bytes
+    """Private key (PEM, unencrypted) of both certificates."""
+
+
+def tls_identity(secret: str) -> TlsIdentity:
+    """Derive a key pair and certificates from the secret, so that only the secret has to be distributed.
+
+    Processes with the same secret derive the same key and issuer. Their certificates differ only in the signature, so
+    each process can verify the others. A TLS handshake reveals neither the secret nor the private key.
+
+    Raises:
+        ValueError: if the secret has fewer than 32 characters, or characters that are not printable ASCII.
+    """
+    if len(secret) < 32 or not (secret.isascii() and secret.isprintable()):
+        raise ValueError(
+            f"the secret of the weight transfer has {len(secret)} characters; it must have at least 32, all printable "
+            "ASCII: use make_secret()"
+        )
+    digest = hmac.digest(secret.encode(), b"marin_rl TLS key", "sha512")
+    # A P-256 private value is between 1 and the group order, which is slightly below 2**256.
+    key = ec.derive_private_key(int.from_bytes(digest) % (2**255) + 1, ec.SECP256R1())
+    issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"{TLS_NAME} root")])
+    server = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, TLS_NAME)])
+
+    def certificate(subject: x509.Name, serial: int, *, is_root: bool) -> bytes:
+        builder = x509.CertificateBuilder(
+            issuer_name=issuer,
+            subject_name=subject,
+            public_key=key.public_key(),
+            serial_number=serial,
+            # Certificates need no expiry: each launch makes a new secret.
+            not_valid_before=datetime.datetime(2000, 1, 1),
+            not_valid_after=datetime.datetime(9999, 12, 31),
+        )
+        builder = builder.add_extension(x509.BasicConstraints(ca=is_root, path_length=None), critical=True)
+        names = x509.SubjectAlternativeName([x509.DNSName(TLS_NAME)])
+        builder = builder.add_extension(names, critical=False)
+        return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+    return TlsIdentity(
+        root=certificate(issuer, 1, is_root=True),
+        certificate=certificate(server, 2, is_root=False),
+        key=key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        ),
+    )
 
 
 class WeightServer(flight.FlightServerBase):
@@ -128,34 +196,18 @@ class WeightServer(flight.FlightServerBase):
         if action.type == LIST_VERSIONS:
             return [_VERSIONS.dump_json(self.versions())]
         if action.type == GET_MANIFEST:
-            return [self._snapshot(_parse_version(action.body)).manifest.encode()]
+            return [self._snapshot(_parse(_VERSION, action.body.to_pybytes())).manifest.encode()]
         raise flight.FlightServerError(f"unknown action {action.type!r}; use versions or manifest")
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.GeneratorStream:
         """Stream the chunks of a JSON ticket, `{"version": v, "chunks": [[piece, number], …]}`."""
-        # Every version has the same layout, so the newest version bounds the size of any ticket.
-        versions = self.versions()
-        if not versions:
-            raise flight.FlightServerError("no version is available", extra_info=VERSION_GONE)
-        count = sum(len(piece.checksums) for piece in self._snapshot(versions[-1]).manifest.pieces)
-        limit = MAX_TICKET_BYTES_PER_CHUNK * (count + 2)
-        if len(ticket.ticket) > limit:
-            raise flight.FlightServerError(
-                f"the ticket has {len(ticket.ticket)} bytes; a ticket for the {count} chunks of a version has at most "
-                f"{limit}"
-            )
-        try:
-            request = _TICKET.validate_json(ticket.ticket, strict=True)
-        except pydantic.ValidationError as error:
-            raise flight.FlightServerError(f"invalid ticket: {error}") from error
+        request = _parse(_TICKET, ticket.ticket)
         version, chunks = request.version, request.chunks
         manifest = self._snapshot(version).manifest
         if unknown := [chunk for chunk in chunks if not manifest.has(chunk)]:
             raise flight.FlightServerError(
                 f"version {version} has no chunk {unknown[0].number} of piece {unknown[0].piece}"
             )
-        if len(set(chunks)) < len(chunks):
-            raise flight.FlightServerError(f"the ticket for version {version} contains a chunk twice")
         return flight.GeneratorStream(SCHEMA, self.send_chunks(version, chunks))
 
     def send_chunks(self, version: WeightVersion, chunks: list[Chunk]) -> Iterator[pa.RecordBatch]:
@@ -176,13 +228,11 @@ class WeightServer(flight.FlightServerBase):
             return self._kept[version]
 
 
-def _parse_version(body: pa.Buffer) -> WeightVersion:
-    if body.size > MAX_VERSION_BYTES:
-        raise flight.FlightServerError(f"the version has {body.size} bytes; it may have at most {MAX_VERSION_BYTES}")
+def _parse(request: "pydantic.TypeAdapter[T]", text: bytes) -> T:
     try:
-        return int(body.to_pybytes())
-    except ValueError as error:
-        raise flight.FlightServerError(f"{body.to_pybytes()!r} is not a version: {error}") from error
+        return request.validate_json(text, strict=True)
+    except pydantic.ValidationError as error:
+        raise flight.FlightServerError(f"invalid request: {error}") from error
 
 
 def _location(host: str, port: int) -> str:

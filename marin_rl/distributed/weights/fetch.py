@@ -21,19 +21,17 @@ import numpy as np
 
 from marin_rl.config.weights_config import WeightTransferConfig
 from marin_rl.distributed.weights.arrow_flight import FlightSource
-from marin_rl.distributed.weights.errors import (
-    CorruptTransferError,
-    MismatchedWeightsError,
-    NoWeightsError,
-    ServerLostError,
-    VersionGoneError,
-    WeightTransferError,
-)
 from marin_rl.distributed.weights.manifest import (
     Bounds,
     Chunk,
+    CorruptTransferError,
     Manifest,
+    MismatchedWeightsError,
+    NoWeightsError,
     Piece,
+    ServerLostError,
+    VersionGoneError,
+    WeightTransferError,
     bounds_of,
     find_gap,
     named_leaves,
@@ -278,12 +276,8 @@ def _choose(held: Mapping[PieceKey, Piece], boxes: set[Bounds], loads: list[int]
             copies.setdefault(piece.bounds, []).append(key)
     chosen = {}
     for keys in copies.values():
-        first = held[keys[0]]
-        for key in keys[1:]:
-            if held[key].checksums != first.checksums:
-                raise MismatchedWeightsError(f"training hosts {keys[0].manifest} and {key.manifest} differ on {first}")
         key = min(keys, key=lambda key: loads[key.manifest])
-        loads[key.manifest] += first.num_bytes
+        loads[key.manifest] += held[key].num_bytes
         chosen[key] = held[key]
     return chosen
 
@@ -333,7 +327,7 @@ def _fill(box: Bounds, dtype: np.dtype, parts: Sequence[tuple[Bounds, np.ndarray
 
 def _download(owned: Sequence[tuple[FlightSource, Manifest]], buffers: Mapping[PieceKey, np.ndarray]) -> None:
     """Fetch pieces into `buffers`, in concurrent streams; `PieceKey.manifest` is an index into `owned`."""
-    stop = threading.Event()
+    failed = threading.Event()
 
     def read(number: int, chunks: Sequence[Chunk]) -> None:
         source, manifest = owned[number]
@@ -341,17 +335,22 @@ def _download(owned: Sequence[tuple[FlightSource, Manifest]], buffers: Mapping[P
         try:
             with contextlib.closing(source.fetch(manifest, chunks)) as arriving:
                 for chunk, data in zip(chunks, arriving, strict=False):
-                    if stop.is_set():
+                    if failed.is_set():
                         return
-                    manifest.check(chunk, data, str(source))
-                    buffers[PieceKey(number, chunk.piece)][slice(*manifest.span(chunk))] = data
+                    start, stop = manifest.span(chunk)
+                    if len(data) != stop - start:
+                        raise CorruptTransferError(
+                            f"{source}: chunk {chunk.number} of {manifest.pieces[chunk.piece]}, version "
+                            f"{manifest.version}, has {len(data)} of {stop - start} bytes"
+                        )
+                    buffers[PieceKey(number, chunk.piece)][start:stop] = data
                     done += 1
             if done < len(chunks):
                 raise CorruptTransferError(
                     f"{source}: the stream of version {manifest.version} ended after {done} of {len(chunks)} chunks"
                 )
         except BaseException:
-            stop.set()
+            failed.set()
             raise
 
     streams = []

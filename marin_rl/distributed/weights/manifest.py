@@ -1,10 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Names of the arrays of a tree, and the manifest of one version on one training host: boxes of arrays, in chunks.
+"""Names of the arrays of a tree, the manifest of one version on one training host, and the errors of a transfer.
 
-A manifest has a checksum for each chunk. A receiver gets the manifest over an authenticated connection and then checks
-every chunk against it, so that it detects bytes that are corrupted, missing, or of another version.
+A manifest lists boxes of arrays, which are sent in chunks. TLS protects the bytes on the way; a receiver compares their
+number with the manifest.
 """
 
 import dataclasses
@@ -16,15 +16,48 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pydantic
-import xxhash
 
-from marin_rl.distributed.weights.errors import CorruptTransferError
 from marin_rl.types import WeightVersion
+from marin_rl.utils.errors import UserError
 
 T = TypeVar("T")
 
 Bounds = tuple[tuple[int, int], ...]
 """Start and stop along each dimension; `()` for an array without dimensions."""
+
+
+class WeightTransferError(UserError):
+    """Raised when weights do not arrive; the message names the server and the reason."""
+
+
+class WrongSecretError(WeightTransferError):
+    """Raised when the server has a different secret. Never retried."""
+
+
+class MismatchedWeightsError(WeightTransferError):
+    """Raised when published weights do not fit the receiver's model: a wrong or missing name, shape, dtype or piece.
+
+    Never retried.
+    """
+
+
+class VersionGoneError(WeightTransferError):
+    """Raised when the requested version is no longer available, or not yet.
+
+    A receiver that requested the newest version retries with the current newest version.
+    """
+
+
+class NoWeightsError(WeightTransferError):
+    """Raised when no version is available on all servers yet."""
+
+
+class CorruptTransferError(WeightTransferError):
+    """Raised for missing, surplus or corrupt bytes. Retried."""
+
+
+class ServerLostError(WeightTransferError):
+    """Raised when a server does not respond or disconnects during a transfer. Retried."""
 
 
 def bounds_of(index: tuple[slice, ...], shape: Sequence[int]) -> Bounds:
@@ -134,11 +167,6 @@ def replace_leaves(tree: T, arrays: Mapping[str, jax.Array | np.ndarray]) -> T:
     return jax.tree_util.tree_map_with_path(replace, tree)
 
 
-def checksum(data: np.ndarray) -> int:
-    """Return the 64-bit XXH3 of uint8 data: ten times as fast as CRC-32, and not cryptographic either."""
-    return xxhash.xxh3_64_intdigest(data.data)
-
-
 @dataclasses.dataclass(frozen=True)
 class Piece:
     """A box of one array, sent in row-major order and in chunks."""
@@ -151,8 +179,6 @@ class Piece:
     """Name of the dtype during the transfer."""
     bounds: Bounds
     """The box of the array."""
-    checksums: tuple[int, ...]
-    """Checksum of each chunk, in order."""
 
     def __post_init__(self) -> None:
         if overlap(self.bounds, whole(self.shape)) != self.bounds and volume(self.bounds):
@@ -173,7 +199,7 @@ class Chunk(NamedTuple):
     piece: int
     """Index into `Manifest.pieces`."""
     number: int
-    """Index into `Piece.checksums`."""
+    """Index of the chunk within its piece."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,37 +217,22 @@ class Manifest:
     pieces: tuple[Piece, ...]
     """The pieces, in the order of the arrays."""
 
+    def num_chunks(self, piece: int) -> int:
+        """Return the number of chunks of a piece."""
+        return -(-self.pieces[piece].num_bytes // self.chunk_bytes)
+
     def chunks(self, piece: int) -> list[Chunk]:
         """Return the chunks of a piece, in order."""
-        return [Chunk(piece, number) for number in range(len(self.pieces[piece].checksums))]
+        return [Chunk(piece, number) for number in range(self.num_chunks(piece))]
 
     def has(self, chunk: Chunk) -> bool:
         """Return whether the chunk exists."""
-        return 0 <= chunk.piece < len(self.pieces) and 0 <= chunk.number < len(self.pieces[chunk.piece].checksums)
+        return 0 <= chunk.piece < len(self.pieces) and 0 <= chunk.number < self.num_chunks(chunk.piece)
 
     def span(self, chunk: Chunk) -> tuple[int, int]:
         """Return the start and stop offset of a chunk within its piece."""
         start = chunk.number * self.chunk_bytes
         return start, min(start + self.chunk_bytes, self.pieces[chunk.piece].num_bytes)
-
-    def check(self, chunk: Chunk, data: np.ndarray, source: str) -> None:
-        """Check received bytes against length and checksum.
-
-        Args:
-            chunk: the expected chunk.
-            data: the received bytes.
-            source: name of the sender, for error messages.
-
-        Raises:
-            CorruptTransferError: if length or checksum differ.
-        """
-        piece = self.pieces[chunk.piece]
-        start, stop = self.span(chunk)
-        if len(data) != stop - start or checksum(data) != piece.checksums[chunk.number]:
-            raise CorruptTransferError(
-                f"{source}: chunk {chunk.number} of {piece}, version {self.version}, is corrupt: {len(data)} of "
-                f"{stop - start} bytes arrived, with checksum {checksum(data):x}"
-            )
 
     def encode(self) -> bytes:
         """Encode the manifest as JSON."""

@@ -13,9 +13,9 @@ def measure() -> dict[str, object]:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
     from marin_rl.config.weights_config import WeightTransferConfig
+    from marin_rl.distributed.weights.arrow_flight import make_secret
     from marin_rl.distributed.weights.fetch import open_receiver
     from marin_rl.distributed.weights.publish import TrainingHost, open_sender
-    from marin_rl.distributed.weights.secret import make_secret
 
     devices = np.array(jax.devices())
     training = Mesh(devices.reshape(4, 2), ("data", "model"))

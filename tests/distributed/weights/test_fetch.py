@@ -12,12 +12,60 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.distributed.weights.errors import CorruptTransferError, MismatchedWeightsError
 from marin_rl.distributed.weights.fetch import ALIGNMENT, PieceKey, assemble, choose_pieces, target_arrays
-from marin_rl.distributed.weights.manifest import Bounds, Chunk, Manifest, Piece, Snapshot, slices_within, whole
+from marin_rl.distributed.weights.manifest import (
+    Bounds,
+    Chunk,
+    Manifest,
+    MismatchedWeightsError,
+    Piece,
+    Snapshot,
+    slices_within,
+    whole,
+)
 from marin_rl.types import WeightVersion
 from tests.distributed.weights.endpoints import assert_same, receiver_of, snapshot_of, split
-from tests.distributed.weights.partitioned_array import FULL, LIKE, NAME, Hosts, box
+
+FULL = np.arange(24, dtype=np.float32).reshape(6, 4)
+LIKE = {"w": jax.ShapeDtypeStruct((6, 4), jnp.float32)}
+NAME = "['w']"
+
+
+def box(*edges: tuple[int, int]) -> Bounds:
+    return edges
+
+
+class Hosts:
+    """Return snapshots of training hosts that each have some boxes of one array."""
+
+    def __init__(self, *boxes: list[Bounds]) -> None:
+        self.parts = [[FULL[tuple(slice(*edge) for edge in bounds)].copy() for bounds in held] for held in boxes]
+        self.boxes = boxes
+
+    @property
+    def manifests(self) -> list[Manifest]:
+        return [
+            Manifest(
+                1,
+                host,
+                len(self.boxes),
+                2**20,
+                tuple(Piece(NAME, (6, 4), "float32", bounds) for bounds in held),
+            )
+            for host, held in enumerate(self.boxes)
+        ]
+
+    def plan(self, *, cast: bool = False, like=LIKE) -> dict[str, dict[PieceKey, Piece]]:
+        return choose_pieces(target_arrays(like), self.manifests, cast=cast)
+
+    def assembled(self, like=LIKE, *, cast: bool = False) -> jax.Array | np.ndarray:
+        """Return the array that is assembled from the chosen pieces."""
+        pieces = self.plan(like=like, cast=cast)[NAME]
+        held = [
+            (piece, self.parts[key.manifest][key.piece].reshape(-1).view(np.uint8)) for key, piece in pieces.items()
+        ]
+        return assemble(target_arrays(like)[NAME], held)
+
 
 # Choice of pieces.
 
@@ -25,13 +73,6 @@ from tests.distributed.weights.partitioned_array import FULL, LIKE, NAME, Hosts,
 def test_error_names_array_and_indices_of_a_gap():
     with pytest.raises(MismatchedWeightsError, match=r"no training host holds \['2:3', '0:4'\] of \['w'\]"):
         Hosts([box((0, 2), (0, 4))], [box((3, 6), (0, 4))]).plan()
-
-
-def test_replicas_must_have_equal_checksums():
-    hosts = Hosts([box((0, 6), (0, 4))], [box((0, 6), (0, 4))])
-    hosts.parts[1][0][5, 3] += 1
-    with pytest.raises(MismatchedWeightsError, match=r"training hosts 0 and 1 differ on piece \['0:6', '0:4'\]"):
-        hosts.plan()
 
 
 def test_replicated_piece_is_fetched_once_and_load_is_balanced():
@@ -85,7 +126,7 @@ def test_array_is_assembled_from_any_grid(cut: tuple[tuple[int, ...], list[Bound
     shape, boxes = cut
     full = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
     parts = [np.ascontiguousarray(full[slices_within(bounds, whole(shape))]) for bounds in boxes]
-    pieces = [Piece(NAME, shape, dtype, bounds, ()) for bounds in boxes]
+    pieces = [Piece(NAME, shape, dtype, bounds) for bounds in boxes]
     held = [(piece, part.reshape(-1).view(np.uint8)) for piece, part in zip(pieces, parts, strict=True)]
     target = target_arrays({"w": np.zeros(shape, dtype)})[NAME]
     np.testing.assert_array_equal(assemble(target, held), full)
@@ -107,7 +148,7 @@ def test_array_is_assembled_from_any_partition(boxes: list[list[Bounds]]):
 def test_single_piece_is_not_copied():
     data = aligned(FULL.nbytes)
     data[:] = FULL.reshape(-1).view(np.uint8)
-    piece = Piece(NAME, (6, 4), "float32", whole((6, 4)), ())
+    piece = Piece(NAME, (6, 4), "float32", whole((6, 4)))
     array = assemble(target_arrays(LIKE)[NAME], [(piece, data)])
     assert isinstance(array, jax.Array)
     assert array.unsafe_buffer_pointer() == data.ctypes.data
@@ -117,15 +158,6 @@ def aligned(num_bytes: int) -> np.ndarray:
     """Return memory that the CPU backend uses without a copy."""
     memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
     return memory[-memory.ctypes.data % ALIGNMENT :][:num_bytes]
-
-
-def test_only_floating_point_is_cast_on_receipt():
-    narrow = {"w": jax.ShapeDtypeStruct((6, 4), jnp.bfloat16)}
-    received = Hosts([box((0, 6), (0, 4))]).assembled(narrow, cast=True)
-    assert received.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(received, jnp.asarray(FULL).astype(jnp.bfloat16))
-    with pytest.raises(MismatchedWeightsError, match="the receiver needs int32"):
-        Hosts([box((0, 6), (0, 4))]).plan(like={"w": jax.ShapeDtypeStruct((6, 4), jnp.int32)}, cast=True)
 
 
 # The receiver.
@@ -173,11 +205,6 @@ def test_received_arrays_are_aligned():
     assert [array.ctypes.data % ALIGNMENT for array in received.values()] == [0] * 8
 
 
-def test_manifest_of_another_version_is_rejected():
-    with pytest.raises(CorruptTransferError, match="requested version 2, got the manifest of version 1"):
-        receiver_of(HeldSource(snapshot_of({"w": np.zeros(3)}, 1))).receive({"w": np.zeros(3)}, 2)
-
-
 def test_each_training_host_is_required_once():
     weights = {name: np.full(600, 1, np.float32) for name in "abcd"}
     first, second = (HeldSource(part) for part in split(snapshot_of(weights, 1), 2))
@@ -188,10 +215,5 @@ def test_each_training_host_is_required_once():
         receiver_of(second).receive(weights)
     with pytest.raises(MismatchedWeightsError, match=r"from hosts \[0, 0\]"):
         receiver_of(first, first).receive(weights)
-
-
-def test_inconsistent_host_counts_are_rejected():
-    weights = {name: np.full(6, 1, np.float32) for name in "abcd"}
-    of_two, of_one = HeldSource(split(snapshot_of(weights, 1), 2)[1]), HeldSource(snapshot_of(weights, 1))
     with pytest.raises(MismatchedWeightsError, match=r"from hosts \[0, 1\]"):
-        receiver_of(of_one, of_two).receive(weights)
+        receiver_of(HeldSource(snapshot_of(weights, 1)), second).receive(weights)

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.distributed.weights.errors import CorruptTransferError
 from marin_rl.distributed.weights.manifest import (
     Bounds,
-    Chunk,
+    CorruptTransferError,
     Manifest,
     Piece,
     bounds_of,
@@ -91,7 +90,7 @@ def test_manifest_survives_encoding():
     assert Manifest.decode(make().encode(), "here") == make()
 
 
-OUTSIDE = b'{"version": 1, "host": 0, "hosts": 1, "chunk_bytes": 9, "pieces": [["w", [2], "int8", [[1, 3]], []]]}'
+OUTSIDE = b'{"version": 1, "host": 0, "hosts": 1, "chunk_bytes": 9, "pieces": [["w", [2], "int8", [[1, 3]]]]}'
 
 
 @pytest.mark.parametrize(
@@ -108,27 +107,10 @@ def test_chunks_partition_a_piece():
     assert [manifest.span(chunk) for chunk in manifest.chunks(1)] == [(0, 8)]
 
 
-def test_check_detects_wrong_length_and_content():
-    snapshot = snapshot_of({"a": np.arange(700, dtype=np.float32)}, 3)
-    chunk = Chunk(0, 1)
-    good = snapshot.chunk(chunk)
-    snapshot.manifest.check(chunk, good, "here")
-    with pytest.raises(
-        CorruptTransferError, match=r"chunk 1 of piece .'0:700'. of .'a'., version 3, is corrupt: 1023 of 1024"
-    ):
-        snapshot.manifest.check(chunk, good[:-1], "here")
-    for position in (0, 517, 1023):
-        for bit in range(8):
-            bad = good.copy()
-            bad[position] ^= 1 << bit
-            with pytest.raises(CorruptTransferError, match="is corrupt: 1024 of 1024 bytes arrived"):
-                snapshot.manifest.check(chunk, bad, "here")
-
-
 @pytest.mark.parametrize("bounds", [((0, 4), (0, 3)), ((-1, 2), (0, 2)), ((3, 4), (1, 2))])
 def test_piece_outside_array_is_rejected(bounds):
     with pytest.raises(ValueError, match=r"outside the array, which has shape \(3, 2\)"):
-        Piece("w", (3, 2), "float32", bounds, ())
+        Piece("w", (3, 2), "float32", bounds)
 
 
 # Names of arrays.
@@ -141,7 +123,7 @@ class Layer(eqx.Module):
 
 
 def test_named_leaves_of_a_model():
-    layer = Layer(hax.ones({"embed": 3}), 2.0, "first")
+    layer = Layer(hax.ones({"embed": 3}, dtype=jnp.bfloat16), 2.0, "first")
     leaves = named_leaves({"layers": [layer]})
     [name] = leaves
     assert name == "['layers'][0].weight[<flat index 0>]"
@@ -170,8 +152,3 @@ jax.tree_util.register_pytree_with_keys(
 def test_duplicate_key_paths_are_rejected():
     with pytest.raises(ValueError, match=r"two arrays of the tree have the same key path \.same"):
         named_leaves(Twins(jnp.zeros(1), jnp.ones(1)))
-
-
-def test_small_dtypes_are_plain_numbers():
-    tree = {"b": jnp.zeros(2, jnp.bfloat16), "t": jnp.zeros(2, bool), "e": jnp.zeros(2, jnp.float8_e4m3fn)}
-    assert named_leaves(tree).keys() == {"['b']", "['t']", "['e']"}
