@@ -587,7 +587,7 @@ def test_table_of_choices_lists_the_registered_types() -> None:
     from marin_rl.objectives.shaping import TruncationConfig
     from marin_rl.rewards.component import RewardComponentConfig
     from marin_rl.rewards.grading import GraderConfig
-    from marin_rl.rollouts.filters import FilterConfig
+    from marin_rl.rollouts.config import FilterConfig
     from marin_rl.sampling.config import SamplerConfig
 
     page = (ROOT / "docs" / "pages" / "configuration.md").read_text(encoding="utf-8")

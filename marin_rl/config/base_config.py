@@ -37,7 +37,7 @@ from marin_rl.objectives.policy_loss import PolicyLossConfig, ReinforceLossConfi
 from marin_rl.objectives.shaping import KeepTruncatedConfig, OverlongConfig, TruncationConfig
 from marin_rl.rewards.component import RewardScope
 from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rollouts.filters import FilterConfig, KeepGroupsConfig
+from marin_rl.rollouts.config import FilterConfig, KeepGroupsConfig
 from marin_rl.runs.config import CheckpointConfig
 from marin_rl.runs.rollout_store import RolloutStoreConfig
 from marin_rl.sampling.config import LevanterSamplerConfig, SamplerConfig, SamplingConfig

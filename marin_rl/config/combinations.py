@@ -19,8 +19,7 @@ from marin_rl.models.model_settings import model_problems, window_problem
 from marin_rl.objectives.advantage_inputs import AdvantageConfig
 from marin_rl.objectives.importance import OffPolicyCorrectionConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig
-from marin_rl.rollouts.config import LongPrompts
-from marin_rl.rollouts.filters import FilterConfig
+from marin_rl.rollouts.config import FilterConfig, LongPrompts
 from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.utils.devices.sharding import POSITION
 from marin_rl.utils.levanter_line import max_positions

@@ -18,7 +18,7 @@ from marin_rl.environments.base import AbstractEnvironment, Split, TaskStream
 from marin_rl.objectives.shaping import OverlongConfig, TruncationConfig, shape_rewards
 from marin_rl.rewards.pipeline import evaluation_metrics
 from marin_rl.rollouts.attempt import Limits
-from marin_rl.rollouts.filters import FilterConfig, rewards_differ
+from marin_rl.rollouts.config import FilterConfig, rewards_differ
 from marin_rl.rollouts.metrics import environment_metrics, rollout_metrics, staleness_metrics
 from marin_rl.rollouts.run_rollouts import require_one_success
 from marin_rl.sampling.sampler import PromptTooLongError

@@ -119,7 +119,7 @@ def _evaluate(
 ) -> tuple[int, dict[str, float]]:
     from marin_rl.config.input_files import NAMED, digest_inputs
     from marin_rl.learner.scoring import Scorer
-    from marin_rl.rollouts.failures import FailureReports
+    from marin_rl.rollouts.metrics import FailureReports
     from marin_rl.run_parts import RunParts
     from marin_rl.training.evaluation import evaluate, first_of_each, reference_loss
     from marin_rl.training.shared_run import require_same_tasks

@@ -30,7 +30,7 @@ from marin_rl.learner.loss import first_log_ratios, loss_metrics
 from marin_rl.learner.train_step import Learner, PendingUpdate
 from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.objectives.importance import mismatch_metrics
-from marin_rl.rollouts.failures import FailureReports
+from marin_rl.rollouts.metrics import FailureReports
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.rollout_store import EVALUATION, RolloutStore

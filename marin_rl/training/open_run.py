@@ -21,7 +21,7 @@ from marin_rl.distributed.ray_cluster import check_worker_devices
 from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.weight_history import WeightHistory
-from marin_rl.rollouts.failures import FailureReports
+from marin_rl.rollouts.metrics import FailureReports
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.run_parts import Report, RunParts

@@ -14,7 +14,7 @@ from marin_rl.objectives.importance import OffPolicyCorrectionConfig
 from marin_rl.objectives.kl import KlConfig, KlEstimator, LossKlConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig
 from marin_rl.objectives.shaping import TruncationConfig
-from marin_rl.rollouts.filters import FilterConfig
+from marin_rl.rollouts.config import FilterConfig
 from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.settings.yaml_text import from_yaml, to_yaml
 from tests.config.from_lines import from_lines

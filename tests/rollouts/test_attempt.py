@@ -86,14 +86,11 @@ def test_the_prompt_of_a_group_is_hashed_once():
     assert len(hashed) == 1 + sum(len(rollout.turns) - 1 for rollout in group.rollouts)
 
 
-def test_a_function_that_raises_fails_its_rollout(path: str):
+def test_an_invalid_hashing_function_fails_its_rollout_or_is_refused(path: str):
     rollout = walk(StateHashingConfig(path, "fails_later").build())
     assert rollout.status is RolloutStatus.FAILED
     assert "state_hashing: 'fails_later' of" in (rollout.error or "")
     assert "ZeroDivisionError" in (rollout.error or "")
-
-
-def test_an_invalid_hashing_function_is_refused(path: str):
     with pytest.raises(UserFileError, match=r"'number' of .* returned int; it must return a str"):
         walk(StateHashingConfig(path, "number").build())
     with pytest.raises(UserFileError, match=r"'X' of .* is int; it must be a function"):

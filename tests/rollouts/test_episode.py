@@ -101,18 +101,11 @@ def run(environment: Scripted, batcher: FakeBatcher, limits: Limits = LIMITS) ->
     return asyncio.run(run_episode(ATTEMPT, environment, TOKENIZER, batcher, limits))
 
 
-def test_an_episode_runs_to_its_end_and_is_closed_once():
-    environment, batcher = Scripted([CONTINUES, CONTINUES, DONE]), FakeBatcher()
-    rollout = run(environment, batcher).finish()
-    assert (rollout.status, len(rollout.turns), rollout.rewards) == (RolloutStatus.COMPLETED, 3, {"won": 1.0})
-    assert environment.replies == ["5", "5", "5"]
-    assert environment.seeds == [ATTEMPT.start_seed]
-    assert (environment.closed, batcher.left, len(batcher.requests)) == (1, 1, 3)
-
-
 def test_sampler_knows_the_last_turn_that_the_limits_allow():
-    batcher = FakeBatcher()
-    rollout = run(Scripted([CONTINUES] * 5), batcher).finish()
+    environment, batcher = Scripted([CONTINUES] * 5), FakeBatcher()
+    rollout = run(environment, batcher).finish()
+    assert environment.seeds == [ATTEMPT.start_seed]
+    assert (environment.replies, environment.closed, batcher.left) == (["5"] * 5, 1, 1)
     assert (rollout.status, batcher.last_turns) == (RolloutStatus.TRUNCATED, [False] * 4 + [True])
 
 

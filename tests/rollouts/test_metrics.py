@@ -2,17 +2,25 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+import logging
 import statistics
 from collections.abc import Mapping
 
 import pytest
 
 from marin_rl.environments.base import Split
-from marin_rl.rollouts.metrics import environment_metrics, is_correct, rollout_metrics, staleness_metrics
+from marin_rl.rollouts.metrics import (
+    FailureReports,
+    environment_metrics,
+    is_correct,
+    rollout_metrics,
+    staleness_metrics,
+)
 from marin_rl.types import Generation, RewardResult, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 from tests.environments.fake_environments import Cards
 from tests.environments.fake_environments import group as group_of
 from tests.environments.fake_environments import rollout as rollout_of
+from tests.rollouts.rollout_cases import turn_of
 
 TASK = Task("t", "sums", ({"role": "user", "content": "2+3="},), "5")
 
@@ -47,11 +55,6 @@ def metrics(*groups: list[Rollout], version: int = 5) -> dict[str, float]:
 GOOD, BAD, FAILED = rollout({"correct": 1.0}), rollout({"correct": 0.0}), rollout({})
 
 
-def test_scores_are_means_over_rollouts_not_over_groups():
-    values = metrics([GOOD], [BAD, BAD, BAD])
-    assert values["objective/scores"] == values["train/rewards"] == values["train/correct_rewards"] == 0.25
-
-
 def test_components_have_mean_and_unbiased_standard_deviation():
     rewards = [{"correct": 1.0, "format": 0.5}, {"correct": 0.0, "format": 0.5}, {"correct": 0.5, "format": 0.0}]
     values = metrics([rollout(reward) for reward in rewards])
@@ -61,15 +64,10 @@ def test_components_have_mean_and_unbiased_standard_deviation():
     assert values["objective/scores"] == pytest.approx(2.5 / 3)
 
 
-def test_a_component_is_averaged_over_rollouts_that_have_it():
-    values = metrics([rollout({"correct": 1.0, "style": 3.0}), BAD])
-    assert (values["reward/style/mean"], values["reward/style/std"]) == (3.0, 0.0)
-    assert "train/style_rewards" not in values
-
-
 def test_shares_of_groups():
     mixed, all_good, all_bad = [GOOD, BAD], [GOOD, GOOD], [BAD, BAD]
     values = metrics(mixed, all_good, all_bad, all_bad)
+    assert values["objective/scores"] == values["train/rewards"] == values["train/correct_rewards"] == 0.375
     assert values["groups/zero_spread_share"] == 0.75
     assert values["groups/all_good_share"] == 0.25
     assert values["groups/all_bad_share"] == 0.5
@@ -95,24 +93,9 @@ def test_truncated_share_is_of_all_rollouts():
     values = metrics([GOOD, cut, FAILED, FAILED])
     assert values["rollouts/truncated_share"] == 0.25
     assert values["val/num_eos_tokens"] == 1.0
-
-
-def test_lengths_and_turns():
-    values = metrics([rollout({"correct": 1.0}, lengths=(1, 2, 3)), rollout({"correct": 0.0}, lengths=(4,))])
-    assert values["train/output_length"] == 5.0
-    assert values["rollouts/turns"] == 2.0
-    assert values["val/num_eos_tokens"] == 4.0
-
-
-def test_staleness_counts_updates_since_the_first_token():
-    old, new = rollout({"correct": 1.0}, version=3), rollout({"correct": 1.0}, lengths=(1, 1), version=6)
-    values = metrics([old, new], version=7)
-    assert (values["staleness/min"], values["staleness/max"]) == (1.0, 4.0)
-    assert values["staleness/mean"] == 2.0
-
-
-def test_staleness_needs_a_graded_rollout():
-    assert staleness_metrics([], 5) == staleness_metrics([RolloutGroup("g", [FAILED])], 5) == {}
+    values = metrics([rollout({"correct": 1.0, "style": 3.0}, lengths=(1, 2, 3)), rollout(BAD.rewards, lengths=(4,))])
+    assert (values["train/output_length"], values["rollouts/turns"], values["val/num_eos_tokens"]) == (5.0, 2.0, 4.0)
+    assert (values["reward/style/mean"], values["reward/style/std"]) == (3.0, 0.0)
 
 
 def test_generations_of_several_versions_are_counted():
@@ -121,23 +104,8 @@ def test_generations_of_several_versions_are_counted():
     turns = (mixed.turns[0], dataclasses.replace(mixed.turns[1], generation=generation), mixed.turns[2])
     values = metrics([dataclasses.replace(mixed, turns=turns), rollout({"correct": 1.0}, version=6)], version=7)
     assert values["staleness/mixed_share"] == 0.25
-    assert (values["staleness/min"], values["staleness/max"]) == (1.0, 4.0)
-
-
-@pytest.mark.parametrize(
-    ("rewards", "expected"),
-    [
-        ({"correct": 1.0}, True),
-        ({"correct": 0.9}, False),
-        ({"correct": 0.0, "format": 5.0}, False),
-        ({"correct": 1.0, "format": -5.0}, True),
-        ({"won": 0.1}, True),
-        ({"won": 1.0, "cost": -1.0}, False),
-        ({}, False),
-    ],
-)
-def test_is_correct(rewards: dict[str, float], expected: bool):
-    assert is_correct(rollout(rewards)) is expected
+    assert (values["staleness/min"], values["staleness/mean"], values["staleness/max"]) == (1.0, 3.25, 4.0)
+    assert staleness_metrics([RolloutGroup("g", [FAILED])], 5) == {}
 
 
 @pytest.mark.parametrize(
@@ -146,12 +114,19 @@ def test_is_correct(rewards: dict[str, float], expected: bool):
         ({"game": -20.0}, {"success": 1.0}, True),
         ({"game": 3.0}, {"success": 0.0}, False),
         ({"correct": 1.0}, {"success": 0.0}, True),
-        ({"game": 3.0}, {"moves": 0.0}, True),
         ({}, {"success": 1.0}, False),
+        ({"correct": 1.0}, {}, True),
+        ({"correct": 0.9}, {}, False),
+        ({"correct": 0.0, "format": 5.0}, {}, False),
+        ({"won": 0.1}, {}, True),
+        ({"won": 1.0, "cost": -1.0}, {"moves": 0.0}, False),
     ],
 )
-def test_success_metric_decides_correctness(rewards: dict[str, float], measured: dict[str, float], expected: bool):
+def test_is_correct(rewards: dict[str, float], measured: dict[str, float], expected: bool):
     assert is_correct(dataclasses.replace(rollout(rewards), metrics=measured)) is expected
+    # The score counts, not its product with the weight.
+    result = RewardResult("correct", weight=0.5, score=1.0)
+    assert is_correct(dataclasses.replace(rollout({"correct": 0.5}), evaluations=(result,)))
 
 
 def test_each_ungraded_status_is_counted_separately():
@@ -160,12 +135,6 @@ def test_each_ungraded_status_is_counted_separately():
     values = metrics([GOOD, FAILED, late, late, *[aborted] * 3])
     assert [values[f"rollouts/{name}"] for name in ("failed", "timed_out", "aborted")] == [1.0, 2.0, 3.0]
     assert values["objective/scores"] == 1.0
-
-
-@pytest.mark.parametrize(("weight", "score", "expected"), [(0.5, 1.0, True), (2.0, 0.5, False), (-1.0, 1.0, True)])
-def test_the_weight_of_component_correct_does_not_affect_correctness(weight: float, score: float, expected: bool):
-    result = RewardResult("correct", weight=weight, score=score)
-    assert is_correct(dataclasses.replace(rollout({"correct": weight * score}), evaluations=(result,))) is expected
 
 
 # --- metrics per environment ---
@@ -211,5 +180,56 @@ def test_environment_metrics_are_averaged_over_rollouts_that_have_them():
     assert per_environment([RolloutGroup("g", rollouts)]) == {"measured/a/steps": 3.0, "measured/a/success": 1.0}
 
 
-def test_a_single_environment_without_metrics_adds_nothing():
-    assert per_environment([group_of(task("a"), 1.0)]) == {}
+# --- failures ---
+
+
+def failed(number: int, error: str | None = None, failure: str | None = None) -> Rollout:
+    evaluations = (RewardResult("correct", 1.0, score=None, error=error, failure=failure),) if failure else ()
+    return Rollout(
+        id=f"r{number}",
+        group_id="g",
+        task=TASK,
+        turns=() if error else (turn_of("2+3", "5"),),
+        status=RolloutStatus.FAILED if error else RolloutStatus.COMPLETED,
+        rewards={} if error else {"correct": 1.0},
+        error=error,
+        evaluations=evaluations,
+    )
+
+
+def group(good: int, *others: Rollout) -> RolloutGroup:
+    return RolloutGroup("g", [*others, *(failed(index) for index in range(good))])
+
+
+def raised(number: int) -> Rollout:
+    return failed(number, f"reward 'correct': 'f' of f.py raised ValueError: {number}\n  f.py:{number}: x", "raised")
+
+
+def test_each_kind_of_failure_is_reported_once_and_then_only_counted(caplog: pytest.LogCaptureFixture):
+    reported: list[str] = []
+    reports = FailureReports(reported.append)
+    with caplog.at_level(logging.INFO):
+        reports.add("step 1", [group(4)])
+        assert (reported, caplog.messages) == ([], [])
+        reports.add("step 2", [group(6, raised(7)), group(5, raised(8), failed(9, "OSError: no board"))])
+        reports.add("step 3", [group(6, failed(1, "OSError: no dice"), raised(2))])
+    assert reported == [
+        "step 2: 2 of 14 rollouts failed and are not trained on, such as r7 of environment 'sums': reward 'correct': "
+        "'f' of f.py raised ValueError: 7\n  f.py:7: x",
+        "step 2: 1 of 14 rollouts failed and are not trained on, such as r9 of environment 'sums': OSError: no board",
+    ]
+    assert caplog.messages == [
+        "step 3: 1 of 8 rollouts failed (environment 'sums': OSError)",
+        "step 3: 1 of 8 rollouts failed (reward 'correct': raised)",
+    ]
+
+
+def test_a_known_kind_is_reported_again_when_most_rollouts_fail():
+    reported: list[str] = []
+    reports = FailureReports(reported.append)
+    for step, good in enumerate([9, 8, 1, 1]):
+        reports.add(f"step {step}", [group(good, raised(1), raised(2))])
+    assert [message.split(",")[0] for message in reported] == [
+        "step 0: 2 of 11 rollouts failed and are not trained on",
+        "step 2: 2 of 3 rollouts failed and are not trained on",
+    ]

@@ -89,51 +89,6 @@ def test_a_full_batch_is_sampled_and_the_rest_waits():
     assert sorted(map(len, sampler.batches)) == [1, 2, 2]
 
 
-def test_a_busy_episode_does_not_delay_the_others():
-    """The busy episode continues only after the others were sampled; a wait for it would never end."""
-    answered = threading.Event()
-
-    async def busy(batcher: RequestBatcher) -> list[int]:
-        await asyncio.to_thread(answered.wait)
-        return [(await batcher.submit(request(9))).token_ids[0]]
-
-    sampler = RecordingSampler(batch_size=100, before=lambda names: answered.set() if 2 in names else None)
-    assert serve(sampler, requests(1, 2), busy, max_wait=0.01) == [[1, 2], [9]]
-    assert sampler.batches == [[1], [2], [9]]
-
-
-def test_tools_run_while_the_sampler_samples():
-    """The batch ends only after the tool of the other episode has run."""
-    worked = threading.Event()
-
-    async def tool(batcher: RequestBatcher) -> list[int]:
-        answer = (await batcher.submit(request(1))).token_ids[0]
-        worked.set()
-        return [answer]
-
-    def before(names: Sequence[int]) -> None:
-        if names == [2]:
-            assert worked.wait(600)
-
-    sampler = RecordingSampler(batch_size=1, before=before)
-
-    assert serve(sampler, tool, requests(2)) == [[1], [2]]
-
-
-def test_a_batch_waits_for_episodes_that_join_later():
-    async def brings_another(batcher: RequestBatcher) -> list[int]:
-        first = (await batcher.submit(request(1))).token_ids[0]
-        batcher.join(1)
-        try:
-            return [first, *await asyncio.gather(requests(2)(batcher), requests(3)(batcher))]
-        finally:
-            batcher.leave("")
-
-    sampler = RecordingSampler(batch_size=100)
-    assert serve(sampler, brings_another) == [[1, [2], [3]]]
-    assert [sorted(names) for names in sampler.batches] == [[1], [2, 3]]
-
-
 def test_tokens_for_a_closed_event_loop_are_dropped():
     """A server's event loop may end while the sampler computes."""
     sampling, closed = threading.Event(), threading.Event()
@@ -159,52 +114,6 @@ def test_tokens_for_a_closed_event_loop_are_dropped():
     batcher.serve(sampler, PhaseTimer(), lambda: None, 60.0, lambda: None)
     thread.join()
     assert sampler.batches == [[1]]
-
-
-def test_errors_of_the_sampler_propagate():
-    def broken(names: Sequence[int]) -> None:
-        raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        serve(RecordingSampler(4, broken), requests(1), requests(2))
-
-
-def test_cancelled_requests_are_not_sampled(monkeypatch: pytest.MonkeyPatch):
-    asleep = threading.Event()
-    calls = itertools.count()
-    monkeypatch.setattr("marin_rl.rollouts.request_batcher.INTERRUPT_INTERVAL", 0.01)
-
-    def interrupt() -> None:
-        # The first call precedes the wait for requests.
-        if next(calls):
-            asleep.set()
-
-    async def raises(batcher: RequestBatcher) -> None:
-        await asyncio.to_thread(asleep.wait)
-        raise ValueError("invalid reward")
-
-    async def everything() -> None:
-        async with asyncio.TaskGroup() as episodes:
-            for episode in (requests(1), requests(2), raises):
-                episodes.create_task(episode(batcher))
-
-    sampler, batcher, loop = RecordingSampler(4), RequestBatcher(4, 3, max_wait=60.0), BackgroundLoop()
-    running = loop.submit(everything())
-    running.add_done_callback(lambda _: batcher.close())
-    batcher.serve(sampler, PhaseTimer(), lambda: None, 60.0, interrupt)
-    loop.close()
-    assert isinstance(running.exception(), ExceptionGroup)
-    assert sampler.batches == []
-
-
-def test_check_is_called_if_nothing_happens():
-    release = threading.Event()
-
-    async def quiet(batcher: RequestBatcher) -> None:
-        await asyncio.to_thread(release.wait)
-
-    serve(RecordingSampler(4), quiet, check=release.set, check_after=0.01)
-    assert release.is_set()
 
 
 class OneSlot(RecordingSampler):
@@ -256,21 +165,6 @@ def test_check_is_called_while_requests_wait_for_the_end_of_a_conversation():
 def test_waiting_requests_start_when_a_conversation_ends():
     """At once if no other episode may send a request: other waits would last longer than the test."""
     assert serve(OneSlot(), *map(conversation, range(3)), check_after=3600.0, max_wait=3600.0) == [0, 1, 2]
-
-
-def test_an_interrupt_ends_the_wait_for_requests():
-    waiting = threading.Event()
-
-    async def stuck(batcher: RequestBatcher) -> None:
-        waiting.set()
-        await asyncio.Event().wait()
-
-    def interrupt() -> None:
-        if waiting.is_set():
-            raise InterruptedError("stop")
-
-    with pytest.raises(InterruptedError):
-        serve(RecordingSampler(4), stuck, interrupt=interrupt, check_after=3600.0)
 
 
 def test_a_request_at_the_time_out_of_a_wait_is_not_missed(monkeypatch: pytest.MonkeyPatch):

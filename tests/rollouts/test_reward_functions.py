@@ -24,121 +24,13 @@ from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.group_codec import decode_group, encode_group
 from marin_rl.rollouts.reward_functions import RewardFunctions
-from marin_rl.rollouts.rollout_builder import RolloutBuilder
 from marin_rl.runs.rollout_store import read_file
 from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.types import Message, RewardResult, Rollout, RolloutGroup, RolloutStatus, TurnReward
+from marin_rl.types import RolloutGroup, RolloutStatus
 from marin_rl.utils.event_loop import BackgroundLoop
 from tests.rollouts.rollout_cases import write
 from tests.rollouts.test_rollout_builder import built
 from tests.rollouts.test_run_rollouts import Countdown, Game, run, runner, says, task
-
-
-class Scripted(RewardFunctions):
-    """Records the rollouts of each call, and gives them fixed results per scope."""
-
-    def __init__(self, **results: list[RewardResult]) -> None:
-        super().__init__()
-        self.results = results
-        self.calls: dict[str, list[list[str]]] = {"one": [], "group": [], "batch": []}
-
-    @property
-    def has_batch_scope(self) -> bool:
-        return True
-
-    async def score_rollout(self, builder: RolloutBuilder) -> None:
-        self._add("one", [builder])
-
-    async def score_group(self, builders: Sequence[RolloutBuilder]) -> None:
-        self._add("group", builders)
-
-    async def score_batch(self, builders: Sequence[RolloutBuilder]) -> None:
-        self._add("batch", builders)
-
-    def _add(self, scope: str, builders: Sequence[RolloutBuilder]) -> None:
-        self.calls[scope].append([builder.reward_request().rollout_id for builder in builders])
-        for builder in builders:
-            if not builder.has_failed:
-                builder.add_rewards(self.results.get(scope, []))
-
-
-def scored(*turns: int, group_size: int = 1, **results: list[RewardResult]) -> tuple[Scripted, list[list[Rollout]]]:
-    reward_functions = Scripted(**results)
-    rollout_runner = dataclasses.replace(runner(says(*"abcdefgh")), reward_functions=reward_functions)
-    groups = run(rollout_runner, [task(count) for count in turns], group_size, all_may_fail=True)
-    return reward_functions, [list(group.rollouts) for group in groups]
-
-
-def test_each_rollout_each_group_and_the_batch_are_scored_once():
-    reward_functions, _ = scored(1, 2, group_size=2)
-    ids = [["train-9-0-0", "train-9-0-1"], ["train-9-1-0", "train-9-1-1"]]
-    assert sorted(reward_functions.calls["one"]) == [[id] for group in ids for id in group]
-    assert sorted(reward_functions.calls["group"]) == ids
-    assert reward_functions.calls["batch"] == [[*ids[0], *ids[1]]]
-
-
-def test_scores_are_weighted_and_added_to_environment_rewards():
-    results = {
-        "one": [RewardResult("style", 0.5, 1.0)],
-        "group": [RewardResult("short", 2.0, 0.25)],
-        "batch": [RewardResult("rare", -1.0, 1.0)],
-    }
-    _, [[rollout]] = scored(1, **results)
-    assert rollout.rewards == {"won": 1.0, "moves": 0.5, "style": 0.5, "short": 0.5, "rare": -1.0}
-    assert rollout.total_reward == 1.5
-    assert [result.component for result in rollout.evaluations] == ["style", "short", "rare"]
-
-
-def test_step_rewards_are_added_to_environment_rewards():
-    steps = (TurnReward(0, 3.0), TurnReward(2, -1.0))
-    _, [[rollout]] = scored(3, one=[RewardResult("steps", 0.5, 0.0, steps)])
-    # The environment gives 0.5 per move and 1 for the last.
-    assert [turn.reward for turn in rollout.turns] == [0.5 + 1.5, 0.5, 1.5 - 0.5]
-
-
-def test_a_rollout_without_a_score_has_no_reward():
-    lost = RewardResult("judge", 1.0, None, error="no answer", failure="timeout")
-    reward_functions, [[rollout]] = scored(1, one=[lost], group=[RewardResult("short", 1.0, 1.0)])
-    assert (rollout.status, rollout.rewards) == (RolloutStatus.FAILED, {})
-    assert rollout.error == "reward 'judge': no answer"
-    assert rollout.evaluations == (lost,)
-    assert reward_functions.calls["group"] == [["train-9-0-0"]]
-
-
-def test_a_component_with_the_name_of_an_environment_reward_is_refused():
-    _, [[rollout]] = scored(1, one=[RewardResult("won", 1.0, 1.0)])
-    assert rollout.status is RolloutStatus.FAILED
-    assert rollout.error == "reward 'won' has the name of a reward of the environment; set another `name`"
-
-
-def test_functions_receive_the_conversation_and_the_prompt_length():
-    requests = []
-
-    class Reading(Scripted):
-        async def score_rollout(self, builder: RolloutBuilder) -> None:
-            requests.append(builder.reward_request())
-
-    rollout_runner = dataclasses.replace(runner(says("a", "b")), reward_functions=Reading())
-    run(rollout_runner, [task(2)])
-    [request] = requests
-    assert [message["content"] for message in request.messages] == ["go", "a", "n1", "b"]
-    assert (request.num_prompt_messages, request.ground_truth, request.status) == (1, "2", "completed")
-
-
-def test_an_environment_without_rewards_needs_a_reward_function():
-    class Silent(Countdown):
-        async def step(self, reply: str) -> Step:
-            return Step({})
-
-    silent = runner(says("a"), Game(Silent))
-    with pytest.raises(
-        ValueError, match=r"train-9-0-0: .* has no reward; neither its environment nor a reward function"
-    ):
-        run(silent, [task()])
-    reward_functions = Scripted(batch=[RewardResult("late", 1.0, 0.75)])
-    [group] = run(dataclasses.replace(silent, reward_functions=reward_functions), [task()])
-    assert group.rollouts[0].rewards == {"late": 0.75}
-    assert Message(role="user", content="go") in group.rollouts[0].turns[0].messages
 
 
 def empty_reward_functions(loop: BackgroundLoop) -> tuple[RewardFunctions, Sandbox]:
@@ -290,6 +182,20 @@ def test_each_group_is_scored_by_itself_if_a_component_scores_the_batch():
     run(rollout_runner, [task(2), task(1)], 2, all_may_fail=True)
     assert sorted(component.calls) == [ids(0), ids(1)]
     assert batch.calls == [ids(0, 1)]
+
+
+def test_an_environment_without_rewards_needs_a_reward_function():
+    class Silent(Countdown):
+        async def step(self, reply: str) -> Step:
+            return Step({})
+
+    silent = runner(says("a"), Game(Silent))
+    message = r"train-9-0-0: .* has no reward; neither its environment nor a reward function"
+    with pytest.raises(ValueError, match=message):
+        run(silent, [task()])
+    late = recording(Recorder(False, name="late", scope=RewardScope.BATCH))
+    [group] = run(dataclasses.replace(silent, reward_functions=late), [task()])
+    assert group.rollouts[0].rewards == {"late": 1.0}
 
 
 def test_results_have_the_order_of_the_config():

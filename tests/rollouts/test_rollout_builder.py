@@ -11,12 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marin_rl.environments.arithmetic import ArithmeticConfig
-from marin_rl.environments.base import CORRECT, FORMAT, AgentResult, Split, Step
-from marin_rl.environments.single_turn import SingleTurnEnvironment
-from marin_rl.rewards.grading import FormatConfig
+from marin_rl.environments.base import AgentResult, Step
 from marin_rl.rollouts.attempt import Attempt, Limits, default_state_hash
-from marin_rl.rollouts.rollout_builder import EnvironmentFault, RolloutBuilder
+from marin_rl.rollouts.rollout_builder import RolloutBuilder
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import (
@@ -88,78 +85,13 @@ def test_rewards_see_the_turn_from_its_start(opening: str, reply: str):
     assert agent.reward_request().last_reply == opening + reply
 
 
-@pytest.mark.parametrize(("reply", "reward"), [("let me see</think>5", 0.5), ("5", 0.0), ("</think>5", 0.5)])
-def test_the_format_reward_reads_thoughts_that_the_prompt_opened(reply: str, reward: float):
-    attempt = Attempt(TASK, (*PROMPT, *b"<think>"), "g", id="r", seed=3, start_seed=4, temperature=1.0, anchor=ANCHOR)
-    text = RolloutBuilder(attempt, TOKENIZER, LIMITS).add_generation(reply_of(reply))
-    environment = ArithmeticConfig(format=FormatConfig(regex=r"(?s)<think>.*</think>\d+", weight=0.5)).build()
-    assert isinstance(environment, SingleTurnEnvironment)
-    task = dataclasses.replace(environment.splits[Split.TRAIN][0], answer="5")
-    assert environment.grade(task, text).rewards == {CORRECT: float("</think>" in reply), FORMAT: reward}
-
-
-def test_every_turn_has_its_start():
-    template = byte_tokenizer()
-    template.chat_template = template.chat_template.replace("'<|assistant|>' -}}", "'<|assistant|><think>' -}}")
-    tokenizer = ChatTokenizer(template)
-    prompt = tokenizer.prompt_tokens(TASK.messages)
-    attempt = Attempt(TASK, prompt, group_id="g", id="r", seed=3, start_seed=4, temperature=1.0, anchor=ANCHOR)
-    builder = RolloutBuilder(attempt, tokenizer, dataclasses.replace(LIMITS, max_length=1000))
-    replies = [builder.add_generation(reply_of("a</think>b"))]
-    builder.add_observation(continues())
-    replies.append(builder.add_generation(reply_of("c")))
-    assert replies == ["<think>a</think>b", "<think>c"]
-    policy = [message["content"] for message in builder.reward_request().messages if message["role"] == "assistant"]
-    assert policy == replies
-
-
 # --- limits ---
-
-
-@pytest.mark.parametrize(("length", "room"), [(7, 1), (10, 4), (16, 10), (17, 10)])
-def test_a_reply_is_limited_by_the_rest_of_the_sequence(length: int, room: int):
-    limits = dataclasses.replace(LIMITS, max_length=length)
-    assert new_builder(limits).request().max_new_tokens == room
-
-
-@pytest.mark.parametrize(("length", "over"), [(15, True), (16, False)])
-def test_a_full_sequence_is_over(length: int, over: bool):
-    # 6 tokens of the prompt, 4 of the reply and 5 of the next message are 15.
-    limits = dataclasses.replace(LIMITS, max_length=length)
-    builder = built(continues(moves=1.0), limits=limits)
-    assert builder.over is over
-    if over:
-        assert builder.finish().status is RolloutStatus.TRUNCATED
-    else:
-        assert builder.request().max_new_tokens == 1
-
-
-@pytest.mark.parametrize(("tokens", "over"), [(4, True), (5, False)])
-def test_all_replies_together_may_reach_max_tokens(tokens: int, over: bool):
-    limits = dataclasses.replace(LIMITS, max_tokens=tokens)
-    builder = built(continues(moves=1.0), limits=limits)
-    assert builder.over is over
-    if not over:
-        assert builder.request().max_new_tokens == 1
-
-
-@pytest.mark.parametrize(("turns", "over"), [(2, True), (3, False)])
-def test_the_last_allowed_turn_runs(turns: int, over: bool):
-    builder = built(*[continues(moves=1.0)] * 2, limits=dataclasses.replace(LIMITS, max_turns=turns))
-    assert builder.over is over
 
 
 def test_a_limit_reached_by_a_finished_episode_does_not_truncate():
     limits = Limits(max_length=15, max_new_tokens=10, max_turns=1, max_tokens=4)
     builder = built(Step({"won": 1.0}), limits=limits)
     assert (builder.over, builder.finish().status) == (True, RolloutStatus.COMPLETED)
-
-
-def test_a_cut_reply_is_truncated_even_if_the_episode_is_done():
-    builder = new_builder()
-    builder.add_generation(reply_of("abc", stops=False))
-    builder.add_observation(Step({"won": 1.0}))
-    assert builder.finish().status is RolloutStatus.TRUNCATED
 
 
 @given(
@@ -242,9 +174,6 @@ def test_a_final_message_of_the_environment_is_kept_without_tokens():
     assert builder.reward_request().messages[-1] == MORE
     rollout = builder.finish()
     assert (rollout.status, rollout.last_observation) == (RolloutStatus.COMPLETED, Observation((MORE,)))
-
-
-def test_an_observation_with_a_reply_is_not_the_last():
     assert built(continues(moves=1.0), Step({"moves": 1.0})).finish().last_observation is None
 
 
@@ -268,48 +197,6 @@ def test_every_request_has_its_own_seed_and_the_whole_context():
 
 
 # --- steps of the environment ---
-
-
-class Odd(float):
-    """Looks like a number, but cannot be converted."""
-
-    def __float__(self) -> float:
-        raise TypeError("no number")
-
-
-class Huge(float):
-    """Fails to convert like a large integer; the type checks of the tests refuse an int."""
-
-    def __float__(self) -> float:
-        return float(10**400)
-
-
-@pytest.mark.parametrize(
-    ("step", "problem"),
-    [
-        (Step({"won": Odd(1.0)}), "TypeError: no number"),
-        (Step({"won": 1.0}, metrics={"x": Odd(1.0)}), "TypeError: no number"),
-        (Step({"won": Huge(1.0)}), "OverflowError: int too large"),
-    ],
-)
-def test_a_value_that_is_not_a_number_fails_the_rollout(step: Step, problem: str):
-    with pytest.raises(EnvironmentFault, match=f"^{problem}") as caught:
-        built(step)
-    assert caught.value.status is RolloutStatus.FAILED
-
-
-@pytest.mark.parametrize("done", [False, True])
-def test_a_message_that_is_not_valid_text_fails_the_rollout(done: bool):
-    step = Step({"game": 1.0}, (Message(role="user", content="half a \ud83d"),), done=done)
-    with pytest.raises(EnvironmentFault, match=r"message 0 of the environment's step .* lone surrogates") as raised:
-        built(step)
-    assert raised.value.status is RolloutStatus.FAILED
-
-
-def test_an_environment_message_of_role_assistant_fails_the_rollout():
-    with pytest.raises(EnvironmentFault, match=r"role 'assistant'.* use 'user' or 'tool'") as raised:
-        built(continues(game=1.0), Step({}, (Message(role="assistant", content="hint"), MORE), done=False))
-    assert raised.value.status is RolloutStatus.FAILED
 
 
 def test_rewards_of_the_same_name_are_added_and_a_missing_reward_is_not_zero():
@@ -352,33 +239,21 @@ def test_turns_with_equal_states_have_equal_anchors():
     assert prompt != later[0]
 
 
-def test_an_anchor_state_that_is_not_json_fails_the_rollout():
-    with pytest.raises(EnvironmentFault, match=r"^TypeError: an observation of type set has no canonical JSON"):
-        built(Step({}, (MORE,), done=False, anchor_state={1, 2}))
-
-
-def test_the_action_of_the_environment_is_kept():
-    rollout = built(Step({"a": 1.0}, (MORE,), False, action="left"), Step({"a": 1.0})).finish()
-    assert [turn.action for turn in rollout.turns] == ["left", None]
-
-
-def test_the_last_step_with_a_metric_decides_its_value():
-    steps = [Step({"a": 1.0}, (MORE,), False, metrics={"x": 1.0, "y": 2.0}), Step({"a": 1.0}, metrics={"x": 3.0})]
-    assert built(*steps).finish().metrics == {"x": 3.0, "y": 2.0}
-
-
 def test_metadata_of_turns_and_of_the_rollout_is_kept():
-    first = Step({"a": 1.0}, (MORE,), False, info={"cell": [1, 2]}, rollout_info={"map": "4x4", "falls": 0})
-    rollout = built(first, Step({"a": 1.0}, rollout_info={"falls": 1})).finish()
+    first = Step(
+        {"a": 1.0},
+        (MORE,),
+        False,
+        action="left",
+        metrics={"x": 1.0, "y": 2.0},
+        info={"cell": [1, 2]},
+        rollout_info={"map": "4x4", "falls": 0},
+    )
+    rollout = built(first, Step({"a": 1.0}, metrics={"x": 3.0}, rollout_info={"falls": 1})).finish()
+    assert [turn.action for turn in rollout.turns] == ["left", None]
+    assert rollout.metrics == {"x": 3.0, "y": 2.0}
     assert [turn.info for turn in rollout.turns] == [{"cell": [1, 2]}, {}]
     assert rollout.info == {"map": "4x4", "falls": 1}
-
-
-@pytest.mark.parametrize("name", ["info", "rollout_info"])
-def test_metadata_that_is_not_json_fails_the_rollout(name: str):
-    with pytest.raises(EnvironmentFault, match=r"^ValueError: info\['seen'\] is not a JSON value") as caught:
-        built(Step({"a": 1.0}, **{name: {"seen": {1, 2}}}))
-    assert caught.value.status is RolloutStatus.FAILED
 
 
 # --- reward functions ---
@@ -399,11 +274,6 @@ def test_scores_are_weighted_and_added_to_environment_rewards():
     assert [turn.rewards for turn in rollout.turns] == [{"moves": 0.5}, {"moves": 0.5, "style": 6.0}]
     assert [turn.reward for turn in rollout.turns] == [0.5, 6.5]
     assert rollout.evaluations == (style, RewardResult("short", -1.0, 1.0))
-
-
-def test_a_turn_without_rewards_has_no_reward():
-    rollout = scored(RewardResult("style", 1.0, 1.0, steps=(TurnReward(1, 0.0),)), steps=(continues(), Step({})))
-    assert [turn.reward for turn in rollout.turns] == [None, 0.0]
 
 
 def test_a_missing_score_removes_the_reward_and_keeps_the_turns():
@@ -432,19 +302,6 @@ def test_functions_receive_the_conversation_and_the_prompt_length():
 
 
 # --- final status ---
-
-
-def test_a_failure_removes_the_rewards_and_keeps_the_turns():
-    builder = built(continues(moves=0.5))
-    builder.fail(RolloutStatus.TIMED_OUT, "too slow")
-    rollout = builder.finish()
-    assert builder.has_failed
-    assert (rollout.status, rollout.error, rollout.rewards, len(rollout.turns)) == (
-        RolloutStatus.TIMED_OUT,
-        "too slow",
-        {},
-        1,
-    )
 
 
 def test_an_aborted_generation_aborts_the_rollout_and_names_the_stop_reason():

@@ -13,8 +13,7 @@ from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.environments.streams import MixtureEnvironment, MixturePartConfig
 from marin_rl.objectives.shaping import OverlongConfig, RewardTruncatedConfig
-from marin_rl.rollouts.config import LongPrompts
-from marin_rl.rollouts.filters import DropGroupsConfig, ResampleGroupsConfig
+from marin_rl.rollouts.config import DropGroupsConfig, LongPrompts, ResampleGroupsConfig
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, RolloutRunner
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest
 from marin_rl.training.collect import Collected

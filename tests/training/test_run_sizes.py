@@ -14,7 +14,7 @@ from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives import GaeConfig
 from marin_rl.objectives.kl import LossKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
-from marin_rl.rollouts.filters import ResampleGroupsConfig
+from marin_rl.rollouts.config import ResampleGroupsConfig
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.training.run_sizes import describe_run
 from marin_rl.utils.levanter_line import seq_len

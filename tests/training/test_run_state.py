@@ -10,7 +10,7 @@ import pytest
 from marin_rl.config.sections import Mode, ReplayConfig
 from marin_rl.distributed.scheduler import RequestNumber, StalenessLimits
 from marin_rl.objectives.importance import MaskMismatchConfig
-from marin_rl.rollouts.filters import ResampleGroupsConfig
+from marin_rl.rollouts.config import ResampleGroupsConfig
 from marin_rl.training.run_state import Progress
 from tests.rollouts.rollout_cases import group_of
 from tests.training.bare_run import make_config, make_state

@@ -25,7 +25,7 @@ from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.distributed.worker_pool import WorkerPool
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split
-from marin_rl.rollouts.filters import DropGroupsConfig, KeepGroupsConfig, ResampleGroupsConfig
+from marin_rl.rollouts.config import DropGroupsConfig, KeepGroupsConfig, ResampleGroupsConfig
 from marin_rl.rollouts.group_codec import encode_group
 from marin_rl.training.run_state import Progress
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn, WeightVersion
