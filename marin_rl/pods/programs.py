@@ -34,8 +34,7 @@ from marin_rl.sampling.cached_model import CachedModel, ModelArrays, with_cache
 from marin_rl.sampling.config import LevanterSamplerConfig
 from marin_rl.sampling.decoding import Programs, Slots, compile_programs, conversion_program
 from marin_rl.sampling.group_sampler import DECODE_STEPS
-from marin_rl.sampling.prefill import PrefillShape
-from marin_rl.sampling.sizes import SamplerSizes, check_cache_size, sampler_sizes
+from marin_rl.sampling.sizes import PrefillShape, SamplerSizes, check_cache_size, sampler_sizes
 from marin_rl.sampling.stops import StopTable
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig, DistributedConfig
 from marin_rl.utils.levanter_line import shard

@@ -7,8 +7,8 @@ Every sequence has a *slot*, a fixed part of the KV cache. A prompt is processed
 other samples of its group. A slot is refilled soon after its sequence has ended. A conversation keeps its slot between
 turns, so that a further turn costs only its new tokens.
 
-This file decides which request is in which slot. `slots` has the state of each slot, `prefill` the arguments of calls
-for prompts, and `decoding` the programs, of fixed shapes. Rows of a program never interact, so a generation is a
+This file decides which request is in which slot. `slots` has the state of each slot and the arguments of programs, and
+`decoding` the programs, of fixed shapes. Rows of a program never interact, so a generation is a
 function of its conversation and the weights.
 """
 
@@ -29,8 +29,6 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.sampling.cached_model import Cache, ModelArrays
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.decoding import compile_programs, conversion_program
-from marin_rl.sampling.host_mesh import copy_to_each_process
-from marin_rl.sampling.prefill import Piece, copy_arguments, prefill_calls
 from marin_rl.sampling.sampler import (
     SampledTokens,
     Sampler,
@@ -38,8 +36,8 @@ from marin_rl.sampling.sampler import (
     WeightPoll,
     check_requests,
 )
-from marin_rl.sampling.sizes import check_cache_size, sampler_sizes
-from marin_rl.sampling.slots import AcceptedRequest, SlotTable
+from marin_rl.sampling.sizes import check_cache_size, copy_to_each_process, sampler_sizes
+from marin_rl.sampling.slots import AcceptedRequest, Piece, SlotTable, copy_arguments, prefill_calls
 from marin_rl.sampling.stops import stop_table
 from marin_rl.types import Generation, WeightVersion
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig

@@ -1,28 +1,93 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Devices and sizes of the sampler's programs, from the config and the learner's mesh."""
+"""Devices and sizes of the sampler's programs, from the config and the learner's mesh.
+
+With several training processes, each samples on its own devices with all weights, so that decoding needs no
+communication with other hosts. The weights are copied from the learner's mesh once per round of sampling, by all
+processes together.
+"""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from haliax.partitioning import ResourceAxis
+import numpy as np
+from haliax import NamedArray
+from haliax.partitioning import ResourceAxis, ResourceMapping, pspec_for_axis
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from levanter.models.lm_model import LmConfig
 
 from marin_rl.sampling.attention import AttentionForm, CacheAxes, attention_form
 from marin_rl.sampling.cached_model import cache_axes
 from marin_rl.sampling.config import SamplingConfig
-from marin_rl.sampling.host_mesh import count_hosts, host_mesh
-from marin_rl.sampling.prefill import PrefillShapes, prefill_shapes
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+
+T = TypeVar("T")
+
+AXES = (ResourceAxis.REPLICA, ResourceAxis.DATA, ResourceAxis.MODEL)
+HOST = "host"
+
+
+class PrefillShape(NamedTuple):
+    """Sizes of one call of `prefill` for each data shard."""
+
+    rows: int
+    """Number of chunks."""
+    chunk: int
+    """Number of tokens of a chunk."""
+
+    @property
+    def positions(self) -> int:
+        """Tokens for which there is room."""
+        return self.rows * self.chunk
+
+
+class PrefillShapes(NamedTuple):
+    """The two sizes of calls of `prefill`, each a program of its own."""
+
+    long: PrefillShape
+    """For long prompts, with many tokens for each read of the weights and of the cache."""
+    short: PrefillShape
+    """For shorter prompts, further turns, and the ends of long prompts."""
+
+    def long_tokens(self, count: int) -> int:
+        """Return how many of `count` consecutive tokens are processed by long calls; they are the first ones.
+
+        Those are the whole chunks of tokens that fill at least half of a long call. The answer depends on nothing else:
+        programs of other shapes may round differently, so a choice by the other waiting tokens would make a generation
+        depend on other requests.
+        """
+        return count - count % self.long.chunk if 2 * count >= self.long.positions else 0
+
+
+def prefill_shapes(platform: str, slots: int, max_context: int, max_new_tokens: int) -> PrefillShapes:
+    """Return the sizes of calls of `prefill`.
+
+    A short call has about as many tokens as an accelerator needs for its matrix products to take longer than reading
+    the weights. On a CPU smaller calls waste least.
+
+    Args:
+        platform: `cpu`, `gpu` or `tpu`.
+        slots: number of slots of a data shard.
+        max_context: maximum number of tokens of a sequence.
+        max_new_tokens: maximum number of new tokens of a request.
+    """
+    long_tokens, shortest, longest = (256, 8, 32) if platform == "cpu" else (4096, 128, 512)
+    short_tokens, short_chunk = (64, 16) if platform == "cpu" else (512, 64)
+    prompt_room = max(max_context - max_new_tokens, 1)
+    chunk = min(max(1 << (prompt_room - 1).bit_length(), shortest), longest, max_context)
+    short_chunk = min(short_chunk, chunk)
+    return PrefillShapes(
+        PrefillShape(min(long_tokens // chunk, slots), chunk), PrefillShape(short_tokens // short_chunk, short_chunk)
+    )
 
 
 class SamplerSizes(NamedTuple):
     """Devices and sizes of the programs of a sampler."""
 
-    mesh: jax.sharding.Mesh | None
+    mesh: Mesh | None
     """Devices of this process; None for one device."""
     hosts: int
     """Number of processes, each with a sampler of its own."""
@@ -71,7 +136,7 @@ def sampler_sizes(config: SamplingConfig, max_context: int, trainer: AbstractTra
     )
 
 
-def _head_shards(trainer: AbstractTrainerConfig, mesh: jax.sharding.Mesh) -> int:
+def _head_shards(trainer: AbstractTrainerConfig, mesh: Mesh) -> int:
     axes = trainer.compute_axis_mapping.get("kv_head", ())
     return math.prod(mesh.shape[name] for name in ((axes,) if isinstance(axes, str) else axes))
 
@@ -90,3 +155,72 @@ def check_cache_size(model: LmConfig, sizes: SamplerSizes, config: SamplingConfi
             f"{gib:.2f} GiB on each device, more than sampling.max_cache_gib {config.max_cache_gib:g}; lower "
             "sampling.max_seqs or rollouts.max_length, or set sampling.kv_cache_dtype: bfloat16"
         )
+
+
+def count_hosts(mesh: Mesh) -> int:
+    """Return the number of processes that own the devices of a mesh."""
+    return len({device.process_index for device in mesh.devices.flat})
+
+
+def host_mesh(mesh: Mesh) -> Mesh:
+    """Return the mesh on which this process samples: `mesh` itself, or its own devices if there are several processes.
+
+    The model axis keeps its size, unless it spans several hosts; then it is as large as this process's devices allow.
+
+    Args:
+        mesh: the learner's mesh, with the axes `AXES`.
+
+    Raises:
+        ValueError: if the processes have different numbers of devices in the mesh.
+    """
+    if count_hosts(mesh) == 1:
+        return mesh
+    return Mesh(_by_host(mesh)[_host_index(mesh)], AXES)
+
+
+def copy_to_each_process(tree: T, mesh: Mesh, mapping: ResourceMapping) -> T:
+    """Copy the arrays of a tree to the devices of each process; a collective of all processes of the mesh.
+
+    Args:
+        tree: arrays on `mesh`.
+        mesh: the learner's mesh.
+        mapping: sharding of the copies over the axes of `host_mesh`.
+
+    Returns:
+        The tree with arrays on `host_mesh(mesh)`.
+    """
+    # Every process has the same part of this mesh, so its part of a copy is a whole array.
+    replicas, own = Mesh(_by_host(mesh), (HOST, *AXES)), host_mesh(mesh)
+
+    def copy(leaf: Any) -> Any:
+        if isinstance(leaf, NamedArray):
+            return NamedArray(copy_array(leaf.array, pspec_for_axis(leaf.axes, mapping)), leaf.axes)
+        return copy_array(leaf, PartitionSpec())
+
+    def copy_array(array: jax.Array, spec: PartitionSpec) -> jax.Array:
+        copies = jax.device_put(array, NamedSharding(replicas, spec))
+        parts = [shard.data for shard in copies.addressable_shards]
+        return jax.make_array_from_single_device_arrays(array.shape, NamedSharding(own, spec), parts)
+
+    return jax.tree.map(copy, tree, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+
+
+def _by_host(mesh: Mesh) -> np.ndarray:
+    """Return the devices of a mesh, `[host, replica, data, model]`."""
+    hosts: dict[int, list[jax.Device]] = {}
+    for device in mesh.devices.flat:
+        hosts.setdefault(device.process_index, []).append(device)
+    counts = {process: len(hosts[process]) for process in sorted(hosts)}
+    count = counts[min(counts)]
+    if any(other != count for other in counts.values()):
+        raise ValueError(
+            f"the training processes have different numbers of devices ({counts}); start every process with the same "
+            "number of devices"
+        )
+    model = math.gcd(mesh.shape[ResourceAxis.MODEL], count)
+    devices = np.array([hosts[process] for process in counts], object)
+    return devices.reshape(len(counts), 1, count // model, model)
+
+
+def _host_index(mesh: Mesh) -> int:
+    return sorted({device.process_index for device in mesh.devices.flat}).index(jax.process_index())

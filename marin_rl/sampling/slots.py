@@ -1,16 +1,19 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The requests in the sampler's slots, and the tokens that have been sampled for them, on the host."""
+"""The requests in the sampler's slots and the tokens sampled for them, on the host, and the arguments of programs."""
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import jax
 import numpy as np
 
+from marin_rl.sampling.attention import PADDING, Tokens
 from marin_rl.sampling.decoding import Slots
 from marin_rl.sampling.sampler import LOGPROB_ROUNDING, SampledTokens, SampleRequest, SamplerError
+from marin_rl.sampling.sizes import PrefillShape, PrefillShapes
 from marin_rl.sampling.stops import ENDED, START
 from marin_rl.types import Generation, StopReason, WeightVersion
 
@@ -167,3 +170,74 @@ class SlotTable:
             int(self._first_versions[slot]),
             int(self._last_versions[slot]),
         )
+
+
+class Piece(NamedTuple):
+    """Consecutive prompt tokens of a slot."""
+
+    slot: int
+    """The slot."""
+    start: int
+    """Position of the first token in its sequence."""
+    tokens: np.ndarray
+    """int32 `[length]`, token ids."""
+
+
+def prefill_calls(pieces: Sequence[Piece], shapes: PrefillShapes, shards: int, shard_slots: int) -> Iterator[Tokens]:
+    """Yield the arguments of `prefill`: chunks of the pieces, in order; see `PrefillShapes.long_tokens`.
+
+    Args:
+        pieces: tokens to add to the cache.
+        shapes: sizes of calls.
+        shards: number of data shards.
+        shard_slots: number of slots of each; slots are numbered within their shard.
+    """
+    cuts = [shapes.long_tokens(len(tokens)) for _, _, tokens in pieces]
+    firsts = [piece._replace(tokens=piece.tokens[:cut]) for piece, cut in zip(pieces, cuts, strict=True)]
+    rests = [Piece(slot, start + cut, tokens[cut:]) for (slot, start, tokens), cut in zip(pieces, cuts, strict=True)]
+    yield from _calls(firsts, shapes.long, shards, shard_slots)
+    yield from _calls(rests, shapes.short, shards, shard_slots)
+
+
+def _calls(pieces: Sequence[Piece], shape: PrefillShape, shards: int, shard_slots: int) -> Iterator[Tokens]:
+    """Yield the arguments of calls of one shape.
+
+    A call may have several chunks of a slot, because each layer writes all keys and values before it reads any.
+    """
+    rows, chunk = shape
+    waiting: list[deque[Piece]] = [deque() for _ in range(shards)]
+    for slot, start, tokens in pieces:
+        waiting[slot // shard_slots] += (
+            Piece(slot, start + offset, tokens[offset : offset + chunk]) for offset in range(0, len(tokens), chunk)
+        )
+    while any(waiting):
+        ids = np.zeros((shards, rows, chunk), np.int32)
+        positions = np.full(ids.shape, PADDING, np.int32)
+        slots = np.full(ids.shape[:2], shard_slots, np.int32)
+        for shard, parts in enumerate(waiting):
+            for row in range(min(rows, len(parts))):
+                slot, start, tokens = parts.popleft()
+                ids[shard, row, : len(tokens)] = tokens
+                positions[shard, row, : len(tokens)] = start + np.arange(len(tokens))
+                slots[shard, row] = slot % shard_slots
+        arrays = ids.reshape(-1, chunk), slots.reshape(-1), positions.reshape(-1, chunk)
+        yield Tokens(*cast(tuple[jax.Array, jax.Array, jax.Array], arrays))
+
+
+def copy_arguments(
+    copies: Sequence[tuple[int, int]], shards: int, shard_slots: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the arguments of `copy_slots`, with slots numbered within their shard.
+
+    Args:
+        copies: source and target of each copy, in the same shard.
+        shards: number of data shards.
+        shard_slots: number of slots of each.
+    """
+    pairs = np.zeros((2, shards, shard_slots), np.int32)
+    counts = np.zeros(shards, np.int32)
+    for source, target in copies:
+        shard = source // shard_slots
+        pairs[:, shard, counts[shard]] = source % shard_slots, target % shard_slots
+        counts[shard] += 1
+    return pairs[0].reshape(-1), pairs[1].reshape(-1), counts

@@ -90,7 +90,7 @@ def _convert(trainer, model):
     from marin_rl.sampling.attention import DenseAttention
     from marin_rl.sampling.cached_model import with_cache
     from marin_rl.sampling.decoding import conversion_program
-    from marin_rl.sampling.host_mesh import copy_to_each_process
+    from marin_rl.sampling.sizes import copy_to_each_process
 
     arrays, form = eqx.filter(model, eqx.is_array), DenseAttention()
     converted = conversion_program(trainer, form, 32)(arrays)

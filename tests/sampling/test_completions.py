@@ -1,7 +1,6 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.sampling.completions import completion_body, most_likely_logprob, read_completion
+from marin_rl.sampling.completions import most_likely_logprob, read_completion
 from marin_rl.sampling.sampler import SampleRequest, SamplerError
 from marin_rl.sampling.stops import stop_table
 from marin_rl.types import Generation, StopReason
@@ -33,14 +32,6 @@ def outcome(reading: Callable[[object], Any], answer: object) -> Any:
         return reading(answer)
     except SamplerError as error:
         return str(error)
-
-
-def test_a_request_survives_json():
-    body = completion_body("policy", TWO, 3, STOPS)
-    again = json.loads(json.dumps(body))
-    assert again == body
-    assert (again["seed"], again["temperature"], again["prompt"]) == (2**63 - 1, 0.1, [1, 2])
-    assert again["stop_token_ids"] == [4, 5]
 
 
 @given(
@@ -101,12 +92,6 @@ def test_a_stop_text_ends_a_generation(tokens: list[int], kept: list[int], reaso
     answer = {"choices": [choice]}
     read = read_completion(answer, 0, TWO, allowed=4, stop_token_ids=STOPS, stops=stops)
     assert read == Generation(tuple(kept), tuple(values[: len(kept)]), reason, 0, 0)
-
-
-def test_stop_texts_are_sent():
-    body = completion_body("policy", TWO, 3, STOPS, ("</answer>",))
-    assert (body["stop"], body["include_stop_str_in_output"]) == (["</answer>"], True)
-    assert "stop" not in completion_body("policy", TWO, 3, STOPS)
 
 
 JSON = st.recursive(

@@ -7,9 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-import equinox as eqx
 import haliax as hax
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,7 +26,6 @@ from tests.sampling.test_group_sampler import (
     SLOTS,
     STOP_IDS,
     build,
-    full_logits,
     log_softmax,
     make_requests,
     make_sampler,
@@ -116,54 +113,16 @@ def test_sampler_polls_every_n_decode_steps(watch: Watch) -> None:
         assert watch.weight_poll == math.ceil(longest / ROUNDS)
 
 
-def test_weights_from_the_poll_before_prefill_sample_every_token(watch: Watch, other: LmHeadModel) -> None:
-    found = watch.sample(REQUESTS, poll0=watch.swap(other, 4))
-    alone = make_sampler(other).sample(REQUESTS)
-    assert found == [dataclasses.replace(one, first_version=4, last_version=4) for one in alone]
-
-
-def test_tokens_before_an_update_use_the_old_weights_and_versions_are_exact(
-    watch: Watch, other: LmHeadModel, alone: list[Generation]
-) -> None:
-    found = watch.sample(REQUESTS, poll3=watch.swap(other, 7))
-    for one, old in zip(found, alone, strict=True):
-        assert one.token_ids[:BEFORE] == old.token_ids[:BEFORE]
-        assert one.logprobs[:BEFORE] == old.logprobs[:BEFORE]
-        assert (one.first_version, one.last_version) == (0, 7 if len(one.token_ids) > BEFORE else 0)
-    ended, went_on = ([one for one in found if one.last_version == version] for version in (0, 7))
-    assert {len(one.token_ids) for one in ended} >= {1, 3, 4, BEFORE}
-    assert min(len(one.token_ids) for one in went_on) == BEFORE + 1
-    assert [one.token_ids for one in found] != [one.token_ids for one in alone]
-
-
 def test_last_version_is_that_of_the_last_update_before_the_end(
-    watch: Watch, other: LmHeadModel, model: LmHeadModel
+    watch: Watch, other: LmHeadModel, model: LmHeadModel, alone: list[Generation]
 ) -> None:
     found = watch.sample(REQUESTS, poll1=watch.swap(other, 2), poll2=watch.swap(model, 3), poll4=watch.swap(other, 5))
-    for one in found:
+    for one, old in zip(found, alone, strict=True):
+        assert (one.token_ids[:2], one.logprobs[:2]) == (old.token_ids[:2], old.logprobs[:2])
         # Polls 1, 2 and 4 come after 2, 4 and 8 tokens.
         wanted = 5 if len(one.token_ids) > 8 else 3 if len(one.token_ids) > 4 else 2 if len(one.token_ids) > 2 else 0
         assert (one.first_version, one.last_version) == (0, wanted)
     assert {one.last_version for one in found} == {0, 2, 3, 5}
-
-
-def test_after_an_update_of_the_head_tokens_match_the_full_forward_pass(
-    watch: Watch, model: LmHeadModel, other: LmHeadModel
-) -> None:
-    """Both weights produce the same cache, so the oracle is the learner's forward pass under the new weights."""
-    changed = eqx.tree_at(lambda m: m.lm_head.weight, model, other.lm_head.weight)
-    found = watch.sample(REQUESTS, poll2=watch.swap(changed, 1))
-    sequences = [request.prompt_tokens + one.token_ids[:-1] for request, one in zip(REQUESTS, found, strict=True)]
-    versions = [log_softmax(full_logits(weights, sequences)) for weights in (model, changed)]
-    compared = [0, 0]
-    for row, (request, one) in enumerate(zip(REQUESTS, found, strict=True)):
-        for index, (token, value) in enumerate(zip(one.token_ids, one.logprobs, strict=True)):
-            place = len(request.prompt_tokens) - 1 + index
-            version = int(index >= 2 * ROUNDS)
-            compared[version] += 1
-            assert value == pytest.approx(versions[version][row, place, token], abs=1e-5)
-            assert abs(value - versions[1 - version][row, place, token]) > 1e-4
-    assert min(compared) >= 10
 
 
 def layers_of(model: LmHeadModel) -> list:
@@ -226,22 +185,15 @@ def test_after_an_update_of_all_weights_tokens_use_the_old_cache(
     assert max(differences) > 0.1, "with a cache of the new weights they would be others"
 
 
-@pytest.mark.parametrize("poll", [0, 2])
+@pytest.mark.parametrize(("poll", "error"), [(0, OSError), (2, KeyboardInterrupt)])
 def test_failing_poll_ends_the_call_and_leaves_a_working_sampler(
-    watch: Watch, alone: list[Generation], poll: int
+    watch: Watch, alone: list[Generation], poll: int, error: type[BaseException]
 ) -> None:
     def fail() -> None:
-        raise OSError("no route to the weights")
+        raise error("no route to the weights")
 
-    with pytest.raises(OSError, match="no route to the weights"):
+    with pytest.raises(error, match="no route to the weights"):
         watch.sample(REQUESTS, **{f"poll{poll}": fail})
-    assert watch.sample(REQUESTS) == alone
-
-
-def test_weights_of_another_shape_are_rejected_in_flight(watch: Watch, alone: list[Generation]) -> None:
-    halves = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), watch.model)
-    with pytest.raises(ValueError, match="update_weights to version 9: the model's structure, shapes or dtypes differ"):
-        watch.sample(REQUESTS, poll2=watch.swap(halves, 9))
     assert watch.sample(REQUESTS) == alone
 
 

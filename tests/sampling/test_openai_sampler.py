@@ -10,7 +10,6 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 
 from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig, SamplingConfig
 from marin_rl.sampling.openai_sampler import OpenAiSampler
-from marin_rl.sampling.sampler import PromptTooLongError, Sampler, SampleRequest, SamplerError
+from marin_rl.sampling.sampler import Sampler, SampleRequest, SamplerError
 from marin_rl.types import StopReason
 from marin_rl.utils.retry import RetryConfig
 from tests.sampling.completions_server import CompletionsServer, Raw, TableEngine, error, serving
@@ -101,16 +100,6 @@ def test_server_defaults_are_not_used(server: CompletionsServer):
     ]
 
 
-def test_without_stop_tokens_the_limit_ends_a_generation(server: CompletionsServer):
-    [generation] = sampler_of(server, stop=()).sample([REQUEST])
-    assert (len(generation.token_ids), generation.stop_reason) == (8, StopReason.LENGTH)
-
-
-def test_no_requests_give_no_generations(server: CompletionsServer):
-    assert sampler_of(server).sample([]) == []
-    assert server.received == []
-
-
 @pytest.mark.medium
 @given(
     drawn=st.lists(
@@ -175,28 +164,6 @@ def test_waiting_requests_cost_nothing(server: CompletionsServer):
 # Requests that are rejected before sending.
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"prompt_tokens": ()}, "request 1: prompt_tokens is empty"),
-        ({"prompt_tokens": (6,)}, "request 1: prompt token 6 is not in the model's vocabulary of 6"),
-        ({"max_new_tokens": 17}, "request 1: max_new_tokens is 17"),
-        ({"temperature": math.nan}, "request 1: temperature is nan"),
-        ({"seed": -1}, "request 1: seed is -1"),
-    ],
-)
-def test_invalid_request_is_not_sent(server: CompletionsServer, changes: dict[str, Any], problem: str):
-    with pytest.raises(ValueError, match=problem):
-        sampler_of(server).sample([REQUEST, dataclasses.replace(REQUEST, **changes)])
-    assert server.received == []
-
-
-def test_prompt_that_fills_the_context_is_not_sent(server: CompletionsServer):
-    with pytest.raises(PromptTooLongError, match="request 0: the prompt has 3 tokens, but the limit is 2"):
-        sampler_of(server, context=3).sample([REQUEST])
-    assert server.received == []
-
-
 # Retried failures.
 
 LOST = [
@@ -208,8 +175,7 @@ LOST = [
     (Raw(200, b'{"choices": [', 4000), "does not respond .RemoteProtocolError: peer closed connection"),
     (Raw(200, b"{}", encoding="gzip"), "does not respond .DecodingError"),
     (Raw(200, b'{"choices": ['), "is not JSON"),
-    (Raw(200, b"<html>"), "is not JSON: '<html>'"),
-    (Raw(200, b"\xff\xfe\x00"), "is not JSON"),
+    (Raw(200, b"<html>\xff"), "is not JSON: '<html>"),
 ]
 
 
@@ -243,23 +209,6 @@ def test_lost_response_does_not_affect_other_requests(server: CompletionsServer)
     assert sampler_of(server, retry=QUICK).sample(requests) == expected
 
 
-def test_retries_stop_after_the_time_limit(server: CompletionsServer, monkeypatch: pytest.MonkeyPatch):
-    times = itertools.count(0.0, 0.3)
-    monkeypatch.setattr("marin_rl.utils.retry.time", SimpleNamespace(monotonic=lambda: next(times)))
-    server.fault = lambda count, body: error(503, "loading")
-    limited = RetryConfig(first_seconds=0.001, longest_seconds=0.001, give_up_seconds=1.0)
-    with pytest.raises(SamplerError, match=r"status 503: .*\(given up after 4 attempts in 1\.2 s\)"):
-        sampler_of(server, retry=limited).sample([REQUEST])
-    assert len(server.received) == 4
-
-
-def test_closed_port_is_an_error():
-    with CompletionsServer() as closed:
-        sampler = sampler_of(closed)
-    with pytest.raises(SamplerError, match=r"does not respond \(ConnectError: .*check that it is running"):
-        sampler.sample([REQUEST])
-
-
 def test_missing_response_times_out(server: CompletionsServer):
     server.hold = threading.Barrier(2)
     with pytest.raises(SamplerError, match=r"does not respond \(ReadTimeout: .*sampler.timeout"):
@@ -274,11 +223,8 @@ def test_missing_response_times_out(server: CompletionsServer):
     ("status", "remedy"),
     [
         (400, "raise the server's limits"),
-        (403, "name the environment variable that holds the key in sampler.api_key_env"),
         (404, "correct sampler.model, or sampler.base_url"),
-        (422, "see the server's log"),
         (302, "see the server's log"),
-        (499, "see the server's log"),
     ],
 )
 def test_rejected_request_is_not_retried(server: CompletionsServer, status: int, remedy: str):
@@ -286,17 +232,6 @@ def test_rejected_request_is_not_retried(server: CompletionsServer, status: int,
     with pytest.raises(SamplerError, match=f"rejected it with status {status}: .*I would rather not.*; {remedy}"):
         sampler_of(server, retry=QUICK).sample([REQUEST])
     assert len(server.received) == 1
-
-
-def test_server_rejections_are_reported(server: CompletionsServer):
-    with pytest.raises(SamplerError, match=r"The model `other` does not exist.*correct sampler.model"):
-        sampler_of(server, model="other").sample([REQUEST])
-    assert server.engine is not None
-    server.engine.max_model_len = 4
-    with pytest.raises(SamplerError, match=r"maximum context length is 4 tokens.*--max-model-len"):
-        sampler_of(server).sample([REQUEST])
-    with pytest.raises(SamplerError, match=r"status 404.*sampler.base_url, which ends in /v1"):
-        sampler_of(server, base_url=server.url.removesuffix("/v1")).sample([REQUEST])
 
 
 def test_one_rejection_ends_the_call(server: CompletionsServer):
@@ -321,32 +256,23 @@ def logprobs(values: Any) -> Callable[[dict[str, Any]], Any]:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda answer: [], r"returned \[\], which is not one completion"),
         (lambda answer: {"object": "error"}, "returned {'object': 'error'}, which is not one completion"),
-        (lambda answer: {**answer, "choices": []}, "not one completion"),
         (lambda answer: {**answer, "choices": answer["choices"] * 2}, "not one completion"),
-        (lambda answer: {**answer, "choices": ["text"]}, "not one completion"),
         (changed_choice(token_ids=None), "token_ids is None .*must honour return_token_ids"),
-        (changed_choice(token_ids="1 5"), "token_ids is '1 5'"),
         (changed_choice(token_ids=[1, "5"]), "returned token '5', which is not in the model's vocabulary of 6"),
         (changed_choice(token_ids=[1, 6]), "returned token 6, which"),
-        (changed_choice(token_ids=[-1]), "returned token -1, which"),
         (changed_choice(token_ids=[True]), "returned token True, which"),
-        (changed_choice(token_ids=[1.0]), r"returned token 1\.0, which"),
         (
             changed_choice(prompt_token_ids=[0, 1, 2, 3]),
             r"read the prompt as \[0, 1, 2, 3\], but the request has \[1, 2",
         ),
         (changed_choice(logprobs=None), "token_logprobs is None .*must honour logprobs, with one number for each"),
-        (changed_choice(logprobs=[-1.0]), "token_logprobs is None"),
         (logprobs([-1.0]), r"token_logprobs is \[-1\.0\] .*for each of the 2 tokens"),
         (logprobs([-1.0, math.nan]), "log-probability nan; .*Check the weights for NaN"),
-        (logprobs([-math.inf, -1.0]), "log-probability -inf"),
         (logprobs([-1.0, -9999.0]), r"log-probability -9999\.0"),
-        (logprobs([-1.0, 0.1]), r"log-probability 0\.1"),
-        (logprobs([-1.0, None]), "log-probability None"),
-        (logprobs([-1.0, "-1"]), "log-probability '-1'"),
         (logprobs([-1.0, True]), "log-probability True"),
+        (changed_choice(token_ids=[1, 1], finish_reason="length"), "returned 2 tokens without a final stop token"),
+        (changed_choice(token_ids=[5, 5]), "continued after stop token 5"),
     ],
 )
 def test_invalid_response_is_rejected(server: CompletionsServer, change: Callable[[dict[str, Any]], Any], problem: str):
@@ -354,35 +280,6 @@ def test_invalid_response_is_rejected(server: CompletionsServer, change: Callabl
     with pytest.raises(SamplerError, match=f"request 0: .*{problem}"):
         sampler_of(server, retry=QUICK).sample([REQUEST])
     assert len(server.received) == 1
-
-
-@pytest.mark.parametrize(
-    ("tokens", "problem"),
-    [
-        ([1, 1], "returned 2 tokens without a final stop token, of 8 allowed, with finish_reason 'length'"),
-        ([], "returned 0 tokens"),
-        ([1] * 9, "returned 9 tokens"),
-        ([1] * 8 + [5], "returned 9 tokens"),
-        ([5, 1, 5], "continued after stop token 5"),
-    ],
-)
-def test_responses_of_invalid_length_are_rejected(server: CompletionsServer, tokens: list[int], problem: str):
-    told = {"token_logprobs": [-1.0] * len(tokens)}
-    server.change = changed_choice(token_ids=tokens, logprobs=told, finish_reason="length")
-    with pytest.raises(SamplerError, match=f"request 0: .*{problem}"):
-        sampler_of(server).sample([REQUEST])
-
-
-def test_request_aborted_by_the_server_is_an_aborted_generation(server: CompletionsServer):
-    server.change = changed_choice(token_ids=[1, 1], logprobs={"token_logprobs": [-1.0, -2.0]}, finish_reason="abort")
-    [generation] = sampler_of(server).sample([REQUEST])
-    assert (generation.token_ids, generation.stop_reason) == ((1, 1), StopReason.ABORT)
-
-
-def test_rounding_above_zero_is_clamped(server: CompletionsServer):
-    server.change = logprobs([0, 1e-6])
-    [generation] = sampler_of(server).sample([REQUEST])
-    assert generation.logprobs == (0.0, 0.0)
 
 
 # The API key.
@@ -425,30 +322,19 @@ def check(server: CompletionsServer, temperature: float) -> None:
     sampler_of(server, config=SamplingConfig(max_new_tokens=16, max_seqs=8, temperature=temperature)).check_server()
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
-def test_server_with_processed_log_probs_passes_the_check(
+@pytest.mark.parametrize("temperature", [0.6, 1.5])
+def test_check_rejects_raw_log_probs_and_accepts_processed_ones(
     server: CompletionsServer, temperature: float, caplog: pytest.LogCaptureFixture
 ):
     check(server, temperature)
     assert "could not verify" not in caplog.text
-
-
-@pytest.mark.parametrize("temperature", [0.6, 1.5])
-def test_server_with_raw_log_probs_fails_the_check(server: CompletionsServer, temperature: float):
     server.engine = TableEngine(LOGITS, raw=True)
     with pytest.raises(SamplerError, match=f"temperature is {temperature}.*--logprobs-mode processed_logprobs"):
         check(server, temperature)
     check(server, 1.0)
-
-
-@pytest.mark.parametrize("logits", [[0.0] * 6, [20.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
-@pytest.mark.parametrize("raw", [True, False])
-def test_inconclusive_check_logs_a_warning(
-    server: CompletionsServer, logits: list[float], raw: bool, caplog: pytest.LogCaptureFixture
-):
-    """A uniform or deterministic distribution is the same at all temperatures."""
-    server.engine = TableEngine(logits, raw=raw)
-    check(server, 0.6)
+    # A uniform distribution is the same at all temperatures.
+    server.engine = TableEngine([0.0] * 6, raw=True)
+    check(server, temperature)
     assert "could not verify" in caplog.text
 
 
@@ -461,12 +347,6 @@ def test_server_without_top_logprobs_is_accepted(server: CompletionsServer, top:
     server.change = change
     check(server, 0.6)
     assert "could not verify" in caplog.text
-
-
-def test_check_detects_missing_fields(server: CompletionsServer):
-    server.change = changed_choice(token_ids=None)
-    with pytest.raises(SamplerError, match="must honour return_token_ids"):
-        check(server, 1.0)
 
 
 @pytest.mark.medium

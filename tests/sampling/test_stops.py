@@ -133,31 +133,11 @@ def test_bytes_that_are_no_text_complete_no_character(tokens: list[int]):
     assert table_of(tokenizer, ("\u20aca", "\u00e9")).first_end(tokens) == expected
 
 
-def test_a_merged_text_ends_a_reply_in_the_trained_tokenizer():
-    tokenizer = merging()
-    stop = "</answer>"
-    ids = tokenizer(f"<answer>4{stop}\n\nQuestion:", add_special_tokens=False)["input_ids"]
-    alone = tokenizer(stop, add_special_tokens=False)["input_ids"]
-    # The tokens of the text alone do not occur.
-    assert not any(ids[at : at + len(alone)] == alone for at in range(len(ids)))
-    end = table_of(tokenizer, (stop,)).first_end(ids)
-    assert end is not None
-    assert stop in tokenizer.decode(ids[:end])
-    assert stop not in tokenizer.decode(ids[: end - 1])
-
-
 def test_special_tokens_end_a_reply_and_count_as_text():
     tokenizer = TOKENIZERS["bytes"]()
     assert table_of(tokenizer, ("b<|tool",), (257,)).first_end([*b"ab", 261, 257]) == 3
     assert table_of(tokenizer, ("zz",), (257,)).first_end([*b"az", 257, *b"zz"]) == 3
     assert table_of(tokenizer, ("zz",)).first_end([*b"z", 257, *b"z"]) is None
-
-
-def test_ids_without_a_token_add_no_text():
-    tokenizer = TOKENIZERS["bytes"]()
-    table = stop_table(300, [], ["ab", "unknown"], TokenPieces(tokenizer).in_text)
-    assert table.first_end([*b"a", 299, *b"b"]) == 3
-    assert table.first_end([299, 299]) is None
 
 
 def test_a_large_table_has_few_classes():
