@@ -48,7 +48,7 @@ def make_snapshot(share: Share) -> Snapshot:
         flat = noise.normal(size=volume(bounds)).astype(np.float32).view(np.uint8)
         pieces.append(Piece(name, tuple(shape), "float32", bounds))
         data.append(flat)
-    return Snapshot(Manifest(1, share.host, share.hosts, CHUNK_BYTES, tuple(pieces)), tuple(data))
+    return Snapshot(Manifest(1, CHUNK_BYTES, tuple(pieces)), tuple(data))
 
 
 def serve_plainly(snapshot: Snapshot, listener: socket.socket) -> None:

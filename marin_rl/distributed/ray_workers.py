@@ -45,20 +45,6 @@ _CHIP_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 """Shape of the chips of a process, by their number."""
 
 
-def join_cluster(address: str) -> None:
-    """Connect to a running cluster.
-
-    Args:
-        address: `auto` for a cluster on this machine, or `host:port`.
-
-    Raises:
-        NoClusterError: if no cluster responds.
-    """
-    find_cluster(address)
-    with no_cluster(address):
-        connect(address=address, log_to_driver=False)
-
-
 @dataclasses.dataclass
 class Worker:
     """Ray actor of a rollout worker."""
@@ -99,6 +85,9 @@ def ray_workers(config: TrainConfig, inputs: Inputs, vocab_size: int, secret: st
 
     Yields:
         Client of the coordinator.
+
+    Raises:
+        NoClusterError: if no cluster responds at `ray_address`.
     """
     workers = config.workers
     with contextlib.ExitStack() as opened:
@@ -108,7 +97,9 @@ def ray_workers(config: TrainConfig, inputs: Inputs, vocab_size: int, secret: st
                 connected_to_local_node(math.ceil(workers.num_workers * workers.reserved.get(CPU, 0)) + 1)
             )
         else:
-            join_cluster(config.ray_address)
+            find_cluster(config.ray_address)
+            with no_cluster(config.ray_address):
+                connect(address=config.ray_address, log_to_driver=False)
             opened.callback(ray.shutdown)
             own_node = ray.get_runtime_context().get_node_id()
             check_own_node(workers.reserved, jax.devices()[0].platform, ray.nodes(), own_node)

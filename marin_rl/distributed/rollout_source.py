@@ -67,6 +67,16 @@ class RolloutSource(Protocol):
         ...
 
 
+def group_inputs(requests: Sequence[GroupRequest], seed: int) -> list[GroupInput]:
+    """Return the groups to run; their seeds do not depend on the worker or on the other groups.
+
+    Args:
+        requests: the requests.
+        seed: seed of the run.
+    """
+    return [GroupInput(one.number.group_id, one.task, (seed, "train", *one.number)) for one in requests]
+
+
 class LocalRollouts:
     """Runs groups with the sampler of each training process during `wait`."""
 
@@ -97,7 +107,7 @@ class LocalRollouts:
         runner = dataclasses.replace(self._runner, timer=timer, interrupt=lambda: raise_if(stop_requested))
         groups = run_groups(
             runner,
-            [GroupInput(request.number.group_id, request.task, request.seed_parts(self._seed)) for request in requests],
+            group_inputs(requests, self._seed),
             group_size=self._group_size,
             temperature=self._temperature,
         )

@@ -41,14 +41,6 @@ class GroupRequest:
     min_version: WeightVersion
     """Oldest weights that may start the group; with older weights it would be too stale for its step."""
 
-    def seed_parts(self, seed: int) -> tuple[int | str, ...]:
-        """Return the parts of the group's seed, which do not depend on its worker or on the other groups.
-
-        Args:
-            seed: seed of the run.
-        """
-        return (seed, "train", *self.number)
-
 
 @dataclasses.dataclass(frozen=True)
 class StalenessLimits:

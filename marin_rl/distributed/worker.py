@@ -21,17 +21,12 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.workers_config import Refresh
 from marin_rl.distributed.coordinator import Announcement, Coordinator
 from marin_rl.distributed.coordinator_client import CoordinatorClient, RayLostError
+from marin_rl.distributed.rollout_source import group_inputs
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
-from marin_rl.distributed.weights.fetch import WeightReceiver, open_receiver
-from marin_rl.distributed.weights.manifest import (
-    CorruptTransferError,
-    NoWeightsError,
-    ServerLostError,
-    VersionGoneError,
-)
+from marin_rl.distributed.weights.fetch import TRANSIENT_ERRORS, WeightReceiver, open_receiver
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.rollouts.group_codec import encode_group
-from marin_rl.rollouts.run_rollouts import GroupInput, stream_groups
+from marin_rl.rollouts.run_rollouts import stream_groups
 from marin_rl.run_parts import RunParts
 from marin_rl.sampling.sampler import Sampler, WeightPoll
 from marin_rl.types import RolloutGroup, WeightVersion
@@ -43,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
 """Seconds between attempts of a worker that cannot fetch weights."""
-TRANSIENT_ERRORS = (ServerLostError, CorruptTransferError, NoWeightsError, VersionGoneError)
-"""Errors that a retry may resolve."""
 
 NextRequests = Callable[[RolloutGroup], Sequence[GroupRequest]]
 """Called from any thread with each finished group; returns the requests to start in its place."""
@@ -251,19 +244,12 @@ class WorkerPolicy:
         config = self._parts.config
         assert self._sampler is not None, "call fetch first"
         runner = self._parts.make_runner(self._sampler, self._vocab_size)
-
-        def inputs(requests: Sequence[GroupRequest]) -> list[GroupInput]:
-            return [
-                GroupInput(request.number.group_id, request.task, request.seed_parts(config.seed))
-                for request in requests
-            ]
-
         stream_groups(
             runner,
-            inputs(requests),
+            group_inputs(requests, config.seed),
             group_size=config.rollouts.group_size,
             temperature=config.sampling.temperature,
-            on_group_done=lambda group: asyncio.to_thread(lambda: inputs(on_group_done(group))),
+            on_group_done=lambda group: asyncio.to_thread(lambda: group_inputs(on_group_done(group), config.seed)),
         )
 
     def close(self) -> None:

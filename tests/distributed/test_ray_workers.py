@@ -21,11 +21,12 @@ from ray.exceptions import RayActorError
 
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.sections import Mode
+from marin_rl.config.weights_config import WeightTransferConfig
 from marin_rl.config.workers_config import WorkersConfig
 from marin_rl.distributed import ray_workers
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.ray_cluster import NoClusterError, find_cluster
-from marin_rl.distributed.ray_workers import join_cluster, open_only_reserved
+from marin_rl.distributed.ray_workers import open_only_reserved
 from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.utils.multihost import ProcessesDifferError
 from marin_rl.utils.settings.yaml_text import to_yaml
@@ -116,8 +117,10 @@ def test_unreachable_cluster_is_named_immediately(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ray, "init", init)
     free = f"127.0.0.1:{free_port()}"
     for address, reason in ((free, "Connection refused"), ("auto", "there is none")):
-        with pytest.raises(NoClusterError, match=f"no Ray cluster responds at ray_address '{address}' .*{reason}.*"):
-            join_cluster(address)
+        config = make_config(mode=Mode.ASYNC, ray_address=address, weights=WeightTransferConfig(host="0.0.0.0"))
+        message = f"no Ray cluster responds at ray_address '{address}' .*{reason}.*"
+        with pytest.raises(NoClusterError, match=message), ray_workers.ray_workers(config, {}, 10, "token"):
+            pass
     with pytest.raises(NoClusterError):
         find_cluster(free)
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -12,12 +12,11 @@ def main(hold: str, token: str) -> None:
     import numpy as np
 
     from experiments.soak_train import PausedWeightServer
-    from marin_rl.distributed.weights.publish import TrainingHost, take_snapshot
+    from marin_rl.distributed.weights.publish import take_snapshot
 
     server = PausedWeightServer(Path(hold), token, "the held host", host="127.0.0.1", port=0)
-    host = TrainingHost(0, 1, frozenset())
     for version in (1, 2):
-        server.put(take_snapshot({"w": np.full(4096, version, np.uint8)}, version, host, 1024))
+        server.put(take_snapshot({"w": np.full(4096, version, np.uint8)}, version, frozenset(), 1024))
     print(server.address, flush=True)
     threading.Event().wait()
 

@@ -271,9 +271,8 @@ def test_each_server_serves_its_own_shards_and_a_worker_assembles_them(
 
     total = sum(array.nbytes for array in found.values())
     served = []
-    for host, address in enumerate(addresses):
+    for address in addresses:
         manifest = FlightSource(address, TOKEN, streams=1).manifest(3)
-        assert (manifest.host, manifest.hosts) == (host, 2)
         served.append(sum(piece.num_bytes for piece in manifest.pieces))
     assert sum(served) == total  # each byte once
     # The first process serves the arrays that are not sharded, such as the norms' weights.

@@ -304,8 +304,6 @@ class FlightSource:
         ticket = flight.Ticket(_TICKET.dump_json(_Ticket(manifest.version, list(chunks))))
         with self._connected() as client:
             reader = client.do_get(ticket, self._options)
-            if reader.schema != SCHEMA:
-                raise CorruptTransferError(f"{self}: the stream has schema {reader.schema}, expected {SCHEMA}")
             try:
                 for batch in reader:
                     yield np.frombuffer(batch.data.column(0).buffers()[1], np.uint8, count=batch.data.num_rows)

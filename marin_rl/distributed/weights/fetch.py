@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
@@ -46,6 +46,9 @@ from marin_rl.types import WeightVersion
 from marin_rl.utils.retry import Clock, RetryConfig, retrying
 
 T = TypeVar("T")
+
+TRANSIENT_ERRORS = (ServerLostError, CorruptTransferError, NoWeightsError, VersionGoneError)
+"""Errors that a retry may resolve."""
 
 POLL = 0.05
 """Seconds between two polls of senders for a version."""
@@ -99,37 +102,32 @@ class WeightReceiver:
                 )
             self._clock.sleep(POLL)
 
-    def receive(self, like: T, version: WeightVersion | None = None) -> tuple[T, WeightVersion]:
-        """Fetch one version.
+    def receive(self, like: T) -> tuple[T, WeightVersion]:
+        """Fetch the newest version.
 
         Args:
             like: tree with arrays or `jax.ShapeDtypeStruct`s as leaves. Their shardings determine the shards to fetch
                 and their devices; leaves without a sharding are placed on the default device.
-            version: the version to fetch; None for the newest.
 
         Returns:
             `like` with the published arrays, and their version.
 
         Raises:
-            VersionGoneError: if `version` is given and a sender does not have it.
             MismatchedWeightsError: if the published weights do not fit `like`.
             WrongSecretError: if a sender has a different secret.
             WeightTransferError: if the weights do not arrive within the retry limits.
         """
-        transient = (ServerLostError, CorruptTransferError, NoWeightsError)
-        errors = transient if version is not None else (*transient, VersionGoneError)
-        return retrying(self._retry, errors, functools.partial(self._receive_once, like, version), self._clock)
+        return retrying(self._retry, TRANSIENT_ERRORS, functools.partial(self._receive_once, like), self._clock)
 
     def _find_newest(self) -> WeightVersion | None:
         held = [set(source.versions()) for source in self._sources]
         return max(set.intersection(*held), default=None)
 
-    def _receive_once(self, like: T, version: WeightVersion | None) -> tuple[T, WeightVersion]:
-        chosen = self._find_newest() if version is None else version
-        if chosen is None:
+    def _receive_once(self, like: T) -> tuple[T, WeightVersion]:
+        version = self._find_newest()
+        if version is None:
             raise NoWeightsError("no version of the weights is available on all training hosts yet")
-        manifests = [source.manifest(chosen) for source in self._sources]
-        _check_hosts(manifests, chosen)
+        manifests = [source.manifest(version) for source in self._sources]
         targets = target_arrays(like)
         plan = choose_pieces(targets, manifests, cast=self._cast)
         buffers = {key: _aligned_empty(piece.num_bytes) for pieces in plan.values() for key, piece in pieces.items()}
@@ -138,20 +136,7 @@ class WeightReceiver:
         for name, target in targets.items():
             # Each array frees its pieces, so that the host needs memory for one more array only.
             arrays[name] = assemble(target, [(piece, buffers.pop(key)) for key, piece in plan[name].items()])
-        return replace_leaves(like, arrays), chosen
-
-
-def _check_hosts(manifests: Sequence[Manifest], version: WeightVersion) -> None:
-    for manifest in manifests:
-        if manifest.version != version:
-            raise CorruptTransferError(f"requested version {version}, got the manifest of version {manifest.version}")
-    hosts = sorted(manifest.host for manifest in manifests)
-    for count in {manifest.hosts for manifest in manifests}:
-        if hosts != list(range(count)):
-            raise MismatchedWeightsError(
-                f"{count} training hosts publish the weights, but the receiver reads from hosts {hosts}; pass the "
-                "address of each host once"
-            )
+        return replace_leaves(like, arrays), version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,25 +191,26 @@ def choose_pieces(
         cast: whether floating-point arrays may be sent in another floating-point dtype than the receiver's.
 
     Returns:
-        The pieces to fetch, by array name. The bytes are balanced over the hosts.
+        The pieces to fetch, by array name; of pieces with equal boxes, one.
 
     Raises:
-        MismatchedWeightsError: if names, shapes or dtypes differ, or pieces are missing or inconsistent; the message
-            names array and piece.
+        MismatchedWeightsError: if names, shapes or dtypes differ, or pieces are missing; the message names the array.
     """
     held: dict[str, dict[PieceKey, Piece]] = {}
     for number, manifest in enumerate(manifests):
         for index, piece in enumerate(manifest.pieces):
             held.setdefault(piece.name, {})[PieceKey(number, index)] = piece
     _check_names(targets.keys(), held.keys())
-    loads = [0] * len(manifests)
     chosen = {}
     for name, target in targets.items():
-        for piece in held[name].values():
-            _check_compatible(piece, target, cast=cast)
         boxes = target.boxes()
-        _check_cover(name, boxes, {piece.bounds for piece in held[name].values()})
-        chosen[name] = _choose(held[name], boxes, loads)
+        pieces = {}
+        for key, piece in held[name].items():
+            _check_compatible(piece, target, cast=cast)
+            if any(overlap(piece.bounds, box) is not None for box in boxes):
+                pieces[piece.bounds] = key
+        _check_cover(name, boxes, pieces)
+        chosen[name] = {key: held[name][key] for key in pieces.values()}
     return chosen
 
 
@@ -255,7 +241,7 @@ def _check_compatible(piece: Piece, target: TargetArray, *, cast: bool) -> None:
         )
 
 
-def _check_cover(name: str, boxes: set[Bounds], held: Set[Bounds]) -> None:
+def _check_cover(name: str, boxes: Set[Bounds], held: Collection[Bounds]) -> None:
     for box in boxes:
         gap = find_gap(box, list(held))
         if gap is not None:
@@ -263,23 +249,6 @@ def _check_cover(name: str, boxes: set[Bounds], held: Set[Bounds]) -> None:
             raise MismatchedWeightsError(
                 f"no training host holds {indices} of {name}; a sender is missing or incomplete"
             )
-        shared = [part for bounds in held if (part := overlap(bounds, box)) is not None]
-        if sum(map(volume, shared)) > volume(box):
-            raise MismatchedWeightsError(f"different pieces of {name} overlap; the training hosts differ")
-
-
-def _choose(held: Mapping[PieceKey, Piece], boxes: set[Bounds], loads: list[int]) -> dict[PieceKey, Piece]:
-    """Choose the pieces that overlap the boxes; of replicas, the one on the least loaded host."""
-    copies: dict[Bounds, list[PieceKey]] = {}
-    for key, piece in held.items():
-        if any(overlap(piece.bounds, box) is not None for box in boxes):
-            copies.setdefault(piece.bounds, []).append(key)
-    chosen = {}
-    for keys in copies.values():
-        key = min(keys, key=lambda key: loads[key.manifest])
-        loads[key.manifest] += held[key].num_bytes
-        chosen[key] = held[key]
-    return chosen
 
 
 ALIGNMENT = 64

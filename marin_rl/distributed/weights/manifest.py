@@ -180,10 +180,6 @@ class Piece:
     bounds: Bounds
     """The box of the array."""
 
-    def __post_init__(self) -> None:
-        if overlap(self.bounds, whole(self.shape)) != self.bounds and volume(self.bounds):
-            raise ValueError(f"{self} is outside the array, which has shape {self.shape}")
-
     @property
     def num_bytes(self) -> int:
         """Total size of all chunks."""
@@ -208,10 +204,6 @@ class Manifest:
 
     version: WeightVersion
     """Version of the weights."""
-    host: int
-    """Index of the training host, from 0."""
-    hosts: int
-    """Number of training hosts."""
     chunk_bytes: int
     """Chunk size; the last chunk of a piece may be shorter."""
     pieces: tuple[Piece, ...]

@@ -5,7 +5,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 
 import jax
 import jax.numpy as jnp
@@ -80,25 +80,19 @@ class TrainingHost:
     """A training host and its devices."""
 
     index: int
-    """Index of the host, from 0."""
-    count: int
-    """Number of training hosts."""
+    """Index of the host, from 0, for messages."""
     devices: frozenset[jax.Device]
     """Devices of the shards that this host sends."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.index < self.count:
-            raise ValueError(
-                f"training host {self.index} of {self.count}: the index must be from 0 to {self.count - 1}"
-            )
 
     @staticmethod
     def current() -> "TrainingHost":
         """Return the host of this jax process, with its local devices."""
-        return TrainingHost(jax.process_index(), jax.process_count(), frozenset(jax.local_devices()))
+        return TrainingHost(jax.process_index(), frozenset(jax.local_devices()))
 
 
-def take_snapshot(arrays: dict[str, Array], version: WeightVersion, host: TrainingHost, chunk_bytes: int) -> Snapshot:
+def take_snapshot(
+    arrays: dict[str, Array], version: WeightVersion, devices: Set[jax.Device], chunk_bytes: int
+) -> Snapshot:
     """Copy the shards of a host to host memory; waits for the devices.
 
     Only the first replica of a shard is read, so each shard is sent once over all hosts. Every host sends numpy arrays.
@@ -106,27 +100,26 @@ def take_snapshot(arrays: dict[str, Array], version: WeightVersion, host: Traini
     Args:
         arrays: arrays that are not modified elsewhere. The dictionary is emptied, which frees device memory early.
         version: version of the weights.
-        host: the training host of this process.
+        devices: devices of the shards that are sent.
         chunk_bytes: bytes per chunk.
     """
     pieces, data = [], []
     while arrays:
         name = next(iter(arrays))
         array = arrays.pop(name)
-        for bounds, part in _own_parts(array, host):
+        for bounds, part in _own_parts(array, devices):
             flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
             pieces.append(Piece(name, array.shape, array.dtype.name, bounds))
             data.append(flat)
-    manifest = Manifest(version, host.index, host.count, chunk_bytes, tuple(pieces))
-    return Snapshot(manifest, tuple(data))
+    return Snapshot(Manifest(version, chunk_bytes, tuple(pieces)), tuple(data))
 
 
-def _own_parts(array: Array, host: TrainingHost) -> Iterator[tuple[Bounds, Array]]:
+def _own_parts(array: Array, devices: Set[jax.Device]) -> Iterator[tuple[Bounds, Array]]:
     if not isinstance(array, jax.Array):
         yield whole(array.shape), array
         return
     for shard in array.addressable_shards:
-        if shard.replica_id == 0 and shard.device in host.devices:
+        if shard.replica_id == 0 and shard.device in devices:
             assert shard.data is not None
             yield bounds_of(shard.index, array.shape), shard.data
 
@@ -135,20 +128,25 @@ class WeightSender:
     """Publishes the shards of a training host from a background thread."""
 
     def __init__(
-        self, server: WeightServer, host: TrainingHost, *, dtype: str | None = None, chunk_bytes: int = CHUNK_BYTES
+        self,
+        server: WeightServer,
+        devices: Set[jax.Device],
+        *,
+        dtype: str | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         """Set up the sender without starting a thread.
 
         Args:
             server: serves the snapshots; the sender closes it.
-            host: the training host of this process.
+            devices: devices of the shards that are sent.
             dtype: dtype that floating-point arrays are cast to; None for no cast.
             chunk_bytes: bytes per chunk.
         """
         self.address = server.address
         """Address to pass to `open_receiver`."""
         self._server = server
-        self._host = host
+        self._devices = devices
         self._dtype = dtype
         self._chunk_bytes = chunk_bytes
         self._job = BackgroundJob("publish weights")
@@ -176,11 +174,11 @@ class WeightSender:
             )
         arrays = copy_arrays(named_leaves(weights), self._dtype)
         for array in arrays.values():
-            for _, part in _own_parts(array, self._host):
+            for _, part in _own_parts(array, self._devices):
                 if isinstance(part, jax.Array):
                     part.copy_to_host_async()
         self._last = version
-        self._job.start(lambda: self._server.put(take_snapshot(arrays, version, self._host, self._chunk_bytes)))
+        self._job.start(lambda: self._server.put(take_snapshot(arrays, version, self._devices, self._chunk_bytes)))
 
     def flush(self) -> None:
         """Wait until the last published version is available.
@@ -210,4 +208,4 @@ def open_sender(config: WeightTransferConfig, secret: str, host: TrainingHost) -
         OSError: if the address cannot be bound.
     """
     server = WeightServer(secret, f"training host {host.index}", host=config.host, port=config.port)
-    return WeightSender(server, host, dtype=config.sent_dtype)
+    return WeightSender(server, host.devices, dtype=config.sent_dtype)

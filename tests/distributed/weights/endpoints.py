@@ -16,7 +16,7 @@ import pyarrow.flight as flight
 from marin_rl.distributed.weights.arrow_flight import TLS_NAME, FlightSource, WeightServer, make_secret, tls_identity
 from marin_rl.distributed.weights.fetch import WeightReceiver
 from marin_rl.distributed.weights.manifest import Chunk, Manifest, Snapshot, named_leaves
-from marin_rl.distributed.weights.publish import TrainingHost, WeightSender, take_snapshot
+from marin_rl.distributed.weights.publish import WeightSender, take_snapshot
 from marin_rl.types import WeightVersion
 from marin_rl.utils.retry import Clock, RetryConfig
 
@@ -35,7 +35,7 @@ def closing(sender: WeightSender) -> Iterator[WeightSender]:
 
 def snapshot_of(tree: object, version: WeightVersion, chunk_bytes: int = 1024) -> Snapshot:
     """Return the snapshot of a single training host."""
-    return take_snapshot(named_leaves(tree), version, TrainingHost.current(), chunk_bytes)
+    return take_snapshot(named_leaves(tree), version, frozenset(jax.devices()), chunk_bytes)
 
 
 def split(snapshot: Snapshot, hosts: int) -> list[Snapshot]:
@@ -43,7 +43,7 @@ def split(snapshot: Snapshot, hosts: int) -> list[Snapshot]:
     parts = []
     for host in range(hosts):
         pieces = snapshot.manifest.pieces[host::hosts]
-        manifest = dataclasses.replace(snapshot.manifest, host=host, hosts=hosts, pieces=pieces)
+        manifest = dataclasses.replace(snapshot.manifest, pieces=pieces)
         parts.append(Snapshot(manifest, snapshot.data[host::hosts]))
     return parts
 

@@ -14,7 +14,7 @@ def main(secret: str, port: str, version: str, gate: str) -> None:
     import numpy as np
 
     from marin_rl.distributed.weights.arrow_flight import WeightServer
-    from marin_rl.distributed.weights.publish import TrainingHost, take_snapshot
+    from marin_rl.distributed.weights.publish import take_snapshot
 
     class GatedServer(WeightServer):
         def send_chunks(self, version, chunks):
@@ -25,7 +25,7 @@ def main(secret: str, port: str, version: str, gate: str) -> None:
 
     server = GatedServer(secret, "the killed host", host="127.0.0.1", port=int(port))
     weights = {"['w']": np.full(2**20, int(version), np.float32)}
-    server.put(take_snapshot(weights, int(version), TrainingHost.current(), 2**18))
+    server.put(take_snapshot(weights, int(version), frozenset(), 2**18))
     print(server.port, flush=True)
     sys.stdin.read()
 

@@ -38,7 +38,7 @@ def measure() -> dict[str, object]:
 
     secret = make_secret()
     config = WeightTransferConfig()
-    hosts = [TrainingHost(row, 4, frozenset(devices[2 * row : 2 * row + 2])) for row in range(4)]
+    hosts = [TrainingHost(row, frozenset(devices[2 * row : 2 * row + 2])) for row in range(4)]
     senders = [open_sender(config, secret, host) for host in hosts]
     for sender in senders:
         sender.publish(weights, 1)
