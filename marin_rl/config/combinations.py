@@ -19,7 +19,7 @@ from marin_rl.models.model_settings import model_problems, window_problem
 from marin_rl.objectives.advantage_inputs import AdvantageConfig
 from marin_rl.objectives.importance import OffPolicyCorrectionConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig
-from marin_rl.rollouts.config import FilterConfig, LongPrompts
+from marin_rl.rollouts.config import FilterConfig
 from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.utils.devices.sharding import POSITION
 from marin_rl.utils.levanter_line import max_positions
@@ -56,15 +56,6 @@ def _check_model(config: "AbstractTrainConfig") -> Iterator[str]:
         problem = window_problem(config.model, config.rollouts.max_length)
         yield from [] if problem is None else [problem]
         yield from _check_mixtral(config)
-
-
-def _check_long_prompts(config: "AbstractTrainConfig") -> Iterator[str]:
-    if config.rollouts.long_prompts is LongPrompts.TRUNCATE_LEFT and config.rollouts.max_prompt_length is None:
-        keep = max(config.rollouts.max_length - config.sampling.max_new_tokens, 1)
-        yield (
-            "rollouts.long_prompts is truncate_left, but rollouts.max_prompt_length is null; set it to the number "
-            f"of tokens to keep, such as rollouts.max_length - sampling.max_new_tokens = {keep}"
-        )
 
 
 def _check_mixtral(config: "AbstractTrainConfig") -> Iterator[str]:
@@ -246,7 +237,6 @@ CHECKS: tuple[Check, ...] = (
     check_trainer,
     _check_model,
     _check_context,
-    _check_long_prompts,
     _check_replay,
     _check_workers,
     _check_agents,

@@ -37,8 +37,7 @@ class RolloutConfig(ConfigSection):
     """Maximum tokens in a task's prompt, from 1 to `max_length - 1`; null: `max_length - 1`."""
     long_prompts: LongPrompts = LongPrompts.ERROR
     """Handling of tasks with a longer prompt, in training and evaluation: `error` ends the run and names the task,
-    `skip` uses the next task instead, `truncate_left` keeps the last `max_prompt_length` tokens of the prompt, which
-    include the template's generation prompt."""
+    `skip` uses the next task instead."""
     max_turns: Annotated[int, Ge(1)] = 1
     """Maximum answers in a rollout."""
     max_tokens: Annotated[int, Ge(1)] | None = None

@@ -70,24 +70,22 @@ class Limits:
         return too_long
 
     def prompt_tokens(self, task: Task, tokenizer: ChatTokenizer) -> tuple[int, ...]:
-        """Tokenize a task's prompt, truncated if configured.
+        """Tokenize a task's prompt.
 
         Args:
             task: the task to attempt.
             tokenizer: tokenizer of the prompt.
 
         Raises:
-            PromptTooLongError: if the prompt is too long and may not be truncated.
+            PromptTooLongError: if the prompt is too long.
         """
         tokens, longest = tokenizer.prompt_tokens(task.messages), self.longest_prompt
         if len(tokens) <= longest:
             return tokens
-        if self.long_prompts is LongPrompts.TRUNCATE_LEFT:
-            return tokens[-longest:]
         limit = self.prompt_setting
         raise PromptTooLongError(
             f"task {task.id!r} of environment {task.environment!r}: its prompt has {len(tokens)} tokens, but {limit} "
-            f"allows {longest}; raise {limit}, remove the task, or set rollouts.long_prompts: skip or truncate_left"
+            f"allows {longest}; raise {limit}, remove the task, or set rollouts.long_prompts: skip"
         )
 
 

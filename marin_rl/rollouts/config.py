@@ -62,8 +62,6 @@ class LongPrompts(enum.StrEnum):
     """End the run with an error that names the task."""
     SKIP = "skip"
     """Skip the task and use the next one."""
-    TRUNCATE_LEFT = "truncate_left"
-    """Keep the prompt's last tokens."""
 
 
 def rewards_differ(group: RolloutGroup) -> bool:

@@ -221,7 +221,7 @@ def stream_groups(
             can share processes.
 
     Raises:
-        PromptTooLongError: if a task's prompt is too long and may not be truncated.
+        PromptTooLongError: if a task's prompt is too long.
         ValueError: if a reward is NaN or infinite; names the rollout.
         BlockedEventLoopError: if an environment's code blocks the event loop for longer than `limits.max_seconds`.
         CancelledEpisodesError: if an environment's code cancels the tasks of other episodes.

@@ -316,13 +316,12 @@ def _describe_prompts(split: Split, tasks: Sequence[Task], runner: RolloutRunner
         raise PromptTooLongError(
             f"{len(long):,} of {len(tasks):,} {split.value} prompts do not fit, {names}{more}: "
             f"{limits.prompt_setting} allows {limits.longest_prompt:,} tokens; raise it, remove these tasks, or set "
-            "rollouts.long_prompts: skip or truncate_left"
+            "rollouts.long_prompts: skip"
         )
-    if len(long) == len(tasks) and limits.long_prompts is LongPrompts.SKIP:
+    if len(long) == len(tasks):
         raise PromptTooLongError(
             f"all {len(tasks):,} {split.value} prompts have more than {limits.longest_prompt:,} tokens, and "
-            f"rollouts.long_prompts: skip skips them; raise {limits.prompt_setting}, or use rollouts.long_prompts: "
-            "truncate_left"
+            f"rollouts.long_prompts: skip skips them; raise {limits.prompt_setting}"
         )
     shortest, longest = min(lengths), max(lengths)
     notes = [f"{len(tasks):,}, of {f'{shortest:,} to ' if shortest < longest else ''}{longest:,} tokens"]

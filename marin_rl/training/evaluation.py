@@ -167,7 +167,7 @@ def first_of_each(tasks: Sequence[Task], count: int, runner: RolloutRunner) -> l
         raise PromptTooLongError(
             f"environment {runner.environment.name!r}: the prompts of all {len(tasks)} tasks to evaluate on have more "
             f"than {limits.longest_prompt} tokens, and rollouts.long_prompts: skip skips them; raise "
-            f"{limits.prompt_setting}, or use rollouts.long_prompts: truncate_left"
+            f"{limits.prompt_setting}"
         )
     return selected
 

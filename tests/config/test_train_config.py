@@ -26,9 +26,7 @@ from marin_rl.objectives import (
     GrpoConfig,
     ReinforceConfig,
 )
-from marin_rl.rollouts.config import LongPrompts
 from marin_rl.runs.run_directory import config_differences
-from marin_rl.sampling.config import SamplingConfig
 from marin_rl.utils.levanter_line import IS_NEW, seq_len
 from marin_rl.utils.settings.decode import decode
 from marin_rl.utils.settings.fields import changeable_keys
@@ -265,16 +263,6 @@ def test_invalid_sampler_section_names_the_key():
         from_lines(sampler="{type: openai, base_url: http://localhost:8000/v1, model: policy}")
     with pytest.raises(ConfigError, match=r"sampler.base_url is 'localhost'"):
         from_lines(sampler=OPENAI_SAMPLER.replace("http://localhost:8000/v1", "localhost"))
-
-
-def test_truncate_left_requires_max_prompt_length():
-    with pytest.raises(
-        ValueError, match=r"truncate_left, but rollouts.max_prompt_length is null; .* sampling.max_new_tokens = 24"
-    ):
-        config(
-            rollouts=RolloutConfig(max_length=32, long_prompts=LongPrompts.TRUNCATE_LEFT),
-            sampling=SamplingConfig(max_new_tokens=8),
-        )
 
 
 def test_row_length_that_no_attention_kernel_supports_is_refused():

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import pytest
 
-from marin_rl.batching.processed_rollout import process_rollout
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.rewards.grading import FormatConfig
@@ -188,22 +187,6 @@ def test_a_too_long_prompt_is_named_and_nothing_is_sampled():
     ):
         run(runner(says("a"), limits=short), [task(1)])
     assert only(run(runner(says("a"), limits=Limits(6, 6, 1)), [task(1)])).turns[0].generation.token_ids == tokens("a")
-
-
-def test_a_prompt_truncated_on_the_left_keeps_its_end():
-    whole = only(run(runner(says("a", "b"), limits=Limits(64, 6, 2)), [task(3)]))
-    limits = Limits(64, 6, 2, max_prompt_length=4, long_prompts=LongPrompts.TRUNCATE_LEFT)
-    cut = only(run(runner(says("a", "b"), limits=limits), [task(3)]))
-    assert len(whole.turns[0].observation_tokens) == 5
-    assert cut.turns[0].observation_tokens == whole.turns[0].observation_tokens[-4:]
-    # All other tokens are equal, and the second turn continues the sequence.
-    assert [turn.generation.token_ids for turn in cut.turns] == [turn.generation.token_ids for turn in whole.turns]
-    assert cut.turns[1].observation_tokens == whole.turns[1].observation_tokens
-    assert not cut.turns[1].starts_sequence
-    assert cut.turns[0].messages == whole.turns[0].messages
-    processed = process_rollout(cut, length=64, pad_token_id=256)
-    assert processed.segment_ids.sum() == len(flat(cut))
-    assert processed.loss_mask.sum() == sum(len(turn.generation.token_ids) for turn in cut.turns)
 
 
 def test_attempts_at_one_task_differ_only_in_their_sampling_seed():

@@ -258,7 +258,6 @@ GREEN: dict[str, Make] = {
     "reward function that raises for some replies": returning("1 / len(messages[-1]['content'])"),
     "template without generation blocks, which only a warm start needs": template(PLAIN),
     "some prompts skipped": with_data(LONG, rollouts__long_prompts="skip"),
-    "prompts truncated": with_data(ALL_LONG, rollouts__long_prompts="truncate_left", rollouts__max_prompt_length=9),
     "other tokenizer with a stop text": with_tokenizer(sampling__stop=["7"]),
     "own environment": with_environment(""),
 }
