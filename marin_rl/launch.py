@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from marin_rl.config.command_line import RESUME_FLAGS, check_command_line, parse_config, run_command
 from marin_rl.pods.config import TpuConfig
 from marin_rl.pods.local import LocalConfig, run_together, training_processes
-from marin_rl.pods.preflight import check_bucket, check_training
+from marin_rl.pods.preflight import check_training
 from marin_rl.pods.tpu import LOG_LINES, Launch, open_launch
-from marin_rl.utils.errors import USER_ERRORS, nearest
+from marin_rl.utils.errors import nearest
 from marin_rl.utils.output import escape, go_on_without_output
 from marin_rl.utils.settings.section_types import ConfigError
 
@@ -37,7 +37,6 @@ COMMAND [ACTION] --help describes the keys of a command.
 ACTIONS = {
     "start": {
         "dry_run": "Check the training arguments and the files to copy, print the requests, and stop.",
-        "detach": "Return when the run has started. Nothing then restarts it, or requests slices again that are lost.",
         "autodelete": "Delete the slices when the run is complete or was stopped.",
     },
     "status": {},
@@ -105,7 +104,7 @@ def _tpu(own: Sequence[str], passed: Sequence[str]) -> int:
     if action == "start":
         return _start(launch, options, passed, parsed.flags)
     if action == "logs":
-        return launch.groups[0].slices.logs(parsed.config.worker, LOG_LINES, follow="follow" in parsed.flags)
+        return launch.groups[0].slices.logs(LOG_LINES, follow="follow" in parsed.flags)
     {"status": launch.show_status, "stop": launch.stop, "delete": launch.delete}[action]()
     return 0
 
@@ -122,39 +121,31 @@ def _require_training(own: Sequence[str], passed: Sequence[str], flags: Iterable
 
 
 def _start(launch: Launch, options: Sequence[str], passed: Sequence[str], flags: frozenset[str]) -> int:
-    if {"detach", "autodelete"} <= flags:
-        raise ConfigError("--autodelete waits for the end of the run, but --detach does not; remove one of them")
     run_dir = check_training(launch.config, passed, _report)
     if "dry_run" in flags:
         for group in launch.groups:
             create = ["gcloud", "compute", "tpus", *group.slices.create_arguments(), f"--zone={launch.config.zone}"]
             _report(f"the arguments and files are valid; the request would be `{shlex.join(create)}`")
         return 0
-    check_bucket(launch.gcloud, run_dir, _report)
-    own = [option for option in options if option not in {f"--{flag}" for flag in ACTIONS["start"]}]
-
-    def name_existing() -> None:
-        if existing := [group.name for group in launch.groups if group.exists]:
-            delete = shlex.join(["python", "-m", "marin_rl.launch", "tpu", "delete", *own])
-            _report(f"{', '.join(existing)} still exists, and its slices are billed; delete with `{delete}`")
-
+    if run_dir.startswith("gs://"):
+        launch.gcloud.run("storage", "ls", "/".join(run_dir.split("/")[:3]))
+    else:
+        _report(f"run_dir {run_dir} is not in Cloud Storage, and is not checked before the request")
     go_on_without_output()
     try:
-        launch.run(detach="detach" in flags)
+        launch.run()
+        if "autodelete" in flags:
+            launch.delete()
+        return 0
     except KeyboardInterrupt:
-        started = launch.groups[0].started
-        state = "the run continues without it" if started else "the run has not started"
+        state = "the run continues without it" if launch.groups[0].started else "the run has not started"
         _report(f"interrupted; {state}; the same command continues")
-        name_existing()
         return 130
-    except USER_ERRORS:
-        name_existing()
-        raise
-    if "autodelete" in flags:
-        launch.delete()
-    else:
-        name_existing()
-    return 0
+    finally:
+        if existing := [group.name for group in launch.groups if group.exists]:
+            own = [option for option in options if option not in {f"--{flag}" for flag in ACTIONS["start"]}]
+            delete = shlex.join(["python", "-m", "marin_rl.launch", "tpu", "delete", *own])
+            _report(f"{', '.join(existing)} still exists, and its slices are billed; delete with `{delete}`")
 
 
 def _report(text: str) -> None:

@@ -13,7 +13,7 @@ from draccus.utils import is_choice_type
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.evaluate import EvaluateConfig
-from marin_rl.pods.config import TpuConfig
+from marin_rl.pods.config import SlicesConfig, TpuConfig
 from marin_rl.pods.local import LocalConfig
 from marin_rl.rewards.component import RewardScope
 from marin_rl.sampling.config import ReloadConfig
@@ -52,6 +52,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "TextArenaConfig": {"id": "Nim-v0"},
     "TextGameConfig": {"id": "FrozenLake-v1"},
     "ToolUseConfig": {"questions": ArithmeticConfig()},
+    "TpuConfig": {"tpu_name": "pod", "zone": "us-east5-a", "slices": SlicesConfig("v5p-8")},
     "VerifiersConfig": {"taskset": "x"},
     "TrainConfig": {"environment": ArithmeticConfig(), "run_dir": "run", "initialize_from": "model"},
 }

@@ -6,10 +6,12 @@
 import dataclasses
 import enum
 import re
-from collections.abc import Iterable, Set
+from typing import Annotated
+
+from annotated_types import Ge
 
 from marin_rl.utils.devices.slice_names import SliceName, TopologyError, parse_slice
-from marin_rl.utils.settings.fields import check_at_least, convert_enum_fields
+from marin_rl.utils.settings.checks import ConfigSection, check_fields
 
 INSTALL = """\
 python3 -m pip install --quiet --user uv
@@ -18,9 +20,8 @@ python3 -m uv pip install --quiet --python ../venv/bin/python --editable '.[tpu,
 """
 """Default installation: a Python of its own, because the one of the runtime versions is too old."""
 _FLAG = re.compile(r"--([a-z][-a-z0-9]*)(=[^\0]*)?")
-_SSH_FLAGS = {"command", "worker", "recurse", "zone", "project"}
-_CREATE_FLAGS = {"accelerator-type", "runtime-version", "node-id", "node-count", "node-prefix", "spot", "reserved"}
-_CREATE_FLAGS |= {"zone", "project", "async"}
+_OWN_FLAGS = {"accelerator-type", "runtime-version", "node-id", "node-count", "node-prefix", "spot", "reserved"}
+_OWN_FLAGS |= {"zone", "project", "async", "command", "worker", "recurse"}
 """Flags that the launch sets itself."""
 
 
@@ -36,14 +37,14 @@ class CapacityType(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class SlicesConfig:
+class SlicesConfig(ConfigSection):
     """TPU slices."""
 
     tpu_type: str
     """Type of each slice, such as v5p-32 or v5e-16 (Google's name is v5litepod-16), or its topology, such as v5p:2x2x4.
     The type is requested, and Google chooses the topology;
     `gcloud compute tpus tpu-vm accelerator-types list` lists the types of a zone."""
-    num_slices: int = 1
+    num_slices: Annotated[int, Ge(1)] = 1
     """Number of slices. Those of a trainer are connected by the data center's network (Multislice)."""
     capacity_type: CapacityType = CapacityType.ON_DEMAND
     """`on-demand`, `spot` (may be preempted; the slices are then requested again, and the run resumes) or
@@ -54,8 +55,7 @@ class SlicesConfig:
     """Further flags of `gcloud compute tpus queued-resources create`, such as `--service-account=NAME`."""
 
     def __post_init__(self) -> None:
-        convert_enum_fields(self)
-        check_at_least(self, "slices", num_slices=1)
+        check_fields(self)
         try:
             kind = self.kind
         except TopologyError as error:
@@ -67,9 +67,8 @@ class SlicesConfig:
             )
         if not (self.runtime_version or kind.generation.runtime_version):
             raise ValueError(f"tpu_type is {kind.type}, of which the runtime version is not known; set runtime_version")
-        if self.runtime_version is not None and not re.fullmatch(r"[a-z0-9][-.a-z0-9]*", self.runtime_version):
-            raise ValueError(f"runtime_version is {self.runtime_version!r}; it must be a name, such as v2-alpha-tpuv5")
-        _check_flags("create_flags", self.create_flags, _CREATE_FLAGS)
+        _check_text(self, "runtime_version", r"[a-z0-9][-.a-z0-9]*", "a name, such as v2-alpha-tpuv5")
+        _check_flags(self, "create_flags")
 
     def __str__(self) -> str:
         """Number and type, such as `2 x v5p-16`."""
@@ -100,14 +99,12 @@ class CodeConfig:
         wrong = [name for name in (*self.env, *self.secrets) if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)]
         if wrong:
             raise ValueError(f"invalid name of an environment variable: {', '.join(map(repr, wrong))}")
-        if unfit := [name for name, value in self.env.items() if not is_script_text(value)]:
-            raise ValueError(f"env.{unfit[0]} has a zero byte or half a character; correct its value")
         if both := sorted(set(self.env) & set(self.secrets)):
             raise ValueError(f"{', '.join(both)} is in both env and secrets; keep one of them")
 
 
 @dataclasses.dataclass(frozen=True)
-class TpuConfig:
+class TpuConfig(ConfigSection):
     """Training on one or several TPU slices."""
 
     tpu_name: str
@@ -123,40 +120,34 @@ class TpuConfig:
     """Google Cloud project; gcloud's default if null."""
     ssh_flags: tuple[str, ...] = ()
     """Further flags of `gcloud compute tpus tpu-vm ssh` and `scp`, such as `--internal-ip`."""
-    worker: str = "all"
-    """Index of the host whose logs are shown, in each slice; `all` for all hosts."""
-    max_restarts: int = 10
+    max_restarts: Annotated[int, Ge(0)] = 10
     """Maximum restarts of a run that fails; those before an hour without a failure do not count. 0 for none."""
-    stop_timeout: float = 120.0
+    stop_timeout: Annotated[float, Ge(0)] = 120.0
     """Seconds that a run has to save its state and end when it is stopped, before it is killed."""
     code: CodeConfig = CodeConfig()
     """Code and environment of the hosts."""
 
     def __post_init__(self) -> None:
-        for key, form, example in (
-            # With the end of a rollout slice's name at most 63 characters, the limit of Cloud TPU.
-            ("tpu_name", r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?", "at most 50 of a-z, 0-9 and -, and begin with a letter"),
-            ("zone", r"[a-z]+-[a-z]+[0-9]+-[a-z]", "a zone, such as us-east5-a"),
-            ("worker", r"all|[0-9]+", "the index of a host, or all"),
-            ("project", r"[a-z0-9][-.:a-z0-9]*", "the id of a project, such as my-project-123"),
-        ):
-            value = getattr(self, key)
-            if value is not None and not re.fullmatch(form, value):
-                raise ValueError(f"{key} is {value!r}; it must be {example}")
-        _check_flags("ssh_flags", self.ssh_flags, _SSH_FLAGS)
-        check_at_least(self, "tpu", max_restarts=0, stop_timeout=0)
+        check_fields(self)
+        # With the end of a rollout slice's name at most 63 characters, the limit of Cloud TPU.
+        name = "at most 50 of a-z, 0-9 and -, and begin with a letter"
+        _check_text(self, "tpu_name", r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?", name)
+        _check_text(self, "zone", r"[a-z]+-[a-z]+[0-9]+-[a-z]", "a zone, such as us-east5-a")
+        _check_text(self, "project", r"[a-z0-9][-.:a-z0-9]*", "the id of a project, such as my-project-123")
+        _check_flags(self, "ssh_flags")
 
 
-def is_script_text(text: str) -> bool:
-    """Return whether a shell script can contain the text."""
-    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
+def _check_text(config: object, key: str, pattern: str, form: str) -> None:
+    """Check that a text, unless it is None, matches a pattern."""
+    if (value := getattr(config, key)) is not None and not re.fullmatch(pattern, value):
+        raise ValueError(f"{key} is {value!r}; it must be {form}")
 
 
-def _check_flags(key: str, flags: Iterable[str], own: Set[str]) -> None:
+def _check_flags(config: object, key: str) -> None:
     """Check that further flags of gcloud have the form --NAME or --NAME=VALUE, and are not set by the launch."""
-    for flag in flags:
+    for flag in getattr(config, key):
         match = _FLAG.fullmatch(flag)
-        if match is None or match[1] in own:
+        if match is None or match[1] in _OWN_FLAGS:
             raise ValueError(
                 f"{key} contains {flag!r}; give further flags as --NAME=VALUE, and use the keys of this config for the "
                 "others"

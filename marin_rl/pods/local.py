@@ -13,8 +13,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Annotated
 
-from marin_rl.utils.settings.fields import check_at_least
+from annotated_types import Ge
+
+from marin_rl.utils.settings.checks import ConfigSection
 
 DEVICES_FLAG = "--xla_force_host_platform_device_count"
 POLL_SECONDS = 0.05
@@ -24,18 +27,15 @@ OUTPUT_TIMEOUT = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalConfig:
+class LocalConfig(ConfigSection):
     """Several training processes on the CPUs of this machine."""
 
-    num_processes: int = 2
+    num_processes: Annotated[int, Ge(1)] = 2
     """Number of training processes, as many as a slice has hosts."""
-    devices_per_process: int = 1
+    devices_per_process: Annotated[int, Ge(1)] = 1
     """CPU devices of each process, as many as a host has chips."""
-    stop_timeout: float = 120.0
+    stop_timeout: Annotated[float, Ge(0)] = 120.0
     """Seconds that processes have to end after Ctrl-C, or after another process failed, before they are killed."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, "local", num_processes=1, devices_per_process=1, stop_timeout=0)
 
 
 def training_processes(config: LocalConfig, arguments: Sequence[str]) -> tuple[list[list[str]], dict[str, str]]:
@@ -83,25 +83,58 @@ def run_together(
         0 if all processes ended with status 0; otherwise the exit status of the first that did not (128 + N for
         signal N).
     """
-    received: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    lock = threading.Lock()
+    children: list[subprocess.Popen[bytes]] = []
+    readers: list[threading.Thread] = []
+    deadline, status, lock = math.inf, 0, threading.Lock()
 
     def write_line(text: str) -> None:
         with lock:
             write(f"{text}\n")
 
-    children: list[subprocess.Popen[bytes]] = []
-    readers: list[threading.Thread] = []
+    def copy_lines(index: int, stream: IO[bytes]) -> None:
+        with stream:
+            for line in stream:
+                write_line(f"[{index}] {line.decode('utf-8', 'backslashreplace').rstrip()}")
+
+    def stop(number: int, frame: object = None) -> None:
+        nonlocal deadline
+        # The first signal lets them save their state; they would end without it after a second one.
+        _signal(children, number if deadline == math.inf else signal.SIGKILL)
+        deadline = min(deadline, time.monotonic() + stop_timeout)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         for number in handlers:
-            signal.signal(number, lambda number, frame: received.append(number))
+            signal.signal(number, stop)
         for index, command in enumerate(commands):
-            child = _start(command, environment)
+            # In a session of its own: Ctrl-C at the terminal would otherwise reach it twice.
+            child = subprocess.Popen(
+                command,
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             children.append(child)
-            readers.append(threading.Thread(target=_copy_lines, args=(child, index, write_line), daemon=True))
+            readers.append(threading.Thread(target=copy_lines, args=(index, child.stdout), daemon=True))
             readers[-1].start()
-        status = _wait(children, stop_timeout, received, write_line)
+        is_killed, running = False, "all"
+        while running:
+            codes = [child.poll() for child in children]
+            running = ", ".join(str(index) for index, code in enumerate(codes) if code is None)
+            if status == 0 and (failed := next(((i, code) for i, code in enumerate(codes) if code), None)):
+                status = failed[1] if failed[1] > 0 else 128 - failed[1]
+                stops = running and deadline == math.inf
+                others = f"; stopping {running}" if stops else ""
+                write_line(f"[launch] process {failed[0]} ended with status {status}{others}")
+                if stops:
+                    stop(signal.SIGTERM)
+            if running and time.monotonic() > deadline and not is_killed:
+                write_line(f"[launch] processes {running} did not end within {stop_timeout:g} s; killing them")
+                is_killed = True
+                _signal(children, signal.SIGKILL)
+            time.sleep(POLL_SECONDS)
         # Programs that a process has started may keep its output open after its end.
         for reader in readers:
             reader.join(OUTPUT_TIMEOUT)
@@ -112,70 +145,8 @@ def run_together(
             signal.signal(number, handler)
 
 
-def _wait(
-    children: "Sequence[subprocess.Popen[bytes]]",
-    stop_timeout: float,
-    received: list[int],
-    write_line: Callable[[str], None],
-) -> int:
-    result, stopping, deadline = 0, False, math.inf
-    while True:
-        codes = [child.poll() for child in children]
-        running = ", ".join(str(index) for index, code in enumerate(codes) if code is None)
-        send = 0
-        if result == 0 and (failed := [index for index, code in enumerate(codes) if code]):
-            result = exit_status(codes[failed[0]] or 0)
-            others = f"; stopping {running}" if running and not stopping else ""
-            write_line(f"[launch] process {failed[0]} ended with status {result}{others}")
-            send = 0 if stopping else signal.SIGTERM
-        if not running:
-            return result
-        if received:
-            # The first signal lets them save their state; they would end without it after a second one.
-            send = signal.SIGKILL if stopping else received[0]
-            del received[0]
-        if time.monotonic() > deadline:
-            write_line(f"[launch] processes {running} did not end within {stop_timeout:g} s; killing them")
-            send, deadline = signal.SIGKILL, math.inf
-        if send:
-            _signal(children, send)
-            deadline = deadline if stopping else time.monotonic() + stop_timeout
-            stopping = True
-        time.sleep(POLL_SECONDS)
-
-
-def exit_status(returncode: int) -> int:
-    """Convert a return code of `subprocess` to an exit status: 128 + N for signal N.
-
-    >>> exit_status(1), exit_status(-9)
-    (1, 137)
-    """
-    return returncode if returncode >= 0 else 128 - returncode
-
-
-def _start(command: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        command,
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        # A session of its own: Ctrl-C at the terminal would otherwise reach it twice.
-        start_new_session=True,
-    )
-
-
-def _copy_lines(child: "subprocess.Popen[bytes]", index: int, write_line: Callable[[str], None]) -> None:
-    assert child.stdout is not None
-    with child.stdout as stream:
-        for line in stream:
-            write_line(f"[{index}] {line.decode('utf-8', 'backslashreplace').rstrip()}")
-
-
 def _signal(children: "Sequence[subprocess.Popen[bytes]]", number: int) -> None:
-    for child in children:
-        if child.poll() is not None:
-            continue
+    for child in (child for child in children if child.poll() is None):
         # SIGKILL also ends the programs that a process has started, such as Ray.
         if number == signal.SIGKILL:
             os.killpg(child.pid, number)

@@ -1,19 +1,20 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Checks of a launch before slices are requested: training arguments, files to copy, workers and bucket."""
+"""The files that a launch copies to every host, and checks of them and of the training before slices are requested."""
 
 import contextlib
 import os
+import shlex
+import subprocess
+import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from marin_rl.pods.config import SlicesConfig, TpuConfig
-from marin_rl.pods.gcloud import Gcloud, GcloudError
-from marin_rl.pods.tpu import RAY_PORT
-from marin_rl.pods.upload import UploadError, code_files, environment_script
+from marin_rl.pods.config import CodeConfig, SlicesConfig, TpuConfig
 from marin_rl.utils.devices.slice_names import parse_slice
+from marin_rl.utils.errors import UserError
 from marin_rl.utils.settings.fields import input_files, local_inputs
 from marin_rl.utils.settings.imports import IMPORTS
 from marin_rl.utils.settings.section_types import ConfigError
@@ -22,6 +23,80 @@ from marin_rl.utils.user_code import imported_files, is_module_name
 if TYPE_CHECKING:
     from marin_rl.config.train_config import TrainConfig
     from marin_rl.config.workers_config import WorkersConfig
+
+HOST_SCRIPT = Path(__file__).parent / "host.sh"
+MAX_MEGABYTES = 200.0
+"""Maximum size of the uncompressed code."""
+RAY_PORT = 6379
+"""Port of Ray on the first host of the trainer."""
+
+
+class UploadError(UserError):
+    """The code or the environment cannot be uploaded. The message names the cause and the remedy."""
+
+
+def code_files(folder: Path) -> list[str]:
+    """List the files of a git work tree below a folder that git does not ignore, relative to the folder.
+
+    Raises:
+        UploadError: if the folder is not in a git work tree, has no files, or is too large.
+    """
+    command = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = str(getattr(error, "stderr", None) or error).strip()
+        raise UploadError(
+            f"cannot list the files of code.folder {str(folder)!r}: {reason}. It must be a git work tree, because "
+            "files that git ignores are not copied to the hosts"
+        ) from error
+    sizes = {name: (folder / name).stat().st_size for name in listed.split("\0") if (folder / name).is_file()}
+    if not sizes:
+        raise UploadError(f"code.folder {str(folder)!r} has no files; set it to the root of your repository")
+    if (total := sum(sizes.values()) / 1e6) > MAX_MEGABYTES:
+        raise UploadError(
+            f"code.folder {str(folder)!r} has {total:.0f} MB, more than {MAX_MEGABYTES:g}; list large files in "
+            f".gitignore and put data in a bucket. The largest is {max(sizes, key=lambda name: sizes[name])}"
+        )
+    return sorted(sizes)
+
+
+def write_upload(target: Path, config: CodeConfig) -> None:
+    """Write the files to copy to a host, except those of the jobs.
+
+    Args:
+        target: an empty folder that only this user can read.
+        config: code and environment.
+
+    Raises:
+        UploadError: see `code_files` and `environment_script`.
+    """
+    with tarfile.open(target / "code.tar.gz", "w:gz", compresslevel=6) as archive:
+        for name in code_files(Path(config.folder)):
+            archive.add(Path(config.folder) / name, name, recursive=False)
+    (target / "install.sh").write_text(config.install, encoding="utf-8")
+    (target / "host.sh").write_bytes(HOST_SCRIPT.read_bytes())
+    environment = target / "environment.sh"
+    environment.touch(mode=0o600)
+    environment.write_text(environment_script(config), encoding="utf-8")
+
+
+def environment_script(config: CodeConfig) -> str:
+    """Shell assignments of the environment variables.
+
+    Raises:
+        UploadError: if a secret is not set in the environment of this process, or a value is not text.
+    """
+    if absent := [name for name in config.secrets if name not in os.environ]:
+        raise UploadError(
+            f"secrets names {', '.join(absent)}, which is not set in the environment of this command; export it, or "
+            "remove it from secrets"
+        )
+    values = config.env | {name: os.environ[name] for name in config.secrets}
+    for name, value in values.items():
+        if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+            raise UploadError(f"the value of the variable {name} has a zero byte or half a character; correct it")
+    return "".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items())
 
 
 def check_training(config: TpuConfig, arguments: Sequence[str], report: Callable[[str], None]) -> str:
@@ -44,7 +119,6 @@ def check_training(config: TpuConfig, arguments: Sequence[str], report: Callable
     from marin_rl.config.command_line import RESUME_FLAGS, check_command_line, parse_arguments, read_arguments
     from marin_rl.config.sections import Mode
 
-    # A missing secret must be found before slices are requested.
     environment_script(config.code)
     copied = {Path(name) for name in code_files(Path(config.code.folder))}
     # The launch sets the address, on which other settings depend.
@@ -60,7 +134,12 @@ def check_training(config: TpuConfig, arguments: Sequence[str], report: Callable
         parsed = parse_arguments(TrainConfig, checked, RESUME_FLAGS).config
         files = [("--config", str(path)) for path in checked.config_paths]
         for key, text in [*files, *_inputs(parsed, report)]:
-            _check_copied(key, os.path.normpath(text), copied, config.code.folder)
+            path = Path(os.path.normpath(text))
+            if not any(path in (name, *name.parents) for name in copied):
+                raise UploadError(
+                    f"{key} {path} is not copied to the hosts; give the path of a file in code.folder "
+                    f"{config.code.folder!r}, relative to it, and remove it from .gitignore if it is there"
+                )
     # The hosts would check this only after slices have been requested.
     check_ray(parsed)
     if config.rollout_slices is not None:
@@ -80,25 +159,6 @@ def check_training(config: TpuConfig, arguments: Sequence[str], report: Callable
     return parsed.run_dir
 
 
-def check_bucket(gcloud: Gcloud, run_dir: str, report: Callable[[str], None]) -> None:
-    """Check that the bucket of the run directory exists, and that this account can list it.
-
-    Raises:
-        GcloudError: if not.
-    """
-    if not run_dir.startswith("gs://"):
-        report(f"run_dir {run_dir} is not in Cloud Storage, and is not checked before the request")
-        return
-    bucket = "/".join(run_dir.split("/")[:3])
-    try:
-        gcloud.run("storage", "ls", bucket)
-    except GcloudError as error:
-        raise GcloudError(
-            f"cannot list the bucket of run_dir {run_dir!r}; create it with `gcloud storage buckets create {bucket}`, "
-            f"or choose another run_dir: {error}"
-        ) from error
-
-
 def _inputs(parsed: "TrainConfig", report: Callable[[str], None]) -> list[tuple[str, str]]:
     """Keys and paths of the files that training reads from the copied code, with those that its Python files import."""
     found = {(IMPORTS, text) for text in parsed.imports if not is_module_name(text)} | set(input_files(parsed))
@@ -112,34 +172,17 @@ def _inputs(parsed: "TrainConfig", report: Callable[[str], None]) -> list[tuple[
     return relative + [(key, str(file)) for key, path in python for file in imported_files(path)]
 
 
-def _check_copied(key: str, path: str, copied: set[Path], folder: str) -> None:
-    """Check that a file, or some files of a folder, are among the copied ones."""
-    if not any(Path(path) in (name, *name.parents) for name in copied):
-        raise UploadError(
-            f"{key} {path} is not copied to the hosts; give the path of a file in code.folder {folder!r}, relative to "
-            "it, and remove it from .gitignore if it is there"
-        )
-
-
 def _check_workers(workers: "WorkersConfig", slices: SlicesConfig) -> None:
     """Check that the rollout slices have the hosts or chips that the rollout workers reserve."""
     from marin_rl.config.workers_config import TPU
 
-    if TPU not in workers.reserved:
+    chips, kind = workers.reserved.get(TPU, 0), slices.kind
+    is_other = workers.tpu_slice is not None and parse_slice(workers.tpu_slice).type != kind.type
+    room = 0 if is_other or not chips else slices.num_slices * kind.num_hosts * int(kind.chips_per_host // chips)
+    if workers.num_workers > room:
+        where = f"{chips:g} TPU chips each" if workers.tpu_slice is None else f"tpu_slice {workers.tpu_slice}"
         raise ConfigError(
-            "workers.resources has no TPU, so workers would run on the CPUs of the rollout slices; set "
-            "workers.tpu_slice to the shape of a slice, such as v5p:2x2x1"
-        )
-    kind, hosts = slices.kind, slices.num_slices * slices.kind.num_hosts
-    if workers.tpu_slice is not None and parse_slice(workers.tpu_slice).type != kind.type:
-        raise ConfigError(
-            f"workers.tpu_slice is {workers.tpu_slice}, a {parse_slice(workers.tpu_slice).type}, but "
-            f"rollout_slices.tpu_type is {kind.type}; correct one of them"
-        )
-    most = hosts * int(kind.chips_per_host // workers.reserved[TPU])
-    if workers.num_workers > most:
-        raise ConfigError(
-            f"workers.num_workers is {workers.num_workers}, with {workers.reserved[TPU]:g} TPU chips each, but the "
-            f"{slices.num_slices} rollout_slices have {hosts} hosts of {kind.chips_per_host} chips, which is room for "
-            f"{most} workers; lower it, or raise rollout_slices.num_slices"
+            f"workers.num_workers is {workers.num_workers}, with {where}, but the rollout_slices, {slices} with hosts "
+            f"of {kind.chips_per_host} chips, have room for {room}; correct workers.tpu_slice, workers.resources or "
+            "rollout_slices"
         )

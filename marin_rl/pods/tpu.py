@@ -10,15 +10,15 @@ continues one that it finds half started, and follows one that is running.
 
 import dataclasses
 import re
+import shlex
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from marin_rl.pods.config import TpuConfig
-from marin_rl.pods.gcloud import Gcloud, GcloudError, UnreachableError
-from marin_rl.pods.slices import ABSENT, Description, JobStatus, Slices, SlicesLostError, script_digest
-from marin_rl.pods.upload import PYTHON, code_files, job_script, write_upload
+from marin_rl.pods.gcloud import ABSENT, Gcloud, GcloudError, JobStatus, Slices, UnreachableError, script_digest
+from marin_rl.pods.preflight import RAY_PORT, write_upload
 from marin_rl.utils.errors import UserError
 
 POLL_SECONDS = 60.0
@@ -29,13 +29,11 @@ RESTART_WINDOW = 3600.0
 """Seconds without a failure after which restarts are counted from 0 again."""
 LOG_LINES = 100
 """Lines of the logs that are shown."""
-RAY_PORT = 6379
-"""Port of Ray on the first host of the trainer."""
 TRAIN = "train"
 """Name of the job whose end is the end of the launch."""
 RAY_HEAD = "ray_head"
 """Name of the job that runs on the first host only."""
-_RAY = (f"{Path(PYTHON).parent}/ray", "start", "--block", "--disable-usage-stats")
+_RAY = ("../venv/bin/ray", "start", "--block", "--disable-usage-stats")
 
 
 class JobError(UserError):
@@ -47,8 +45,8 @@ class Group:
     """The slices of a queued resource with the jobs on their hosts."""
 
     slices: Slices
-    jobs: Callable[[str], Mapping[str, Sequence[str]]]
-    """Commands by name of the job, in the order of their start, given the address of the trainer's first host."""
+    jobs: Callable[[str], Mapping[str, str]]
+    """Scripts by name of the job, in the order of their start, given the address of the trainer's first host."""
     addresses: Sequence[str] = ()
     """Internal address of each host; empty unless the slices are ready."""
     exists: bool = False
@@ -69,10 +67,6 @@ class Group:
         hosts = 1 if job == RAY_HEAD else len(self.addresses)
         return len(own) >= hosts and any(s.running for s in own) and not any(s.failed for s in own)
 
-    def start(self, job: str) -> None:
-        """Start an uploaded job on its hosts."""
-        self.slices.start(job, "0" if job == RAY_HEAD else "all")
-
 
 @dataclasses.dataclass
 class Launch:
@@ -90,11 +84,8 @@ class Launch:
     last_failure: float = -RESTART_WINDOW
     """Time of the last restart, as of `time.monotonic`."""
 
-    def run(self, *, detach: bool) -> None:
+    def run(self) -> None:
         """Run the jobs until the training is complete.
-
-        Args:
-            detach: return when all jobs have started. Nothing then restarts jobs or requests lost slices again.
 
         Raises:
             GcloudError: if a command fails.
@@ -104,119 +95,96 @@ class Launch:
             # Written once, so that slices that are requested later get the same code.
             upload = Path(folder) / "upload"
             upload.mkdir(mode=0o700)
-            write_upload(upload, self.config.code, code_files(Path(self.config.code.folder)))
-            self._poll_until_complete(upload, detach=detach)
+            write_upload(upload, self.config.code)
+            failed = 0
+            while True:
+                try:
+                    if self._poll(upload):
+                        return self._finish()
+                    failed = 0
+                except GcloudError as error:
+                    failed += 1
+                    # Commands on hosts that are lost or under repair fail in many ways.
+                    is_passing = isinstance(error, UnreachableError) or self._has_lost_hosts()
+                    if not is_passing or failed >= MAX_FAILED_POLLS:
+                        raise
+                    self.report(f"{error}; poll {failed} of {MAX_FAILED_POLLS} failed")
+                time.sleep(POLL_SECONDS)
 
     def show_status(self) -> None:
         """Print the state of queued resources and jobs."""
         for group in self.groups:
             found = group.slices.describe()
             self.report(f"{group.name}: {found.state}{f': {found.error}' if found.error else ''}")
-            for status in sorted(self._statuses(group, found), key=lambda status: (status.job, status.host)):
+            statuses = group.slices.statuses() if found.state == "ACTIVE" else []
+            for status in sorted(statuses, key=lambda status: (status.job, status.host)):
                 text = status.state if status.state.isalpha() else f"ended with status {status.state}"
                 self.report(f"  {status.job} on {status.host}: {text}")
 
     def stop(self) -> None:
         """Stop all jobs, those of the trainer first."""
         for group in self.groups:
-            found = group.slices.describe()
-            # Training first: it cannot save its state without Ray.
-            running = {status.job for status in self._statuses(group, found) if status.running}
-            for job in sorted(running, key=lambda name: name != TRAIN):
-                group.slices.stop(job, self.config.stop_timeout)
-            self.report(f"{group.name}: {found.state}, {f'stopped {_listed(running)}' if running else 'no job runs'}")
+            state = group.slices.describe().state
+            statuses = group.slices.statuses() if state == "ACTIVE" else []
+            stopped = self._stop_running(group, statuses)
+            self.report(f"{group.name}: {state}, {f'stopped {stopped}' if stopped else 'no job runs'}")
 
     def delete(self) -> None:
         """Delete all queued resources with their slices."""
+        place = f"zone {self.config.zone} of {self.config.project or 'the default project'}"
         for group in self.groups:
-            place = f"zone {self.config.zone} of {self.config.project or 'the default project'}"
-            deleted = group.slices.delete()
+            deleted, group.exists = group.slices.delete(), False
             self.report(f"{group.name}: {'deleted' if deleted else f'nothing of this name exists in {place}'}")
-
-    def _statuses(self, group: Group, found: Description) -> Sequence[JobStatus]:
-        return group.slices.statuses() if found.state == "ACTIVE" else ()
-
-    def _poll_until_complete(self, upload: Path, *, detach: bool) -> None:
-        failed = 0
-        while True:
-            try:
-                if self._poll(upload):
-                    return self._finish()
-                if detach and all(group.started for group in self.groups):
-                    return None
-                failed = 0
-            except UnreachableError as error:
-                failed += 1
-                if failed >= MAX_FAILED_POLLS:
-                    raise
-                self.report(f"{error}; poll {failed} of {MAX_FAILED_POLLS} failed")
-            time.sleep(POLL_SECONDS)
 
     def _poll(self, upload: Path) -> bool:
         """Do the next missing steps; returns whether the training is complete."""
         for group in self.groups:
             self._update(group)
-        if not self.groups[0].addresses:
-            return False
-        unreachable = None
-        for group in self.groups:
-            try:
-                if group.addresses and self._keep_running(group, upload):
-                    return True
-            except GcloudError as error:
-                if not (isinstance(error, UnreachableError) or self._is_lost(group)):
-                    raise
-                unreachable = UnreachableError(str(error))
-        if unreachable is not None:
-            raise unreachable
-        return False
+        trainer = self.groups[0]
+        return bool(trainer.addresses) and any(
+            self._keep_running(group, upload) for group in self.groups if group.addresses
+        )
 
-    def _is_lost(self, group: Group) -> bool:
-        """Whether slices are lost or under repair, so that commands on their hosts fail."""
+    def _has_lost_hosts(self) -> bool:
         try:
-            return not group.slices.addresses()
+            return not all(group.slices.addresses() for group in self.groups if group.addresses)
         except UnreachableError:
             return True
 
     def _update(self, group: Group) -> None:
         """Find the slices of a group; request them if there are none, or replace them if they are lost."""
-        found = group.slices.describe()
+        found, slices, group.addresses = group.slices.describe(), group.slices.config, ()
         if found.state != group.state:
             group.state = found.state
             self.report(f"{group.name}: {found.state}")
-        group.addresses = ()
+        existed, group.exists = group.exists, found.state != ABSENT
         if found.state == ABSENT:
-            if group.exists:
-                group.exists = False
+            if existed:
                 raise JobError(f"{group.name} was deleted, but not by this command; rerun it to request slices again")
-            slices = group.slices.config
             chips = _count(slices.num_slices * slices.kind.chips, "chip")
             self.report(f"{group.name}: requesting {slices}, {chips}")
             self.gcloud.tpus(*group.slices.create_arguments())
             group.exists = True
-            return
-        group.exists = True
-        if found.slices not in ("", str(group.slices.config)):
+        elif found.slices not in ("", str(slices)):
             raise JobError(
-                f"{group.name} exists with {found.slices} instead of {group.slices.config}; delete it first, or choose "
-                "another tpu_name"
+                f"{group.name} exists with {found.slices} instead of {slices}; delete it first, or choose another "
+                "tpu_name"
             )
-        if found.state == "FAILED":
+        elif found.state == "FAILED":
             group.slices.delete()
             group.exists = False
-            raise GcloudError(
+            raise JobError(
                 f"the request for {group.name} failed and was deleted: {found.error or 'no reason given'}. Correct the "
                 "cause, or choose another zone, tpu_type or capacity_type, and rerun the same command"
             )
-        if found.state == "SUSPENDED":
+        elif found.state == "SUSPENDED":
             self._replace(group)
         elif found.state == "ACTIVE":
-            try:
-                group.addresses = group.slices.addresses()
-            except SlicesLostError:
-                # What another command deletes must not be requested again; the next poll finds that it is absent.
-                if group.slices.describe().state not in (ABSENT, "DELETING"):
-                    self._replace(group)
+            addresses = group.slices.addresses()
+            group.addresses = addresses or ()
+            # What another command deletes must not be requested again; the next poll finds that it is absent.
+            if addresses is None and group.slices.describe().state not in (ABSENT, "DELETING"):
+                self._replace(group)
 
     def _replace(self, group: Group) -> None:
         self.report(f"{group.name}: its slices are lost; deleting it, to request it again")
@@ -228,8 +196,7 @@ class Launch:
 
     def _keep_running(self, group: Group, upload: Path) -> bool:
         """Start the jobs of a group that do not run; returns whether the training is complete."""
-        jobs = group.jobs(self.groups[0].addresses[0])
-        statuses = group.slices.statuses()
+        jobs, statuses = group.jobs(self.groups[0].addresses[0]), group.slices.statuses()
         if not group.started:
             self._find_or_start(group, jobs, statuses, upload)
             group.started = True
@@ -243,33 +210,30 @@ class Launch:
         return False
 
     def _find_or_start(
-        self, group: Group, jobs: Mapping[str, Sequence[str]], statuses: Sequence[JobStatus], upload: Path
+        self, group: Group, jobs: Mapping[str, str], statuses: Sequence[JobStatus], upload: Path
     ) -> None:
         """Keep the jobs if all run with the same commands; otherwise install the code and start them."""
-        running, is_trainer = [status for status in statuses if status.running], group is self.groups[0]
-        scripts = {job: job_script(command) for job, command in jobs.items()}
-        others = [status for status in running if status.digest != script_digest(scripts.get(status.job, ""))]
-        if any(status.job == TRAIN for status in others):
+        others = {s.job for s in statuses if s.running and s.digest != script_digest(jobs.get(s.job, ""))}
+        if TRAIN in others:
             raise JobError(
                 f"{group.name} runs training with other arguments, or with another version of marin_rl.launch; run "
                 "`python -m marin_rl.launch tpu stop` with the same options first, or choose another tpu_name"
             )
         is_kept = not others and all(group.is_running(job, statuses) for job in jobs)
-        if is_trainer:
+        if group is self.groups[0]:
             self.follows = is_kept
         if is_kept and self.follows:
-            self.report(f"{group.name}: {_listed(scripts)} is running already")
+            self.report(f"{group.name}: {', '.join(jobs)} is running already")
             return
-        for name in {status.job for status in running}:
-            group.slices.stop(name, self.config.stop_timeout)
+        self._stop_running(group, statuses)
         self.report(f"{group.name}: installing the code on {_count(len(group.addresses), 'host')}")
-        for name, text in scripts.items():
+        for name, text in jobs.items():
             (upload / f"{name}.sh").write_text(text, encoding="utf-8")
         group.slices.upload(upload)
         group.slices.setup()
         for job in jobs:
             self.report(f"{group.name}: starting {job}")
-            group.start(job)
+            group.slices.start(job, on_all=job != RAY_HEAD)
 
     def _restart(self, group: Group, job: str, statuses: Sequence[JobStatus]) -> None:
         """Restart a job on all of its hosts.
@@ -284,7 +248,7 @@ class Launch:
         if self.restarts >= self.config.max_restarts:
             # Names of the hosts of a slice end with their index.
             index = None if failed is None else re.search(r"-w-(\d+)$", failed.host)
-            group.slices.logs(index[1] if index else "all", LOG_LINES, follow=False)
+            group.slices.logs(LOG_LINES, worker=index[1] if index else "all")
             raise JobError(
                 f"{job} {text} on {group.name}, after {_count(self.restarts, 'restart')}; the log is above. "
                 "Correct the cause and rerun the same command"
@@ -292,15 +256,22 @@ class Launch:
         self.restarts, self.last_failure = self.restarts + 1, now
         self.report(f"{group.name}: {job} {text}; restart {self.restarts} of {self.config.max_restarts}")
         group.slices.stop(job, self.config.stop_timeout)
-        group.start(job)
+        group.slices.start(job, on_all=job != RAY_HEAD)
+
+    def _stop_running(self, group: Group, statuses: Sequence[JobStatus]) -> str:
+        """Stop the jobs that run; returns their names."""
+        running = {status.job for status in statuses if status.running}
+        # Training first: it cannot save its state without Ray.
+        for job in sorted(running, key=lambda name: name != TRAIN):
+            group.slices.stop(job, self.config.stop_timeout)
+        return ", ".join(sorted(running))
 
     def _finish(self) -> None:
         """Stop the jobs that serve the complete one, such as Ray."""
         self.report("the run is complete, or was stopped")
         for group in self.groups:
-            for job in group.jobs("") if group.addresses else ():
-                if job != TRAIN:
-                    group.slices.stop(job, self.config.stop_timeout)
+            if group.addresses:
+                self._stop_running(group, group.slices.statuses())
 
 
 def open_launch(config: TpuConfig, arguments: Sequence[str], report: Callable[[str], None]) -> Launch:
@@ -312,29 +283,32 @@ def open_launch(config: TpuConfig, arguments: Sequence[str], report: Callable[[s
         report: prints a message.
     """
     gcloud = Gcloud(config.zone, config.project)
-    trainer = Slices(gcloud, config.tpu_name, config.slices, config.ssh_flags)
-    groups = [Group(trainer, lambda head: _trainer_jobs(config, arguments, head))]
+
+    def trainer_jobs(head: str) -> dict[str, str]:
+        train = ["../venv/bin/python", "-u", "-m", "marin_rl.train", *arguments]
+        train += ["--trainer.distributed.initialize_jax_distributed", "true"]
+        if config.rollout_slices is None:
+            return {TRAIN: job_script(train)}
+        # No CPUs and TPUs of this host for Ray: they are the trainer's, and workers must not be placed here.
+        ray = [*_RAY, "--head", f"--port={RAY_PORT}", "--num-cpus=0", '--resources={"TPU": 0}']
+        return {RAY_HEAD: job_script(ray), TRAIN: job_script([*train, "--ray_address", f"{head}:{RAY_PORT}"])}
+
+    def worker_jobs(head: str) -> dict[str, str]:
+        return {"ray_worker": job_script([*_RAY, f"--address={head}:{RAY_PORT}"])}
+
+    groups = [Group(Slices(gcloud, config.tpu_name, config.slices, config.ssh_flags), trainer_jobs)]
     if config.rollout_slices is not None:
         one = dataclasses.replace(config.rollout_slices, num_slices=1)
         for index in range(config.rollout_slices.num_slices):
             slices = Slices(gcloud, f"{config.tpu_name}-rollouts-{index}", one, config.ssh_flags)
-            groups.append(Group(slices, lambda head: {"ray_worker": [*_RAY, f"--address={head}:{RAY_PORT}"]}))
+            groups.append(Group(slices, worker_jobs))
     return Launch(gcloud, config, groups, report)
 
 
-def _trainer_jobs(config: TpuConfig, arguments: Sequence[str], head: str) -> dict[str, list[str]]:
-    train = [PYTHON, "-u", "-m", "marin_rl.train", *arguments]
-    train += ["--trainer.distributed.initialize_jax_distributed", "true"]
-    if config.rollout_slices is None:
-        return {TRAIN: train}
-    # No CPUs and TPUs of this host for Ray: they are the trainer's, and workers must not be placed here.
-    ray = [*_RAY, "--head", f"--port={RAY_PORT}", "--num-cpus=0", '--resources={"TPU": 0}']
-    return {RAY_HEAD: ray, TRAIN: [*train, "--ray_address", f"{head}:{RAY_PORT}"]}
+def job_script(command: Sequence[str]) -> str:
+    """Shell script that is replaced by a command."""
+    return f"exec {shlex.join(command)}\n"
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.pods import stand_in_gcloud
 from tests.pods.stand_in_gcloud import Cloud
 
 TIMEOUT = 400.0
@@ -84,16 +84,14 @@ def repr_yaml(text: str) -> str:
 
 @pytest.fixture
 def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
-    """An empty project with a stand-in for gcloud on PATH."""
+    """An empty project with a stand-in for gcloud."""
     cloud = Cloud(tmp_path / "cloud")
-    cloud.prepare()
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    gcloud = programs / "gcloud"
-    gcloud.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S -E {stand_in_gcloud.__file__} "$@"\n')
-    gcloud.chmod(0o755)
-    monkeypatch.setenv("STAND_IN_GCLOUD", str(cloud.folder))
-    monkeypatch.setenv("PATH", f"{programs}:/usr/local/bin:/usr/bin:/bin")
+    program = tmp_path / "programs" / "gcloud"
+    program.parent.mkdir()
+    program.touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/local/bin:/usr/bin:/bin")
+    names = types.SimpleNamespace(run=cloud.run, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr("marin_rl.pods.gcloud.subprocess", names)
     yield cloud
     # Launches of a failed test must end before the stand-in is gone.
     cloud.fail("", "ERROR: the test has ended", times=10**9)
@@ -115,27 +113,19 @@ def project(tmp_path: Path) -> Project:
     return Project(folder, control)
 
 
-@dataclasses.dataclass
-class Started:
-    """A launch that runs in a thread."""
-
-    thread: threading.Thread
-    statuses: list[int]
-
-    def join(self) -> int:
-        """Wait for its exit status."""
-        self.thread.join(TIMEOUT)
-        assert not self.thread.is_alive()
-        return self.statuses[0]
-
-
-def in_background(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> Started:
-    """Run a command line in a thread."""
+def in_background(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> Callable[[], int]:
+    """Run a command line in a thread; returns a function that waits for its exit status."""
     statuses: list[int] = []
     thread = threading.Thread(target=lambda: statuses.append(main(arguments)), daemon=True)
     thread.start()
     _THREADS.append(thread)
-    return Started(thread, statuses)
+
+    def join() -> int:
+        thread.join(TIMEOUT)
+        assert not thread.is_alive()
+        return statuses[0]
+
+    return join
 
 
 def wait_until(condition: Callable[[], object]) -> None:

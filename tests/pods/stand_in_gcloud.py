@@ -1,65 +1,46 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Stand-in for the `gcloud` command, with the documented arguments of the commands that a launch uses.
+"""Stand-in for the `gcloud` command: slices are folders, and their hosts processes of this machine.
 
-Keeps the state of queued resources and objects in a folder, which has a folder for each host of a slice, the home of
-commands over ssh. Records each call, and fails on demand. Uses the standard library only, so that it starts fast.
+Takes the documented arguments of the commands that a launch uses, records each call, and fails on demand. Each host of
+a slice has a folder, the home of commands over ssh.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-WIDE = {"account", "billing-project", "configuration", "flags-file", "flatten", "format", "impersonate-service-account"}
-WIDE |= {"project", "verbosity"}
-WIDE_SWITCHES = {"quiet", "help", "log-http", "no-user-output-enabled"}
-"""Flags of all commands: https://cloud.google.com/sdk/gcloud/reference."""
-SSH = {"ssh-key-file", "strict-host-key-checking", "worker", "zone", "ssh-key-expiration", "ssh-key-expire-after"}
-SSH_SWITCHES = {"dry-run", "force-key-file-overwrite", "internal-ip", "plain"}
-CREATE = {"accelerator-type", "boot-disk", "data-disk", "description", "labels", "metadata", "metadata-from-file"}
-CREATE |= {"network", "node-count", "node-id", "node-prefix", "range", "runtime-version", "scopes", "service-account"}
-CREATE |= {"subnetwork", "tags", "topology", "type", "valid-after-duration", "valid-after-time", "zone"}
-CREATE |= {"valid-until-duration", "valid-until-time", "reservation-host-folder", "reservation-host-organization"}
-CREATE |= {"reservation-host-project"}
-CREATE_SWITCHES = {"async", "guaranteed", "internal-ips", "reserved", "shielded-secure-boot", "spot"}
-COMMANDS: dict[tuple[str, ...], tuple[int, int, set[str], set[str], set[str]]] = {
-    ("compute", "tpus", "tpu-vm", "describe"): (1, 1, {"zone"}, set(), {"zone"}),
-    ("compute", "tpus", "tpu-vm", "ssh"): (
-        1,
-        1,
-        {"command", "output-directory", "ssh-flag", *SSH},
-        SSH_SWITCHES,
-        {"zone"},
-    ),
-    ("compute", "tpus", "tpu-vm", "scp"): (
-        2,
-        99,
-        {"scp-flag", *SSH},
-        {"compress", "recurse", *SSH_SWITCHES},
-        {"zone"},
-    ),
+SSH = {"worker=", "zone=", "internal-ip", "ssh-flag=", "strict-host-key-checking="}
+CREATE = {"accelerator-type=", "runtime-version=", "node-id=", "node-count=", "node-prefix=", "spot", "reserved"}
+COMMANDS: dict[tuple[str, ...], tuple[int, set[str], set[str]]] = {
+    ("compute", "tpus", "tpu-vm", "describe"): (1, {"zone="}, set()),
+    ("compute", "tpus", "tpu-vm", "ssh"): (1, {"zone=", "command="}, SSH),
+    ("compute", "tpus", "tpu-vm", "scp"): (2, {"zone="}, {"recurse", "compress", "scp-flag=", *SSH}),
     ("compute", "tpus", "queued-resources", "create"): (
         1,
-        1,
-        CREATE,
-        CREATE_SWITCHES,
-        {"zone", "accelerator-type", "runtime-version"},
+        {"zone=", "accelerator-type=", "runtime-version="},
+        {*CREATE, "network=", "service-account=", "internal-ips", "async"},
     ),
-    ("compute", "tpus", "queued-resources", "describe"): (1, 1, {"zone"}, set(), {"zone"}),
-    ("compute", "tpus", "queued-resources", "delete"): (1, 1, {"zone"}, {"async", "force"}, {"zone"}),
-    ("storage", "ls"): (0, 99, {"exclude-managed-folders"}, {"long", "recursive", "json"}, set()),
+    ("compute", "tpus", "queued-resources", "describe"): (1, {"zone="}, set()),
+    ("compute", "tpus", "queued-resources", "delete"): (1, {"zone="}, {"async", "force"}),
+    ("storage", "ls"): (1, set(), set()),
 }
-"""Least and most positional arguments, flags with a value, flags without, and required flags of each command:
+"""Number of positional arguments, required flags and further flags of each command, `=` after those with a value:
 https://cloud.google.com/sdk/gcloud/reference/compute/tpus and /storage."""
+ALL = {"format=", "project=", "quiet", "verbosity="}
+"""Flags of all commands."""
+DROPPED = "ERROR: (gcloud.compute.tpus.tpu-vm.ssh) [/usr/bin/ssh] exited with return code [255]."
+"""Message of a connection that broke."""
 
 
 class CallError(Exception):
@@ -67,57 +48,40 @@ class CallError(Exception):
 
 
 class Cloud:
-    """State of the stand-in, for the command and for tests."""
+    """A project with the bucket `gs://bucket`, and slices of two hosts; granted at the second description."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-
-    def prepare(self, *, num_hosts: int = 2, waits: int = 1) -> None:
-        """Create an empty project with the bucket `gs://bucket`.
-
-        Args:
-            num_hosts: hosts of each slice.
-            waits: number of descriptions until a request is granted.
-        """
-        self.folder.mkdir(parents=True)
-        state = {"resources": {}, "faults": [], "num_hosts": num_hosts, "waits": waits}
-        # Number of descriptions of a slice in which a host has no address yet.
-        self._write({**state, "without_addresses": {}})
-
-    @contextlib.contextmanager
-    def change(self) -> Iterator[dict[str, Any]]:
-        """Read the state, and write it at the end of the block."""
-        with (self.folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            state = json.loads((self.folder / "state.json").read_text())
-            yield state
-            self._write(state)
+        self.calls: list[list[str]] = []
+        self.resources: dict[str, dict[str, Any]] = {}
+        """Queued resources by name."""
+        self.waits = 1
+        """Number of descriptions until a request is granted."""
+        self.without_addresses = Counter[str]()
+        """Number of descriptions of a slice in which a host has no address yet."""
+        self._faults: list[list[Any]] = []
+        self._count = 0
+        self._lock = threading.RLock()
 
     def fail(self, words: str, stderr: str, *, times: int = 1) -> None:
         """Let the next commands that contain some words fail."""
-        with self.change() as state:
-            state["faults"].append({"words": words.split(), "stderr": stderr, "times": times})
+        self._faults.append([set(words.split()), stderr, times])
+
+    def add(self, name: str, kind: str, state: str = "ACCEPTED", nodes: Sequence[str] = ()) -> None:
+        """Add a queued resource."""
+        self._count += 1
+        values = {"kind": kind, "nodes": [*(nodes or [name])], "waits": self.waits, "state": state}
+        self.resources[name] = {**values, "number": self._count}
 
     def preempt(self, name: str) -> None:
         """Preempt the slices of a queued resource."""
-        with self.change() as state:
-            state["resources"][name]["state"] = "SUSPENDED"
-            self._end_hosts(state["resources"][name])
-
-    @property
-    def calls(self) -> list[list[str]]:
-        """Arguments of all calls."""
-        return [json.loads(line) for line in (self.folder / "calls.jsonl").read_text().splitlines()]
+        with self._lock:
+            self.resources[name]["state"] = "SUSPENDED"
+            self._end_hosts(self.resources[name])
 
     def called(self, *words: str) -> list[list[str]]:
         """Calls that contain some words."""
         return [call for call in self.calls if set(words) <= set(call)]
-
-    @property
-    def resources(self) -> dict[str, Any]:
-        """Queued resources by name."""
-        with self.change() as state:
-            return state["resources"]
 
     def host(self, node: str, worker: int) -> Path:
         """Home folder of a host."""
@@ -125,14 +89,8 @@ class Cloud:
 
     def close(self) -> None:
         """End all processes of all hosts."""
-        with self.change() as state:
-            for resource in state["resources"].values():
-                self._end_hosts(resource)
-
-    def _write(self, state: dict[str, Any]) -> None:
-        partial = self.folder / "state.partial"
-        partial.write_text(json.dumps(state))
-        partial.replace(self.folder / "state.json")
+        for resource in self.resources.values():
+            self._end_hosts(resource)
 
     def _end_hosts(self, resource: dict[str, Any]) -> None:
         for node in resource["nodes"]:
@@ -143,61 +101,53 @@ class Cloud:
 
     # The command.
 
-    def run(self, arguments: list[str]) -> int:
-        """Execute a command; returns its exit status."""
-        with (self.folder / "calls.jsonl").open("a") as file:
-            file.write(json.dumps(arguments) + "\n")
+    def run(self, command: Sequence[str], *, capture_output: bool = False, **_: Any) -> Any:
+        """Execute a command, with the interface of `subprocess.run`."""
+        try:
+            status, output, errors = self._execute(list(command[1:]))
+        except CallError as error:
+            status, output, errors = 1, "", str(error)
+        if not capture_output:
+            sys.stdout.write(output)
+        return subprocess.CompletedProcess(command, status, output, errors)
+
+    def _execute(self, arguments: list[str]) -> tuple[int, str, str]:
+        self.calls.append(arguments)
         command, places, flags = parse(arguments)
-        with self.change() as state:
-            for fault in state["faults"]:
-                if fault["times"] and set(fault["words"]) <= set(arguments):
-                    fault["times"] -= 1
-                    print(fault["stderr"], file=sys.stderr)
-                    return 1
+        with self._lock:
+            for fault in self._faults:
+                if fault[2] and fault[0] <= set(arguments):
+                    fault[2] -= 1
+                    raise CallError(fault[1])
             if command[-1] not in ("ssh", "scp"):
-                print(self._answer(command, places, flags, state))
-                return 0
-        return self._ssh(places, flags) if command[-1] == "ssh" else self._scp(places, flags)
+                return 0, self._answer(command, places[0], flags), ""
+        return self._ssh(places[0], flags) if command[-1] == "ssh" else self._scp(places)
 
-    def _answer(self, command: tuple[str, ...], places: list[str], flags: dict[str, str], state: dict[str, Any]) -> str:
-        match command:
-            case ("storage", "ls"):
-                if places != ["gs://bucket"]:
-                    raise CallError(f"(gcloud.storage.ls) HTTPError 403: someone has no access to {places}")
-                return ""
-            case (*_, "tpu-vm", "describe"):
-                return self._describe_node(places[0], state)
-        name = places[0]
-        known = state["resources"]
+    def _answer(self, command: tuple[str, ...], name: str, flags: dict[str, str]) -> str:
+        if command == ("storage", "ls"):
+            if name != "gs://bucket":
+                raise CallError(f"ERROR: (gcloud.storage.ls) HTTPError 403: someone has no access to {name}")
+            return ""
+        if "tpu-vm" in command:
+            return json.dumps(self._describe_node(name))
         if command[-1] == "create":
-            if name in known:
-                raise CallError(f"({'.'.join(command)}) ALREADY_EXISTS: Resource '{name}' already exists")
-            known[name] = self._create(name, flags, state["waits"])
+            if name in self.resources or ("node-id" in flags) == ("node-count" in flags):
+                raise CallError(f"ERROR: ALREADY_EXISTS: '{name}', or not exactly one of --node-id and --node-count")
+            nodes = [f"{flags.get('node-prefix')}-{index}" for index in range(int(flags.get("node-count", 0)))]
+            self.add(name, flags["accelerator-type"], nodes=nodes or [flags["node-id"]])
             return ""
-        if name not in known:
-            place = f"projects/p/locations/{flags['zone']}/queuedResources/{name}"
-            raise CallError(f"({'.'.join(command)}) NOT_FOUND: Resource '{place}' was not found")
+        if name not in self.resources:
+            raise CallError(f"ERROR: ({'.'.join(command)}) NOT_FOUND: Resource '{name}' was not found")
+        resource = self.resources[name]
         if command[-1] == "delete":
-            if "force" not in flags and known[name]["state"] == "ACTIVE":
-                raise CallError(f"({'.'.join(command)}) FAILED_PRECONDITION: {name} has nodes")
-            self._end_hosts(known.pop(name))
+            if "force" not in flags and resource["state"] == "ACTIVE":
+                raise CallError(f"ERROR: ({'.'.join(command)}) FAILED_PRECONDITION: {name} has nodes")
+            self._end_hosts(self.resources.pop(name))
             return ""
-        return self._describe(known[name])
-
-    def _create(self, name: str, flags: dict[str, str], waits: int) -> dict[str, Any]:
-        if ("node-id" in flags) == ("node-count" in flags):
-            raise CallError("exactly one of --node-id and --node-count is required")
-        count = int(flags.get("node-count", 1))
-        nodes = (
-            [flags["node-id"]] if "node-id" in flags else [f"{flags['node-prefix']}-{index}" for index in range(count)]
-        )
-        return {"flags": flags, "nodes": nodes, "waits": waits, "state": "ACCEPTED"}
-
-    def _describe(self, resource: dict[str, Any]) -> str:
         if resource["state"] in ("ACCEPTED", "WAITING_FOR_RESOURCES"):
             resource["state"] = "WAITING_FOR_RESOURCES" if resource["waits"] else "ACTIVE"
             resource["waits"] -= 1
-        node: dict[str, Any] = {"node": {"acceleratorType": resource["flags"]["accelerator-type"]}}
+        node = {"node": {"acceleratorType": resource["kind"]}}
         if len(resource["nodes"]) > 1:
             node["multisliceParams"] = {"nodeCount": len(resource["nodes"])}
         state = {"state": resource["state"]}
@@ -205,84 +155,66 @@ class Cloud:
             state["failedData"] = {"error": {"message": resource["error"]}}
         return json.dumps({"state": state, "tpu": {"nodeSpec": [node]}})
 
-    def _describe_node(self, name: str, state: dict[str, Any]) -> str:
-        for index, resource in enumerate(state["resources"].values()):
+    def _describe_node(self, name: str) -> dict[str, Any]:
+        for resource in self.resources.values():
             if name in resource["nodes"] and resource["state"] == "ACTIVE":
-                place = 16 * index + resource["nodes"].index(name)
-                endpoints = [{"ipAddress": f"10.0.{place}.{host}"} for host in range(state["num_hosts"])]
-                if state["without_addresses"].get(name, 0) > 0:
-                    state["without_addresses"][name] -= 1
-                    return json.dumps({"state": "CREATING", "networkEndpoints": [*endpoints[1:], {}]})
-                return json.dumps({"state": "READY", "networkEndpoints": endpoints})
-        raise CallError(f"(gcloud.compute.tpus.tpu-vm.describe) NOT_FOUND: Resource '{name}' was not found")
+                place = 16 * (resource["number"] - 1) + resource["nodes"].index(name)
+                endpoints = [{"ipAddress": f"10.0.{place}.{host}"} for host in range(2)]
+                if self.without_addresses[name]:
+                    self.without_addresses[name] -= 1
+                    return {"state": "CREATING", "networkEndpoints": [*endpoints[1:], {}]}
+                return {"state": "READY", "networkEndpoints": endpoints}
+        raise CallError(f"ERROR: (gcloud.compute.tpus.tpu-vm.describe) NOT_FOUND: Resource '{name}' was not found")
 
     def _hosts(self, node: str, worker: str) -> list[Path]:
-        with self.change() as state:
-            self._describe_node(node, state)
-            hosts = [self.host(node, index) for index in range(state["num_hosts"])]
+        with self._lock:
+            self._describe_node(node)
+        hosts = [self.host(node, index) for index in range(2)]
         for host in hosts:
             host.mkdir(parents=True, exist_ok=True)
         return hosts if worker == "all" else [hosts[int(worker)]]
 
-    def _ssh(self, places: list[str], flags: dict[str, str]) -> int:
-        result = 0
-        hosts = self._hosts(places[0], flags.get("worker", "0"))
+    def _ssh(self, node: str, flags: dict[str, str]) -> tuple[int, str, str]:
+        command, environment = ["bash", "-c", flags["command"]], dict(os.environ)
         running = [
             subprocess.Popen(
-                ["bash", "-c", flags["command"]],
+                command,
                 cwd=host,
-                env={**os.environ, "HOME": str(host)},
+                env={**environment, "HOME": str(host)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 text=True,
             )
-            for host in hosts
+            for host in self._hosts(node, flags.get("worker", "0"))
         ]
+        outputs, errors, result = "", "", 0
         for index, process in enumerate(running):
-            output, _ = process.communicate()
-            print(output, end="", flush=True)
+            output, error = process.communicate()
+            outputs, errors = outputs + output, errors + error
             if process.returncode:
                 result = process.returncode
-                print(f"##### Command execution on worker {index} failed with exit status {result}.", file=sys.stderr)
-        return result
+                errors += f"##### Command execution on worker {index} failed with exit status {result}.\n"
+        return result, outputs, errors
 
-    def _scp(self, places: list[str], flags: dict[str, str]) -> int:
-        *sources, target = places
-        node, _, folder = target.partition(":")
-        for host in self._hosts(node, flags.get("worker", "0")):
-            for source in sources:
-                if not (host / folder).is_dir():
-                    raise CallError(f"scp: {folder}: No such file or directory")
-                shutil.copytree(source, host / folder / Path(source).name, dirs_exist_ok=True)
-        return 0
+    def _scp(self, places: list[str]) -> tuple[int, str, str]:
+        node, _, folder = places[1].partition(":")
+        for host in self._hosts(node, "all"):
+            if not (host / folder).is_dir():
+                raise CallError(f"scp: {folder}: No such file or directory")
+            shutil.copytree(places[0], host / folder / Path(places[0]).name, dirs_exist_ok=True)
+        return 0, "", ""
 
 
-def parse(arguments: list[str]) -> tuple[tuple[str, ...], list[str], dict[str, str]]:
+def parse(arguments: Sequence[str]) -> tuple[tuple[str, ...], list[str], dict[str, str]]:
     """Check a command against the documented arguments; returns its name, positional arguments and flags."""
-    command = next((name for name in COMMANDS if tuple(arguments[: len(name)]) == name), None)
-    if command is None:
-        raise CallError(f"(gcloud) Invalid choice: {' '.join(arguments)}")
-    least, most, valued, switches, required = COMMANDS[command]
-    places: list[str] = []
-    flags: dict[str, str] = {}
-    for argument in arguments[len(command) :]:
-        if argument == "-" or not argument.startswith("--"):
-            places.append(argument)
-            continue
-        name, equals, value = argument[2:].partition("=")
-        if name not in (valued | WIDE if equals else switches | WIDE_SWITCHES):
-            raise CallError(f"({'.'.join(command)}) unrecognized arguments: {argument}")
-        if name in flags:
-            raise CallError(f"({'.'.join(command)}) {argument} is given twice")
-        flags[name] = value
-    if not least <= len(places) <= most or required - set(flags):
-        raise CallError(f"({'.'.join(command)}) argument {sorted(required - set(flags))}: Must be specified.")
-    return command, places, flags
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(Cloud(Path(os.environ["STAND_IN_GCLOUD"])).run(sys.argv[1:]))
-    except CallError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        sys.exit(1)
+    command = next((name for name in COMMANDS if tuple(arguments[: len(name)]) == name), ())
+    number, required, further = COMMANDS.get(command, (0, set(), set()))
+    others = arguments[len(command) :]
+    places = [argument for argument in others if not argument.startswith("--")]
+    flags = [argument[2:].partition("=") for argument in others if argument.startswith("--")]
+    names = [name + equals for name, equals, _ in flags]
+    unknown = set(names) - required - further - ALL
+    if not command or len(places) != number or unknown or required - set(names) or len(set(names)) < len(names):
+        raise CallError(f"ERROR: (gcloud) unrecognized, missing or repeated arguments: {' '.join(arguments)}")
+    return command, places, {name: value for name, _, value in flags}

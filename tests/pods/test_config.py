@@ -22,17 +22,10 @@ from tests.pods.test_preflight import VALID
         ({"zone": "us-east5"}, "zone is 'us-east5'; it must be a zone, such as us-east5-a"),
         ({"slices": {"tpu_type": "v5p"}}, "slices: tpu_type is 'v5p': it is not a slice of TPUs, such as "),
         ({"slices": {"tpu_type": "v5litpod-8"}}, "it is not a slice of TPUs, such as v5e-8"),
-        ({"slices": {"tpu_type": "v5e-x"}}, "tpu_type is 'v5e-x': it is not a slice of TPUs, such as v5e-8"),
         ({"slices": {"tpu_type": "2xv5e-8"}}, "it is 2 slices; write the type of one, and set num_slices: 2"),
         ({"slices": {"tpu_type": "v7x-8"}}, "tpu_type is tpu7x-8, of which the runtime version is not known"),
-        ({"slices": {"tpu_type": "v5p-8", "num_slices": 0}}, "slices.num_slices is 0; it must be at least 1"),
         ({"slices": {"tpu_type": "v5p-8", "capacity_type": "cheap"}}, "it takes one of on-demand, spot, reserved"),
         ({"slices": {"tpu_type": "v5p-8", "create_flags": ["--spot"]}}, "create_flags contains '--spot'"),
-        ({"slices": {"tpu_type": "v5p-8", "create_flags": ["--zone=b"]}}, "create_flags contains '--zone=b'"),
-        ({"slices": {"tpu_type": "v5p-8", "create_flags": ["spot"]}}, "create_flags contains 'spot'"),
-        ({"slices": {"tpu_typ": "v5p-8"}}, "unknown key slices.tpu_typ; did you mean 'tpu_type'"),
-        ({"worker": "first"}, "worker is 'first'; it must be the index of a host, or all"),
-        ({"max_restarts": -1}, "tpu.max_restarts is -1; it must be at least 0"),
     ],
 )
 def test_bad_configs(changes: dict[str, Any], message: str) -> None:
@@ -43,14 +36,9 @@ def test_bad_configs(changes: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "google"),
-    [
-        *((name, "v5litepod-8") for name in ("v5e-8", "v5lite-8", "V5E-8", "v5litepod-8", "v5e:2x4", " v5e-8")),
-        *((name, "v5litepod-16") for name in ("v5e-16", "v5e:4x4", "v5e:2x8")),
-        *(("v5p:4x4x12", "v5p-384"), ("v5p:2x2x3", "v5p-24")),
-    ],
+    ("name", "google"), [("V5E-8", "v5litepod-8"), (" v5lite-8", "v5litepod-8"), ("v5e:2x8", "v5litepod-16")]
 )
-def test_all_names_of_a_slice_request_the_type_of_google(name: str, google: str) -> None:
+def test_the_type_of_google_is_requested(name: str, google: str) -> None:
     config = decode(TpuConfig, VALID | {"slices": {"tpu_type": name}})
     (group,) = open_launch(config, [], print).groups
     assert f"--accelerator-type={google}" in group.slices.create_arguments()
@@ -58,7 +46,7 @@ def test_all_names_of_a_slice_request_the_type_of_google(name: str, google: str)
 
 
 HOSTILE = [
-    *("$(touch x)", "`touch x`", "a;touch x", "a'b", 'a"b', "a\nb", "a\0b", "-x", "--x", "--", "a b", "a|b", "a&b"),
+    *("$(touch x)", "`touch x`", "a;touch x", "a'b", 'a"b', "a\nb", "a\0b", "-x", "--", "a b", "a|b", "a&b"),
     *("a>x", "*", "~", "$HOME", "a\\b", "#a", "!a", "{a,b}", "\ud800", "\u202e", "--zone=b", "--zone=b\nc", "=a"),
     "--command=touch x",
 ]
@@ -66,11 +54,9 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE)
 @pytest.mark.parametrize(
-    "key", ["tpu_name", "zone", "project", "worker", "ssh_flags", "tpu_type", "runtime_version", "create_flags"]
+    "key", ["tpu_name", "zone", "project", "ssh_flags", "tpu_type", "runtime_version", "create_flags"]
 )
 def test_text_for_gcloud_is_a_name_or_a_flag(key: str, text: str) -> None:
-    if (key == "create_flags" and text == "--command=touch x") or ("flags" in key and text == "--x"):
-        pytest.skip("gcloud refuses flags that it does not know")
     value: Any = [text] if "flags" in key else text
     in_slices = key in ("tpu_type", "runtime_version", "create_flags")
     changes = {"slices": VALID["slices"] | {key: value}} if in_slices else {key: value}

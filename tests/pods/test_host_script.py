@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from marin_rl.pods.slices import script_digest
+from marin_rl.pods.gcloud import script_digest
 from tests.pods.conftest import wait_until
 
 ENDLESS = "echo >>../begun; while :; do sleep 0.02; done\n"

@@ -4,22 +4,27 @@
 """Checks of the training arguments and of the files to copy, before any command of gcloud."""
 
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
-from marin_rl.pods.config import TpuConfig
-from marin_rl.pods.preflight import check_training
-from marin_rl.pods.upload import UploadError
+from marin_rl.pods.config import CodeConfig, TpuConfig
+from marin_rl.pods.preflight import UploadError, check_training, code_files, environment_script
+from marin_rl.pods.tpu import job_script
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.settings.decode import decode
 from marin_rl.utils.settings.section_types import ConfigError
+from tests.pods.conftest import Project
 
 VALID: dict[str, Any] = {"tpu_name": "pod", "zone": "us-east5-a", "slices": {"tpu_type": "v5p-16"}}
 ROLLOUTS = {"rollout_slices": {"tpu_type": "v5litepod-8"}}
 ASYNC = ["--config", "run.yaml", "--run_dir", "/mnt/a", "--mode", "async", "--weights.host", "0.0.0.0"]
+ELSEWHERE = Path(__file__).parents[2] / "experiments" / "rloo.yaml"
 RUN = "environment: {type: arithmetic}\nmodel: {type: llama}\n"
 
 
@@ -56,25 +61,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             {"rollout_slices": {"tpu_type": "v5p-16"}},
             [*ASYNC, "--workers.resources.TPU", "8"],
-            "2 hosts of 4 chips, which is room for 0 workers",
+            "with 8 TPU chips each, but the rollout_slices, 1 x v5p-16 with hosts of 4 chips, have room for 0; correct",
         ),
+        (ROLLOUTS, [*ASYNC, "--workers.resources.TPU", "4", "--workers.num_workers", "3"], "have room for 2; correct"),
+        (ROLLOUTS, ASYNC, "with 0 TPU chips each, but the rollout_slices, "),
         (
             ROLLOUTS,
-            [*ASYNC, "--workers.resources.TPU", "4", "--workers.num_workers", "3"],
-            "workers.num_workers is 3, with 4 TPU chips each, but the 1 rollout_slices have 1 hosts of 8 chips, which "
-            "is room for 2 workers; lower it, or raise rollout_slices.num_slices",
-        ),
-        (ROLLOUTS, ASYNC, "workers.resources has no TPU, so workers would run on the CPUs of the rollout slices"),
-        (
-            {"rollout_slices": {"tpu_type": "v5e-8"}},
             [*ASYNC, "--workers.tpu_slice", "v6e:2x4"],
-            "a v6e-8, but rollout_slices.tpu_type is v5litepod-8",
+            "with tpu_slice v6e:2x4, but the rollout_slices, 1 x v5",
         ),
-        (ROLLOUTS, [*ASYNC, "--workers.tpu_slice", "v6e:2x4"], "a v6e-8, but rollout_slices.tpu_type is v5litepod-8"),
         (
             ROLLOUTS,
             [*ASYNC, "--workers.tpu_slice", "v5e:2x4", "--workers.num_workers", "2"],
-            "workers.num_workers is 2, with 8 TPU chips each",
+            "have room for 1; correct workers.tpu_slice, workers.resources or rollout_slices",
+        ),
+        (
+            {},
+            [f"--config={ELSEWHERE}", "--run_dir", "a"],
+            "is not copied to the hosts; give the path of a file in",
         ),
         ({"code": {"secrets": ["ABSENT_1"]}}, ["--config", "run.yaml", "--run_dir", "a"], "secrets names ABSENT_1"),
     ],
@@ -86,10 +90,21 @@ def test_bad_training_arguments(folder: Path, changes: dict[str, Any], arguments
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("run_dir", ["gs://bucket/runs/a", "/mnt/runs/a"])
-def test_returns_the_run_directory(folder: Path, run_dir: str) -> None:
-    arguments = ["--config", "run.yaml", "--run_dir", run_dir]
-    assert checked(decode(TpuConfig, VALID), arguments) == run_dir
+@pytest.mark.parametrize(
+    ("slices", "arguments"),
+    [
+        (None, ["--config", "run.yaml", "--run_dir", "/mnt/a"]),
+        (None, ["--config", "run.yaml", "--run_dir", "gs://bucket/runs/a"]),
+        ("v5litepod-8", [*ASYNC, "--workers.tpu_slice", "v5e:2x4"]),
+        ("v5litepod-8", [*ASYNC, "--workers.resources.TPU", "4"]),
+        # Different names of one type.
+        ("v5e:2x8", [*ASYNC, "--workers.tpu_slice", "v5e-16", "--workers.num_workers", "4"]),
+        ("v5litepod-16", [*ASYNC, "--workers.tpu_slice", "v5e:2x8", "--workers.num_workers", "4"]),
+    ],
+)
+def test_valid_arguments(folder: Path, slices: str | None, arguments: list[str]) -> None:
+    config = VALID if slices is None else VALID | {"rollout_slices": {"tpu_type": slices}}
+    assert checked(decode(TpuConfig, config), arguments) == arguments[3]
 
 
 @pytest.mark.medium
@@ -102,39 +117,10 @@ def test_config_files_are_those_of_the_code(folder: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("hardware", [["--workers.tpu_slice", "v5e:2x4"], ["--workers.resources.TPU", "4"]])
-def test_workers_on_rollout_slices(folder: Path, hardware: list[str]) -> None:
-    assert checked(decode(TpuConfig, VALID | ROLLOUTS), [*ASYNC, *hardware]) == "/mnt/a"
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("reserved", ["v5e:2x8", "v5e-16"])
-@pytest.mark.parametrize("requested", ["v5e:2x8", "v5litepod-16", "v5e:4x4"])
-def test_workers_and_slices_may_have_different_names_of_one_type(folder: Path, requested: str, reserved: str) -> None:
-    config = decode(TpuConfig, VALID | {"rollout_slices": {"tpu_type": requested}})
-    arguments = [*ASYNC, "--workers.tpu_slice", reserved, "--workers.num_workers", "4"]
-    assert checked(config, arguments) == "/mnt/a"
-
-
-@pytest.mark.medium
 def test_slices_that_ray_cannot_reserve_are_refused(folder: Path) -> None:
     arguments = [*ASYNC, "--workers.tpu_slice", "v5e:6x2", "--workers.num_workers", "3"]
     with pytest.raises(UserError, match="Ray knows no v5e slices of shape 6x2"):
         checked(decode(TpuConfig, VALID | ROLLOUTS), arguments)
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize(("hidden", "named"), [("mine.py", "mine.py"), ("helpers.py", "helpers.py"), ("other", None)])
-def test_imports_that_are_not_copied_are_refused(folder: Path, hidden: str, named: str | None) -> None:
-    (folder / "mine.py").write_text("from .helpers import X\n")
-    (folder / "helpers.py").write_text("X = 1\n")
-    (folder / ".gitignore").write_text(f"{hidden}\n")
-    arguments = ["--config", "run.yaml", "--run_dir", "/mnt/a", "--imports", "[./mine.py]"]
-    if named is None:
-        assert checked(decode(TpuConfig, VALID), arguments) == "/mnt/a"
-        return
-    with pytest.raises(UploadError, match=rf"imports .*{named} is not copied to the hosts; give the path of a file in"):
-        checked(decode(TpuConfig, VALID), arguments)
 
 
 JSONL = ["--environment", "{type: jsonl, path: data/a.jsonl, grader: {type: exact}}"]
@@ -148,6 +134,8 @@ REWARD = ["--environment.rewards", "[{type: function, path: rewards.py, function
         ("data", JSONL, "environment.path data/a.jsonl is not copied to the hosts"),
         ("rewards.py", REWARD, r"rewards.py is not copied to the hosts"),
         ("helpers.py", REWARD, r"helpers.py is not copied to the hosts"),
+        ("rewards.py", ["--imports", "[./rewards.py]"], r"imports .*rewards.py is not copied to the hosts"),
+        ("helpers.py", ["--imports", "[./rewards.py]"], r"imports .*helpers.py is not copied to the hosts"),
         ("weights", ["--tokenizer.path", "weights"], "tokenizer.path weights is not copied to the hosts"),
         ("", ["--tokenizer.chat_template", "~/a.jinja"], "~/a.jinja is not copied to the hosts; give the path of"),
         (
@@ -162,7 +150,12 @@ REWARD = ["--environment.rewards", "[{type: function, path: rewards.py, function
 def test_files_that_training_reads_must_be_copied(
     folder: Path, hidden: str, options: list[str], message: str | None
 ) -> None:
-    files = {"data/a.jsonl": "{}", "rewards.py": "import helpers\n", "helpers.py": "", "weights/tokenizer.json": "{}"}
+    files = {
+        "data/a.jsonl": "{}",
+        "rewards.py": "from .helpers import *\n",
+        "helpers.py": "",
+        "weights/tokenizer.json": "{}",
+    }
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
@@ -185,8 +178,64 @@ def test_absolute_paths_are_reported(folder: Path) -> None:
     ]
 
 
-@pytest.mark.medium
-def test_a_config_outside_the_folder_is_refused(folder: Path) -> None:
-    config = decode(TpuConfig, VALID)
-    with pytest.raises(UploadError, match="is not copied to the hosts; give the path of a file in"):
-        checked(config, [f"--config={folder}/run.yaml", "--run_dir", "a"])
+# Files to copy.
+
+
+def test_tracked_and_untracked_files_are_listed_and_ignored_ones_are_not(project: Project) -> None:
+    (project.folder / "sub folder").mkdir()
+    (project.folder / "sub folder" / "ä.txt").write_text("")
+    subprocess.run(["git", "-C", str(project.folder), "add", "train.py", "run.yaml"], check=True)
+    (project.folder / "run.yaml").unlink()
+    assert code_files(project.folder) == [".gitignore", "sub folder/ä.txt", "train.py"]
+    assert code_files(project.folder / "sub folder") == ["ä.txt"]
+
+
+def test_bad_folders(tmp_path: Path, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UploadError, match="It must be a git work tree, because files that git ignores"):
+        code_files(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    subprocess.run(["git", "init", "-q", str(tmp_path / "empty")], check=True)
+    with pytest.raises(UploadError, match="has no files; set it to the root of your repository"):
+        code_files(tmp_path / "empty")
+    monkeypatch.setattr("marin_rl.pods.preflight.MAX_MEGABYTES", 1e-5)
+    with pytest.raises(
+        UploadError, match=r"more than 1e-05; list large files in \.gitignore.* The largest is train\.py"
+    ):
+        code_files(project.folder)
+
+
+SHELL = ["$(touch x)", "`touch x`", "';touch x;'", '";touch x;"', "\ntouch x\n", "-x=1", "~", "*", "a\\", "!!", "\r"]
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")) | st.sampled_from(SHELL)
+
+
+@hypothesis.given(value=TEXTS, other=TEXTS)
+@hypothesis.settings(max_examples=40, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+def test_no_shell_interprets_values_and_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, other: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOKEN", other)
+    script = environment_script(CodeConfig(env={"A": value}, secrets=("TOKEN",)))
+    show = [sys.executable, "-c", "import os, sys; print(ascii([os.environ['A'], os.environ['TOKEN'], *sys.argv[1:]]))"]
+    script = f"set -a; {script}{job_script([*show, value, other])}"
+    said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert (said.stdout, said.stderr) == (f"{[value, other, value, other]!a}\n", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("env", "secrets", "message"),
+    [
+        ({"A": "a\0b"}, (), "the value of the variable A has a zero byte or half a character"),
+        ({}, ("HALF",), "the value of the variable HALF has a zero byte or half a character"),
+        ({}, ("ABSENT_1",), "secrets names ABSENT_1, which is not set in the environment of this command"),
+        ({"A B": ""}, ("1",), "invalid name of an environment variable: 'A B', '1'"),
+        ({"A": ""}, ("A",), "A is in both env and secrets; keep one of them"),
+    ],
+)
+def test_bad_variables(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], secrets: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr("os.environ", {"HALF": "a\udcff"})
+    with pytest.raises((UploadError, ValueError), match=message):
+        environment_script(CodeConfig(env=env, secrets=secrets))

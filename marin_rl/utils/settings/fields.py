@@ -208,22 +208,6 @@ def local_path(value: str, key: str) -> Path:
     return user_path(value, key)
 
 
-def check_at_least(section: object, name: str, **minimums: int) -> None:
-    """Validate numbers of a section.
-
-    Args:
-        section: the section.
-        name: its key, for the error message.
-        **minimums: lowest valid value by field name.
-
-    Raises:
-        ValueError: if a number is lower; the message names key, value and minimum.
-    """
-    for field, minimum in minimums.items():
-        if getattr(section, field) < minimum:
-            raise ValueError(f"{name}.{field} is {getattr(section, field)}; it must be at least {minimum}")
-
-
 def check_address(key: str, address: str, key_setting: str) -> None:
     """Check the address of a server.
 
