@@ -6,7 +6,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from marin_rl.config.command_line import CommandParser, check_command_line, parse_arguments, positive, run_command
@@ -46,9 +46,6 @@ def argument_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--prompt_tokens", type=positive, help="tokens of every prompt (default: the longest)")
     parser.add_argument("--answer_tokens", type=positive, help="sampled tokens of every rollout (default: the longest)")
-    parser.add_argument(
-        "--search", action="store_true", help="also find the largest per_device_parallelism and max_seqs that fit"
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to a file")
     return parser
 
@@ -67,11 +64,10 @@ def _run(argv: Sequence[str]) -> int:
         raise ConfigError(f"--json {arguments.json} cannot be written; give a file in an existing folder")
 
     from marin_rl.config.train_config import TrainConfig
-    from marin_rl.pods.report import describe, describe_search, to_json
-    from marin_rl.pods.run_plan import Lengths, Plan, default_lengths, make_plan, vocab_size_of, with_model
-    from marin_rl.pods.search import largest_that_fit
+    from marin_rl.pods.report import describe, to_json
+    from marin_rl.pods.run_plan import Lengths, complete_model, default_lengths, make_plan
 
-    config = with_model(parse_arguments(TrainConfig, checked).config)
+    config, vocab_size = complete_model(parse_arguments(TrainConfig, checked).config, arguments.vocab_size)
     longest = default_lengths(config)
     lengths = Lengths(arguments.prompt_tokens or longest.prompt, arguments.answer_tokens or longest.answer)
     if sum(lengths) > config.rollouts.max_length:
@@ -79,27 +75,17 @@ def _run(argv: Sequence[str]) -> int:
             f"{lengths.prompt} prompt tokens and {lengths.answer} answer tokens exceed rollouts.max_length, "
             f"{config.rollouts.max_length}; lower --prompt_tokens or --answer_tokens"
         )
-    vocab_size = arguments.vocab_size or vocab_size_of(config)
-
-    def make(config: TrainConfig, only: Collection[str] | None = None) -> Plan:
-        return make_plan(
-            config,
-            topology,
-            vocab_size=vocab_size,
-            worker_topology=worker_topology,
-            lengths=lengths,
-            only=only,
-            report=lambda name: print(f"compiling {name}", file=sys.stderr, flush=True),
-        )
-
-    plan = make(config)
+    plan = make_plan(
+        config,
+        topology,
+        vocab_size=vocab_size,
+        worker_topology=worker_topology,
+        lengths=lengths,
+        report=lambda name: print(f"compiling {name}", file=sys.stderr, flush=True),
+    )
     print(escape(describe(plan)))
-    values = to_json(plan)
-    if arguments.search:
-        values["largest_that_fit"] = found = largest_that_fit(config, plan, make)
-        print(f"\n{describe_search(found)}")
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n")
+        arguments.json.write_text(json.dumps(to_json(plan), indent=2, allow_nan=False) + "\n")
     return FITS if plan.fits else DOES_NOT_FIT
 
 

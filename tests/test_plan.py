@@ -48,22 +48,6 @@ def test_plan_of_a_cpu_mesh(config: Path, tmp_path: Path):
     assert values["workers"] is None
 
 
-@pytest.mark.slow
-def test_search_finds_the_largest_settings(config: Path, tmp_path: Path):
-    """Everything fits: one microbatch of 16 rollouts, and a slot for each."""
-    file = tmp_path / "plan.json"
-    done = run_plan("--config", str(config), "--topology", "cpu:1", "--search", "--json", str(file))
-    assert done.returncode == plan.FITS, done.stderr
-    assert json.loads(file.read_text())["largest_that_fit"] == {
-        "trainer.per_device_parallelism": 16,
-        "sampling.max_seqs": 16,
-    }
-    assert done.stdout.endswith(
-        "every program compiles and fits\n\nlargest that fits, each by itself:\n"
-        "trainer.per_device_parallelism: 16\nsampling.max_seqs: 16\n"
-    )
-
-
 NEEDS_LIBTPU = pytest.mark.skipif(util.find_spec("libtpu") is None, reason="needs libtpu, from the extra tpu")
 NEEDS_CUDA = pytest.mark.skipif(not any(map(util.find_spec, CUDA_PLUGINS)), reason="needs the extra gpu")
 
@@ -79,16 +63,8 @@ NEEDS_CUDA = pytest.mark.skipif(not any(map(util.find_spec, CUDA_PLUGINS)), reas
 )
 def test_plan_for_absent_accelerators(topology: str, where: str, config: Path, tmp_path: Path):
     file = tmp_path / "plan.json"
-    sizes = [
-        "--json",
-        str(file),
-        "--model.hidden_dim",
-        "512",
-        "--model.attn_backend",
-        "null",
-        "--trainer.mp",
-        "p=f32,c=bf16",
-    ]
+    sizes = ["--json", str(file), "--model.hidden_dim", "512", "--trainer.mp", "p=f32,c=bf16"]
+    sizes += ["--model.attn_backend", "null"]
     done = run_plan("--config", str(config), "--topology", topology, *sizes)
     assert done.returncode == plan.FITS, done.stdout + done.stderr
     assert where in done.stdout
@@ -113,10 +89,9 @@ def test_mesh_that_does_not_divide_the_heads_is_one_sentence(config: Path):
     [
         (["--topology", "cpu:1", "--json", "/absent/plan.json"], "--json /absent/plan.json cannot be written; give a"),
         (["--topology", "v5:2x2"], "'v5:2x2': it is not a slice of TPUs, such as v5e-8"),
-        (["--topology", "cpu:1", "--worker_topology", "x"], "'x': it is not a slice of TPUs, such as v5e-8"),
         (
             ["--topology", "cpu:1", "--initialize_from", "gs://bucket/weights"],
-            "give a local folder with their config.json; or give the number of tokens with --vocab_size",
+            "copies no weights from an object store; give the number of tokens with --vocab_size, or a local folder",
         ),
         (
             ["--topology", "cpu:1", "--initialize_from", "no/such_weights"],
@@ -124,23 +99,13 @@ def test_mesh_that_does_not_divide_the_heads_is_one_sentence(config: Path):
         ),
         (
             ["--topology", "cpu:1", "--initialize_from", "gs://bucket/weights", "--model", "null", "--vocab_size", "9"],
-            "a plan copies no weights from an object store",
-        ),
-        (
-            ["--topology", "cpu:8", "--worker_topology", "cpu:2", "--mode", "async"],
-            "a process can have only one number of CPU devices; give the same one, or leave --worker_topology out",
+            "copies no weights from an object store; give a model in the config, or a local folder",
         ),
         (
             ["--topology", "v5e:4x4", "--worker_topology", "v5e:4x4", "--mode", "async"],
             "--worker_topology is v5e:4x4, which has 4 hosts, but a rollout worker has one; give v5e:2x2",
         ),
         (["--topology", "cpu:1", "--worker_topology", "cpu:1"], "mode: sync has no workers; leave it out"),
-        (
-            ["--topology", "v5e:2x2", "--worker_topology", "cpu:1", "--mode", "async"],
-            "--topology is v5e:2x2 and --worker_topology cpu:1, but a process can have only one number of CPU devices",
-        ),
-        (["--topology", "cpu:1", "--num_step", "3"], "num_step"),
-        ([], "error: the following arguments are required: --topology; see --help"),
         (["--topology", "cpu:1", "--vocab_size", "0"], "--vocab_size: must be a whole number of at least 1, got '0'"),
         (
             ["--topology", "cpu:1", "--prompt_tokens", "30"],

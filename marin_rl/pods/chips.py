@@ -70,14 +70,9 @@ class Topology:
     """Number of slices."""
 
     @property
-    def chips_per_slice(self) -> int:
-        """Number of chips of a slice."""
-        return math.prod(self.shape)
-
-    @property
     def num_chips(self) -> int:
         """Number of chips of all slices."""
-        return self.slices * self.chips_per_slice
+        return self.slices * math.prod(self.shape)
 
     @property
     def host_shape(self) -> tuple[int, ...]:

@@ -76,15 +76,10 @@ def extrapolate(one: ProgramMemory, two: ProgramMemory, layers: int) -> ProgramM
     ProgramMemory(arguments=23, outputs=0, aliased=0, temporaries=3, seconds=0.0)
     """
 
-    def line(first: Number, second: Number) -> Number:
-        return first + (layers - 1) * (second - first)
+    def line(name: str) -> Number:
+        return getattr(one, name) + (layers - 1) * (getattr(two, name) - getattr(one, name))
 
-    return ProgramMemory(
-        line(one.arguments, two.arguments),
-        line(one.outputs, two.outputs),
-        line(one.aliased, two.aliased),
-        two.temporaries,
-    )
+    return ProgramMemory(line("arguments"), line("outputs"), line("aliased"), two.temporaries)
 
 
 def compiled_memory(name: str, run: RunShapes) -> ProgramMemory:

@@ -34,7 +34,7 @@ from marin_rl.sampling.cached_model import CachedModel, ModelArrays, with_cache
 from marin_rl.sampling.config import LevanterSamplerConfig
 from marin_rl.sampling.decoding import Programs, Slots, compile_programs, conversion_program
 from marin_rl.sampling.group_sampler import DECODE_STEPS
-from marin_rl.sampling.sizes import PrefillShape, SamplerSizes, check_cache_size, sampler_sizes
+from marin_rl.sampling.sizes import SamplerSizes, check_cache_size, sampler_sizes
 from marin_rl.sampling.stops import StopTable
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig, DistributedConfig
 from marin_rl.utils.levanter_line import shard
@@ -203,17 +203,9 @@ def lower_resharding(run: RunShapes) -> jax.stages.Lowered:
         return jax.jit(lambda model: shard(model, mapping)).lower(run.place(run.converted))
 
 
-def lower_prefill(run: RunShapes) -> jax.stages.Lowered:
-    """Lower a long call of `prefill`."""
-    return _lower_prefill(run, run.sizes.prefill.long)
-
-
-def lower_short_prefill(run: RunShapes) -> jax.stages.Lowered:
-    """Lower a short call of `prefill`."""
-    return _lower_prefill(run, run.sizes.prefill.short)
-
-
-def _lower_prefill(run: RunShapes, shape: PrefillShape) -> jax.stages.Lowered:
+def lower_prefill(run: RunShapes, *, short: bool = False) -> jax.stages.Lowered:
+    """Lower a long or a short call of `prefill`."""
+    shape = run.sizes.prefill.short if short else run.sizes.prefill.long
     rows, chunk = run.sizes.shards * shape.rows, shape.chunk
     tokens = Tokens(_integers(rows, chunk), _integers(rows), _integers(rows, chunk))
     with run.use_sampler_mesh():
@@ -240,7 +232,7 @@ LOWER: dict[str, Callable[[RunShapes], jax.stages.Lowered]] = {
     "sampler weights": lower_sampler_weights,
     "resharding": lower_resharding,
     "prefill": lower_prefill,
-    "short prefill": lower_short_prefill,
+    "short prefill": functools.partial(lower_prefill, short=True),
     "decode": lower_decode,
     "weight copy": lower_weight_copy,
 }

@@ -82,12 +82,6 @@ def _verdict(plan: Plan) -> str:
     return "\n".join(["the run does not fit:", *lines]) if lines else "every program compiles and fits"
 
 
-def describe_search(found: Mapping[str, int | None]) -> str:
-    """Return the largest settings that fit as text."""
-    values = [f"{name}: {'none' if value is None else value}" for name, value in found.items()]
-    return "\n".join(["largest that fits, each by itself:", *values])
-
-
 def _name(plan: Plan, program: PlannedProgram) -> str:
     return program.name if plan.worker_topology is None else f"{program.name} ({program.place})"
 
@@ -133,19 +127,18 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "microbatch": {"rows_per_device": plan.rows, "row_length": plan.row_length},
         "step": plan.step._asdict(),
         "held": dict(plan.held),
-        "programs": [_program_json(program) for program in plan.programs],
+        "programs": [
+            {
+                "name": program.name,
+                "place": program.place,
+                "compiled": None if program.compiled is None else dataclasses.asdict(program.compiled),
+                "memory": program.memory,
+                "chip_memory": program.chip.memory,
+                "problem": None if program.problem is None else dataclasses.asdict(program.problem),
+            }
+            for program in plan.programs
+        ],
         "fits": plan.fits,
         "computed_seconds": {"trainer": dict(plan.trainer_seconds), "worker": dict(plan.worker_seconds)},
         "workers": plan.workers,
-    }
-
-
-def _program_json(program: PlannedProgram) -> dict[str, Any]:
-    return {
-        "name": program.name,
-        "place": program.place,
-        "compiled": None if program.compiled is None else dataclasses.asdict(program.compiled),
-        "memory": program.memory,
-        "chip_memory": program.chip.memory,
-        "problem": None if program.problem is None else dataclasses.asdict(program.problem),
     }

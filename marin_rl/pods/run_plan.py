@@ -5,7 +5,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -18,7 +18,7 @@ from marin_rl.pods.absent_devices import absent_devices
 from marin_rl.pods.chips import GIB, Chip, Number, Topology
 from marin_rl.pods.compiling import Failure, ProgramMemory, chip_bytes, compile_program, memory_remedy
 from marin_rl.pods.least_time import StepSize, sampler_seconds, trainer_seconds
-from marin_rl.pods.programs import LOWER, UNROLLED, RunShapes, open_shapes, programs_of
+from marin_rl.pods.programs import UNROLLED, RunShapes, open_shapes, programs_of
 from marin_rl.tokenization.load import TokenizerLoadError
 from marin_rl.training.starting_weights import hf_folder, resolve_model
 from marin_rl.utils.devices.sharding import check_sharding
@@ -73,8 +73,6 @@ class Plan:
     """Number of parameters of the policy."""
     layers: int
     """Number of layers."""
-    per_device_parallelism: int
-    """`trainer.per_device_parallelism`, or its default: rows of `rollouts.max_length` of a microbatch on a device."""
     rows: int
     """Rows of a microbatch on each data-parallel device, which may share prompts and be longer."""
     row_length: int
@@ -93,11 +91,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether every program compiles and fits the memory."""
-        return self.fit(*LOWER)
-
-    def fit(self, *names: str) -> bool:
-        """Return whether the programs with these names compile and fit, if the run has them."""
-        return all(program.problem is None for program in self.programs if program.name in names)
+        return all(program.problem is None for program in self.programs)
 
     @property
     def workers(self) -> int | None:
@@ -114,7 +108,6 @@ def make_plan(
     vocab_size: int,
     worker_topology: Topology | None = None,
     lengths: Lengths | None = None,
-    only: Collection[str] | None = None,
     report: Callable[[str], None] = lambda message: None,
 ) -> Plan:
     """Compile the programs of a run for a topology.
@@ -125,7 +118,6 @@ def make_plan(
         vocab_size: number of tokens of the model.
         worker_topology: chips of a rollout worker, in `mode: async` only; None for one host of the trainer's kind.
         lengths: tokens of every rollout; None for the maximum.
-        only: names of the programs to compile, if the run has them; None for all.
         report: called with the name of each program before it is compiled.
 
     Raises:
@@ -134,60 +126,50 @@ def make_plan(
     """
     is_async = config.mode is Mode.ASYNC
     if worker_topology is not None:
-        _check_workers(is_async, topology, worker_topology)
+        _check_workers(is_async, worker_topology)
     worker_topology = (worker_topology or topology.local()) if is_async else None
     jax.config.update("jax_enable_compilation_cache", topology.chip.platform == "cpu")
-    names = [name for name in programs_of(config, topology.num_hosts) if only is None or name in only]
+    names = programs_of(config, topology.num_hosts)
     on_host = [name for name in names if name in (UNROLLED if is_async else ON_ONE_HOST)]
-
-    def plan_programs(
-        names: Collection[str], place: str, run: RunShapes, held: Mapping[str, Number], chip: Chip
-    ) -> list[PlannedProgram]:
-        programs = []
-        for name in names:
-            report(name)
-            programs.append(_plan_program(name, place, run, held, chip))
-        return programs
-
+    of_worker: dict[str, float] = {}
     with absent_devices(topology):
         run, step = _chosen_layout(_open(config, vocab_size), lengths or default_lengths(config))
-        held = _held(run)
-        programs = plan_programs([name for name in names if name not in on_host], "trainer", run, held, topology.chip)
-        plan = Plan(
-            topology,
-            worker_topology,
-            mesh=dict(run.trainer.device_mesh.shape),
-            parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.policy)),
-            layers=run.num_layers,
-            per_device_parallelism=run.trainer.per_device_parallelism,
-            rows=run.layout.rows_per_microbatch // run.trainer.data_axis_size,
-            row_length=run.layout.row_length,
-            step=step,
-            held=held,
-            programs=tuple(programs),
-            trainer_seconds=trainer_seconds(run, step, topology.chip),
-            worker_seconds={},
-        )
-    if not on_host:
-        return plan
-    if worker_topology is None:
+        held, mesh, rows = _held(run), dict(run.trainer.device_mesh.shape), run.layout.rows_per_microbatch
+        of_mesh = [name for name in names if name not in on_host]
+        programs = [_plan_program(name, "trainer", run, held, topology.chip, report) for name in of_mesh]
+        of_trainer = trainer_seconds(run, step, topology.chip)
+        rows //= run.trainer.data_axis_size
+    if on_host and worker_topology is None:
         # XLA compiles a program with collectives for all devices of a topology only.
         with absent_devices(topology.local()):
             host = _open(of_one_host(config, topology), vocab_size)
-            programs = plan_programs(on_host, "trainer", host, held, topology.chip)
-            seconds = sampler_seconds(host, step, topology.chip, topology.num_hosts)
-        return dataclasses.replace(
-            plan, programs=(*plan.programs, *programs), trainer_seconds={**plan.trainer_seconds, **seconds}
-        )
-    with absent_devices(worker_topology):
-        try:
-            worker = _open(_of_worker(config), vocab_size)
-        except ValueError as error:
-            raise ValueError(f"rollout workers: {_for_workers(str(error))}") from error
-        weights = {"weights": chip_bytes(worker.parameters)}
-        programs = plan_programs(on_host, "worker", worker, weights, worker_topology.chip)
-        seconds = sampler_seconds(worker, step, worker_topology.chip, hosts=1)
-    return dataclasses.replace(plan, programs=(*plan.programs, *programs), worker_seconds=seconds)
+            programs += [_plan_program(name, "trainer", host, held, topology.chip, report) for name in on_host]
+            of_trainer |= sampler_seconds(host, step, topology.chip, topology.num_hosts)
+    elif on_host and worker_topology is not None:
+        with absent_devices(worker_topology):
+            try:
+                section = config.workers.trainer_config(config.trainer)
+                worker = _open(dataclasses.replace(config, trainer=section), vocab_size)
+            except ValueError as error:
+                raise ValueError(f"rollout workers: {_for_workers(str(error))}") from error
+            weights, chip = {"weights": chip_bytes(worker.parameters)}, worker_topology.chip
+            programs += [_plan_program(name, "worker", worker, weights, chip, report) for name in on_host]
+            of_worker = sampler_seconds(worker, step, chip, hosts=1)
+    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.policy))
+    return Plan(
+        topology=topology,
+        worker_topology=worker_topology,
+        mesh=mesh,
+        parameters=parameters,
+        layers=run.num_layers,
+        rows=rows,
+        row_length=run.layout.row_length,
+        step=step,
+        held=held,
+        programs=tuple(programs),
+        trainer_seconds=of_trainer,
+        worker_seconds=of_worker,
+    )
 
 
 def of_one_host(config: TrainConfig, topology: Topology) -> TrainConfig:
@@ -204,22 +186,17 @@ def of_one_host(config: TrainConfig, topology: Topology) -> TrainConfig:
     return dataclasses.replace(config, trainer=trainer, sampling=sampling)
 
 
-def _check_workers(is_async: bool, topology: Topology, worker_topology: Topology) -> None:
+def _check_workers(is_async: bool, topology: Topology) -> None:
     """Raise ValueError if the run has no workers, or they cannot have these chips."""
     if not is_async:
         raise ValueError(
-            f"--worker_topology is {worker_topology.name}, but a run with mode: sync has no workers; leave it out, or "
-            "plan with --mode async"
+            f"--worker_topology is {topology.name}, but a run with mode: sync has no workers; leave it out, or plan "
+            "with --mode async"
         )
-    if "cpu" in (topology.chip.platform, worker_topology.chip.platform) and topology != worker_topology:
+    if topology.num_hosts > 1:
         raise ValueError(
-            f"--topology is {topology.name} and --worker_topology {worker_topology.name}, but a process can have only "
-            "one number of CPU devices; give the same one, or leave --worker_topology out"
-        )
-    if worker_topology.num_hosts > 1:
-        raise ValueError(
-            f"--worker_topology is {worker_topology.name}, which has {worker_topology.num_hosts} hosts, but a rollout "
-            f"worker has one; give {worker_topology.local().name}"
+            f"--worker_topology is {topology.name}, which has {topology.num_hosts} hosts, but a rollout worker has "
+            f"one; give {topology.local().name}"
         )
 
 
@@ -228,11 +205,6 @@ def _for_workers(text: str) -> str:
     for key in ("model_axis_size", "tensor_parallel_axes"):
         text = text.replace(f"trainer.{key}", f"workers.mesh.{key}")
     return text
-
-
-def _of_worker(config: TrainConfig) -> TrainConfig:
-    """Return the config with the mesh and the precision of a rollout worker."""
-    return dataclasses.replace(config, trainer=config.workers.trainer_config(config.trainer))
 
 
 def _open(config: TrainConfig, vocab_size: int) -> RunShapes:
@@ -249,8 +221,11 @@ _ALLOCATED_LATER = {
 """Held arrays that do not exist yet when a program runs, or that it creates."""
 
 
-def _plan_program(name: str, place: str, run: RunShapes, held: Mapping[str, Number], chip: Chip) -> PlannedProgram:
+def _plan_program(
+    name: str, place: str, run: RunShapes, held: Mapping[str, Number], chip: Chip, report: Callable[[str], None]
+) -> PlannedProgram:
     """Compile a program, and compare its memory and that of the arrays that stay allocated with the chip's."""
+    report(name)
     result = compile_program(name, run)
     if isinstance(result, Failure):
         planned = PlannedProgram(name, place, None, 0, chip, result)
@@ -318,36 +293,31 @@ def default_lengths(config: TrainConfig) -> Lengths:
     return Lengths(min(config.rollouts.max_prompt_length or longest, longest), answer)
 
 
-def with_model(config: TrainConfig) -> TrainConfig:
-    """Return a config with `model` set, from a local `initialize_from` if it is not; the weights are not read.
+def complete_model(config: TrainConfig, vocab_size: int | None) -> tuple[TrainConfig, int]:
+    """Return a config with `model` set, and the number of tokens of the model. The weights are not read.
+
+    Args:
+        config: training config; without `model`, it is that of a local `initialize_from`.
+        vocab_size: number of tokens; None for that of the checkpoint in `initialize_from`, which may be padded, or else
+            of the tokenizer.
 
     Raises:
-        ValueError: if `initialize_from` is needed and cannot be read.
+        ValueError: if they cannot be read. Weights in an object store are not copied for a plan.
     """
-    if config.model is not None:
-        return config
-    _refuse_remote_weights(config)
-    return resolve_model(config)
-
-
-def vocab_size_of(config: TrainConfig) -> int:
-    """Return the vocabulary of the checkpoint in `initialize_from`, which may be padded, or else of the tokenizer.
-
-    Raises:
-        ValueError: if it cannot be read. Weights in an object store are not copied for a plan.
-    """
-    try:
-        if config.initialize_from is None:
-            return config.tokenizer.build().vocab_size
-        _refuse_remote_weights(config)
-        return read_hf_config(hf_folder(config.initialize_from)).vocab_size
-    except (TokenizerLoadError, ValueError) as error:
-        raise ValueError(f"{error}; or give the number of tokens with --vocab_size") from error
-
-
-def _refuse_remote_weights(config: TrainConfig) -> None:
-    if config.initialize_from is not None and "://" in config.initialize_from:
+    start = config.initialize_from
+    if start is not None and "://" in start and (config.model is None or vocab_size is None):
+        missing = "a model in the config" if config.model is None else "the number of tokens with --vocab_size"
         raise ValueError(
-            f"initialize_from is {config.initialize_from!r}, but a plan copies no weights from an object store; give a "
+            f"initialize_from is {start!r}, but a plan copies no weights from an object store; give {missing}, or a "
             "local folder with their config.json"
         )
+    if config.model is None:
+        config = resolve_model(config)
+    if vocab_size is not None:
+        return config, vocab_size
+    try:
+        return config, config.tokenizer.build().vocab_size if start is None else read_hf_config(
+            hf_folder(start)
+        ).vocab_size
+    except (TokenizerLoadError, ValueError) as error:
+        raise ValueError(f"{error}; or give the number of tokens with --vocab_size") from error

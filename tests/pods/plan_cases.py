@@ -48,7 +48,6 @@ def make_plan(*programs: PlannedProgram, **changes: Any) -> Plan:
         "mesh": {"replica": 1, "data": 16, "model": 1},
         "parameters": 8_030_000_000,
         "layers": 32,
-        "per_device_parallelism": 4,
         "rows": 1,
         "row_length": 8192,
         "step": StepSize(2, 16, 1024, 7168, 4, 1),

@@ -47,8 +47,8 @@ def results(monkeypatch: pytest.MonkeyPatch) -> dict[str, ProgramMemory | Failur
     return results
 
 
-def plan_tiny(*overrides: str, topology: Topology | None = None, only: tuple[str, ...] | None = None) -> Plan:
-    return make_plan(tiny_config(*overrides), topology or cpu(), vocab_size=128, only=only)
+def plan_tiny(*overrides: str, topology: Topology | None = None) -> Plan:
+    return make_plan(tiny_config(*overrides), topology or cpu(), vocab_size=128)
 
 
 def others(plan: Plan) -> dict[str, Number]:
@@ -83,11 +83,6 @@ def test_program_above_the_memory_is_refused_with_a_remedy(results: dict[str, Pr
     assert problem.problem == "needs 3.00 of 2.00 GiB"
     assert problem.remedy.startswith("set trainer.per_device_parallelism to 2 ")
     assert plan_tiny(topology=cpu(memory=4 * GIB)).fits
-
-
-def test_only_some_programs_are_compiled(results: dict[str, ProgramMemory | Failure]):
-    assert [program.name for program in plan_tiny(only=("score", "update")).programs] == ["update"]
-    assert [program.name for program in plan_tiny(only=("decode",)).programs] == ["decode"]
 
 
 def test_problems_of_workers_name_their_own_keys(results: dict[str, ProgramMemory | Failure]):
