@@ -1,30 +1,132 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The HTTP application: OpenAI's completions and chat endpoints, vLLM's generate endpoint, health and metrics."""
+"""The HTTP application: OpenAI's completions and chat endpoints, vLLM's generate endpoint, health and metrics.
 
+Its limits are those of the requests that are in progress together.
+"""
+
+import collections
+import contextlib
 import hmac
 import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
+from typing import Literal
 
-import prometheus_client
+import prometheus_client as prometheus
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from marin_rl.serving.admission import MAX_BODIES, Admission, limited_app
+from marin_rl.serving.bodies import MAX_BODY_BYTES, ApiError, error_response, json_response
 from marin_rl.serving.endpoints import Endpoints
 from marin_rl.serving.engine import Engine
-from marin_rl.serving.errors import ApiError
-from marin_rl.serving.json_body import MAX_BODY_BYTES
-from marin_rl.serving.metrics import ServerMetrics
 from marin_rl.serving.protocol import RequestLimits
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.utils.settings.fields import is_loopback
 
+Resource = Literal["requests", "sequences", "bytes of requests"]
+Admit = Callable[[Resource, int], None]
+"""Adds to a request's use of a resource, or raises `ApiError`; `request.state.admit` in endpoints."""
+MAX_BODIES = 256
+"""Maximum size of the bodies of all requests in progress together, as a multiple of that of one."""
 _HOST = re.compile(r"\[?([^\[\]]*?)\]?(?::\d+)?")
+_PATHS = ("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
+
+
+class Admission:
+    """Counts what requests in progress use, and refuses more than the limits.
+
+    >>> admission = Admission({"sequences": 2})
+    >>> with admission.request() as admit:
+    ...     admit("sequences", 2)
+    >>> admission.used["sequences"]
+    0
+    """
+
+    def __init__(self, limits: Mapping[Resource, int]) -> None:
+        """Start without requests.
+
+        Args:
+            limits: maximum of each resource; the others are unlimited.
+        """
+        self._limits = limits
+        self.used: collections.Counter[Resource] = collections.Counter()
+        """What all requests use."""
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[Admit]:
+        """Admit a request until the end of the block, which also releases what the request admits in addition.
+
+        Raises:
+            ApiError: if there are too many requests.
+        """
+        own: collections.Counter[Resource] = collections.Counter()
+
+        def admit(resource: Resource, number: int) -> None:
+            if resource in self._limits and (used := self.used[resource]) + number > self._limits[resource]:
+                raise ApiError(
+                    f"the server has {used} {resource} in progress or waiting, and accepts no more; retry later",
+                    status=HTTPStatus.TOO_MANY_REQUESTS,
+                    code="rate_limit_exceeded",
+                )
+            self.used[resource] += number
+            own[resource] += number
+
+        try:
+            admit("requests", 1)
+            yield admit
+        finally:
+            self.used.subtract(own)
+
+
+def limited_app(
+    routes: Sequence[Route],
+    admission: Admission,
+    check: Callable[[Headers], None] = lambda headers: None,
+    count: Callable[[str, int, float], None] = lambda path, status, seconds: None,
+) -> ASGIApp:
+    """Return an application that admits requests, and whose errors have OpenAI's format.
+
+    Args:
+        routes: endpoints; their requests have `state.admit`.
+        admission: limits of all requests together, except those for `/health`.
+        check: raises `ApiError` if a request with these headers is refused.
+        count: called at the end of a request with its path, status and seconds. The status is 499 if the client
+            disconnected before the end of its response, also of a stream.
+    """
+    handlers = dict.fromkeys((ApiError, HTTPException, Exception), error_response)
+    app = Starlette(routes=routes, exception_handlers=handlers)
+
+    async def admitted(scope: Scope, receive: Receive, send: Send) -> None:
+        status, is_whole, start = 499, False, time.monotonic()
+
+        async def watched(message: Message) -> None:
+            nonlocal status, is_whole
+            status = message.get("status", status)
+            await send(message)
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        scope.setdefault("state", {})
+        try:
+            if scope["path"] == "/health":
+                await app(scope, receive, watched)
+                return
+            check(Headers(scope=scope))
+            with admission.request() as scope["state"]["admit"]:
+                await app(scope, receive, watched)
+        except ApiError as error:
+            await error.response()(scope, receive, watched)
+        finally:
+            count(scope["path"], status if is_whole else 499, time.monotonic() - start)
+
+    return admitted
 
 
 class Server:
@@ -61,7 +163,6 @@ class Server:
         self.chat_prompt = tokenizer.prompt_tokens
         self.reply = engine.reply
         self._engine, self._key = engine, key
-        self._metrics = ServerMetrics(engine)
         self._endpoints = Endpoints(tokenizer, limits, max_body_bytes, client_seconds)
         self._admission = Admission(
             {
@@ -71,12 +172,29 @@ class Server:
                 "bytes of requests": MAX_BODIES * max_body_bytes,
             }
         )
+        self._registry = registry = prometheus.CollectorRegistry()
+        self._requests = prometheus.Counter(
+            "marin_rl_requests", "HTTP requests.", ("path", "status"), registry=registry
+        )
+        self._seconds = prometheus.Histogram(
+            "marin_rl_request_seconds", "Time of an HTTP request.", ("path",), registry=registry
+        )
+        self._prompt_tokens = prometheus.Counter(
+            "marin_rl_prompt_tokens", "Tokens of accepted prompts.", registry=registry
+        )
+        sampled = prometheus.Counter("marin_rl_sampled_tokens", "Tokens of replies.", registry=registry)
+        engine.on_sampled = sampled.inc
+        for name, text, value in (
+            ("sequences", "Sequences that are sampled or wait for a slot.", lambda: engine.in_progress),
+            ("slots", "Sequences that are decoded together.", lambda: engine.num_slots),
+        ):
+            prometheus.Gauge(f"marin_rl_{name}", text, registry=registry).set_function(value)
 
     def app(self) -> ASGIApp:
         """Return the ASGI application."""
         routes = [Route("/health", self._health), Route("/metrics", self._show_metrics)]
         routes += self._endpoints.routes("", lambda request: self)
-        return self._metrics.count(limited_app(routes, self._admission, self._check_client))
+        return limited_app(routes, self._admission, self._check_client, self._count)
 
     def check_model(self, name: str | None) -> None:
         """Raise `ApiError` if the server has no model of this name."""
@@ -90,7 +208,7 @@ class Server:
 
     async def admit(self, num_sequences: int, num_prompt_tokens: int) -> None:
         """Count the tokens of an accepted request."""
-        self._metrics.prompt_tokens.inc(num_prompt_tokens)
+        self._prompt_tokens.inc(num_prompt_tokens)
 
     async def refuse(self, error: ApiError) -> None:
         """Do nothing."""
@@ -98,13 +216,19 @@ class Server:
     def discard(self, response_id: str, num_sent: int) -> None:
         """Do nothing."""
 
+    def _count(self, path: str, status: int, seconds: float) -> None:
+        # Few labels, whatever paths clients invent.
+        path = path if path in _PATHS else "other"
+        self._requests.labels(path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
+
     async def _health(self, request: Request) -> Response:
         if self._engine.failure is not None:
             raise ApiError(f"the sampler failed: {self._engine.failure}", status=HTTPStatus.SERVICE_UNAVAILABLE)
-        return JSONResponse({"status": "ok", "model": self.model})
+        return json_response({"status": "ok", "model": self.model})
 
     async def _show_metrics(self, request: Request) -> Response:
-        return Response(self._metrics.text(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+        return Response(prometheus.generate_latest(self._registry), media_type=prometheus.CONTENT_TYPE_LATEST)
 
     def _check_client(self, headers: Headers) -> None:
         if self._key is not None:

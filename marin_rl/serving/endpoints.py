@@ -19,9 +19,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from marin_rl.serving.bodies import ApiError, json_response, read_object
 from marin_rl.serving.engine import EngineRequest
-from marin_rl.serving.errors import ApiError
-from marin_rl.serving.json_body import read_object
 from marin_rl.serving.protocol import (
     AnyRequest,
     BodyT,
@@ -33,7 +32,7 @@ from marin_rl.serving.protocol import (
     engine_requests,
     parse_body,
 )
-from marin_rl.serving.responses import Choice, json_response, prompt_fields, response_head, usage
+from marin_rl.serving.responses import Choice, prompt_fields, response_head, usage
 from marin_rl.serving.text import TextPart, join_parts
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenPieces
@@ -139,7 +138,8 @@ class Endpoints:
                 policy = policy_of(request)
 
                 async def respond(scope: Scope, receive: Receive, send: Send) -> None:
-                    await self._respond(policy, body_class, request, send)
+                    with contextlib.suppress(ClientDisconnect):
+                        await self._respond(policy, body_class, request, send)
 
                 return respond
 

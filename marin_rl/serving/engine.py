@@ -15,7 +15,7 @@ from http import HTTPStatus
 
 from marin_rl.rollouts.request_batcher import OnTokens, RequestBatcher
 from marin_rl.sampling.sampler import SampledTokens, Sampler, SampleRequest
-from marin_rl.serving.errors import ApiError
+from marin_rl.serving.bodies import ApiError
 from marin_rl.serving.text import ReplyReader, TextPart
 from marin_rl.types import Generation, StopReason
 from marin_rl.utils.event_loop import call_in

@@ -12,21 +12,19 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from http import HTTPStatus
 
 import pydantic
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from marin_rl.environments.base import AgentConnection
 from marin_rl.rollouts.agent_recorder import AgentLimitError, AgentRecorder, EpisodeEndedError, Served, notice_leaving
 from marin_rl.rollouts.attempt import Limits
-from marin_rl.serving.admission import MAX_BODIES, Admission, limited_app
-from marin_rl.serving.app import check_key
+from marin_rl.serving.app import MAX_BODIES, Admission, check_key, limited_app
+from marin_rl.serving.bodies import MAX_BODY_BYTES, ApiError, json_response
 from marin_rl.serving.endpoints import Endpoints
 from marin_rl.serving.engine import EngineRequest
-from marin_rl.serving.errors import ApiError
 from marin_rl.serving.http_server import HttpServer, listen, url_of
-from marin_rl.serving.json_body import MAX_BODY_BYTES
 from marin_rl.serving.protocol import RequestLimits, read_message
 from marin_rl.serving.text import TextPart, ToolReader
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -184,13 +182,16 @@ class Gateway:
 
     async def _reward(self, request: Request) -> Response:
         episode = self._episode(request)
-        body = await self._endpoints.parse(RewardBody, await self._endpoints.read(request))
+        try:
+            body = await self._endpoints.parse(RewardBody, await self._endpoints.read(request))
+        except ClientDisconnect:
+            return Response()
         try:
             with _api_errors():
                 episode.recorder.post_reward(body.reward, body.completion_id)
         except ValueError as error:
             raise ApiError(str(error), param="completion_id" if "completion_id" in str(error) else "reward") from error
-        return JSONResponse({"status": "ok"})
+        return json_response({"status": "ok"})
 
 
 @contextlib.contextmanager

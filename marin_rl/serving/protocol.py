@@ -17,9 +17,8 @@ from marin_rl.environments.tools import describe_schemas
 from marin_rl.rewards.reply_text import CALL_END, CALL_START
 from marin_rl.sampling.config import MIN_TEMPERATURE
 from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.serving.bodies import ApiError, read_value
 from marin_rl.serving.engine import EngineRequest
-from marin_rl.serving.errors import ApiError
-from marin_rl.serving.json_body import read_value
 from marin_rl.types import Message
 from marin_rl.utils.seeds import derive_seed
 
@@ -333,41 +332,28 @@ def _in_order_of_calls(messages: Sequence[Mapping[str, Any]]) -> list[int]:
     Chat templates show results without ids. Results keep their order if one of them has no id.
     """
     order: list[int] = []
-    results: list[tuple[int, int | None]] = []
-    caller, calls = None, dict[str, int]()
-
-    def add_results() -> None:
-        if all(place is not None for _, place in results):
-            results.sort(key=lambda result: result[1] or 0)
-        order.extend(index for index, _ in results)
-        results.clear()
-
-    for index, message in enumerate(messages):
-        if message["role"] == "tool":
-            results.append((index, _place_of_call(index, message.get("tool_call_id"), caller, calls)))
-            continue
-        add_results()
-        order.append(index)
-        if message["role"] == "assistant":
-            ids = [call.get("id") for call in message.get("tool_calls") or []]
-            caller, calls = index, {id: place for place, id in enumerate(ids) if isinstance(id, str)}
-    add_results()
+    caller, places = None, dict[str, int]()
+    for is_result, group in itertools.groupby(range(len(messages)), lambda index: messages[index]["role"] == "tool"):
+        indices = list(group)
+        if is_result:
+            ids = {index: messages[index].get("tool_call_id") for index in indices}
+            for index, id in ids.items():
+                if id is not None and not (isinstance(id, str) and id in places):
+                    known = f"messages[{caller}] has {list(places)!r:.300}"
+                    known = "there is no earlier assistant message" if caller is None else known
+                    raise ApiError(
+                        f"messages[{index}].tool_call_id is {id!r:.200}, which is not the id of a tool call: {known}; "
+                        "use the id of a call of the assistant message before it, or omit it",
+                        param="messages",
+                    )
+            if None not in ids.values():
+                indices.sort(key=lambda index: places[str(ids[index])])
+        elif callers := [index for index in indices if messages[index]["role"] == "assistant"]:
+            caller = callers[-1]
+            calls = [call.get("id") for call in messages[caller].get("tool_calls") or []]
+            places = {id: place for place, id in enumerate(calls) if isinstance(id, str)}
+        order += indices
     return order
-
-
-def _place_of_call(index: int, id: object, caller: int | None, calls: Mapping[str, int]) -> int | None:
-    if id is None:
-        return None
-    if isinstance(id, str) and id in calls:
-        return calls[id]
-    where = (
-        "there is no earlier assistant message" if caller is None else f"messages[{caller}] has {list(calls)!r:.300}"
-    )
-    raise ApiError(
-        f"messages[{index}].tool_call_id is {id!r:.200}, which is not the id of a tool call: {where}; use the id of a "
-        "call of the assistant message before it, or omit it",
-        param="messages",
-    )
 
 
 def _call_text(where: str, call: object) -> str:

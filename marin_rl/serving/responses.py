@@ -6,19 +6,11 @@
 import itertools
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-from pydantic_core import to_json
-from starlette.responses import Response
 
 from marin_rl.serving.protocol import AnyRequest, ChatRequest, CompletionRequest, GenerateRequest
 from marin_rl.serving.text import TextPart, ToolReader
-
-
-def json_response(content: Mapping[str, Any]) -> Response:
-    """Return a response. The encoder of pydantic takes a sixth of the time of Python's."""
-    return Response(to_json(content), media_type="application/json")
 
 
 def usage(num_prompt: int, num_sampled: int) -> dict[str, int]:

@@ -14,8 +14,6 @@ import httpx
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
-from marin_rl.rewards.functions import RewardCallError, RewardFailure, RewardRequest
-from marin_rl.rewards.judge import LlmJudge, LlmJudgeConfig
 from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig, SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.openai_sampler import OpenAiSampler
@@ -253,16 +251,6 @@ def test_generate_takes_and_returns_tokens(server: Serving, bare: GroupSampler):
     assert tuple(entry["logprob"] for entry in content) == wanted.logprobs
 
 
-def test_stop_tokens_of_a_request_end_a_reply(server: Serving, bare: GroupSampler):
-    whole = expected(bare, PROMPT, 9, 40, 1.0)
-    stop = whole.token_ids[30]
-    end = whole.token_ids.index(stop) + 1
-    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 40, "seed": 9, "stop_token_ids": [stop]}}
-    [choice] = post(server, "/inference/v1/generate", body).json()["choices"]
-    assert tuple(choice["token_ids"]) == whole.token_ids[:end]
-    assert (choice["finish_reason"], choice["stop_reason"], choice["logprobs"]) == ("stop", stop, None)
-
-
 def test_greedy_samples_have_top_logprobs(client: Any):
     options = {"model": "policy", "temperature": 0, "max_tokens": 4}
     [choice] = client.completions.create(prompt="a", logprobs=1, **options).choices
@@ -284,32 +272,22 @@ def assistant(**fields: Any) -> dict[str, Any]:
 REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"top_p": 0.9}, "top_p", "top_p is 0.9, but the server does not implement it"),
     ({"logit_bias": {"5": 1}}, "logit_bias", "logit_bias is"),
-    ({"presence_penalty": 0.5}, "presence_penalty", "presence_penalty is 0.5"),
     ({"logprobs": 5}, "logprobs", "logprobs: Input should be less than or equal to 1"),
-    ({"echo": True}, "echo", "echo is true"),
     ({"guided_regex": "a"}, "guided_regex", "guided_regex: it is not a parameter of this server"),
     ({"prompt": ""}, "prompt", "the prompt is empty"),
     ({"prompt": [264]}, "prompt", "prompt token 264 is not in the vocabulary of 264"),
     ({"prompt": [-1]}, "prompt", "prompt token -1 is not in the vocabulary"),
     ({"prompt": []}, "prompt", "the prompt is empty"),
-    ({"prompt": ["a", [1]]}, "prompt", "prompt: it must be a text or a list of token ids, or a list of"),
     ({"prompt": "a" * CONTEXT}, "prompt", "the prompt has 256 tokens, but this model's maximum context"),
     ({"prompt": "a" * 200, "max_tokens": 57}, "max_tokens", "the prompt has 200 tokens and max_tokens is 57"),
     ({"max_tokens": MAX_NEW + 1}, "max_tokens", "max_tokens is 129; the server allows at most 128"),
-    ({"max_tokens": 0}, "max_tokens", "max_tokens: Input should be greater than or equal to 1"),
-    ({"temperature": -1}, "temperature", "temperature: "),
     ({"temperature": 1e-31}, "temperature", "temperature: must be 0 (greedy) or at least 1e-30"),
-    ({"seed": -1}, "seed", "seed: "),
-    ({"n": 65}, "n", "1 prompts with n: 65 are 65 sequences"),
-    *(({"stop": stop}, "stop", "stop: ") for stop in (3, ["a"] * 17)),
     ({"stop": ["a", ""]}, "stop.1", "stop.1: String should have at least 1 character"),
     ({"ignore_eos": True}, "ignore_eos", "ignore_eos: the server's stop tokens [257] end every reply"),
-    ({"stream": "yes"}, "stream", "stream: Input should be a valid boolean"),
     ({"stream_options": {"include_usage": True}}, None, "stream_options needs stream: true"),
-    ({"messages": []}, "messages", "messages: "),
     *(
         ({"messages": [{"role": role, "content": "a"}]}, "messages", f"messages[0].role is {role!r}; use system, user")
-        for role in (None, "robot", ["user"], {"name": "user"})
+        for role in (None, "robot", ["user"])
     ),
     ({"messages": [{"role": "user"}]}, "messages", "messages[0].content must be a text"),
     (
@@ -321,10 +299,8 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     (assistant(tool_calls=[{}]), "messages", "a call without a function name"),
     (assistant(tool_calls="f"), "messages", "must be a text or a list of text parts"),
     (assistant(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]), "messages", "tool_calls is not valid JSON"),
-    (CHAT | {"tool_choice": "required"}, "tool_choice", "tool_choice: "),
     (CHAT | {"tools": [{"type": "function"}]}, "tools", "tools[0] must have type function"),
     (CHAT | {"logprobs": True, "top_logprobs": 1}, None, "top_logprobs: 1 needs"),
-    (CHAT | {"response_format": {"type": "json_object"}}, "response_format", "response_format is"),
 ]
 """Changes of requests, with the parameter and the message of the error."""
 
@@ -375,12 +351,6 @@ def test_deeply_nested_bodies_are_refused(server: Serving):
     assert ["recursion limit exceeded" in message for _, message, _ in found] == [False, False, True, True]
 
 
-def test_unknown_paths_and_methods(server: Serving):
-    assert error_of(post(server, "/v1/embeddings", {}))[:2] == (404, "POST /v1/embeddings: Not Found")
-    response = httpx.get(f"{server.url}/v1/completions", headers={"Authorization": "Bearer secret"})
-    assert error_of(response)[0] == 405
-
-
 def test_sdk_raises_its_own_errors(server: Serving, client: Any):
     with pytest.raises(openai.NotFoundError, match="the model 'gpt' does not exist; the server has 'policy'") as raised:
         client.completions.create(model="gpt", prompt="a")
@@ -417,26 +387,3 @@ def test_without_a_key_only_this_machine_is_served():
             response = httpx.get(f"{keyless.url}/v1/models", headers={"Host": host})
             assert response.status_code == status
         assert error_of(response)[1].startswith("the host 'evil.example' is not this machine")
-
-
-def test_the_server_can_be_a_judge(server: Serving, monkeypatch: pytest.MonkeyPatch):
-    """A random model gives no valid score, but its answers and tokens are read."""
-    monkeypatch.setenv("JUDGE_KEY", "secret")
-    judge = LlmJudge(
-        LlmJudgeConfig(f"{server.url}/v1", "policy", "{conversation}", api_key_env="JUDGE_KEY", retries=1, max_tokens=4)
-    )
-    request = RewardRequest("r", ({"role": "assistant", "content": "2"},), "2", "t", "sums", "completed")
-
-    async def score() -> None:
-        try:
-            await judge.score([request])
-        finally:
-            await judge.close()
-
-    with pytest.raises(RewardCallError) as raised:
-        asyncio.run(score())
-    assert raised.value.cause is RewardFailure.INVALID_ANSWER
-    metrics = raised.value.metrics
-    assert metrics["retries"] == 1
-    assert metrics["prompt_tokens"] > 40
-    assert 2 <= metrics["completion_tokens"] <= 8

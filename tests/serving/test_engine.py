@@ -10,8 +10,8 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
 from marin_rl.sampling.sampler import SampleRequest, SamplerError
+from marin_rl.serving.bodies import ApiError
 from marin_rl.serving.engine import Engine, EngineRequest
-from marin_rl.serving.errors import ApiError
 from marin_rl.serving.text import TextPart, join_parts
 from marin_rl.types import Generation
 from tests.scripted_sampler import BatchSampler, TokenSampler

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.serving import json_body
-from marin_rl.serving.errors import ApiError
-from marin_rl.serving.json_body import count_values, read_object
+from marin_rl.serving import bodies
+from marin_rl.serving.bodies import ApiError, count_values, read_object
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('a",[{\\\n'))
 VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(st.sampled_from('b",[')), inner))
@@ -42,22 +41,17 @@ MANY = {
 
 @pytest.mark.parametrize("name", MANY)
 def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(json_body, "MAX_VALUES", 1000)
-    monkeypatch.setattr(json_body, "from_json", lambda *_, **__: pytest.fail("it was parsed"))
+    monkeypatch.setattr(bodies, "MAX_VALUES", 1000)
+    monkeypatch.setattr(bodies, "from_json", lambda *_, **__: pytest.fail("it was parsed"))
     with pytest.raises(ApiError, match=r"the body has \d+ texts, keys, lists and objects, more than 1000") as raised:
         read_object(MANY[name])
     assert raised.value.status == 413
 
 
 def test_marks_in_texts_are_no_values(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(json_body, "MAX_VALUES", 10)
+    monkeypatch.setattr(bodies, "MAX_VALUES", 10)
     text = ',[{\\"' * 5000
     assert read_object(json.dumps({"prompt": text}).encode()) == {"prompt": text}
-
-
-def test_prompts_of_many_tokens_are_read():
-    body = {"prompt": [[12345] * 4000] * 128}
-    assert read_object(json.dumps(body).encode()) == body
 
 
 @pytest.mark.parametrize(
@@ -93,8 +87,3 @@ def test_text_with_escapes_is_read():
         "a": "\U0001f600 \\ud83d",
         "b": float("inf"),
     }
-
-
-def test_an_error_quotes_little_of_a_request():
-    error = ApiError("x" * 10**6, param="y" * 10**6)
-    assert len(json.dumps(error.body())) < 10_000

@@ -137,10 +137,6 @@ def test_the_earliest_stop_string_wins():
     assert (reply.text, reply.token_ids, reply.stop_reason) == ("xx", tuple(b"xxab"), "ab")
 
 
-def test_of_two_stop_strings_at_a_position_the_longer_one_wins():
-    assert read([b"xaab"], ["b", "ab", "aab"])[2:5] == ("x", "stop", "aab")
-
-
 def test_a_stop_string_in_a_long_reply_takes_few_decodings():
     counts = []
 
@@ -213,17 +209,6 @@ def test_calls_are_those_of_the_environments(text: str, size: int, opens_thought
 def test_thoughts_are_passed_on_when_they_arrive():
     reader = ToolReader(opens_thoughts=True)
     assert [reader.push(text) for text in ("{a", " b", "</think>", " c", CALL)] == ["{a", " b", "</think>", " c", ""]
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.sampled_from(["x", " ", "\n", "<", "<tool", "_call", ">", "<tool_call>"]), max_size=8).map("".join))
-def test_text_before_a_call_is_passed_on_without_white_space(text: str):
-    if not text.strip():
-        return
-    begun = next((n for n in range(10, 0, -1) if text.endswith("<tool_call>"[:n])), 0)
-    full = re.search(r"\s*<tool_call>", text)
-    end = full.start() if full else len(text[: len(text) - begun].rstrip())
-    assert ToolReader(opens_thoughts=False).push(text) == text[:end]
 
 
 def test_a_long_run_of_spaces_is_read_in_one_pass():
