@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from marin_rl.config.command_line import RESUME_FLAGS, check_command_line, parse_config, run_command
 from marin_rl.pods.config import TpuConfig
+from marin_rl.pods.gcloud import run_gcloud
 from marin_rl.pods.local import LocalConfig, run_together, training_processes
 from marin_rl.pods.preflight import check_training
 from marin_rl.pods.tpu import LOG_LINES, Launch, open_launch
@@ -45,7 +46,6 @@ ACTIONS = {
     "delete": {},
 }
 """Flags of each action of `tpu`."""
-LOCAL_FLAGS = {"dry_run": "Print the commands, and stop."}
 HELP = {"-h", "--help"}
 
 
@@ -74,19 +74,13 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _local(own: Sequence[str], passed: Sequence[str]) -> int:
-    _require_training(own, passed, LOCAL_FLAGS)
-    parsed = parse_config(LocalConfig, own, LOCAL_FLAGS)
+    _require_training(own, passed, ())
+    config = parse_config(LocalConfig, own).config
     # Each process would report the same mistake.
-    checked = check_command_line(passed, {"dry_run": "", "print_config": "", **RESUME_FLAGS})
-    if pipes := [path for path in checked.config_paths if path.exists() and not path.is_file()]:
-        raise ConfigError(f"--config is {str(pipes[0])!r}, a pipe, which only one process can read; give it a file")
-    commands, environment = training_processes(parsed.config, passed)
-    if "dry_run" in parsed.flags:
-        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
-        _report("\n".join(f"{variables} {shlex.join(command)}" for command in commands))
-        return 0
+    check_command_line(passed, {"dry_run": "", "print_config": "", **RESUME_FLAGS})
+    commands, environment = training_processes(config, passed)
     go_on_without_output()
-    return run_together(commands, environment, parsed.config.stop_timeout, _write)
+    return run_together(commands, environment, config.stop_timeout, _write)
 
 
 def _tpu(own: Sequence[str], passed: Sequence[str]) -> int:
@@ -124,11 +118,11 @@ def _start(launch: Launch, options: Sequence[str], passed: Sequence[str], flags:
     run_dir = check_training(launch.config, passed, _report)
     if "dry_run" in flags:
         for group in launch.groups:
-            create = ["gcloud", "compute", "tpus", *group.slices.create_arguments(), f"--zone={launch.config.zone}"]
-            _report(f"the arguments and files are valid; the request would be `{shlex.join(create)}`")
+            create = shlex.join(["gcloud", *group.slices.create_arguments()])
+            _report(f"the arguments and files are valid; the request would be `{create}`")
         return 0
     if run_dir.startswith("gs://"):
-        launch.gcloud.run("storage", "ls", "/".join(run_dir.split("/")[:3]))
+        run_gcloud("storage", "ls", "/".join(run_dir.split("/")[:3]), project=launch.config.project)
     else:
         _report(f"run_dir {run_dir} is not in Cloud Storage, and is not checked before the request")
     go_on_without_output()

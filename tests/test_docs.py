@@ -28,7 +28,7 @@ from marin_rl.config.command_line import merge, parse_config
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.environments.dataset import JsonlConfig
-from marin_rl.launch import ACTIONS, LOCAL_FLAGS
+from marin_rl.launch import ACTIONS
 from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs
 from marin_rl.objectives.policy_loss import PolicyLossConfig, TokenBatch
 from marin_rl.pods.chips import parse_topology
@@ -272,7 +272,7 @@ def check_launch(argv: list[str]) -> None:
     command, *rest = argv
     own, training = (rest[: rest.index("--")], rest[rest.index("--") + 1 :]) if "--" in rest else (rest, [])
     if command == "local":
-        parse_config(LocalConfig, own, LOCAL_FLAGS)
+        parse_config(LocalConfig, own)
     else:
         assert command == "tpu"
         # The launch files of the page do not exist here; their YAML blocks are tested.

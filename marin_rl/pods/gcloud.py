@@ -24,9 +24,9 @@ T = TypeVar("T")
 DETAIL = 600
 """Maximum characters of gcloud's message in an error."""
 LONG_TIMEOUT = 3600.0
-"""Timeout in seconds for an installation on the hosts, and for a deletion."""
+"""Timeout in seconds for a request, a deletion, a copy to the hosts and an installation there."""
 SHORT_TIMEOUT = 120.0
-"""Timeout in seconds for other commands on the hosts."""
+"""Timeout in seconds for other commands."""
 ABSENT = "ABSENT"
 """State of a queued resource or slice that does not exist."""
 _LOST = {"PREEMPTED", "TERMINATED", "STOPPED", ABSENT}
@@ -84,56 +84,45 @@ def _error(command: Sequence[str], stderr: str) -> GcloudError:
     return kind(f"{meaning}: `{name}`: {detail or 'no message'}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Gcloud:
-    """Runs gcloud commands in one project and zone."""
+def run_gcloud(*arguments: str, project: str | None, timeout: float = SHORT_TIMEOUT) -> str:
+    """Run a gcloud command.
 
-    zone: str
-    """Zone of all TPUs."""
-    project: str | None
-    """Project; None for gcloud's default."""
+    Args:
+        *arguments: its arguments, without secrets: other users of this machine can read them.
+        project: project; None for gcloud's default.
+        timeout: seconds after which it is killed.
 
-    def run(self, *arguments: str, timeout: float = 600.0) -> str:
-        """Run a command.
+    Returns:
+        Its standard output.
 
-        Args:
-            *arguments: arguments of gcloud, without secrets: other users of this machine can read them.
-            timeout: seconds after which it is killed.
+    Raises:
+        NotFoundError: if the resource does not exist.
+        UnreachableError: if a host cannot be reached, or the command takes too long.
+        GcloudError: if the command fails.
+    """
+    command, options = _command(arguments, project), {"stdin": subprocess.DEVNULL, "errors": "backslashreplace"}
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=timeout, check=False, **options)
+    except subprocess.TimeoutExpired as error:
+        raise UnreachableError(f"`{shlex.join(command)}` did not end within {timeout:g} s") from error
+    if done.returncode != 0:
+        raise _error(command, done.stderr)
+    return done.stdout
 
-        Returns:
-            Its standard output.
 
-        Raises:
-            NotFoundError: if the resource does not exist.
-            UnreachableError: if a host cannot be reached, or the command takes too long.
-            GcloudError: if the command fails.
-        """
-        command, options = self._command(arguments), {"stdin": subprocess.DEVNULL, "errors": "backslashreplace"}
-        try:
-            done = subprocess.run(command, capture_output=True, timeout=timeout, check=False, **options)
-        except subprocess.TimeoutExpired as error:
-            raise UnreachableError(f"`{shlex.join(command)}` did not end within {timeout:g} s") from error
-        if done.returncode != 0:
-            raise _error(command, done.stderr)
-        return done.stdout
+def stream_gcloud(*arguments: str, project: str | None) -> int:
+    """Run a gcloud command with the output of this process; returns its exit status."""
+    return subprocess.run(_command(arguments, project), stdin=subprocess.DEVNULL, check=False).returncode
 
-    def tpus(self, *arguments: str, timeout: float = 600.0) -> str:
-        """Run a command of `gcloud compute tpus` in the zone; see `run`."""
-        return self.run("compute", "tpus", *arguments, f"--zone={self.zone}", timeout=timeout)
 
-    def stream_tpus(self, *arguments: str) -> int:
-        """Run a command of `gcloud compute tpus` with the output of this process; returns its exit status."""
-        command = self._command(("compute", "tpus", *arguments, f"--zone={self.zone}"))
-        return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
-
-    def _command(self, arguments: Sequence[str]) -> list[str]:
-        program = shutil.which("gcloud")
-        if program is None:
-            raise GcloudError(
-                "gcloud is not on PATH; install the Google Cloud CLI (https://cloud.google.com/sdk/docs/install), then "
-                "run gcloud auth login and gcloud config set project PROJECT"
-            )
-        return [program, *arguments, *([f"--project={self.project}"] if self.project else []), "--quiet"]
+def _command(arguments: Sequence[str], project: str | None) -> list[str]:
+    program = shutil.which("gcloud")
+    if program is None:
+        raise GcloudError(
+            "gcloud is not on PATH; install the Google Cloud CLI (https://cloud.google.com/sdk/docs/install), then "
+            "run gcloud auth login and gcloud config set project PROJECT"
+        )
+    return [program, *arguments, *([f"--project={project}"] if project else []), "--quiet"]
 
 
 class Description(NamedTuple):
@@ -178,7 +167,8 @@ def script_digest(script: str) -> str:
 class Slices:
     """The slices of a queued resource."""
 
-    gcloud: Gcloud
+    zone: str
+    project: str | None
     name: str
     """Name of the queued resource; also of its slice, or the prefix of its slices."""
     config: SlicesConfig
@@ -204,21 +194,26 @@ class Slices:
         return Description(state.get("state", "UNKNOWN"), error.get("message", ""), slices)
 
     def create_arguments(self) -> list[str]:
-        """Arguments of `gcloud compute tpus` that request the slices."""
+        """Arguments of gcloud that request the slices."""
         config, count = self.config, self.config.num_slices
         several = [f"--node-count={count}", f"--node-prefix={self.name}"]
         return [
-            *("queued-resources", "create", self.name, f"--accelerator-type={config.kind.type}"),
+            *("compute", "tpus", "queued-resources", "create", self.name, f"--zone={self.zone}"),
+            f"--accelerator-type={config.kind.type}",
             f"--runtime-version={config.runtime_version or config.kind.generation.runtime_version}",
             *([f"--node-id={self.name}"] if count == 1 else several),
             *_CAPACITY_FLAGS[config.capacity_type],
             *config.create_flags,
         ]
 
+    def create(self) -> None:
+        """Request the slices."""
+        run_gcloud(*self.create_arguments(), project=self.project, timeout=LONG_TIMEOUT)
+
     def delete(self) -> bool:
         """Delete the queued resource with its slices; returns whether there was one."""
         try:
-            self.gcloud.tpus("queued-resources", "delete", self.name, "--force", timeout=LONG_TIMEOUT)
+            self._tpus("queued-resources", "delete", self.name, "--force", timeout=LONG_TIMEOUT)
         except NotFoundError:
             return False
         return True
@@ -235,10 +230,8 @@ class Slices:
         """Copy a folder named `upload` to all hosts."""
         # Only the user of the host may read the folder, which contains secrets.
         self._ssh(["bash", "-c", f"umask 077; mkdir -p {self._folder}"])
-        flags = ["--recurse", "--worker=all", *self.ssh_flags]
-        _on_nodes(
-            self.nodes, lambda node: self.gcloud.tpus("tpu-vm", "scp", str(folder), f"{node}:{self._folder}/", *flags)
-        )
+        scp = ["tpu-vm", "scp", "--recurse", "--worker=all", *self.ssh_flags, str(folder)]
+        _on_nodes(self.nodes, lambda node: self._tpus(*scp, f"{node}:{self._folder}/", timeout=LONG_TIMEOUT))
 
     def setup(self) -> None:
         """Unpack and install the uploaded code on all hosts.
@@ -272,16 +265,20 @@ class Slices:
             The exit status of the command that failed, or 0.
         """
         flags = self._ssh_flags(self._script("logs", str(lines), *(["--follow"] if follow else [])), worker)
-        ended = _on_nodes(self.nodes, lambda node: self.gcloud.stream_tpus("tpu-vm", "ssh", node, *flags))
+        ssh = ("compute", "tpus", "tpu-vm", "ssh", f"--zone={self.zone}")
+        ended = _on_nodes(self.nodes, lambda node: stream_gcloud(*ssh, node, *flags, project=self.project))
         return next((status for status in ended if status != 0), 0)
 
     @property
     def _folder(self) -> str:
         return f"marin_rl_launch/{self.name}"
 
+    def _tpus(self, *arguments: str, timeout: float = SHORT_TIMEOUT) -> str:
+        return run_gcloud("compute", "tpus", *arguments, f"--zone={self.zone}", project=self.project, timeout=timeout)
+
     def _describe(self, kind: str, name: str) -> dict[str, Any] | None:
         try:
-            return json.loads(self.gcloud.tpus(kind, "describe", name, "--format=json"))
+            return json.loads(self._tpus(kind, "describe", name, "--format=json"))
         except NotFoundError:
             return None
 
@@ -292,9 +289,7 @@ class Slices:
 
     def _ssh(self, command: Sequence[str], timeout: float = SHORT_TIMEOUT, *, on_all: bool = True) -> str:
         flags, nodes = self._ssh_flags(command, "all" if on_all else "0"), self.nodes if on_all else self.nodes[:1]
-        return "\n".join(
-            _on_nodes(nodes, lambda node: self.gcloud.tpus("tpu-vm", "ssh", node, *flags, timeout=timeout))
-        )
+        return "\n".join(_on_nodes(nodes, lambda node: self._tpus("tpu-vm", "ssh", node, *flags, timeout=timeout)))
 
     def _ssh_flags(self, command: Sequence[str], worker: str) -> list[str]:
         return [f"--worker={worker}", *self.ssh_flags, f"--command={shlex.join(command)}"]

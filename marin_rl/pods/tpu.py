@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from marin_rl.pods.config import TpuConfig
-from marin_rl.pods.gcloud import ABSENT, Gcloud, GcloudError, JobStatus, Slices, UnreachableError, script_digest
+from marin_rl.pods.config import SlicesConfig, TpuConfig
+from marin_rl.pods.gcloud import ABSENT, GcloudError, JobStatus, Slices, UnreachableError, script_digest
 from marin_rl.pods.preflight import RAY_PORT, write_upload
 from marin_rl.utils.errors import UserError
 
@@ -72,7 +72,6 @@ class Group:
 class Launch:
     """Training on the slices of a trainer, and rollout workers on those of further groups."""
 
-    gcloud: Gcloud
     config: TpuConfig
     groups: Sequence[Group]
     """The trainer's group first."""
@@ -163,7 +162,7 @@ class Launch:
                 raise JobError(f"{group.name} was deleted, but not by this command; rerun it to request slices again")
             chips = _count(slices.num_slices * slices.kind.chips, "chip")
             self.report(f"{group.name}: requesting {slices}, {chips}")
-            self.gcloud.tpus(*group.slices.create_arguments())
+            group.slices.create()
             group.exists = True
         elif found.slices not in ("", str(slices)):
             raise JobError(
@@ -282,7 +281,9 @@ def open_launch(config: TpuConfig, arguments: Sequence[str], report: Callable[[s
         arguments: arguments of `marin_rl.train`.
         report: prints a message.
     """
-    gcloud = Gcloud(config.zone, config.project)
+
+    def slices(name: str, requested: SlicesConfig) -> Slices:
+        return Slices(config.zone, config.project, name, requested, config.ssh_flags)
 
     def trainer_jobs(head: str) -> dict[str, str]:
         train = ["../venv/bin/python", "-u", "-m", "marin_rl.train", *arguments]
@@ -296,13 +297,12 @@ def open_launch(config: TpuConfig, arguments: Sequence[str], report: Callable[[s
     def worker_jobs(head: str) -> dict[str, str]:
         return {"ray_worker": job_script([*_RAY, f"--address={head}:{RAY_PORT}"])}
 
-    groups = [Group(Slices(gcloud, config.tpu_name, config.slices, config.ssh_flags), trainer_jobs)]
+    groups = [Group(slices(config.tpu_name, config.slices), trainer_jobs)]
     if config.rollout_slices is not None:
         one = dataclasses.replace(config.rollout_slices, num_slices=1)
         for index in range(config.rollout_slices.num_slices):
-            slices = Slices(gcloud, f"{config.tpu_name}-rollouts-{index}", one, config.ssh_flags)
-            groups.append(Group(slices, worker_jobs))
-    return Launch(gcloud, config, groups, report)
+            groups.append(Group(slices(f"{config.tpu_name}-rollouts-{index}", one), worker_jobs))
+    return Launch(config, groups, report)
 
 
 def job_script(command: Sequence[str]) -> str:

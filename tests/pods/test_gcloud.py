@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from marin_rl.pods.gcloud import Gcloud, GcloudError, NotFoundError, UnreachableError
+from marin_rl.pods.gcloud import GcloudError, NotFoundError, UnreachableError, run_gcloud
 
-GCLOUD = Gcloud("us-east5-a", "my-project")
-DESCRIBE = ["queued-resources", "describe", "a"]
-SSH = ["tpu-vm", "ssh", "a", "--command=true"]
+DESCRIBE = ["compute", "tpus", "queued-resources", "describe", "a"]
+SSH = ["compute", "tpus", "tpu-vm", "ssh", "a", "--command=true"]
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (DESCRIBE, "ERROR: (x) NOT_FOUND: Resource 'a' was not found", NotFoundError, "there is no such resource"),
         (DESCRIBE, "ERROR: (x) Unable to find the server at tpu", UnreachableError, "Google Cloud cannot be reached"),
         (DESCRIBE, "WARNING: a\nERROR: (x) odd \x1b[31m\nb", GcloudError, r"--quiet`: ERROR: (x) odd \x1b[31m b"),
-        (DESCRIBE, "", GcloudError, "the command failed: `gcloud compute tpus queued-resources describe a --zone=us-e"),
+        (DESCRIBE, "", GcloudError, "the command failed: `gcloud compute tpus queued-resources describe a --pr"),
         # Output of hosts is no message of gcloud.
         (SSH, "bash: quota: command was not found; PERMISSION_DENIED", GcloudError, "the command failed: "),
         (SSH, "[/usr/bin/ssh] exited with return code [255].", UnreachableError, "a host or Google Cloud cannot be"),
@@ -45,13 +44,12 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_causes(program: Path, command: list[str], stderr: str, kind: type[GcloudError], message: str) -> None:
     (program.parent / "stderr").write_text(stderr)
     with pytest.raises(GcloudError, match=re.escape(message)) as raised:
-        GCLOUD.tpus(*command)
+        run_gcloud(*command, project="my-project")
     assert type(raised.value) is kind
-    assert f"{command[2]} " in str(raised.value)
-    assert " --zone=us-east5-a --project=my-project --quiet`: " in str(raised.value)
+    assert f"`gcloud {' '.join(command)} --project=my-project --quiet`: " in str(raised.value)
 
 
 def test_slow_commands_are_killed(program: Path) -> None:
     program.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
     with pytest.raises(UnreachableError, match=r"did not end within 0\.1 s"):
-        GCLOUD.run("auth", "list", timeout=0.1)
+        run_gcloud("auth", "list", project=None, timeout=0.1)

@@ -30,7 +30,6 @@ def test_usage(argv: list[str], status: int, capsys: pytest.CaptureFixture[str])
         (["local", "--config", "a.yaml"], "no training arguments; give those of marin_rl.train after --"),
         (["local", "--", "--config", "absent.yaml"], "config file 'absent.yaml' does not exist"),
         (["local", "--num_processes", "0", "--", "--seed", "1"], "num_processes is 0; it must be at least 1"),
-        (["local", "--", "--seed", "1", "--dry_run"], "--dry_run is a flag of the launch, but comes after --"),
     ],
 )
 def test_mistakes(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,9 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from marin_rl.launch import main
 from marin_rl.pods.local import LocalConfig, run_together, training_processes
-from tests.config.mistakes import BASE
 from tests.tiny_run import TinyRun, set_num_steps
 
 TIMEOUT = 400.0
@@ -138,16 +136,6 @@ def test_training_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first[:-1] == second[:-1]
     (alone,), _ = training_processes(LocalConfig(1), [])
     assert alone[1:] == ["-m", "marin_rl.train"]
-
-
-def test_dry_run_prints_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "a b.yaml"
-    config.write_text(BASE)
-    assert main(["local", "--dry_run", "--", "--config", str(config)]) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("JAX_PLATFORMS=cpu XLA_FLAGS=")
-    assert f"-m marin_rl.train --config '{config}'" in first
-    assert second.endswith("--trainer.distributed.process_id 1")
 
 
 def process_with(words: list[str]) -> int | None:
