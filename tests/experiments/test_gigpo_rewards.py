@@ -13,8 +13,6 @@ from experiments.lake_rewards import wasted_moves
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import Split
-from marin_rl.objectives.gigpo import GigpoConfig
-from marin_rl.rewards.component import FunctionRewardConfig
 from marin_rl.types import Message
 
 ROOT = Path(__file__).parents[2]
@@ -64,13 +62,6 @@ def test_the_page_shows_what_the_program_prints() -> None:
 def config() -> TrainConfig:
     arguments = ["--config", str(ROOT / "experiments" / "gigpo_rewards.yaml")]
     return parse_config(TrainConfig, arguments).config
-
-
-def test_the_experiment_trains_with_this_function_and_estimator(config: TrainConfig) -> None:
-    [reward] = config.environment.rewards
-    assert isinstance(reward, FunctionRewardConfig)
-    assert (ROOT / reward.path, reward.function) == (ROOT / "experiments" / "lake_rewards.py", wasted_moves.name)
-    assert isinstance(config.advantage, GigpoConfig)
 
 
 def test_the_function_finds_the_wasted_moves_of_the_experiments_game(config: TrainConfig) -> None:

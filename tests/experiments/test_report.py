@@ -55,12 +55,6 @@ def test_report_prints_table_and_saves_plot(report: str, names: list[str], line:
     assert (tmp_path / "plots" / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_accuracy_of_several_runs_is_plotted(tmp_path: Path):
-    runs = [str(write_run(tmp_path / name)) for name in ("one", "two")]
-    main(["accuracy", str(tmp_path / "plot.png"), *runs])
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_run_without_the_metric_is_named(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").write_text("")

@@ -4,7 +4,6 @@
 """Comparison of programs with fake runs, and the common problem at a tiny size."""
 
 import dataclasses
-import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +12,7 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks import benchmark_end_to_end, words_problem
-from experiments.benchmarks.benchmark_end_to_end import MeasuredStep, ProgramRun, compare, run_in_turn, summarize
-from experiments.benchmarks.trl_environment import TrlInstallError
+from experiments.benchmarks.benchmark_end_to_end import MeasuredStep, ProgramRun, compare, summarize
 from experiments.benchmarks.watched_process import WatchedRun, WatchedStep
 from experiments.benchmarks.words_problem import Size
 
@@ -33,23 +31,6 @@ def fake_run(
     return ProgramRun(
         WatchedRun(watched, peak, (0.5, 1.5)), (step,) * len(seconds), tuple((at, 0.125) for at in compiles)
     )
-
-
-def test_programs_run_in_turn_on_each_set_of_cores(tmp_path: Path) -> None:
-    order = []
-
-    def run(name: str, cores: Sequence[int], folder: Path) -> ProgramRun:
-        assert list(folder.iterdir()) == []
-        order.append((name, tuple(cores)))
-        return fake_run([1.0])
-
-    runners = {name: functools.partial(run, name) for name in ("ours", "theirs")}
-    runs = run_in_turn(runners, {"all": [0, 1], "one": [1]}, 2, tmp_path)
-    assert order == [(name, cores) for cores in ((0, 1), (1,)) for name in ("ours", "theirs") * 2]
-    assert {cores: {name: len(found) for name, found in by.items()} for cores, by in runs.items()} == {
-        "all": {"ours": 2, "theirs": 2},
-        "one": {"ours": 2, "theirs": 2},
-    }
 
 
 def test_figures_leave_out_the_first_steps() -> None:
@@ -98,33 +79,6 @@ def test_operations_agree_with_a_loop_over_tokens() -> None:
     assert SIZE.training_flops == 3 * 8 * (whole + heads)
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--pairs", "0"], "--pairs is 0"),
-        (["--steps", "2"], "--skip is 2; it must be at least 1 and below --steps, which is 2"),
-        (["--skip", "0"], "--skip is 0"),
-        (["--trl_rows", "48"], "--trl_rows is 48; it must divide the 128 rollouts"),
-        (["--against", "verl"], "invalid choice: 'verl'"),
-        (["--sizes", "huge"], "invalid choice: 'huge'"),
-    ],
-)
-def test_mistakes(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        benchmark_end_to_end.main(argv)
-    assert message in capsys.readouterr().err
-
-
-def test_nothing_is_measured_if_trl_cannot_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def install(_: Path) -> Path:
-        raise TrlInstallError("the registry is unreachable")
-
-    monkeypatch.setattr(benchmark_end_to_end, "trl_python", install)
-    monkeypatch.setattr(benchmark_end_to_end, "_child", lambda *_: pytest.fail("something was measured"))
-    with pytest.raises(TrlInstallError, match="unreachable"):
-        benchmark_end_to_end.main(["--against", "trl"])
-
-
 @pytest.mark.slow
 def test_marin_rl_runs_on_the_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words_problem, "SIZES", {"tiny": SIZE})
@@ -141,7 +95,3 @@ def test_marin_rl_runs_on_the_problem(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(step.grad_norm > 0 for step in steps)
     compiles = (tmp_path / "run.compiles.jsonl").read_text().splitlines()
     assert all(json.loads(line)["seconds"] > 0 for line in compiles)
-
-
-def test_the_rate_of_matrix_products_is_positive() -> None:
-    assert words_problem.matmul_rate(64, 2) > 0

@@ -3,11 +3,9 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from experiments.benchmarks import benchmark_host_path
-from experiments.benchmarks.benchmark_host_path import SampledStep
 
 
 @pytest.mark.medium
@@ -20,16 +18,3 @@ def test_figures(capsys: pytest.CaptureFixture[str]) -> None:
     parts = ("records", "encode_groups", "decode_groups", "advantages", "packing", "store")
     assert list(report["figures"]) == [f"{name}_cpu_milliseconds" for name in (*parts, "store_table", "store_parquet")]
     assert all(figure["count"] == 1 for figure in report["figures"].values())
-
-
-def test_records_have_the_sampled_tokens() -> None:
-    step = SampledStep(2, 3, 4, 5)
-    groups = step.records()
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    assert [len(group.rollouts) for group in groups] == [3, 3]
-    assert [rollout.turns[0].generation.token_ids for rollout in rollouts] == [
-        tuple(row) for row in step.tokens.tolist()
-    ]
-    assert [rollout.turns[0].observation_tokens for rollout in rollouts] == [
-        tuple(row) for row in np.repeat(step.prompts, 3, axis=0).tolist()
-    ]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -95,15 +94,6 @@ def test_serving_memory(capsys: pytest.CaptureFixture[str], tiny: list[str]) -> 
     assert figures["open_files"][-1] < figures["open_files"][0] + 12
 
 
-@pytest.mark.parametrize("count", [1, 7, 64, 512])
-def test_lengths_have_a_mean_of_a_quarter_of_the_longest(count: int) -> None:
-    lengths = benchmark_training_step.log_normal_lengths(count, 512)
-    assert lengths.shape == (count,)
-    assert (lengths >= 2).all()
-    assert (lengths <= 512).all()
-    assert lengths.mean() == pytest.approx(128, rel=0.02)
-
-
 @pytest.mark.medium
 def test_all_training_steps_do_the_same_work(tiny: list[str]) -> None:
     """With an advantage of 1 and a mean over tokens the RL loss is cross-entropy, so the baseline can be checked."""
@@ -179,27 +169,3 @@ def test_startup(capsys: pytest.CaptureFixture[str], tiny: list[str], monkeypatc
     assert figures["dry_run_seconds"]["count"] == 1
     assert figures["first_update"]["cold_over_warm"]["count"] == 1
     assert figures["first_update"]["programs_in_cache"]["min"] > 0
-
-
-def test_a_run_that_fails_is_an_error_with_its_output(tmp_path: Path) -> None:
-    with pytest.raises(measurement.BenchmarkedRunError, match="num_stepz"):
-        benchmark_startup.measure_first_update(["--num_stepz=1", *measurement.config_arguments([])], 1)
-
-
-def test_compiles_are_counted_inside_the_block_alone() -> None:
-    square = jax.jit(lambda value: value * value + 3)
-    with measurement.counted_compiles() as first:
-        square(jnp.ones(3))
-    with measurement.counted_compiles() as again:
-        square(jnp.ones(3))
-    with measurement.counted_compiles() as other_shape:
-        square(np.ones(5, np.float32))
-    assert first.programs >= 1
-    assert again.programs == 0
-    assert other_shape.programs >= 1
-
-
-def test_the_default_config_is_the_main_experiment() -> None:
-    config = measurement.load_config(["--seed", "5"])
-    assert config.seed == 5
-    assert config.rollouts.rollouts_per_step == 512

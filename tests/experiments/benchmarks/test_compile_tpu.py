@@ -1,8 +1,6 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-import json
-import subprocess
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -48,19 +46,6 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return cells
 
 
-def test_finished_cells_are_not_repeated(compiled: list, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    results = tmp_path / "results.jsonl"
-    row = make_row("v5e")
-    results.write_text(json.dumps(row) + "\n")
-    chosen = ["--models", "1B", "--lengths", "8192", "--programs", "decode", "--results", str(results)]
-    with pytest.raises(SystemExit):
-        compile_tpu.main(chosen)
-    assert "libtpu is not installed; install marin_rl with the extra tpu" in capsys.readouterr().err
-    compile_tpu.main(["--chips", "v5e", *chosen])
-    assert compiled == []
-    assert "| v5e | 1B | 8192 | decode |" in capsys.readouterr().out
-
-
 def test_selected_cells_are_compiled_and_kept(
     compiled: list, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -75,29 +60,7 @@ def test_selected_cells_are_compiled_and_kept(
     assert "libtpu 1.0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flag", [["--chips", "v4"], ["--models", "70B"], ["--lengths", "100"], ["--programs", "x"]])
-def test_unknown_cells_are_rejected(flag: list[str], capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        compile_tpu.main(flag)
-    assert f"argument {flag[0]}: invalid choice: " in capsys.readouterr().err
-
-
 CELL = ("v5e", "0.6B", 2048, "decode")
-
-
-def test_failed_process_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch):
-    def fail(command: list[str], **_: Any) -> subprocess.CompletedProcess:
-        return subprocess.CompletedProcess(command, 1, "", "Traceback\nKeyError: 'chip'\n")
-
-    monkeypatch.setattr(compile_tpu.subprocess, "run", fail)
-    row = compile_tpu.compile_cell(CELL, None, 60)
-    assert (compile_tpu.cell_of(row), row["error"]) == (CELL, "exit status 1: KeyError: 'chip'")
-
-
-def test_slow_cell_is_ended(monkeypatch: pytest.MonkeyPatch):
-    run = subprocess.run
-    monkeypatch.setattr(compile_tpu.subprocess, "run", lambda _, **settings: run(["sleep", "60"], **settings))
-    assert compile_tpu.compile_cell(CELL, None, 0.1)["error"] == "not finished after 0 s"
 
 
 @pytest.mark.slow

@@ -3,14 +3,13 @@
 
 """The simulated pipeline, compared with closed-form results."""
 
-import json
 import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.benchmarks.simulate_pipeline import Pipeline, Simulation, main
+from experiments.benchmarks.simulate_pipeline import Pipeline, Simulation
 
 
 def simulate(**settings: float | str) -> dict[str, float]:
@@ -70,37 +69,3 @@ def test_bounds_hold_for_all_durations(
     assert found["worker_idle_share"] <= 1
     assert math.isfinite(found["staleness_mean"])
     assert found["groups_handed_again"] == 0 or failures > 0
-
-
-@pytest.mark.medium
-def test_finished_group_is_replaced_while_others_run() -> None:
-    # Without newer weights in between, two places of one worker do the work of two workers.
-    times = {"step_seconds": 0.0, "group_seconds": 1.0, "spread": 1.0, "groups_per_step": 50, "steps": 20}
-    pair = simulate(workers=1, groups_together=2, max_staleness=8, refresh="in_flight", **times)
-    two = simulate(workers=2, groups_together=1, max_staleness=8, refresh="in_flight", **times)
-    assert pair["seconds_per_step"] == pytest.approx(two["seconds_per_step"], rel=0.1)
-    assert pair["seconds_per_step"] == pytest.approx(25, rel=0.1)
-    # Waiting for the slowest before newer weights are taken costs time, and the more the groups differ.
-    drained = simulate(workers=1, groups_together=16, max_staleness=2, **{**times, "step_seconds": 1.0})
-    flying = simulate(
-        workers=1, groups_together=16, max_staleness=2, refresh="in_flight", **{**times, "step_seconds": 1.0}
-    )
-    assert flying["seconds_per_step"] < 0.9 * drained["seconds_per_step"]
-
-
-@pytest.mark.medium
-def test_many_workers_are_simulated(capsys: pytest.CaptureFixture[str]) -> None:
-    times = {
-        "workers": 300,
-        "step_seconds": 10,
-        "group_seconds": 60,
-        "spread": 0.5,
-        "groups_per_step": 150,
-        "steps": 10,
-        "max_staleness": 8,
-    }
-    main([word for name, value in times.items() for word in (f"--{name}", str(value))])
-    (line,) = capsys.readouterr().out.splitlines()
-    found = json.loads(line)
-    # 150 groups of 60 s every 10 s are 900 workers' work, and a third of them exist.
-    assert found["seconds_per_step"] == pytest.approx(30, rel=0.25)
