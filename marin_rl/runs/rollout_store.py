@@ -16,7 +16,7 @@ import dataclasses
 import enum
 import logging
 import re
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Annotated
 
 import pyarrow as pa
@@ -189,24 +189,17 @@ class RolloutStore:
     thread.
     """
 
-    def __init__(
-        self,
-        folder: StoragePath,
-        config: RolloutStoreConfig,
-        piece: PieceOf,
-        check_lock: Callable[[], None] = lambda: None,
-    ):
+    def __init__(self, folder: StoragePath, config: RolloutStoreConfig, piece: PieceOf):
         """Open a folder, which may contain files.
 
         Args:
             folder: an existing folder.
             config: selection, format and retention of rollouts.
             piece: maps a token id to its bytes.
-            check_lock: called before every write, in the thread that writes; its errors are those of the write.
         """
         self.folder = folder
         """The folder of the files."""
-        self._config, self._piece, self._check_lock = config, piece, check_lock
+        self._config, self._piece = config, piece
         self._job = BackgroundJob("rollout-store")
         self._sizes: dict[StoredFile, int] = {}
         self._digests: dict[str, FileDigest] = {}
@@ -293,7 +286,6 @@ class RolloutStore:
         table = as_table(rollouts, step, purpose, advantages, self._piece, stale_ids)
         data = as_jsonl(table) if self._config.format is StoredFormat.JSONL else as_parquet(table)
         target = self.folder / f"{_PREFIX[purpose]}-{step:08d}.{self._config.format.value}"
-        self._check_lock()
         write_bytes(target, bytes(data))
         self._sizes[StoredFile(step, purpose, target)] = len(data)
         self._digests[target.name] = digest_of(bytes(data))

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Files of a run, in one folder, with a lock.
+"""Files of a run, in one folder.
 
 ```
 config.yaml     resolved config with all defaults
@@ -15,23 +15,15 @@ profile/        traces of the devices and the host, with `trainer.profiler`
 ```
 """
 
-import contextlib
 import dataclasses
-import errno
-import fcntl
 import itertools
 import json
-import os
-import socket
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from marin_rl.runs import lease
 from marin_rl.runs.checkpoint_folders import require_checkpoint
 from marin_rl.utils.errors import RunDirectoryError, nearest, writing
-from marin_rl.utils.remote_path import RemotePath
 from marin_rl.utils.settings.fields import flatten, is_within
 from marin_rl.utils.settings.yaml_text import parse_yaml
 from marin_rl.utils.storage import StoragePath, storage_path, write_bytes
@@ -144,29 +136,6 @@ def require_config(directory: RunDirectory) -> str | None:
     return text
 
 
-def check_usable(directory: RunDirectory) -> None:
-    """Check that a local run directory can be written or created, and that no process holds it; changes no file.
-
-    Raises:
-        RunDirectoryError: if it cannot, or if another process holds the lock.
-    """
-    if isinstance(directory.path, Path):
-        for folder in (directory.path, directory.path / "rollouts", directory.path / "checkpoints"):
-            with writing(folder):
-                _require_writable(folder.absolute())
-    if (process := holder(directory)) is not None:
-        raise _in_use(directory, process)
-
-
-def _require_writable(folder: Path) -> None:
-    present = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    if not present.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(present))
-    # On most file systems this file has no name, so it does not change the folder.
-    with tempfile.TemporaryFile(dir=present):
-        pass
-
-
 def comments_of(config_yaml: str) -> str:
     """Return the comments at the top of a config, such as its history, with the empty lines among them."""
     lines = config_yaml.splitlines(keepends=True)
@@ -268,71 +237,6 @@ def differing_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 def show_value(values: Mapping[str, Any], key: str) -> str:
     """Format the value of a key as JSON, or as `not set`."""
     return json.dumps(values[key], default=str) if key in values else "not set"
-
-
-@contextlib.contextmanager
-def lock(directory: RunDirectory) -> Iterator[Callable[[], None]]:
-    """Lock the run directory against other processes. Creates the directory if it does not exist.
-
-    A local lock is released when the process ends for any reason. In an object store, the lock of a killed process can
-    be taken after a minute; see [`lease`][marin_rl.runs.lease].
-
-    Yields:
-        A function that raises RunDirectoryError if another process has taken the lock meanwhile.
-
-    Raises:
-        RunDirectoryError: if another process holds the lock; the message contains its id.
-    """
-    path = directory.path / ".lock"
-    with contextlib.ExitStack() as stack:
-        if isinstance(path, RemotePath):
-            with writing(path):
-                held = stack.enter_context(lease.hold(path))
-            yield held.check
-            return
-        with writing(path):
-            directory.path.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(path.open("a+", encoding="utf-8"))
-            _take(file, directory)
-        yield lambda: None
-
-
-def holder(directory: RunDirectory) -> str | None:
-    """Return the process that holds the lock of a run directory, None if none does; changes no file.
-
-    In an object store this takes up to a minute if the process is on another machine.
-    """
-    path = directory.path / ".lock"
-    if isinstance(path, RemotePath):
-        return lease.holder(path)
-    try:
-        file = path.open(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return f"process {file.read().strip()}"
-    return None
-
-
-def _take(file: TextIO, directory: RunDirectory) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.seek(0)
-        raise _in_use(directory, f"process {file.read().strip()}") from error
-    file.truncate(0)
-    file.write(f"{os.getpid()} on {socket.gethostname()}")
-    file.flush()
-
-
-def _in_use(directory: RunDirectory, process: str) -> RunDirectoryError:
-    return RunDirectoryError(
-        f"run directory {str(directory.path)!r} is in use by {process}; wait for it to end, stop it, or choose another "
-        "run_dir"
-    )
 
 
 def write_atomically(path: StoragePath, data: str | bytes) -> None:

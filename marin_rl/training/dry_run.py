@@ -27,7 +27,8 @@ from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.run_parts import Report, RunParts
 from marin_rl.runs.checkpoint import Checkpoints
-from marin_rl.runs.run_directory import RunDirectory, check_usable, require_config
+from marin_rl.runs.lock import check_usable
+from marin_rl.runs.run_directory import RunDirectory, require_config
 from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.sampling.sampler import PromptTooLongError

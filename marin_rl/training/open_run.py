@@ -64,7 +64,6 @@ def open_run(
     folder: StoragePath,
     report: Report,
     stop_requested: Callable[[], bool] = lambda: False,
-    check_lock: Callable[[], None] = lambda: None,
     *,
     accept_changes: bool = False,
     command_timer: PhaseTimer | None = None,
@@ -78,7 +77,6 @@ def open_run(
         folder: run directory.
         report: called with each progress message.
         stop_requested: returns whether this process was asked to stop; called during a warm start and evaluations.
-        check_lock: called before rollouts are stored; raises RunDirectoryError if another process has taken the lock.
         accept_changes: whether to resume although files that the run reads or has written were changed.
         command_timer: accumulates the seconds of `warm start`, `evaluation` and `RL steps`.
 
@@ -99,7 +97,7 @@ def open_run(
             require_same_tasks(parts.environment)
             reward_functions = _open_reward_functions(parts)
             pieces = TokenPieces(parts.tokenizer.tokenizer)
-            store = RolloutStore(folder / "rollouts", config.rollout_store, pieces, check_lock)
+            store = RolloutStore(folder / "rollouts", config.rollout_store, pieces)
             resources.enter_context(Closing(functools.partial(_close, store)))
             checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
             resources.enter_context(Closing(checkpoints.close))

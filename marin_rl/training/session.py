@@ -25,8 +25,9 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.ray_cluster import check_ray, find_cluster
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.hf_export import DeviceWeights
+from marin_rl.runs.lock import lock
 from marin_rl.runs.metrics_file import append_record, format_record, read_records, rewind_records
-from marin_rl.runs.run_directory import EXPORTED_STEP, RunDirectory, create_or_open, exported_step, lock
+from marin_rl.runs.run_directory import EXPORTED_STEP, RunDirectory, create_or_open, exported_step
 from marin_rl.training.config_changes import describe_learning_rate, plan_changes
 from marin_rl.training.config_history import Change, changed_values, record_changes
 from marin_rl.training.console import ProgressDisplay, describe_step
@@ -94,17 +95,17 @@ def run_session(
             check_trackers(config.trainer.tracker)
         check_weight_files(config.initialize_from, config.run_dir, config.tokenizer.path)
         cluster = config.ray_address if config.mode is Mode.ASYNC else None
-        check_lock = _lock_on_main(directory, cluster, resources)
+        directory = _lock_on_main(directory, cluster, resources)
         require_same_config(to_yaml(config))
         require_shared_folder(directory.path)
         changes: list[Change] = []
         multihost.on_main(lambda: changes.extend(_open_directory(config, directory, named)))
         main = multihost.is_main()
         file = directory.log if main else directory.path / "processes" / f"{jax.process_index()}.txt"
-        log = log_to(file, config.log_level.number, module_levels(config.logging), check_lock)
+        log = log_to(file, config.log_level.number, module_levels(config.logging))
         console = stream if main else resources.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
         with log, logged_errors(), explain_errors():
-            start = _Start(config, directory, changes, check_lock, accept_changes, started)
+            start = _Start(config, directory, changes, accept_changes, started)
             with ProgressDisplay(config.num_steps, console) as display:
                 finished = _train(start, display)
             if main and finished is not None:
@@ -112,12 +113,12 @@ def run_session(
                 print_and_log(display.console, summary_of(directory, finished.state.progress, command, compiling))
 
 
-def _lock_on_main(directory: RunDirectory, cluster: str | None, resources: contextlib.ExitStack) -> Callable[[], None]:
-    """Lock the run directory in the main process; return a function that checks that it still holds the lock.
+def _lock_on_main(directory: RunDirectory, cluster: str | None, resources: contextlib.ExitStack) -> RunDirectory:
+    """Lock the run directory in the main process, which alone gets the paths that check the lock.
 
     The Ray cluster at an address must respond first.
     """
-    held: list[Callable[[], None]] = []
+    held: list[RunDirectory] = []
 
     def take() -> None:
         if cluster is not None:
@@ -125,7 +126,7 @@ def _lock_on_main(directory: RunDirectory, cluster: str | None, resources: conte
         held.append(resources.enter_context(lock(directory)))
 
     multihost.on_main(take)
-    return held[0] if held else lambda: None
+    return held[0] if held else directory
 
 
 def _open_directory(config: TrainConfig, directory: RunDirectory, named: Collection[str]) -> list[Change]:
@@ -147,7 +148,6 @@ class _Start:
     directory: RunDirectory
     changes: Sequence[Change]
     """Changes of the config since the last start, not yet written."""
-    check_lock: Callable[[], None]
     accept_changes: bool
     started: float
     """Time at which the command started, of `time.perf_counter`."""
@@ -164,7 +164,7 @@ COMMAND_PARTS = ("start", "warm start", "evaluation", "RL steps", "export, plots
 
 def _train(start: _Start, display: ProgressDisplay) -> TrainingRun | None:
     """Train, export and plot; return the run if it is complete."""
-    config, directory, check_lock = start.config, start.directory, start.check_lock
+    config, directory = start.config, start.directory
     timer, report = PhaseTimer(), functools.partial(_report, display)
     with contextlib.ExitStack() as closing:
         stop = closing.enter_context(stop_on_signals(report))
@@ -174,7 +174,6 @@ def _train(start: _Start, display: ProgressDisplay) -> TrainingRun | None:
                 directory.path,
                 report,
                 stop.is_set,
-                check_lock,
                 accept_changes=start.accept_changes,
                 command_timer=timer,
             )
@@ -186,7 +185,7 @@ def _train(start: _Start, display: ProgressDisplay) -> TrainingRun | None:
         changed: dict[str, float] = {}
         multihost.on_main(lambda: changed.update(_apply_changes(start, run.state.progress, report)))
         # Only the main process writes records.
-        records = _open_records(run, directory, check_lock) if multihost.is_main() else None
+        records = _open_records(run, directory) if multihost.is_main() else None
         if records is not None:
             closing.enter_context(Closing(records.close))
             run.store_records = records.flush
@@ -300,19 +299,16 @@ class StepRecords:
     Errors of trackers are not caught: they stop the run.
     """
 
-    def __init__(self, path: StoragePath, tracker: Tracker, check_lock: Callable[[], None] = lambda: None):
+    def __init__(self, path: StoragePath, tracker: Tracker):
         """Open `metrics.jsonl`, which holds no records of steps that will be repeated, and continue after its end.
 
         Args:
             path: the file.
             tracker: receives the same metrics.
-            check_lock: called before every write; raises RunDirectoryError if another process continues the run, as
-                after a suspension of this one.
         """
         self._path = path
         self._tracker = tracker
-        self._check_lock = check_lock
-        self._uploaded = AppendedFile(path, check_lock) if isinstance(path, RemotePath) else None
+        self._uploaded = AppendedFile(path) if isinstance(path, RemotePath) else None
         self._last_step = max((int(record["step"]) for record in read_records(path)), default=-1)
         data = path.read_bytes() if path.exists() else b""
         self._size, self._digest = len(data), hashlib.sha256(data)
@@ -322,9 +318,8 @@ class StepRecords:
 
         Raises:
             ValueError: if the step is not greater than that of the last record.
-            RunDirectoryError: if the file cannot be written, or another process continues the run.
+            RunDirectoryError: if the file cannot be written.
         """
-        self._check_lock()
         if step <= self._last_step:
             raise ValueError(
                 f"step {step} cannot be recorded: steps must increase, and step {self._last_step} is recorded already"
@@ -348,7 +343,6 @@ class StepRecords:
         Raises:
             RunDirectoryError: if the file cannot be written, or another process continues the run.
         """
-        self._check_lock()
         if self._uploaded is not None:
             with writing(self._path):
                 self._uploaded.flush()
@@ -366,7 +360,7 @@ class StepRecords:
         self._tracker.finish()
 
 
-def _open_records(run: TrainingRun, directory: RunDirectory, check_lock: Callable[[], None]) -> StepRecords:
+def _open_records(run: TrainingRun, directory: RunDirectory) -> StepRecords:
     """Open the metric records, truncated to the steps of the run's state; a new run gets a record of step 0."""
     progress, evaluations = run.state.progress, run.state.progress.evaluations
     step = progress.step - bool(progress.unrecorded)
@@ -374,7 +368,7 @@ def _open_records(run: TrainingRun, directory: RunDirectory, check_lock: Callabl
     with writing(run.store.folder):
         run.store.truncate(progress.step, run.files.rollouts)
     tracker = make_tracker(run.config.trainer.tracker, run.config.run_name, encode(run.config), last_step=step)
-    records = StepRecords(directory.metrics, tracker, check_lock)
+    records = StepRecords(directory.metrics, tracker)
     if progress.step == 0:
         before = evaluations.get("before warm start", {})
         start = {f"before_warm_start/{name}": value for name, value in before.items()}

@@ -7,7 +7,7 @@ import contextlib
 import enum
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import marin_rl
@@ -108,7 +108,6 @@ def log_to(
     file: StoragePath,
     level: int = logging.INFO,
     modules: Mapping[str, int] | None = None,
-    check_lock: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """Append the log messages of this package to a file. Creates its folder.
 
@@ -118,13 +117,11 @@ def log_to(
         file: the log file.
         level: minimum level of messages.
         modules: levels of single modules or packages, by name.
-        check_lock: called before every upload to an object store; raises RuntimeError if another process writes the
-            file now.
     """
     logger, modules = logging.getLogger("marin_rl"), modules or {}
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        handler = _LogFile(file, check_lock)
+        handler = _LogFile(file)
     handler.setFormatter(LogFormatter(FORMAT))
     handler.setLevel(min(level, *modules.values(), level))
     former = {name: logging.getLogger(name).level for name in ("marin_rl", *modules)}
@@ -152,10 +149,10 @@ class LogFormatter(logging.Formatter):
 class _LogFile(logging.Handler):
     """Log file that reports errors of writing, such as a full disk, once on stderr and does not stop the run."""
 
-    def __init__(self, file: StoragePath, check_lock: Callable[[], None]) -> None:
+    def __init__(self, file: StoragePath) -> None:
         super().__init__()
         self._name = str(file)
-        self._file = AppendedFile(file, check_lock) if isinstance(file, RemotePath) else file.open("ab", buffering=0)
+        self._file = AppendedFile(file) if isinstance(file, RemotePath) else file.open("ab", buffering=0)
         self._has_warned = False
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -10,7 +10,7 @@ import fnmatch
 import functools
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,11 @@ class RemotePath:
 
     address: str
     """Address with protocol, without a trailing slash."""
+    fence: Callable[[], None] | None = dataclasses.field(default=None, compare=False, repr=False)
+    """Called before an object here or below is written or deleted; raises if this process may not do that any more."""
 
     def __truediv__(self, name: str) -> "RemotePath":
-        return RemotePath(f"{self.address}/{name}")
+        return RemotePath(f"{self.address}/{name}", self.fence)
 
     def __str__(self) -> str:
         return self.address
@@ -76,7 +78,7 @@ class RemotePath:
     @property
     def parent(self) -> "RemotePath":
         """The folder."""
-        return RemotePath(self.address.rpartition("/")[0])
+        return RemotePath(self.address.rpartition("/")[0], self.fence)
 
     def exists(self) -> bool:
         """Whether there is an object of this name, or one in the folder of this name."""
@@ -121,6 +123,7 @@ class RemotePath:
         Raises:
             FileExistsError: if `only_new` and the object exists.
         """
+        self._check_fence()
         with self._client_errors() as (files, path):
             if self.protocol not in FLAT:
                 files.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -132,6 +135,7 @@ class RemotePath:
 
     def upload(self, file: Path) -> None:
         """Copy a local file to this address."""
+        self._check_fence()
         with self._client_errors() as (files, path):
             files.put_file(str(file), path)
 
@@ -147,6 +151,7 @@ class RemotePath:
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Delete the object."""
+        self._check_fence()
         try:
             with self._client_errors() as (files, path):
                 files.rm_file(path)
@@ -159,6 +164,10 @@ class RemotePath:
         if self.protocol not in FLAT:
             with self._client_errors() as (files, path):
                 files.makedirs(path, exist_ok=exist_ok)
+
+    def _check_fence(self) -> None:
+        if self.fence is not None:
+            self.fence()
 
     def _kind(self) -> str | None:
         """`file` or `directory`; None if there is no object. Clients' own `exists` is false if the store fails."""

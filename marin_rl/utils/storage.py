@@ -22,7 +22,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -243,14 +243,11 @@ class AppendedFile:
     last upload.
     """
 
-    def __init__(
-        self, path: RemotePath, check_lock: Callable[[], None] = lambda: None, seconds: float = UPLOAD_SECONDS
-    ) -> None:
+    def __init__(self, path: RemotePath, seconds: float = UPLOAD_SECONDS) -> None:
         """Continue the object, if it exists.
 
         Args:
-            path: the object.
-            check_lock: called before every upload; raises RuntimeError if another process writes the object now.
+            path: the object. Its fence may raise RuntimeError if another process writes the object now.
             seconds: longest time between an append and its upload.
 
         Raises:
@@ -260,7 +257,6 @@ class AppendedFile:
         """The object."""
         self._content = bytearray(path.read_bytes() if path.is_file() else b"")
         self._uploaded = len(self._content)
-        self._check_lock = check_lock
         self._seconds = seconds
         self._upload_lock = threading.Lock()
         self._closing = threading.Event()
@@ -281,7 +277,6 @@ class AppendedFile:
         with self._upload_lock:
             content = bytes(self._content)
             if len(content) > self._uploaded:
-                self._check_lock()
                 self.path.write_bytes(content)
                 self._uploaded = len(content)
 

@@ -161,7 +161,7 @@ def test_run_killed_5_times_in_other_folders_equals_an_uninterrupted_run(
 def test_a_run_that_is_complete_or_in_use_is_not_changed(
     stored: Gcs, stored_run: TinyRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from marin_rl.runs.lease import hold
+    from marin_rl.runs.lock import hold
     from marin_rl.utils.remote_path import RemotePath
 
     before = dict(stored.objects)
@@ -317,6 +317,7 @@ def test_process_that_lost_its_lock_ends_without_writing(
         return build(*arguments)
 
     monkeypatch.setattr(BatchBuilder, "build", suspended)
+    monkeypatch.setattr("marin_rl.runs.lock.CHECK_SECONDS", 0.0)
     assert stored_run.train() == 1
     assert f"error: run directory '{ADDRESS}' was taken over by another process" in capfd.readouterr().err
     for name in others:

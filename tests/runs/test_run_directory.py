@@ -2,20 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import os
-import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from marin_rl.runs.lock import holder, lock
 from marin_rl.runs.run_directory import (
     RunDirectory,
     create_or_open,
     exported_step,
-    holder,
-    lock,
     open_existing,
     write_atomically,
 )
@@ -148,21 +143,6 @@ def test_atomic_writes_replace_the_whole_file(tmp_path, data):
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
-def test_two_processes_cannot_lock_one_run_directory(tmp_path):
-    directory = create_or_open(tmp_path, CONFIG)
-    with lock(directory):
-        with (
-            pytest.raises(RunDirectoryError, match=f"in use by process {os.getpid()} on .*choose another"),
-            lock(directory),
-        ):
-            pass
-        # The failed attempt does not release the lock.
-        with pytest.raises(RunDirectoryError, match="in use"), lock(directory):
-            pass
-    with lock(directory):
-        pass
-
-
 ODD_NAMES = [
     *(" a b ", "e\u0301 \u00e9", "\U0001f600", "\u202eabc", "a\nb\r\t", "x" * 255, "-x", "--", "%20%s%(a)s", "a #b?c"),
     *("'\"`", "$HOME ${HOME} $(id)", "~", "\\n", "*[a]{b,c}", "a;b&c|d<e>", "...", "\x1b[31m", "null", "a:b=c,d@e"),
@@ -181,30 +161,6 @@ def test_any_name_of_a_folder_is_taken_as_it_is(tmp_path, monkeypatch, name):
     assert [entry.name for entry in tmp_path.iterdir()] == [name]
 
 
-@pytest.mark.parametrize("way", ["relative", "link", "dots", "mount"])
-def test_another_way_to_a_locked_folder_is_refused(tmp_path, monkeypatch, way):
-    directory = create_or_open(tmp_path / "run", CONFIG)
-    (tmp_path / "link").symlink_to("run")
-    (tmp_path / "mount").mkdir()
-    monkeypatch.chdir(tmp_path)
-    path = {"relative": "run", "dots": "link/../run"}.get(way, way)
-    code = (
-        "import pathlib, sys\n"
-        "from marin_rl.runs.run_directory import RunDirectory, lock\n"
-        "with lock(RunDirectory(pathlib.Path(sys.argv[1]))): print('locked')"
-    )
-    command = [sys.executable, "-c", code, path]
-    if way == "mount":
-        if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
-            pytest.skip("no namespaces for mounts here")
-        command = ["unshare", "-rm", "sh", "-c", 'mount --bind run mount && exec "$@"', "sh", *command]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "locked\n"
-    with lock(directory):
-        said = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert said.stdout == ""
-    assert f"run directory {path!r} is in use by process {os.getpid()} on " in said.stderr
-
-
 @pytest.mark.parametrize("kind", ["folder", "pipe", "not text"])
 def test_a_config_that_cannot_be_read_is_named(tmp_path, kind):
     if kind == "folder":
@@ -217,52 +173,3 @@ def test_a_config_that_cannot_be_read_is_named(tmp_path, kind):
         RunDirectoryError, match=r"cannot read .*config\.yaml': .*; repair the file, or choose another run_dir"
     ):
         create_or_open(tmp_path, CONFIG)
-
-
-def test_the_holder_of_a_lock_is_found_without_taking_it(tmp_path):
-    directory = create_or_open(tmp_path, CONFIG)
-    assert holder(directory) is None
-    assert not (tmp_path / ".lock").exists()
-    with lock(directory):
-        found = holder(directory)
-        assert found is not None
-        assert found.startswith(f"process {os.getpid()} on ")
-    assert holder(directory) is None
-    with lock(directory):
-        pass
-
-
-def test_killed_process_releases_the_lock(tmp_path):
-    directory = create_or_open(tmp_path, CONFIG)
-    code = (
-        "import pathlib, sys, time\n"
-        "from marin_rl.runs.run_directory import RunDirectory, lock\n"
-        "with lock(RunDirectory(pathlib.Path(sys.argv[1]))):\n"
-        "    print('locked', flush=True)\n"
-        "    sys.stdin.read()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "locked\n"
-        with pytest.raises(RunDirectoryError, match=f"in use by process {process.pid} "), lock(directory):
-            pass
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    with lock(directory):
-        pass
-
-
-def test_lock_creates_the_folder(tmp_path):
-    directory = RunDirectory(tmp_path / "runs" / "a")
-    with lock(directory):
-        assert create_or_open(directory.path, CONFIG) == directory
-
-
-def test_lock_does_not_change_errors_of_the_run(tmp_path):
-    directory = create_or_open(tmp_path, CONFIG)
-    with pytest.raises(FileNotFoundError), lock(directory):
-        (tmp_path / "absent").read_text()
-    with lock(directory):
-        pass

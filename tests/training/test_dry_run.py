@@ -461,7 +461,8 @@ def test_changed_files_do_not_matter_to_a_finished_run(
 
 
 def test_locked_run_directory(interrupted: TinyRun, capfd: pytest.CaptureFixture[str]):
-    from marin_rl.runs.run_directory import RunDirectory, lock
+    from marin_rl.runs.lock import lock
+    from marin_rl.runs.run_directory import RunDirectory
 
     with lock(RunDirectory(interrupted.path)):
         assert_red(interrupted, "is in use by process", capfd)

@@ -15,8 +15,9 @@ from marin_rl.config.sections import Mode, ReplayConfig
 from marin_rl.objectives.importance import TisConfig
 from marin_rl.objectives.kl import RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
+from marin_rl.runs.lock import lock
 from marin_rl.runs.rollout_files import as_parquet, from_parquet
-from marin_rl.runs.run_directory import RunDirectory, lock
+from marin_rl.runs.run_directory import RunDirectory
 from marin_rl.runs.stored_rollout import SCHEMA
 from marin_rl.training.replay import ReplayError, replay_step
 from marin_rl.utils.errors import USER_ERRORS

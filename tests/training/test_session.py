@@ -350,7 +350,7 @@ def test_weight_files_are_checked_before_devices_start(
 def test_second_process_is_rejected(
     finished_run: TinyRun, new_run: Callable[..., TinyRun], capfd: pytest.CaptureFixture[str]
 ):
-    from marin_rl.runs.run_directory import lock
+    from marin_rl.runs.lock import lock
 
     run = new_run()
     with lock(RunDirectory(run.path)):

@@ -21,7 +21,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from experiments.soak import LiveRun
-from marin_rl.runs.run_directory import RunDirectory, lock
+from marin_rl.runs.lock import lock
+from marin_rl.runs.run_directory import RunDirectory
 from tests.cpu_host import cpu_host
 from tests.fork_server import popen
 from tests.gcs_emulator import Gcs

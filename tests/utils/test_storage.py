@@ -327,7 +327,7 @@ def test_appended_file_is_not_uploaded_after_its_lock_is_lost(gcs: Gcs, root: Re
         checked.set()
         raise RunDirectoryError("taken over")
 
-    file = AppendedFile(root / "log", check_lock, seconds=0.01)
+    file = AppendedFile(RemotePath(str(root / "log"), check_lock), seconds=0.01)
     file.write(b"1")
     assert checked.wait(600)
     with pytest.raises(RunDirectoryError, match="taken over"):

@@ -1,29 +1,38 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Lock of a folder in an object store, which no store releases when its holder dies.
+"""Lock of a run directory against a second process.
 
-The lock is the object with the highest number in a folder, such as `.lock/00000003`. Only the holder of number 3
-rewrites that object, every `BEAT_SECONDS`, with a higher count. Number 4 may be created if number 3 is released, if it
-has not changed for `LEASE_SECONDS`, or if its process on this machine has ended. Creating fails if number 4 exists
-(generation precondition of Google Cloud Storage, `If-None-Match` of S3), so one process at most succeeds. The holder of
-the highest number deletes lower ones. A slow process may create one of those again; it holds the lock only if its
-number is the highest afterwards, and chooses a new number otherwise.
+A local directory is locked with `flock`, which the system releases when the process ends for any reason. No object
+store does that. There the lock is the object with the highest number in a folder, such as `.lock/00000003`. Only the
+holder of number 3 rewrites that object, every `BEAT_SECONDS`, with a higher count. Number 4 may be created if number 3
+is released, if it has not changed for `LEASE_SECONDS`, or if its process on this machine has ended. Creating fails if
+number 4 exists (generation precondition of Google Cloud Storage, `If-None-Match` of S3), so one process at most
+succeeds. The holder of the highest number deletes lower ones. A slow process may create one of those again; it holds
+the lock only if its number is the highest afterwards, and chooses a new number otherwise.
+
+A process that was suspended may have lost this lock. Therefore the paths of a locked run directory check it before they
+change an object.
 """
 
 import contextlib
 import dataclasses
+import errno
+import fcntl
 import json
 import logging
 import os
 import socket
+import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from marin_rl.utils.errors import RunDirectoryError
+from marin_rl.runs.run_directory import RunDirectory
+from marin_rl.utils.errors import RunDirectoryError, writing
 from marin_rl.utils.remote_path import CONDITIONAL, RemotePath
 from marin_rl.utils.retry import Clock
 
@@ -33,12 +42,103 @@ LEASE_SECONDS = 60.0
 """Seconds without a change after which the holder counts as dead."""
 BEAT_SECONDS = 15.0
 """Seconds between two changes by the holder."""
+CHECK_SECONDS = 1.0
+"""Seconds for which a check counts, of a clock that also runs while the machine is suspended."""
 _POLL_SECONDS = 1.0
+
+
+@contextlib.contextmanager
+def lock(directory: RunDirectory) -> Iterator[RunDirectory]:
+    """Lock a run directory, which is created if it does not exist, until the end of the block.
+
+    In an object store, the lock of a killed process can be taken after a minute.
+
+    Yields:
+        The directory. Its paths raise RunDirectoryError, and change nothing, if another process has taken the lock.
+
+    Raises:
+        RunDirectoryError: if another process holds the lock; the message contains its id.
+    """
+    path = directory.path / ".lock"
+    with contextlib.ExitStack() as stack:
+        with writing(path):
+            if isinstance(path, RemotePath):
+                lease = stack.enter_context(hold(path))
+                locked = RunDirectory(dataclasses.replace(path.parent, fence=lease.check))
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file, locked = stack.enter_context(path.open("a+", encoding="utf-8")), directory
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    file.seek(0)
+                    raise _in_use(directory.path, f"process {file.read().strip()}") from error
+                file.truncate(0)
+                file.write(f"{os.getpid()} on {socket.gethostname()}")
+                file.flush()
+        yield locked
+
+
+def holder(directory: RunDirectory, clock: Clock | None = None) -> str | None:
+    """Return the process that holds the lock of a run directory, such as `process 7 on host`; changes no file.
+
+    In an object store this waits up to a minute for a process on another machine to renew the lock.
+
+    Args:
+        directory: the run directory.
+        clock: source of time while waiting.
+
+    Returns:
+        The process, or None if the lock is released or its holder is dead.
+    """
+    path = directory.path / ".lock"
+    if isinstance(path, RemotePath):
+        numbers = _numbers(path)
+        return _living_holder(_object(path, numbers[-1]), clock or Clock()) if numbers else None
+    try:
+        file = path.open(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return f"process {file.read().strip()}"
+    return None
+
+
+def check_usable(directory: RunDirectory) -> None:
+    """Check that a local run directory can be written or created, and that no process holds it; changes no file.
+
+    Raises:
+        RunDirectoryError: if it cannot, or if another process holds the lock.
+    """
+    if isinstance(directory.path, Path):
+        for folder in (directory.path, directory.path / "rollouts", directory.path / "checkpoints"):
+            with writing(folder):
+                _require_writable(folder.absolute())
+    if (process := holder(directory)) is not None:
+        raise _in_use(directory.path, process)
+
+
+def _require_writable(folder: Path) -> None:
+    present = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not present.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(present))
+    # On most file systems this file has no name, so it does not change the folder.
+    with tempfile.TemporaryFile(dir=present):
+        pass
+
+
+def _in_use(folder: object, process: str) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"run directory {str(folder)!r} is in use by {process}; wait for it to end, stop it, or choose another run_dir"
+    )
 
 
 @dataclasses.dataclass
 class Lease:
-    """A held lock; made by [`hold`][marin_rl.runs.lease.hold]."""
+    """A held lock in an object store; made by `hold`."""
 
     folder: RemotePath
     """Folder of the lock's objects."""
@@ -48,19 +148,25 @@ class Lease:
     """Unique name of the holder."""
     beats: int = 0
     """Number of changes so far."""
+    checked: float = float("-inf")
+    """Time of the last check."""
 
     def check(self) -> None:
-        """Check that no other process has taken the lock.
+        """Check that no other process has taken the lock; asks the store at most every `CHECK_SECONDS`.
 
         Raises:
             RunDirectoryError: if another process has.
         """
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        if now < self.checked + CHECK_SECONDS:
+            return
         numbers = _numbers(self.folder)
         if numbers and numbers[-1] > self.number:
             raise RunDirectoryError(
                 f"run directory {str(self.folder.parent)!r} was taken over by another process, because this one did "
                 f"not renew its lock for {LEASE_SECONDS:g} s; nothing was overwritten, and the other process continues"
             )
+        self.checked = now
 
     def create(self) -> bool:
         """Create the object; return whether this process has, not another one."""
@@ -127,10 +233,7 @@ def _take(folder: RemotePath, clock: Clock) -> Lease:
         numbers = _numbers(folder)
         newest = numbers[-1] if numbers else 0
         if newest and (alive := _living_holder(_object(folder, newest), clock)) is not None:
-            raise RunDirectoryError(
-                f"run directory {str(folder.parent)!r} is in use by {alive}; "
-                "wait for it to end, stop it, or choose another run_dir"
-            )
+            raise _in_use(folder.parent, alive)
         lease = Lease(folder, newest + 1)
         # If another process was faster, see whether it is alive.
         if not lease.create():
@@ -143,22 +246,6 @@ def _take(folder: RemotePath, clock: Clock) -> Lease:
                 _object(folder, outdated).unlink(missing_ok=True)
         if is_newest:
             return lease
-
-
-def holder(folder: RemotePath, clock: Clock | None = None) -> str | None:
-    """Return the process that holds the lock, such as `process 7 on host`, without changing anything.
-
-    Waits up to a minute for a process on another machine to renew the lock.
-
-    Args:
-        folder: folder of the lock's objects.
-        clock: source of time while waiting.
-
-    Returns:
-        The process, or None if the lock is released or its holder is dead.
-    """
-    numbers = _numbers(folder)
-    return _living_holder(_object(folder, numbers[-1]), clock or Clock()) if numbers else None
 
 
 def _living_holder(lock: RemotePath, clock: Clock) -> str | None:
