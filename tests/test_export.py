@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from marin_rl.export import ExportRunConfig, main, run_export
-from marin_rl.runs.checkpoint_folders import CheckpointError
+from marin_rl.runs.run_directory import CheckpointError
 from tests.tiny_run import TinyRun, contents, copy_of
 
 Capture = pytest.CaptureFixture[str]

@@ -38,8 +38,8 @@ from marin_rl.objectives.shaping import KeepTruncatedConfig, OverlongConfig, Tru
 from marin_rl.rewards.component import RewardScope
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rollouts.config import FilterConfig, KeepGroupsConfig
-from marin_rl.runs.config import CheckpointConfig
 from marin_rl.runs.rollout_store import RolloutStoreConfig
+from marin_rl.runs.run_directory import CheckpointConfig
 from marin_rl.sampling.config import LevanterSamplerConfig, SamplerConfig, SamplingConfig
 from marin_rl.tokenization.config import TokenizerConfig
 from marin_rl.utils.devices.sharding import POSITION

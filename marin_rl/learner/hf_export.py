@@ -30,7 +30,7 @@ from levanter.models.gpt2 import Gpt2Config
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.models.hf_tensors import to_tensors
-from marin_rl.runs.array_files import SavedArrays
+from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.utils import multihost
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
 
@@ -104,20 +104,20 @@ class _Saved:
 class SavedWeights:
     """Weights in the files of a checkpoint, for one process."""
 
-    def __init__(self, shape: LmHeadModel, saved: SavedArrays, dtype: jnp.dtype | None = None) -> None:
+    def __init__(self, shape: LmHeadModel, saved: Checkpoint, dtype: jnp.dtype | None = None) -> None:
         """Compare the checksums of the files.
 
         Args:
             shape: shapes of the saved policy.
-            saved: its arrays, by path in the policy.
+            saved: a checkpoint with the arrays of the policy only, from `Checkpoint.part`.
             dtype: type of the tensors; None for that of the parameters.
 
         Raises:
-            DamagedArraysError: if a file is missing or altered.
+            DamagedCheckpointError: if a file is missing or altered.
         """
         self.shape, self.dtype = shape, dtype
-        saved.verify()
-        arrays = saved.open()
+        saved.verify_arrays()
+        arrays = saved.open_arrays()
         self._stacked, self._others = _split(
             jax.tree_util.tree_map_with_path(
                 lambda path, leaf: _Saved(arrays[jax.tree_util.keystr(path)], leaf), shape, is_leaf=_is_named

@@ -29,16 +29,16 @@ from typing import Any, TypeVar
 from levanter.trainer_state import TrainerState
 
 from marin_rl.runs.array_files import STATE, HostArray, copy_to_host, write_arrays
-from marin_rl.runs.checkpoint_folders import (
+from marin_rl.runs.run_directory import (
     MANIFEST,
+    CheckpointConfig,
     CheckpointError,
     folder_name,
     is_committed,
     list_steps,
     step_of,
 )
-from marin_rl.runs.config import CheckpointConfig
-from marin_rl.runs.saved_checkpoint import Checkpoint, DamagedCheckpointError, Manifest, open_checkpoint
+from marin_rl.runs.saved_checkpoint import Checkpoint, DamagedCheckpointError, open_checkpoint
 from marin_rl.utils import multihost
 from marin_rl.utils.event_loop import BackgroundJob
 from marin_rl.utils.remote_path import RemotePath
@@ -145,9 +145,10 @@ class Checkpoints:
                 (partial / name).write_bytes(data)
                 written[name] = digest_of(data)
             folder = attempt if isinstance(target, RemotePath) else ""
-            manifest = Manifest(step, progress, folder, {name: array for name, (array, _) in arrays.items()}, written)
-            _require_complete(target, manifest, partial)
-            ((target if folder else partial) / MANIFEST).write_bytes(manifest.dumps().encode())
+            described = {name: array for name, (array, _) in arrays.items()}
+            checkpoint = Checkpoint(target, step, progress, folder, described, written)
+            _require_complete(checkpoint, partial)
+            ((target if folder else partial) / MANIFEST).write_bytes(checkpoint.manifest().encode())
             self._finish(target, partial)
             self._prune(newest=step)
 
@@ -277,14 +278,14 @@ class Checkpoints:
         return self.folder / folder_name(step)
 
 
-def _require_complete(target: StoragePath, manifest: Manifest, partial: StoragePath) -> None:
+def _require_complete(checkpoint: Checkpoint, partial: StoragePath) -> None:
     """Check before the commit that the main process sees every file of every array."""
     sizes = file_sizes(partial)
-    absent = [name for name, file in manifest.files.items() if sizes.get(name) != file.size]
-    absent += manifest.saved(target).missing_files()
+    absent = [name for name, file in checkpoint.files.items() if sizes.get(name) != file.size]
+    absent += checkpoint.missing_files()
     if absent:
         raise CheckpointError(
-            f"checkpoint {target} is incomplete: {len(absent)} files of its arrays are absent, the first is "
+            f"checkpoint {checkpoint.path} is incomplete: {len(absent)} files of its arrays are absent, the first is "
             f"{absent[0]}. Every training process writes its own shards, so all of them must see one folder: put "
             "run_dir on a file system that all training hosts share, or in an object store"
         )

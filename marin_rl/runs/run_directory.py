@@ -20,16 +20,39 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from marin_rl.runs.checkpoint_folders import require_checkpoint
-from marin_rl.utils.errors import RunDirectoryError, nearest, writing
+from annotated_types import Ge
+
+from marin_rl.utils.errors import RunDirectoryError, UserError, nearest, writing
+from marin_rl.utils.remote_path import RemotePath
+from marin_rl.utils.settings.checks import ConfigSection
 from marin_rl.utils.settings.fields import flatten, is_within
 from marin_rl.utils.settings.yaml_text import parse_yaml
 from marin_rl.utils.storage import StoragePath, storage_path, write_bytes
 
 EXPORTED_STEP = "training_step.json"
 """File in `hf/` with the step of the weights."""
+
+
+MANIFEST = "manifest.json"
+"""File of a checkpoint that is written last."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be written or read; the message names the folder and the problem."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig(ConfigSection):
+    """When to save checkpoints, and which ones to keep."""
+
+    every: Annotated[int, Ge(0)] = 50
+    """Steps between checkpoints; the last step is always saved. 0 saves only the last step."""
+    keep_last: Annotated[int, Ge(2), "one to fall back to"] = 2
+    """Number of newest checkpoints to keep: an undamaged one remains if the newest is damaged."""
+    keep_every: Annotated[int, Ge(0)] = 0
+    """Keep the checkpoints of all steps divisible by this number; 0 keeps only the last `keep_last`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +201,49 @@ def open_with_checkpoint(run: str, step: int | None) -> RunDirectory:
     directory = open_existing(storage_path(run, "run"))
     require_checkpoint(run, directory.checkpoints, step)
     return directory
+
+
+def folder_name(step: int) -> str:
+    """Return the name of the folder of a checkpoint."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: StoragePath) -> int | None:
+    """Parse the step from a checkpoint folder's name; None if the name has another format."""
+    digits = path.name.removeprefix("step-")
+    is_name = digits.isascii() and digits.isdecimal() and path.name == folder_name(int(digits))
+    return int(digits) if is_name else None
+
+
+def is_committed(path: StoragePath) -> bool:
+    """Whether the save was not interrupted; locally the name itself tells."""
+    return not isinstance(path, RemotePath) or (path / MANIFEST).is_file()
+
+
+def list_steps(folder: StoragePath) -> list[int]:
+    """Return the steps of all checkpoints, damaged ones included, oldest first; ignores names such as `step-1`."""
+    steps = [(step_of(path), path) for path in folder.glob("step-*")]
+    return sorted(step for step, path in steps if step is not None and is_committed(path))
+
+
+def require_checkpoint(run: str, folder: StoragePath, step: int | None) -> None:
+    """Check that a run has a checkpoint.
+
+    Args:
+        run: the run, for the error message.
+        folder: folder of its checkpoints.
+        step: step of the checkpoint; None for any.
+
+    Raises:
+        CheckpointError: if it has none.
+    """
+    steps = list_steps(folder)
+    if steps and step is not None and step not in steps:
+        raise CheckpointError(f"run {run!r} has no checkpoint of step {step}; it has {steps}; give one of these")
+    if not steps:
+        raise CheckpointError(
+            f"run {run!r} has no checkpoint yet; it saves one every checkpoint.every steps, and at its last step"
+        )
 
 
 def _reason(path: StoragePath) -> str:

@@ -63,6 +63,4 @@ def saved_weights(checkpoint: Checkpoint, spec: PolicySpec, dtype: jnp.dtype | N
     Raises:
         CheckpointError: if the checkpoint is damaged, or holds another model.
     """
-    saved = checkpoint.arrays_of(spec.policy, spec.policy_path)
-    with checkpoint.naming_damage():
-        return SavedWeights(spec.policy, saved, dtype)
+    return SavedWeights(spec.policy, checkpoint.part(spec.policy, spec.policy_path), dtype)

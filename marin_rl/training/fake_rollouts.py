@@ -22,9 +22,8 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.critic import policy_of
 from marin_rl.run_parts import RunParts
 from marin_rl.runs.checkpoint import Checkpoints
-from marin_rl.runs.checkpoint_folders import require_checkpoint
 from marin_rl.runs.rollout_store import RolloutStoreConfig
-from marin_rl.runs.run_directory import RunDirectory
+from marin_rl.runs.run_directory import RunDirectory, require_checkpoint
 from marin_rl.training.batch_builder import make_batch_builder
 from marin_rl.training.replay import timed_step
 from marin_rl.training.starting_weights import first_policy

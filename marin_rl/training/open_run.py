@@ -26,8 +26,8 @@ from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.run_parts import Report, RunParts
 from marin_rl.runs.checkpoint import Checkpoints
-from marin_rl.runs.checkpoint_folders import CheckpointError
 from marin_rl.runs.rollout_store import EVALUATION, RolloutStore
+from marin_rl.runs.run_directory import CheckpointError
 from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.tokenization.load import TokenPieces

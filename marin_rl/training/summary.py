@@ -13,9 +13,8 @@ from rich.console import Console
 
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.runs.checkpoint import Checkpoints
-from marin_rl.runs.checkpoint_folders import CheckpointError, folder_name
 from marin_rl.runs.metrics_file import read_records
-from marin_rl.runs.run_directory import RunDirectory, exported_step
+from marin_rl.runs.run_directory import CheckpointError, RunDirectory, exported_step, folder_name
 from marin_rl.runs.saved_checkpoint import read_manifest
 from marin_rl.training.config_changes import plan_changes
 from marin_rl.training.console import Compiling, ProgressDisplay, print_closing_table

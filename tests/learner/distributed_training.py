@@ -221,7 +221,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
         "own elements": sum(shard.data.size for shard in up_proj.addressable_shards),
         "more": more,
         "bytes read": sum(bytes_read),
-        "bytes saved": sum(file.size for name, file in checkpoint.saved.files.items() if name != "more"),
+        "bytes saved": sum(file.size for name, file in checkpoint.files.items() if name != "more"),
         "written": sorted(written),
         "restored": len(same) if all(same) else "differs",
         "kept": all(kept[name].tobytes() == weights[f".model{name}"].tobytes() for name in kept) and len(kept),

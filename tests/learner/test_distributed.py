@@ -24,7 +24,7 @@ from safetensors.numpy import load_file
 from marin_rl.config.weights_config import WeightTransferConfig
 from marin_rl.distributed.weights.arrow_flight import FlightSource
 from marin_rl.distributed.weights.fetch import open_receiver
-from marin_rl.runs.checkpoint_folders import CheckpointError
+from marin_rl.runs.run_directory import CheckpointError
 from marin_rl.runs.saved_checkpoint import open_checkpoint
 from tests.cpu_host import cpu_host
 from tests.free_port import free_port

@@ -25,7 +25,8 @@ from marin_rl.learner.hf_export import DeviceWeights, SavedWeights, write_weight
 from marin_rl.learner.policy_model import load_hf_policy
 from marin_rl.models.conversion import to_hf_config
 from marin_rl.runs import array_files
-from marin_rl.runs.array_files import STATE, DamagedArraysError, SavedArrays, copy_to_host, write_arrays
+from marin_rl.runs.array_files import STATE, copy_to_host, write_arrays
+from marin_rl.runs.saved_checkpoint import Checkpoint, DamagedCheckpointError
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from tests.models.hf_checkpoint import write_checkpoint
@@ -53,11 +54,12 @@ def export_with_levanter(
     return weight_files(folder)
 
 
-def save(model: LmHeadModel, folder: Path) -> SavedArrays:
+def save(model: LmHeadModel, folder: Path) -> Checkpoint:
     """Write the arrays of a model as a checkpoint does."""
     (folder / STATE).mkdir(parents=True)
     copied = copy_to_host(model)
-    return SavedArrays(folder, {name: array for name, (array, _) in copied.items()}, write_arrays(folder, copied))
+    arrays = {name: array for name, (array, _) in copied.items()}
+    return Checkpoint(folder, 0, {}, "", arrays, write_arrays(folder, copied))
 
 
 @pytest.mark.medium
@@ -154,9 +156,9 @@ def test_damaged_files_are_found_before_anything_is_written(tiny, trainer, tmp_p
         content = (tmp_path / file).read_bytes()
         for damaged in (bytes([content[0] ^ 1]) + content[1:], content[:-1]):
             (tmp_path / file).write_bytes(damaged)
-            with pytest.raises(DamagedArraysError, match=f"{file} differs from what was written"):
+            with pytest.raises(DamagedCheckpointError, match=f"{file} differs from what was written"):
                 SavedWeights(shape, saved)
         (tmp_path / file).unlink()
-        with pytest.raises(DamagedArraysError, match=f"{file} is missing"):
+        with pytest.raises(DamagedCheckpointError, match=f"{file} is missing"):
             SavedWeights(shape, saved)
         (tmp_path / file).write_bytes(content)

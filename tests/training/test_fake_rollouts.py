@@ -9,8 +9,7 @@ import pytest
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives.gae import GaeConfig
 from marin_rl.objectives.kl import LossKlConfig
-from marin_rl.runs.checkpoint_folders import CheckpointError
-from marin_rl.runs.run_directory import RunDirectory
+from marin_rl.runs.run_directory import CheckpointError, RunDirectory
 from marin_rl.training.fake_rollouts import FakeShape, make_groups, parse_shape, train_on_fake
 from tests.tiny_run import TinyRun, contents
 from tests.training.bare_run import make_config

@@ -26,7 +26,7 @@ from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.run_parts import RunParts
 from marin_rl.runs import saved_checkpoint
-from marin_rl.runs.checkpoint_folders import CheckpointError
+from marin_rl.runs.run_directory import CheckpointError
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.training import open_run
 from marin_rl.training.open_run import drop_groups_of_lost_weights

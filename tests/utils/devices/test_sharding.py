@@ -14,7 +14,6 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.learner.policy_spec import PolicySpec
-from marin_rl.runs.array_files import SavedArrays
 from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
@@ -57,7 +56,7 @@ def test_weights_are_not_made_for_a_mesh_that_does_not_divide_them(
         initialize_policy(tiny.LLAMA, ChatTokenizer(byte_tokenizer()), trainer, key=jax.random.PRNGKey(0))
     spec = PolicySpec(tiny.LLAMA, VOCAB, trainer)
     # The checkpoint is not read.
-    checkpoint = Checkpoint(Path("absent"), 0, {}, SavedArrays(Path("absent"), {}, {}))
+    checkpoint = Checkpoint(Path("absent"), 0, {}, "", {}, {})
     for use in (lambda: spec.placed_policy, lambda: spec.placed_trained, lambda: spec.restore_policy(checkpoint)):
         with pytest.raises(ShardingError, match="axis embed has 16 elements, which 3 shards"):
             use()
