@@ -18,7 +18,6 @@ from marin_rl.runs.viewer.html_page import write_page
 from marin_rl.runs.viewer.selection import (
     Listing,
     Selection,
-    SortKey,
     StoredRollouts,
     find_rollout,
     list_rollouts,
@@ -26,7 +25,7 @@ from marin_rl.runs.viewer.selection import (
     open_rollouts,
     parse_steps,
 )
-from marin_rl.runs.viewer.terminal import print_listing, print_rollout, print_side_by_side
+from marin_rl.runs.viewer.terminal import print_listing, print_rollout
 from marin_rl.types import RolloutStatus
 from marin_rl.utils.output import escape_line
 from marin_rl.utils.storage import storage_path
@@ -56,7 +55,7 @@ def _run(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "python -m marin_rl.view",
-        usage="python -m marin_rl.view RUN [FILTERS] [--id ID | --compare A B | --html FILE] [--help]",
+        usage="python -m marin_rl.view RUN [FILTERS] [--id ID | --html FILE] [--help]",
         description="Show the rollouts of a run.",
     )
     parser.add_argument(
@@ -73,15 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--min_reward", type=float, help="minimum total reward")
     which.add_argument("--max_reward", type=float, help="maximum total reward")
     how = parser.add_argument_group("output")
-    how.add_argument(
-        "--sort",
-        choices=[str(key) for key in SortKey],
-        help="sort key of the list (default: groups with different rewards first)",
-    )
-    how.add_argument("--descending", action="store_true", help="sort in descending order")
     how.add_argument("--limit", type=positive, default=50, help="maximum lines in the list (50)")
-    how.add_argument("--id", action="append", default=[], help="show one rollout in full; repeat to compare rollouts")
-    how.add_argument("--compare", nargs=2, metavar=("A", "B"), default=[], help="show two rollouts side by side")
+    how.add_argument("--id", help="show one rollout in full")
     how.add_argument("--tokens", action="store_true", help="list every sampled token with its values")
     page = parser.add_argument_group("HTML page")
     page.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page instead")
@@ -98,13 +90,8 @@ def _show(arguments: argparse.Namespace, source: StoredRollouts) -> None:
         for line in lines:
             console.print(Text(escape_line(line)), soft_wrap=True)
         return
-    ids = [*arguments.id, *arguments.compare]
-    if ids:
-        rows = [find_rollout(source, id, steps) for id in ids]
-        if len(rows) == 1:
-            print_rollout(console, rows[0], tokens=arguments.tokens)
-        else:
-            print_side_by_side(console, rows, tokens=arguments.tokens)
+    if arguments.id is not None:
+        print_rollout(console, find_rollout(source, arguments.id, steps), tokens=arguments.tokens)
         return
     if steps is None and not source.is_file:
         newest = newest_step(source, evaluation=arguments.evaluation)
@@ -117,13 +104,7 @@ def _show(arguments: argparse.Namespace, source: StoredRollouts) -> None:
             console.print(Text(escape_line(message)), soft_wrap=True)
             return
         steps = range(newest, newest + 1)
-    listing = list_rollouts(
-        source,
-        _selection(arguments, steps),
-        sort=None if arguments.sort is None else SortKey(arguments.sort),
-        descending=arguments.descending,
-        limit=arguments.limit,
-    )
+    listing = list_rollouts(source, _selection(arguments, steps), limit=arguments.limit)
     print_listing(console, listing, _one_in_full(arguments, listing))
 
 

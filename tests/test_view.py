@@ -2,19 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
-import json
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from marin_rl.runs.stored_rollout import as_table
 from marin_rl.types import Observation, RewardResult, RolloutGroup, Task, TurnReward
 from marin_rl.utils.output import escape, escape_line
 from marin_rl.view import main
-from tests.rollouts.rollout_cases import group_of, rollout_of, turn_of, write
+from tests.rollouts.rollout_cases import group_of, piece, rollout_of, turn_of, write
 from tests.runs.viewer.run_cases import empty_run, small_run
 
 
@@ -67,10 +69,8 @@ def test_groups_with_different_rewards_are_listed_first(tmp_path, capsys):
     assert listed() == ["c-0", "c-1", "c-2", "a-0", "a-1", "b-0", "b-1", "d-0", "d-1"]
     # The group of a rollout has different rewards, even if the filter leaves one of them.
     assert listed("--max_reward", "0", "--limit", "2") == ["c-1", "a-0"]
-    assert listed("--sort", "id")[:3] == ["a-0", "a-1", "b-0"]
     order = "first those of groups with different rewards"
     assert f"9 rollouts, {order}\n" in view(capsys, str(run))
-    assert order not in view(capsys, str(run), "--sort", "id")
 
 
 def test_page_that_leaves_rollouts_out_says_so_on_the_console(run, tmp_path, capsys):
@@ -81,11 +81,9 @@ def test_page_that_leaves_rollouts_out_says_so_on_the_console(run, tmp_path, cap
     assert "raise --max_rollouts" in out
 
 
-def test_filters_sort_and_limit(run, capsys):
-    argv = ["--steps", "1-3", "--min_reward", "0.5", "--sort", "reward", "--descending", "--limit", "2"]
-    out = view(capsys, run, *argv)
+def test_filters_and_limit(run, capsys):
+    out = view(capsys, run, "--steps", "1-3", "--min_reward", "0.5", "--limit", "2")
     assert "2 of 3 rollouts" in out
-    assert out.index("g-0") < out.index("s1-0")
     assert "held-0" in view(capsys, run, "--evaluation", "--environment", "sums")
     out = view(capsys, run, "--step", "1", "--status", "failed", "--max_reward", "1")
     assert out.strip() == "0 rollouts match the filters"
@@ -102,18 +100,10 @@ def test_one_rollout_in_full(run, capsys):
     assert "policy−learner" not in view(capsys, run, "--id", "g-0")
 
 
-def test_two_rollouts_side_by_side(run, capsys):
-    for argv in (["--compare", "g-0", "s1-1"], ["--id", "g-0", "--id", "s1-1"]):
-        lines = view(capsys, run, *argv).splitlines()
-        assert any("g-0" in line and "s1-1" in line for line in lines)
-        assert any("turn 0" in line.partition("turn 0")[2] for line in lines)
-
-
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_single_file_is_accepted(tmp_path, capsys, kind):
-    write(tmp_path, 7, [group_of("g", 1.0, 0.0)], format=kind)
-    file = tmp_path / f"rollouts.{kind}"
-    (tmp_path / f"step-00000007.{kind}").rename(file)
+def test_single_file_is_accepted(tmp_path, capsys):
+    write(tmp_path, 7, [group_of("g", 1.0, 0.0)])
+    file = tmp_path / "rollouts.parquet"
+    (tmp_path / "step-00000007.parquet").rename(file)
     listed = view(capsys, str(file))
     assert "g-0" in listed
     assert "2 rollouts" in listed
@@ -131,7 +121,7 @@ def test_texts_of_models_are_escaped(tmp_path, capsys):
     rollout = rollout_of("evil-0", turns=turns, error=evil, rewards={evil: 1.0, "correct": 0.5}, metrics={evil: 1.0})
     write(run / "rollouts", 1, [RolloutGroup("g", [rollout])])
     listed, full = view(capsys, str(run)), view(capsys, str(run), "--id", "evil-0", "--tokens")
-    for out in (listed, full, view(capsys, str(run), "--compare", "evil-0", "evil-0")):
+    for out in (listed, full):
         assert not set(out) & {"\x1b", "\x07", "\x9b", "\r", "\u202e"}
     assert "\\x1b[2J" in listed
     assert "\\x1b[2J" in full
@@ -180,7 +170,7 @@ def test_no_text_of_a_run_controls_the_terminal(kind: str, tmp_path, capsys):
     page = str(tmp_path / f"page{name}.html")
     printed = [view(capsys, str(run))]
     write(run / "rollouts", 1, [RolloutGroup("g", [rollout, lost])])
-    for options in ([], ["--id", "r", "--tokens"], ["--id", "lost"], ["--compare", "r", "lost"], ["--html", page]):
+    for options in ([], ["--id", "r", "--tokens"], ["--id", "lost"], ["--html", page]):
         printed.append(view(capsys, str(run), *options))
     for options in (["--id", evil], ["--environment", evil, "--step", "7"], ["--status", evil], [f"--{evil}"]):
         main([str(run), *options])
@@ -191,17 +181,17 @@ def test_no_text_of_a_run_controls_the_terminal(kind: str, tmp_path, capsys):
 
 
 def test_texts_of_an_edited_file_are_escaped(tmp_path, capsys):
-    file = tmp_path / "edited.jsonl"
-    run = empty_run(tmp_path / "run")
-    write(run / "rollouts", 1, [RolloutGroup("g", [rollout_of("g-0")])], format="jsonl")
-    row = json.loads((run / "rollouts" / "step-00000001.jsonl").read_text(encoding="utf-8"))
+    file = tmp_path / "edited.parquet"
+    table = as_table([rollout_of("g-0")], 1, "training", {}, piece)
+    [row] = table.to_pylist()
     row["turns"][0]["stop_reason"] = "\x1b[2J"
     row["turns"][0]["messages"][0]["content"] = None
-    file.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    edited = pa.Table.from_pylist([row], schema=table.schema)
+    pq.write_table(edited, file)
     assert "stop: \\x1b[2J" in view(capsys, str(file), "--id", "g-0")
     view(capsys, str(file), "--html", str(tmp_path / "page.html"))
     assert r"\\x1b[2J" in (tmp_path / "page.html").read_text(encoding="utf-8")
-    file.write_text(json.dumps({**row, "version": "\x1b[2J"}) + "\n", encoding="utf-8")
+    pq.write_table(edited.replace_schema_metadata({b"marin_rl.rollouts.version": "\x1b[2J"}), file)
     assert main([str(file)]) == 1
     assert "its schema version is \\x1b[2J, this" in capsys.readouterr().err
 
@@ -239,7 +229,6 @@ def test_invalid_arguments_are_refused(run, capsys):
         (["--max_rollouts", "1.5"], "--max_rollouts: must be a whole number of at least 1, got '1.5'; see --help"),
         (["--stpe", "3"], "unrecognized arguments: --stpe 3; see --help"),
         (["--status", "odd"], "--status: invalid choice: 'odd' (choose from 'completed', 'truncated', "),
-        (["--sort", "odd"], "--sort: invalid choice: 'odd' (choose from 'reward', "),
     ):
         assert main([run, *argv]) == 1
         [error] = capsys.readouterr().err.splitlines()

@@ -20,7 +20,7 @@ import numpy as np
 
 from marin_rl.batching.rollout_batch import batch_rollouts
 from marin_rl.runs.rollout_store import EVALUATION, TRAINING, read_rollouts
-from marin_rl.runs.stored_groups import groups_of_table
+from marin_rl.runs.stored_rollout import groups_of_table
 from marin_rl.types import Rollout
 
 

@@ -9,25 +9,24 @@ rollouts/
   eval-00000050.parquet    the rollouts of the evaluation after step 50
 ```
 
-Files are written atomically. Their columns are defined by `marin_rl.runs.stored_rollout.SCHEMA`.
+They are Parquet files, written atomically, with the columns of `marin_rl.runs.stored_rollout.SCHEMA`.
 """
 
 import dataclasses
-import enum
 import logging
 import re
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Annotated
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 from annotated_types import Ge, Gt
 
-from marin_rl.runs.rollout_files import OtherVersionError, as_jsonl, as_parquet, from_jsonl, from_parquet
-from marin_rl.runs.stored_rollout import SCHEMA, PieceOf, StoredAdvantages, as_table
+from marin_rl.runs.stored_rollout import SCHEMA, SCHEMA_VERSION, VERSION_KEY, PieceOf, StoredAdvantages, as_table
 from marin_rl.types import Rollout, RolloutGroup
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.event_loop import BackgroundJob
-from marin_rl.utils.remote_path import StorageError
+from marin_rl.utils.remote_path import RemotePath, StorageError
 from marin_rl.utils.settings.checks import ConfigSection
 from marin_rl.utils.storage import FileDigest, StoragePath, digest_of, file_sizes, write_bytes
 
@@ -37,7 +36,7 @@ TRAINING, EVALUATION = "training", "evaluation"
 """The purpose of rollouts; values of the `purpose` column."""
 
 _PREFIX = {TRAINING: "step", EVALUATION: "eval"}
-_NAME = re.compile(r"(step|eval)-(\d{8,})\.(parquet|jsonl)")
+_NAME = re.compile(r"(step|eval)-(\d{8,})\.parquet")
 _BYTES_IN_MB = 1e6
 
 
@@ -45,23 +44,12 @@ class RolloutStoreError(UserError):
     """A rollout file cannot be read; the message names the file and the remedy."""
 
 
-class StoredFormat(enum.StrEnum):
-    """File format of stored rollouts."""
-
-    PARQUET = "parquet"
-    """Compressed columns."""
-    JSONL = "jsonl"
-    """The same columns, one JSON object per line; about ten times larger."""
-
-
 @dataclasses.dataclass(frozen=True)
 class RolloutStoreConfig(ConfigSection):
-    """Stored rollouts: steps, format, and size of all files."""
+    """Stored rollouts: steps, and size of all files."""
 
     every: Annotated[int, Ge(0)] = 1
     """Store the rollouts of every `every`-th step and of every evaluation. 0: store nothing."""
-    format: StoredFormat = StoredFormat.PARQUET
-    """`parquet`, or `jsonl`, which is larger but readable without a library."""
     max_mb: Annotated[float, Gt(0)] = 1000.0
     """Maximum megabytes of all files together. The oldest files are removed first; the newest file is always kept."""
     learner_logprobs: bool = False
@@ -165,21 +153,47 @@ def read_file(path: StoragePath, columns: Sequence[str] | None = None) -> pa.Tab
         RolloutStoreError: if the file is damaged or has another version; names the file.
     """
     try:
-        read = from_jsonl if path.suffix == ".jsonl" else from_parquet
-        return read(path, SCHEMA.names if columns is None else columns)
+        return _read_parquet(path, SCHEMA.names if columns is None else columns)
     except FileNotFoundError:
         return None
     except StorageError:
         raise
-    except OtherVersionError as error:
-        raise RolloutStoreError(
-            f"{path} was written by another version of marin_rl: {error}. Read it with that version; to continue with "
-            "this version, set another run_dir, or move the rollouts/ folder out of the run directory"
-        ) from error
-    except (pa.ArrowException, ValueError, KeyError, TypeError, OverflowError, RecursionError, OSError) as error:
+    except (pa.ArrowException, ValueError, OSError) as error:
         raise RolloutStoreError(
             f"{path} is not a readable rollout file ({error}); if it belongs to a run, delete it to continue without it"
         ) from error
+
+
+def _read_parquet(path: StoragePath, columns: Sequence[str]) -> pa.Table:
+    # Neither a Python object nor threads: a thread of Arrow that releases a Python object while the interpreter exits
+    # aborts the process.
+    source = pa.BufferReader(path.read_bytes()) if isinstance(path, RemotePath) else str(path)
+    with pq.ParquetFile(source) as parquet:
+        version = (parquet.schema_arrow.metadata or {}).get(VERSION_KEY)
+        if version is None:
+            raise ValueError("it has no schema version")
+        if version != SCHEMA.metadata[VERSION_KEY]:
+            raise RolloutStoreError(
+                f"{path} was written by another version of marin_rl: its schema version is {version.decode()}, this "
+                f"program reads version {SCHEMA_VERSION}. Read it with that version; to continue with this version, "
+                "set another run_dir, or move the rollouts/ folder out of the run directory"
+            )
+        table = parquet.read(columns=list(columns), use_threads=False)
+    for name in columns:
+        actual, expected = (
+            table.schema.field(name).type if name in table.column_names else None,
+            SCHEMA.field(name).type,
+        )
+        if actual != expected:
+            raise ValueError(f"column {name!r} is {actual or 'absent'}, expected {expected}")
+    return table
+
+
+def as_parquet(table: pa.Table) -> bytes:
+    """Convert a table to the content of a Parquet file."""
+    content = pa.BufferOutputStream()
+    pq.write_table(table, content, compression="zstd", write_statistics=False)
+    return content.getvalue().to_pybytes()
 
 
 class RolloutStore:
@@ -194,7 +208,7 @@ class RolloutStore:
 
         Args:
             folder: an existing folder.
-            config: selection, format and retention of rollouts.
+            config: selection and retention of rollouts.
             piece: maps a token id to its bytes.
         """
         self.folder = folder
@@ -284,11 +298,11 @@ class RolloutStore:
         stale_ids: Collection[str],
     ) -> None:
         table = as_table(rollouts, step, purpose, advantages, self._piece, stale_ids)
-        data = as_jsonl(table) if self._config.format is StoredFormat.JSONL else as_parquet(table)
-        target = self.folder / f"{_PREFIX[purpose]}-{step:08d}.{self._config.format.value}"
-        write_bytes(target, bytes(data))
+        data = as_parquet(table)
+        target = self.folder / f"{_PREFIX[purpose]}-{step:08d}.parquet"
+        write_bytes(target, data)
         self._sizes[StoredFile(step, purpose, target)] = len(data)
-        self._digests[target.name] = digest_of(bytes(data))
+        self._digests[target.name] = digest_of(data)
         self._make_room(target)
 
     def _make_room(self, newest: StoragePath) -> None:

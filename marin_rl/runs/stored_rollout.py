@@ -1,26 +1,36 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The record of a stored rollout: its columns, and the conversion of rollouts to a table.
+"""The record of a stored rollout: its columns, and the conversion of rollouts to a table and back.
 
 One row is one rollout. Lists of a turn have one item per token: those over the sampled tokens (`token_ids`, `pieces`,
 `logprobs`, …) have one length, those over the observation's tokens another. Null means that the run did not compute
-the value. `marin_rl.runs.rollout_files` writes and reads the table.
+the value. `marin_rl.runs.rollout_store` writes and reads files of the table.
 """
 
 import dataclasses
 import itertools
 import json
-import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Float32, Int32
 
 from marin_rl.objectives.advantage_inputs import TurnAdvantages
-from marin_rl.types import Info, Message, Rollout, RolloutStatus
+from marin_rl.types import (
+    Generation,
+    Info,
+    Message,
+    Observation,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    StopReason,
+    Task,
+    Turn,
+)
 
 SCHEMA_VERSION = 3
 """Increased with every change of the columns; files of other versions are refused."""
@@ -56,10 +66,6 @@ _EVALUATION = pa.struct(
 
 TOKEN_COLUMNS = ("learner_logprobs", "reference_logprobs", "advantages", "values", "value_targets")
 """The arrays of `StoredAdvantages`, which are columns over the sampled tokens."""
-
-_TURN_FIELDS = ("action", "reward", "rewards", "anchor_state", "starts_sequence")
-_GENERATION_FIELDS = ("stop_reason", "first_version", "last_version")
-"""Attributes of `Turn` and `Generation` that are columns of a turn."""
 
 _TURN = pa.struct(
     [
@@ -159,197 +165,166 @@ def as_table(
         step: the step that trained on the rollouts, or the step before an evaluation.
         purpose: `training` or `evaluation`.
         stored: advantages by rollout id, for the rollouts that were trained on.
-        piece: maps a token id to its bytes; called once per column for each distinct id.
+        piece: maps a token id to its bytes.
         stale_groups: ids of groups that were dropped for their age before training.
 
     Returns:
         The table, with one row per rollout.
 
     Raises:
-        ValueError: if an array does not have the rollout's length, or a token id is not a 32-bit integer; names the
-            rollout.
+        ValueError: if an array does not have the rollout's length; names the rollout.
+        pyarrow.ArrowException: if a token id is not a 32-bit integer.
     """
     own = [stored.get(rollout.id) for rollout in rollouts]
-    pairs = list(zip(rollouts, own, strict=True))
-    turns, num_observed, num_sampled = _turns_column(rollouts, own, piece)
-    columns: dict[str, Any] = {
-        "step": [step] * len(pairs),
-        "purpose": [purpose] * len(pairs),
-        "task_id": [rollout.task.id for rollout in rollouts],
-        "environment": [rollout.task.environment for rollout in rollouts],
-        "answer": [rollout.task.answer for rollout in rollouts],
-        "not_trained": [
-            _why_not_trained(rollout, purpose, advantages, rollout.group_id in stale_groups)
-            for rollout, advantages in pairs
+    rows = [
+        {
+            "step": step,
+            "purpose": purpose,
+            "not_trained": _why_not_trained(rollout, purpose, advantages, rollout.group_id in stale_groups),
+            **_row(rollout, advantages, piece),
+        }
+        for rollout, advantages in zip(rollouts, own, strict=True)
+    ]
+    fields = [field for field in SCHEMA if field.name != "turns"]
+    columns = dict(zip((field.name for field in fields), _array(rows, pa.struct(fields)).flatten(), strict=True))
+    columns["turns"] = _turns_column(rollouts, own, piece)
+    return pa.Table.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+
+
+def _row(rollout: Rollout, stored: StoredAdvantages | None, piece: PieceOf) -> dict[str, Any]:
+    observed = sum(len(turn.observation_tokens) for turn in rollout.turns)
+    sampled = sum(len(turn.generation.token_ids) for turn in rollout.turns)
+    return {
+        **{name: getattr(rollout, name) for name in ("id", "group_id", "error")},
+        "task_id": rollout.task.id,
+        "environment": rollout.task.environment,
+        "answer": rollout.task.answer,
+        "status": rollout.status.value,
+        "reward": rollout.total_reward,
+        **{name: _numbers(getattr(rollout, name)) for name in ("rewards", "metrics", "seconds")},
+        "evaluations": [
+            {
+                **vars(result),
+                "metrics": _numbers(result.metrics),
+                "steps": [{**vars(step), "metrics": _numbers(step.metrics)} for step in result.steps],
+            }
+            for result in rollout.evaluations
         ],
-        "reward": [rollout.total_reward for rollout in rollouts],
-        "advantage": [None if advantages is None else advantages.mean_advantage for advantages in own],
-        "num_turns": [len(rollout.turns) for rollout in rollouts],
-        "num_tokens": num_observed + num_sampled,
-        "num_generated_tokens": num_sampled,
-        "info": [_info_text(rollout.info) for rollout in rollouts],
-        "turns": turns,
-        "last_observation": _observations_column(rollouts, piece),
+        "advantage": None if stored is None else stored.mean_advantage,
+        "num_turns": len(rollout.turns),
+        "num_tokens": observed + sampled,
+        "num_generated_tokens": sampled,
+        "info": _info_text(rollout.info),
+        "last_observation": None if rollout.last_observation is None else _observation(rollout.last_observation, piece),
     }
-    others = [name for name in SCHEMA.names if name not in columns]
-    columns |= {name: [getattr(rollout, name) for rollout in rollouts] for name in others}
-    return pa.Table.from_arrays([_column(columns[field.name], field.type) for field in SCHEMA], schema=SCHEMA)
 
 
-def _turns_column(
-    rollouts: Sequence[Rollout], own: Sequence[StoredAdvantages | None], piece: PieceOf
-) -> tuple[pa.ListArray, Integers, Integers]:
-    """Convert all turns to the column `turns`; also return each rollout's number of observed and of sampled tokens."""
-    turns = [turn for rollout in rollouts for turn in rollout.turns]
-    generations = [turn.generation for turn in turns]
+def _observation(last: Observation, piece: PieceOf) -> dict[str, Any]:
+    return {
+        "messages": _messages(last.messages),
+        "starts_sequence": last.starts_sequence,
+        "observation_tokens": last.tokens,
+        "observation_pieces": [piece(token) for token in last.tokens],
+    }
+
+
+def _turns_column(rollouts: Sequence[Rollout], own: Sequence[StoredAdvantages | None], piece: PieceOf) -> pa.ListArray:
+    """Convert all turns to the column `turns`; the lists over tokens as whole columns, because they are long."""
     counts = [len(rollout.turns) for rollout in rollouts]
-    owners = [rollout for rollout, count in zip(rollouts, counts, strict=True) for _ in range(count)]
-    observations, replies = [turn.observation_tokens for turn in turns], [one.token_ids for one in generations]
-    observation_tokens, token_ids = _token_ids(owners, observations), _token_ids(owners, replies)
-    rows, observed, sampled = _offsets(counts), _offsets(map(len, observations)), _offsets(map(len, replies))
-    num_observed, num_sampled = np.diff(observed[rows]), np.diff(sampled[rows])
-    has_loss = [advantages is not None and advantages.advantages is not None for advantages in own]
-    logprobs = itertools.chain.from_iterable(generation.logprobs for generation in generations)
-    columns: dict[str, Any] = {
-        "messages": _messages_column([turn.messages for turn in turns]),
-        "info": [_info_text(turn.info) for turn in turns],
-        **{name: [getattr(turn, name) for turn in turns] for name in _TURN_FIELDS},
-        **{name: [getattr(generation, name) for generation in generations] for name in _GENERATION_FIELDS},
-        "observation_tokens": _lists(observed, pa.array(observation_tokens)),
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
+    rows = [row for rollout, advantages in zip(rollouts, own, strict=True) for row in _turn_rows(rollout, advantages)]
+    replies = [turn.generation for turn in turns]
+    observed, sampled = (
+        _offsets(map(len, lists))
+        for lists in ([turn.observation_tokens for turn in turns], [reply.token_ids for reply in replies])
+    )
+    observation_tokens = _flat((turn.observation_tokens for turn in turns), pa.int32())
+    token_ids = _flat((reply.token_ids for reply in replies), pa.int32())
+    has_loss = np.repeat([one is not None and one.advantages is not None for one in own], counts)
+    lists = {
+        "observation_tokens": _lists(observed, observation_tokens),
         "observation_pieces": _lists(observed, _pieces(observation_tokens, piece)),
-        "token_ids": _lists(sampled, pa.array(token_ids)),
+        "token_ids": _lists(sampled, token_ids),
         "pieces": _lists(sampled, _pieces(token_ids, piece)),
-        "loss_mask": _lists(sampled, pa.array(np.repeat(np.array(has_loss, np.bool_), num_sampled))),
-        "logprobs": _lists(sampled, pa.array(np.fromiter(logprobs, np.float32))),
-        **{name: _scores_column(name, rollouts, own, sampled, num_sampled) for name in TOKEN_COLUMNS},
-        **_turn_advantages(rollouts, own),
+        "loss_mask": _lists(sampled, pa.array(np.repeat(has_loss, np.diff(sampled)), pa.bool_())),
+        "logprobs": _lists(sampled, _flat((reply.logprobs for reply in replies), pa.float32())),
+        **{name: _scores(name, own, counts, sampled) for name in TOKEN_COLUMNS},
     }
-    return _lists(rows, _struct(columns, _TURN)), num_observed, num_sampled
+    plain = _array(rows, pa.struct([field for field in _TURN if field.name not in lists]))
+    children = [lists[field.name] if field.name in lists else plain.field(field.name) for field in _TURN]
+    return _lists(_offsets(counts), pa.StructArray.from_arrays(children, fields=list(_TURN)))
 
 
-def _scores_column(
-    name: str,
-    rollouts: Sequence[Rollout],
-    own: Sequence[StoredAdvantages | None],
-    sampled: Integers,
-    num_sampled: Integers,
+def _turn_rows(rollout: Rollout, stored: StoredAdvantages | None) -> Iterable[dict[str, Any]]:
+    """The fields of the turns of a rollout that are no lists over tokens; checks the lengths of the stored arrays."""
+    parts = None if stored is None else stored.turn_advantages
+    tokens = sum(len(turn.generation.token_ids) for turn in rollout.turns)
+    lengths = {name: (getattr(stored, name, None), tokens) for name in TOKEN_COLUMNS}
+    lengths |= {name: (getattr(parts, name, None), len(rollout.turns)) for name in ("returns", "step_advantages")}
+    for name, (values, length) in lengths.items():
+        if values is not None and len(values) != length:
+            raise ValueError(f"rollout {rollout.id}: {name} has length {len(values)}, expected {length}")
+    for index, turn in enumerate(rollout.turns):
+        yield {
+            **{name: getattr(turn, name) for name in ("action", "reward", "anchor_state", "starts_sequence")},
+            **{name: getattr(turn.generation, name) for name in ("stop_reason", "first_version", "last_version")},
+            "messages": _messages(turn.messages),
+            "rewards": _numbers(turn.rewards),
+            "info": _info_text(turn.info),
+            "episode_advantage": None if parts is None else parts.episode_advantage,
+            "step_return": None if parts is None else parts.returns[index],
+            "step_advantage": None if parts is None else parts.step_advantages[index],
+        }
+
+
+def _scores(
+    name: str, own: Sequence[StoredAdvantages | None], counts: Sequence[int], sampled: Integers
 ) -> pa.ListArray:
     """Convert one array of each rollout to a list for each turn, null without an array.
 
     Args:
         name: attribute of `StoredAdvantages`.
-        rollouts: the rollouts.
-        own: their advantages.
+        own: the advantages of the rollouts.
+        counts: their numbers of turns.
         sampled: offsets of the turns in the sampled tokens.
-        num_sampled: sampled tokens of each rollout.
     """
-    arrays = [None if advantages is None else getattr(advantages, name) for advantages in own]
-    for rollout, values, length in zip(rollouts, arrays, num_sampled.tolist(), strict=True):
-        if values is not None:
-            _check_length(rollout, name, values, length)
-    present = [values is not None for values in arrays]
-    counts = [len(rollout.turns) for rollout in rollouts]
-    has_array = np.repeat(np.array(present, np.bool_), counts)
-    computed = [np.zeros(0, np.float32), *(values for values in arrays if values is not None)]
+    arrays = [getattr(stored, name, None) for stored in own]
+    is_absent = np.repeat(np.array([values is None for values in arrays], np.bool_), counts)
+    present = [np.zeros(0, np.float32), *(values for values in arrays if values is not None)]
     with np.errstate(over="ignore"):
-        flat = np.concatenate(computed, dtype=np.float32, casting="same_kind")
-    offsets = _offsets(np.where(has_array, np.diff(sampled), 0).tolist())
-    return _lists(offsets, pa.array(flat), pa.array(~has_array))
+        flat = np.concatenate(present, dtype=np.float32, casting="same_kind")
+    offsets = _offsets(np.where(is_absent, 0, np.diff(sampled)).tolist())
+    return _lists(offsets, pa.array(flat), pa.array(is_absent))
 
 
-def _turn_advantages(
-    rollouts: Sequence[Rollout], own: Sequence[StoredAdvantages | None]
-) -> dict[str, list[float | None]]:
-    """Return the parts of each turn's advantage by column."""
-    columns: dict[str, list[float | None]] = {"episode_advantage": [], "step_return": [], "step_advantage": []}
-    for rollout, advantages in zip(rollouts, own, strict=True):
-        count = len(rollout.turns)
-        parts = None if advantages is None else advantages.turn_advantages
-        if parts is None:
-            rows: list[list[float | None]] = [[None] * count] * len(columns)
-        else:
-            _check_length(rollout, "returns", parts.returns, count)
-            _check_length(rollout, "step_advantages", parts.step_advantages, count)
-            rows = [[parts.episode_advantage] * count, parts.returns.tolist(), parts.step_advantages.tolist()]
-        for column, values in zip(columns.values(), rows, strict=True):
-            column += values
-    return columns
+def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages with their keys other than role and content as JSON in `more`; None if there are none."""
+    rows = []
+    for message in messages:
+        more = {name: value for name, value in message.items() if name not in ("role", "content")}
+        rows.append(
+            {"role": message["role"], "content": message["content"], "more": json.dumps(more) if more else None}
+        )
+    return rows
 
 
-def _observations_column(rollouts: Sequence[Rollout], piece: PieceOf) -> pa.StructArray:
-    observations = [rollout.last_observation for rollout in rollouts]
-    lists = [() if observation is None else observation.tokens for observation in observations]
-    tokens, offsets = _token_ids(rollouts, lists), _offsets(map(len, lists))
-    mask = pa.array([observation is None for observation in observations], pa.bool_())
-    columns = {
-        "messages": _messages_column([None if one is None else one.messages for one in observations]),
-        "starts_sequence": [None if one is None else one.starts_sequence for one in observations],
-        "observation_tokens": _lists(offsets, pa.array(tokens), mask),
-        "observation_pieces": _lists(offsets, _pieces(tokens, piece), mask),
-    }
-    return _struct(columns, _OBSERVATION, mask)
+def _numbers(numbers: Mapping[str, float]) -> list[tuple[str, float]]:
+    return [(name, float(number)) for name, number in numbers.items()]
 
 
-def _messages_column(lists: Sequence[Sequence[Message] | None]) -> pa.ListArray:
-    messages = [message for conversation in lists if conversation is not None for message in conversation]
-    columns = {
-        "role": [message["role"] for message in messages],
-        "content": [message["content"] for message in messages],
-        "more": [_more(message) for message in messages],
-    }
-    mask = pa.array([conversation is None for conversation in lists], pa.bool_())
-    offsets = _offsets(0 if conversation is None else len(conversation) for conversation in lists)
-    return _lists(offsets, _struct(columns, _MESSAGE), mask)
+def _info_text(info: Info) -> str | None:
+    """Free metadata as ASCII JSON; None if empty."""
+    return json.dumps(info, sort_keys=True) if info else None
 
 
-def _more(message: Message) -> str | None:
-    """The keys of a message other than role and content, as JSON; None if there are none."""
-    if len(message) == 2:
-        return None
-    return json.dumps({name: value for name, value in message.items() if name not in ("role", "content")})
+def _flat(lists: Iterable[Sequence[float]], kind: pa.DataType) -> pa.Array:
+    return pa.array(list(itertools.chain.from_iterable(lists)), kind)
 
 
-def _token_ids(owners: Sequence[Rollout], lists: Sequence[Sequence[int]]) -> Integers:
-    """Concatenate lists of token ids, each of one rollout."""
-    packed = []
-    for owner, tokens in zip(owners, lists, strict=True):
-        try:
-            # Faster than numpy, which would truncate other numbers.
-            packed.append(struct.pack(f"{len(tokens)}i", *tokens))
-        except struct.error as error:
-            raise ValueError(f"rollout {owner.id}: token ids must be integers of 32 bits ({error})") from error
-    return np.frombuffer(b"".join(packed), np.int32)
-
-
-def _pieces(tokens: Integers, piece: PieceOf) -> pa.Array:
-    encoded = pa.array(tokens).dictionary_encode()
+def _pieces(tokens: pa.Array, piece: PieceOf) -> pa.Array:
+    encoded = tokens.dictionary_encode()
     pieces = pa.array([piece(token) for token in encoded.dictionary.to_pylist()], pa.binary())
     return pieces.take(encoded.indices)
-
-
-def _column(values: Any, kind: pa.DataType) -> pa.Array:
-    """Convert one value per row to an Arrow array of a type of `SCHEMA`.
-
-    None is null. Structures are objects with the fields of `kind`. Arrow arrays are returned unchanged.
-    """
-    if isinstance(values, pa.Array):
-        return values
-    if pa.types.is_struct(kind):
-        return _struct({field.name: [getattr(value, field.name) for value in values] for field in kind}, kind)
-    if pa.types.is_map(kind):
-        names = _strings([name for value in values for name in value])
-        numbers = pa.array([float(number) for value in values for number in value.values()], pa.float64())
-        return pa.MapArray.from_arrays(pa.array(_offsets(map(len, values))), names, numbers, type=kind)
-    if pa.types.is_list(kind):
-        items = _column([item for value in values for item in value], kind.value_type)
-        return _lists(_offsets(map(len, values)), items)
-    return _strings(values) if pa.types.is_string(kind) else pa.array(values, kind)
-
-
-def _struct(columns: Mapping[str, Any], kind: pa.StructType, mask: pa.Array | None = None) -> pa.StructArray:
-    """Build structures from one column per field."""
-    children = [_column(columns[field.name], field.type) for field in kind]
-    return pa.StructArray.from_arrays(children, fields=list(kind), mask=mask)
 
 
 def _offsets(lengths: Iterable[int]) -> Integers:
@@ -361,25 +336,20 @@ def _lists(offsets: Integers, items: pa.Array, mask: pa.Array | None = None) -> 
     return pa.ListArray.from_arrays(pa.array(offsets), items, mask=mask)
 
 
-def _strings(values: Sequence[str | None]) -> pa.Array:
+def _array(rows: Sequence[Mapping[str, Any]], kind: pa.StructType) -> pa.StructArray:
     try:
-        return pa.array(values, pa.string())
+        return pa.array(rows, kind)
     except UnicodeEncodeError:
-        # UTF-8 cannot represent lone surrogates, which texts of reward functions may contain.
-        escaped = [
-            value if value is None else value.encode("utf-8", "backslashreplace").decode("utf-8") for value in values
-        ]
-        return pa.array(escaped, pa.string())
+        return pa.array(_escaped(rows), kind)
 
 
-def _info_text(info: Info) -> str | None:
-    """Free metadata as ASCII JSON; None if empty."""
-    return json.dumps(info, sort_keys=True) if info else None
-
-
-def _check_length(rollout: Rollout, name: str, values: np.ndarray, length: int) -> None:
-    if len(values) != length:
-        raise ValueError(f"rollout {rollout.id}: {name} has length {len(values)}, expected {length}")
+def _escaped(value: Any) -> Any:
+    """Escape lone surrogates, which UTF-8 cannot represent, and which texts of reward functions may contain."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, Mapping):
+        return {name: _escaped(inner) for name, inner in value.items()}
+    return type(value)(map(_escaped, value)) if isinstance(value, list | tuple) else value
 
 
 def _why_not_trained(rollout: Rollout, purpose: str, stored: StoredAdvantages | None, is_stale: bool) -> str | None:
@@ -394,3 +364,84 @@ def _why_not_trained(rollout: Rollout, purpose: str, stored: StoredAdvantages | 
     if stored.advantages is None:
         return "masked" if rollout.status is RolloutStatus.TRUNCATED else "no_tokens"
     return None
+
+
+RESTORED_SCORES = ("learner_logprobs", "reference_logprobs", "values")
+"""Columns with one number per sampled token that scoring has computed before the update."""
+
+_OF_ROLLOUTS = ("id", "group_id", "task_id", "environment", "answer", "status", "error", "not_trained", "rewards")
+COLUMNS = (*_OF_ROLLOUTS, "turns")
+"""Columns that `groups_of_table` reads."""
+_OF_TURNS = ("rewards", "anchor_state", "starts_sequence", "stop_reason", "first_version", "last_version")
+_OF_TOKENS = ("observation_tokens", "token_ids", "logprobs", *RESTORED_SCORES)
+
+_NO_MESSAGES = ({"role": "user", "content": ""},)
+
+TokenScores = Mapping[str, Float32[np.ndarray, " tokens"]]
+"""Scores of one rollout by column, with all turns concatenated; absent if not stored."""
+
+
+class StoredGroups(NamedTuple):
+    """The groups of a step."""
+
+    groups: list[RolloutGroup]
+    """Groups that the step trained on, in its order, including their failed rollouts."""
+    scores: dict[str, TokenScores]
+    """Scores by rollout id."""
+
+
+def groups_of_table(table: pa.Table) -> StoredGroups:
+    """Restore the groups that a step trained on; groups that were filtered out or too old are left out.
+
+    Tokens, log-probs, rewards and scores are stored exactly as training used them. Everything else is not restored:
+    messages, evaluations, metrics, timings and free metadata.
+
+    Args:
+        table: the rollouts of a step, with `COLUMNS`.
+    """
+    rows = table.select(_OF_ROLLOUTS).to_pylist(maps_as_pydicts="strict")
+    turns = table["turns"].combine_chunks()
+    fields = {name: turns.values.field(name).to_pylist(maps_as_pydicts="strict") for name in _OF_TURNS + _OF_TOKENS}
+    members: dict[str, list[Rollout]] = {}
+    scores: dict[str, TokenScores] = {}
+    unused = {row["group_id"] for row in rows if row["not_trained"] in ("filtered", "stale")}
+    for row, (start, end) in zip(rows, itertools.pairwise(turns.offsets.to_pylist()), strict=True):
+        if row["group_id"] in unused:
+            continue
+        own = [{name: values[index] for name, values in fields.items()} for index in range(start, end)]
+        rollout = _rollout(row, own)
+        members.setdefault(rollout.group_id, []).append(rollout)
+        stored = [name for name in RESTORED_SCORES if own and all(turn[name] is not None for turn in own)]
+        scores[rollout.id] = {
+            name: np.concatenate([np.array(turn[name], np.float32) for turn in own]) for name in stored
+        }
+    return StoredGroups([RolloutGroup(name, rollouts) for name, rollouts in members.items()], scores)
+
+
+def _rollout(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> Rollout:
+    return Rollout(
+        id=row["id"],
+        group_id=row["group_id"],
+        task=Task(row["task_id"], row["environment"], _NO_MESSAGES, row["answer"] or ""),
+        turns=tuple(map(_turn, turns)),
+        status=RolloutStatus(row["status"]),
+        rewards=row["rewards"],
+        error=row["error"],
+    )
+
+
+def _turn(turn: Mapping[str, Any]) -> Turn:
+    return Turn(
+        observation_tokens=tuple(turn["observation_tokens"]),
+        generation=Generation(
+            token_ids=tuple(turn["token_ids"]),
+            logprobs=tuple(turn["logprobs"]),
+            stop_reason=StopReason(turn["stop_reason"]),
+            first_version=turn["first_version"],
+            last_version=turn["last_version"],
+        ),
+        messages=(),
+        rewards=turn["rewards"],
+        anchor_state=turn["anchor_state"],
+        starts_sequence=turn["starts_sequence"],
+    )

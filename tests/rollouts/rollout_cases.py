@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from marin_rl.objectives.advantage_inputs import TurnAdvantages
-from marin_rl.runs.rollout_store import RolloutStore, RolloutStoreConfig, StoredFormat, read_rollouts
+from marin_rl.runs.rollout_store import RolloutStore, RolloutStoreConfig, read_rollouts
 from marin_rl.runs.stored_rollout import StoredAdvantages
 from marin_rl.types import (
     Generation,
@@ -111,8 +111,7 @@ def write(
     **config: object,
 ) -> None:
     """Store a step and wait for the file."""
-    kind = StoredFormat(config.pop("format", "parquet"))
-    store = RolloutStore(folder, RolloutStoreConfig(format=kind, **config), piece)
+    store = RolloutStore(folder, RolloutStoreConfig(**config), piece)
     store.write(step, groups, signals or {}, purpose)
     store.close()
 

@@ -4,22 +4,20 @@
 import dataclasses
 import json
 import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import numpy as np
 import pyarrow as pa
 import pytest
 
+from marin_rl.batching.processed_rollout import process_rollout
 from marin_rl.objectives.advantage_inputs import TurnAdvantages
-from marin_rl.runs.rollout_files import as_jsonl, as_parquet
-from marin_rl.runs.rollout_store import read_file
-from marin_rl.runs.stored_rollout import SCHEMA, SCHEMA_VERSION, StoredAdvantages, as_table
-from marin_rl.types import Message, Observation, Rollout, Turn
-from tests.rollouts.rollout_cases import END, piece, rich_rollout, rollout_of, turn_of
+from marin_rl.runs.rollout_store import as_parquet, read_file
+from marin_rl.runs.stored_rollout import COLUMNS, SCHEMA, SCHEMA_VERSION, StoredAdvantages, as_table, groups_of_table
+from marin_rl.types import Message, Rollout, RolloutGroup, RolloutStatus, Turn
+from tests.rollouts.rollout_cases import group_of, piece, rich_rollout, rich_signal, rollout_of, turn_of, write
 
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "viewing.md"
 
@@ -171,17 +169,16 @@ def random_rollout(rng: np.random.Generator, index: int) -> tuple[Rollout, Store
     return rollout, stored, None if stored.advantages is not None else "no_tokens"
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 @pytest.mark.parametrize("seed", range(8))
-def test_every_column_of_a_file_equals_the_rollouts(tmp_path: Path, seed: int, kind: str) -> None:
+def test_every_column_of_a_file_equals_the_rollouts(tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    given = [random_rollout(rng, index) for index in range(rng.integers(1, 6))]
+    given = [random_rollout(rng, index) for index in range(rng.integers(6))]
     rollouts = [rollout for rollout, _, _ in given]
     stored = {rollout.id: advantages for rollout, advantages, _ in given if advantages is not None}
     table = as_table(rollouts, 7, "training", stored, piece)
     table.validate(full=True)
-    path = tmp_path / f"step-00000007.{kind}"
-    path.write_bytes(as_parquet(table) if kind == "parquet" else as_jsonl(table))
+    path = tmp_path / "step-00000007.parquet"
+    path.write_bytes(as_parquet(table))
     again = read_file(path)
     assert again is not None
     assert again.schema.equals(SCHEMA)
@@ -193,37 +190,64 @@ def test_every_column_of_a_file_equals_the_rollouts(tmp_path: Path, seed: int, k
             assert row[name] == value, name
 
 
-def test_a_table_of_no_rollouts_has_all_columns() -> None:
-    table = as_table([], 1, "training", {}, piece)
-    table.validate(full=True)
-    assert table.schema.equals(SCHEMA)
-    assert table.num_rows == 0
-
-
-def test_a_piece_is_looked_up_once_per_column() -> None:
-    looked_up: Counter[int] = Counter()
-
-    def count(token: int) -> bytes:
-        looked_up[token] += 1
-        return piece(token)
-
-    as_table([rollout_of(f"g-{index}") for index in range(5)], 1, "training", {}, count)
-    # END is in observations and replies.
-    assert max(looked_up.values()) == looked_up[END] == 2
-
-
-@pytest.mark.parametrize("token", [2**31, 1.5])
-def test_a_token_that_is_not_an_integer_of_32_bits_is_refused(token: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Disable the type checks of the tests, which would raise first.
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+def test_arrays_of_another_length_and_tokens_of_another_type_are_refused() -> None:
     rollout = rollout_of("g-0")
-    turn = dataclasses.replace(rollout.turns[0], observation_tokens=(token,))
-    with pytest.raises(ValueError, match="rollout g-0: token ids must be integers of 32 bits"):
+    parts = TurnAdvantages(0.5, np.zeros(1), np.zeros(2))
+    for stored, problem in (
+        (StoredAdvantages(np.zeros(5)), "advantages has length 5, expected 2"),
+        (StoredAdvantages(None, values=np.zeros(1)), "values has length 1, expected 2"),
+        (StoredAdvantages(None, turn_advantages=parts), "step_advantages has length 2, expected 1"),
+    ):
+        with pytest.raises(ValueError, match=f"rollout g-0: {problem}"):
+            as_table([rollout], 1, "training", {"g-0": stored}, piece)
+    turn = dataclasses.replace(rollout.turns[0], observation_tokens=(2**31,))
+    with pytest.raises(pa.ArrowInvalid, match="2147483648"):
         as_table([dataclasses.replace(rollout, turns=(turn,))], 1, "training", {}, piece)
-    last = dataclasses.replace(rollout, last_observation=Observation(rollout.task.messages, (token,)))
-    with pytest.raises(ValueError, match="rollout g-0: token ids must be integers of 32 bits"):
-        as_table([last], 1, "training", {}, piece)
 
 
-def test_the_mean_advantage_of_a_rollout_without_tokens_is_none():
-    assert StoredAdvantages(None).mean_advantage is None
+def test_groups_are_restored_as_training_uses_them(tmp_path: Path):
+    rich = rich_rollout()
+    failed = rollout_of("g-1", reward=None, status=RolloutStatus.TIMED_OUT)
+    cut = rollout_of("h-0", "h", "55", status=RolloutStatus.TRUNCATED)
+    other = rollout_of("h-1", "h", "4", reward=0.1)
+    groups = [RolloutGroup("g", [rich, failed]), RolloutGroup("h", [cut, other])]
+    signals = {
+        "g-0": rich_signal(),
+        "h-0": StoredAdvantages(None, reference_logprobs=np.array([-1.0, -2.0, -3.0])),
+        "h-1": StoredAdvantages(np.array([0.5, 0.5])),
+    }
+    write(tmp_path, 3, groups, signals)
+    [file] = tmp_path.iterdir()
+    table = read_file(file, COLUMNS)
+    assert table is not None
+    found = groups_of_table(table)
+    assert [group.id for group in found.groups] == ["g", "h"]
+    for group, expected in zip(found.groups, groups, strict=True):
+        for rollout, original in zip(group.rollouts, expected.rollouts, strict=True):
+            assert (rollout.id, rollout.status, rollout.error) == (original.id, original.status, original.error)
+            assert list(rollout.rewards.items()) == list(original.rewards.items())
+            assert [turn.rewards for turn in rollout.turns] == [turn.rewards for turn in original.turns]
+            assert [turn.anchor_state for turn in rollout.turns] == [turn.anchor_state for turn in original.turns]
+            same = dataclasses.asdict(process_rollout(original, length=64, pad_token_id=0))
+            again = dataclasses.asdict(process_rollout(rollout, length=64, pad_token_id=0))
+            for name, array in same.items():
+                np.testing.assert_array_equal(again[name], array, err_msg=name)
+    signal = vars(rich_signal())
+    names = {"learner_logprobs", "reference_logprobs", "values"}
+    assert {name: array.tolist() for name, array in found.scores["g-0"].items()} == {
+        name: signal[name].tolist() for name in names
+    }
+    assert {name: array.tolist() for name, array in found.scores["h-0"].items()} == {
+        "reference_logprobs": [-1.0, -2.0, -3.0]
+    }
+    assert found.scores["h-1"] == found.scores["g-1"] == {}
+
+
+def test_groups_that_were_not_trained_on_are_left_out(tmp_path: Path):
+    signals = {"a-0": StoredAdvantages(np.array([1.0, 1.0])), "a-1": StoredAdvantages(np.array([-1.0, -1.0]))}
+    write(tmp_path, 3, [group_of("a", 1.0, 0.0), group_of("b", 1.0, None)], signals)
+    [file] = tmp_path.iterdir()
+    table = read_file(file, COLUMNS)
+    assert table is not None
+    assert table["not_trained"].to_pylist() == [None, None, "filtered", "failed"]
+    assert [group.id for group in groups_of_table(table).groups] == ["a"]

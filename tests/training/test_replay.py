@@ -16,9 +16,8 @@ from marin_rl.objectives.importance import TisConfig
 from marin_rl.objectives.kl import RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.runs.lock import lock
-from marin_rl.runs.rollout_files import as_parquet, from_parquet
+from marin_rl.runs.rollout_store import as_parquet, read_file
 from marin_rl.runs.run_directory import RunDirectory
-from marin_rl.runs.stored_rollout import SCHEMA
 from marin_rl.training.replay import ReplayError, replay_step
 from marin_rl.utils.errors import USER_ERRORS
 from tests.tiny_run import TinyRun, contents, copy_of, without_timings
@@ -114,7 +113,9 @@ def remove(*names: str) -> Callable[[TinyRun], None]:
 def store_less(run: TinyRun) -> None:
     """Replace the rollouts of step 4 by some of them."""
     path = run.path / "rollouts" / "step-00000004.parquet"
-    path.write_bytes(bytes(as_parquet(from_parquet(path, SCHEMA.names).slice(0, 12))))
+    table = read_file(path)
+    assert table is not None
+    path.write_bytes(as_parquet(table.slice(0, 12)))
 
 
 CHECKPOINTS = [f"checkpoints/step-{step:08d}" for step in range(7)]

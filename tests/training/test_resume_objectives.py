@@ -20,7 +20,7 @@ import pytest
 from marin_rl.evaluate import EvaluateConfig, run_evaluation
 from marin_rl.runs.rollout_store import read_rollouts
 from marin_rl.runs.run_directory import RunDirectory
-from marin_rl.runs.stored_groups import StoredGroups, groups_of_table
+from marin_rl.runs.stored_rollout import StoredGroups, groups_of_table
 from marin_rl.training.replay import replay_step
 from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome, without_losses, without_timings
 from tests.training.reopened_run import config_of

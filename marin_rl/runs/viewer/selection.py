@@ -7,11 +7,10 @@ A rollout is a row of `marin_rl.runs.stored_rollout.SCHEMA`, as a mapping of its
 """
 
 import dataclasses
-import enum
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from marin_rl.runs.rollout_store import EVALUATION, TRAINING, StoredFile, StoredFormat, list_files, read_file
+from marin_rl.runs.rollout_store import EVALUATION, TRAINING, StoredFile, list_files, read_file
 from marin_rl.runs.run_directory import open_existing
 from marin_rl.runs.viewer import summary
 from marin_rl.runs.viewer.summary import Row
@@ -23,7 +22,7 @@ LISTED_COLUMNS = (
     *("step", "purpose", "id", "group_id", "environment", "status", "not_trained", "reward", "rewards", "advantage"),
     *("num_turns", "num_generated_tokens"),
 )
-"""Columns that select and sort rollouts. Reading only these avoids loading the tokens."""
+"""Columns that select rollouts. Reading only these avoids loading the tokens."""
 
 
 class RolloutNotFoundError(ValueError):
@@ -51,7 +50,7 @@ def open_rollouts(path: StoragePath) -> StoredRollouts:
     """Open a run directory or a file of rollouts.
 
     Args:
-        path: a run directory, or a file with any name that ends in `.parquet` or `.jsonl`.
+        path: a run directory, or a file with any name that ends in `.parquet`.
 
     Raises:
         RunDirectoryError: if the path is neither.
@@ -59,11 +58,8 @@ def open_rollouts(path: StoragePath) -> StoredRollouts:
     if not path.is_file():
         directory = open_existing(path)
         return StoredRollouts(directory.path, directory.rollouts, directory.metrics)
-    endings = tuple(f".{kind.value}" for kind in StoredFormat)
-    if path.suffix not in endings:
-        raise RunDirectoryError(
-            f"{str(path)!r} is neither a run directory nor a file of rollouts ({' or '.join(endings)})"
-        )
+    if path.suffix != ".parquet":
+        raise RunDirectoryError(f"{str(path)!r} is neither a run directory nor a file of rollouts (.parquet)")
     return StoredRollouts(path, path, None)
 
 
@@ -73,23 +69,6 @@ def logprob_differences(turn: Row) -> list[float] | None:
     if learner is None:
         return None
     return [policy - scored for policy, scored in zip(turn["logprobs"], learner, strict=True)]
-
-
-class SortKey(enum.StrEnum):
-    """Sort key of a list: the name of a stored column."""
-
-    REWARD = "reward"
-    """Total reward."""
-    ADVANTAGE = "advantage"
-    """Mean advantage."""
-    TOKENS = "num_generated_tokens"
-    """Number of sampled tokens."""
-    TURNS = "num_turns"
-    """Number of turns."""
-    STEP = "step"
-    """Step of training or evaluation."""
-    ID = "id"
-    """Id of the rollout."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,11 +128,9 @@ class Listing(NamedTuple):
     """Rollouts of a list."""
 
     rows: list[Row]
-    """The rollouts in sorted order, at most `limit`."""
+    """The first rollouts, at most `limit`."""
     total: int
     """Number of selected rollouts without the limit."""
-    sort: SortKey | None = None
-    """Sort key; None if the groups with different rewards are first."""
 
 
 def parse_steps(text: str) -> range:
@@ -175,17 +152,12 @@ def parse_steps(text: str) -> range:
     return steps
 
 
-def list_rollouts(
-    source: StoredRollouts, selection: Selection, *, sort: SortKey | None = None, descending: bool = False, limit: int
-) -> Listing:
-    """List the selected rollouts.
+def list_rollouts(source: StoredRollouts, selection: Selection, *, limit: int) -> Listing:
+    """List the selected rollouts, first those of groups with different rewards, otherwise in the stored order.
 
     Args:
         source: source of the rollouts.
         selection: filter.
-        sort: sort key; None for the groups with different rewards first, then the stored order. Rollouts without a
-            value are last.
-        descending: whether to sort in descending order.
         limit: maximum number of rows.
 
     Returns:
@@ -206,11 +178,8 @@ def list_rollouts(
             for at, row in enumerate(stored)
             if selection.accepts(row)
         ]
-    if sort is not None:
-        rows = _sorted(rows, sort.value, descending)
-    else:
-        rows.sort(key=lambda row: not row["unequal"])
-    return Listing(_with_summaries(rows[:limit]), len(rows), sort)
+    rows.sort(key=lambda row: not row["unequal"])
+    return Listing(_with_summaries(rows[:limit]), len(rows))
 
 
 def unequal_groups(rows: Iterable[Row]) -> set[tuple[int, str, str]]:
@@ -249,11 +218,6 @@ def _with_summaries(rows: Sequence[Row]) -> list[Row]:
         {**{name: row[name] for name in LISTED_COLUMNS}, **text._asdict(), "prompt": prompt}
         for row, text, prompt in zip(rows, texts, prompts, strict=True)
     ]
-
-
-def _sorted(rows: Sequence[Row], key: str, descending: bool) -> list[Row]:
-    known = sorted((row for row in rows if row[key] is not None), key=lambda row: row[key], reverse=descending)
-    return known + [row for row in rows if row[key] is None]
 
 
 def newest_step(source: StoredRollouts, *, evaluation: bool) -> int | None:

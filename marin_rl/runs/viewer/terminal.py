@@ -1,17 +1,16 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Print stored rollouts to the terminal: a list, one rollout in full, or several side by side.
+"""Print stored rollouts to the terminal: a list, or one rollout in full.
 
 Texts of models, environments and rewards are escaped and passed to rich as `Text`, never as markup.
 """
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
@@ -26,14 +25,12 @@ ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool"
 MISSING = "–"
 ANCHOR_CHARACTERS = 12
 """Displayed characters of an anchor state's hash."""
-SHORTENED = {"prompt": 3, "answer": 2, "reply": 3, "reason": 4}
-"""Columns of a list that are shortened on a narrow console, with their shares of the room."""
+SHORTENED = {"prompt": 21, "answer": 14, "reply": 21, "reason": 28}
+"""Columns of a list that are shortened on a narrow console, and the widths below which other columns are left out."""
 WORDS = ("status", "environment", "not trained")
 """Further columns of text."""
 NAMES = frozenset(("id", "reward", "step", "turns", "tokens", "advantage", *SHORTENED, *WORDS))
 """Columns that are no reward components."""
-MIN_SHARE = 7
-"""Characters of a share below which other columns are left out."""
 COLUMN_GAP = 2
 """Characters between two columns of a list."""
 
@@ -41,8 +38,8 @@ COLUMN_GAP = 2
 def print_listing(console: Console, listing: Listing, command: str) -> None:
     """Print one line for each rollout.
 
-    A value that all rollouts share is printed once, below the list. On a narrow console the middle of texts is left
-    out, and then columns.
+    A value that all rollouts share is printed once, below the list. On a narrow console texts are cut off, and columns
+    left out.
 
     Args:
         console: output console.
@@ -58,9 +55,13 @@ def print_listing(console: Console, listing: Listing, command: str) -> None:
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, COLUMN_GAP - 1, 0, 0))
     for name in columns:
         is_number = name not in (*texts, *WORDS) or name == "reward"
-        table.add_column(Text(escape_line(name), "bold"), justify="right" if is_number else "left", no_wrap=True)
+        # Rich narrows only columns that may wrap; their cells do not.
+        may_wrap = name in SHORTENED
+        table.add_column(
+            Text(escape_line(name), "bold"), justify="right" if is_number else "left", no_wrap=not may_wrap
+        )
     for cells in zip(*columns.values(), strict=True):
-        table.add_row(*map(Text, cells))
+        table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in cells))
     console.print(table)
     for line in _footer(listing, shared, left_out):
         console.print(Text(line, "dim"))
@@ -70,7 +71,7 @@ def print_listing(console: Console, listing: Listing, command: str) -> None:
 def _footer(listing: Listing, shared: Mapping[str, str], left_out: Sequence[str]) -> Iterator[str]:
     shown = len(listing.rows)
     count = f"{shown} of {listing.total} rollouts" if shown < listing.total else f"{shown} rollouts"
-    yield count if listing.sort or shown == 1 else f"{count}, first those of groups with different rewards"
+    yield count if shown == 1 else f"{count}, first those of groups with different rewards"
     if shared:
         yield f"the same in all: {', '.join(f'{escape_line(name)} {value}' for name, value in shared.items())}"
     if left_out:
@@ -114,41 +115,20 @@ def _other_columns(rows: Sequence[Row]) -> tuple[Columns, dict[str, str]]:
 
 
 def _fitting(texts: Columns, others: Columns, width: int) -> tuple[Columns, list[str]]:
-    """Return the columns that fit on a console, with shortened texts, and the names of the others."""
-    widths = {name: _width(name, cells) for name, cells in (others | texts).items()}
-    room = (
-        width
-        + COLUMN_GAP
-        - sum(COLUMN_GAP + min(widths[name], MIN_SHARE * SHORTENED.get(name, width)) for name in texts)
-    )
-    columns, left_out = dict(texts), []
+    """Return the columns that fit on a console, the texts first, and the names of the others."""
+
+    def width_of(name: str, cells: Sequence[str]) -> int:
+        widest = max(map(cell_len, (escape_line(name), *cells)))
+        return COLUMN_GAP + min(widest, SHORTENED.get(name, widest))
+
+    room = width + COLUMN_GAP - sum(width_of(*column) for column in texts.items())
+    fitting: Columns = {}
     for name, cells in others.items():
-        if left_out or COLUMN_GAP + widths[name] > room:
-            left_out.append(name)
-        else:
-            room -= COLUMN_GAP + widths[name]
-            columns[name] = cells
-    free = width + COLUMN_GAP - sum(COLUMN_GAP + (0 if name in SHORTENED else widths[name]) for name in columns)
-    shares = {name: share for name, share in SHORTENED.items() if name in columns}
-    # Columns that need less than their share come first, and leave the rest to the others.
-    for name in sorted(shares, key=lambda name: widths[name] / shares[name]):
-        widths[name] = min(widths[name], max(free * shares[name] // sum(shares.values()), 1))
-        free -= widths[name]
-        del shares[name]
-        columns[name] = [_shorten_cells(cell, widths[name]) for cell in columns[name]]
-    return columns, left_out
-
-
-def _width(name: str, cells: Sequence[str]) -> int:
-    return max(map(cell_len, (escape_line(name), *cells)))
-
-
-def _shorten_cells(text: str, width: int) -> str:
-    """Leave out the middle of a text that takes more than `width` characters of the console."""
-    if cell_len(text) <= width:
-        return text
-    end = (width - 1) // 2
-    return f"{set_cell_size(text, width - 1 - end).rstrip()}…{set_cell_size(text[::-1], end)[::-1].lstrip()}"
+        room -= width_of(name, cells)
+        if room < 0:
+            break
+        fitting[name] = cells
+    return texts | fitting, [name for name in others if name not in fitting]
 
 
 def print_rollout(console: Console, row: Row, *, tokens: bool) -> None:
@@ -159,34 +139,15 @@ def print_rollout(console: Console, row: Row, *, tokens: bool) -> None:
         row: the rollout.
         tokens: whether to list every sampled token with its values.
     """
-    console.print(Group(*_rollout(row, tokens=tokens)))
-
-
-def print_side_by_side(console: Console, rows: Sequence[Row], *, tokens: bool) -> None:
-    """Print rollouts in columns with aligned turns.
-
-    Args:
-        console: output console.
-        rows: the rollouts, usually two.
-        tokens: whether to list every sampled token with its values.
-    """
-    table = Table.grid(expand=True, padding=(0, 1))
-    for _ in rows:
-        table.add_column(ratio=1, overflow="fold")
-    for parts in itertools.zip_longest(*(_rollout(row, tokens=tokens) for row in rows), fillvalue=Text("")):
-        table.add_row(*parts)
-    console.print(table)
-
-
-def _rollout(row: Row, *, tokens: bool) -> Iterator[RenderableType]:
-    """Summary, rewards and turns of a rollout."""
-    yield Rule(Text(escape_line(row["id"]), "bold"), align="left")
-    yield _summary(row)
-    yield _rewards(row)
-    for index, turn in enumerate(row["turns"]):
-        yield _turn(index, turn, tokens=tokens)
+    parts: list[RenderableType] = [
+        Rule(Text(escape_line(row["id"]), "bold"), align="left"),
+        _summary(row),
+        _rewards(row),
+    ]
+    parts += [_turn(index, turn, tokens=tokens) for index, turn in enumerate(row["turns"])]
     if row["last_observation"] is not None:
-        yield Group(Text("last observation · not answered", "dim"), *_messages(row["last_observation"]))
+        parts += [Text("last observation · not answered", "dim"), *_messages(row["last_observation"])]
+    console.print(Group(*parts))
 
 
 def _summary(row: Row) -> RenderableType:

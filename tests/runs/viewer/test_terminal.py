@@ -14,7 +14,7 @@ from rich.console import Console
 from marin_rl.runs.stored_rollout import StoredAdvantages, as_table
 from marin_rl.runs.viewer.selection import Listing
 from marin_rl.runs.viewer.summary import summarize
-from marin_rl.runs.viewer.terminal import number, print_listing, print_rollout, print_side_by_side
+from marin_rl.runs.viewer.terminal import number, print_listing, print_rollout
 from marin_rl.types import Message, Rollout, RolloutStatus, Task
 from tests.rollouts.rollout_cases import piece, rich_rollout, rich_signal, rollout_of, turn_of
 
@@ -126,15 +126,6 @@ def test_last_observation_follows_the_turns():
     lines = [line.strip() for line in shown(print_rollout, row_of(rich_rollout()), tokens=False)]
     assert lines[-3:] == ["last observation · not answered", "tool", "46 ü"]
     assert not any("not answered" in line for line in shown(print_rollout, row_of(rollout_of("a")), tokens=False))
-
-
-def test_shorter_rollout_ends_first_side_by_side():
-    long, short = row_of(rich_rollout()), row_of(rollout_of("short", reply="7"))
-    lines = shown(print_side_by_side, [short, long], tokens=False)
-    turns = [line for line in lines if "turn 1" in line and "turn 10" not in line]
-    # The second turn is in the right column only.
-    assert any(line.strip().startswith("turn 1") and line.index("turn 1") >= 100 for line in turns)
-    assert any(line.startswith("turn 0") and "turn 0" in line[100:] for line in lines)
 
 
 def test_anchor_states_rewards_by_name_and_metadata_are_shown():
