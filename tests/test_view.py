@@ -114,20 +114,6 @@ def test_single_file_is_accepted(tmp_path, capsys):
     assert '"run":"rollouts.' in page.read_text(encoding="utf-8")
 
 
-def test_texts_of_models_are_escaped(tmp_path, capsys):
-    evil = "\x1b[2J\x1b]0;title\x07\x1b]8;;https://x\x1b\\[red]red[/red][link=x]\x9b31m\r\u202e:smile:"
-    run = empty_run(tmp_path / "run")
-    turns = (turn_of(evil, evil, action=evil),)
-    rollout = rollout_of("evil-0", turns=turns, error=evil, rewards={evil: 1.0, "correct": 0.5}, metrics={evil: 1.0})
-    write(run / "rollouts", 1, [RolloutGroup("g", [rollout])])
-    listed, full = view(capsys, str(run)), view(capsys, str(run), "--id", "evil-0", "--tokens")
-    for out in (listed, full):
-        assert not set(out) & {"\x1b", "\x07", "\x9b", "\r", "\u202e"}
-    assert "\\x1b[2J" in listed
-    assert "\\x1b[2J" in full
-    assert "[red]red[/red][link=x]\\x9b31m\\r\\u202e:smile:" in full
-
-
 CONTROLS = {
     "colour": "\x1b[31m",
     "cursor": "\x1b[2J\x1b[1;1H",

@@ -3,11 +3,8 @@
 
 """A full disk ends a run with a message, and the same command resumes when there is space."""
 
-import base64
 import dataclasses
-import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -17,15 +14,12 @@ from typing import Any
 
 import pytest
 
-from experiments.soak import LiveRun, halt, wake, whole_and_once
-from marin_rl.distributed.replay_buffer import ReplayBuffer
-from marin_rl.runs.rollout_store import read_rollouts
+from experiments.soak import halt, wake, whole_and_once
 from marin_rl.runs.saved_checkpoint import open_checkpoint
 from marin_rl.training import session
-from marin_rl.training.run_state import REPLAY
 from tests.faults.live_run import all_end, async_settings, live, started
 from tests.fork_server import popen
-from tests.tiny_run import PROBLEMS, TinyRun, contents, copy_of, interrupted_after, make_run, outcome
+from tests.tiny_run import TinyRun, contents, copy_of, interrupted_after, make_run, outcome
 
 
 def mount(place: Path, size: str, *options: str) -> bool:
@@ -129,113 +123,40 @@ def test_full_disk_at_the_end_keeps_the_previous_export(
     assert contents(run.path / "hf") == before
 
 
-# Asynchronous run.
-
-BULK = 200_000
-"""Characters of a worked answer, which is stored with a waiting group but not with a rollout."""
-SMALL = 100_000
-"""Bytes that suffice for rollouts, record and log of a step, but not for one waiting group; others may expire."""
 STEPS, GROUPS, MEMBERS, STALENESS = 16, 4, 4, 3
-KEPT = 2
-"""Number of checkpoints that a run keeps."""
 
 
-def bulky_run(disk: Path, finished_run: TinyRun) -> TinyRun:
-    """A run with waiting groups in the replay buffer that take most of the disk."""
-    chance = random.Random(0)
-    problems = disk / "bulky.jsonl"
-    with problems.open("w") as stream:
-        for problem in PROBLEMS:
-            text = base64.b64encode(chance.randbytes(BULK * 3 // 4)).decode()
-            stream.write(f"{json.dumps({**problem, 'worked_answer': text})}\n")
+@pytest.mark.slow
+def test_full_disk_stops_an_async_run_with_all_its_processes(finished_run: TinyRun, disk: Path) -> None:
+    assert mount(disk, "64m", "remount")
     settings = async_settings(
         initialize_from=str(finished_run.path),
         workers__num_workers=1,
         num_steps=STEPS,
         replay__max_staleness=STALENESS,
-        # Groups wait only for a trainer that is slower than its worker.
-        updates__epochs=10,
-        policy_loss={"type": "ppo_clip"},
-        checkpoint={"every": 1, "keep_last": KEPT},
+        checkpoint={"every": 1},
         evaluation={"every": 0, "tasks": 2, "greedy": False},
-        environment__path=str(problems),
     )
-    return make_run(disk, **settings)
-
-
-def is_between_saves(run: TinyRun) -> bool:
-    """Return whether the last step is saved, older checkpoints are removed, and no save is in progress."""
-    steps = run.steps()
-    return not list(run.checkpoints.glob(".*")) and steps[-1] == run.records()[-1]["step"] and len(steps) <= KEPT
-
-
-def buffer_will_be_saved(run: TinyRun) -> bool:
-    """Return whether two more groups wait than the next step uses, which do not fit on the disk."""
-    return is_between_saves(run) and run.records()[-1].get("replay/waiting", 0) > GROUPS + 1
-
-
-def stopped(trainer: int, is_so: Callable[[], bool]) -> bool:
-    """Return whether that is the case, with the trainer stopped."""
-    halt([trainer])
-    if not is_so():
-        wake([trainer])
-        return False
-    return True
-
-
-def allocated(folder: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*"))
-
-
-def fails_on_a_full_disk(
-    running: LiveRun, run: TinyRun, disk: Path, ready: Callable[[TinyRun], bool], leave: Callable[[Path], int]
-) -> int:
-    """Fill the disk during training, check that the run ends cleanly, free the disk, and return the last saved step."""
-    assert running.process is not None
-    trainer, said_before = running.process.pid, running.output.stat().st_size
-    running.wait_until(lambda: stopped(trainer, lambda: ready(run)), "a moment to fill the disk")
-    step = run.steps()[-1]
-    filler = fill(disk, leave(run.checkpoint(step)))
-    children = running.children()
-    wake([trainer])
-    assert running.end() == 1
-    all_end(children)
-    assert run.steps()[-1] == step
-    assert open_checkpoint(run.checkpoint(step)).step == step
+    run = make_run(disk, **settings)
+    # No file fits, including the log, but the output is elsewhere.
+    running = dataclasses.replace(live(run), output=disk.with_name("output.txt"))
+    with started(running):
+        running.wait_until(lambda: running.steps >= 2, "step 2")
+        assert running.process is not None
+        children = running.children()
+        halt([running.process.pid])
+        filler = fill(disk, 0)
+        wake([running.process.pid])
+        assert running.end() == 1
+        all_end(children)
     filler.unlink()
-    said = running.output.read_bytes()[said_before:].decode()
+    said, step = running.output.read_text(), run.steps()[-1]
     # The next step's files are written while the checkpoint is saved, so either may fail first.
     assert re.search(rf"error: (cannot write '|could not write checkpoint ){re.escape(str(run.path))}/\S", said), said
     assert "free" in said
     assert "Traceback" not in said
-    return step
-
-
-@pytest.mark.slow
-def test_full_disk_stops_an_async_run_without_losing_waiting_groups(finished_run: TinyRun, disk: Path) -> None:
-    assert mount(disk, "64m", "remount")
-    run = bulky_run(disk, finished_run)
-    running = dataclasses.replace(live(run), output=disk.with_name("output.txt"))
-    log = run.path / "log.txt"
-    with started(running):
-        running.wait_until(lambda: running.steps >= 1, "step 1")
-        # The replay buffer of the next checkpoint does not fit.
-        step = fails_on_a_full_disk(
-            running, run, disk, buffer_will_be_saved, lambda newest: allocated(newest / "state") + SMALL
-        )
-    waiting = ReplayBuffer(max_staleness=STALENESS)
-    saved = run.checkpoint(step) / REPLAY
-    waiting.load(saved.read_bytes(), saved)
-    assert len(waiting) > GROUPS
-
-    with started(running):
-        running.wait_until(lambda: running.saved_steps > step, "a further checkpoint")
-        assert f"resuming after step {step}, from {run.checkpoint(step)}" in log.read_text()
-        # Now no file fits, including the log.
-        fails_on_a_full_disk(running, run, disk, is_between_saves, lambda newest: 0)
-
+    assert open_checkpoint(run.checkpoint(step)).step == step
     with started(running):
         assert running.end() == 0, running.output.read_text()[-5000:]
+    assert f"resuming after step {step}, from {run.checkpoint(step)}" in (run.path / "log.txt").read_text()
     assert whole_and_once(running, groups=GROUPS, members=MEMBERS, staleness=STALENESS) == STEPS
-    trained = {row for table in read_rollouts(run.path / "rollouts") for row in table["group_id"].to_pylist()}
-    assert {entry.number.group_id for entry in waiting.expire(100)} <= trained

@@ -37,107 +37,77 @@ def same_outcome(resumed: TinyRun, uninterrupted: TinyRun) -> None:
 class Moment:
     """Time to kill a run: at a file event, or some time after a condition holds, but at the event at the latest."""
 
-    name: str
-    """Name in messages."""
     pattern: str
     """Pattern of the first file event to count; see `tests.fork_server.die_at`."""
     count: int = 0
     """Number of file events after it."""
-    seen: Callable[[TinyRun], bool] | None = None
-    """Condition, of which this process may learn late."""
+    seen: tuple[str, str] | None = None
+    """Name of a file of the run and a text in it, of which this process may learn late."""
     delay: float = 0.0
-    """Seconds after the condition."""
+    """Seconds after that."""
     leaves: str | None = None
     """Pattern of a half-written folder that the kill must leave behind."""
 
 
-def logged(text: str) -> Callable[[TinyRun], bool]:
-    def seen(run: TinyRun) -> bool:
-        log = run.path / "log.txt"
-        return log.exists() and text in log.read_text()
-
-    return seen
-
-
-def recorded(step: int) -> Callable[[TinyRun], bool]:
-    def seen(run: TinyRun) -> bool:
-        metrics = run.path / "metrics.jsonl"
-        return metrics.exists() and metrics.read_bytes().count(b"\n") > step
-
-    return seen
-
-
-def moments(chance: random.Random) -> list[Moment]:
+def moments(chance: random.Random) -> dict[str, Moment]:
     """Return kill times over the whole run, in an order that leaves work for each of them."""
 
     def checkpoint(step: int) -> str:
         return rf"os\.mkdir .*\.step-{step:08d}\.[^/]*partial$"
 
-    def inside_checkpoint(step: int) -> Moment:
-        return Moment(
-            f"inside the write of checkpoint {step}",
-            checkpoint(step),
-            # Files, the manifest, and the syncing of all of them: more than 10 events of the thread that saves.
-            chance.randint(1, 8),
-            leaves=f"checkpoints/.step-{step:08d}.*partial",
-        )
+    def inside(step: int) -> Moment:
+        # Files, the manifest, and the syncing of all of them: more than 10 events of the thread that saves.
+        return Moment(checkpoint(step), chance.randint(1, 8), leaves=f"checkpoints/.step-{step:08d}.*partial")
 
-    return [
-        Moment(
-            "while starting",
-            checkpoint(0),
-            seen=lambda run: (run.path / "log.txt").exists(),
-            delay=chance.uniform(0, 2),
+    def recorded(step: int) -> tuple[str, str]:
+        return "metrics.jsonl", f'{{"step": {step}, '
+
+    return {
+        "while starting": Moment(checkpoint(0), seen=("log.txt", ""), delay=chance.uniform(0, 2)),
+        "in the warm start": Moment(checkpoint(0), seen=("log.txt", "warm start 10"), delay=chance.uniform(0, 0.2)),
+        "inside the write of checkpoint 0": inside(0),
+        "before checkpoint 0 gets its name": Moment(
+            r"os\.rename .*\.step-00000000\.[^/]*partial$", leaves="checkpoints/.step-00000000.*partial"
         ),
-        Moment("in the warm start", checkpoint(0), seen=logged("warm start 10"), delay=chance.uniform(0, 0.2)),
-        inside_checkpoint(0),
-        Moment(
-            "before checkpoint 0 gets its name",
-            r"os\.rename .*\.step-00000000\.[^/]*partial$",
-            leaves="checkpoints/.step-00000000.*partial",
-        ),
-        Moment("before record 1", r"open a .*metrics\.jsonl", 1),
-        Moment("after update 1", checkpoint(2), seen=recorded(1), delay=chance.uniform(0, 0.02)),
-        inside_checkpoint(2),
-        Moment("writing rollouts", r"open w .*rollouts/\.step-00000003"),
-        inside_checkpoint(4),
-        Moment("deleting checkpoint 0", r"shutil\.rmtree .*step-00000000$", chance.randint(1, 3)),
-        Moment("after update 5", checkpoint(6), seen=recorded(5), delay=chance.uniform(0, 0.02)),
-        inside_checkpoint(6),
-        Moment("drawing curves", r"open w .*\.curves\.png"),
-        Moment("exporting weights", r"os\.mkdir .*\.hf\.partial$", chance.randint(1, 6), leaves=".hf.partial"),
-    ]
+        "before record 1": Moment(r"open a .*metrics\.jsonl", 1),
+        "after update 1": Moment(checkpoint(2), seen=recorded(1), delay=chance.uniform(0, 0.02)),
+        "inside the write of checkpoint 2": inside(2),
+        "writing rollouts": Moment(r"open w .*rollouts/\.step-00000003"),
+        "inside the write of checkpoint 4": inside(4),
+        "deleting checkpoint 0": Moment(r"shutil\.rmtree .*step-00000000$", chance.randint(1, 3)),
+        "after update 5": Moment(checkpoint(6), seen=recorded(5), delay=chance.uniform(0, 0.02)),
+        "inside the write of checkpoint 6": inside(6),
+        "drawing curves": Moment(r"open w .*\.curves\.png"),
+        "exporting weights": Moment(r"os\.mkdir .*\.hf\.partial$", chance.randint(1, 6), leaves=".hf.partial"),
+    }
 
 
-def start(run: TinyRun, moment: Moment | None = None) -> ForkedProcess:
+def start(run: TinyRun, kill_at: tuple[str, int] | None = None) -> ForkedProcess:
     """Start the run's command."""
     with (run.path.parent / "output.txt").open("wb") as output:
-        return popen(
-            [sys.executable, "-m", "marin_rl.train", *run.argv],
-            stdout=output,
-            env=os.environ,
-            kill_at=None if moment is None else (moment.pattern, moment.count),
-        )
+        command = [sys.executable, "-m", "marin_rl.train", *run.argv]
+        return popen(command, stdout=output, env=os.environ, kill_at=kill_at)
 
 
-def kill_at(run: TinyRun, moment: Moment) -> None:
+def kill_at(run: TinyRun, name: str, moment: Moment) -> None:
     """Start the run, and kill it at the given time."""
-    process = start(run, moment)
+    process = start(run, (moment.pattern, moment.count))
     if moment.seen is not None:
-        while process.poll() is None and not moment.seen(run):
+        file, text = run.path / moment.seen[0], moment.seen[1]
+        while process.poll() is None and not (file.exists() and text in file.read_text()):
             time.sleep(0.001)
         time.sleep(moment.delay)
         process.kill()
     status = process.wait()
-    assert status == -signal.SIGKILL, f"{moment.name}: not killed:\n{(run.path.parent / 'output.txt').read_text()}"
-    assert moment.leaves is None or list(run.path.glob(moment.leaves)), moment.name
+    assert status == -signal.SIGKILL, f"{name}: not killed:\n{(run.path.parent / 'output.txt').read_text()}"
+    assert moment.leaves is None or list(run.path.glob(moment.leaves)), name
 
 
 @pytest.mark.slow
 def test_run_killed_14_times_equals_uninterrupted_run(finished_run: TinyRun, tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    for moment in moments(random.Random(20)):
-        kill_at(run, moment)
+    for name, moment in moments(random.Random(20)).items():
+        kill_at(run, name, moment)
     status, output = start(run).wait(), (run.path.parent / "output.txt").read_text()
     assert status == 0, output
     assert f"resuming after step {LAST}" in output
@@ -161,7 +131,7 @@ def damage(path: Path) -> None:
 
 
 @pytest.mark.medium
-def test_leftovers_of_a_killed_process_are_ignored(
+def test_leftovers_of_a_killed_process_are_ignored_and_damaged_checkpoints_skipped_and_named(
     finished_run: TinyRun, tmp_path: Path, no_curves: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = interrupted_after(finished_run, 5, tmp_path / "copy")
@@ -173,17 +143,6 @@ def test_leftovers_of_a_killed_process_are_ignored(
     with (run.path / "metrics.jsonl").open("a") as metrics:
         # The record of an update without a checkpoint, and half of the next record.
         metrics.write(f'{json.dumps({**finished_run.records()[6], "loss/total": 42.0})}\n{{"step": 7, "lo')
-    assert run.train() == 0
-    assert "resuming after step 5, from" in capfd.readouterr().out
-    same_outcome(run, finished_run)
-    assert not list(run.path.rglob("half"))
-
-
-@pytest.mark.medium
-def test_damaged_checkpoints_are_skipped_and_named(
-    finished_run: TinyRun, tmp_path: Path, no_curves: None, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run = interrupted_after(finished_run, 5, tmp_path / "copy")
     damage(max((run.checkpoint(5) / "state").iterdir(), key=lambda path: path.stat().st_size))
     (run.checkpoint(4) / "manifest.json").unlink()
     assert run.train() == 0
@@ -195,6 +154,7 @@ def test_damaged_checkpoints_are_skipped_and_named(
     assert re.search(r"step-00000005 is damaged: state/\S+\.bin differs from what was written", log)
     assert "step-00000004 has no readable manifest.json" in log
     same_outcome(run, finished_run)
+    assert not list(run.path.rglob("half"))
 
 
 def test_run_stops_when_every_checkpoint_is_damaged(

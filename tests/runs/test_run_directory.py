@@ -26,16 +26,6 @@ def begin(path: Path, config: str = CONFIG) -> RunDirectory:
     return directory
 
 
-def test_layout(tmp_path):
-    directory = create_or_open(tmp_path / "runs" / "a", CONFIG)
-    assert directory == RunDirectory(tmp_path / "runs" / "a")
-    assert directory.config.read_text() == CONFIG
-    assert directory.rollouts.is_dir()
-    assert directory.checkpoints.is_dir()
-    names = [directory.metrics, directory.hf, directory.log, directory.curves]
-    assert [path.name for path in names] == ["metrics.jsonl", "hf", "log.txt", "curves.png"]
-
-
 def test_the_history_stays_when_a_config_is_rewritten(tmp_path):
     begin(tmp_path)
     (tmp_path / "config.yaml").write_text("# after step 2: seed 1 -> 0\n# a note\n" + CONFIG)
@@ -44,21 +34,6 @@ def test_the_history_stays_when_a_config_is_rewritten(tmp_path):
     assert (tmp_path / "config.yaml").read_text().endswith(CONFIG)
     create_or_open(tmp_path, changed)
     assert (tmp_path / "config.yaml").read_text() == "# after step 2: seed 1 -> 0\n# a note\n" + changed
-
-
-def test_config_without_results_is_replaced(tmp_path):
-    corrected = CONFIG.replace("seed: 1", "seed: 2")
-    create_or_open(tmp_path, "# of a failed start\n" + CONFIG)
-    assert create_or_open(tmp_path, corrected).config.read_text() == corrected
-
-
-def test_a_config_that_no_run_has_written_is_not_overwritten(tmp_path):
-    (tmp_path / "config.yaml").write_text("# my settings\nseed: 1\n")
-    with pytest.raises(
-        RunDirectoryError, match=r"contains a config\.yaml, but no run, .*; rename it, or choose another"
-    ):
-        create_or_open(tmp_path, CONFIG)
-    assert (tmp_path / "config.yaml").read_text() == "# my settings\nseed: 1\n"
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"step": "x"}', "\x00"])
@@ -74,63 +49,6 @@ def test_the_step_of_an_export_is_unknown_if_its_file_is_not_complete(tmp_path, 
     if content is not None:
         (directory.hf / "training_step.json").write_text(content)
     assert exported_step(directory) is None
-
-
-def test_run_without_config_is_refused(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(RunDirectoryError, match=r"contains a run without config\.yaml"):
-        create_or_open(tmp_path, CONFIG)
-
-
-def test_a_start_that_could_not_write_its_config_is_repeated(tmp_path, monkeypatch):
-    def fail(*_):
-        raise RunDirectoryError("the disk is full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("marin_rl.runs.run_directory.write_atomically", fail)
-        with pytest.raises(RunDirectoryError, match="full"):
-            create_or_open(tmp_path, CONFIG)
-    assert create_or_open(tmp_path, CONFIG).config.read_text() == CONFIG
-
-
-def test_run_directories_near_a_wrong_path_are_named(tmp_path):
-    create_or_open(tmp_path / "middle", CONFIG)
-    for wrong in ("midle", "."):
-        with pytest.raises(RunDirectoryError, match=r"Run directories in .*middle"):
-            open_existing(tmp_path / wrong)
-    with pytest.raises(RunDirectoryError, match=r"it does not exist; give the run_dir of a run"):
-        open_existing(tmp_path / "no" / "run")
-
-
-def test_folder_that_is_not_a_run_directory_is_refused(tmp_path):
-    with pytest.raises(
-        RunDirectoryError, match=r"is not a run directory: it has no config\.yaml; give the run_dir of a run"
-    ):
-        open_existing(tmp_path)
-    assert open_existing(create_or_open(tmp_path, CONFIG).path) == RunDirectory(tmp_path)
-
-
-@pytest.mark.parametrize("below", ["file", "file/runs/a"])
-def test_file_instead_of_a_folder_is_named(tmp_path, below):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirectoryError, match=r"cannot write .*file.* is a file, not a folder; choose another"):
-        create_or_open(tmp_path / below, CONFIG)
-
-
-def test_unwritable_path_is_named():
-    with pytest.raises(RunDirectoryError, match=r"cannot write '/proc/runs/a': .*; choose another run_dir, on"):
-        create_or_open(Path("/proc/runs/a"), CONFIG)
-
-
-def test_full_disk_is_reported_and_the_old_file_is_kept(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("old")
-    # The partial file is on a device that is always full.
-    (tmp_path / ".config.yaml.partial").symlink_to("/dev/full")
-    with pytest.raises(RunDirectoryError, match=r"cannot write .*config\.yaml': the disk is full; free some space"):
-        write_atomically(path, "new")
-    assert path.read_text() == "old"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]
 
 
 @pytest.mark.parametrize("data", ["text ä\n", b"\x00\xff"])
@@ -161,15 +79,64 @@ def test_any_name_of_a_folder_is_taken_as_it_is(tmp_path, monkeypatch, name):
     assert [entry.name for entry in tmp_path.iterdir()] == [name]
 
 
-@pytest.mark.parametrize("kind", ["folder", "pipe", "not text"])
-def test_a_config_that_cannot_be_read_is_named(tmp_path, kind):
-    if kind == "folder":
-        (tmp_path / "config.yaml").mkdir()
-    elif kind == "pipe":
-        os.mkfifo(tmp_path / "config.yaml")
-    else:
-        (tmp_path / "config.yaml").write_bytes(b"\xff\xfe")
-    with pytest.raises(
-        RunDirectoryError, match=r"cannot read .*config\.yaml': .*; repair the file, or choose another run_dir"
-    ):
-        create_or_open(tmp_path, CONFIG)
+def test_config_without_results_is_replaced_and_a_failed_start_repeated(tmp_path, monkeypatch):
+    def fail(*_):
+        raise RunDirectoryError("the disk is full")
+
+    path = tmp_path / "runs" / "a"
+    with monkeypatch.context() as patch:
+        patch.setattr("marin_rl.runs.run_directory.write_atomically", fail)
+        with pytest.raises(RunDirectoryError, match="full"):
+            create_or_open(path, CONFIG)
+    create_or_open(path, "# of a failed start\n" + CONFIG)
+    corrected = CONFIG.replace("seed: 1", "seed: 2")
+    directory = create_or_open(path, corrected)
+    assert directory == open_existing(path) == RunDirectory(path)
+    assert directory.config.read_text() == corrected
+    assert directory.rollouts.is_dir()
+    assert directory.checkpoints.is_dir()
+
+
+BAD_PLACES = {
+    "no run": (
+        lambda path: (path / "config.yaml").write_text("# my"),
+        r"contains a config\.yaml, but no run",
+    ),
+    "no config": (lambda path: (path / "metrics.jsonl").write_text(""), r"contains a run without config\.yaml"),
+    "folder": (lambda path: (path / "config.yaml").mkdir(), r"cannot read .*config\.yaml': .*; repair the file"),
+    "pipe": (lambda path: os.mkfifo(path / "config.yaml"), r"cannot read .*config\.yaml': .*; repair the file"),
+    "not text": (lambda path: (path / "config.yaml").write_bytes(b"\xff"), r"cannot read .*config\.yaml': .*; repair"),
+    "file": (
+        lambda path: path.rmdir() or path.write_text(""),
+        "cannot write .* is a file, not a folder; choose",
+    ),
+    "full": (
+        lambda path: (path / ".config.yaml.partial").symlink_to("/dev/full"),
+        r"cannot write .*config\.yaml': the disk is full; free some space",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_PLACES)
+def test_a_folder_that_cannot_be_used_is_named_and_kept(tmp_path, kind):
+    prepare, message = BAD_PLACES[kind]
+    (tmp_path / "run").mkdir()
+    prepare(tmp_path / "run")
+    files = {path.name for path in (tmp_path / "run").glob("[!.]*")}
+    for path in (tmp_path / "run", tmp_path / "run" / "a" / "b") if kind == "file" else (tmp_path / "run",):
+        with pytest.raises(RunDirectoryError, match=message):
+            create_or_open(path, CONFIG)
+    assert {path.name for path in (tmp_path / "run").glob("[!.]*")} - {"rollouts", "checkpoints"} == files
+
+
+def test_a_path_that_is_not_a_run_directory_is_named_with_those_nearby(tmp_path):
+    with pytest.raises(RunDirectoryError, match=r"cannot write '/proc/runs/a': .*; choose another run_dir, on"):
+        create_or_open(Path("/proc/runs/a"), CONFIG)
+    with pytest.raises(RunDirectoryError, match=r"it has no config\.yaml; give the run_dir of a run"):
+        open_existing(tmp_path)
+    create_or_open(tmp_path / "middle", CONFIG)
+    for wrong in ("midle", "."):
+        with pytest.raises(RunDirectoryError, match=r"Run directories in .*middle"):
+            open_existing(tmp_path / wrong)
+    with pytest.raises(RunDirectoryError, match=r"it does not exist; give the run_dir of a run"):
+        open_existing(tmp_path / "no" / "run")

@@ -1,17 +1,12 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A headless Chromium to test pages in, driven over its debugging pipe.
+"""A headless Chromium to test pages in, driven over its debugging pipe."""
 
-`python -m tests.runs.viewer.browser PAGE PICTURE [WIDTH [HEIGHT [dark]]]` takes a picture.
-"""
-
-import base64
 import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,10 +115,6 @@ class Browser:
         sent = [event["params"] for event in network if event["method"] == "Network.requestWillBeSent"]
         return [one["request"]["url"] for one in sent if one["requestId"] not in blocked]
 
-    def picture(self, *, whole: bool = False) -> bytes:
-        """Screenshot of the visible part or of the whole page, as PNG."""
-        return base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"])
-
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Browser]:
@@ -152,19 +143,3 @@ def browser(profile: Path) -> Iterator[Browser]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def main(page: str, picture: str, width: str = "1200", height: str = "900", scheme: str = "light") -> None:
-    """Take a picture of a page; an address after `#` is kept."""
-    import tempfile
-
-    path, mark, address = page.partition("#")
-    with tempfile.TemporaryDirectory() as profile, browser(Path(profile)) as tab:
-        size = {"width": int(width), "height": int(height)}
-        tab.open(Path(path), dark=scheme == "dark", address=mark + address, **size)
-        Path(picture).write_bytes(tab.picture())
-        print(*tab.complaints(), sep="\n")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -100,17 +100,8 @@ def test_policy_allows_only_the_script_and_the_style(run, tmp_path):
 
 def test_script_does_not_create_markup_from_text():
     script = Elements(render(PLAIN)).inside["script"]
-    for word in (
-        "innerHTML",
-        "outerHTML",
-        "insertAdjacent",
-        "document.write",
-        "eval(",
-        "Function(",
-        "fetch(",
-        "import(",
-    ):
-        assert word not in script, word
+    words = ["innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "Function(", "fetch(", "import("]
+    assert [word for word in words if word in script] == []
 
 
 def test_unwritable_page_is_named(run, tmp_path):
@@ -149,11 +140,6 @@ def test_page_of_a_small_run_is_complete(tmp_path):
     assert data["curves"]["steps"] == [0, 1, 2, 3]
     assert data["curves"]["series"]["eval/sums/accuracy_greedy"] == [0.0, None, None, 0.6]
     json.dumps(data, allow_nan=False)
-
-
-def test_filters_select_the_rollouts(tmp_path):
-    data = data_of(small_run(tmp_path / "run"), selection=Selection(steps=range(2, 9), min_reward=0.5))
-    assert [rollout["id"] for rollout in data["rollouts"]] == ["g-0", "s2-0"]
 
 
 def test_long_run_is_sampled_at_evenly_spaced_steps(tmp_path):
@@ -211,10 +197,3 @@ def test_numbers_are_rounded_and_nan_and_infinities_are_null(tmp_path):
     lines = [f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in enumerate(losses)]
     (run / "metrics.jsonl").write_text("".join(lines))
     assert data_of(run)["curves"]["series"] == {"loss": [None, None, -0.123457]}
-
-
-def test_damaged_metrics_file_is_named(tmp_path):
-    run = empty_run(tmp_path / "run")
-    (run / "metrics.jsonl").write_text("{}\n{}\n")
-    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:1 is not the record of a step"):
-        data_of(run)

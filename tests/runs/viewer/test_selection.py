@@ -18,7 +18,6 @@ from marin_rl.runs.viewer.selection import (
     parse_steps,
 )
 from marin_rl.types import RolloutStatus
-from marin_rl.utils.errors import RunDirectoryError
 from tests.rollouts.rollout_cases import group_of, write
 from tests.runs.viewer.run_cases import empty_run, small_run
 
@@ -57,13 +56,6 @@ def test_rollout_of_a_file_is_found_by_id(mixed):
         find_rollout(mixed, "s2-1", range(1, 2))
 
 
-def test_file_of_another_type_is_refused(tmp_path):
-    path = tmp_path / "notes.txt"
-    path.write_text("no rollouts")
-    with pytest.raises(RunDirectoryError, match=r"notes.txt' is neither a run directory nor a file of rollouts"):
-        open_rollouts(path)
-
-
 @pytest.mark.parametrize(
     ("selection", "expected"),
     [
@@ -90,44 +82,6 @@ def test_list_is_limited_with_the_total_count_and_has_the_reply_of_each_rollout(
     assert len(set(replies.values())) > 1
 
 
-@pytest.mark.parametrize(
-    ("text", "first", "last"), [("12", 12, 12), ("10-20", 10, 20), ("10-", 10, 10**12 - 1), ("-20", 0, 20)]
-)
-def test_steps(text, first, last):
-    steps = parse_steps(text)
-    assert (steps[0], steps[-1]) == (first, last)
-
-
-@pytest.mark.parametrize("text", ["", "-", "x", "1-x", "1-2-3", "1.5", "--"])
-def test_invalid_range_of_steps_is_refused(text):
-    with pytest.raises(ValueError, match="is not a range of steps; write 12, 10-20"):
-        parse_steps(text)
-
-
-def test_empty_range_of_steps_is_refused():
-    with pytest.raises(ValueError, match="the range of steps '5-3' is empty; write the lower step first: 3-5"):
-        parse_steps("5-3")
-
-
-@pytest.mark.parametrize(
-    ("selection", "message"),
-    [
-        (Selection(steps=range(4, 9)), "no stored rollouts of training; steps 1 to 3 are stored"),
-        (Selection(steps=range(2, 3), evaluation=True), "no stored rollouts of an evaluation; steps 3 to 3 are stored"),
-    ],
-)
-def test_steps_that_are_not_stored_are_named(folder, selection, message):
-    with pytest.raises(RolloutNotFoundError, match=message):
-        list_rollouts(folder, selection, limit=99)
-    with pytest.raises(RolloutNotFoundError, match=message):
-        page_data(folder, selection, 99)
-
-
-def test_rollout_is_loaded_with_all_columns(folder):
-    row = find_rollout(folder, "g-0")
-    assert (row["step"], len(row["turns"]), row["turns"][0]["token_ids"]) == (3, 2, [0xC3, 0xA9, 257])
-
-
 def test_differences_are_policy_minus_learner(folder):
     first, second = find_rollout(folder, "g-0")["turns"]
     assert logprob_differences(first) == [-0.125 + 0.125, -0.25 + 0.25, -0.375 + 0.5]
@@ -135,24 +89,41 @@ def test_differences_are_policy_minus_learner(folder):
     assert logprob_differences(find_rollout(folder, "s1-0")["turns"][0]) is None
 
 
-def test_rollout_of_the_newest_or_the_given_evaluation(folder):
-    write(folder.rollouts, 5, [group_of("held", 0.0)], purpose="evaluation")
-    assert [find_rollout(folder, "held-0", steps)["step"] for steps in (None, range(3, 4))] == [5, 3]
-
-
-def test_missing_rollout_names_the_stored_steps(folder, tmp_path):
-    with pytest.raises(RolloutNotFoundError, match="no stored rollout has the id 'nobody'; steps 1 to 3 are stored"):
-        find_rollout(folder, "nobody", range(2, 3))
-    with pytest.raises(RolloutNotFoundError, match="no rollouts are stored"):
-        find_rollout(open_rollouts(empty_run(tmp_path / "empty")), "nobody")
-
-
 def test_newest_step(folder, tmp_path):
     assert newest_step(folder, evaluation=False) == 3
     assert newest_step(open_rollouts(empty_run(tmp_path / "empty")), evaluation=True) is None
 
 
-def test_damaged_file_is_named(folder):
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        *(("12", (12, 12)), ("10-20", (10, 20)), ("10-", (10, 10**12 - 1)), ("-20", (0, 20))),
+        *((text, "is not a range of steps; write 12, 10-20") for text in ("", "-", "x", "1-x", "1-2-3", "1.5", "--")),
+        ("5-3", "the range of steps '5-3' is empty; write the lower step first: 3-5"),
+    ],
+)
+def test_ranges_of_steps(text, ends):
+    if isinstance(ends, str):
+        with pytest.raises(ValueError, match=ends):
+            parse_steps(text)
+    else:
+        assert (parse_steps(text)[0], parse_steps(text)[-1]) == ends
+
+
+def test_errors_name_the_stored_steps_and_damaged_files(folder, tmp_path):
+    write(folder.rollouts, 5, [group_of("held", 0.0)], purpose="evaluation")
+    assert [find_rollout(folder, "held-0", steps)["step"] for steps in (None, range(3, 4))] == [5, 3]
+    for selection, message in (
+        (Selection(steps=range(4, 9)), "no stored rollouts of training; steps 1 to 3 are stored"),
+        (Selection(steps=range(2, 3), evaluation=True), "no stored rollouts of an evaluation; steps 3 to 5 are stored"),
+    ):
+        for read in (lambda selection: list_rollouts(folder, selection, limit=99), lambda s: page_data(folder, s, 99)):
+            with pytest.raises(RolloutNotFoundError, match=message):
+                read(selection)
+    with pytest.raises(RolloutNotFoundError, match="no stored rollout has the id 'nobody'; steps 1 to 5 are stored"):
+        find_rollout(folder, "nobody", range(2, 3))
+    with pytest.raises(RolloutNotFoundError, match="no rollouts are stored"):
+        find_rollout(open_rollouts(empty_run(tmp_path / "empty")), "nobody")
     (folder.rollouts / "step-00000002.parquet").write_bytes(b"PAR1")
     with pytest.raises(RolloutStoreError, match="step-00000002"):
         list_rollouts(folder, Selection(), limit=1)

@@ -27,7 +27,7 @@ def cut(turn: Turn) -> Turn:
     )
 
 
-def test_texts_of_a_conversation():
+def test_texts_of_a_rollout():
     first = dataclasses.replace(
         turn_of("", "6"),
         messages=(
@@ -39,21 +39,15 @@ def test_texts_of_a_conversation():
     )
     shown = summary_of(rollout_of("r", turns=(first, turn_of("wrong", "5"))))
     assert shown == Summary("2+3", "5", "5", "")
-
-
-def test_rollout_without_turns_has_its_error():
-    shown = summary_of(
-        rollout_of("r", reward=None, status=RolloutStatus.TIMED_OUT, error="longer than 3 s\n  own.py:2, in f: wait()")
-    )
-    assert shown == Summary("", "5", "", "timed out: longer than 3 s")
-
-
-def test_tests_of_a_program_are_no_answer():
+    late = rollout_of("r", reward=None, status=RolloutStatus.TIMED_OUT, error="longer than 3 s\n  own.py:2, in f: f()")
+    assert summary_of(late) == Summary("", "5", "", "timed out: longer than 3 s")
     for tests in ('{"calls": [{"call": "f(1)", "returns": 2}]}', '{ "cases": [{"stdin": "", "stdout": ""}]}', ""):
-        rollout = dataclasses.replace(
-            rollout_of("r"), task=Task("t", "code", ({"role": "user", "content": "f"},), tests)
-        )
-        assert summary_of(rollout).answer == ""
+        task = Task("t", "code", ({"role": "user", "content": "f"},), tests)
+        assert summary_of(dataclasses.replace(rollout_of("r"), task=task)).answer == ""
+    long = summary_of(rollout_of("r", reply="a" * 10_000, info={"reason": "b" * 10_000}))
+    assert (len(long.reply), len(long.reason)) == (MAX_TEXT, MAX_TEXT)
+    cut_off = rollout_of("r", status=RolloutStatus.TRUNCATED, turns=(cut(turn_of("2+3", "abc")),))
+    assert summary_of(cut_off, {"r": StoredAdvantages(None)}).reason == "cut off at 4 tokens, not trained"
 
 
 @pytest.mark.parametrize(
@@ -98,11 +92,6 @@ def test_reason(fields: dict[str, object], reason: str):
     assert reason_of(**fields) == reason
 
 
-def test_masked_rollout_was_not_trained_on():
-    rollout = rollout_of("r", status=RolloutStatus.TRUNCATED, turns=(cut(turn_of("2+3", "abc")),))
-    assert summary_of(rollout, {"r": StoredAdvantages(None)}).reason == "cut off at 4 tokens, not trained"
-
-
 @pytest.mark.parametrize(
     ("info", "shown", "reason"),
     [
@@ -118,11 +107,6 @@ def test_metadata_is_shown_without_the_reason(info: str | None, shown: str, reas
     [row] = as_table([rollout_of("r")], 1, "training", {}, piece).to_pylist()
     row["info"] = info
     assert (info_text(row), summarize(row).reason) == (shown, reason)
-
-
-def test_texts_are_bounded():
-    shown = summary_of(rollout_of("r", reply="a" * 10_000, info={"reason": "b" * 10_000}))
-    assert (len(shown.reply), len(shown.reason)) == (MAX_TEXT, MAX_TEXT)
 
 
 @pytest.mark.parametrize(
