@@ -148,16 +148,16 @@ def test_an_address_with_a_password_is_refused_without_it(address: str) -> None:
         assert MARK not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        f"http://u:{MARK}@h/v1",
-        f"ftp://u:{MARK}@h",
-        f"http://u:{MARK}@h:99999/",
-        f"u:{MARK}@h",
-        f"http://h/v1?key={MARK}",
-    ],
-)
+SERVERS = [
+    f"http://u:{MARK}@h/v1",
+    f"ftp://u:{MARK}@h",
+    f"http://u:{MARK}@h:99999/",
+    f"u:{MARK}@h",
+    f"http://h?key={MARK}",
+]
+
+
+@pytest.mark.parametrize("address", SERVERS)
 def test_an_address_of_a_server_with_a_password_is_refused_without_it(address: str) -> None:
     with pytest.raises(ValueError, match=re.escape("rewards holds a user, a password")) as raised:
         check_address("rewards", address, "api_key_env")

@@ -202,87 +202,58 @@ def test_an_interrupted_second_save_of_a_step_keeps_the_first(
 
 
 def largest_file(folder: Path) -> Path:
-    return max((path for path in (folder / STATE).rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    return max((folder / STATE).iterdir(), key=lambda path: path.stat().st_size)
 
 
-def flip_a_bit(path: Path, at: float = 0.5) -> None:
-    data = bytearray(path.read_bytes())
-    data[int(len(data) * at)] ^= 1
-    path.write_bytes(data)
+def flipped(data: bytes, at: float = 0.5) -> bytes:
+    """Flip a bit."""
+    place = int(len(data) * at)
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
 
 
-def truncate(folder: Path) -> str:
-    path = largest_file(folder)
-    path.write_bytes(path.read_bytes()[:-1])
-    return f"{path.relative_to(folder)} differs from what was written"
+def resealed(change: Callable[[dict], object]) -> Callable[[bytes], bytes]:
+    """Change the entries of a manifest and update its checksum."""
+
+    def edit(data: bytes) -> bytes:
+        manifest = load_manifest(data.decode())
+        change(manifest)
+        return dump_manifest(manifest).encode()
+
+    return edit
 
 
-def flip(folder: Path) -> str:
-    path = largest_file(folder)
-    flip_a_bit(path)
-    return f"{path.relative_to(folder)} differs from what was written"
+def without_file(name: str) -> Callable[[bytes], bytes]:
+    return resealed(lambda manifest: manifest["files"].pop(f"{STATE}/{name}"))
 
 
-def remove(folder: Path) -> str:
-    path = largest_file(folder)
-    path.unlink()
-    return f"{path.relative_to(folder)} is missing"
+def edit(folder: Path, file: str, change: Callable[[bytes], bytes | None]) -> str:
+    """Change or remove a file of a checkpoint, `state` for the largest of its arrays; return its name."""
+    path = largest_file(folder) if file == STATE else folder / file
+    content = change(path.read_bytes())
+    path.unlink() if content is None else path.write_bytes(content)
+    return str(path.relative_to(folder))
 
 
-def manifest_of(text: str) -> Callable[[Path], str]:
-    def replace(folder: Path) -> str:
-        (folder / "manifest.json").write_text(text)
-        return "has no readable manifest.json"
-
-    return replace
-
-
-def remove_manifest(folder: Path) -> str:
-    (folder / "manifest.json").unlink()
-    return "has no readable manifest.json"
-
-
-def alter_progress(folder: Path) -> str:
-    """Flip a bit so that the manifest is still valid JSON: 16 episodes become 17."""
-    path = folder / "manifest.json"
-    assert '"episodes": 16' in path.read_text()
-    path.write_text(path.read_text().replace('"episodes": 16', '"episodes": 17'))
-    return "has no readable manifest.json: its checksum does not match"
-
-
-def flip_extra_file(folder: Path) -> str:
-    flip_a_bit(folder / "more")
-    return "more differs from what was written"
-
-
-def reseal(folder: Path, change: Callable[[dict], object]) -> None:
-    """Change a manifest and update its checksum."""
-    manifest = load_manifest((folder / "manifest.json").read_text())
-    change(manifest)
-    (folder / "manifest.json").write_text(dump_manifest(manifest))
-
-
-def without_a_file(name: str) -> Callable[[Path], str]:
-    def damage(folder: Path) -> str:
-        reseal(folder, lambda manifest: manifest["files"].pop(f"{STATE}/{name}"))
-        return f"is incomplete: {STATE}/{name} was not written completely"
-
-    return damage
-
-
-def of_step(step: int) -> Callable[[Path], str]:
-    def damage(folder: Path) -> str:
-        reseal(folder, lambda manifest: manifest.update(step=step))
-        return f"holds step {step}, so its folder should be called"
-
-    return damage
-
-
-DAMAGES: list[Callable[[Path], str]] = [
-    *(truncate, flip, remove, remove_manifest, alter_progress, flip_extra_file),
-    *map(manifest_of, ("", "{}", "[" * 100_000)),
-    *map(without_a_file, ("training_key-0.bin", "model.lm_head.weight-0.0.bin")),
-    *map(of_step, (-1, 1)),
+DIFFERS, UNREADABLE = "{} differs from what was written", "has no readable {}"
+DAMAGES: list[tuple[str, Callable[[bytes], bytes | None], str]] = [
+    (STATE, lambda data: data[:-1], DIFFERS),
+    (STATE, flipped, DIFFERS),
+    (STATE, lambda data: None, "{} is missing"),
+    ("more", flipped, DIFFERS),
+    ("manifest.json", lambda data: None, UNREADABLE),
+    ("manifest.json", lambda data: b"", UNREADABLE),
+    ("manifest.json", lambda data: b"{}", UNREADABLE),
+    ("manifest.json", lambda data: b"[" * 100_000, UNREADABLE),
+    # The flipped bit leaves valid JSON.
+    ("manifest.json", lambda data: data.replace(b'"episodes": 16', b'"episodes": 17'), f"{UNREADABLE}: its checksum"),
+    ("manifest.json", without_file("training_key-0.bin"), "is incomplete: state/training_key-0.bin was not written"),
+    (
+        "manifest.json",
+        without_file("model.lm_head.weight-0.0.bin"),
+        "is incomplete: state/model.lm_head.weight-0.0.bin",
+    ),
+    ("manifest.json", resealed(lambda manifest: manifest.update(step=1)), "holds step 1, so its folder should be"),
+    ("manifest.json", resealed(lambda manifest: manifest.update(step=-1)), "holds step -1, so its folder should be"),
 ]
 
 
@@ -297,10 +268,12 @@ def load(learner, state) -> Callable[[Checkpoint], tuple[int, object]]:
     return load
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_checkpoint_is_skipped_with_a_warning(tiny, state, saved: Checkpoints, load, caplog, damage) -> None:
+@pytest.mark.parametrize(("file", "change", "complaint"), DAMAGES)
+def test_damaged_checkpoint_is_skipped_with_a_warning(
+    tiny, state, saved: Checkpoints, load, caplog, file: str, change, complaint: str
+) -> None:
     folder = saved.folder / "step-00000002"
-    complaint = damage(folder)
+    complaint = complaint.format(edit(folder, file, change))
     with caplog.at_level(logging.WARNING):
         step, restored = saved.restore_newest(load)
     assert step == 1
@@ -310,7 +283,7 @@ def test_damaged_checkpoint_is_skipped_with_a_warning(tiny, state, saved: Checkp
     assert complaint in warning
     with pytest.raises(DamagedCheckpointError):
         load(saved.open(2))
-    first = remove(saved.folder / "step-00000001")
+    first = edit(saved.folder / "step-00000001", STATE, lambda data: None)
     with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged.*Restore their files") as caught:
         saved.restore_newest(load)
     assert first in str(caught.value)
@@ -322,7 +295,7 @@ def test_a_flipped_bit_is_detected_in_any_file(saved: Checkpoints, load, state) 
     for number, file in enumerate(sorted(checkpoint.files)):
         path = checkpoint.path / file
         original = path.read_bytes()
-        flip_a_bit(path, (number % 7) / 7)
+        path.write_bytes(flipped(original, (number % 7) / 7))
         with pytest.raises(DamagedCheckpointError, match=rf"damaged: {re.escape(file)} differs from what") as caught:
             load(checkpoint) if file == "more" else checkpoint.verify_arrays()
         assert str(checkpoint.path) in str(caught.value)
@@ -330,7 +303,7 @@ def test_a_flipped_bit_is_detected_in_any_file(saved: Checkpoints, load, state) 
     path = checkpoint.path / "manifest.json"
     original = path.read_bytes()
     for part in range(40):
-        flip_a_bit(path, part / 40)
+        path.write_bytes(flipped(original, part / 40))
         # A flipped space between values does not change the content.
         if b"".join(path.read_bytes().split()) != b"".join(original.split()):
             with pytest.raises(CheckpointError, match=r"step-00000002"):
@@ -396,7 +369,7 @@ def test_a_failure_of_one_process_is_raised_in_all(
 
 
 def test_another_format_is_not_damage(saved: Checkpoints) -> None:
-    reseal(saved.folder / "step-00000002", lambda manifest: manifest.update(format=99))
+    edit(saved.folder / "step-00000002", "manifest.json", resealed(lambda manifest: manifest.update(format=99)))
     with pytest.raises(CheckpointError, match="has format 99, this version reads 4: another version") as caught:
         saved.newest_good()
     assert not isinstance(caught.value, DamagedCheckpointError)

@@ -14,7 +14,7 @@ from marin_rl.runs.stored_rollout import StoredAdvantages
 from marin_rl.types import Observation, RewardResult, RolloutGroup, Task, TurnReward
 from marin_rl.utils.output import escape
 from marin_rl.view import main
-from tests.rollouts.rollout_cases import group_of, rollout_of, turn_of, write
+from tests.rollouts.rollout_cases import rollout_of, turn_of, write
 from tests.runs.viewer.browser import Browser
 from tests.runs.viewer.run_cases import empty_run, small_run, write_records
 
@@ -130,47 +130,6 @@ def test_rows_are_links_that_keyboard_and_back_button_follow(tab, small):
     assert texts(tab, "tr[aria-current=true]") == []
 
 
-def test_row_explains_its_reward(tab, tmp_path):
-    run = empty_run(tmp_path / "run")
-    task = Task("t", "sums", ({"role": "user", "content": "30+41"},), "17")
-    wrong = rollout_of("b-1", "b", reply="71", reward=0.0, info={"reason": "expected 17, found 71"})
-    others = [rollout_of("b-0", "b", reply="17"), rollout_of("b-2", "b", reward=None)]
-    groups = [group_of("a", 1.0, 1.0), RolloutGroup("b", [others[0], dataclasses.replace(wrong, task=task), others[1]])]
-    write(run / "rollouts", 1, groups)
-    tab.open(page_of(run))
-    assert texts(tab, "#rollouts thead th")[:6] == ["id", "prompt", "answer", "reply", "reward", "reason"]
-    cells = "[...document.querySelectorAll('#rollouts tbody tr')].map((row) => [...row.cells])"
-    rows = tab.run(f"{cells}.map((row) => row.map((cell) => cell.textContent))")
-    assert [row[0] for row in rows] == ["b-0", "b-1", "b-2", "a-0", "a-1"]
-    assert rows[1][:6] == ["b-1", "2+3", "17", "71", "0", "expected 17, found 71"]
-    assert rows[2][4:6] == ["–", "failed: ValueError: no"]
-    choose(tab, "#filter-text", "found 71")
-    assert ids(tab) == ["b-1"]
-
-
-def test_equal_curves_are_one_and_a_metric_has_one_colour(tab, tmp_path):
-    run = empty_run(tmp_path / "run")
-    records = [
-        {"step": step, "train/rewards": 0.5, "train/correct_rewards": 0.5 - 0.25 * (step == 3), "loss/value_avg": 1.0}
-        | {"loss/policy_avg": 0.5, "eval/sums/accuracy_greedy": 0.5 + step / 10}
-        for step in (1, 2, 3)
-    ]
-    write_records(run, records)
-    tab.open(page_of(run))
-    assert texts(tab, "#curves figure:first-child .legend > span:not(.faint)") == ["reward ", "correct "]
-    colour = "[...document.querySelectorAll('#curves figure:first-child .swatch')].map((one) => one.className)"
-    drawn = tab.run(colour)
-    assert len(set(drawn)) == 2
-    choose(tab, "#metric", "train/correct_rewards")
-    assert tab.run(colour) == drawn[1:]
-    labels = "#curves figure:nth-child(3) svg text[text-anchor=end]"
-    assert texts(tab, labels)[0] == "0"
-    write_records(run, [{**record, "train/correct_rewards": 0.5} for record in records])
-    tab.open(page_of(run))
-    assert texts(tab, "#curves figure:first-child .legend > span:not(.faint)") == ["reward = correct "]
-    assert tab.run("document.querySelectorAll('#curves figure:first-child polyline').length") == 1
-
-
 def test_rollout_shows_all_of_its_data(tab, small):
     tab.open(small, address=FIRST)
     [shown] = texts(tab, "#one")
@@ -215,34 +174,6 @@ def test_tokens_have_the_colour_of_their_value(tab, small):
     assert [value for name, value in colours() if name == "positive"] == ["0.500", "1.000"]
     choose(tab, "#colour", "value")
     assert [value for _, value in colours()] == ["0.250", "0.125", "0.375", "0.750", "1.000"]
-
-
-def luminance(channels: list[float]) -> float:
-    """Relative luminance of the Web Content Accessibility Guidelines; channels from 0 to 1."""
-    linear = [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_text_has_contrast_on_the_strongest_colours(tab, small, dark):
-    tab.open(small, dark=dark, address=FIRST)
-    # A canvas blends a colour with the page's background.
-    painted = """((selector) => {
-        const style = getComputedStyle(document.querySelector(selector));
-        const context = document.createElement("canvas").getContext("2d");
-        const seen = (...colours) => {
-            for (const colour of colours) { context.fillStyle = colour; context.fillRect(0, 0, 1, 1); }
-            return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3).map((one) => one / 255);
-        };
-        const ground = getComputedStyle(document.documentElement).backgroundColor;
-        return [seen(ground, style.backgroundColor), seen(style.color)];
-    })"""
-    tab.run("document.querySelectorAll('#one .tokens span').forEach((one) => one.style.setProperty('--v', '1'))")
-    for name in ("positive", "negative", "unlikely"):
-        if name == "unlikely":
-            choose(tab, "#colour", "logprob")
-        under, text = (luminance(channels) for channels in tab.run(f"{painted}('#one .tokens .{name}:last-child')"))
-        assert (max(under, text) + 0.05) / (min(under, text) + 0.05) >= 4.5, name
 
 
 def test_values_are_shown_by_pointer_and_keyboard(tab, small):
