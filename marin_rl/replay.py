@@ -9,7 +9,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from marin_rl.config.command_line import CommandParser, check_command_line, parse_arguments, run_command
+from marin_rl.config.command_line import (
+    CommandParser,
+    check_command_line,
+    parse_arguments,
+    read_arguments,
+    run_command,
+)
 from marin_rl.runs.run_directory import RunDirectory, open_with_checkpoint
 from marin_rl.training.config_history import values_of_step
 from marin_rl.utils.output import escape_line
@@ -64,7 +70,8 @@ def _replay(arguments: argparse.Namespace, rest: Sequence[str]) -> str:
     if directory is None and arguments.step is not None:
         raise ValueError(f"--step is {arguments.step}, but only a run has steps; give --run DIR, or omit --step")
     defaults = _config_of(directory, arguments.step)
-    checked = check_command_line(rest, {}, reads_files=False, defaults=defaults)
+    # The config of a run is checked first, below, so that its problems name its file.
+    given = check_command_line(rest, {}, reads_files=False) if directory is None else read_arguments(rest, {})
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
     from marin_rl.config.train_config import TrainConfig
     from marin_rl.training.fake_rollouts import parse_shape, train_on_fake
@@ -74,7 +81,7 @@ def _replay(arguments: argparse.Namespace, rest: Sequence[str]) -> str:
     if directory is not None:
         # Errors in the file name the file; later ones are those of arguments.
         read_config(directory)
-    config = parse_arguments(TrainConfig, checked, defaults=defaults).config
+    config = parse_arguments(TrainConfig, given, defaults=defaults).config
     if directory is None:
         config = resolve_model(config)
     if arguments.fake is not None:

@@ -48,7 +48,7 @@ from experiments.benchmarks.measurement import (
 )
 from experiments.benchmarks.weight_servers import Share
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.weights_config import WeightTransferConfig
+from marin_rl.config.workers_config import WeightTransferConfig
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.coordinator_client import CoordinatorClient
 from marin_rl.distributed.ray_node import connected_to_local_node

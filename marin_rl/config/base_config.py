@@ -3,11 +3,13 @@
 
 """The settings of a training run, without levanter's classes, which take seconds to import.
 
-Each section is defined in a module that imports neither levanter nor transformers; `combinations` checks sections that
-restrict one another. The subclasses add the types of levanter's sections `model`, `optimizer` and `trainer.tracker`.
+Each section is defined in a module that imports neither levanter nor transformers. `TrainConfig` adds the types of
+levanter's sections `model`, `optimizer` and `trainer.tracker`; commands check all other settings before they import it.
 """
 
 import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge
@@ -15,7 +17,6 @@ from annotated_types import Ge
 import marin_rl.objectives.gae
 import marin_rl.objectives.gigpo
 import marin_rl.rewards.pipeline  # noqa: F401
-from marin_rl.config.combinations import CHECKS, Check, run_checks
 from marin_rl.config.sections import (
     EvaluationConfig,
     Mode,
@@ -24,8 +25,7 @@ from marin_rl.config.sections import (
     UpdateConfig,
     WarmStartConfig,
 )
-from marin_rl.config.weights_config import WeightTransferConfig
-from marin_rl.config.workers_config import WorkersConfig
+from marin_rl.config.workers_config import Refresh, TransferDtype, WeightTransferConfig, WorkersConfig
 from marin_rl.environments.base import EnvironmentConfig
 from marin_rl.learner.config import CriticConfig, ExportConfig
 from marin_rl.objectives.advantage_inputs import AdvantageConfig
@@ -40,20 +40,22 @@ from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rollouts.config import FilterConfig, KeepGroupsConfig
 from marin_rl.runs.rollout_store import RolloutStoreConfig
 from marin_rl.runs.run_directory import CheckpointConfig
-from marin_rl.sampling.config import LevanterSamplerConfig, SamplerConfig, SamplingConfig
+from marin_rl.sampling.config import LevanterSamplerConfig, OpenAiSamplerConfig, SamplerConfig, SamplingConfig
 from marin_rl.tokenization.config import TokenizerConfig
 from marin_rl.utils.devices.sharding import POSITION
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
-from marin_rl.utils.logs import LogLevel
+from marin_rl.utils.logs import LogLevel, module_levels
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
 from marin_rl.utils.settings.fields import (
     LOCAL_PATH,
     STORAGE_PATH,
+    check_paths,
+    is_loopback,
     may_change,
     may_change_by_name,
     nested_sections,
 )
-from marin_rl.utils.settings.section_types import CheckedConfig, ConfigError
+from marin_rl.utils.settings.section_types import ConfigError
 
 TRAINER_METADATA = may_change(
     *("tracker", "jax_compilation_cache_dir", "distributed"),
@@ -63,13 +65,16 @@ TRAINER_METADATA = may_change(
 MODEL_METADATA = may_change("reference_checkpoint")
 """Metadata of the field `model`. Levanter's lines have other defaults for this key, which nothing here reads."""
 
+Check = Callable[[Any], Iterable[str]]
+"""A check of a config, which yields its problems or raises a `ValueError`; a message names the keys and the remedy."""
+
 
 @dataclasses.dataclass(frozen=True)
-class AbstractTrainConfig(ConfigSection, CheckedConfig):
+class AbstractTrainConfig(ConfigSection):
     """Configuration of a training run; subclasses set the types of `model`, `optimizer` and `trainer.tracker`."""
 
-    checks: ClassVar[tuple[Check, ...]] = CHECKS
-    """Checks of the settings."""
+    further_checks: ClassVar[tuple[Check, ...]] = ()
+    """Checks of a subclass, after `CHECKS`."""
 
     environment: EnvironmentConfig
     """Source of the tasks and their rewards."""
@@ -167,13 +172,14 @@ class AbstractTrainConfig(ConfigSection, CheckedConfig):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if problems := self.find_problems(self):
+        problems: list[str] = []
+        for check in (*CHECKS, *self.further_checks):
+            try:
+                problems += check(self)
+            except ValueError as error:
+                problems += str(error).splitlines()
+        if problems:
             raise ConfigError(*problems)
-
-    @classmethod
-    def find_problems(cls, config: Any) -> list[str]:
-        """Problems of single settings and of sections that restrict one another."""
-        return run_checks(cls.checks, config)
 
     def batch_scoped_rewards(self) -> list[str]:
         """Keys of the reward functions that score all rollouts of a step together."""
@@ -189,3 +195,183 @@ class AbstractTrainConfig(ConfigSection, CheckedConfig):
     def context_shards(self) -> int:
         """Number of devices over which the positions of a row are split."""
         return self.trainer.model_axis_size if POSITION in (self.trainer.tensor_parallel_axes or ()) else 1
+
+
+def _check_values(config: AbstractTrainConfig) -> Iterable[str]:
+    check_paths(config)
+    module_levels(config.logging)
+    return ()
+
+
+def _check_start(config: AbstractTrainConfig) -> Iterator[str]:
+    if config.model is None and config.initialize_from is None:
+        yield (
+            "neither model nor initialize_from is set: name an architecture to start from scratch "
+            "(model: {type: llama, ...}) or weights to start from (initialize_from: FOLDER)"
+        )
+
+
+def _check_context(config: AbstractTrainConfig) -> Iterator[str]:
+    axes = config.trainer.tensor_parallel_axes or ()
+    if POSITION in config.trainer.axis_resources or (POSITION in axes and len(axes) > 1):
+        yield (
+            f"trainer.tensor_parallel_axes is {list(axes)} and trainer.axis_resources is "
+            f"{dict(config.trainer.axis_resources)}, but {POSITION!r} can be split over devices only alone: set "
+            f"trainer.tensor_parallel_axes: [{POSITION}]"
+        )
+
+
+def _check_replay(config: AbstractTrainConfig) -> Iterator[str]:
+    if config.replay.keep_sampling_weights and not config.off_policy_correction.needs_sampling_logprobs:
+        yield (
+            "replay.keep_sampling_weights is true, but off_policy_correction: {type: none} does not use them; "
+            "set off_policy_correction: {type: tis}, or keep_sampling_weights: false"
+        )
+    if config.replay.keep_sampling_weights and config.workers.refresh is Refresh.IN_FLIGHT:
+        yield (
+            "replay.keep_sampling_weights is true and workers.refresh is in_flight, but an answer sampled with "
+            "several versions of the weights cannot be scored with one; set workers.refresh: between_groups, or "
+            "keep_sampling_weights: false"
+        )
+
+
+def _check_workers(config: AbstractTrainConfig) -> Iterator[str]:
+    if config.ray_address is not None and not re.fullmatch(r"auto|[^/]+:\d{1,5}", config.ray_address):
+        yield (
+            f"ray_address is {config.ray_address!r}; it must be `auto`, or `host:port` of a cluster's head node, "
+            "such as 10.0.0.1:6379. Ray's client protocol (ray://) is not supported: start the run on a machine of "
+            "the cluster"
+        )
+    if config.mode is Mode.ASYNC:
+        yield from _check_async(config)
+
+
+def _check_async(config: AbstractTrainConfig) -> Iterator[str]:
+    if batch_scoped := config.batch_scoped_rewards():
+        yield (
+            f"{batch_scoped[0]} has scope: batch, which needs all rollouts of a step together; with mode: async "
+            "they run at different times in different workers, so use scope: group, or mode: sync"
+        )
+    if isinstance(config.sampler, OpenAiSamplerConfig):
+        yield from _check_openai_sampler(config, config.sampler.base_url)
+    casts = config.weights.dtype is not TransferDtype.PARAMETER
+    yield from config.workers.run_problems(config.ray_address, config.trainer.mp.param_dtype, casts=casts)
+    is_local = config.ray_address is None or is_loopback(config.ray_address.rpartition(":")[0])
+    if is_loopback(config.weights.host) and not is_local:
+        yield (
+            f"weights.host is {config.weights.host}, which only this machine can reach, but the workers run on the "
+            f"Ray cluster at ray_address {config.ray_address!r}; set weights.host to an address of this machine in a "
+            "trusted network, or to 0.0.0.0. If the cluster consists of this machine only, set ray_address: "
+            "127.0.0.1:PORT"
+        )
+
+
+def _check_openai_sampler(config: AbstractTrainConfig, base_url: str) -> Iterator[str]:
+    if config.workers.num_workers != 1:
+        yield (
+            f"workers.num_workers is {config.workers.num_workers}, but several workers would overwrite each other's "
+            f"weights on the server {base_url}; set workers.num_workers: 1, raise sampling.max_seqs, and "
+            "put further engines behind that address"
+        )
+    if config.workers.refresh is Refresh.IN_FLIGHT:
+        yield (
+            f"workers.refresh is in_flight, but if {base_url} loads weights during an answer, the version "
+            "that sampled each token is unknown; set workers.refresh: between_groups"
+        )
+
+
+def _check_agents(config: AbstractTrainConfig) -> Iterator[str]:
+    if not config.advantage.is_token_level:
+        return
+    for key, section in nested_sections(config.environment, "environment"):
+        if getattr(section, "runs_agents", False):
+            yield (
+                f"advantage {_advantage_name(config)!r} credits the turns of a rollout in the order of time, but {key} "
+                "runs agents, whose conversations may overlap; use advantage: {type: rloo}, or another that compares "
+                "rollouts (reinforce without gamma)"
+            )
+
+
+def _check_groups(config: AbstractTrainConfig) -> Iterator[str]:
+    if config.rollouts.group_size < config.advantage.minimum_group_size:
+        yield (
+            f"rollouts.group_size is {config.rollouts.group_size}, but advantage {_advantage_name(config)!r} compares "
+            f"the rollouts of a prompt and needs at least {config.advantage.minimum_group_size}; "
+            "raise it, or use advantage: {type: reinforce}"
+        )
+    if config.filter.drops and config.rollouts.group_size < 2:
+        yield (
+            f"filter {FilterConfig.get_choice_name(type(config.filter))!r} drops groups with equal rewards, "
+            "which is every group if rollouts.group_size is 1; raise it, or use filter: {type: keep}"
+        )
+
+
+def _check_critic_and_turns(config: AbstractTrainConfig) -> Iterator[str]:
+    if config.advantage.needs_critic and config.critic is None:
+        yield (
+            f"advantage {_advantage_name(config)!r} needs a critic; add critic: {{shared_trunk: true}}, or use an "
+            "advantage that compares the rollouts of a prompt, such as advantage: {type: rloo}"
+        )
+    if config.critic is not None and not config.advantage.needs_critic:
+        yield (
+            f"critic is set, but advantage {_advantage_name(config)!r} does not use it; set advantage: {{type: gae}}, "
+            "or critic: null"
+        )
+    if config.advantage.needs_turns and config.rollouts.max_turns < 2:
+        yield (
+            f"advantage {_advantage_name(config)!r} compares the turns of a rollout, but rollouts.max_turns is "
+            f"{config.rollouts.max_turns}; raise it and use an environment with several turns, or use "
+            "advantage: {type: rloo}"
+        )
+
+
+def _check_policy_loss(config: AbstractTrainConfig) -> Iterator[str]:
+    loss_name = PolicyLossConfig.get_choice_name(type(config.policy_loss))
+    if config.updates.per_step > 1 and not config.policy_loss.uses_ratio:
+        yield (
+            f"updates sets {config.updates.per_step} updates per step, but policy_loss {loss_name!r} does not "
+            "correct for changes of the policy since sampling; use policy_loss: {type: ppo_clip}, or one update"
+        )
+    if config.off_policy_correction.is_token_level and config.policy_loss.is_sequence_level:
+        name = OffPolicyCorrectionConfig.get_choice_name(type(config.off_policy_correction))
+        yield (
+            f"off_policy_correction {name!r} weights single tokens, but policy_loss {loss_name!r} has one ratio "
+            "per rollout; use off_policy_correction: {type: mask}, which drops whole rollouts"
+        )
+    if config.advantage.is_token_level and config.policy_loss.is_sequence_level:
+        yield (
+            f"advantage {_advantage_name(config)!r} differs between the tokens of a rollout, but policy_loss "
+            f"{loss_name!r} has one ratio per rollout and would average it; set policy_loss: {{type: ppo_clip}}"
+        )
+
+
+def _check_sizes(config: AbstractTrainConfig) -> Iterator[str]:
+    if config.updates.minibatches > config.rollouts.rollouts_per_step:
+        yield (
+            f"updates.minibatches is {config.updates.minibatches}, but a step has only "
+            f"{config.rollouts.rollouts_per_step} rollouts; lower it or raise rollouts.prompts_per_step"
+        )
+    if config.overlong.buffer > config.sampling.max_new_tokens:
+        yield (
+            f"overlong.buffer is {config.overlong.buffer}, but an answer has at most sampling.max_new_tokens = "
+            f"{config.sampling.max_new_tokens} tokens; lower overlong.buffer or raise sampling.max_new_tokens"
+        )
+
+
+def _advantage_name(config: AbstractTrainConfig) -> str:
+    return AdvantageConfig.get_choice_name(type(config.advantage))
+
+
+CHECKS: tuple[Check, ...] = (
+    _check_values,
+    _check_start,
+    _check_context,
+    _check_replay,
+    _check_workers,
+    _check_agents,
+    _check_groups,
+    _check_critic_and_turns,
+    _check_policy_loss,
+    _check_sizes,
+)
+"""Checks of settings that restrict one another."""

@@ -33,7 +33,7 @@ from draccus.utils import is_choice_type
 from marin_rl.utils.errors import LISTED_NAMES, USER_ERRORS, explain, own_frames, require_threads
 from marin_rl.utils.logs import warnings_to_stderr
 from marin_rl.utils.output import OutputError, escape, guarded_output
-from marin_rl.utils.settings.decode import decode, find_problems
+from marin_rl.utils.settings.decode import decode
 from marin_rl.utils.settings.fields import flatten
 from marin_rl.utils.settings.help import all_keys, help_text, overview_text
 from marin_rl.utils.settings.imports import import_types
@@ -197,61 +197,49 @@ def parse_arguments(
         raise with_suggestions(error, config_class, raw, arguments) from error
 
 
-def check_command_line(
-    argv: Sequence[str],
-    flags: Mapping[str, str],
-    *,
-    reads_files: bool = True,
-    defaults: Mapping[str, Any] | None = None,
-) -> "Arguments":
+def check_command_line(argv: Sequence[str], flags: Mapping[str, str], *, reads_files: bool = True) -> "Arguments":
     """Validate a command line of `TrainConfig`, or print the overview of `--help`, without importing levanter.
 
-    Importing levanter takes seconds. `parse_arguments` checks the few settings that only levanter can judge.
+    Importing levanter takes seconds. `parse_arguments` checks the settings of levanter's sections.
 
     Args:
         argv: arguments of `parse_config`.
         flags: flags of `parse_config`.
         reads_files: whether the run will read its input files on this machine, so that they must exist.
-        defaults: defaults of `parse_config`. Their own problems are left to the complete check, which names their file.
 
     Returns:
         The arguments, for `parse_arguments`.
 
     Raises:
-        ConfigError: if the command line is invalid; the message names every problem.
+        ConfigError: if the command line is invalid; the message names all problems of settings other than levanter's.
         HelpShown: with status 0, after `--help` without a section has printed the overview.
     """
     arguments = read_arguments(argv, flags)
     if arguments.help_section:
         return arguments
-    if arguments.help_section == "":
-        sys.stdout.write(overview_text(flags))
-        raise HelpShown(0)
-    if not arguments.config_paths and not arguments.overrides and defaults is None:
+    if arguments.help_section is None and not arguments.config_paths and not arguments.overrides:
         raise ConfigError("no config; give its file with --config FILE. --help lists the most important keys")
     layers = arguments.layers()
     # Imported here because the sections take a second to import, and the problems above can be reported without them.
     with without_collections():
-        from marin_rl.config.draft_config import draft_class, left_to_levanter
+        from marin_rl.config.base_config import AbstractTrainConfig
+        from marin_rl.config.input_files import file_problems
 
-    draft = draft_class(reads_files=reads_files)
-    layers = [defaults or {}, *layers]
-    unimported = _import_problems(draft, layers)
-    raw = merge_layers(draft, layers)
-    found = [*unimported, *find_problems(draft, raw)]
-    known = find_problems(draft, defaults) if found and defaults is not None else []
-    new = [problem for problem in found if problem not in known]
-    if problems := [problem for problem in new if not left_to_levanter(problem, is_imported=not unimported)]:
-        raise with_suggestions(ConfigError(*problems), draft, raw, arguments)
-    return arguments
-
-
-def _import_problems(config_class: Any, layers: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    if arguments.help_section == "":
+        sys.stdout.write(overview_text(AbstractTrainConfig, flags))
+        raise HelpShown(0)
+    import_types(AbstractTrainConfig, layers)
+    raw = merge_layers(AbstractTrainConfig, layers)
     try:
-        import_types(config_class, layers)
+        config = decode(AbstractTrainConfig, raw)
     except ConfigError as error:
-        return error.problems
-    return ()
+        # A key that is near to no other may belong to a section of levanter, whose keys only the complete check knows.
+        if any(problem.startswith("unknown key ") and "did you mean" not in problem for problem in error.problems):
+            return arguments
+        raise with_suggestions(error, AbstractTrainConfig, raw, arguments) from error
+    if reads_files and (problems := list(file_problems(config))):
+        raise ConfigError(*problems)
+    return arguments
 
 
 @contextlib.contextmanager

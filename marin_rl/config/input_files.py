@@ -1,20 +1,25 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Checksums of the local files that a config names, to find out whether they were changed or differ between hosts.
+"""The local files that a config names: whether they exist, and checksums that show changes and differences of hosts.
 
 These are data files, chat templates, tokenizer folders, Python files of users with the files that they import, and
 files that the options of environments, tools and rewards name. Hub names and addresses are not read.
 """
 
+import ast
 import fnmatch
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from marin_rl.config.train_config import TrainConfig
-from marin_rl.utils.settings.fields import changeable_keys, is_within, local_inputs, named_files
-from marin_rl.utils.storage import WEIGHTS, digest_of
+from marin_rl.config.base_config import AbstractTrainConfig
+from marin_rl.tokenization.config import BYTES, PLAIN
+from marin_rl.utils.errors import explain, nearest_file
+from marin_rl.utils.hub import HubError, check_source
+from marin_rl.utils.settings.fields import changeable_keys, input_files, is_within, local_inputs, named_files
+from marin_rl.utils.storage import WEIGHTS, digest_of, user_path
 from marin_rl.utils.user_code import imported_files
 
 IGNORED = (
@@ -36,7 +41,7 @@ Inputs = Mapping[str, Mapping[str, str]]
 """SHA-256 checksums by section and path. Sections are the top-level keys of the config, and `NAMED`."""
 
 
-def digest_inputs(config: TrainConfig, sections: Sequence[str] = ()) -> dict[str, dict[str, str]]:
+def digest_inputs(config: AbstractTrainConfig, sections: Sequence[str] = ()) -> dict[str, dict[str, str]]:
     """Compute the checksums of the local files that a config names; each file is read once.
 
     Args:
@@ -52,7 +57,7 @@ def digest_inputs(config: TrainConfig, sections: Sequence[str] = ()) -> dict[str
     """
     found: dict[str, dict[str, str]] = {section: {} for section in sections}
     known: dict[Path, str] = {}
-    without_effect = changeable_keys(TrainConfig)
+    without_effect = changeable_keys(AbstractTrainConfig)
     paths = [(key.partition(".")[0], text) for key, text in local_inputs(config) if not is_within(key, without_effect)]
     for section, text in [*paths, *((NAMED, text) for text in named_files(config))]:
         if sections and section not in sections:
@@ -103,3 +108,41 @@ def input_changes(before: Inputs, now: Inputs) -> list[str]:
                 change = "is missing" if path not in new else "was added" if path not in old else "was changed"
                 lines.append(f"{section}: {path} {change}")
     return lines
+
+
+def file_problems(config: AbstractTrainConfig) -> Iterator[str]:
+    """Problems of the files and folders that a run reads: they must exist, and Python files must be parsed."""
+    for key, text in input_files(config):
+        if text != PLAIN and (problem := _file_problem(user_path(text, key))):
+            yield f"{key} is {text!r}, {problem}"
+    # A run that resumes does not read initialize_from again.
+    is_new = "://" in config.run_dir or not user_path(config.run_dir, "run_dir").exists()
+    folders = {"tokenizer.path": config.tokenizer.path, "initialize_from": config.initialize_from if is_new else None}
+    for key, text in folders.items():
+        if text is not None and text != BYTES and "://" not in text:
+            try:
+                check_source(text, key)
+            except HubError as error:
+                yield str(error)
+
+
+def _file_problem(path: Path) -> str:
+    """Description of the reason why a file cannot be read; empty if it can."""
+    if path.is_dir():
+        return "which is a folder; set it to a file in that folder"
+    if not path.exists():
+        return f"which does not exist; {nearest_file(path, {path.suffix})}"
+    if not os.access(path, os.R_OK):
+        return "which this user may not read; change its permissions"
+    return _syntax_problem(path) if path.suffix == ".py" and path.is_file() else ""
+
+
+def _syntax_problem(path: Path) -> str:
+    try:
+        with warnings.catch_warnings():
+            # Repeated when the file is imported.
+            warnings.simplefilter("ignore")
+            ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError) as error:
+        return f"which Python cannot read: {explain(error)}"
+    return ""

@@ -1,9 +1,15 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The configuration of a training run."""
+"""The configuration of a training run, with levanter's classes of models, optimizers and trackers, and their checks."""
 
 import dataclasses
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
 
 # Registers the decoders and encoders of levanter's types.
 import levanter.config  # noqa: F401
@@ -12,11 +18,22 @@ from levanter.optim.config import AdamConfig, OptimizerConfig
 from levanter.tracker import TrackerConfig
 
 from marin_rl.config.base_config import MODEL_METADATA, TRAINER_METADATA, AbstractTrainConfig
-from marin_rl.config.combinations import CHECKS
-from marin_rl.config.model_checks import MODEL_CHECKS
+from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
+from marin_rl.models.conversion import check_model
+from marin_rl.models.model_settings import model_problems, window_problem
+from marin_rl.utils.devices.kernel_sharding import POSITION
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.errors import nearest
+from marin_rl.utils.levanter_line import UNUSABLE_OPTIMIZERS, max_positions
 from marin_rl.utils.settings.fields import may_change_by_name
+from marin_rl.utils.settings.section_types import choice_name, default_of, field_types, section_of
 from marin_rl.utils.storage import storage_path
+
+_SCHEDULE = (
+    *("warmup", "decay", "rewarmup", "cooldown", "cycles", "cycle_length", "haps"),
+    *("lr_schedule", "min_lr_ratio"),
+)
+"""Settings of the learning-rate schedule."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +44,115 @@ class TrainerConfig(AbstractTrainerConfig):
     """Where metrics are logged besides the run directory, such as `[{type: wandb}]`."""
 
 
+def _check_model(config: "TrainConfig") -> Iterator[str]:
+    if config.model is None:
+        return
+    problems = list(model_problems(config.model))
+    yield from problems
+    # An architecture that is not supported may have no seq_len.
+    if not problems and config.rollouts.max_length > max_positions(config.model):
+        yield (
+            f"rollouts.max_length is {config.rollouts.max_length}, but the model's context has "
+            f"{max_positions(config.model)} tokens (model.seq_len); lower rollouts.max_length or raise model.seq_len"
+        )
+    name = choice_name(config.model)
+    if name == "gpt2" and POSITION in (config.trainer.tensor_parallel_axes or ()):
+        yield (
+            "trainer.tensor_parallel_axes is ['position'], but the positions of a gpt2 model cannot be split over "
+            "devices, because it has an attention module of its own; use another axis, such as mlp"
+        )
+    if name == "mixtral":
+        problem = window_problem(config.model, config.rollouts.max_length)
+        yield from [] if problem is None else [problem]
+        for key in ("tensor_parallel_axes", "axis_resources"):
+            if "experts" in (getattr(config.trainer, key) or ()):
+                yield (
+                    f"trainer.{key} has 'experts', but levanter cannot shard the experts of a mixtral model over "
+                    "devices; shard their hidden layers with trainer.tensor_parallel_axes: [mlp] instead"
+                )
+
+
+def _check_optimizer(config: "TrainConfig") -> Iterator[str]:
+    """Check that the update of the optimizer can be compiled, and that its learning rate is finite."""
+    optimizer: Any = config.optimizer
+    name = choice_name(optimizer)
+    if not 0 <= optimizer.learning_rate < math.inf:
+        yield (f"optimizer.learning_rate is {optimizer.learning_rate}; it must be a finite number of at least 0")
+    yield from _optimizer_ranges(optimizer)
+    schedules = section_of(field_types(type(optimizer))["lr_schedule"]).get_known_choices()
+    if isinstance(optimizer.lr_schedule, str) and optimizer.lr_schedule not in schedules:
+        yield f"optimizer.lr_schedule is {optimizer.lr_schedule!r}; {nearest(optimizer.lr_schedule, sorted(schedules))}"
+    if name in UNUSABLE_OPTIMIZERS:
+        usable = sorted(type(optimizer).get_known_choices().keys() - set(UNUSABLE_OPTIMIZERS))
+        yield (
+            f"optimizer.type is {name!r}, whose update in levanter cannot be compiled; use one of {', '.join(usable)}"
+        )
+    if name == "mars" and optimizer.max_grad_norm:
+        yield (
+            f"optimizer.max_grad_norm is {optimizer.max_grad_norm}, but levanter's clipping in mars cannot be "
+            "compiled; set optimizer.max_grad_norm: null, or use optimizer: {type: adam}"
+        )
+
+
+def _optimizer_ranges(optimizer: Any) -> Iterator[str]:
+    for key in ("warmup", "decay", "rewarmup", "cooldown"):
+        value = getattr(optimizer, key)
+        if value is not None and not (0 <= value <= 1 or (1 < value < math.inf and value == int(value))):
+            yield (
+                f"optimizer.{key} is {value}; it must be a fraction of the updates from 0 to 1, or a whole number of "
+                "updates"
+            )
+    for key in ("weight_decay", "min_lr_ratio", "max_grad_norm"):
+        value = getattr(optimizer, key, None)
+        if value is not None and not 0 <= value < math.inf:
+            yield f"optimizer.{key} is {value}; it must be a finite number of at least 0"
+    for key in ("beta1", "beta2"):
+        if not 0 <= getattr(optimizer, key, 0) < 1:
+            yield f"optimizer.{key} is {getattr(optimizer, key)}; it must be at least 0 and below 1"
+
+
+def _check_row_length(config: "TrainConfig") -> Iterator[str]:
+    """Check that a platform supports the row length; the run's platform is checked after jax has started."""
+    errors = []
+    for platform in PLATFORMS:
+        try:
+            config.rollouts.positions(attention_kernel(config.model, platform, config.context_shards))
+        except ValueError as error:
+            errors.append(str(error))
+    if len(errors) == len(PLATFORMS):
+        yield errors[0]
+
+
+def _check_export(config: "TrainConfig") -> Iterator[str]:
+    if config.model is not None:
+        check_model(config.model, max_length=config.rollouts.max_length)
+    yield from ()
+
+
+def _check_schedule(config: "TrainConfig") -> Iterator[str]:
+    """Check that levanter can build the learning-rate schedule, whose phases must fit into the run."""
+    if any(_check_optimizer(config)):
+        return
+    optimizer = config.optimizer
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            # Traced, because a computation would start the devices, which only a run may do.
+            jax.eval_shape(lambda: optimizer.lr_scheduler(config.num_updates)(0))
+    except (ValueError, ArithmeticError) as error:
+        keys = [key for key in _SCHEDULE if getattr(optimizer, key) != default_of(type(optimizer), key)]
+        given = ", ".join(f"optimizer.{key} is {getattr(optimizer, key)!r}" for key in keys)
+        yield (
+            f"{given}, but the run has {config.num_updates} updates (num_steps x updates), for which levanter cannot "
+            f"build the learning-rate schedule ({str(error).rstrip('.')}); set numbers of updates that fit into the "
+            "run, or shares of it, such as 0.1"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(AbstractTrainConfig):
     """Configuration of a training run."""
 
-    checks = (*CHECKS, *MODEL_CHECKS)
+    further_checks = (_check_model, _check_optimizer, _check_row_length, _check_export, _check_schedule)
 
     model: LmConfig | None = dataclasses.field(default=None, metadata=MODEL_METADATA)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=AdamConfig, metadata=may_change_by_name())

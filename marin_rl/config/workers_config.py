@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Section of `TrainConfig` for rollout workers: their number, their hardware, and when they load weights."""
+"""Sections of `TrainConfig` for `mode: async`: rollout workers, and the transfer of weights to them."""
 
 import dataclasses
 import enum
@@ -11,11 +11,12 @@ from typing import Annotated, Any
 
 import jax.numpy as jnp
 import jmp
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 from jax.typing import DTypeLike
 
 from marin_rl.utils.devices.slice_names import SliceName, TopologyError, parse_slice
 from marin_rl.utils.devices.trainer_config import TrainerT
+from marin_rl.utils.retry import RetryConfig
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
 
 CPU, GPU, TPU = "CPU", "GPU", "TPU"
@@ -182,3 +183,44 @@ def _check_resource(name: str, amount: float) -> None:
         raise ValueError(f"workers.resources.{name} is {amount}; it must be at least 0, and whole if above 1")
     if name == TPU and amount not in (0, 1, 2, 4, 8):
         raise ValueError(f"workers.resources.TPU is {amount:g}; a worker uses 1, 2, 4 or 8 chips of one host")
+
+
+class TransferDtype(enum.StrEnum):
+    """Dtype of floating-point weights during the transfer."""
+
+    PARAMETER = "parameter"
+    """The learner's parameter dtype. A receiver with another dtype is rejected."""
+    BFLOAT16 = "bfloat16"
+    """Round to bfloat16 on the devices, which halves the bytes of float32. The receiver casts to its floating-point
+    dtype."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightTransferConfig(ConfigSection):
+    """Weight transfer: each training host serves its own shards over Arrow Flight; workers fetch what they need.
+
+    Transfers are encrypted with TLS. Server and workers authenticate with certificates derived from the run's secret.
+    """
+
+    host: str = "127.0.0.1"
+    """Name or address that the server binds. The default accepts connections from this machine only. `0.0.0.0` binds
+    every interface and announces the machine's host name. Workers or training hosts on other machines need a reachable
+    address; the default is rejected for them."""
+    port: Annotated[int, Ge(0), Le(65535)] = 0
+    """Port that the server binds; 0 selects a free port."""
+    streams: Annotated[int, Ge(1), Le(64)] = 4
+    """Concurrent streams from each server to a worker."""
+    dtype: TransferDtype = TransferDtype.PARAMETER
+    """Dtype of floating-point weights during the transfer: `parameter` (the learner's) or `bfloat16`."""
+    retry: RetryConfig = RetryConfig()
+    """Retries of a worker when weights do not arrive."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.host:
+            raise ValueError("weights.host is empty; set the address to bind, such as 127.0.0.1")
+
+    @property
+    def sent_dtype(self) -> str | None:
+        """Dtype that floating-point arrays are cast to; None for no cast."""
+        return None if self.dtype is TransferDtype.PARAMETER else self.dtype.value

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from marin_rl.config.weights_config import WeightTransferConfig
+from marin_rl.config.workers_config import WeightTransferConfig
 from marin_rl.distributed.coordinator import Coordinator, TrainerUpdate
 from marin_rl.distributed.coordinator_client import CoordinatorClient
 from marin_rl.distributed.rollout_source import FinishedGroup

@@ -39,7 +39,7 @@ from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
 from marin_rl.utils.errors import USER_ERRORS
 from marin_rl.utils.remote_path import RemotePath
 from marin_rl.utils.seeds import derive_seed
-from marin_rl.utils.settings.section_types import ConfigError, UnknownType
+from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.settings.yaml_text import from_yaml
 from marin_rl.utils.storage import local_copy, storage_path, user_cache
 
@@ -254,7 +254,7 @@ def read_config(directory: RunDirectory) -> TrainConfig:
     try:
         return from_yaml(TrainConfig, read_config_text(directory), str(directory.config))
     except ConfigError as error:
-        if not any("unknown key" in problem or isinstance(problem, UnknownType) for problem in error.problems):
+        if not any("unknown key" in problem or "is not one of its types" in problem for problem in error.problems):
             raise
         remedy = (
             "these keys or types are of another version of marin_rl or levanter; use the version that wrote the run, "

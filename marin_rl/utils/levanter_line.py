@@ -11,11 +11,8 @@ when Python 3.11 is no longer supported; an entry that ends at another event sta
 """
 
 import dataclasses
-import functools
 import importlib.metadata
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -93,22 +90,27 @@ OTHER = DISTRIBUTIONS[1] if IS_NEW else DISTRIBUTIONS[0]
 """Name of the distribution of the line that is not installed."""
 
 
-@functools.cache
-def _fields_of_other_line() -> dict[str, dict[str, list[Any]]]:
-    """Keys of the sections of the other line, each with its type and, if it has one, its default."""
-    files = (Path(__file__).parents[1] / "config").glob(f"{OTHER}-*.json")
-    sections = [section for file in files for section in json.loads(file.read_text(encoding="utf-8")).items()]
-    return {name: section["fields"] for name, section in sections if "fields" in section}
+_DEFAULTS_OF_OTHER_LINE: dict[str, Any] = (
+    {"cross_entropy_block_size": None, "nesterov": False, "save_xla_dumps": False}
+    if IS_NEW
+    else {
+        **{"dense_router_gradient": False, "coefficient_type": "quintic", "fork_from": None, "replicate_path": None},
+        **{"background": True, "background_max_queue_size": 10000, "background_finish_timeout": 120.0},
+        **{"service_teardown_timeout": 60.0, "tokenizer": None},
+    }
+)
+"""Keys of the sections of models, optimizers and trackers that only the other line has, with their defaults."""
 
 
 def is_key_of_other_line(section: type, key: str) -> bool:
-    """Whether a section has a key on the other line."""
-    return key in _fields_of_other_line().get(section.__name__, {})
+    """Whether an unknown key of a section is one of the other line."""
+    is_levanter = any(ancestor.__module__.startswith("levanter.") for ancestor in section.__mro__)
+    return is_levanter and key in _DEFAULTS_OF_OTHER_LINE
 
 
 def is_default_of_other_line(section: type, key: str, value: Any) -> bool:
-    """Whether a section has a key on the other line, with this value as its default."""
-    return is_key_of_other_line(section, key) and _fields_of_other_line()[section.__name__][key][1:] == [value]
+    """Whether an unknown key of a section is one of the other line, with this value as its default."""
+    return is_key_of_other_line(section, key) and _DEFAULTS_OF_OTHER_LINE[key] == value
 
 
 # Examples and losses.

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Mistakes of users in configs and command lines, with the text that must be reported for each."""
+"""Refused configs and command lines, with the texts that must be printed for each: key, value and remedy."""
 
 import contextlib
 import dataclasses
@@ -9,6 +9,7 @@ import importlib
 import io
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -39,32 +40,34 @@ class Mistaken(AdvantageConfig):
 class Mistake:
     """A command line and what it must print."""
 
-    arguments: str | tuple[str, ...]
-    """Arguments after `--config base.yaml`, separated by spaces, or all arguments."""
+    argv: list[str]
     texts: tuple[str, ...]
-    """Parts of the message: key, value and remedy."""
+    """Parts of the message."""
     lines: int = 1
     """Number of problems."""
-    only_early: bool = False
-    """Whether the complete check of `parse_config` does not report it, or with other words."""
     program: str = "train"
     """Module of the command."""
 
-    @property
-    def argv(self) -> list[str]:
-        """All arguments."""
-        given = self.arguments
-        return ["--config", "base.yaml", *given.split()] if isinstance(given, str) else list(given)
+
+def _of(arguments: str, *texts: str, lines: int = 1) -> Mistake:
+    """A mistake in arguments after a valid config."""
+    return Mistake(["--config", "base.yaml", *shlex.split(arguments)], texts, lines)
 
 
-def _file(name: str, *texts: str, lines: int = 1) -> Mistake:
-    return Mistake(("--config", name), (name, *texts), lines)
+def _line(arguments: str, *texts: str, lines: int = 1, program: str = "train") -> Mistake:
+    """A mistake in a whole command line."""
+    return Mistake(shlex.split(arguments), texts, lines, program)
+
+
+SERVER = (
+    '{type: openai, base_url: "http://localhost:8000/v1", model: policy, '
+    "reload: {folder: served, path: own.py, function: reload}}"
+)
 
 
 FILES: dict[str, str | bytes] = {
     "base.yaml": BASE,
     "empty.yaml": "# nothing yet\n",
-    "list.yaml": "- seed: 1\n",
     "no_space.yaml": "seed:1\n",
     "tabs.yaml": "rollouts:\n\tgroup_size: 4\n",
     "conflict.yaml": "seed: 1\n<<<<<<< HEAD\nnum_steps: 1\n=======\nnum_steps: 2\n>>>>>>> other\n",
@@ -92,272 +95,380 @@ FILES: dict[str, str | bytes] = {
 }
 """Files in the working directory by name; there is also a folder `data`."""
 
-MISTAKES: dict[str, Mistake] = {
+SETTINGS: dict[str, Mistake] = {
     # Keys.
-    "top key": Mistake("--sede 1", ("unknown key sede", "did you mean 'seed'?")),
-    "nested key": Mistake("--rollouts.group_sise 4", ("unknown key rollouts.group_sise", "'group_size'")),
-    "key of another section": Mistake("--max_new_tokens 4", ("max_new_tokens", "sampling.max_new_tokens")),
-    "key of another name": Mistake("--kl.coef 0.1", ("kl.coef", "kl.beta (of in_loss and in_reward)")),
-    "key of another type": Mistake("--kl.beta 0.1", ("kl.beta", "belongs to kl.type in_loss or in_reward", "is none")),
-    "nested model key": Mistake("--model.hiden_dim 32", ("model.hiden_dim", "'hidden_dim'")),
-    "model key of another type": Mistake("--model.embed_pdrop 0", ("model.embed_pdrop", "model.type gpt2", "is llama")),
-    "optimizer key": Mistake("--optimizer.learning_rat 1e-3", ("optimizer.learning_rat", "'learning_rate'")),
-    "trainer key": Mistake("--trainer.tensor_parallel_axis [mlp]", ("trainer.tensor_parallel_axis", "_axes'")),
-    "tracker key": Mistake(
-        ("--config", "base.yaml", "--trainer.tracker", "{type: wandb, projct: x}"),
-        ("trainer.tracker.projct", "'project'"),
-    ),
-    "no space after a colon": Mistake("--model {type:gpt2}", ("model.type:gpt2", "a space after the colon")),
-    "environment key": Mistake("--environment.digit 2", ("environment.digit",)),
+    "top key": _of("--sede 1", "unknown key sede", "did you mean 'seed'?"),
+    "nested key": _of("--rollouts.group_sise 4", "unknown key rollouts.group_sise", "'group_size'"),
+    "the same twice": _of("--rollouts.group_sise 4 --rollouts.group_sise 5", "rollouts.group_sise"),
+    "trainer key": _of("--trainer.tensor_parallel_axis [mlp]", "trainer.tensor_parallel_axis", "_axes'"),
+    "without effect": _of("--trainer.num_train_steps 7", "trainer.num_train_steps is 7", "set num_steps"),
     # Types of values.
-    "text for a number": Mistake("--seed one", ("seed is 'one'", "an integer")),
-    "fraction for an integer": Mistake("--num_steps 1.5", ("num_steps is 1.5 (float)", "an integer")),
-    "exponent for an integer": Mistake("--num_steps 1e3", ("num_steps is 1000.0", "write 1000")),
-    "text for a switch": Mistake("--rollouts.packing maybe", ("rollouts.packing is 'maybe'", "true or false")),
-    "number for a model size": Mistake("--model.num_layers two", ("model.num_layers is 'two'", "an integer")),
-    "text for a learning rate": Mistake("--optimizer.learning_rate 1-e4", ("optimizer.learning_rate is '1-e4'",)),
-    "value for a section": Mistake("--rollouts 8", ("rollouts is 8", "a section with prompts_per_step")),
-    "name for a section": Mistake("--advantage grpo", ("advantage is 'grpo'", "write {type: grpo}")),
-    "null": Mistake("--seed null", ("seed is None (null)", "an integer")),
-    "missing": Mistake(("--run_dir", "x"), ("environment is missing", "model"), lines=2),
+    "text for a number": _of("--seed one", "seed is 'one'", "an integer"),
+    "fraction for an integer": _of("--num_steps 1.5", "num_steps is 1.5 (float)", "an integer"),
+    "exponent for an integer": _of("--num_steps 1e3", "num_steps is 1000.0", "write 1000"),
+    "text for a switch": _of("--rollouts.packing maybe", "rollouts.packing is 'maybe'", "true or false"),
+    "value for a section": _of("--rollouts 8", "rollouts is 8", "a section with prompts_per_step"),
+    "name for a section": _of("--advantage grpo", "advantage is 'grpo'", "write {type: grpo}"),
+    "null": _of("--seed null", "seed is None (null)", "an integer"),
+    "missing": _line("--run_dir x", "environment is missing", "--environment"),
+    "no precision": _of("--trainer.mp null", "trainer.mp is None (null)"),
+    "precision": _of("--trainer.mp fp7", "trainer.mp is 'fp7'"),
     # Choices.
-    "advantage": Mistake("--advantage.type grop", ("advantage.type is 'grop'", "did you mean 'grpo'")),
-    "model": Mistake("--model.type lama", ("model.type is 'lama'", "'llama'")),
-    "model without support": Mistake("--model.type qwen", ("model.type 'qwen' is not supported", "use qwen2")),
-    "optimizer": Mistake("--optimizer.type adamw", ("optimizer.type is 'adamw'", "'adam'")),
-    "optimizer without support": Mistake("--optimizer.type scion", ("optimizer.type is 'scion'", "use one of adam")),
-    "environment": Mistake("--environment.type json", ("environment.type is 'json'", "'jsonl'")),
-    "enum": Mistake("--mode asynchronous", ("mode is 'asynchronous'", "one of sync, async")),
-    "levanter's enum": Mistake("--model.attn_backend flash", ("model.attn_backend is 'flash'", "splash")),
-    "precision": Mistake("--trainer.mp fp7", ("trainer.mp is 'fp7'",)),
-    "no precision": Mistake("--trainer.mp null", ("trainer.mp is None (null)",)),
-    "model without a context": Mistake("--model.type whisper", ("model.type 'whisper' is not supported",)),
-    "schedule": Mistake("--optimizer.lr_schedule cosin", ("optimizer.lr_schedule is 'cosin'", "'cosine'")),
-    "name for a tracker": Mistake(
-        "--trainer.tracker wandb", ("trainer.tracker is 'wandb'", "write {type: wandb}"), only_early=True
+    "advantage": _of("--advantage.type grop", "advantage.type is 'grop'", "did you mean 'grpo'"),
+    "environment": _of("--environment.type JSONL", "environment.type is 'JSONL'", "did you mean 'jsonl'"),
+    "enum": _of("--mode asynchronous", "mode is 'asynchronous'", "one of sync, async"),
+    "log level": _of("--log_level loud", "log_level is 'loud'", "debug, info, warning, error"),
+    "level of a module": _of(
+        "--logging '{marin_rl.rollouts: loud}'", "logging.marin_rl.rollouts is 'loud'", "debug, info"
     ),
-    "rope": Mistake("--model.rope.type yarn", ("model.rope.type is 'yarn'", "use hf_yarn")),
-    "upper case": Mistake("--environment.type JSONL", ("environment.type is 'JSONL'", "did you mean 'jsonl'")),
-    "attention": Mistake("--model.attn_backend nvte", ("model.attn_backend is nvte", "set it to null")),
-    # Files.
+    "module of levels": _of("--logging '{marin_rl.rolouts: debug}'", "logging.marin_rl.rolouts does not name a module"),
+    "module of another package": _of("--logging '{levanter: debug}'", "logging.levanter does not name"),
     # Ranges.
-    "warmup": Mistake("--optimizer.warmup -1", ("optimizer.warmup is -1", "from 0 to 1, or a whole number")),
-    "part of an update": Mistake("--optimizer.decay 1.5", ("optimizer.decay is 1.5", "from 0 to 1")),
-    "clipping": Mistake("--optimizer.max_grad_norm -1", ("optimizer.max_grad_norm is -1", "at least 0")),
-    "momentum": Mistake("--optimizer.beta2 1", ("optimizer.beta2 is 1", "below 1")),
-    "pass@k": Mistake("--evaluation.pass_at [0,2,1]", ("evaluation.pass_at contains k = 0, 2",)),
-    "rows and sequences": Mistake(
-        "--rollouts.max_length 0 --rollouts.row_length 0",
-        ("rollouts.max_length is 0", "rollouts.row_length is 0"),
-        lines=2,
+    "below the minimum": _of("--rollouts.group_size 0", "rollouts.group_size is 0", "at least 1"),
+    "temperature": _of("--sampling.temperature -1", "sampling.temperature is -1"),
+    "axis": _of("--trainer.model_axis_size 0", "trainer.model_axis_size is 0", "at least 1"),
+    "several ranges": _of(
+        "--rollouts.max_length 0 --rollouts.row_length 0", "max_length is 0", "row_length is 0", lines=2
     ),
-    "gemma": Mistake(
-        ("--config", "base.yaml", "--model", "{type: gemma, seq_len: 64, hidden_dim: 16, num_heads: 2}"),
-        ("model.head_dim is 256", "set it to 8"),
+    "pass@k": _of("--evaluation.pass_at [0,2,1]", "evaluation.pass_at contains k = 0, 2"),
+    # One section.
+    "prompt": _of("--rollouts.max_prompt_length 32", "max_prompt_length is 32; it must be below", "which is 32"),
+    "row": _of("--rollouts.row_length 31", "row_length is 31, but", "raise row_length or lower max_length"),
+    "uses": _of("--replay.max_uses 3", "replay.max_uses is 3", "from 1 to 2"),
+    "no host": _of("--weights.host ''", "weights.host is empty", "127.0.0.1"),
+    "microbatch": _of("--trainer.per_device_parallelism 0", "per_device_parallelism is 0", "at least 1, or -1"),
+    "jax": _of("--trainer.jax_config.jax_enable_x46 true", "has 'jax_enable_x46'", "jax_enable_x64"),
+    "mesh axis": _of("--trainer.axis_resources.mlp modle", "axis_resources.mlp is 'modle'", "replica, data"),
+    "mesh axis twice": _of("--trainer.axis_resources.mlp [data,data]", "axis_resources.mlp is ['data', 'data']"),
+    "parameter axis": _of("--trainer.parameter_axis_resources.embed x", "parameter_axis_resources.embed is 'x'"),
+    "float16": _of("--trainer.mp p=f32,c=f16", "trainer.mp is", "c=f16", "use bfloat16, such as p=f32,c=bf16"),
+    "float16 of parameters": _of("--trainer.mp p=f16,c=f32", "trainer.mp is", "use bfloat16, such as p=f32,c=bf16"),
+    "resource below 0": _of("--workers.resources.GPU -1", "workers.resources.GPU is -1", "at least 0"),
+    "part of a resource": _of("--workers.resources.CPU 1.5", "workers.resources.CPU is 1.5", "whole if above 1"),
+    "chips": _of("--workers.resources.TPU 3", "workers.resources.TPU is 3; a worker uses 1, 2, 4 or 8 chips"),
+    "name of a resource": _of("--workers.resources.tpu 4", "workers.resources has 'tpu', which Ray calls 'TPU'"),
+    "memory": _of("--workers.resources.memory 4", "workers.resources has 'memory', which cannot be reserved"),
+    "slice without a size": _of("--workers.tpu_slice v6e", "'v6e': it is not a slice of TPUs; "),
+    "unknown slice": _of("--workers.tpu_slice v9:2x2", "'v9:2x2': it is not a slice of TPUs; nearest: "),
+    "part of a host": _of("--workers.tpu_slice v5e:3x3", "'v5e:3x3': it is not made of whole", "nearest: v5e:4x4"),
+    "several slices": _of("--workers.tpu_slice 2xv5e-8", "'2xv5e-8': it is the kind of one slice"),
+    "slice without a shape": _of("--workers.tpu_slice v5e-24", "'v5e-24': a slice of 24 has no default shape"),
+    "slice and chips": _of(
+        "--workers '{tpu_slice: \"v6e:2x2\", resources: {TPU: 4}}'", "workers.resources has TPU, but workers.tpu_slice"
     ),
-    "window": Mistake(
-        ("--config", "base.yaml", "--model.type", "mixtral", "--model.seq_len", "64", "--model.sliding_window", "16"),
-        ("rollouts.max_length 32", "model.sliding_window is 16", "to null"),
+    "hosts of slices": _of(
+        "--workers '{tpu_slice: \"v5e:4x4\", num_workers: 6}'", "is 6, but a slice", "4 hosts", "such as 8"
     ),
-    "below the minimum": Mistake("--rollouts.group_size 0", ("rollouts.group_size is 0", "at least 1")),
-    "negative": Mistake("--num_steps -3", ("num_steps is -3", "at least 0")),
-    "temperature": Mistake("--sampling.temperature -1", ("sampling.temperature is -1",)),
-    "learning rate": Mistake("--optimizer.learning_rate .inf", ("optimizer.learning_rate is inf", "must be finite")),
-    "heads": Mistake("--model.num_heads 3", ("num_heads is 3", "num_kv_heads is 2", "one of 1, 3"), 2, only_early=True),
-    "axis": Mistake("--trainer.model_axis_size 0", ("trainer.model_axis_size is 0", "at least 1")),
-    "model size": Mistake("--model.num_layers 0", ("model.num_layers is 0", "at least 1")),
-    "dropout": Mistake(
-        (
-            "--config",
-            "base.yaml",
-            "--model",
-            "{type: gpt2, seq_len: 64, embed_pdrop: 0.1, resid_pdrop: 0, attn_pdrop: 0}",
-        ),
-        ("model.embed_pdrop to 0 (it is 0.1)",),
-    ),
-    "log level": Mistake("--logging {marin_rl:loud}", ("logging", "loud")),
     # Combinations.
-    "group of one": Mistake("--rollouts.group_size 1", ("rollouts.group_size is 1", "type: reinforce")),
-    "critic missing": Mistake("--advantage.type gae", ("'gae' needs a critic", "critic: {shared_trunk: true}")),
-    "context": Mistake("--rollouts.max_length 128", ("rollouts.max_length is 128", "model.seq_len")),
-    "async and batch": Mistake("--updates.epochs 2", ("updates sets 2 updates", "ppo_clip")),
-    "without effect": Mistake("--trainer.num_train_steps 7", ("trainer.num_train_steps is 7", "set num_steps")),
-    "in two fields": Mistake("--rollouts.max_prompt_length 40", ("rollouts.max_prompt_length is 40", "which is 32")),
+    "group of one": _of("--rollouts.group_size 1", "group_size is 1, but advantage 'rloo'", "type: reinforce"),
+    "filter": _of(
+        "--rollouts.group_size 1 --advantage.type gae --critic {} --filter.type drop",
+        *("filter 'drop' drops groups with equal rewards", "use filter: {type: keep}"),
+    ),
+    "critic missing": _of("--advantage.type gae", "'gae' needs a critic", "critic: {shared_trunk: true}"),
+    "critic": _of("--critic {}", "critic is set, but advantage 'rloo'", "advantage: {type: gae}, or critic: null"),
+    "turns": _of("--advantage.type gigpo", "'gigpo' compares the turns", "advantage: {type: rloo}"),
+    "updates": _of("--updates '{epochs: 2, minibatches: 4}'", "updates sets 8 updates per step", "ppo_clip"),
+    "minibatches": _of(
+        "--updates.minibatches 33 --policy_loss.type ppo_clip", "minibatches is 33, but a step has only 32 rollouts"
+    ),
+    "weights of tokens": _of(
+        "--policy_loss.type gspo --off_policy_correction.type tis",
+        *("'tis' weights single tokens, but policy_loss 'gspo'", "off_policy_correction: {type: mask}"),
+    ),
+    "advantages of tokens": _of(
+        "--policy_loss.type rloo_sequence --advantage '{type: reinforce, gamma: 0.9}'",
+        *("advantage 'reinforce' differs between the tokens", "policy_loss: {type: ppo_clip}"),
+    ),
+    "overlong": _of("--overlong.buffer 65", "overlong.buffer is 65, but an answer has at most", "= 8 tokens"),
+    "kept weights": _of(
+        "--replay.keep_sampling_weights true",
+        *("keep_sampling_weights is true, but off_policy_correction: {type: none}", "{type: tis}"),
+    ),
+    "kept weights in flight": _of(
+        "--replay.keep_sampling_weights true --off_policy_correction.type tis --workers.refresh in_flight",
+        *("workers.refresh is in_flight, but an answer", "set workers.refresh: between_groups"),
+    ),
+    "positions": _of("--trainer.tensor_parallel_axes [position,mlp]", "'position' can be split over", "only alone"),
+    "positions by name": _of("--trainer.axis_resources.position model", "'position' can be split over", "only alone"),
+    "cluster": _of("--ray_address ray://head:10001", "ray_address is 'ray://head:10001'", "`auto`, or `host:port`"),
+    "cluster without a port": _of("--ray_address head", "ray_address is 'head'", "`auto`, or `host:port`"),
+    "loopback": _of(
+        "--mode async --ray_address 10.0.0.1:6379",
+        *("weights.host is 127.0.0.1", "ray_address '10.0.0.1:6379'", "set weights.host to an address"),
+    ),
+    "loopback by name": _of(
+        "--mode async --ray_address auto --weights.host localhost",
+        *("weights.host is localhost", "set ray_address: 127.0.0.1:PORT"),
+    ),
+    "server and workers": _of(
+        f"--mode async --sampler '{SERVER}' --workers.num_workers 2", "num_workers is 2", "set workers.num_workers: 1"
+    ),
+    "server in flight": _of(
+        f"--mode async --sampler '{SERVER}' --workers.refresh in_flight", "refresh is in_flight", "between_groups"
+    ),
+    "server without reload": _of("--sampler '{type: openai, base_url: \"http://a\", model: b}'", "sampler", "reload"),
+    "address of a server": _of(f"--sampler '{SERVER}' --sampler.base_url localhost", "sampler.base_url is 'localhost'"),
+    "resource of no machine": _of("--mode async --workers.resources.spot 1", "'spot', but ray_address is not set"),
+    "slice of no cluster": _of("--mode async --workers.tpu_slice v6e:2x2", "v6e:2x2, but ray_address is not set"),
+    "dtype of workers": _of(
+        "--mode async --workers.precision p=bf16,c=bf16",
+        *("workers.precision has parameters in bfloat16", "trainer.mp, float32; set weights.dtype: bfloat16"),
+    ),
+    "scope": _of(
+        "--mode async --environment.rewards '[{type: code}, {type: function, path: f.py, function: f, scope: batch}]'",
+        *("environment.rewards.1 has scope: batch", "use scope: group, or mode: sync"),
+    ),
+    "scope in a mixture": _of(
+        "--mode async --environment '{type: mixture, parts: [{environment: {type: arithmetic, rewards: "
+        "[{type: function, path: f.py, function: f, scope: batch}]}}]}'",
+        "environment.parts.0.environment.rewards.0 has scope: batch",
+    ),
+    **{
+        f"agents of {part} with {advantage}": _of(
+            f"--environment '{{type: mixture, parts: [{{environment: {part}}}]}}' --rollouts.max_turns 2 {advantage}",
+            f"environment.parts.0.environment{key} runs agents",
+        )
+        for part, key in (
+            ("{type: agent, command: [x], tasks: {type: arithmetic}}", ""),
+            ("{type: verifiers, taskset: x}", ""),
+            ("{type: textarena, id: x, opponent: {type: self}}", ".opponent"),
+        )
+        for advantage in ("--advantage.type gigpo", "--advantage.type gae --critic {}")
+    },
+    "several combinations": _of(
+        "--rollouts.group_size 1 --updates.epochs 2 --critic {}",
+        *("rollouts.group_size is 1", "updates sets 2 updates", "critic is set"),
+        lines=3,
+    ),
     # Files.
-    "config missing": Mistake(("--config", "bas.yaml"), ("'bas.yaml' does not exist", "did you mean 'base.yaml'")),
-    "config is a folder": Mistake(("--config", "data"), ("'data' is a folder", "a YAML file")),
-    "data missing": Mistake(
-        "--environment.type jsonl --environment.path row.jsonl",
-        ("environment.path is 'row.jsonl'", "'rows.jsonl'"),
-        only_early=True,
+    "config missing": _line("--config bas.yaml", "'bas.yaml' does not exist", "did you mean 'base.yaml'"),
+    "config is a folder": _line("--config data", "'data' is a folder", "a YAML file"),
+    "data missing": _of(
+        "--environment '{type: jsonl, path: row.jsonl}'", "environment.path is 'row.jsonl'", "'rows.jsonl'"
     ),
-    "data is a folder": Mistake(
-        "--environment.type jsonl --environment.path data",
-        ("environment.path is 'data', which is a folder", "a file"),
-        only_early=True,
+    "data is a folder": _of(
+        "--environment '{type: jsonl, path: data}'", "environment.path is 'data', which is a folder", "a file"
     ),
-    "reward is a folder": Mistake(
-        (
-            "--config",
-            "base.yaml",
-            "--environment",
-            "{type: jsonl, path: rows.jsonl, rewards: [{type: function, path: data, function: f}]}",
-        ),
-        ("environment.rewards.0.path is 'data', which is a folder",),
-        only_early=True,
-    ),
-    "import missing": Mistake(
-        "--imports [x.py] --sede 1",
-        ("imports: file 'x.py' does not exist", "unknown key sede"),
+    "broken file of rewards": _of(
+        "--environment.rewards '[{type: function, path: open.py, function: f}]'",
+        *("environment.rewards.0.path is 'open.py'", "SyntaxError", "open.py:1: def compute"),
         lines=2,
-        only_early=True,
     ),
-    "import of a folder": Mistake("--imports [data/]", ("imports: 'data/' is a folder", "name a Python file")),
-    "import of a module": Mistake("--imports [no_such.module]", ("there is no module 'no_such.module'",)),
-    "import of text": Mistake("--imports [rows.jsonl]", ("rows.jsonl is not a Python file", "end with .py")),
-    "import of an address": Mistake("--imports ['gs://a/x.py']", ("imports", "gs://a/x.py")),
-    "template missing": Mistake(
-        "--tokenizer.chat_template x.jinja", ("tokenizer.chat_template is 'x.jinja'", "not exist"), only_early=True
+    "template missing": _of("--tokenizer.chat_template x.jinja", "chat_template is 'x.jinja'", "not exist"),
+    "weights missing": _of("--initialize_from /no/such/folder", "initialize_from is '/no/such", "no such folder"),
+    "import missing": _of("--imports [x.py]", "imports: file 'x.py' does not exist"),
+    "broken import": _of("--imports [open.py] --advantage.type x", "open.py:1: def compute", lines=2),
+    "key of an own type": _of("--imports [own.py] --advantage.type mistaken --advantage.scle 2", "'scale'"),
+    "value of an own type": _of(
+        "--imports [own.py] --advantage '{type: mistaken, scale: two}' --sede 1",
+        *("advantage.scale is 'two'", "unknown key sede"),
+        lines=2,
     ),
-    "weights missing": Mistake(
-        "--initialize_from /no/such/folder", ("initialize_from is '/no/such", "no such folder"), only_early=True
+    "name of an own type": _of("--imports [own.py] --advantage.type mistakn", "did you mean 'mistaken'"),
+    # Addresses in place of paths.
+    "protocol": _of("--run_dir gss://runs/rloo", "run_dir is 'gss://runs/rloo', but the protocol gss:// is unknown"),
+    "no bucket": _of("--run_dir gs://", "run_dir is 'gs://', which names no bucket", "use gs://BUCKET/FOLDER"),
+    "protocol of weights": _of("--initialize_from s4://a/b", "initialize_from is 's4://a/b', but the protocol s4://"),
+    "protocol of a tokenizer": _of("--tokenizer.path s4://a/b", "tokenizer.path is 's4://a/b'"),
+    "address of data": _of(
+        "--environment '{type: jsonl, path: \"gs://a/b.jsonl\"}'",
+        *("environment.path is 'gs://a/b.jsonl'", "a path on a mounted file system: gs:// is not supported here"),
+    ),
+    "address in a mixture": _of(
+        "--environment '{type: mixture, parts: [{environment: {type: jsonl, path: a, held_out_path: \"b://c\"}}]}'",
+        "environment.parts.0.environment.held_out_path is 'b://c'",
+    ),
+    "address of a cache": _of(
+        "--trainer.jax_compilation_cache_dir memory://cache", "is 'memory://cache', but jax supports only gs:// and s3"
     ),
     # YAML.
-    "empty": _file("empty.yaml", "is empty"),
-    "list": _file("list.yaml", "contains a list", "a mapping of keys to values"),
-    "no space": _file("no_space.yaml", "with a space after the colon"),
-    "tabs": _file("tabs.yaml", "tabs.yaml:2:1", "spaces instead of tabs"),
-    "conflict": _file("conflict.yaml", "conflict.yaml:2: '<<<<<<< HEAD'", "resolve it"),
-    "key given twice": _file("twice.yaml", "twice.yaml:2:1", "'seed' is given twice", "line 1"),
-    "open bracket": _file("open.yaml", "open.yaml:2:", "close the bracket"),
-    "colon in text": _file("colon.yaml", "colon.yaml:1:", "quote text that contains a colon"),
-    "indentation": _file("indent.yaml", "indent.yaml:2:", "check the indentation"),
-    "open quote": _file("quote.yaml", "quote.yaml:2:1", "close the quote"),
-    "star": _file("alias.yaml", "alias.yaml:1:", "quote text that begins with *"),
-    "documents": _file("documents.yaml", "documents.yaml:2:", "a file of its own"),
-    "UTF-16": _file("utf16.yaml", "not UTF-8 text: byte 0xff", "save it as UTF-8"),
-    "zero byte": _file("zero.yaml", "position 7 is not allowed", "remove it"),
-    "byte order mark": Mistake(("--config", "bom.yaml"), ("unknown key sede", "'seed'")),
+    "empty": _line("--config empty.yaml", "empty.yaml", "is empty"),
+    "no space": _line("--config no_space.yaml", "with a space after the colon"),
+    "tabs": _line("--config tabs.yaml", "tabs.yaml:2:1", "spaces instead of tabs"),
+    "conflict": _line("--config conflict.yaml", "conflict.yaml:2: '<<<<<<< HEAD'", "resolve it"),
+    "key given twice": _line("--config twice.yaml", "twice.yaml:2:1", "'seed' is given twice", "line 1"),
+    "open bracket": _line("--config open.yaml", "open.yaml:2:", "close the bracket"),
+    "colon in text": _line("--config colon.yaml", "colon.yaml:1:", "quote text that contains a colon"),
+    "indentation": _line("--config indent.yaml", "indent.yaml:2:", "check the indentation"),
+    "open quote": _line("--config quote.yaml", "quote.yaml:2:1", "close the quote"),
+    "star": _line("--config alias.yaml", "alias.yaml:1:", "quote text that begins with *"),
+    "documents": _line("--config documents.yaml", "documents.yaml:2:", "a file of its own"),
+    "UTF-16": _line("--config utf16.yaml", "not UTF-8 text: byte 0xff", "save it as UTF-8"),
+    "zero byte": _line("--config zero.yaml", "position 7 is not allowed", "remove it"),
+    "byte order mark": _line("--config bom.yaml", "unknown key sede", "'seed'"),
     # Command lines.
-    "file without option": Mistake(("base.yaml",), ("'base.yaml'", "--config base.yaml")),
-    "option without value": Mistake("--seed", ("--seed needs a value", "--seed VALUE")),
-    "unknown flag": Mistake("--dryrun", ("--dryrun needs a value", "did you mean --dry_run?")),
-    "no config": Mistake((), ("no config", "--config FILE"), only_early=True),
-    "open list": Mistake("--evaluation.pass_at [1", ("--evaluation.pass_at: '[1' is not valid YAML",)),
-    "dots": Mistake("--rollouts..group_size 1", ("--rollouts..group_size is not a key",)),
-    # Types of the user. The complete check comes later: a process imports a file once.
-    "broken file of rewards": Mistake(
-        ("--config", "base.yaml", "--environment.rewards", "[{type: function, path: open.py, function: compute}]"),
-        ("environment.rewards.0.path is 'open.py'", "SyntaxError", "open.py:1: def compute"),
-        lines=2,
-        only_early=True,
-    ),
-    "broken file of types": Mistake(
-        "--imports [open.py] --advantage.type x", ("open.py:1: def compute",), lines=2, only_early=True
-    ),
-    "key of an own type": Mistake(
-        "--imports [own.py] --advantage.type mistaken --advantage.scle 2", ("'scale'",), only_early=True
-    ),
-    "value of an own type": Mistake(
-        (
-            "--config",
-            "base.yaml",
-            "--imports",
-            "[own.py]",
-            "--advantage",
-            "{type: mistaken, scale: two}",
-            "--sede",
-            "1",
-        ),
-        ("advantage.scale is 'two'", "unknown key sede"),
-        lines=2,
-        only_early=True,
-    ),
-    "name of an own type": Mistake(
-        "--imports [own.py] --advantage.type mistakn", ("did you mean 'mistaken'",), only_early=True
-    ),
-    # Several at once.
-    "several": Mistake(
-        ("--config", "several.yaml"),
-        (
-            *("unknown key sede", "num_steps is -1", "unknown key kl.coef", "advantage.type is 'grop'"),
-            *("unknown key optimizer.learning_rat", "updates.epochs is 0", "updates.minibatches is 0"),
+    "file without option": _line("base.yaml", "'base.yaml'", "--config base.yaml"),
+    "setting without dashes": _line("seed=1", "unexpected argument 'seed=1'", "overrides as --key value"),
+    "option without value": _of("--seed", "--seed needs a value", "--seed VALUE"),
+    "unknown flag": _of("--dryrun", "--dryrun needs a value", "did you mean --dry_run?"),
+    "value of a flag": _of("--dry_run=1", "--dry_run is a flag and takes no value"),
+    "no config": _line("", "no config", "--config FILE"),
+    "open list": _of("--evaluation.pass_at [1", "--evaluation.pass_at: '[1' is not valid YAML"),
+    "dots": _of("--rollouts..group_size 1", "--rollouts..group_size is not a key"),
+}
+"""Mistakes in the settings of marin_rl, which are reported without importing levanter."""
+
+LEVANTER: dict[str, Mistake] = {
+    "model key": _of("--model.hiden_dim 32", "model.hiden_dim", "'hidden_dim'"),
+    "model key of another type": _of("--model.embed_pdrop 0", "model.embed_pdrop", "model.type gpt2", "is llama"),
+    "optimizer key": _of("--optimizer.learning_rat 1e-3", "optimizer.learning_rat", "'learning_rate'"),
+    "tracker key": _of("--trainer.tracker '{type: wandb, projct: x}'", "trainer.tracker.projct", "'project'"),
+    "key of another section": _of("--learning_rate 4", "learning_rate", "did you mean", "optimizer.learning_rate"),
+    "key of another own section": _of("--max_new_tokens 4", "max_new_tokens", "sampling.max_new_tokens"),
+    "key of another own type": _of("--kl.beta 0.1", "belongs to kl.type in_loss or in_reward", "is none"),
+    "no space after a colon": _of("--model '{type:gpt2}'", "model.type:gpt2", "a space after the colon"),
+    "number for a model size": _of("--model.num_layers two", "model.num_layers is 'two'", "an integer"),
+    "text for a learning rate": _of("--optimizer.learning_rate 1-e4", "optimizer.learning_rate is '1-e4'"),
+    "several": _line(
+        "--config several.yaml",
+        *("unknown key sede", "num_steps is -1", "kl.beta (of in_loss and in_reward)", "advantage.type is 'grop'"),
+        *(
+            "updates.epochs is 0",
+            "updates.minibatches is 0",
             "unknown key replay.max_stalenes",
+            "unknown key optimizer.learning_rat",
         ),
         lines=8,
     ),
-    "several combinations": Mistake(
-        "--rollouts.group_size 1 --updates.epochs 2 --critic {} --trainer.profiler_num_steps 0",
-        ("rollouts.group_size is 1", "updates sets 2 updates", "critic is set", "trainer.profiler_num_steps is 0"),
-        lines=4,
+    "no model": _line(
+        "--environment.type arithmetic --run_dir x", "neither model nor initialize_from is set", "model: {type: llama"
     ),
-    "the same twice": Mistake("--rollouts.group_sise 4 --rollouts.group_sise 5", ("rollouts.group_sise",)),
-}
-
-
-def _of(program: str, arguments: str, *texts: str, lines: int = 1) -> Mistake:
-    return Mistake(tuple(arguments.split()), texts, lines, only_early=True, program=program)
-
-
-OTHER_COMMANDS: dict[str, Mistake] = {
-    "evaluate: no run": _of("evaluate", "", "run is missing", "give it with --run"),
-    "evaluate: key": _of("evaluate", "--run run --stepp 2", "unknown key stepp", "'step'"),
-    "evaluate: nested key": _of("evaluate", "--run run --evaluation.taks 2", "evaluation.taks", "'tasks'"),
-    "evaluate: value": _of("evaluate", "--run run --step two", "step is 'two'", "an integer"),
-    "evaluate: range": _of("evaluate", "--run run --temperature -1", "temperature is -1", "at least 1e-30"),
-    "evaluate: environment": _of("evaluate", "--run run --environment.type json", "environment.type", "'jsonl'"),
-    "evaluate: processes": _of("evaluate", "--run run --distributed.num_proceses 2", "distributed.num_proceses"),
-    "evaluate: several": _of("evaluate", "--rn run --step x --evaluation.samples 0", "rn", "step", "samples", lines=3),
-    "evaluate: no folder": _of("evaluate", "--run no", "'no' is not a run directory", "does not exist"),
-    "evaluate: not a run": _of("evaluate", "--run data", "'data' is not a run directory", "no config.yaml"),
-    "evaluate: no checkpoint": _of("evaluate", "--run begun", "run 'begun' has no checkpoint yet"),
-    "evaluate: other step": _of("evaluate", "--run run --step 3", "no checkpoint of step 3", "it has [2]"),
-    "evaluate: config missing": _of("evaluate", "--run run --config bas.yaml", "'bas.yaml' does not exist"),
-    "evaluate: imports missing": _of("evaluate", "--run run --imports [x.py]", "imports", "'x.py' does not exist"),
-    "serve: no policy": _of("serve", "", "give either run", "or model"),
-    "serve: key": _of("serve", "--run run --prot 80", "unknown key prot", "'port'"),
-    "serve: value": _of("serve", "--run run --port http", "port is 'http'", "an integer"),
-    "serve: range": _of("serve", "--run run --port 70000", "port is 70000", "from 0 to 65535"),
-    "serve: no folder": _of("serve", "--run no --port 0", "'no' is not a run directory"),
-    "serve: no checkpoint": _of("serve", "--run begun --port 0", "run 'begun' has no checkpoint yet"),
-    "serve: no model": _of("serve", "--model no --port 0", "--model is 'no', which is not a folder"),
-    "serve: public address": _of("serve", "--run run --host 0.0.0.0", "host is '0.0.0.0'", "MARIN_RL_API_KEY"),
-    "export: nothing": _of("export", "", "run is missing", "output is missing", lines=2),
-    "export: key": _of("export", "--run run --output x --stp 2", "unknown key stp", "'step'"),
-    "export: type": _of("export", "--run run --output x --export.dtype int8", "export.dtype is 'int8'"),
-    "export: no folder": _of("export", "--run no --output x", "'no' is not a run directory"),
-    "export: other step": _of("export", "--run run --output x --step 3", "no checkpoint of step 3"),
-    "export: output exists": _of("export", "--run run --output begun", "output 'begun' exists"),
-    "replay: nothing": _of("replay", "", "give --run DIR and --step N", "--fake SHAPE"),
-    "replay: no folder": _of("replay", "--run no --step 1", "'no' is not a run directory"),
-    "replay: no checkpoint": _of("replay", "--run begun --step 1", "run 'begun' has no checkpoint yet"),
-    "replay: value of step": _of("replay", "--run run --step two", "--step", "'two'"),
-    "replay: key": _of("replay", "--run run --step 1 --rollouts.group_sise 4", "rollouts.group_sise", "'group_size'"),
-    "replay: combination": _of("replay", "--run run --step 1 --rollouts.group_size 1", "rollouts.group_size is 1"),
-    "replay: of an older run": _of("replay", "--run old --step 1 --sede 1", "unknown key sede"),
-    "replay: synthetic without config": _of("replay", "--fake prompt=8,completion=8", "no config", "--config FILE"),
-    "replay: synthetic": _of("replay", "--fake prompt=8,completion=8 --config base.yaml --sede 1", "unknown key sede"),
-    "plan: no topology": _of("plan", "--config base.yaml", "--topology"),
-    "plan: topology": _of("plan", "--config base.yaml --topology v5q-8", "v5q-8"),
-    "plan: key": _of("plan", "--config base.yaml --topology cpu:1 --sede 1", "unknown key sede"),
-    "view: nothing": _of("view", "", "RUN", "--help"),
-    "view: no folder": _of("view", "no", "'no' is not a run directory"),
-    "view: option": _of("view", "run --stp 1", "--stp"),
-    "view: value": _of("view", "run --step two", "--step", "'two'"),
-    "view: range": _of("view", "run --steps 5-x", "'5-x' is not a range of steps", "10-20"),
-    "view: sort": _of("view", "run --sort rewrd", "--sort", "'rewrd'"),
-    "view: no id": _of("view", "run --id x", "'x'"),
-    "launch: command": _of("launch", "locl", "unknown command 'locl'", "'local'"),
-    "launch: action": _of("launch", "tpu strt", "unknown action 'strt'", "'start'"),
-    "launch: key": _of("launch", "local --num_proceses 2 -- --config base.yaml", "num_proceses"),
-    "launch: value": _of("launch", "local --num_processes two -- --config base.yaml", "'two'", "an integer"),
-    "launch: training key": _of("launch", "local -- --config base.yaml --sede 1", "unknown key sede"),
-    "launch: no arguments": _of("launch", "local", "no training arguments", "after --"),
-    "launch: slice": _of(
-        "launch", "tpu start --tpu_name a --zone b --slices.tpu_type v5q-8 -- --config base.yaml", "v5q-8"
+    "model": _of("--model.type lama", "model.type is 'lama'", "'llama'"),
+    "model without support": _of("--model.type qwen", "model.type 'qwen' is not supported", "use qwen2"),
+    "model without a context": _of("--model.type whisper", "model.type 'whisper' is not supported"),
+    "attention": _of("--model.attn_backend nvte", "model.attn_backend is nvte", "set it to null"),
+    "levanter's enum": _of("--model.attn_backend flash", "model.attn_backend is 'flash'", "splash"),
+    "rope": _of("--model.rope.type yarn", "model.rope.type is 'yarn'", "use hf_yarn"),
+    "bias": _of("--model.use_bias true", "model.use_bias: True (Hugging Face: False)"),
+    "scan": _of("--model.scan_layers false", "model.scan_layers is false"),
+    "gemma": _of("--model '{type: gemma, hidden_dim: 16, num_heads: 2}'", "model.head_dim is 256", "set it to 8"),
+    "window": _of(
+        "--model.type mixtral --model.sliding_window 16",
+        *("rollouts.max_length 32", "model.sliding_window is 16", "to null"),
     ),
+    "experts": _of(
+        "--model.type mixtral --trainer.tensor_parallel_axes [mlp,experts]", "has 'experts', but levanter cannot shard"
+    ),
+    "experts by name": _of(
+        "--model.type mixtral --trainer.axis_resources.experts model", "has 'experts', but levanter cannot shard"
+    ),
+    "positions of gpt2": _of(
+        "--model '{type: gpt2, embed_pdrop: 0, resid_pdrop: 0, attn_pdrop: 0}' "
+        "--trainer.tensor_parallel_axes [position]",
+        "the positions of a gpt2 model cannot be split",
+    ),
+    "heads": _of("--model.num_heads 3", "model: num_heads=3 not divisible by num_kv_heads=2"),
+    "model size": _of("--model.num_layers 0", "model.num_layers is 0", "at least 1"),
+    "dropout": _of(
+        "--model '{type: gpt2, embed_pdrop: 0.1, resid_pdrop: 0, attn_pdrop: 0}'", "model.embed_pdrop to 0 (it is 0.1)"
+    ),
+    "context": _of("--rollouts.max_length 128", "rollouts.max_length is 128", "model.seq_len"),
+    "row of no kernel": _of(
+        "--model.seq_len 2048 --rollouts.max_length 1100 --rollouts.row_length 1300",
+        *("rollouts.row_length is 1300", "set rollouts.row_length: 1536, or null"),
+    ),
+    "optimizer": _of("--optimizer.type adamw", "optimizer.type is 'adamw'", "'adam'"),
+    "optimizer without support": _of("--optimizer.type scion", "optimizer.type is 'scion'", "use one of adam"),
+    "clipping in mars": _of("--optimizer.type mars", "max_grad_norm is 1.0", "set optimizer.max_grad_norm: null"),
+    "schedule": _of("--optimizer.lr_schedule cosin", "optimizer.lr_schedule is 'cosin'", "'cosine'"),
+    "cycle": _of(
+        "--num_steps 5 --optimizer.cycle_length 0", "cycle_length is 0, but the run has 5 updates", "such as 0.1"
+    ),
+    "name for a tracker": _of("--trainer.tracker wandb", "trainer.tracker is 'wandb'", "write {type: wandb}"),
+    "warmup": _of("--optimizer.warmup -1", "optimizer.warmup is -1", "from 0 to 1, or a whole number"),
+    "part of an update": _of("--optimizer.decay 1.5", "optimizer.decay is 1.5", "from 0 to 1"),
+    "clipping": _of("--optimizer.max_grad_norm -1", "optimizer.max_grad_norm is -1", "at least 0"),
+    "momentum": _of("--optimizer.beta2 1", "optimizer.beta2 is 1", "below 1"),
+    "learning rate": _of("--optimizer.learning_rate -1", "optimizer.learning_rate is -1", "at least 0"),
+    "infinite learning rate": _of("--optimizer.learning_rate .inf", "optimizer.learning_rate is inf", "be finite"),
+    "replay: key": _line("--run run --step 1 --seed x", "seed is 'x'", "an integer", program="replay"),
+    "replay: combination": _line("--run run --step 1 --rollouts.group_size 1", "group_size is 1", program="replay"),
+    "replay: older run": _line("--run old --step 1", "old/config.yaml", "former_key", lines=2, program="replay"),
 }
-"""Mistakes in command lines of the other commands."""
+"""Mistakes that are found with levanter's classes."""
+
+
+def _by_command(commands: dict[str, dict[str, Mistake]]) -> dict[str, Mistake]:
+    return {
+        f"{program}: {case}": dataclasses.replace(mistake, program=program)
+        for program, mistakes in commands.items()
+        for case, mistake in mistakes.items()
+    }
+
+
+OTHER_COMMANDS = _by_command(
+    {
+        "evaluate": {
+            "no run": _line("", "run is missing", "give it with --run"),
+            "key": _line("--run run --stepp 2", "unknown key stepp", "'step'"),
+            "nested key": _line("--run run --evaluation.taks 2", "evaluation.taks", "'tasks'"),
+            "value": _line("--run run --step two", "step is 'two'", "an integer"),
+            "range": _line("--run run --temperature -1", "temperature is -1", "at least 1e-30"),
+            "environment": _line("--run run --environment.type json", "environment.type", "'jsonl'"),
+            "processes": _line("--run run --distributed.num_proceses 2", "distributed.num_proceses"),
+            "several": _line("--rn run --step x --evaluation.samples 0", "rn", "step", "samples", lines=3),
+            "no folder": _line("--run no", "'no' is not a run directory", "does not exist"),
+            "not a run": _line("--run data", "'data' is not a run directory", "no config.yaml"),
+            "no checkpoint": _line("--run begun", "run 'begun' has no checkpoint yet"),
+            "other step": _line("--run run --step 3", "no checkpoint of step 3", "it has [2]"),
+            "config missing": _line("--run run --config bas.yaml", "'bas.yaml' does not exist"),
+            "imports missing": _line("--run run --imports [x.py]", "imports", "'x.py' does not exist"),
+        },
+        "serve": {
+            "no policy": _line("", "give either run", "or model"),
+            "key": _line("--run run --prot 80", "unknown key prot", "'port'"),
+            "value": _line("--run run --port http", "port is 'http'", "an integer"),
+            "range": _line("--run run --port 70000", "port is 70000", "from 0 to 65535"),
+            "no folder": _line("--run no --port 0", "'no' is not a run directory"),
+            "no checkpoint": _line("--run begun --port 0", "run 'begun' has no checkpoint yet"),
+            "no model": _line("--model no --port 0", "--model is 'no', which is not a folder"),
+            "public address": _line("--run run --host 0.0.0.0", "host is '0.0.0.0'", "MARIN_RL_API_KEY"),
+        },
+        "export": {
+            "nothing": _line("", "run is missing", "output is missing", lines=2),
+            "key": _line("--run run --output x --stp 2", "unknown key stp", "'step'"),
+            "type": _line("--run run --output x --export.dtype int8", "export.dtype is 'int8'"),
+            "no folder": _line("--run no --output x", "'no' is not a run directory"),
+            "other step": _line("--run run --output x --step 3", "no checkpoint of step 3"),
+            "output exists": _line("--run run --output begun", "output 'begun' exists"),
+        },
+        "replay": {
+            "nothing": _line("", "give --run DIR and --step N", "--fake SHAPE"),
+            "no folder": _line("--run no --step 1", "'no' is not a run directory"),
+            "no checkpoint": _line("--run begun --step 1", "run 'begun' has no checkpoint yet"),
+            "value of step": _line("--run run --step two", "--step", "'two'"),
+            "synthetic without config": _line("--fake prompt=8,completion=8", "no config", "--config FILE"),
+            "synthetic": _line("--fake prompt=8,completion=8 --config base.yaml --sede 1", "unknown key sede"),
+        },
+        "plan": {
+            "no topology": _line("--config base.yaml", "--topology"),
+            "topology": _line("--config base.yaml --topology v5q-8", "v5q-8"),
+            "key": _line("--config base.yaml --topology cpu:1 --sede 1", "unknown key sede"),
+        },
+        "view": {
+            "nothing": _line("", "RUN", "--help"),
+            "no folder": _line("no", "'no' is not a run directory"),
+            "option": _line("run --stp 1", "--stp"),
+            "value": _line("run --step two", "--step", "'two'"),
+            "range": _line("run --steps 5-x", "'5-x' is not a range of steps", "10-20"),
+            "sort": _line("run --sort rewrd", "--sort", "'rewrd'"),
+            "no id": _line("run --id x", "'x'"),
+        },
+        "launch": {
+            "command": _line("locl", "unknown command 'locl'", "'local'"),
+            "action": _line("tpu strt", "unknown action 'strt'", "'start'"),
+            "key": _line("local --num_proceses 2 -- --config base.yaml", "num_proceses"),
+            "value": _line("local --num_processes two -- --config base.yaml", "'two'", "an integer"),
+            "training key": _line("local -- --config base.yaml --sede 1", "unknown key sede"),
+            "no arguments": _line("local", "no training arguments", "after --"),
+            "slice": _line("tpu start --tpu_name a --zone b --slices.tpu_type v5q-8 -- --config base.yaml", "v5q-8"),
+        },
+    }
+)
+"""Mistakes in command lines of the other commands, which are reported without importing levanter."""
+
+MISTAKES = SETTINGS | OTHER_COMMANDS | LEVANTER
 
 
 def write_files(folder: Path) -> None:
@@ -371,7 +482,7 @@ def write_files(folder: Path) -> None:
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
     results = {}
-    for case, mistake in (MISTAKES | OTHER_COMMANDS).items():
+    for case, mistake in MISTAKES.items():
         main = importlib.import_module(f"marin_rl.{mistake.program}").main
         with contextlib.redirect_stderr(io.StringIO()) as output, contextlib.redirect_stdout(output):
             status = main(mistake.argv)

@@ -14,10 +14,19 @@ import pytest
 from levanter.models.lm_model import LmConfig
 from levanter.optim.config import AdamConfig, OptimizerConfig
 
-from marin_rl.config.command_line import ConfigError, HelpShown, merge, parse_config, run_command
-from marin_rl.config.train_config import TrainerConfig
+from marin_rl.config.command_line import (
+    ConfigError,
+    HelpShown,
+    check_command_line,
+    merge,
+    parse_arguments,
+    parse_config,
+    run_command,
+)
+from marin_rl.config.train_config import TrainConfig, TrainerConfig
 from marin_rl.utils.output import escape
 from marin_rl.utils.user_code import load_from_file
+from tests.config.mistakes import BASE
 from tests.hostile_errors import HOSTILE_ERRORS
 
 
@@ -115,6 +124,18 @@ def test_keys_of_every_file_are_checked(tmp_path):
     assert len(raised.value.problems) == 2
 
 
+def test_a_config_from_a_pipe_is_read_once():
+    reading, writing = os.pipe()
+    os.write(writing, BASE.encode())
+    os.close(writing)
+    try:
+        checked = check_command_line(["--config", f"/dev/fd/{reading}", "--seed", "3"], {})
+        config = parse_arguments(TrainConfig, checked).config
+    finally:
+        os.close(reading)
+    assert (config.run_dir, config.seed) == ("runs/test", 3)
+
+
 @pytest.mark.parametrize("option", ["--config", "--config_path", "--config="])
 def test_both_names_of_the_file_option(tmp_path, option):
     path = write(tmp_path, "name: a")
@@ -175,8 +196,6 @@ def test_type_is_an_ordinary_key_outside_of_choices():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--nmae", "x"], r"unknown key nmae; did you mean 'name'\?"),
-        (["--name", "x", "--trainer.profilr", "1"], r"unknown key trainer\.profilr; did you mean 'profiler'\?"),
         (
             ["--name", "x", "--profiler_num_steps", "1"],
             r"unknown key profiler_num_steps; did you mean trainer\.profiler_num_steps",
@@ -188,21 +207,10 @@ def test_type_is_an_ordinary_key_outside_of_choices():
             ["--name", "x", "--advantage.epsilon", "1"],
             r"unknown key advantage\.epsilon; it belongs to advantage\.type grpo, but advantage\.type is rloo",
         ),
-        (["--name", "x", "--model.type", "lama"], r"model\.type is 'lama'.*did you mean 'llama'\?"),
-        (
-            ["--name", "x", "--trainer.model_axis_size", "x"],
-            r"trainer\.model_axis_size is 'x' \(str\), but it takes an integer",
-        ),
         (["--name", "x", "--steps.a", "1"], r"steps is \{'a': 1\} \(dict\), but it takes an integer"),
-        (["--name", "x", "--steps", "[1"], r"--steps: '\[1' is not valid YAML"),
         (["--name", "x", "--steps", "{a: 1, a: 2}"], r"--steps: .* key 'a' is given twice"),
         (["--name"], r"--name needs a value"),
         (["--name", "--steps", "1"], r"--name needs a value"),
-        (["--name", "x", "--dryrun"], r"--dryrun needs a value; did you mean --dry_run\?"),
-        (["--name", "x", "--dry_run=1"], r"--dry_run is a flag and takes no value, but '1' was given"),
-        (["--name", "x", "--a..b", "1"], r"--a\.\.b is not a key"),
-        (["name=x"], r"unexpected argument 'name=x'; write overrides as --key value"),
-        (["runs/a.yaml"], r"unexpected argument 'runs/a\.yaml'; write --config runs/a\.yaml"),
         ([], r"name is missing.*; give it with --name$"),
         # A value that JSON does not have.
         (["--name", "!!binary aGk=", "--sede", "1"], r"name is b'hi' \(bytes\), but it takes text"),

@@ -21,8 +21,7 @@ from ray.exceptions import RayActorError
 
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.sections import Mode
-from marin_rl.config.weights_config import WeightTransferConfig
-from marin_rl.config.workers_config import WorkersConfig
+from marin_rl.config.workers_config import WeightTransferConfig, WorkersConfig
 from marin_rl.distributed import ray_workers
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.ray_cluster import NoClusterError, find_cluster

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from marin_rl.config.weights_config import WeightTransferConfig
+from marin_rl.config.workers_config import WeightTransferConfig
 from marin_rl.distributed import worker_pool
 from marin_rl.distributed.coordinator import TrainerUpdate
 from marin_rl.distributed.coordinator_client import CoordinatorClient

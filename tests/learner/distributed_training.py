@@ -120,7 +120,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     from marin_rl.batching.packing import RowLayout
     from marin_rl.batching.rl_example import OwnRows, PackedBatch, pack_batch
     from marin_rl.config.train_config import TrainerConfig
-    from marin_rl.config.weights_config import WeightTransferConfig
+    from marin_rl.config.workers_config import WeightTransferConfig
     from marin_rl.distributed.weights.publish import TrainingHost, open_sender
     from marin_rl.learner import hf_export
     from marin_rl.learner.hf_export import DeviceWeights, write_weights

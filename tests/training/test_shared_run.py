@@ -11,7 +11,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 from marin_rl.config.sections import Mode
-from marin_rl.config.weights_config import WeightTransferConfig
+from marin_rl.config.workers_config import WeightTransferConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.rewards.component import FunctionRewardConfig, RewardScope
 from marin_rl.runs.checkpoint import CheckpointConfig

@@ -33,7 +33,6 @@ INTERNAL = {
     "AgentError": "fails a rollout",
     "GameError": "fails a rollout",
     "OpenEnvServerError": "fails a rollout",
-    "InvalidFieldError": "ends a check that reads an invalid setting",
     "EpisodeEndedError": "answered to an agent",
     "StopRequestedError": "ends the step; the training loop saves and stops",
 }

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from marin_rl.config.weights_config import WeightTransferConfig
+from marin_rl.config.workers_config import WeightTransferConfig
 from marin_rl.distributed.weights.arrow_flight import WeightServer
 from marin_rl.distributed.weights.manifest import (
     Bounds,

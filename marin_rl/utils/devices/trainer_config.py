@@ -8,7 +8,7 @@ Its keys are those of levanter's trainer section up to its version 1.2. Levanter
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 import draccus
@@ -20,8 +20,10 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from marin_rl.utils.devices.sharding import POSITION
-from marin_rl.utils.settings.checks import ConfigSection
-from marin_rl.utils.storage import user_cache
+from marin_rl.utils.errors import nearest
+from marin_rl.utils.remote_path import RemotePath
+from marin_rl.utils.settings.checks import ConfigSection, check_fields
+from marin_rl.utils.storage import storage_path, user_cache
 
 REPLICA, DATA, MODEL = "replica", "data", "model"
 """Names of the axes of the mesh. Rows are split over `replica` and `data`, parameters over `data` and `model`."""
@@ -130,6 +132,11 @@ class AbstractTrainerConfig(ConfigSection):
     require_accelerator: bool = False
     """Whether a machine without a TPU or GPU is an error."""
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if problems := list(_trainer_problems(self)):
+            raise ValueError("\n".join(problems))
+
     @property
     def num_slices(self) -> int:
         """Number of slices of the devices."""
@@ -190,6 +197,38 @@ class AbstractTrainerConfig(ConfigSection):
             jax.config.update(name, value)
         if self.jax_compilation_cache_dir is not None:
             jax.config.update("jax_compilation_cache_dir", self.jax_compilation_cache_dir)
+
+
+def _trainer_problems(trainer: AbstractTrainerConfig) -> Iterator[str]:
+    """Settings that a run ignores or does not support."""
+    cache = trainer.jax_compilation_cache_dir
+    if cache is not None and "://" in cache:
+        path = storage_path(cache, "trainer.jax_compilation_cache_dir")
+        if not isinstance(path, RemotePath) or path.protocol not in ("gs", "s3"):
+            yield (
+                f"trainer.jax_compilation_cache_dir is {cache!r}, but jax supports only gs:// and s3:// addresses "
+                "besides paths on a mounted file system"
+            )
+    if trainer.per_device_parallelism < 1 and trainer.per_device_parallelism != -1:
+        yield f"trainer.per_device_parallelism is {trainer.per_device_parallelism}; it must be at least 1, or -1"
+    for name in trainer.jax_config.keys() - jax.config.values.keys():
+        yield f"trainer.jax_config has {name!r}, which jax does not know; {nearest(name, sorted(jax.config.values))}"
+    yield from _axis_problems(trainer)
+    precision = trainer.mp
+    if jnp.float16 in (precision.param_dtype, precision.compute_dtype, precision.output_dtype):
+        yield (
+            f"trainer.mp is '{precision}', but gradients of many tokens underflow in float16, because the loss is "
+            "not scaled; use bfloat16, such as p=f32,c=bf16"
+        )
+
+
+def _axis_problems(trainer: AbstractTrainerConfig) -> Iterator[str]:
+    mesh = (REPLICA, DATA, MODEL)
+    for key in ("axis_resources", "parameter_axis_resources"):
+        for name, given in getattr(trainer, key).items():
+            axes = [given] if isinstance(given, str) else given
+            if not set(axes) <= set(mesh) or len(set(axes)) < len(axes):
+                yield f"trainer.{key}.{name} is {given!r}; it must be one of {', '.join(mesh)}, or a list of them"
 
 
 TrainerT = TypeVar("TrainerT", bound=AbstractTrainerConfig)

@@ -19,8 +19,6 @@ import dataclasses
 import difflib
 import enum
 import math
-import re
-import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,9 +32,7 @@ from marin_rl.utils.errors import nearest
 from marin_rl.utils.levanter_line import OTHER, field_of_key, is_default_of_other_line, is_key_of_other_line
 from marin_rl.utils.settings.checks import range_problem
 from marin_rl.utils.settings.section_types import (
-    CheckedConfig,
     ConfigError,
-    InvalidFieldError,
     Written,
     allows_none,
     default_of,
@@ -99,15 +95,6 @@ def decode(annotation: Any, raw: Any, path: Sequence[str] = (), base: Any = None
     return _decode_scalar(target, raw, path)
 
 
-def find_problems(annotation: Any, raw: Any) -> list[str]:
-    """Return the problems that `decode` reports; empty if it succeeds."""
-    try:
-        decode(annotation, raw)
-    except ConfigError as error:
-        return list(error.problems)
-    return []
-
-
 def _wrong(annotation: Any, raw: Any, path: Sequence[str], reason: str = "") -> ConfigError:
     raw = without_texts(raw)
     shown = repr(raw)
@@ -141,8 +128,7 @@ def _decode_section(section: Any, raw: Any, path: Sequence[str], base: Any) -> A
         if raw.get(key) is not None
     ]
     problems += [_unknown_key(section, concrete, key, valid, path) for key in unknown]
-    # A key that an unknown one may stand for has an unknown value.
-    invalid = {name for key in unknown for name in difflib.get_close_matches(key, known)}
+    misspelt = {name for key in unknown for name in difflib.get_close_matches(key, known)}
     values: dict[str, Any] = {}
     for name, annotation in known.items():
         default = default_of(concrete, name, base)
@@ -150,17 +136,14 @@ def _decode_section(section: Any, raw: Any, path: Sequence[str], base: Any) -> A
             try:
                 values[name] = decode(annotation, raw[name], (*path, name), default)
             except ConfigError as error:
-                problems.extend(error.problems)
-                invalid.add(name)
-        elif default is dataclasses.MISSING:
-            if name not in invalid:
-                problems.append(
-                    f"{dotted((*path, name))} is missing; it takes {describe(annotation)} and has no default"
-                )
-            invalid.add(name)
+                problems += error.problems
+        elif default is dataclasses.MISSING and name not in misspelt:
+            problems.append(f"{dotted((*path, name))} is missing; it takes {describe(annotation)} and has no default")
         elif base is not None:
             values[name] = default
-    return _construct(concrete, values, path, problems, invalid)
+    if problems:
+        raise ConfigError(*problems)
+    return _construct(concrete, values, path)
 
 
 def _as_type(section: Any, raw: Any) -> str:
@@ -198,75 +181,19 @@ def _unknown_key(section: Any, concrete: Any, key: str, valid: Sequence[str], pa
     return f"unknown key {name}; {kind} is {selected}. {suggestion}; other types have {listed}"
 
 
-def _construct(
-    concrete: Any, values: dict[str, Any], path: Sequence[str], problems: list[str], invalid: set[str]
-) -> Any:
-    """Build a section from its valid values, or raise its problems.
-
-    A section raises its first problem. To find the others, it is built again with the default of the setting that the
-    problem names. Problems that mention such a setting do not count, because they may be due to the default.
-
-    Args:
-        concrete: dataclass of the section.
-        values: decoded values.
-        path: parts of the section's key.
-        problems: problems found so far.
-        invalid: names of settings whose value is unknown.
-    """
-    if issubclass(plain_type(concrete), CheckedConfig) and problems:
-        partial = _with_valid_fields(concrete, values, invalid)
-        raise ConfigError(*problems, *plain_type(concrete).find_problems(partial))
-    values, section = dict(values), None
-    is_complete = all(name in values or _has_default(concrete, name) for name in field_types(concrete))
-    while is_complete:
-        try:
-            section = concrete(**{field_of_key(plain_type(concrete), name): item for name, item in values.items()})
-            break
-        except (ValueError, TypeError, AssertionError, ArithmeticError) as error:
-            reasons = error.problems if isinstance(error, ConfigError) else [str(error) or type(error).__name__]
-            if any(re.search(rf"\b{name}\b", reason) for name in invalid for reason in reasons):
-                break
-            problems += [_with_key(reason, path) for reason in reasons]
-            named = [name for name in values if reasons[0].startswith(f"{dotted((*path, name))} ")]
-            if len(reasons) > 1 or not named or not _has_default(concrete, named[0]):
-                break
-            invalid.add(named[0])
-            del values[named[0]]
-    if problems:
-        raise ConfigError(*problems)
-    return section
-
-
-def _has_default(section: Any, name: str) -> bool:
-    return default_of(section, name) is not dataclasses.MISSING
+def _construct(concrete: Any, values: Mapping[str, Any], path: Sequence[str]) -> Any:
+    """Build a section from its decoded values."""
+    try:
+        return concrete(**{field_of_key(plain_type(concrete), name): item for name, item in values.items()})
+    except (ValueError, TypeError, AssertionError, ArithmeticError) as error:
+        reasons = error.problems if isinstance(error, ConfigError) else [str(error) or type(error).__name__]
+        raise ConfigError(*(_with_key(reason, path) for reason in reasons)) from error
 
 
 def _with_key(reason: str, path: Sequence[str]) -> str:
     """Add the key of a section to a message that does not begin with it."""
     is_named = not path or reason.startswith(f"{dotted(path)}.")
     return reason if is_named else f"{dotted(path)}: {reason}"
-
-
-def _with_valid_fields(config_class: Any, values: Mapping[str, Any], invalid: Iterable[str]) -> Any:
-    """Object with the methods and the valid settings of a config; see `CheckedConfig`."""
-    valid = [field for field in dataclasses.fields(config_class) if field.name not in invalid]
-    methods = {
-        name: member
-        for ancestor in reversed(config_class.__mro__)
-        for name, member in vars(ancestor).items()
-        if isinstance(member, property | types.FunctionType) and not name.startswith("__")
-    }
-
-    def read_invalid(self: Any, name: str) -> Any:
-        raise InvalidFieldError(name)
-
-    partial_class = dataclasses.make_dataclass(
-        config_class.__name__,
-        [(field.name, field.type, dataclasses.field(metadata=field.metadata)) for field in valid],
-        namespace={**methods, "__getattr__": read_invalid},
-    )
-    fields = {field.name: values.get(field.name, default_of(config_class, field.name)) for field in valid}
-    return partial_class(**fields)
 
 
 def _decode_union(annotation: Any, raw: Any, path: Sequence[str], base: Any) -> Any:

@@ -5,7 +5,6 @@
 
 Descriptions are read from the source, see `field_docs`. Choices of this project are shown with all options. Levanter's
 choices, which have hundreds of fields, are shown with the selected option; `--help model.gemma` shows another one.
-The overview is printed without importing the config classes, which takes seconds.
 """
 
 import dataclasses
@@ -35,38 +34,13 @@ from marin_rl.utils.settings.section_types import (
 
 MAX_WIDTH = 110
 """Maximum characters in a line, for readability on wide terminals."""
-OVERVIEW_WIDTH = 100
-"""Characters in a line of the overview."""
-
 COMMON_KEYS = (
-    ("environment.type", "required", "tasks and rewards, such as arithmetic or jsonl"),
-    ("run_dir", "required", "run directory; an existing run is resumed"),
-    ("model.type", "null", "architecture for training from scratch, such as llama"),
-    ("initialize_from", "null", "initial weights: Hugging Face folder or name, or a run"),
-    ("tokenizer.path", "null", "tokenizer; null: that of initialize_from, or built-in bytes"),
-    ("seed", "0", "seed of initial weights, task order and sampling"),
-    ("num_steps", "200", "RL steps"),
-    ("rollouts.prompts_per_step", "64", "tasks per step"),
-    ("rollouts.group_size", "8", "rollouts per task"),
-    ("rollouts.max_length", "512", "maximum tokens of prompt and answers"),
-    ("rollouts.max_turns", "1", "maximum answers in a rollout"),
-    ("sampling.max_new_tokens", "64", "maximum tokens in an answer"),
-    ("sampling.temperature", "1.0", "sampling temperature"),
-    ("advantage.type", "rloo", "advantage estimator"),
-    ("policy_loss.type", "reinforce", "policy term of the loss"),
-    ("kl.type", "none", "KL penalty against the initial policy"),
-    ("optimizer.learning_rate", "0.0006", "peak learning rate"),
-    ("mode", "sync", "sync, or async to sample in workers during training"),
-    ("evaluation.every", "50", "steps between evaluations"),
-    ("checkpoint.every", "50", "steps between checkpoints"),
+    *("environment", "run_dir", "model", "initialize_from", "tokenizer.path", "seed", "num_steps"),
+    *("rollouts.prompts_per_step", "rollouts.group_size", "rollouts.max_length", "rollouts.max_turns"),
+    *("sampling.max_new_tokens", "sampling.temperature", "advantage", "policy_loss", "kl", "optimizer", "mode"),
+    *("evaluation.every", "checkpoint.every"),
 )
-"""Most important keys of `TrainConfig`: name, default and description. Tests compare the defaults with the classes."""
-SECTIONS = (
-    *("environment", "model", "tokenizer", "rollouts", "sampling", "sampler", "sandbox", "advantage", "policy_loss"),
-    *("kl", "aggregation", "critic", "updates", "off_policy_correction", "overlong", "truncation", "filter", "workers"),
-    *("replay", "weights", "warm_start", "evaluation", "rollout_store", "checkpoint", "export", "optimizer", "trainer"),
-)
-"""Sections of `TrainConfig`. Tests compare them with the class."""
+"""Most important keys of `TrainConfig`, for the overview."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +58,11 @@ class _Entry:
     """Default as a plain value, or `MISSING`."""
 
 
-def overview_text(flags: Mapping[str, str]) -> str:
-    """Usage, the most important keys with their defaults, and the names of all sections, on one screen.
+def overview_text(config_class: Any, flags: Mapping[str, str]) -> str:
+    """Usage, the most important keys with their defaults, and the names of all keys, on one screen.
 
     Args:
+        config_class: `TrainConfig`, or its base class, whose types of levanter's sections are not imported.
         flags: flags of the command, with their descriptions.
 
     Returns:
@@ -100,7 +75,9 @@ def overview_text(flags: Mapping[str, str]) -> str:
         "--help SECTION": "describe a section, such as --help rollouts or --help model.qwen3",
         "--help all": "describe all keys",
     }
-    names = textwrap.fill(", ".join(SECTIONS), OVERVIEW_WIDTH, initial_indent="  ", subsequent_indent="  ")
+    entries = {entry.key: entry for entry in _walk(config_class, "", {}, every_option=False)}
+    rows = [f"{key:26} {_short_default(entries[key]):10} {entries[key].doc()}" for key in COMMON_KEYS]
+    names = ", ".join(field_types(config_class))
     return "\n".join(
         [
             "usage: python -m marin_rl.train --config FILE [--KEY VALUE ...] [OPTIONS] [--help [SECTION]]",
@@ -108,10 +85,10 @@ def overview_text(flags: Mapping[str, str]) -> str:
             *(f"  {option:16} {doc}" for option, doc in options.items()),
             "",
             "Most important keys, with their defaults:",
-            *(f"  {key:26} {default:10} {doc}" for key, default, doc in COMMON_KEYS),
+            *(f"  {textwrap.wrap(row, MAX_WIDTH - 2, max_lines=1, placeholder=' ...')[0]}" for row in rows),
             "",
-            "Sections:",
-            names,
+            "All keys:",
+            textwrap.fill(names, MAX_WIDTH, initial_indent="  ", subsequent_indent="  "),
             "",
         ]
     )
@@ -247,6 +224,13 @@ def _section_within(annotation: Any) -> tuple[Any, str]:
             is_container = typing.get_origin(annotation) in (list, tuple, set, dict, Sequence, Mapping)
             return inner, f".N{place}" if is_container else place
     return None, ""
+
+
+def _short_default(entry: _Entry) -> str:
+    if entry.default is dataclasses.MISSING:
+        return "required"
+    chosen = entry.default[CHOICE_TYPE_KEY] if isinstance(entry.default, Mapping) else entry.default
+    return "null" if chosen is None else str(chosen)
 
 
 def _note(entry: _Entry) -> str:

@@ -3,7 +3,6 @@
 
 """Types of config sections and their fields, and the errors of `decode`."""
 
-import abc
 import dataclasses
 import enum
 import functools
@@ -37,31 +36,6 @@ class Written:
     text: str
     value: int | float | bool
     """The value that YAML reads."""
-
-
-class UnknownType(str):
-    """Problem of a section whose `type` is not registered."""
-
-
-class InvalidFieldError(Exception):
-    """A check reads a setting that is invalid itself."""
-
-
-class CheckedConfig(abc.ABC):
-    """Config with checks of settings that restrict one another."""
-
-    @classmethod
-    @abc.abstractmethod
-    def find_problems(cls, config: Any) -> list[str]:
-        """Find violated restrictions.
-
-        Args:
-            config: the config, or an object with its methods and valid settings only, which raises an
-                `InvalidFieldError` for others.
-
-        Returns:
-            Messages that name the keys.
-        """
 
 
 def plain_type(annotation: Any) -> Any:
@@ -156,8 +130,7 @@ def resolve_section(section: Any, raw: Mapping[str, Any], path: Sequence[str] = 
     if name not in options:
         near = nearest(str(name), options)
         own = "" if near.startswith("did you mean") else ". A type of your own needs its file in `imports`"
-        problem = f"{dotted((*path, CHOICE_TYPE_KEY))} is {name!r}, which is not one of its types; {near}{own}"
-        raise ConfigError(UnknownType(problem))
+        raise ConfigError(f"{dotted((*path, CHOICE_TYPE_KEY))} is {name!r}, which is not one of its types; {near}{own}")
     return registry.get_choice_class(name)
 
 

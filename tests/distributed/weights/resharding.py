@@ -12,7 +12,7 @@ def measure() -> dict[str, object]:
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-    from marin_rl.config.weights_config import WeightTransferConfig
+    from marin_rl.config.workers_config import WeightTransferConfig
     from marin_rl.distributed.weights.arrow_flight import make_secret
     from marin_rl.distributed.weights.fetch import open_receiver
     from marin_rl.distributed.weights.publish import TrainingHost, open_sender

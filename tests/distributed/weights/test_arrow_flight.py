@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import marin_rl
-from marin_rl.config.weights_config import WeightTransferConfig
+from marin_rl.config.workers_config import WeightTransferConfig
 from marin_rl.distributed.weights.arrow_flight import FlightSource, WeightServer, make_secret, tls_identity
 from marin_rl.distributed.weights.manifest import (
     Chunk,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.benchmarks.measurement import counted_compiles
-from marin_rl.config.weights_config import WeightTransferConfig
+from marin_rl.config.workers_config import WeightTransferConfig
 from marin_rl.distributed.weights.arrow_flight import FlightSource
 from marin_rl.distributed.weights.manifest import Snapshot, WeightTransferError
 from marin_rl.distributed.weights.publish import TrainingHost, WeightSender, copy_arrays, open_sender, take_snapshot

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from levanter.models.llama import LlamaConfig
 
-from marin_rl.config.weights_config import TransferDtype, WeightTransferConfig
+from marin_rl.config.workers_config import TransferDtype, WeightTransferConfig
 from marin_rl.distributed.weights.fetch import WeightReceiver, open_receiver
 from marin_rl.distributed.weights.manifest import MismatchedWeightsError, NoWeightsError
 from marin_rl.distributed.weights.publish import TrainingHost, WeightSender, open_sender

@@ -12,7 +12,7 @@ import pytest
 from experiments.benchmarks import benchmark_weight_transfer
 from experiments.benchmarks.benchmark_weight_transfer import synthetic_shapes
 from experiments.benchmarks.weight_servers import Share, make_snapshot
-from marin_rl.config.weights_config import WeightTransferConfig
+from marin_rl.config.workers_config import WeightTransferConfig
 from marin_rl.distributed.weights.fetch import open_receiver
 from tests.tiny_run import make_run
 

@@ -19,6 +19,7 @@ from levanter.optim.config import OptimizerConfig
 from levanter.tracker import TrackerConfig
 
 from marin_rl.config.train_config import TrainerConfig
+from marin_rl.utils.levanter_line import IS_NEW, OTHER
 from marin_rl.utils.settings.decode import decode, encode
 from marin_rl.utils.settings.section_types import ConfigError, describe
 
@@ -238,9 +239,13 @@ def test_abbreviations_by_initials_are_suggested():
         decode(OptimizerConfig, {"type": "adam", "lr": 0.1})
 
 
-def test_nested_keys_of_levanter_are_checked():
-    with pytest.raises(ConfigError, match=r"unknown key distributed\.num_proceses; did you mean 'num_processes'"):
-        decode(TrainerConfig, {"distributed": {"num_proceses": 2}})
+def test_defaults_of_keys_that_only_the_other_line_of_levanter_has_are_accepted():
+    key, default = ("cross_entropy_block_size", None) if IS_NEW else ("dense_router_gradient", False)
+    assert decode(LmConfig, {"type": "mixtral", key: default}) == decode(LmConfig, {"type": "mixtral"})
+    with pytest.raises(ConfigError, match=f"unknown key {key}; it exists only with {OTHER} in place of the installed"):
+        decode(LmConfig, {"type": "mixtral", key: 1})
+    with pytest.raises(ConfigError, match=f"unknown key {key}; did you mean|Valid here"):
+        decode(TrainerConfig, {key: default})
 
 
 def test_integers_are_accepted_as_text_and_as_floats():

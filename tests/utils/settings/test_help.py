@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
-from typing import Any
+import re
 
 import draccus
 import pytest
@@ -10,9 +10,10 @@ from levanter.models.lm_model import LmConfig
 from levanter.optim.config import AdamConfig, OptimizerConfig
 
 from marin_rl.config.train_config import TrainConfig, TrainerConfig
-from marin_rl.utils.settings.decode import encode
-from marin_rl.utils.settings.help import COMMON_KEYS, SECTIONS, all_keys, help_text
-from marin_rl.utils.settings.section_types import ConfigError, default_of, field_types, section_of
+from marin_rl.utils.settings.field_docs import field_doc, section_doc
+from marin_rl.utils.settings.help import COMMON_KEYS, all_keys, help_text, overview_text
+from marin_rl.utils.settings.section_types import ConfigError, field_types
+from tests.config_classes import config_classes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,13 +119,11 @@ def test_all_fields_of_levanters_sections_are_listed():
     assert "model.n_embd" not in text
 
 
-def test_every_field_of_the_default_sections_has_a_description():
-    text = help_text(RunConfig, width=1000) + help_text(RunConfig, section="model.qwen3", width=1000)
-    lines = text.splitlines()
-    fields = [index for index, line in enumerate(lines) if "; default" in line or "; required" in line]
-    assert len(fields) > 80
-    bare = [lines[index].strip() for index in fields if indent(lines[index + 1]) != indent(lines[index]) + 4]
-    assert bare == []
+def test_every_field_of_this_project_has_a_description():
+    missing = [
+        f"{cls.__name__}.{name}" for cls in config_classes() for name in field_types(cls) if not field_doc(cls, name)
+    ]
+    assert missing == []
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
@@ -150,20 +149,19 @@ def test_help_of_an_unknown_section_suggests_another(section, hint):
         help_text(RunConfig, section=section)
 
 
-@pytest.mark.parametrize(("key", "shown"), [(key, default) for key, default, _ in COMMON_KEYS])
-def test_defaults_of_the_overview_are_those_of_the_classes(key: str, shown: str):
-    section, _, name = key.rpartition(".")
-    types = field_types(TrainConfig)
-    default: Any = default_of(TrainConfig, section or name)
-    if default is not dataclasses.MISSING:
-        default = encode(default, types[section or name])
-    if section and isinstance(default, dict):
-        default = default[name]
-    assert shown == ("required" if default is dataclasses.MISSING else "null" if default is None else str(default))
-
-
-def test_sections_of_the_overview_are_those_of_the_class():
-    assert set(SECTIONS) == {name for name, kind in field_types(TrainConfig).items() if section_of(kind) is not None}
+def test_overview_has_the_defaults_of_the_important_keys_and_all_keys():
+    text = overview_text(TrainConfig, {"dry_run": "Only check."})
+    rows = dict(re.findall(r"^  ([\w.]+) +(\S+) ", text, re.MULTILINE))
+    assert set(COMMON_KEYS) <= rows.keys()
+    shown = {key: rows[key] for key in ("run_dir", "model", "num_steps", "rollouts.group_size", "advantage", "mode")}
+    assert shown == {
+        **{"run_dir": "required", "model": "null", "num_steps": "200", "rollouts.group_size": "8"},
+        **{"advantage": "rloo", "mode": "sync"},
+    }
+    assert "--dry_run        only check\n" in text
+    assert set(field_types(TrainConfig)) <= set(re.findall(r"\w+", text.partition("All keys:")[2]))
+    assert max(map(len, text.splitlines())) <= 110
+    assert len(text.splitlines()) < 45
 
 
 def test_flags_are_listed():
@@ -176,3 +174,61 @@ def test_all_keys_depend_on_the_selected_choices():
     assert "model.rope" not in keys
     assert "model.rope" in all_keys(RunConfig, {"model": {"type": "llama"}})
     assert all_keys(RunConfig, {"model": {"type": "nonsense"}, "trainer": 3})
+
+
+# Descriptions.
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """First paragraph
+    in two lines.
+
+    Args:
+        listed (int, optional): from the list,
+            in two lines.
+        other: not a field.
+    """
+
+    below: int = 1  # not this
+    """The docstring
+    wins."""
+    beside: int = 1  # the comment beside it
+
+    # heads several fields
+    first: int = 1
+    listed: int = 1
+    broken: dict[str, int] = dataclasses.field(default_factory=dict)  # beside the last of its lines
+    nothing: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Derived(Base):
+    below: int = 2
+    own: int = 3
+    """Its own."""
+
+
+def test_order_of_sources():
+    assert field_doc(Base, "below") == "The docstring wins."
+    assert field_doc(Base, "beside") == "the comment beside it"
+    assert field_doc(Base, "listed") == "from the list, in two lines."
+    assert field_doc(Base, "broken") == "beside the last of its lines"
+    assert field_doc(Base, "first") == field_doc(Base, "nothing") == ""
+
+
+def test_base_classes_are_searched():
+    assert field_doc(Derived, "own") == "Its own."
+    assert field_doc(Derived, "below") == "The docstring wins."
+    assert field_doc(Derived, "beside") == "the comment beside it"
+
+
+def test_class_without_source_has_no_descriptions():
+    built = dataclasses.make_dataclass("Made", [("a", int)])
+    assert field_doc(built, "a") == ""
+    assert section_doc(built) == ""
+
+
+def test_section_doc_is_the_first_paragraph():
+    assert section_doc(Base) == "First paragraph in two lines."
+    assert section_doc(Derived) == ""
