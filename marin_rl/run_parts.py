@@ -27,7 +27,7 @@ from marin_rl.learner.train_step import Learner
 from marin_rl.learner.weight_reloader import WeightReloader, load_reload_function
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
-from marin_rl.rollouts.attempt import Limits, default_state_hash
+from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.episode import ConnectAgent
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
@@ -187,16 +187,16 @@ class RunParts:
             vocab_size: vocabulary size of the policy, which may be larger than the tokenizer's.
             reward_functions: scores finished rollouts; None for those of the run.
         """
-        hashing, limits = self.config.rollouts.state_hashing, self.limits
         return RolloutRunner(
             self.environment,
             self.tokenizer,
             sampler,
-            limits,
-            default_state_hash if hashing is None else hashing.build(),
+            self.limits,
             self.reward_functions if reward_functions is None else reward_functions,
             self.loop,
-            connect=make_gateway(self.tokenizer, limits, vocab_size, has_stop_texts=bool(self.config.sampling.stop)),
+            connect=make_gateway(
+                self.tokenizer, self.limits, vocab_size, has_stop_texts=bool(self.config.sampling.stop)
+            ),
         )
 
     # Samplers.

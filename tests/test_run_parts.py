@@ -27,8 +27,7 @@ from marin_rl.rewards.code import CodeRewardConfig
 from marin_rl.rewards.component import FunctionRewardConfig, RewardConfigError
 from marin_rl.rewards.grading import NoGraderConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rollouts.attempt import Limits, default_state_hash
-from marin_rl.rollouts.config import StateHashingConfig
+from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.run_parts import RunParts
 from marin_rl.sampling.config import SamplingConfig
@@ -176,14 +175,6 @@ def player_of(**rollouts: object) -> RolloutRunner:
 def test_limits_are_the_configured_ones():
     found = player_of(row_length=64, max_turns=3, max_tokens=20, max_seconds=7.5).limits
     assert found == Limits(max_length=64, max_new_tokens=6, max_turns=3, max_tokens=20, max_seconds=7.5)
-
-
-def test_custom_state_hash_replaces_the_default(tmp_path: Path):
-    assert player_of().state_hash is default_state_hash
-    path = tmp_path / "hashing.py"
-    path.write_text("def count(messages, anchor_state):\n    return f'{len(messages)} {anchor_state}'\n")
-    runner = player_of(state_hashing=StateHashingConfig(str(path), "count"))
-    assert runner.state_hash((), "door") == "0 door"
 
 
 def test_event_loop_closes_after_invalid_reward_function(tmp_path: Path):

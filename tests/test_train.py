@@ -35,7 +35,6 @@ def test_print_config_prints_all_defaults_and_nothing_else(new_run: Callable[...
         "packing": None,
         "share_prompts": True,
         "row_length": None,
-        "state_hashing": None,
     }
     assert config["advantage"]["type"] == "rloo"
     assert not run.path.exists()
@@ -68,11 +67,11 @@ def test_help_all_shows_every_section(capfd: Capture):
         assert name in output
 
 
-def test_help_fits_a_screen_and_does_not_import_jax():
+def test_help_fits_a_screen_and_does_not_import_levanter():
     script = (
         "import sys\n"
         "from marin_rl.train import main\n"
-        "try:\n    main(['--help'])\nexcept SystemExit as ended:\n    print(ended.code, 'jax' in sys.modules)\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as ended:\n    print(ended.code, 'levanter' in sys.modules)\n"
     )
     finished = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     *lines, status = finished.stdout.splitlines()

@@ -360,6 +360,8 @@ def read_arguments(argv: Sequence[str], known_flags: Iterable[str]) -> Arguments
             value = rest.pop(0)
         if option in CONFIG_OPTIONS:
             config_paths.append(Path(value))
+        elif difflib.get_close_matches(option, CONFIG_OPTIONS, n=1, cutoff=0.75):
+            raise ConfigError(f"unknown key {name}; did you mean '{CONFIG_OPTIONS[0]}'?")
         else:
             _put(overrides, name, _override_value(name, value))
     return Arguments(tuple(config_paths), overrides, frozenset(flags))
@@ -415,8 +417,6 @@ def _suggest_section(problem: str, known: Sequence[str]) -> str:
         return problem
     leaf = match[1].rpartition(".")[2]
     leaves = {key: key.rpartition(".")[2] for key in known}
-    if difflib.get_close_matches(match[1], CONFIG_OPTIONS, n=1, cutoff=0.75):
-        return f"unknown key {match[1]}; did you mean '{CONFIG_OPTIONS[0]}'?"
     # An equal name is the closest match.
     close = difflib.get_close_matches(leaf, set(leaves.values()), n=1, cutoff=0.75)
     elsewhere = [key for key in known if leaves[key] in close]

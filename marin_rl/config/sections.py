@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from annotated_types import Ge, Gt, Le
 
 from marin_rl.batching.packing import GroupRow
-from marin_rl.rollouts.config import LongPrompts, StateHashingConfig
+from marin_rl.rollouts.config import LongPrompts
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
 
 if TYPE_CHECKING:
@@ -45,9 +45,6 @@ class RolloutConfig(ConfigSection):
     max_seconds: Annotated[float, Gt(0), Le(10**9)] = 120.0
     """Time limit in seconds of the environment's work for one rollout; time spent waiting for the sampler does not
     count. Only the rollout that exceeds it fails. Reward functions have the limits of `sandbox`."""
-    state_hashing: StateHashingConfig | None = None
-    """A user function that maps turns to states, for `advantage: {type: gigpo}`; null: a hash of the environment's
-    anchor state or, without one, of the messages shown."""
     packing: bool | None = None
     """Whether a batch row holds several sequences, in segments that do not attend to one another; false: one sequence
     per row; null: chosen for each batch from the lengths of its sequences, by cost."""

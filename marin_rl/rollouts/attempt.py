@@ -7,7 +7,7 @@ import dataclasses
 import logging
 
 from marin_rl.objectives.gigpo import anchor_of
-from marin_rl.rollouts.config import LongPrompts, StateHash
+from marin_rl.rollouts.config import LongPrompts
 from marin_rl.sampling.sampler import PromptTooLongError
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Message, Task
@@ -15,8 +15,11 @@ from marin_rl.types import Message, Task
 logger = logging.getLogger(__name__)
 
 
-def default_state_hash(messages: tuple[Message, ...], anchor_state: object) -> str:
-    """Hash the canonical JSON of the environment's anchor state or, if it is None, of the messages."""
+def state_hash(messages: tuple[Message, ...], anchor_state: object) -> str:
+    """Hash the canonical JSON of the environment's anchor state or, if it is None, of the messages.
+
+    GiGPO compares turns with equal hashes.
+    """
     return anchor_of(list(messages) if anchor_state is None else anchor_state)
 
 
@@ -109,5 +112,3 @@ class Attempt:
     """Sampling temperature; 0 is greedy."""
     anchor: str
     """Hash of the state that the prompt shows."""
-    state_hash: StateHash = default_state_hash
-    """Hash of the state of later turns; turns with equal hashes are compared (GiGPO)."""

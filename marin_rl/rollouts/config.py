@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Settings of rollouts: a user's hash of states, the handling of long prompts, and filters of groups.
+"""Settings of rollouts: the handling of long prompts, and filters of groups.
 
 If all rewards of a group are equal, every group-relative advantage is 0, except for a KL penalty in the reward. The
 group then costs time and, if the loss is averaged over rollouts, reduces the weight of the other groups. Estimators
@@ -11,48 +11,13 @@ prevents that. A dropped group has no KL penalty either.
 
 import dataclasses
 import enum
-from collections.abc import Callable
 from typing import Annotated, ClassVar
 
 import draccus
 from annotated_types import Ge
 
-from marin_rl.types import Message, RolloutGroup
+from marin_rl.types import RolloutGroup
 from marin_rl.utils.settings.checks import ConfigSection
-from marin_rl.utils.settings.fields import LOCAL_FILE
-from marin_rl.utils.user_code import UserFileError, load_function, user_errors
-
-StateHash = Callable[[tuple[Message, ...], object], str]
-"""Maps the messages shown to the policy and the environment's `anchor_state` (None if it has none) to a string that is
-equal for equal states."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StateHashingConfig:
-    """A user's state hashing function. It runs in the training process, once per prompt and once per later turn."""
-
-    path: str = dataclasses.field(metadata=LOCAL_FILE)
-    """The Python file of the function; relative paths start at the working directory."""
-    function: str
-    """Name of the function. It takes the messages and the environment's `anchor_state`, and returns a string."""
-
-    def build(self) -> StateHash:
-        """Import the function.
-
-        Raises:
-            UserFileError: if the file has no such function.
-        """
-        function = load_function(self.path, self.function, "a function of messages and anchor state")
-        source = f"rollouts.state_hashing: {self.function!r} of {self.path}"
-
-        def hash_state(messages: tuple[Message, ...], anchor_state: object) -> str:
-            with user_errors(f"{source} raised"):
-                hashed = function(messages, anchor_state)
-            if not isinstance(hashed, str):
-                raise UserFileError(f"{source} returned {type(hashed).__name__}; it must return a str")
-            return hashed
-
-        return hash_state
 
 
 class LongPrompts(enum.StrEnum):

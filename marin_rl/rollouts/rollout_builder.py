@@ -18,7 +18,7 @@ from marin_rl.environments.random_reward import RandomRewards
 from marin_rl.objectives.shaping import TRUNCATED
 from marin_rl.rewards.functions import RewardRequest
 from marin_rl.rewards.pipeline import failure, turn_rewards, weighted_rewards
-from marin_rl.rollouts.attempt import Attempt, Limits
+from marin_rl.rollouts.attempt import Attempt, Limits, state_hash
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import (
@@ -207,7 +207,7 @@ class RolloutBuilder:
             self._last_observation = Observation(step.messages, tokens, starts_sequence)
             return
         with _environment_errors():
-            self._anchor = self._attempt.state_hash(step.messages, step.anchor_state)
+            self._anchor = state_hash(step.messages, step.anchor_state)
         self._messages, self._anchor_state = step.messages, step.anchor_state
         self._observation, self._context = tokens, context
 

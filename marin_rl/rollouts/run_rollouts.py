@@ -17,8 +17,7 @@ from typing import NamedTuple, TypeVar
 
 from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.rewards.functions import RewardFailure
-from marin_rl.rollouts.attempt import Attempt, Limits, default_state_hash
-from marin_rl.rollouts.config import StateHash
+from marin_rl.rollouts.attempt import Attempt, Limits, state_hash
 from marin_rl.rollouts.episode import ConnectAgent, run_episode
 from marin_rl.rollouts.group_codec import decode_group, encode_group, join_parts, split_parts
 from marin_rl.rollouts.request_batcher import RequestBatcher
@@ -61,8 +60,6 @@ class RolloutRunner:
     """Samples the policy's replies."""
     limits: Limits
     """Limits of every rollout."""
-    state_hash: StateHash = default_state_hash
-    """Hash of a turn's state; turns with equal hashes are compared (GiGPO)."""
     reward_functions: RewardFunctions = dataclasses.field(default_factory=RewardFunctions)
     """Score rollouts after they have ended."""
     loop: BackgroundLoop = dataclasses.field(default_factory=BackgroundLoop)
@@ -257,7 +254,7 @@ def stream_groups(
 
 def _attempts(runner: RolloutRunner, request: GroupInput, group_size: int, temperature: float) -> list[Attempt]:
     task, prompt = request.task, runner.limits.prompt_tokens(request.task, runner.tokenizer)
-    anchor = runner.state_hash(task.messages, task.anchor_state)
+    anchor = state_hash(task.messages, task.anchor_state)
     start_seed = derive_seed(*request.seed_parts)
     return [
         Attempt(
@@ -269,7 +266,6 @@ def _attempts(runner: RolloutRunner, request: GroupInput, group_size: int, tempe
             start_seed=start_seed,
             temperature=temperature,
             anchor=anchor,
-            state_hash=runner.state_hash,
         )
         for member in range(group_size)
     ]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marin_rl.environments.base import AgentResult, Step
-from marin_rl.rollouts.attempt import Attempt, Limits, default_state_hash
+from marin_rl.rollouts.attempt import Attempt, Limits, state_hash
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
@@ -34,7 +34,7 @@ TOKENIZER = ChatTokenizer(byte_tokenizer())
 TASK = Task("t", "sums", (Message(role="user", content="2+3"),), "5")
 PROMPT = TOKENIZER.prompt_tokens(TASK.messages)
 """Six tokens."""
-ANCHOR = default_state_hash(TASK.messages, TASK.anchor_state)
+ANCHOR = state_hash(TASK.messages, TASK.anchor_state)
 LIMITS = Limits(max_length=100, max_new_tokens=10, max_turns=5)
 MORE = Message(role="user", content="on")
 """The message after each reply: five tokens with those of the template."""

@@ -16,7 +16,7 @@ import pytest
 from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.rewards.grading import FormatConfig
-from marin_rl.rollouts.attempt import Limits, default_state_hash
+from marin_rl.rollouts.attempt import Limits, state_hash
 from marin_rl.rollouts.config import LongPrompts
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
@@ -513,7 +513,7 @@ def test_steps_and_episodes_are_logged_at_debug(caplog: pytest.LogCaptureFixture
     assert debug[:4] == [
         "rollout train-9-0-0 turn 0: observation [{'role': 'user', 'content': 'go'}]",
         "rollout train-9-0-0 turn 0: action 'a', stop reason stop, tokens [97, 257], log-probs [-0.25, -0.25]",
-        f"rollout train-9-0-0 turn 0: anchor state {go}, hash {default_state_hash(tuple(go), None)}",
+        f"rollout train-9-0-0 turn 0: anchor state {go}, hash {state_hash(tuple(go), None)}",
         "rollout train-9-0-0 turn 0: structured action 'a', rewards {'moves': 0.5}, done False, "
         "next [{'role': 'user', 'content': 'n1'}]",
     ]

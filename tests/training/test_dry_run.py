@@ -227,10 +227,6 @@ RED: dict[str, tuple[Make, str]] = {
     "prompts too long": (with_data(LONG), "prompts do not fit"),
     "all prompts too long to skip": (with_data(ALL_LONG, rollouts__long_prompts="skip"), "all "),
     "stop text that the tokenizer cannot write": (with_tokenizer(sampling__stop=["END"]), "'END'"),
-    "state hashing missing": (
-        change(rollouts__state_hashing={"path": "absent.py", "function": "hash"}),
-        "absent.py",
-    ),
     "learning-rate schedule longer than the run": (
         change(optimizer={"type": "adam", "warmup": 10}),
         "optimizer.warmup is 10, but the run has 1 updates",

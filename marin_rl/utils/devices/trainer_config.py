@@ -41,8 +41,6 @@ class DistributedConfig:
     """Number of processes; null: found on TPU pods and Slurm."""
     process_id: int | None = None
     """Number of this process, from 0; null: found on TPU pods and Slurm."""
-    local_device_ids: int | list[int] | None = None
-    """Devices of this process; null: all visible devices."""
     initialize_jax_distributed: bool = False
     """Whether several processes compute together."""
 

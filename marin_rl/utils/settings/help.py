@@ -32,7 +32,7 @@ from marin_rl.utils.settings.section_types import (
     section_of,
 )
 
-MAX_WIDTH = 110
+MAX_WIDTH = 100
 """Maximum characters in a line, for readability on wide terminals."""
 COMMON_KEYS = (
     *("environment", "run_dir", "model", "initialize_from", "tokenizer.path", "seed", "num_steps"),

@@ -160,7 +160,7 @@ def test_overview_has_the_defaults_of_the_important_keys_and_all_keys():
     }
     assert "--dry_run        only check\n" in text
     assert set(field_types(TrainConfig)) <= set(re.findall(r"\w+", text.partition("All keys:")[2]))
-    assert max(map(len, text.splitlines())) <= 110
+    assert max(map(len, text.splitlines())) <= 100
     assert len(text.splitlines()) < 45
 
 
