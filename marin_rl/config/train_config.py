@@ -21,7 +21,7 @@ from marin_rl.config.base_config import MODEL_METADATA, TRAINER_METADATA, Abstra
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.models.conversion import check_model
 from marin_rl.models.model_settings import model_problems, window_problem
-from marin_rl.utils.devices.kernel_sharding import POSITION
+from marin_rl.utils.devices.sharding import POSITION
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
 from marin_rl.utils.errors import nearest
 from marin_rl.utils.levanter_line import UNUSABLE_OPTIMIZERS, max_positions

@@ -14,8 +14,8 @@ from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
 from marin_rl.environments.games import AbstractGameEnvironment, GameConfig, GameEpisode, Opening, Outcome
 from marin_rl.types import exact_sum
 from marin_rl.utils.errors import UserError
-from marin_rl.utils.escaping import replace_surrogates
 from marin_rl.utils.event_loop import run_in_thread
+from marin_rl.utils.output import replace_surrogates
 from marin_rl.utils.seeds import derive_seed
 from marin_rl.utils.user_code import require_extra
 

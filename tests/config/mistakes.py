@@ -452,7 +452,6 @@ OTHER_COMMANDS = _by_command(
             "option": _line("run --stp 1", "--stp"),
             "value": _line("run --step two", "--step", "'two'"),
             "range": _line("run --steps 5-x", "'5-x' is not a range of steps", "10-20"),
-            "sort": _line("run --sort rewrd", "--sort", "'rewrd'"),
             "no id": _line("run --id x", "'x'"),
         },
         "launch": {

@@ -22,7 +22,7 @@ import pytest
 
 from marin_rl.environments.agent import AgentEnvironment, CommandEpisode, FunctionEpisode
 from marin_rl.environments.base import AgentEpisode
-from marin_rl.environments.random_reward import RandomRewards
+from marin_rl.environments.random_reward import RANDOM, RandomRewards
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.environments.splits import Split
 from marin_rl.rollouts import agent_recorder

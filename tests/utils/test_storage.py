@@ -14,8 +14,8 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from marin_rl.runs.lease import hold
 
+from marin_rl.runs.lock import hold
 from marin_rl.utils import remote_path
 from marin_rl.utils.errors import RunDirectoryError, writing
 from marin_rl.utils.remote_path import RemotePath, StorageError
