@@ -15,7 +15,7 @@ import pytest
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.environments.reasoning_gym import ReasoningGymConfig
 from marin_rl.environments.single_turn import GarbageRewardError, SingleTurnEnvironment, refuse_garbage_rewards
-from marin_rl.rewards import math_grader, reply_text
+from marin_rl.rewards import grading, reply_text
 from marin_rl.rewards.grading import FormatConfig
 from marin_rl.rewards.grading_process import NoAnswerError
 from marin_rl.types import Message, Task
@@ -230,7 +230,7 @@ def test_a_grading_process_that_cannot_start_is_an_error(monkeypatch, tmp_path: 
     def refuse(*arguments: object) -> None:
         raise RuntimeError("cannot start a process")
 
-    monkeypatch.setattr(math_grader, "ask", refuse)
+    monkeypatch.setattr(grading, "ask", refuse)
     problems = tmp_path / "problems.jsonl"
     problems.write_text("\n".join(json.dumps({"prompt": str(number), "answer": "7"}) for number in range(100)))
     config = decode(EnvironmentConfig, {"type": "jsonl", "path": str(problems), "grader": {"type": "math_verify"}})
