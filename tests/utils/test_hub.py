@@ -80,12 +80,11 @@ def cache_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("./checkpoints/foo", r"x is './checkpoints/foo', but there is no such folder \(resolved to /.*\); correct"),
-        ("a/b/c", "x is 'a/b/c', but there is no such folder"),
-        ("../foo", "x is '../foo', but there is no such folder"),
-        ("~/foo", r"x is '~/foo', but there is no such folder \(resolved to /.*foo\)"),
-        ("/foo/bar", "x is '/foo/bar', but there is no such folder; correct"),
-        ("org/name with spaces", "but there is no such folder"),
+        *(
+            (text, rf"x is '{text}', but there is no such folder")
+            for text in ("a/b/c", "../foo", "org/a b", "/foo/bar")
+        ),
+        *((text, r"no such folder \(resolved to /.*foo\); correct the path, or name") for text in ("./a/foo", "~/foo")),
         ("file.txt", r"x is 'file.txt', which is a file; name the folder that contains it: '\.'"),
         ("", "x is empty; set it to a path"),
     ],
@@ -100,13 +99,11 @@ def test_a_path_is_not_a_hub_name(
 
 
 def test_an_unreachable_hub_is_one_sentence_and_is_asked_once(asked: None, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(
-        HubError,
-        match=r"x is 'foo/bar': there is no such folder, and no repository of that name is in the cache of the hub "
-        r"\(http://127.0.0.1:\d+ cannot be reached: \[Errno 111\] Connection refused\); check the name and the network",
-    ) as caught:
+    unreachable = (
+        r"\(http://127.0.0.1:\d+ cannot be reached: \[Errno 111\] Connection refused\); check the name and the n"
+    )
+    with pytest.raises(HubError, match=rf"^x is 'foo/bar': .* is in the cache of the hub {unreachable}"):
         check_source("foo/bar", "x")
-    assert "\n" not in str(caught.value)
     with pytest.raises(HubError, match=r"y is 'gpt2': there is no such folder.*cannot be reached"):
         check_source("gpt2", "y")
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -152,13 +149,6 @@ def test_answers_of_the_hub(
         assert paths == ["/org/a/resolve/main/config.json"]
 
 
-def test_datasets_are_other_repositories(asked: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with answering(200) as (address, paths):
-        set_endpoint(monkeypatch, address)
-        assert check_source("org/a", "environment.path", DATASET) is None
-        assert paths == ["/datasets/org/a/resolve/main/config.json"]
-
-
 def test_a_hub_that_does_not_answer_is_given_up(asked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "SECONDS", 0.1)
     # It accepts connections, and no more.
@@ -168,11 +158,13 @@ def test_a_hub_that_does_not_answer_is_given_up(asked: None, monkeypatch: pytest
             check_source("foo/bar", "x")
 
 
-def test_a_renamed_repository_is_accepted(asked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_datasets_are_other_repositories_and_a_renamed_one_is_accepted(
+    asked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with answering(200) as (address, paths), answering(307, Location=f"{address}/new/name") as (older, asked_first):
         set_endpoint(monkeypatch, older)
-        assert check_source("org/old", "tokenizer.path") is None
-        assert asked_first == ["/org/old/resolve/main/config.json"]
+        assert check_source("org/old", "environment.path", DATASET) is None
+        assert asked_first == ["/datasets/org/old/resolve/main/config.json"]
         assert set(paths) <= {"/new/name"}
 
 

@@ -36,43 +36,22 @@ def outcomes() -> dict[str, str]:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(
-    ("case", "rows"),
-    [
-        ("data axis", "24 rows, 3 a device"),
+def test_rows_per_data_parallel_device(outcomes: dict[str, str]):
+    assert outcomes == {
+        "data axis": "24 rows, 3 a device",
         # Pairs of devices share the same rows.
-        ("model axis", "12 rows, 3 a device"),
-        ("replicas", "24 rows, 3 a device"),
-        ("configured rows", "40 rows, 5 a device"),
+        "model axis": "12 rows, 3 a device",
+        "replicas": "24 rows, 3 a device",
+        "configured rows": "40 rows, 5 a device",
         # The model axis has the largest size that divides both numbers.
-        ("pod", "6 rows, 3 a device"),
-        ("fitting", "12 rows, 3 a device"),
-    ],
-)
-def test_rows_per_data_parallel_device(outcomes: dict[str, str], case: str, rows: str):
-    assert outcomes[case] == rows
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        (
-            "model axis too large",
-            "8 devices cannot be split into trainer.model_axis_size 3 x trainer.replica_ici_axis_size 1: their "
-            "product must divide a slice's devices",
-        ),
-        (
-            "replicas over slices",
-            "trainer.replica_dcn_axis_size is 2, but the number of slices is 1; set a number that divides it",
-        ),
-        (
-            "accelerator",
-            "trainer.require_accelerator is true, but jax found only a CPU; set it to false to use that",
-        ),
-    ],
-)
-def test_device_errors_name_the_numbers(outcomes: dict[str, str], case: str, message: str):
-    assert outcomes[case] == message
+        "pod": "6 rows, 3 a device",
+        "fitting": "12 rows, 3 a device",
+        "model axis too large": "8 devices cannot be split into trainer.model_axis_size 3 x "
+        "trainer.replica_ici_axis_size 1: their product must divide a slice's devices",
+        "replicas over slices": "trainer.replica_dcn_axis_size is 2, but the number of slices is 1; set a number that "
+        "divides it",
+        "accelerator": "trainer.require_accelerator is true, but jax found only a CPU; set it to false to use that",
+    }
 
 
 def test_input_config_is_not_modified():
