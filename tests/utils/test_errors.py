@@ -17,24 +17,10 @@ from marin_rl.utils.errors import MAX_FRAMES, USER_ERRORS, Closing, explain
 from marin_rl.utils.user_code import UserFileError, load_from_file
 
 INTERNAL = {
-    "ToolError": "reported to the policy",
-    "ToolTimeoutError": "reported to the policy",
-    "EnvironmentFault": "fails a rollout",
-    "ForeignError": "fails a rollout",
-    "NoAnswerError": "gives a reply no points",
-    "OutputError": "ends a command whose output cannot be written",
-    "HelpShown": "ends a command that has printed its help",
-    "RewardCallError": "fails a reward",
-    "_RetryableError": "makes a judge ask again",
-    "VerdictError": "makes a judge ask again",
-    "WorkerLostError": "makes the sandbox start another worker",
-    "RewardFunctionError": "reported by the sandbox worker that loads the user's file",
-    "ApiError": "answered to a client of the server",
-    "AgentError": "fails a rollout",
-    "GameError": "fails a rollout",
-    "OpenEnvServerError": "fails a rollout",
-    "EpisodeEndedError": "answered to an agent",
-    "StopRequestedError": "ends the step; the training loop saves and stops",
+    *("ToolError", "ToolTimeoutError", "EpisodeEndedError", "ApiError"),  # reported to the policy, agents or clients
+    *("EnvironmentFault", "ForeignError", "AgentError", "GameError", "OpenEnvServerError"),  # fail a rollout
+    *("NoAnswerError", "RewardCallError", "RewardFunctionError", "_RetryableError", "VerdictError", "WorkerLostError"),
+    *("OutputError", "HelpShown", "StopRequestedError"),  # end a command, a check or a step
 }
 """Errors that are handled before they reach the command line."""
 
@@ -52,7 +38,7 @@ def test_all_other_errors_are_printed_as_one_line() -> None:
     classes = errors_of_the_package()
     assert len(classes) > 30
     printed = {name for name, kind in classes.items() if issubclass(kind, USER_ERRORS)}
-    assert {name.rpartition(".")[2] for name in classes.keys() - printed} == set(INTERNAL)
+    assert {name.rpartition(".")[2] for name in classes.keys() - printed} == INTERNAL
 
 
 USER_CODE = """

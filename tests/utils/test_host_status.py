@@ -21,7 +21,6 @@ from marin_rl.utils.host_status import (
     StopRequestedError,
     exit_on_error,
     explain_errors,
-    raise_error_of_others,
     require_same_software,
     separate_work,
 )
@@ -177,24 +176,9 @@ def test_a_stop_of_one_process_stops_all_before_the_last_has_finished(processes:
 
 
 def test_a_stop_after_all_have_finished_does_not_end_the_round(processes: Processes) -> None:
-    asked = threading.Event()
-
-    def interrupt() -> None:
-        # The round is over, and the outcome is read only after this process was asked to stop.
-        assert asked.wait(600)
-        stopping()
-
-    def late() -> None:
-        with a_round(processes, interrupt=interrupt) as check:
-            processes.service.key_value_set("marin_rl/round-0/outcome", "finished")
-            asked.set()
-            check()
-
-    def other() -> None:
-        with a_round(processes):
-            pass
-
-    assert processes.run(late, other, other) == [None] * COUNT
+    with a_round(processes, interrupt=stopping) as check:
+        processes.service.key_value_set("marin_rl/round-0/outcome", "finished")
+        check()
 
 
 def test_another_version_or_compiler_flag_is_an_error(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,67 +211,35 @@ def fail() -> None:
 
 
 @pytest.mark.parametrize("has_finished", [False, True])
-def test_an_error_of_one_process_reaches_those_that_work_or_wait(processes: Processes, has_finished: bool) -> None:
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_first_error_reaches_processes_that_work_or_wait(
+    processes: Processes, has_finished: bool, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_status, "GRACE", 0.05)
+
     def other() -> None:
         with exit_on_error(), a_round(processes) as check:
             while not has_finished:
                 check()
 
-    failed, *others = processes.run(fail, other, other)
+    if first == 1:
+        processes.service.key_value_set("marin_rl/error", NO_SUCH_FILE)
+    failed, _, error = processes.run(fail, lambda: None, other)
     assert str(failed) == "no such file"
-    for error in others:
-        assert type(error) is OtherProcessError
-        assert str(error) == "training process 0 ended with an error: ValueError: no such file"
+    assert type(error) is OtherProcessError
+    assert str(error) == f"training process {first} ended with an error: ValueError: no such file"
 
 
-def test_a_blocked_process_is_ended_with_the_error_of_the_other(
+def test_a_blocked_main_process_ends_after_the_others_with_the_error_of_one(
     processes: Processes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(host_status, "GRACE", 0.05)
-    ended = threading.Event()
-    # The watching threads act for process 1.
-    monkeypatch.setattr("os._exit", lambda status: None if hasattr(processes.own, "index") else ended.set())
-    monkeypatch.setattr(jax, "process_index", lambda: getattr(processes.own, "index", 1))
-
-    def blocked() -> None:
-        with exit_on_error():
-            assert ended.wait(600)
-
-    failed, blocked_error = processes.run(fail, blocked)
-    assert str(failed) == "no such file"
-    assert blocked_error is None
-    assert "error: training process 0 ended with an error: ValueError: no such file\n" in capsys.readouterr().err
-
-
-def test_a_blocked_main_process_ends_after_the_others(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_status, "GRACE", 0.05)
-    service, read = processes.service, processes.service.key_value_dir_get
-    ended, before = threading.Event(), []
-
-    def read_after_others(key: str) -> list[tuple[str, str]]:
-        # The others end when the main process looks for them.
-        if key == "marin_rl/ended/":
-            service.values |= {"marin_rl/ended/1": "", "marin_rl/ended/2": ""}
-        return read(key)
-
-    def leave(status: int) -> None:
-        before.extend(read("marin_rl/ended/"))
-        ended.set()
-
-    monkeypatch.setattr(service, "key_value_dir_get", read_after_others)
-    monkeypatch.setattr("os._exit", leave)
-    service.key_value_set("marin_rl/error", NO_SUCH_FILE)
-    with exit_on_error():
-        assert ended.wait(60)
-    assert [key for key, _ in before] == ["marin_rl/ended/1", "marin_rl/ended/2"]
-
-
-def test_errors_are_noticed_after_the_service_failed_for_a_moment(
-    processes: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_status, "GRACE", 0.05)
-    service, read = processes.service, processes.service.key_value_try_get
-    ended, failures = threading.Event(), []
+    service, read, list_all = (
+        processes.service,
+        processes.service.key_value_try_get,
+        processes.service.key_value_dir_get,
+    )
+    ended, failures, before = threading.Event(), [], []
 
     def fail_once(key: str) -> str:
         if not failures:
@@ -296,11 +248,23 @@ def test_errors_are_noticed_after_the_service_failed_for_a_moment(
             raise jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset")
         return read(key)
 
+    def list_after_others(key: str) -> list[tuple[str, str]]:
+        # The others end when the main process looks for them.
+        if key == "marin_rl/ended/":
+            service.values |= {"marin_rl/ended/1": "", "marin_rl/ended/2": ""}
+        return list_all(key)
+
+    def leave(status: int) -> None:
+        before.extend(list_all("marin_rl/ended/"))
+        ended.set()
+
     monkeypatch.setattr(service, "key_value_try_get", fail_once)
-    monkeypatch.setattr("os._exit", lambda status: ended.set())
+    monkeypatch.setattr(service, "key_value_dir_get", list_after_others)
+    monkeypatch.setattr("os._exit", leave)
     with exit_on_error():
         assert ended.wait(60)
-    assert failures == ["marin_rl/error"]
+    assert [key for key, _ in before] == ["marin_rl/ended/1", "marin_rl/ended/2"]
+    assert "error: training process 1 ended with an error: ValueError: no such file\n" in capsys.readouterr().err
 
 
 def test_every_process_raises_its_own_error_and_the_main_process_waits_for_no_dead_one(
@@ -309,19 +273,6 @@ def test_every_process_raises_its_own_error_and_the_main_process_waits_for_no_de
     monkeypatch.setattr(host_status, "GRACE", 0.05)
     for running in (1, COUNT):
         assert [str(error) for error in processes.run(*[fail] * running)] == ["no such file"] * running
-
-
-def test_the_first_error_is_reported(processes: Processes) -> None:
-    def later() -> None:
-        with exit_on_error():
-            raise KeyError("second")
-
-    processes.service.key_value_set(
-        "marin_rl/error", '{"process": 2, "error": "ended with an error: ValueError: first"}'
-    )
-    processes.run(lambda: None, later)
-    with pytest.raises(OtherProcessError, match=r"^training process 2 ended with an error: ValueError: first$"):
-        raise_error_of_others()
 
 
 def run_explained(error: Exception) -> None:
