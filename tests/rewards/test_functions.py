@@ -43,33 +43,20 @@ def test_results_survive_json(score, steps, metrics, reason, is_score_valid, err
     assert EvaluateResult.model_validate_json(result.model_dump_json(), strict=True) == result
 
 
-@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf, 10**400, -(10**400), "1.0", [1.0], 1j])
+@pytest.mark.parametrize(
+    "score", [math.nan, math.inf, -math.inf, 10**400, -(10**400), "1.0", [1.0], 1j, 1.1e30, -1e308]
+)
 def test_scores_are_finite_numbers(score):
     with pytest.raises(pydantic.ValidationError, match="score"):
         EvaluateResult(score=score)
-    with pytest.raises(pydantic.ValidationError, match="length"):
-        EvaluateResult(score=1.0, metrics={"length": score})
     with pytest.raises(pydantic.ValidationError, match="base_reward"):
         StepOutput(step_index=0, base_reward=score)
-
-
-@pytest.mark.parametrize("score", [1.1e30, -1e308])
-def test_scores_too_large_for_float32_sums_are_invalid(score: float):
-    with pytest.raises(pydantic.ValidationError, match="score"):
-        EvaluateResult(score=score)
-    with pytest.raises(pydantic.ValidationError, match="base_reward"):
-        StepOutput(step_index=0, base_reward=score)
-    # Metrics are only logged, so they have no bound.
-    assert EvaluateResult(score=MAX_REWARD, metrics={"length": score}).metrics == {"length": score}
-
-
-def test_none_is_valid_only_as_a_score():
-    steps = (StepOutput(step_index=1, base_reward=1.0),)
-    assert EvaluateResult(score=None, step_outputs=steps).score is None
-    with pytest.raises(pydantic.ValidationError, match="length"):
-        EvaluateResult(score=1.0, metrics={"length": None})
-    with pytest.raises(pydantic.ValidationError, match="base_reward"):
-        StepOutput(step_index=0, base_reward=None)
+    if score in (1.1e30, -1e308):
+        # Too large for sums in float32. Metrics are only logged, so they have no bound.
+        assert EvaluateResult(score=MAX_REWARD, metrics={"length": score}).metrics == {"length": score}
+    else:
+        with pytest.raises(pydantic.ValidationError, match="length"):
+            EvaluateResult(score=1.0, metrics={"length": score})
 
 
 STEPS = (StepOutput(step_index=3, base_reward=0.25), StepOutput(step_index=1, base_reward=0.5))
@@ -79,7 +66,6 @@ STEPS = (StepOutput(step_index=3, base_reward=0.25), StepOutput(step_index=1, ba
     ("given", "expected"),
     [
         ({"score": 2.0}, 2.0),
-        ({"score": 2.0, "step_outputs": None}, 2.0),
         ({"score": 0.0, "step_outputs": STEPS}, 0.0),
         ({"step_outputs": STEPS}, 0.75),
         ({"score": None, "step_outputs": STEPS}, 0.75),
@@ -87,9 +73,7 @@ STEPS = (StepOutput(step_index=3, base_reward=0.25), StepOutput(step_index=1, ba
     ],
 )
 def test_the_reward_is_the_score_or_the_sum_of_the_steps(given, expected):
-    result = EvaluateResult(**given)
-    assert result.total_score == expected
-    assert EvaluateResult.model_validate_json(result.model_dump_json(), strict=True) == result
+    assert EvaluateResult(**given).total_score == expected
 
 
 @pytest.mark.parametrize("given", [{}, {"score": None}, {"step_outputs": None, "reason": "?"}])
@@ -117,11 +101,8 @@ def test_scores_can_be_any_real_number(score):
 def test_step_indices_are_integers_from_zero(index):
     with pytest.raises(pydantic.ValidationError, match="step_index"):
         StepOutput(step_index=index, base_reward=0.0)
-
-
-def test_unknown_fields_and_changes_are_errors():
-    with pytest.raises(pydantic.ValidationError, match="scores"):
-        EvaluateResult.model_validate({"score": 1.0, "scores": 2.0})
+    with pytest.raises(pydantic.ValidationError, match="base_reward"):
+        StepOutput(step_index=0, base_reward=None)
     with pytest.raises(pydantic.ValidationError, match="frozen"):
         EvaluateResult(score=1.0).score = 2.0
 
@@ -154,26 +135,6 @@ def test_batch_outside_the_sandbox(request_of):
     requests = [request_of("forty-six"), request_of("46")]
     assert [result.score for result in evaluate(shortest, requests, {})] == [0.0, 1.0]
     assert [result.score for result in shortest([[{"content": "a"}]] * 2, ["", ""], task_id=["t1", "t1"])] == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("answer", [[], [1.0], [1.0, 2.0, 3.0], 1.0, "ab", None, {"a": 1.0}])
-def test_batch_results_have_the_length_of_the_batch(request_of, answer):
-    @reward_function(mode="batch")
-    def wrong(messages, ground_truth, **kwargs):
-        return answer
-
-    with pytest.raises(RewardFunctionError, match=r"wrong returned .* for 2 rollouts"):
-        evaluate(wrong, [request_of(), request_of()], {})
-
-
-@pytest.mark.parametrize("answer", ["1.0", None, [1.0], {"score": 1.0}])
-def test_pointwise_results_are_results_or_numbers(request_of, answer):
-    @reward_function
-    def wrong(messages, ground_truth, **kwargs):
-        return answer
-
-    with pytest.raises(RewardFunctionError, match=rf"wrong returned {re.escape(repr(answer))}"):
-        evaluate(wrong, [request_of()], {})
 
 
 def lacks_messages(ground_truth, **kwargs): ...
@@ -224,16 +185,27 @@ def test_wrong_arguments_of_the_decorator():
         reward_function(cast(Any, "batch"))
 
 
-@pytest.mark.parametrize("answer", [math.nan, -math.inf, np.float32("nan"), np.array(math.nan), 1e31, 10**400])
-@pytest.mark.parametrize("mode", ["pointwise", "batch"])
-def test_numbers_that_are_no_reward_are_named(request_of, answer, mode):
+INFINITE = "a reward must be finite and at most 1e+30"
+
+
+@pytest.mark.parametrize(
+    ("mode", "answer", "problem"),
+    [
+        *(("pointwise", answer, f"returned {answer!r}") for answer in ("1.0", None, [1.0], {"score": 1.0})),
+        *(("pointwise", answer, INFINITE) for answer in (math.nan, -math.inf, np.float32("nan"), np.array(math.nan))),
+        *(("pointwise", answer, INFINITE) for answer in (1e31, 10**400)),
+        *(("batch", [1.0, answer], f"for rollout 1; {INFINITE}") for answer in (math.nan, 1e31, 10**400)),
+        *(("batch", answer, "for 2 rollouts") for answer in ([], [1.0], [1.0, 2.0, 3.0], 1.0, "ab", None, {"a": 1.0})),
+        # `model_construct` validates nothing.
+        ("pointwise", EvaluateResult.model_construct(score=math.nan), "an invalid EvaluateResult with score nan"),
+    ],
+)
+def test_other_values_than_results_are_named(request_of, mode, answer, problem):
     @reward_function(mode=mode)
     def wrong(messages, ground_truth, **kwargs):
-        return answer if mode == "pointwise" else [1.0, answer]
+        return answer
 
-    place = " for rollout 1" if mode == "batch" else ""
-    words = rf"wrong returned (nan|-?inf|1e\+31){place}; a reward must be finite and at most 1e\+30"
-    with pytest.raises(RewardFunctionError, match=words):
+    with pytest.raises(RewardFunctionError, match=f"wrong returned .*{re.escape(problem)}|wrong {re.escape(problem)}"):
         evaluate(wrong, [request_of(), request_of()], {})
 
 
@@ -255,15 +227,6 @@ def test_invalid_fields_are_described_in_a_sentence(fields, expected):
     text = describe_invalid(raised.value)
     assert expected in text
     assert "\n" not in text
-
-
-def test_results_without_validation_are_validated(request_of):
-    @reward_function
-    def wrong(messages, ground_truth, **kwargs):
-        return EvaluateResult.model_construct(score=math.nan)
-
-    with pytest.raises(RewardFunctionError, match="wrong returned an invalid EvaluateResult with score nan"):
-        evaluate(wrong, [request_of()], {})
 
 
 def test_functions_cannot_change_messages_of_others(request_of):

@@ -79,44 +79,13 @@ def test_components_of_each_scope_are_called_once(request_of):
     assert [part.asked for part in parts] == [[["r0"], ["r1"], ["r2"]], [["r0", "r1", "r2"]], [["r0", "r1", "r2"]]]
 
 
-def test_a_component_can_fail_for_single_rollouts(request_of):
-    class Partial(Scripted):
-        async def score(self, requests: Sequence[RewardRequest]) -> Sequence[EvaluateResult | RewardCallError]:
-            return [self.answer if request.rollout_id == "r1" else TIMEOUT for request in requests]
-
-    requests = [request_of(rollout_id=f"r{index}") for index in range(3)]
-    part = Partial("style", EvaluateResult(score=0.5))
-    results = asyncio.run(score_rollouts([part], RewardScope.POINTWISE, requests))
-    failed = RewardResult("style", 1.0, score=None, error="no answer", failure="timeout")
-    assert results == [[failed], [RewardResult("style", 1.0, 0.5)], [failed]]
-
-
 def test_result_of_a_component(request_of):
-    result = EvaluateResult(
-        score=0.5,
-        step_outputs=(StepOutput(step_index=1, base_reward=2.0, reason="well said"),),
-        metrics={"length": 2.0},
-        reason="because",
-    )
-    assert score_one([Scripted("style", result, weight=3.0)], request_of()) == [
-        RewardResult(
-            component="style",
-            weight=3.0,
-            score=0.5,
-            steps=(TurnReward(0, 2.0, "well said"),),
-            metrics={"length": 2.0},
-            reason="because",
-        )
-    ]
-
-
-@pytest.mark.parametrize(("score", "expected"), [(None, 2.0), (0.0, 0.0)])
-def test_step_rewards_sum_to_the_score_without_one(request_of, score, expected):
-    result = EvaluateResult(score=score, step_outputs=(StepOutput(step_index=1, base_reward=2.0),))
-    [evaluation] = score_one([Scripted("style", result, weight=3.0)], request_of())
-    assert (evaluation.score, evaluation.steps) == (expected, (TurnReward(0, 2.0),))
-    assert weighted_rewards([evaluation]) == {"style": 3 * expected}
-    assert evaluation_metrics([evaluation]) == {"rewards/style/score": expected}
+    steps = (StepOutput(step_index=1, base_reward=2.0, reason="well said", metrics={"moves": 2.0}),)
+    result = EvaluateResult(step_outputs=steps, metrics={"length": 2.0}, reason="because")
+    turns = (TurnReward(0, 2.0, "well said", {"moves": 2.0}),)
+    # Without a score it is the sum of the step rewards.
+    expected = RewardResult("style", weight=3.0, score=2.0, steps=turns, metrics={"length": 2.0}, reason="because")
+    assert score_one([Scripted("style", result, weight=3.0)], request_of()) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -148,14 +117,6 @@ def test_failed_score_fails_only_its_rollout(request_of, answer, cause, said):
     }
 
 
-def test_failed_group_call_fails_the_whole_group(request_of):
-    part = Scripted("compare", TIMEOUT, RewardScope.GROUP)
-    requests = [request_of(rollout_id="a"), request_of(rollout_id="b")]
-    results = asyncio.run(score_rollouts([part], RewardScope.GROUP, requests))
-    assert [[one.score for one in rollout] for rollout in results] == [[None], [None]]
-    assert [one.failure for rollout in results for one in rollout] == ["timeout", "timeout"]
-
-
 def test_other_errors_propagate(request_of):
     class Broken(Scripted):
         async def score(self, requests):
@@ -165,16 +126,26 @@ def test_other_errors_propagate(request_of):
         score_one([Broken("broken", None)], request_of())
 
 
+def test_single_rollouts_and_whole_groups_can_fail(request_of):
+    class Partial(Scripted):
+        async def score(self, requests: Sequence[RewardRequest]) -> Sequence[EvaluateResult | RewardCallError]:
+            return [self.answer if request.rollout_id == "r1" else TIMEOUT for request in requests]
+
+    requests = [request_of(rollout_id=f"r{index}") for index in range(3)]
+    good = RewardResult("style", 1.0, 0.5)
+    failed = RewardResult("style", 1.0, score=None, error="no answer", failure="timeout")
+    for part, results in (
+        (Partial("style", EvaluateResult(score=0.5), RewardScope.GROUP), [failed, good, failed]),
+        (Scripted("style", TIMEOUT, RewardScope.GROUP), [failed] * 3),
+    ):
+        assert asyncio.run(score_rollouts([part], RewardScope.GROUP, requests)) == [[result] for result in results]
+        assert asyncio.run(score_rollouts([part], RewardScope.GROUP, [])) == []
+
+
 def test_names_are_unique():
     same = [CodeRewardConfig(name="style"), CodeRewardConfig(name="style", weight=2.0)]
     with pytest.raises(RewardConfigError, match="duplicate names style"):
         build_components(same, object.__new__(Sandbox))
-
-
-def test_no_rollouts_call_no_component():
-    part = Scripted("compare", TIMEOUT, RewardScope.BATCH)
-    assert asyncio.run(score_rollouts([part], RewardScope.BATCH, [])) == []
-    assert part.asked == []
 
 
 ROLES = ("system", "user", "assistant", "user", "assistant", "tool", "assistant")
@@ -184,44 +155,22 @@ def chat(roles) -> list[Message]:
     return [Message(role=role, content="") for role in roles]
 
 
-def test_steps_are_aligned_with_turns():
-    steps = [
-        StepOutput(step_index=6, base_reward=3.0),
-        StepOutput(step_index=2, base_reward=1.0, reason="good", metrics={"moves": 2.0}),
-    ]
-    assert align_steps("r1", chat(ROLES), steps) == {
-        0: TurnReward(turn=0, base_reward=1.0, reason="good", metrics={"moves": 2.0}),
-        2: TurnReward(turn=2, base_reward=3.0),
-    }
-
-
-def test_prompt_examples_are_not_turns():
-    [(turn, step)] = align_steps("r1", chat(ROLES), [StepOutput(step_index=4, base_reward=1.0)], 3).items()
-    assert turn == step.turn == 0
-    with pytest.raises(StepIndexError, match=r"rollout r1: step_index 2 refers to an example in the prompt.* are 4, 6"):
-        align_steps("r1", chat(ROLES), [StepOutput(step_index=2, base_reward=1.0)], 3)
-
-
 @pytest.mark.parametrize(
     ("indices", "problem"),
     [
         ([1], "step_index 1 refers to a message of role 'user'"),
-        ([0], "step_index 0 refers to a message of role 'system'"),
-        ([5], "step_index 5 refers to a message of role 'tool'"),
         ([7], "step_index 7 is out of range for 7 messages"),
-        ([2, 4, 2], "step_index 2 is repeated"),
+        ([4, 6, 4], "step_index 4 is repeated"),
+        ([2], "step_index 2 refers to an example in the prompt, which has 3 messages"),
     ],
 )
 def test_wrong_indices_are_named(indices, problem):
     steps = [StepOutput(step_index=index, base_reward=0.0) for index in indices]
     with pytest.raises(StepIndexError) as raised:
-        align_steps("rollout-17", chat(ROLES), steps)
-    assert str(raised.value) == f"rollout rollout-17: {problem}; the indices of the policy's messages are 2, 4, 6"
-
-
-def test_conversation_without_policy_messages():
-    with pytest.raises(StepIndexError, match="none \\(it has no messages\\)"):
-        align_steps("r1", chat(["user"]), [StepOutput(step_index=0, base_reward=0.0)])
+        align_steps("rollout-17", chat(ROLES), steps, 3)
+    assert str(raised.value) == f"rollout rollout-17: {problem}; the indices of the policy's messages are 4, 6"
+    with pytest.raises(StepIndexError, match=r"none \(it has no messages\)"):
+        align_steps("r1", chat(["user"]), steps)
 
 
 @given(
@@ -258,19 +207,12 @@ LOST = RewardResult("judge", weight=1.0, score=None, error="no answer", failure=
 def test_rewards_are_weighted():
     assert weighted_rewards([CORRECT, SHORT]) == {"correct": 2.0, "short": -0.25}
     assert failure([CORRECT, SHORT]) is None
-
-
-def test_a_missing_score_fails_the_rollout():
+    assert turn_rewards([CORRECT, SHORT], 3) == [{"correct": 1.0}, {}, {"correct": 0.0, "short": -2.0}]
+    with pytest.raises(IndexError):
+        turn_rewards([CORRECT], 2)
     assert failure([CORRECT, LOST]) == "reward 'judge': no answer"
     with pytest.raises(ValueError, match="'judge': no answer"):
         weighted_rewards([CORRECT, LOST])
-
-
-def test_turn_rewards_have_the_names_of_their_components():
-    assert turn_rewards([CORRECT, SHORT], 3) == [{"correct": 1.0}, {}, {"correct": 0.0, "short": -2.0}]
-    assert turn_rewards([], 2) == [{}, {}]
-    with pytest.raises(IndexError):
-        turn_rewards([CORRECT], 2)
 
 
 def test_metrics_are_means_over_rollouts_and_steps():

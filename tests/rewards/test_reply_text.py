@@ -22,15 +22,9 @@ from marin_rl.rewards.reply_text import (
 )
 
 
-def test_last_match_counts():
+def test_patterns_of_data_sets():
     assert extract_last(r"<answer>(.*?)</answer>", "<answer>1</answer> no <answer>2</answer>") == "2"
-
-
-def test_no_match_is_none():
     assert extract_last(r"#### (\d+)", "42") is None
-
-
-def test_missing_group_names_field():
     with pytest.raises(ValueError, match=r"reply_regex: 'abc' has 0 groups but needs 1"):
         check_pattern("reply_regex", "abc", groups=1)
 
@@ -38,17 +32,13 @@ def test_missing_group_names_field():
 @pytest.mark.parametrize(
     ("pattern", "text", "whole", "found"),
     [
-        (r"#### (\d+)", "#### 41, no: #### 42.", False, Found("42", ".")),
-        (r"#### (\d+)", "42", False, None),
-        (r"\d+", "42", False, Found(None, "")),
-        (r"(a)|b", "ab", False, Found(None, "")),
+        (r"#### (\d+)", "#### 41, no: #### 42.", False, Found("42", ".")), (r"#### (\d+)", "42", False, None),
+        (r"\d+", "42", False, Found(None, "")), (r"(a)|b", "ab", False, Found(None, "")),
         (r"(x)", "x" + "y" * 300, False, Found("x", "y" * 100)),
-        (r"(?s)<think>.*</think>\d+", "<think>\n</think>42", True, Found(None, "")),
-        (r"\d+", "42.", True, None),
-        (r"(.)", "\ud800", True, Found("\ud800", "")),
-        (r"", "", True, Found(None, "")),
+        (r"(?s)<think>.*</think>\d+", "<think>\n</think>42", True, Found(None, "")), (r"\d+", "42.", True, None),
+        (r"(.)", "\ud800", True, Found("\ud800", "")), (r"", "", True, Found(None, "")),
     ],
-)
+)  # fmt: skip
 def test_search_of_a_reply(pattern: str, text: str, whole: bool, found: Found | None):
     assert search_reply(pattern, text, whole=whole) == found
 
@@ -76,29 +66,18 @@ def test_a_search_without_end_is_given_up(monkeypatch, pattern: str, text: str, 
 @pytest.mark.parametrize(
     ("reply", "calls"),
     [
-        ("4", []),
-        ("<tool_call>a</tool_call>", ["a"]),
-        ("<think><tool_call>a</tool_call></think> 4", []),
+        ("4", []), ("<tool_call>a</tool_call>", ["a"]), ("<think><tool_call>a</tool_call></think> 4", []),
         ("<think>or <tool_call>a</tool_call>", []),
         ("<think>a</think><tool_call>the <think> token</tool_call>", ["the <think> token"]),
         ("<think>a</think><think>b</think><tool_call> b </tool_call>", ["b"]),
-        ("so <tool_call>a</tool_call> and <tool_call>b", ["a", "b"]),
-        ("<tool_call>", [""]),
-        ("</tool_call>", []),
+        ("so <tool_call>a</tool_call> and <tool_call>b", ["a", "b"]), ("<tool_call>", [""]), ("</tool_call>", []),
         ('<think>so</think> {"name": "a", "parameters": {}}\n', ['{"name": "a", "parameters": {}}']),
-        (
-            '{"type": "function", "name": "a", "parameters": {}}',
-            ['{"type": "function", "name": "a", "parameters": {}}'],
-        ),
-        ('{"name": "a", "arguments": 3}', ['{"name": "a", "arguments": 3}']),
-        # JSON answers and text about calls contain no calls.
-        ('{"name": "Ada", "age": 36}', []),
-        ('{"name": "Ada", "parameters": {}, "age": 36}', []),
-        ('I call {"name": "a", "parameters": {}}', []),
-        ('{"name": "a", "parameters": {}', []),
-        ("[" * 100_000, []),
+        ('{"type": "function", "name": "a", "parameters": {}}', ['{"type": "function", "name": "a", "parameters": {}}']),
+        ('{"name": "a", "arguments": 3}', ['{"name": "a", "arguments": 3}']), ('{"name": "Ada", "age": 36}', []),
+        ('{"name": "Ada", "parameters": {}, "age": 36}', []), ('I call {"name": "a", "parameters": {}}', []),
+        ('{"name": "a", "parameters": {}', []), ("[" * 100_000, []),
     ],
-)
+)  # fmt: skip
 def test_positions_of_calls(reply: str, calls: list[str]):
     assert [call.text for call in parse_reply(reply).calls] == calls
 
@@ -159,22 +138,18 @@ def test_number_of_calls(reply: str, calls: int):
 @pytest.mark.parametrize(
     ("reply", "answer"),
     [
-        ("42", "42"),
-        ("<think>a</think>42", "42"),
-        ("a</think>42", "42"),
-        ("<think>a", None),
+        ("42", "42"), ("<think>a</think>42", "42"), ("a</think>42", "42"), ("<think>a", None),
         ("<think>a</think>4<think>", None),
         ('The tag "<think>" opens thoughts', 'The tag "<think>" opens thoughts'),
         ("<think>a</think>Now `</think>` closes them", "Now `</think>` closes them"),
-        ('<think>I say "hi"</think>"hi"', '"hi"'),
-        ('I say "hi"</think>"hi"', '"hi"'),
+        ('<think>I say "hi"</think>"hi"', '"hi"'), ('I say "hi"</think>"hi"', '"hi"'),
         ('<think>then "</think>" ends them</think>42', "42"),
         (f"<think><tool_call>{call('</think>')}</tool_call>", None),
         (f"<think><tool_call>{call('</think>')}</tool_call></think>42", "42"),
         (f"I may use <tool_call>{call('</think>')}</tool_call>.</think>42", "42"),
         ("I may use <tool_call> here.</think>42", "42"),
     ],
-)
+)  # fmt: skip
 def test_answers(reply: str, answer: str | None):
     assert graded_text(reply) == answer
 

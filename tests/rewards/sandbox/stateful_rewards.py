@@ -56,11 +56,7 @@ def stateful(function):
 
 CLOSURE = stateful(None)
 GENERATOR = iter(range(1000))
-
-
-@functools.lru_cache
-def cached():
-    return object()
+cached = functools.lru_cache(object)
 
 
 def constant():
@@ -76,14 +72,6 @@ def changed(read, change):
         return found
 
     return action
-
-
-def insert():
-    TABLE.execute("INSERT INTO seen VALUES ('1')")
-
-
-def replace_code():
-    constant.__code__ = (lambda: 1).__code__
 
 
 def leave_files():
@@ -136,9 +124,12 @@ ACTIONS = {
     "closure and default": CLOSURE,
     "generator": lambda: next(GENERATOR),
     "lru_cache": changed(lambda: cached.cache_info().currsize, cached),
-    "code": changed(constant, replace_code),
+    "code": changed(constant, lambda: setattr(constant, "__code__", (lambda: 1).__code__)),
     "globals": changed(lambda: float("new" in globals()), lambda: globals().update(new=1)),
-    "sqlite": changed(lambda: TABLE.execute("SELECT count(*) FROM seen").fetchone()[0], insert),
+    "sqlite": changed(
+        lambda: TABLE.execute("SELECT count(*) FROM seen").fetchone()[0],
+        lambda: TABLE.execute("INSERT INTO seen VALUES ('1')"),
+    ),
     "C memory": changed(lambda: BUFFER.raw[0], lambda: ctypes.memset(BUFFER, 1, 1)),
     "sys.modules": changed(lambda: float("new" in sys.modules), lambda: sys.modules.update(new=math)),
     "import": changed(lambda: float("colorsys" in sys.modules), lambda: __import__("colorsys")),
@@ -217,26 +208,6 @@ def raises(text):
     raise ValueError(f"cannot score {text}")
 
 
-def allocates(text):
-    return float(len(bytearray(10 * 2**30)))
-
-
-def exits(text):
-    os._exit(0)
-
-
-def answers_an_object(text):
-    return object()
-
-
-def crashes(text):
-    return ctypes.string_at(0)
-
-
-def is_killed(text):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def hangs_once(path):
     if os.path.exists(path):
         os.remove(path)
@@ -263,20 +234,6 @@ def prints(text):
         print("x" * 1000)
 
 
-def answers_much(text):
-    return EvaluateResult(score=1.0, reason="x" * 10_000_000)
-
-
-def answers_twice(text):
-    os.write(3, b'["{}"]')
-    return 1.0
-
-
-def closes_descriptors(text):
-    os.closerange(0, 100)
-    return 1.0
-
-
 def acts(messages, ground_truth, **kwargs):
     """Return the number in the reply, or the result of the function that it names, with the rest as argument."""
     name, _, text = messages[-1]["content"].partition(" ")
@@ -287,7 +244,16 @@ def acts(messages, ground_truth, **kwargs):
     return EvaluateResult(score=result, reason=str(os.getpid()))
 
 
-REPLIES = {name: value for name, value in globals().items() if isinstance(value, types.FunctionType)}
+REPLIES = {name: value for name, value in globals().items() if isinstance(value, types.FunctionType)} | {
+    "allocates": lambda _: float(len(bytearray(10 * 2**30))),
+    "exits": lambda _: os._exit(0),
+    "answers_an_object": lambda _: object(),
+    "crashes": lambda _: ctypes.string_at(0),
+    "is_killed": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "answers_much": lambda _: EvaluateResult(score=1.0, reason="x" * 10_000_000),
+    "answers_twice": lambda _: os.write(3, b'["{}"]') and 1.0,
+    "closes_descriptors": lambda _: os.closerange(0, 100) or 1.0,
+}
 separate = reward_function(acts)
 stateless = reward_function(stateless=True)(acts)
 # Further ones, because a function whose calls are slow does not share processes again in a run.
