@@ -67,14 +67,16 @@ def run(spec: WorkerSpec, source: str, connection: socket.socket, parent: int) -
         module = None if spec.file is None else _load(spec.file, source)
         if maps is not None:
             _check_maps(maps)
+        functions = {} if module is None else dict(vars(module))
+        described = {} if module is None else _describe(functions)
     except BaseException as error:
-        connection.sendall(protocol.encode({"forkserver": None, "failed": _explain(error, spec)}))
+        connection.sendall(protocol.encode({"failed": _explain(error, spec)}))
         return
     # A forked process has only the thread that forked. Off Linux the loading process itself serves calls.
     if IS_LINUX and os.fork() != 0:
         while True:
             signal.pause()
-    _serve(spec, connection, module, parent)
+    _serve(spec, connection, functions, described, parent)
 
 
 def _leave_worker(connection: socket.socket, parent: int) -> socket.socket:
@@ -127,15 +129,13 @@ def _load(file: str, source: str) -> types.ModuleType:
     return module
 
 
-def _serve(spec: WorkerSpec, connection: socket.socket, module: types.ModuleType | None, parent: int) -> None:
+def _serve(
+    spec: WorkerSpec, connection: socket.socket, functions: Mapping[str, Any], described: dict[str, Any], parent: int
+) -> None:
     if IS_LINUX:
         os.setsid()
         # A descriptor that the user's code opened could be a duplicate of the connection.
         os.closerange(_ANSWER + 1, os.sysconf("SC_OPEN_MAX"))
-    if module is not None:
-        # Imported before the fork, once for all calls.
-        import marin_rl.rewards.functions  # noqa: F401
-    functions = {} if module is None else dict(vars(module))
     prepare_call(spec)
     # With a handler of the file, its code would run here when a call ends.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -143,7 +143,7 @@ def _serve(spec: WorkerSpec, connection: socket.socket, module: types.ModuleType
     # process.
     gc.collect()
     gc.freeze()
-    connection.sendall(protocol.encode({"forkserver": os.getpid(), "failed": None}))
+    connection.sendall(protocol.encode({"forkserver": os.getpid(), "functions": described}))
     if not connection.recv(len(CONTINUE)):
         return
     if IS_LINUX:
@@ -152,38 +152,25 @@ def _serve(spec: WorkerSpec, connection: socket.socket, module: types.ModuleType
         pass
 
 
-def parse_ready(data: bytes) -> tuple[int | None, str | None]:
+def parse_ready(data: bytes) -> tuple[int, dict[str, Any]] | str:
     """Parse the message of the loading process.
 
     The user's code ran in that process, so the message is untrusted.
 
     Returns:
-        The process id of the forkserver, or None; and the error that prevented loading the file, or None.
+        The process id of the forkserver and the descriptions of the file's reward functions; or the error that
+        prevented loading the file.
     """
-    message = _parse(data)
-    if isinstance(message.get("failed"), str):
-        return None, message["failed"]
-    if type(message.get("forkserver")) is int:
-        return message["forkserver"], None
-    return None, "the loading process sent an invalid message instead of the forkserver's process id"
-
-
-def parse_names(data: bytes) -> tuple[dict[str, Any], str | None]:
-    """Parse the untrusted descriptions of the file's reward functions; returns them and an error message or None."""
-    message = _parse(data)
-    if isinstance(message.get("functions"), dict):
-        return message["functions"], None
-    if isinstance(message.get("raised"), str):
-        return {}, f"listing its reward functions {message['raised']}"
-    return {}, "the forkserver sent no valid description of its reward functions"
-
-
-def _parse(data: bytes) -> dict[str, Any]:
     try:
         message = json.loads(data)
     except (ValueError, RecursionError):
         message = None
-    return message if isinstance(message, dict) else {}
+    match message:
+        case {"failed": str(failed)}:
+            return failed
+        case {"forkserver": int(process), "functions": dict(functions)} if type(process) is int:
+            return process, functions
+    return "the loading process sent an invalid message instead of the forkserver's process id"
 
 
 def _serve_one(spec: WorkerSpec, connection: socket.socket, functions: Mapping[str, Any]) -> bool:
@@ -253,8 +240,6 @@ def _be_child(
 
 def _answer(request: dict[str, Any], functions: Mapping[str, Any], spec: WorkerSpec) -> str:
     try:
-        if request["kind"] == "describe":
-            return _describe(functions)
         return _run_function(request, functions)
     except MemoryError:
         return '{"memory": true}'
@@ -275,11 +260,12 @@ def _failure(error: BaseException, spec: WorkerSpec) -> dict[str, str]:
     return {"raised": f"raised {_explain(error, spec)}"}
 
 
-def _describe(functions: Mapping[str, Any]) -> str:
+def _describe(functions: Mapping[str, Any]) -> dict[str, Any]:
     """Describe the reward functions of the file by name."""
+    # Imported before the fork, once for all calls.
     from marin_rl.rewards.functions import RewardFunction, required_options
 
-    described = {
+    return {
         name: {
             "mode": value.mode.value,
             "required": [] if value.problem else required_options(value),
@@ -289,7 +275,6 @@ def _describe(functions: Mapping[str, Any]) -> str:
         for name, value in functions.items()
         if isinstance(value, RewardFunction)
     }
-    return json.dumps({"functions": described})
 
 
 def _run_calls(request: dict[str, Any], functions: Mapping[str, Any], spec: WorkerSpec) -> str:

@@ -92,7 +92,7 @@ class Worker:
         self._source = ""
         self._forkserver: int | None = None
         self._connection: socket.socket | None = None
-        self._names: dict[str, Any] = {}
+        self._functions: dict[str, Any] = {}
         self._loaded_bytes = 0
         self._unremovable: set[str] = set()
 
@@ -110,7 +110,7 @@ class Worker:
             if failure is not None:
                 return {"not_loaded": failure}
         if request["kind"] == "load":
-            return {"loaded": self._names}
+            return {"loaded": self._functions}
         return self._call(request, time.monotonic() + request.get("seconds", self._spec.limits.wall_seconds))
 
     def _start_forkserver(self) -> str | None:
@@ -127,7 +127,7 @@ class Worker:
                 os._exit(1)
         theirs.close()
         self._forkserver, self._connection = pid, ours
-        failure = self._load(deadline) or self._describe(deadline)
+        failure = self._load(deadline)
         if failure is not None and self._forkserver is not None:
             self._end_forkserver()
         return failure
@@ -154,8 +154,11 @@ class Worker:
             return (
                 "the process that imported it ended, as after os._exit() or a crash; import it with python to see why"
             )
-        process, failed = forkserver.parse_ready(bytes(ready.data[protocol.HEADER_BYTES :]))
-        return failed if process is None else self._adopt_forkserver(process)
+        parsed = forkserver.parse_ready(bytes(ready.data[protocol.HEADER_BYTES :]))
+        if isinstance(parsed, str):
+            return parsed
+        process, self._functions = parsed
+        return self._adopt_forkserver(process)
 
     def _adopt_forkserver(self, process: int) -> str | None:
         """Kill the process that loaded the file, with its threads and children, and use the forkserver it forked.
@@ -175,19 +178,6 @@ class Worker:
         with contextlib.suppress(OSError):
             self._connection.sendall(forkserver.CONTINUE)
         return None
-
-    def _describe(self, deadline: float) -> str | None:
-        """List the names of the loaded file in a call; returns an error message or None."""
-        self._names = {}
-        if self._spec.file is None:
-            return None
-        report = self._call({"kind": "describe"}, deadline)
-        if report["violation"] is not None:
-            return f"listing its reward functions exceeded the limit on {report['violation']}"
-        if self._forkserver is None:
-            return report["warnings"][0] if report["warnings"] else "its forkserver died"
-        self._names, failed = forkserver.parse_names(report["answer"].encode())
-        return failed
 
     def _call(self, request: dict[str, Any], deadline: float) -> dict[str, Any]:
         folder = tempfile.mkdtemp(dir=self._spec.scratch)

@@ -331,15 +331,15 @@ def say(message):
         ("import socket; socket.socket()", "PermissionError"),
         ("import os; os.write(3, b'\\x00\\x00\\x00\\x02[]'); os._exit(0)", "invalid message"),
         ("import os\nwhile True: os.write(3, b'\\x7f' * 1000)", "limit on output"),
-        (SAY + 'say({"functions": {"forged": {"mode": "pointwise", "required": []}}, "failed": None})\n'
+        (SAY + 'say({"functions": {"forged": {"mode": "pointwise", "required": []}}})\n'
          "while True: pass",
          "invalid message"),
-        (SAY + 'say({"forkserver": 1, "failed": None})\nwhile True: pass', "a forkserver that is not its child"),
+        (SAY + 'say({"forkserver": 1, "functions": {}})\nwhile True: pass', "a forkserver that is not its child"),
         (SAY + "threading.Thread(target=time.sleep, args=(1e6,)).start()\n"
-         'say({"forkserver": os.getpid(), "failed": None})',
+         'say({"forkserver": os.getpid(), "functions": {}})',
          "started threads or processes"),
-        (SAY + 'say({"forkserver": os.getpid(), "failed": None})\ntime.sleep(1e6)',
-         "listing its reward functions exceeded"),
+        (SAY + 'say({"forkserver": os.getpid(), "functions": {"f": {"mode": "pointwise"}}})\ntime.sleep(1e6)',
+         "sent an invalid .* without"),
         (SAY + 'threading.stack_size(32768)\n'
          'while True: threading.Thread(target=time.sleep, args=(1e6,)).start()', "limit on threads"),
         ("open('large', 'wb').write(bytes(2**21))", "File too large"),
@@ -359,8 +359,7 @@ def test_files_that_cannot_be_loaded(level: Isolation, code: str, message: str, 
         # The worker that failed to load this file can run other calls.
         assert (await sandbox.run_python("print(1)")).stdout == "1\n"
 
-    endless = message in ("took longer than 4 s", "listing its reward functions exceeded")
-    use(level, scenario, start_seconds=4.0 if endless else 600.0, memory_mb=512, file_mb=1)
+    use(level, scenario, start_seconds=4.0 if message == "took longer than 4 s" else 600.0, memory_mb=512, file_mb=1)
 
 
 SCORES = """
@@ -444,14 +443,34 @@ def test_forkserver_with_threads_is_replaced(
     assert {process.threads for process in list_descendants(workers[0]).values()} == {1}
 
 
+DESCRIBED = '{"f": {"mode": "pointwise", "required": [], "stateless": False, "problem": None}}'
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("level", CONFINED_LEVELS)
+def test_a_forged_forkserver_fails_its_own_calls(level: Isolation, tmp_path: Path):
+    file = tmp_path / "rewards.py"
+    file.write_text(SAY + f'say({{"forkserver": os.getpid(), "functions": {DESCRIBED}}})\ntime.sleep(1e6)')
+
+    async def scenario(sandbox: Sandbox) -> None:
+        assert set(await sandbox.load(str(file))) == {"f"}
+        with pytest.raises(RewardCallError) as raised:
+            await score(sandbox, UserFunction(str(file), "f"))
+        assert raised.value.cause is RewardFailure.TIMEOUT
+        assert (await sandbox.run_python("print(1)")).stdout == "1\n"
+
+    use(level, scenario, wall_seconds=5.0, start_seconds=600.0)
+
+
 def test_invalid_exit_status_is_a_worker_failure(attacks: Attacks, tmp_path: Path):
     file = tmp_path / "rewards.py"
     # User code replaces a function in the forkserver, which then returns the status of a stopped process.
     forges = "import struct\npack = struct.pack\nstruct.pack = lambda kind, *values: pack(kind, 0x137f, 0.0)\n"
     file.write_text(IMPORT + SCORES + forges)
     attack = attacks.at(Isolation.NONE, **TIGHT)
-    with pytest.raises(UserFileError, match="died"):
-        attack.wait(attack.sandbox.load(str(file)))
+    with pytest.raises(RewardCallError, match="the forkserver of the loaded file died") as raised:
+        attack.call("judges", file=str(file))
+    assert raised.value.cause is RewardFailure.WORKER
     attack.is_well()
 
 
