@@ -111,7 +111,7 @@ class DatasetConfig(EnvironmentConfig):
             splits = split_problems(problems, self._held_out_share, self.validation, source)
         else:
             splits = _with_held_out(problems, separate, self.validation, source)
-        grader = self.grader.build()
+        grader = self.grader if isinstance(self.grader, Grader) else None
         if grader is not None:
             _check_answers(grader, (*problems[:CHECKED_ANSWERS], *separate[:CHECKED_ANSWERS]))
         environment = SingleTurnEnvironment(

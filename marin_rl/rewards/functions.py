@@ -390,9 +390,10 @@ def _problem(function: Callable[..., Any], mode: str, stateless: bool) -> str | 
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         return "is a generator function, because it contains `yield`; return the result instead"
     signature = inspect.signature(function)
-    by_name = {name for name, parameter in signature.parameters.items() if parameter.kind in _BY_NAME}
-    missing = [parameter for parameter in ("messages", "ground_truth") if parameter not in by_name]
-    if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
+    parameters = signature.parameters.values()
+    by_name = {parameter.name for parameter in parameters if parameter.kind in _BY_NAME}
+    missing = [name for name in ("messages", "ground_truth") if name not in by_name]
+    if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         missing.append("**kwargs")
     if missing:
         return (
@@ -400,8 +401,8 @@ def _problem(function: Callable[..., Any], mode: str, stateless: bool) -> str | 
             "take messages, ground_truth and **kwargs"
         )
     positional = [
-        name
-        for name, parameter in signature.parameters.items()
+        parameter.name
+        for parameter in parameters
         if parameter.kind is inspect.Parameter.POSITIONAL_ONLY and parameter.default is inspect.Parameter.empty
     ]
     if positional:

@@ -6,7 +6,7 @@
 import abc
 import dataclasses
 import re
-from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar
 
 import draccus
 from annotated_types import Gt
@@ -44,29 +44,35 @@ class FormatConfig(ConfigSection):
         return 0.0 if search_reply(self.regex, reply, whole=True) is None else self.weight
 
 
-@runtime_checkable
-class Grader(Protocol):
+@dataclasses.dataclass(frozen=True)
+class GraderConfig(ConfigSection, draccus.ChoiceRegistry):
+    """A grader or its absence, chosen by `type`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Grader(GraderConfig, abc.ABC):
     """Compares replies with ground truths. Thread-safe."""
 
     blocks: ClassVar[bool]
     """Whether grading can take long and should run in a thread."""
 
+    @abc.abstractmethod
     def check(self, answer: str) -> None:
         """Check that an answer is a usable ground truth.
 
         Raises:
             GroundTruthError: if it is not; the message names the answer.
         """
-        ...
 
+    @abc.abstractmethod
     def read(self, reply: str) -> str | None:
         """Return the part of a reply that is compared with the answer, or None if it has none.
 
         Raises:
             NoAnswerError: if that exceeds a limit.
         """
-        ...
 
+    @abc.abstractmethod
     def grade(self, reply: str, answer: str) -> float:
         """Return 1 for a correct reply, 0 for any other text.
 
@@ -78,16 +84,6 @@ class Grader(Protocol):
             GroundTruthError: if the answer is not a usable ground truth.
             NoAnswerError: if the grading of the reply exceeds a limit.
         """
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class GraderConfig(ConfigSection, draccus.ChoiceRegistry, abc.ABC):
-    """Config of a grader, chosen by `type`."""
-
-    @abc.abstractmethod
-    def build(self) -> Grader | None:
-        """Build the grader, or return None if replies are not compared with the answer."""
 
 
 def exact_match(reply: str, answer: str) -> bool:
@@ -101,7 +97,7 @@ def exact_match(reply: str, answer: str) -> bool:
 
 @GraderConfig.register_subclass("exact")
 @dataclasses.dataclass(frozen=True)
-class ExactConfig(GraderConfig):
+class ExactConfig(Grader):
     """The reply must equal the answer, except for leading and trailing whitespace."""
 
     ignore_case: bool = False
@@ -109,10 +105,6 @@ class ExactConfig(GraderConfig):
 
     # Comparing two strings is fast.
     blocks: ClassVar[bool] = False
-
-    def build(self) -> "ExactConfig":
-        """Return the config itself, which is the grader."""
-        return self
 
     def check(self, answer: str) -> None:
         """Check that the answer is not empty."""
@@ -136,13 +128,10 @@ class ExactConfig(GraderConfig):
 class NoGraderConfig(GraderConfig):
     """The reply is not compared with the answer; only the reward components in `rewards` score it."""
 
-    def build(self) -> None:
-        """Return None: there is no grader."""
-
 
 @GraderConfig.register_subclass("math_verify")
 @dataclasses.dataclass(frozen=True)
-class MathVerifyConfig(GraderConfig):
+class MathVerifyConfig(Grader):
     r"""The reply's final answer, as a whole, must equal the answer mathematically (`0.5` is `\frac{1}{2}`).
 
     The final answer is the last `\boxed{X}`, `<answer>X</answer>`, `#### X` or `final answer is X`; else the last
@@ -155,10 +144,6 @@ class MathVerifyConfig(GraderConfig):
 
     # A reply can take its whole time limit.
     blocks: ClassVar[bool] = True
-
-    def build(self) -> "MathVerifyConfig":
-        """Return the config itself, which is the grader."""
-        return self
 
     def check(self, answer: str) -> None:
         """Check that the answer can be parsed."""

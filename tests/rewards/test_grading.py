@@ -34,17 +34,17 @@ def test_exact_match_is_equality_of_stripped_text(reply: str, answer: str):
 
 @pytest.mark.parametrize("reply", ["046", "46.0", "+46", "46!", "4 6", "64", ""])
 def test_exact_rejects_padding(reply: str):
-    assert ExactConfig().build().grade(reply, "46") == 0.0
+    assert ExactConfig().grade(reply, "46") == 0.0
 
 
 def test_exact_case():
-    assert ExactConfig().build().grade("paris", "Paris") == 0.0
-    assert ExactConfig(ignore_case=True).build().grade("paris", "Paris") == 1.0
+    assert ExactConfig().grade("paris", "Paris") == 0.0
+    assert ExactConfig(ignore_case=True).grade("paris", "Paris") == 1.0
 
 
 def test_exact_rejects_an_empty_ground_truth():
     with pytest.raises(GroundTruthError, match="' ' is empty"):
-        ExactConfig().build().grade("", " ")
+        ExactConfig().grade("", " ")
 
 
 def test_grader_is_chosen_by_type():
