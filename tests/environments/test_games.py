@@ -14,6 +14,7 @@ from marin_rl.environments import OpenEnvConfig, TextArenaConfig, TextGameConfig
 from marin_rl.environments.base import AbstractEnvironment, Split, Step
 from marin_rl.environments.games import GameConfig, GameEpisode, Opening, Outcome, find_action
 from marin_rl.rewards import reply_text
+from marin_rl.utils.errors import UserError
 
 CONFIGS: dict[type[GameConfig], dict[str, Any]] = {
     TextGameConfig: {"id": "FrozenLake-v1"},
@@ -21,6 +22,14 @@ CONFIGS: dict[type[GameConfig], dict[str, Any]] = {
     TextArenaConfig: {"id": "TicTacToe-v0"},
     OpenEnvConfig: {"base_url": "http://127.0.0.1:8000"},
 }
+
+
+@pytest.mark.parametrize("config", list(CONFIGS)[1:], ids=lambda config: config.__name__)
+def test_a_missing_package_names_the_extra(config: type[GameConfig], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    extra = config.__name__.removesuffix("Config").lower()
+    with pytest.raises(UserError, match=rf"pip install 'marin_rl\[{extra}\]'"):
+        config(**CONFIGS[config]).build()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,6 @@ import pytest
 from marin_rl.environments.base import Split
 from marin_rl.environments.openenv import OpenEnvConfig, OpenEnvEnvironment, OpenEnvError, OpenEnvServerError
 from marin_rl.types import Task
-from marin_rl.utils.errors import UserError
 from tests.environments.episodes import play
 
 ANSWERS = {"seed": -1}
@@ -168,22 +167,17 @@ def test_episodes(either: str):
         assert step.messages[0]["content"].startswith("The reply is not a valid action: ")
     assert steps[-1].metrics == {"success": 1.0, "steps": 5.0, "invalid_actions": 3.0}
 
-
-def test_sessions_are_separate(either: str):
-    environment = build(either)
-    one, other = environment.tasks(Split.TRAIN)[:2]
-
-    async def run() -> list[bool]:
-        first, second = await environment.start(one, 0), await environment.start(other, 0)
-        done = [
-            (await first.step(guess(secret(environment, one)))).done,
-            (await second.step(guess(secret(environment, other)))).done,
-        ]
-        await first.close()
-        await second.close()
+    async def beside_another() -> list[bool]:
+        """Sessions are separate."""
+        tasks = environment.tasks(Split.TRAIN)[:2]
+        episodes = [await environment.start(one, 0) for one in tasks]
+        right = [guess(secret(environment, one)) for one in tasks]
+        done = [(await episode.step(reply)).done for episode, reply in zip(episodes, right, strict=True)]
+        for episode in episodes:
+            await episode.close()
         return done
 
-    assert asyncio.run(run()) == [True, True]
+    assert asyncio.run(beside_another()) == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -222,18 +216,11 @@ def test_observations_and_actions_in_one_field(stand_in: str):
         build(stand_in, observation_field="message")
 
 
-def test_a_server_without_a_schema_of_actions_is_refused(url: str):
+def test_a_server_that_does_not_answer_as_one_of_openenv_is_named(url: str, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(OpenEnvError, match=r"has no schema of actions .* set system_prompt"):
         build(url, system_prompt=None)
-
-
-def test_a_server_that_cannot_be_reached_is_named():
-    pytest.importorskip("websockets", reason="needs the extra openenv")
     with pytest.raises(OpenEnvError, match=r"http://127\.0\.0\.1:9 cannot be reached"):
         build("http://127.0.0.1:9")
-
-
-def test_a_server_that_does_not_answer_is_named(url: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("marin_rl.environments.openenv.RESET_SECONDS", 0.05)
     with pytest.raises(OpenEnvError, match=rf"server at {url} did not answer reset\(seed=\d+\) within 0\.05 s"):
         build(url, reset={"what": "no answer"})
@@ -249,12 +236,6 @@ def test_a_server_that_does_not_answer_is_named(url: str, monkeypatch: pytest.Mo
 def test_invalid_configs_are_refused(changes: dict, message: str):
     with pytest.raises(ValueError, match=message):
         OpenEnvConfig(**{"base_url": "http://127.0.0.1:8000", **changes})
-
-
-def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'marin_rl\[openenv\]'"):
-        OpenEnvConfig("http://127.0.0.1:8000").build()
 
 
 @pytest.mark.skipif("MARIN_RL_OPENENV_URL" not in os.environ, reason="needs a server in MARIN_RL_OPENENV_URL")
