@@ -101,9 +101,7 @@ class AgentConfig(EnvironmentConfig):
 
     def reward_components(self, environment: AbstractEnvironment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
         """Return the reward functions of the tasks' environment and of this config."""
-        assert isinstance(environment, AgentEnvironment)
-        inner = environment.source
-        return {environment.name: (*self.tasks.reward_components(inner)[inner.name], *self.rewards)}
+        return {environment.name: (*self.tasks.rewards, *self.rewards)}
 
     def build(self) -> AbstractEnvironment:
         """Build the tasks and import the function.

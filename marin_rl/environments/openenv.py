@@ -91,12 +91,10 @@ async def connect(base_url: str) -> Session:
     import websockets
     from websockets.asyncio.client import connect as open_connection
 
-    address = base_url.replace("http", "ws", 1) if base_url.startswith("http") else base_url
+    address = f"{base_url.replace('http', 'ws', 1).rstrip('/')}/ws"
     try:
         # A proxy of the environment is for other hosts; rollouts.max_seconds limits the time of requests.
-        connection = await open_connection(
-            f"{address.rstrip('/')}/ws", max_size=_MAX_MESSAGE, ping_interval=None, proxy=None
-        )
+        connection = await open_connection(address, max_size=_MAX_MESSAGE, ping_interval=None, proxy=None)
     except (OSError, websockets.WebSocketException) as error:
         raise OpenEnvError(f"the OpenEnv server at {base_url} cannot be reached: {error}; start it first") from error
     return Session(connection)
@@ -110,15 +108,15 @@ async def fetch_action_schema(base_url: str) -> Any:
     """
     import httpx
 
-    address = base_url.replace("ws", "http", 1) if base_url.startswith("ws") else base_url
+    address = f"{base_url.rstrip('/')}/schema"
     try:
         # Like the session, without a proxy of the environment.
         async with httpx.AsyncClient(trust_env=False) as client:
-            response = await client.get(f"{address.rstrip('/')}/schema")
+            response = await client.get(address)
             return response.raise_for_status().json()["action"]
     except (httpx.HTTPError, ValueError, LookupError) as error:
         raise OpenEnvError(
-            f"{address}/schema has no schema of actions ({type(error).__name__}: {str(error).partition(chr(10))[0]}); "
+            f"{address} has no schema of actions ({type(error).__name__}: {str(error).partition(chr(10))[0]}); "
             "set system_prompt to a text that describes them"
         ) from error
 
@@ -150,8 +148,8 @@ class OpenEnvConfig(GameConfig):
 
     def __post_init__(self) -> None:
         GameConfig.__post_init__(self)
-        if not self.base_url.startswith(("http://", "https://", "ws://", "wss://")):
-            raise ValueError(f"base_url is {self.base_url!r}; it must start with http://, https://, ws:// or wss://")
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url is {self.base_url!r}; it must start with http:// or https://")
         if "seed" in self.reset:
             raise ValueError("reset has 'seed'; each task has its own seed: use the environment's `seed` instead")
 

@@ -114,9 +114,7 @@ class ToolUseConfig(EnvironmentConfig):
 
     def reward_components(self, environment: AbstractEnvironment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
         """Return the reward functions of the questions and of this config."""
-        assert isinstance(environment, ToolUseEnvironment)
-        inner = environment.questions
-        return {environment.name: (*self.questions.reward_components(inner)[inner.name], *self.rewards)}
+        return {environment.name: (*self.questions.rewards, *self.rewards)}
 
     def build(self) -> AbstractEnvironment:
         """Build questions and tools.

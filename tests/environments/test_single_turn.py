@@ -238,17 +238,10 @@ def test_a_grading_process_that_cannot_start_is_an_error(monkeypatch, tmp_path: 
         config.build()
 
 
-@pytest.mark.parametrize(
-    ("task", "garbage"),
-    [
-        ("game_of_life_halting", "a reply of spaces earns the full reward for 8 of 8 tasks"),
-        ("complex_arithmetic", "the reply 'nan' earns the full reward for 8 of 8 tasks"),
-        ("coin_flip", "the reply '0' earns the full reward for"),
-    ],
-)
-def test_tasks_of_reasoning_gym(task: str, garbage: str):
-    fields = {"task": task, "name": "mine", "size": 20, "held_out": 0.0, "validation": 0.0}
-    with pytest.raises(GarbageRewardError, match=rf"'mine' \(reasoning-gym task '{task}'\) rewards garbage: {garbage}"):
+def test_tasks_of_reasoning_gym():
+    fields = {"task": "complex_arithmetic", "name": "mine", "size": 20, "held_out": 0.0, "validation": 0.0}
+    message = r"'mine' \(reasoning-gym task '.*'\) rewards garbage: the reply 'nan' earns the full reward for 8 of 8"
+    with pytest.raises(GarbageRewardError, match=message):
         ReasoningGymConfig(**fields).build()
     assert ReasoningGymConfig(**fields, allow_garbage_rewards=True).build().name == "mine"
 

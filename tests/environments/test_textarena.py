@@ -5,7 +5,7 @@ import importlib.util
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ from marin_rl.run_parts import make_gateway
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
-from marin_rl.types import RolloutStatus
+from marin_rl.types import RolloutGroup, RolloutStatus
 from tests.environments.episodes import play
 from tests.scripted_sampler import ScriptedSampler
 
@@ -73,6 +73,20 @@ def tic_tac_toe(**changes) -> TextArenaEnvironment:
     environment = TextArenaConfig(**fields).build()
     assert isinstance(environment, TextArenaEnvironment)
     return environment
+
+
+def roll_out(
+    environment: TextArenaEnvironment, reply: Callable[[SampleRequest], list[int]], limits: Limits, group_size: int = 1
+) -> tuple[list[RolloutGroup], ScriptedSampler]:
+    """Return the rollouts of all training tasks, whose replies a function gives, and its sampler."""
+    sampler = ScriptedSampler(reply, stop_token_ids=TOKENIZER.stop_token_ids)
+    connect = make_gateway(TOKENIZER, limits, TOKENIZER.vocab_size)
+    runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=connect)
+    tasks = environment.tasks(Split.TRAIN)
+    groups = list(run_tasks(runner, tasks, group_size=group_size, temperature=1.0, seed_parts=(0,)))
+    runner.loop.close()
+    environment.server.close()
+    return groups, sampler
 
 
 @real
@@ -161,17 +175,13 @@ def test_an_opponent_that_raises_or_hangs_costs_its_own_rollout(opponents: str):
         return [*next(moves).encode(), *TOKENIZER.stop_token_ids[:1]]
 
     limits = Limits(max_length=100_000, max_new_tokens=16, max_turns=1, max_seconds=4.0)
-    sampler = ScriptedSampler(reply, stop_token_ids=TOKENIZER.stop_token_ids)
-    runner = RolloutRunner(environment, TOKENIZER, sampler, limits)
-    [group] = run_tasks(runner, environment.tasks(Split.TRAIN), group_size=4, temperature=1.0, seed_parts=(0,))
+    [group], _ = roll_out(environment, reply, limits, group_size=4)
     errors = {rollout.messages[-2 if rollout.error is None else -1]["content"]: rollout for rollout in group.rollouts}
     assert errors["[5]"].status is RolloutStatus.TIMED_OUT
     assert errors["[6]"].status is RolloutStatus.FAILED
     assert str(errors["[6]"].error).startswith("GameError: OSError: no network\n")
     for move in ("[0]", "[1]"):
         assert errors[move].status is RolloutStatus.TRUNCATED
-    runner.loop.close()
-    environment.server.close()
 
 
 @real
@@ -186,14 +196,9 @@ def test_self_play_trains_on_one_seat():
         return [*f"[{move}]".encode(), *TOKENIZER.stop_token_ids[:1]]
 
     limits = Limits(max_length=100_000, max_new_tokens=16, max_turns=3, max_tokens=12, max_seconds=600.0)
-    sampler = ScriptedSampler(reply, stop_token_ids=TOKENIZER.stop_token_ids)
-    connect = make_gateway(TOKENIZER, limits, TOKENIZER.vocab_size)
-    runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=connect)
     tasks = environment.tasks(Split.TRAIN)
     seats = [environment.starts[task.id]["seat"] for task in tasks]
-    groups = run_tasks(runner, tasks, group_size=1, temperature=1.0, seed_parts=(0,))
-    runner.loop.close()
-    environment.server.close()
+    groups, sampler = roll_out(environment, reply, limits)
     assert set(seats) == {0, 1}
     assert len(sampler.requests) == 5 * len(tasks)
     for seat, [rollout] in zip(seats, (group.rollouts for group in groups), strict=True):
@@ -218,15 +223,9 @@ def test_a_self_opponent_beyond_the_context_truncates_the_rollout():
     tasks = environment.tasks(Split.TRAIN)
     # The opponent's first prompt also has the move.
     length = len(TOKENIZER.prompt_tokens(tasks[0].messages)) + 5
-    sampler = ScriptedSampler(
-        lambda request: [*b"[4]", TOKENIZER.stop_token_ids[0]], stop_token_ids=TOKENIZER.stop_token_ids
-    )
     limits = Limits(max_length=length, max_new_tokens=4, max_turns=9, max_seconds=600.0)
-    connect = make_gateway(TOKENIZER, limits, TOKENIZER.vocab_size)
-    runner = RolloutRunner(environment, TOKENIZER, sampler, limits, connect=connect)
-    [[rollout]] = [group.rollouts for group in run_tasks(runner, tasks, group_size=1, temperature=1.0, seed_parts=(0,))]
-    runner.loop.close()
-    environment.server.close()
+    [group], _ = roll_out(environment, lambda request: [*b"[4]", TOKENIZER.stop_token_ids[0]], limits)
+    [rollout] = group.rollouts
     assert (rollout.status, dict(rollout.rewards)) == (RolloutStatus.TRUNCATED, {"truncated": 0.0})
     assert [turn.messages[-1]["content"] for turn in rollout.turns] == ["[4]"]
 

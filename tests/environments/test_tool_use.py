@@ -18,13 +18,11 @@ from marin_rl.environments.tools import CalculatorConfig, PythonConfig, ToolConf
 from marin_rl.environments.verifiers import VerifiersConfig
 from marin_rl.rewards.functions import RewardCallError, RewardFailure
 from marin_rl.rewards.reply_text import parse_reply
-from marin_rl.rewards.sandbox.config import Isolation, SandboxConfig
+from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.pool import IsolationError, PythonResult, Sandbox
-from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Task
-from marin_rl.utils.event_loop import BackgroundLoop
 from marin_rl.utils.settings.decode import decode
 
 QUESTIONS = ArithmeticConfig(size=200)
@@ -137,14 +135,20 @@ def test_a_schema_of_a_tool_never_fails_the_rollout(parameters: dict[str, Any], 
     assert answers(step)[0].startswith(answered)
 
 
-def test_several_calls_are_answered_in_order_up_to_the_limit():
-    environment, task = build(limits=ToolLimits(max_calls=2), error_reward=-0.25)
-    [step] = play(environment, task, "".join(call("calculator", expression=str(number)) for number in range(5)))
+def test_calls_beyond_the_limit_and_long_answers_are_cut():
+    environment, task = build(limits=ToolLimits(max_calls=2, max_output=80), error_reward=-0.25)
+    several = "".join(call("calculator", expression=str(number)) for number in range(5))
+    step, long, half = play(environment, task, several, odd("babble"), odd("half"))
     assert answers(step) == ["0", "1", "Error: the reply has 5 calls, but only the first 2 were run; 2 is the maximum."]
-    assert step.metrics["tool_calls"] == 5.0
-    assert step.metrics["tool_errors"] == 3.0
+    assert (step.metrics["tool_calls"], step.metrics["tool_errors"]) == (5.0, 3.0)
     assert step.info == {"calls": [{"tool": "calculator", "failed": False}] * 2}
     assert dict(step.rewards) == {"tools": -0.75}
+    assert answers(long) == ["x" * 80 + "\n[4920 more characters]"]
+    # Half a character (an unpaired surrogate) is replaced.
+    assert answers(half) == ["a?b"]
+    # A failure that the policy has not caused fails the rollout.
+    with pytest.raises(RewardCallError, match="the sandbox died"):
+        play(environment, task, odd("break"))
 
 
 @pytest.mark.parametrize(
@@ -172,16 +176,6 @@ def test_failed_calls_return_an_error_and_are_counted(reply: str, answer: str):
     assert first.info == second.info == {"calls": [{"tool": name, "failed": True}]}
     # The error reward of each turn counts its own failed calls.
     assert dict(first.rewards) == dict(second.rewards) == {"tools": -0.5}
-
-
-def test_long_answers_are_cut_and_unpaired_surrogates_replaced():
-    environment, task = build(limits=ToolLimits(max_output=10))
-    long, half = play(environment, task, odd("babble"), odd("half"))
-    assert answers(long) == ["x" * 10 + "\n[4990 more characters]"]
-    assert answers(half) == ["a?b"]
-    # A failure that the policy has not caused fails the rollout.
-    with pytest.raises(RewardCallError, match="the sandbox died"):
-        play(environment, task, odd("break"))
 
 
 def test_the_system_message_describes_the_tools():
@@ -268,32 +262,6 @@ def test_python_needs_its_sandbox_and_gets_it_through_mixtures():
     [step] = play(mixture, task, call("python", code="print(1)"))
     # The wait for a worker does not count.
     assert answers(step) == ["ran print(1) for 0.01 s"]
-
-
-def test_programs_run_in_a_sandbox_without_reward_functions():
-    environment, task = build(tools=(PythonConfig(),))
-    loop = BackgroundLoop()
-    sandbox = Sandbox(SandboxConfig(require=Isolation.NONE, workers=1, wall_seconds=600.0))
-    needed = environment.connect_sandbox(sandbox)
-    # There are no reward functions; only the tools need the sandbox.
-    reward_functions = RewardFunctions({}, sandbox, loop, runs_programs=needed)
-    try:
-
-        async def run() -> list[Step]:
-            episode = await environment.start(task, 0)
-            codes = "print(6 * 7)", "print('so far')\n1 / 0"
-            return [await episode.step(call("python", code=code)) for code in codes]
-
-        good, bad = loop.submit(run()).result()
-    finally:
-        reward_functions.close()
-        loop.close()
-    assert answers(good) == ["42\n"]
-    [answer] = answers(bad)
-    assert answer.startswith("Error: the program failed")
-    assert "ZeroDivisionError" in answer
-    assert answer.endswith("It printed:\nso far\n")
-    assert not sandbox.worker_pids
 
 
 @pytest.mark.parametrize(
