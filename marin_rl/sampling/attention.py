@@ -18,7 +18,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,12 +51,14 @@ class Tokens(NamedTuple):
     """Position of each token in its sequence; `PADDING` for padding, which follows a row's tokens."""
 
 
-@runtime_checkable
-class AttentionForm(Protocol):
-    """One way to store a layer's keys and values, and to attend to them."""
+@dataclasses.dataclass(frozen=True)
+class DenseAttention:
+    """Batched attention with all scores in memory, in float32."""
 
     def cache_axes(self, config: AttentionConfig, slots: int, context: int, head_shards: int = 1) -> CacheAxes:
         """Return the axes of each array of a layer's cache; the first is `slot`.
+
+        These are keys (after rotary embedding) and values.
 
         Args:
             config: number and size of the heads.
@@ -64,7 +66,7 @@ class AttentionForm(Protocol):
             context: maximum number of tokens of a sequence.
             head_shards: number of devices over which the heads are sharded; a divisor of their number.
         """
-        ...
+        return ((Axis("slot", slots), config.KVHeads, Axis("context", context), config.HeadSize),) * 2
 
     def attend(
         self,
@@ -96,42 +98,6 @@ class AttentionForm(Protocol):
         Returns:
             The output, and the cache with the new tokens.
         """
-        ...
-
-
-def attention_form(platform: str, device_kind: str) -> AttentionForm:
-    """Return the form for a kind of device, which need not be present.
-
-    Args:
-        platform: `cpu`, `gpu` or `tpu`.
-        device_kind: jax's name of the chip, such as `TPU v5 lite`.
-    """
-    if platform == "tpu":
-        return PagedAttention(*_TPU_BLOCKS.get(device_kind, _SMALLEST_TPU_BLOCKS))
-    return BlockAttention() if platform == "gpu" else DenseAttention()
-
-
-@dataclasses.dataclass(frozen=True)
-class DenseAttention:
-    """Batched attention with all scores in memory, in float32."""
-
-    def cache_axes(self, config: AttentionConfig, slots: int, context: int, head_shards: int = 1) -> CacheAxes:
-        """Keys (after rotary embedding) and values; see `AttentionForm.cache_axes`."""
-        return ((Axis("slot", slots), config.KVHeads, Axis("context", context), config.HeadSize),) * 2
-
-    def attend(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        cache: LayerCache,
-        tokens: Tokens,
-        config: AttentionConfig,
-        *,
-        all_slots: bool,
-        window: int | None = None,
-    ) -> tuple[Array, LayerCache]:
-        """See `AttentionForm.attend`."""
         cache = _write(cache, (key, value), tokens)
         keys, values = cache if all_slots else (array.at[tokens.slots].get(mode="clip") for array in cache)
         return _attend_to(query, keys, values, 0, tokens.positions, config, window).output(), cache
@@ -221,7 +187,7 @@ class BlockAttention:
     """Whether to interpret the kernel, which works without a GPU, slowly."""
 
     def cache_axes(self, config: AttentionConfig, slots: int, context: int, head_shards: int = 1) -> CacheAxes:
-        """Keys (after rotary embedding) and values, in whole blocks; see `AttentionForm.cache_axes`."""
+        """Keys (after rotary embedding) and values, in whole blocks; see `DenseAttention.cache_axes`."""
         needed = -(-context // _GPU_BLOCK)
         # A prime number of blocks has no equal parts, so the cache has some more.
         blocks = next(count for count in itertools.count(needed) if _gpu_splits(count) >= min(count, _GPU_SPLITS // 2))
@@ -239,7 +205,7 @@ class BlockAttention:
         all_slots: bool,
         window: int | None = None,
     ) -> tuple[Array, LayerCache]:
-        """See `AttentionForm.attend`."""
+        """See `DenseAttention.attend`."""
         cache = _write(cache, (key, value), tokens)
         head_size = config.HeadSize.size
         has_kernel = config.logits_soft_cap is None and head_size & (head_size - 1) == 0
@@ -345,7 +311,7 @@ class PagedAttention:
     """Queries that the kernel processes at a time."""
 
     def cache_axes(self, config: AttentionConfig, slots: int, context: int, head_shards: int = 1) -> CacheAxes:
-        """Pages of alternating keys and values; see `AttentionForm.cache_axes`."""
+        """Pages of alternating keys and values; see `DenseAttention.cache_axes`."""
         pages = Axis("page", -(-context // PAGE_SIZE))
         heads = config.KVHeads.resize(2 * head_shards * _tiled_heads(config.KVHeads.size // head_shards))
         size = Axis("head_size", -(-config.HeadSize.size // _LANES) * _LANES)
@@ -363,7 +329,7 @@ class PagedAttention:
         all_slots: bool,
         window: int | None = None,
     ) -> tuple[Array, LayerCache]:
-        """See `AttentionForm.attend`; `all_slots` makes no difference."""
+        """See `DenseAttention.attend`; `all_slots` makes no difference."""
         run = functools.partial(self._run, scale=_scale(config), soft_cap=config.logits_soft_cap, window=window)
         by_head, pages = sharding_of(None, None, config.KVHeads), sharding_of(None, None, None, config.KVHeads)
         inputs = (by_head, by_head, by_head, pages, PartitionSpec(), PartitionSpec())
@@ -423,3 +389,19 @@ class PagedAttention:
 def _tiled_heads(count: int) -> int:
     """Return the smallest number of heads from `count` on that the kernel supports, in bfloat16 and in float32."""
     return next(heads for heads in itertools.count(count) if heads in (1, 2, 4, 8) or heads % 8 == 0)
+
+
+AttentionForm = DenseAttention | BlockAttention | PagedAttention
+"""A way to store a layer's keys and values, and to attend to them."""
+
+
+def attention_form(platform: str, device_kind: str) -> AttentionForm:
+    """Return the form for a kind of device, which need not be present.
+
+    Args:
+        platform: `cpu`, `gpu` or `tpu`.
+        device_kind: jax's name of the chip, such as `TPU v5 lite`.
+    """
+    if platform == "tpu":
+        return PagedAttention(*_TPU_BLOCKS.get(device_kind, _SMALLEST_TPU_BLOCKS))
+    return BlockAttention() if platform == "gpu" else DenseAttention()

@@ -163,10 +163,6 @@ class WeightPoll:
     decode_steps: int
     """Number of decode steps between two polls; each samples one token per sequence. At least 1."""
 
-    def __post_init__(self) -> None:
-        if self.decode_steps < 1:
-            raise ValueError(f"decode_steps must be at least 1, got {self.decode_steps}")
-
 
 def check_requests(
     requests: Sequence[SampleRequest], *, max_context: int, vocab_size: int, max_new_tokens: int

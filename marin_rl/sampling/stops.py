@@ -62,8 +62,8 @@ def stop_table(
         token_bytes: returns the bytes that a token adds to the text; needed for stop texts.
 
     Raises:
-        ValueError: if a stop token is not in the vocabulary, a text is empty or cannot be written with the tokens, or
-            `token_bytes` is missing.
+        ValueError: if a stop token is not in the vocabulary, a text cannot be written with the tokens, or `token_bytes`
+            is missing.
 
     >>> table = stop_table(4, [0], ["abc"], token_bytes=[b"", b"a", b"xab", b"cd"].__getitem__)
     >>> table.first_end([1, 2, 3, 1]), table.first_end([1, 0]), table.first_end([2, 1, 3])
@@ -71,8 +71,6 @@ def stop_table(
     """
     if invalid := [token for token in stop_token_ids if not 0 <= token < vocab_size]:
         raise ValueError(f"stop token {invalid[0]} is not in the model's vocabulary of {vocab_size}")
-    if "" in texts:
-        raise ValueError("a stop text is empty, which would end every reply; remove it")
     if texts and token_bytes is None:
         raise ValueError(f"the stop texts {list(texts)} need token_bytes, the bytes of the tokens")
     pieces = [b""] * vocab_size if token_bytes is None or not texts else [token_bytes(id) for id in range(vocab_size)]

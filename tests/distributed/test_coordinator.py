@@ -143,17 +143,12 @@ def test_requests_of_a_silent_worker_are_reassigned_and_first_result_counts(
     assert assigned(coordinator, "a1", 0, 1) == [(1, 1)]
 
 
-def test_repeated_join_has_no_effect(coordinator: Coordinator) -> None:
-    counts = dict(take(coordinator).counts)
-    next_assignment(coordinator, "a1", 0, 2)
-    coordinator.join("a", "a1")
-    assert take(coordinator).counts == counts
-    # It keeps its earlier assignments.
-    assert assigned(coordinator, "b1", 0, 5) == []
-
-
 def test_lost_assignments_are_reassigned_and_running_ones_are_kept(coordinator: Coordinator) -> None:
     next_assignment(coordinator, "a1", 0, 2)
+    # A repeated call.
+    coordinator.join("a", "a1")
+    assert take(coordinator).counts["joined"] == 2
+    assert assigned(coordinator, "b1", 0, 5) == []
     assert assigned(coordinator, "a1", 0, 0, running=[(1, 0)]) == []
     assert assigned(coordinator, "b1", 1, 1) == [(1, 1)]
     # A delayed call took the request from a, which still runs it.

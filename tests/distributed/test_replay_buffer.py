@@ -59,15 +59,11 @@ def test_copy_is_independent() -> None:
 def test_group_is_used_max_uses_times_and_once_per_batch() -> None:
     buffer = filled(ReplayBuffer(max_staleness=2, max_uses=2), 0, 0, 0)
     assert buffer.uses_left == 6
+    with pytest.raises(ValueError, match="train-1-0 is already in the replay buffer"):
+        filled(buffer, 0)
     drawn = [[group.id for group in buffer.draw({"sums": 2}, version)] for version in (0, 1, 2)]
     assert drawn == [["train-1-0", "train-1-1"]] * 2 + [["train-1-2"]]
     assert buffer.uses_left == 1
-
-
-def test_group_is_added_once() -> None:
-    buffer = filled(ReplayBuffer(max_staleness=1), 0)
-    with pytest.raises(ValueError, match="train-1-0 is already in the replay buffer"):
-        filled(buffer, 0)
 
 
 def test_group_without_tokens_never_expires() -> None:
@@ -146,30 +142,6 @@ def test_error_names_a_damaged_file() -> None:
     other = content.replace(b"rollout-group-2", b"rollout-group-1")
     with pytest.raises(ReplayFileError, match=r"replay\.bin was written by another version of marin_rl"):
         ReplayBuffer(max_staleness=3).load(other, "checkpoints/replay.bin")
-
-
-@given(st.data())
-def test_uses_and_staleness_stay_within_limits(data: st.DataObject) -> None:
-    staleness = data.draw(st.integers(0, 3))
-    uses = data.draw(st.integers(1, staleness + 1))
-    buffer = ReplayBuffer(max_staleness=staleness, max_uses=uses)
-    sampled_at, used, version = {}, collections.Counter(), 0
-    for index in range(data.draw(st.integers(1, 25))):
-        if data.draw(st.booleans()):
-            number = RequestNumber(1, index)
-            buffer.add(number, group_at(number, version))
-            sampled_at[number.group_id] = version
-        else:
-            buffer.expire(version)
-            batch = [group.id for group in buffer.draw({"sums": data.draw(st.integers(0, 4))}, version)]
-            assert len(batch) == len(set(batch))
-            assert all(version - sampled_at[name] <= staleness for name in batch)
-            used.update(batch)
-            version += 1
-    assert all(count <= uses for count in used.values())
-    waiting = sum(uses - used[name] for name, at in sampled_at.items() if version - at <= staleness)
-    buffer.expire(version)
-    assert buffer.uses_left == waiting
 
 
 @given(st.integers(1, 5), st.integers(0, 4).flatmap(lambda stale: st.tuples(st.just(stale), st.integers(1, stale + 1))))

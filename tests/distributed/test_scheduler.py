@@ -6,9 +6,6 @@
 import itertools
 import json
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from marin_rl.distributed.scheduler import GroupRequest, RolloutScheduler, StalenessLimits
 from marin_rl.types import Task
 
@@ -76,17 +73,6 @@ def test_two_uses_halve_the_requests_and_the_lead() -> None:
     assert [request.min_version for request in scheduler.request(2, 0, 0, Tasks())] == [2] * 4
 
 
-def test_no_requests_after_the_last_step() -> None:
-    scheduler, tasks = RolloutScheduler(StalenessLimits(2, max_staleness=3, last_step=5)), Tasks()
-    ordered = [len(scheduler.request(0, 0, 0, tasks))]
-    for version in range(1, 6):
-        for request in scheduler.outstanding[:2]:
-            scheduler.complete(request.number)
-        ordered.append(len(scheduler.request(version, 0, 0, tasks)))
-    assert ordered == [8, 2, 0, 0, 0, 0]
-    assert scheduler.outstanding == []
-
-
 def test_dropped_groups_are_replaced_up_to_a_limit() -> None:
     scheduler, tasks = RolloutScheduler(StalenessLimits(2, replacements_per_step=3)), Tasks()
     requests = scheduler.request(0, 0, 0, tasks)
@@ -102,30 +88,6 @@ def test_dropped_groups_are_replaced_up_to_a_limit() -> None:
     assert scheduler.replace([third[0].number], 0, tasks) == []
     assert scheduler.outstanding == []
     assert (scheduler.groups_needed(1), scheduler.groups_needed(2)) == (0, 2)
-
-
-@given(st.data())
-def test_requests_do_not_depend_on_completion_order(data: st.DataObject) -> None:
-    # Dropped groups are replaced one by one or all together, with the same requests.
-    teaches = data.draw(st.lists(st.booleans(), min_size=40, max_size=40))
-
-    def played(one_by_one: bool) -> set[tuple[int, int, str]]:
-        scheduler, tasks = RolloutScheduler(StalenessLimits(4, replacements_per_step=12)), Tasks()
-        requests = scheduler.request(0, 0, 0, tasks)
-        everything = set(names(requests))
-        while requests:
-            size = 1 if one_by_one else len(requests)
-            chosen = data.draw(st.permutations(requests)) if one_by_one else requests
-            batch, requests = chosen[:size], list(chosen[size:])
-            for request in batch:
-                assert scheduler.complete(request.number)
-            dropped = [request.number for request in batch if not teaches[int(request.task.id)]]
-            more = scheduler.replace(dropped, 0, tasks)
-            everything |= set(names(more))
-            requests += more
-        return everything
-
-    assert played(one_by_one=True) == played(one_by_one=False)
 
 
 def test_dropped_group_without_replacement_keeps_its_slot() -> None:

@@ -4,11 +4,10 @@
 """Calls of a worker to its coordinator, with a fake policy."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 
-from marin_rl.distributed.coordinator import Assignment, Coordinator
+from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.distributed.worker import NextRequests, RolloutWorker, WorkerPolicy
 from marin_rl.rollouts.group_codec import decode_group
@@ -66,31 +65,6 @@ def client() -> LocalClient:
 
 def indices(requests: Sequence[GroupRequest]) -> list[int]:
     return [item.number.index for item in requests]
-
-
-def test_finished_groups_are_replaced_and_free_slots_filled_later(
-    client: LocalClient,
-) -> None:
-    taken: list[list[int]] = []
-
-    def script(requests: Sequence[GroupRequest], on_group_done: NextRequests) -> None:
-        one, other = requests
-        taken.append(indices(requests))
-        [third] = on_group_done(finished(one))
-        [fourth] = on_group_done(finished(other))
-        taken.append(indices([third, fourth]))
-        # No waiting request accepts these weights ...
-        taken.append(indices(on_group_done(finished(third))))
-        # ... until others are submitted, when two slots are free.
-        client.call(Coordinator.submit, [request(index) for index in (5, 6, 7)])
-        fifth, sixth = on_group_done(finished(fourth))
-        taken.append(indices([fifth, sixth]))
-        client.call(Coordinator.stop)
-        taken.append(indices(on_group_done(finished(fifth))))
-        assert on_group_done(finished(sixth)) == []
-
-    run(client, Policy(client, script))
-    assert taken == [[0, 1], [2, 3], [], [5, 6], []]
 
 
 def test_worker_without_weights_releases_requests_and_retries(
@@ -151,31 +125,6 @@ def test_worker_waits_for_newer_weights_only_between_groups(client: LocalClient,
         assert taken == [(0, [0, 1]), (0, [2]), (0, [3]), (1, [4])]
     else:
         assert taken == [(0, [0, 1]), (1, [2, 3]), (1, [4])]
-
-
-def test_lost_assignments_are_assigned_again() -> None:
-    class Lossy(Coordinator):
-        """Coordinator that loses two responses, so that the calls are repeated."""
-
-        async def next_assignment(self, *arguments: Any) -> Assignment | None:
-            if is_lost.pop(0) if is_lost else False:
-                await super().next_assignment(*arguments)
-            return await super().next_assignment(*arguments)
-
-    # The first call returns weights. Then the first assignment and the first replacement are lost.
-    is_lost = [False, True, True]
-    client = LocalClient(Lossy(600.0))
-    client.call(Coordinator.announce, 0, ["here"])
-    client.call(Coordinator.submit, [request(index) for index in range(6)])
-
-    def script(requests: Sequence[GroupRequest], on_group_done: NextRequests) -> None:
-        waiting = list(requests)
-        while waiting:
-            waiting += on_group_done(finished(waiting.pop(0)))
-        client.call(Coordinator.stop)
-
-    run(client, Policy(client, script))
-    assert delivered(client) == [f"train-1-{index}" for index in range(6)]
 
 
 def test_dropped_worker_finishes_its_groups_and_joins_again(client: LocalClient) -> None:

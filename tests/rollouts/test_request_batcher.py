@@ -89,33 +89,6 @@ def test_a_full_batch_is_sampled_and_the_rest_waits():
     assert sorted(map(len, sampler.batches)) == [1, 2, 2]
 
 
-def test_tokens_for_a_closed_event_loop_are_dropped():
-    """A server's event loop may end while the sampler computes."""
-    sampling, closed = threading.Event(), threading.Event()
-
-    def wait(names: Sequence[int]) -> None:
-        sampling.set()
-        closed.wait()
-
-    batcher = RequestBatcher(1, 1)
-
-    async def leave() -> None:
-        batcher.submit(request(1))
-        await asyncio.to_thread(sampling.wait)
-
-    def run() -> None:
-        asyncio.run(leave())
-        batcher.close()
-        closed.set()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    sampler = RecordingSampler(1, wait)
-    batcher.serve(sampler, PhaseTimer(), lambda: None, 60.0, lambda: None)
-    thread.join()
-    assert sampler.batches == [[1]]
-
-
 class OneSlot(RecordingSampler):
     """A sampler that answers a request only after the conversations before it have ended."""
 

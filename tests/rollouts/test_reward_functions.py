@@ -9,26 +9,20 @@ import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from marin_rl.environments import ArithmeticConfig, TextGameConfig, ToolUseConfig
-from marin_rl.environments.base import Split, Step
-from marin_rl.rewards.component import FunctionRewardConfig, RewardComponentConfig, RewardScope
+from marin_rl.environments.base import Step
+from marin_rl.rewards.component import RewardComponentConfig, RewardScope
 from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
-from marin_rl.rollouts.attempt import Limits
-from marin_rl.rollouts.group_codec import decode_group, encode_group
 from marin_rl.rollouts.reward_functions import RewardFunctions
-from marin_rl.runs.rollout_store import read_file
 from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.types import RolloutGroup, RolloutStatus
+from marin_rl.types import RolloutStatus
 from marin_rl.utils.event_loop import BackgroundLoop
-from tests.rollouts.rollout_cases import write
 from tests.rollouts.test_rollout_builder import built
 from tests.rollouts.test_run_rollouts import Countdown, Game, run, runner, says, task
 
@@ -265,57 +259,6 @@ def test_an_interrupt_during_start_leaves_no_process():
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     loop.close()
-
-
-LAST_MESSAGE = """
-from marin_rl.rewards import EvaluateResult, reward_function
-
-
-@reward_function
-def last(messages, ground_truth, **kwargs):
-    return EvaluateResult(score=float(len(messages)), reason=messages[-1]["role"] + ": " + messages[-1]["content"])
-"""
-CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
-
-
-def test_functions_in_the_sandbox_receive_the_last_observation(tmp_path: Path):
-    (tmp_path / "my_rewards.py").write_text(LAST_MESSAGE)
-    settings = {"rewards": (FunctionRewardConfig(path=str(tmp_path / "my_rewards.py"), function="last"),)}
-    # The turn limit is reached after one reply; the environment's response to it is the last message.
-    cases = {
-        "tool_use": (ToolUseConfig(questions=ArithmeticConfig(size=50), **settings), CALL, "tool: 42"),
-        "text_game": (TextGameConfig(id="FrozenLake-v1", num_tasks=20, **settings), "left", "user: "),
-        # An environment that grades its only turn sends no last observation.
-        "single_turn": (ArithmeticConfig(size=50, **settings), "46", "assistant: 46"),
-    }
-    loop = BackgroundLoop()
-    environments = {name: config.build() for name, (config, _, _) in cases.items()}
-    components = {}
-    for name, (config, _, _) in cases.items():
-        [own] = config.reward_components(environments[name]).values()
-        components[environments[name].name] = own
-    reward_functions = RewardFunctions(components, Sandbox(SandboxConfig(require=Isolation.NONE, workers=1)), loop)
-    try:
-        for name, (_, reply, expected) in cases.items():
-            environment, limits = environments[name], Limits(4000, 200, max_turns=1)
-            rollout_runner = runner(says(reply), environment, limits)
-            rollout_runner = dataclasses.replace(rollout_runner, reward_functions=reward_functions, loop=loop)
-            [group] = run(rollout_runner, environment.tasks(Split.TRAIN)[:1])
-            # Encoded as by the workers of an asynchronous run.
-            [rollout] = decode_group(encode_group(group)).rollouts
-            [evaluation] = rollout.evaluations
-            assert evaluation.score == len(rollout.messages)
-            assert (evaluation.reason or "").startswith(expected)
-            assert (rollout.last_observation is None) == (name == "single_turn")
-            if rollout.last_observation is not None:
-                write(tmp_path, 1, [RolloutGroup(group.id, [rollout])])
-                [row] = read_file(tmp_path / "step-00000001.parquet").to_pylist()
-                [message] = row["last_observation"]["messages"]
-                assert evaluation.reason == f"{message['role']}: {message['content']}"
-                assert tuple(row["last_observation"]["observation_tokens"]) == rollout.last_observation.tokens
-    finally:
-        reward_functions.close()
-        loop.close()
 
 
 def test_the_sandbox_closes_if_a_component_fails_to_close():

@@ -88,12 +88,6 @@ def test_rewards_see_the_turn_from_its_start(opening: str, reply: str):
 # --- limits ---
 
 
-def test_a_limit_reached_by_a_finished_episode_does_not_truncate():
-    limits = Limits(max_length=15, max_new_tokens=10, max_turns=1, max_tokens=4)
-    builder = built(Step({"won": 1.0}), limits=limits)
-    assert (builder.over, builder.finish().status) == (True, RolloutStatus.COMPLETED)
-
-
 @given(
     replies=st.lists(st.tuples(st.integers(0, 12), st.booleans()), min_size=1, max_size=8),
     limits=st.builds(
@@ -161,19 +155,14 @@ def test_a_limit_keeps_the_last_observation(limits: Limits):
     assert [turn.messages for turn in rollout.turns] == [(*TASK.messages, reply)]
 
 
-def test_a_cut_reply_gets_a_last_observation():
-    builder = new_builder(dataclasses.replace(LIMITS, max_turns=1))
-    builder.add_generation(reply_of("abc", stops=False))
-    builder.add_observation(continues(moves=1.0))
-    # The end token that the policy did not sample belongs to the observation.
-    assert builder.finish().last_observation == Observation((MORE,), (END, *SHOWN))
-
-
 def test_a_final_message_of_the_environment_is_kept_without_tokens():
     builder = built(continues(moves=1.0), Step({"moves": 1.0}, (MORE,), done=True))
     assert builder.reward_request().messages[-1] == MORE
     rollout = builder.finish()
     assert (rollout.status, rollout.last_observation) == (RolloutStatus.COMPLETED, Observation((MORE,)))
+    # A limit that a finished episode has reached does not truncate it.
+    limits = Limits(max_length=15, max_new_tokens=10, max_turns=1, max_tokens=4)
+    assert built(Step({"won": 1.0}), limits=limits).finish().status is RolloutStatus.COMPLETED
     assert built(continues(moves=1.0), Step({"moves": 1.0})).finish().last_observation is None
 
 
@@ -330,8 +319,5 @@ def test_a_rollout_cut_off_before_any_reward_has_reward_zero():
 def test_a_rollout_without_rewards_is_an_error():
     with pytest.raises(ValueError, match="Rollout r: status is completed but it has no reward"):
         built(Step({})).finish()
-
-
-def test_rewards_with_a_nonfinite_sum_name_the_rollout():
     with pytest.raises(ValueError, match="Rollout r: reward 'won' is nan"):
         built(continues(won=math.inf), Step({"won": -math.inf})).finish()

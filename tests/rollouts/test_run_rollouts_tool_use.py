@@ -3,7 +3,6 @@
 
 """Turns with tools, with templates that rewrite history: exactly the sampled tokens carry loss."""
 
-import itertools
 import json
 from collections.abc import Sequence
 
@@ -165,30 +164,6 @@ def test_only_templates_that_strip_thinking_split_the_rollout():
     laid_out = [reply.replace("<think>", "<think>\n").replace("</think>", "\n</think>\n\n") for reply in policy_replies]
     rollout, _ = run(TOKENIZERS["qwen3"], laid_out, [True] * 3)
     assert [turn.starts_sequence for turn in rollout.turns] == [True, False, False]
-
-
-def test_tool_results_have_the_form_of_the_template():
-    policy_replies = [tool_call("6*7") + tool_call("1/0"), "46"]
-    rollout, requests = run(TOKENIZERS["stripping"], policy_replies, [True, True])
-    shown = TOKENIZERS["stripping"].tokenizer.decode(requests[1].prompt_tokens)
-    assert shown.endswith(
-        "<|im_start|>user\n<tool_response>\n42\n</tool_response>\n<tool_response>\nError: division by zero\n"
-        "</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    )
-    bytes_rollout, requests = run(TOKENIZERS["bytes"], policy_replies, [True, True])
-    shown = TOKENIZERS["bytes"].tokenizer.decode(requests[1].prompt_tokens)
-    assert shown.endswith("<|tool|>42<|end|><|tool|>Error: division by zero<|end|><|assistant|>")
-    for result in (rollout, bytes_rollout):
-        assert list(itertools.chain.from_iterable(turn.messages for turn in result.turns))[-2]["role"] == "tool"
-
-
-def test_both_tool_descriptions_are_equal_for_qwen():
-    policy_replies = [tool_call("6*7"), "42"]
-    requests = [
-        run(TOKENIZERS["qwen3"], policy_replies, [True, True], described)[1]
-        for described in (ToolDescription.MESSAGE, ToolDescription.TEMPLATE)
-    ]
-    assert [request.prompt_tokens for request in requests[0]] == [request.prompt_tokens for request in requests[1]]
 
 
 def test_tool_calls_and_results_in_the_form_of_llama():

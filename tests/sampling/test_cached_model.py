@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-import equinox as eqx
 import jax
 import levanter.tracker
 import pytest
@@ -20,8 +19,6 @@ from levanter.tracker import NoopTracker
 
 from marin_rl.config.train_config import TrainerConfig
 from marin_rl.models.model_settings import MODEL_TYPES
-from marin_rl.sampling.attention import DenseAttention
-from marin_rl.sampling.cached_model import with_cache
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.types import Generation
 from tests.cpu_host import cpu_host
@@ -79,18 +76,6 @@ def test_logprobs_are_those_of_the_full_forward_pass(name: str):
     sampler.update_weights(other, 1)
     turns, generations = run_conversation(sampler, "episode", OBSERVATIONS[:2])
     assert error_on_mesh(other, turns, generations) < 1e-5
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_layers_share_the_table_of_rotary_embeddings(name: str):
-    def size(context: int) -> int:
-        prepared = jax.eval_shape(lambda model: with_cache(model, DenseAttention(), context), arrays)
-        return sum(leaf.size for leaf in jax.tree.leaves(prepared))
-
-    model = random_model(FAMILIES[name])
-    arrays = eqx.filter(model, eqx.is_array)
-    head_size = 0 if name == "gpt2" else model.config.attention_config().HeadSize.size
-    assert size(1000) - size(100) == 900 * head_size
 
 
 def test_experts_of_a_token_do_not_depend_on_the_rest_of_the_batch():

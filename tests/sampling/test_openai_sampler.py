@@ -4,16 +4,13 @@
 """The sampler with a real HTTP server on loopback."""
 
 import dataclasses
-import itertools
 import logging
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,29 +135,6 @@ def test_configured_number_of_requests_is_concurrent(server: CompletionsServer):
     assert server.most_at_once == 3
 
 
-def test_waiting_requests_cost_nothing(server: CompletionsServer):
-    server.hold = release = threading.Barrier(2, timeout=300)
-
-    def calls_of_advance(waiting: int) -> int:
-        """Return the number of function calls while one request is at the server and others wait."""
-        sampler = sampler_of(server, config=SamplingConfig(max_new_tokens=16, max_seqs=1))
-        sampler.start([dataclasses.replace(REQUEST, seed=seed) for seed in range(1 + waiting)])
-        server.received.clear()
-        while not server.received:
-            assert sampler.advance() == []
-        calls = itertools.count()
-        sys.setprofile(lambda frame, event, argument: next(calls))
-        try:
-            assert sampler.advance() == []
-        finally:
-            sys.setprofile(None)
-        release.wait()
-        sampler.reset()
-        return next(calls)
-
-    assert calls_of_advance(1000) < calls_of_advance(10) + 500
-
-
 # Requests that are rejected before sending.
 
 
@@ -170,10 +144,8 @@ LOST = [
     (error(500, "engine is busy"), "status 500: .*engine is busy"),
     (error(503, "loading"), "status 503: .*loading"),
     (error(429, "slow down"), "status 429: .*slow down"),
-    (error(408, "too slow"), "status 408: .*too slow"),
     (Raw(0, b""), "does not respond .RemoteProtocolError"),
     (Raw(200, b'{"choices": [', 4000), "does not respond .RemoteProtocolError: peer closed connection"),
-    (Raw(200, b"{}", encoding="gzip"), "does not respond .DecodingError"),
     (Raw(200, b'{"choices": ['), "is not JSON"),
     (Raw(200, b"<html>\xff"), "is not JSON: '<html>"),
 ]
@@ -249,6 +221,9 @@ def changed_choice(**fields: Any) -> Callable[[dict[str, Any]], Any]:
     return change
 
 
+TWO = {"token_logprobs": [-1.0, -1.0]}
+
+
 def logprobs(values: Any) -> Callable[[dict[str, Any]], Any]:
     return changed_choice(token_ids=[1, 5], logprobs={"token_logprobs": values})
 
@@ -257,22 +232,17 @@ def logprobs(values: Any) -> Callable[[dict[str, Any]], Any]:
     ("change", "problem"),
     [
         (lambda answer: {"object": "error"}, "returned {'object': 'error'}, which is not one completion"),
-        (lambda answer: {**answer, "choices": answer["choices"] * 2}, "not one completion"),
         (changed_choice(token_ids=None), "token_ids is None .*must honour return_token_ids"),
-        (changed_choice(token_ids=[1, "5"]), "returned token '5', which is not in the model's vocabulary of 6"),
-        (changed_choice(token_ids=[1, 6]), "returned token 6, which"),
         (changed_choice(token_ids=[True]), "returned token True, which"),
         (
             changed_choice(prompt_token_ids=[0, 1, 2, 3]),
             r"read the prompt as \[0, 1, 2, 3\], but the request has \[1, 2",
         ),
         (changed_choice(logprobs=None), "token_logprobs is None .*must honour logprobs, with one number for each"),
-        (logprobs([-1.0]), r"token_logprobs is \[-1\.0\] .*for each of the 2 tokens"),
         (logprobs([-1.0, math.nan]), "log-probability nan; .*Check the weights for NaN"),
-        (logprobs([-1.0, -9999.0]), r"log-probability -9999\.0"),
         (logprobs([-1.0, True]), "log-probability True"),
-        (changed_choice(token_ids=[1, 1], finish_reason="length"), "returned 2 tokens without a final stop token"),
-        (changed_choice(token_ids=[5, 5]), "continued after stop token 5"),
+        (changed_choice(token_ids=[1, 1], logprobs=TWO), "returned 2 tokens without a final stop token"),
+        (changed_choice(token_ids=[5, 5], logprobs=TWO), "continued after stop token 5"),
     ],
 )
 def test_invalid_response_is_rejected(server: CompletionsServer, change: Callable[[dict[str, Any]], Any], problem: str):
@@ -290,6 +260,12 @@ def test_api_key_is_sent_and_never_logged(
 ):
     caplog.set_level(logging.DEBUG)
     server.key = "key-1"
+    for value in (None, ""):
+        monkeypatch.delenv("ENGINE_KEY", raising=False)
+        if value is not None:
+            monkeypatch.setenv("ENGINE_KEY", value)
+        with pytest.raises(ValueError, match=r"sampler.api_key_env: the environment variable ENGINE_KEY is not set"):
+            sampler_of(server, api_key_env="ENGINE_KEY")
     monkeypatch.setenv("ENGINE_KEY", "key-1")
     assert len(sampler_of(server, api_key_env="ENGINE_KEY").sample([REQUEST])) == 1
     monkeypatch.setenv("ENGINE_KEY", "wrong-key")
@@ -302,17 +278,6 @@ def test_api_key_is_sent_and_never_logged(
     assert "wrong-key" not in str(raised.value)
     assert "key-1" not in caplog.text
     assert "wrong-key" not in caplog.text
-
-
-@pytest.mark.parametrize("value", [None, ""])
-def test_missing_api_key_is_an_error_at_construction(
-    server: CompletionsServer, monkeypatch: pytest.MonkeyPatch, value: str | None
-):
-    monkeypatch.delenv("ENGINE_KEY", raising=False)
-    if value is not None:
-        monkeypatch.setenv("ENGINE_KEY", value)
-    with pytest.raises(ValueError, match=r"sampler.api_key_env: the environment variable ENGINE_KEY is not set"):
-        sampler_of(server, api_key_env="ENGINE_KEY")
 
 
 # The check of the server.
@@ -347,30 +312,3 @@ def test_server_without_top_logprobs_is_accepted(server: CompletionsServer, top:
     server.change = change
     check(server, 0.6)
     assert "could not verify" in caplog.text
-
-
-@pytest.mark.medium
-@given(st.lists(st.floats(-4.0, 4.0), min_size=2, max_size=8), st.booleans())
-@settings(max_examples=40)
-def test_check_distinguishes_raw_and_processed_log_probs(served: CompletionsServer, logits: list[float], raw: bool):
-    """Raw log-probs are always detected, and processed ones never rejected, unless both are equal."""
-    engine = TableEngine(logits, raw=raw)
-    plain, warm = np.max(engine.logprobs(1.0)), np.max(engine.logprobs(2.0))
-    before, served.engine = served.engine, engine
-    sampler = OpenAiSampler(
-        OpenAiSamplerConfig(base_url=served.url, model="policy", reload=RELOAD, retry=ONCE),
-        config=SamplingConfig(temperature=0.8),
-        stop_token_ids=(),
-        max_context=8,
-        vocab_size=len(logits),
-    )
-    try:
-        sampler.check_server()
-        refused = False
-    except SamplerError:
-        refused = True
-    finally:
-        served.engine = before
-    telling = plain < -0.02 and abs(plain + math.log(len(logits))) > 0.02 and abs(plain - warm) > 2e-3
-    if telling:
-        assert refused is raw

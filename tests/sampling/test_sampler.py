@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from marin_rl.sampling.sampler import SampleRequest, WeightPoll, allowed_tokens
+from marin_rl.sampling.sampler import SampleRequest, allowed_tokens
 
 GOOD: dict[str, Any] = {"prompt_tokens": (1, 2, 3), "seed": 0, "max_new_tokens": 5, "temperature": 1.0}
 
@@ -40,5 +40,3 @@ def test_allowed_tokens_is_limited_by_request_and_context(length: int, expected:
 def test_error_names_a_malformed_request(changes: dict[str, Any], problem: str):
     with pytest.raises(ValueError, match=problem):
         allowed(**changes)
-    with pytest.raises(ValueError, match="decode_steps must be at least 1, got 0"):
-        WeightPoll(lambda: None, 0)

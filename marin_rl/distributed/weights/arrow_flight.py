@@ -150,7 +150,6 @@ class WeightServer(flight.FlightServerBase):
             port: port to bind; 0 selects a free port.
 
         Raises:
-            ValueError: if the secret is weak.
             OSError: if the address cannot be bound.
         """
         # The base class serves as soon as it is constructed.
@@ -279,11 +278,7 @@ class FlightSource:
         Raises:
             WeightTransferError: if the server does not respond or rejects the call.
         """
-        answer = self._act(flight.Action(LIST_VERSIONS, b""))
-        try:
-            return _VERSIONS.validate_json(answer, strict=True)
-        except pydantic.ValidationError as error:
-            raise CorruptTransferError(f"{self}: the list of versions is corrupt: {answer[:80]!r}") from error
+        return _VERSIONS.validate_json(self._act(flight.Action(LIST_VERSIONS, b"")), strict=True)
 
     def manifest(self, version: WeightVersion) -> Manifest:
         """Return the manifest of a version.

@@ -68,8 +68,6 @@ class WeightReceiver:
             cast: whether floating-point arrays may be sent in another floating-point dtype than the receiver's.
             clock: clock for tests; None for the real one.
         """
-        if not sources:
-            raise ValueError("a receiver of weights needs at least one address, got 0")
         self._sources = tuple(sources)
         self._retry = retry
         self._cast = cast

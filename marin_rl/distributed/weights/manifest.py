@@ -135,8 +135,7 @@ def named_leaves(tree: object) -> dict[str, Any]:
     {"['bias']": array([0., 0.])}
 
     Raises:
-        ValueError: if an array does not hold plain numbers (typed random keys, text, a foreign byte order), or two
-            arrays have the same key path.
+        ValueError: if an array does not hold plain numbers (typed random keys, text, a foreign byte order).
     """
     leaves = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -147,8 +146,6 @@ def named_leaves(tree: object) -> dict[str, Any]:
                 raise ValueError(
                     f"{name} has dtype {dtype}; only plain numbers can be transferred: remove it from the tree"
                 )
-            if name in leaves:
-                raise ValueError(f"two arrays of the tree have the same key path {name}; use different keys")
             leaves[name] = leaf
     return leaves
 

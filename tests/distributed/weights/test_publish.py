@@ -16,7 +16,6 @@ from marin_rl.config.workers_config import WeightTransferConfig
 from marin_rl.distributed.weights.arrow_flight import FlightSource
 from marin_rl.distributed.weights.manifest import Snapshot, WeightTransferError
 from marin_rl.distributed.weights.publish import TrainingHost, WeightSender, copy_arrays, open_sender, take_snapshot
-from marin_rl.utils.event_loop import BackgroundJob
 from tests.distributed.weights.endpoints import SECRET, assert_same, closing, receiver_of, snapshot_of
 
 # Snapshots.
@@ -24,7 +23,7 @@ from tests.distributed.weights.endpoints import SECRET, assert_same, closing, re
 
 @given(length=st.integers(0, 100), chunk_bytes=st.integers(1, 500), dtype=st.sampled_from(["float32", "int8", "bool"]))
 def test_chunks_concatenate_to_the_piece(length: int, chunk_bytes: int, dtype: str):
-    array = (np.arange(length) % 3).astype(dtype)
+    array = (np.arange(2 * length) % 3).astype(dtype)[::2]
     snapshot = snapshot_of({"w": array}, 4, chunk_bytes)
     chunks = snapshot.manifest.chunks(0)
     parts = [snapshot.chunk(chunk) for chunk in chunks]
@@ -40,11 +39,6 @@ def test_device_memory_is_released_during_snapshot():
     arrays = {"w": jnp.zeros(3), "b": jnp.zeros(2)}
     assert len(take_snapshot(arrays, 1, frozenset(jax.devices()), 1024).data) == 2
     assert arrays == {}
-
-
-def test_non_contiguous_arrays_are_sent_in_row_major_order():
-    array = np.arange(12, dtype=np.float32).reshape(3, 4).T
-    assert snapshot_of({"w": array}, 1).data[0].tobytes() == array.tobytes()
 
 
 # Publication by one host.
@@ -127,28 +121,6 @@ def test_versions_must_increase(version: int):
     with pytest.raises(ValueError, match=f"version {version} cannot be published after version 5"):
         sender.publish({"w": jnp.zeros(3)}, version)
     sender.close()
-
-
-def test_close_waits_for_publication_before_closing_server(monkeypatch: pytest.MonkeyPatch):
-    may_end, found = threading.Event(), []
-    close = BackgroundJob.close
-
-    def let_it_end_and_close(job: BackgroundJob) -> None:
-        may_end.set()
-        close(job)
-
-    def put(snapshot: Snapshot) -> None:
-        may_end.wait()
-        found.append(outlet.is_closed)
-
-    monkeypatch.setattr(BackgroundJob, "close", let_it_end_and_close)
-    outlet = Outlet(put)
-    sender = sender_to(outlet)
-    assert sender.address == "the tested outlet"
-    sender.publish({"w": jnp.zeros(3)}, 1)
-    sender.close()
-    assert found == [False]
-    assert outlet.is_closed
 
 
 # Publication by several hosts.

@@ -26,7 +26,6 @@ from marin_rl.distributed.weights.fetch import WeightReceiver, open_receiver
 from marin_rl.distributed.weights.manifest import MismatchedWeightsError, NoWeightsError
 from marin_rl.distributed.weights.publish import TrainingHost, WeightSender, open_sender
 from marin_rl.utils.levanter_line import seq_len
-from marin_rl.utils.retry import RetryConfig
 from tests.cpu_host import cpu_host
 from tests.distributed.weights.endpoints import ONCE, SECRET, assert_same
 
@@ -141,40 +140,6 @@ def test_received_weights_may_be_donated():
         overwrite(first["w"]).block_until_ready()
         second, _ = receiver.receive(weights)
         assert_same(second, weights)
-
-
-def test_concurrent_workers_receive_during_publication():
-    config = dataclasses.replace(FLIGHT, retry=RetryConfig(first_seconds=0.001, longest_seconds=0.002))
-    shape = {name: jnp.zeros(50_000, jnp.int32) for name in "abc"}
-    done = threading.Event()
-    seen: list[int] = []
-    faults: list[BaseException] = []
-
-    def work(receiver: WeightReceiver) -> None:
-        try:
-            while not done.is_set():
-                received, version = receiver.receive(shape)
-                assert {int(value) for array in received.values() for value in np.unique(array)} == {version}
-                seen.append(version)
-        except BaseException as fault:
-            faults.append(fault)
-
-    with ends(config) as (sender, receiver):
-        sender.publish({name: jnp.full(50_000, 0, jnp.int32) for name in shape}, 0)
-        sender.flush()
-        workers = [threading.Thread(target=work, args=(receiver,)) for _ in range(2)]
-        for worker in workers:
-            worker.start()
-        for version in range(1, 15):
-            sender.publish({name: jnp.full(50_000, version, jnp.int32) for name in shape}, version)
-        sender.flush()
-        done.set()
-        for worker in workers:
-            worker.join()
-        last, version = receiver.receive(shape)
-    assert not faults
-    assert version == 14
-    assert (last["a"] == 14).all()
 
 
 @pytest.mark.medium
