@@ -133,22 +133,22 @@ class Endpoints:
             policy.check_model(request.path_params["name"])
             return json_response(card(policy))
 
-        def sampling(body_class: type[AnyRequest]) -> Callable[[Request], Awaitable[ASGIApp]]:
-            async def sample(request: Request) -> ASGIApp:
-                policy = policy_of(request)
+        async def sample(body_class: type[AnyRequest], request: Request) -> ASGIApp:
+            policy = policy_of(request)
 
-                async def respond(scope: Scope, receive: Receive, send: Send) -> None:
-                    with contextlib.suppress(ClientDisconnect):
-                        await self._respond(policy, body_class, request, send)
+            async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+                with contextlib.suppress(ClientDisconnect):
+                    await self._respond(policy, body_class, request, send)
 
-                return respond
-
-            return sample
+            return respond
 
         return [
             Route(f"{prefix}/v1/models", models),
             Route(f"{prefix}/v1/models/{{name:path}}", model),
-            *(Route(prefix + path, sampling(kind), methods=["POST"]) for path, kind in _REQUESTS.items()),
+            *(
+                Route(prefix + path, functools.partial(sample, kind), methods=["POST"])
+                for path, kind in _REQUESTS.items()
+            ),
         ]
 
     async def _respond(

@@ -41,29 +41,17 @@ _Objects = Annotated[list[dict[str, Any]], _FIRST_ERROR]
 
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template_kwargs": ({},),
-    "detokenize": (True,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logits_processors": ([],),
-    "min_p": (0,),
-    "min_tokens": (0,),
+    **dict.fromkeys(("add_generation_prompt", "detokenize", "parallel_tool_calls"), (True,)),
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "logits_processors"), ([],)),
+    **dict.fromkeys(("best_of", "length_penalty", "repetition_penalty", "top_p"), (1,)),
+    **dict.fromkeys(("chat_template_kwargs", "logit_bias"), ({},)),
+    **dict.fromkeys(("echo", "use_beam_search"), (False,)),
+    **dict.fromkeys(("frequency_penalty", "min_p", "min_tokens", "presence_penalty"), (0,)),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
     "top_k": (-1, 0),
-    "top_p": (1,),
-    "use_beam_search": (False,),
 }
 """Parameters that the server does not implement, with the values that have no effect."""
 WITHOUT_EFFECT = frozenset(

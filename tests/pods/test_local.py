@@ -106,21 +106,8 @@ def test_a_second_signal_kills(tmp_path: Path) -> None:
     lines: list[str] = []
     signal_when((tmp_path / "a").exists, lambda: "[0] got SIGINT\n" in lines)
     assert run_together([python(IGNORING, tmp_path / "a")], {}, TIMEOUT, lines.append) == 128 + 9
-
-
-def test_processes_that_ignore_a_signal_are_killed_once(tmp_path: Path) -> None:
-    paths = [tmp_path / "a", tmp_path / "b"]
-    signal_when(lambda: all(path.exists() for path in paths))
-    status, lines = run([python(IGNORING, path) for path in paths], 0.2)
-    assert status == 128 + 9
-    [end] = [line for line in lines if line.startswith("[launch] process ")]
-    assert end.endswith("ended with status 137\n")
-
-
-def test_handlers_are_restored() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    run([python("pass")])
-    assert signal.getsignal(signal.SIGINT) is before
+    # Not because of the timeout.
+    assert [line for line in lines if line.startswith("[launch]")] == ["[launch] process 0 ended with status 137\n"]
 
 
 def test_training_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import re
 import socket
 import sys
 import threading
-import types
 import urllib.parse
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -256,41 +255,6 @@ def test_streams_choices_stop_strings_and_tokens():
     assert replies(rollout) == ["RABC", "RWO", "RN", "RN", "R" + chr(1)]
     assert rollout.turns[1].generation.token_ids == tuple(b"RWO")
     assert rollout.turns[4].observation_tokens == (1, 2, 3)
-
-
-def test_stop_string_ends_sampling():
-    @conversation
-    async def play(client: Client) -> None:
-        for _ in range(2):
-            reply = await client.sdk.completions.create(model="any", prompt=[65], stop=["D", "X"], max_tokens=8)
-            assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("ABC", "stop")
-
-    # It would sample without an end.
-    rollout = only(play, sampler=TokenSampler(length=10**9, tokens_per_version=3))
-    for turn in rollout.turns:
-        assert turn.generation.token_ids == tuple(b"ABCD")
-        assert (turn.generation.first_version, turn.generation.last_version) == (0, 1)
-
-
-def test_server_restarts_if_its_task_has_ended():
-    connect = make_gateway(TOKENIZER, LIMITS, VOCAB_SIZE)
-    recorder: Any = types.SimpleNamespace(
-        temperature=1.0, rollout_id="r", chat_prompt=None, admit=None, discard=None, mark_truncated=lambda: None
-    )
-
-    async def models() -> int:
-        async with connect(recorder) as connection, httpx.AsyncClient() as http:
-            headers = {"Authorization": f"Bearer {connection.api_key}"}
-            return (await http.get(f"{connection.base_url}/models", headers=headers)).status_code
-
-    async def restart() -> list[int]:
-        first = await models()
-        [server] = [task for task in asyncio.all_tasks() if task.get_name() == "agent gateway"]
-        server.cancel()
-        await asyncio.wait([server])
-        return [first, await models()]
-
-    assert asyncio.run(restart()) == [200, 200]
 
 
 def test_posted_rewards():
@@ -681,19 +645,6 @@ def test_untrained_replies_are_no_part_of_the_rollout():
     assert replies(rollout) == ["RA", "RD"]
     _, second = rollout.turns
     assert b"RC" in bytes(token for token in second.observation_tokens if token < 256)
-
-
-@pytest.mark.medium
-def test_concurrent_requests_share_a_single_slot():
-    @conversation
-    async def play(client: Client) -> None:
-        first, second = await asyncio.gather(client.say("a"), client.say("b"))
-        await asyncio.gather(client.say("a", first, "c"), client.say("b", second, "d"))
-
-    limits = Limits(max_length=serving_cases.CONTEXT, max_new_tokens=4, max_turns=4)
-    group, _ = run(play, sampler=serving_cases.tiny_sampler(slots=1), size=2, limits=limits)
-    for rollout in group.rollouts:
-        assert (len(rollout.turns), dict(rollout.rewards), rollout.error) == (4, {"reward": 1.0}, None)
 
 
 def test_prompt_beyond_the_context_truncates_the_rollout():

@@ -19,11 +19,10 @@ import pytest
 from starlette.applications import Starlette
 
 from experiments.benchmarks.benchmark_serving import ask_all, request_bytes
-from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampleRequest, WeightPoll
 from marin_rl.serving import app
 from marin_rl.serving.engine import Engine
-from marin_rl.serving.http_server import HttpServer, listen, url_of
+from marin_rl.serving.http_server import HttpServer, listen
 from marin_rl.types import Generation
 from marin_rl.utils.seeds import derive_seed
 from tests.scripted_sampler import TokenSampler
@@ -33,7 +32,6 @@ from tests.serving.serving_cases import (
     TOKENIZER,
     Serving,
     serving,
-    tiny_model,
     tiny_sampler,
     until,
 )
@@ -254,45 +252,6 @@ def test_simultaneous_requests_do_not_exceed_the_limit(held: Held, stream: bool)
     assert statuses[-1] == 200
 
 
-@pytest.mark.medium
-def test_a_weight_update_in_mid_stream(server: Serving, held: Held):
-    """The tokens before the update are those of the old weights, and no stream breaks."""
-    [before] = held_generation(held, MAX_NEW)
-    old, new = tiny_model(), tiny_model(seed=1)
-    updated, streamed = threading.Event(), threading.Event()
-    sampled = held.sampler.work.sampled_tokens
-
-    def update() -> None:
-        # The sampler must not reach the end of the reply before the client has received its first tokens.
-        if not updated.is_set() and held.sampler.work.sampled_tokens - sampled >= 20:
-            assert streamed.wait(TIMEOUT)
-            held.sampler.update_weights(new, 1)
-            updated.set()
-
-    tokens: list[int] = []
-    versions: list[list[int]] = []
-    held.before = update
-    data = body(stream=True, return_token_ids=True)
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=data, timeout=TIMEOUT) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                [choice] = json.loads(line.removeprefix("data: "))["choices"]
-                tokens += choice["token_ids"]
-                streamed.set()
-                versions += [choice["weight_versions"]] if "weight_versions" in choice else []
-    held.before = lambda: None
-    assert updated.is_set()
-    assert versions == [[0, 1]]
-    assert tuple(tokens[:20]) == before[:20]
-    assert tuple(tokens) != before
-    held.sampler.update_weights(old, 0)
-
-
-def held_generation(held: Held, length: int) -> list[tuple[int, ...]]:
-    bare: GroupSampler = tiny_sampler()
-    return [one.token_ids for one in bare.sample([SampleRequest(tuple(b"ab"), 0, length)])]
-
-
 def test_an_incomplete_body_times_out(held: Held):
     with serving(held.sampler, client_seconds=0.5) as server, raw_request(server, body(), missing=1) as client:
         assert client.recv(100).startswith(b"HTTP/1.1 408")
@@ -395,12 +354,3 @@ def test_a_signal_before_the_first_request_can_be_accepted_ends_the_server(
         late.cancel()
         for each, handler in handlers.items():
             signal.signal(each, handler)
-
-
-def test_addresses():
-    with listen("127.0.0.1", 0, 5.0) as listener:
-        port = listener.getsockname()[1]
-        assert url_of(listener) == f"http://127.0.0.1:{port}"
-        assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 5000
-        with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}"):
-            listen("127.0.0.1", port, 5.0)

@@ -14,22 +14,6 @@ from marin_rl.runs.rollout_store import read_rollouts
 from tests.tiny_run import TinyRun, copy_of
 
 
-@pytest.mark.slow
-def test_a_tiny_pipeline_is_measured_and_simulated(capsys: pytest.CaptureFixture[str]) -> None:
-    benchmark_workers.main(
-        ["--workers", "1", "--steps", "3", "--skip", "1", "--seconds", "0.05", "--max_staleness", "1"]
-    )
-    report = json.loads(capsys.readouterr().out)
-    assert report["benchmark"] == "benchmark_workers"
-    found = report["figures"]["1"]["measured"]
-    assert found["steps"] == 2
-    assert found["group_seconds"]["count"] == 2 * benchmark_workers.GROUPS
-    assert 0 <= found["trainer_idle_share"] <= 1
-    assert 0 < found["worker_busy_share"] <= 1
-    assert 0 <= found["staleness_mean"] <= 1
-    assert report["figures"]["1"]["simulated"]["seconds_per_step"] > 0
-
-
 @pytest.mark.medium
 def test_shares_and_rates_are_over_the_steps_that_count(finished_run: TinyRun, tmp_path: Path) -> None:
     run = copy_of(finished_run, tmp_path / "copy")

@@ -4,7 +4,6 @@
 """The first run on a GPU in its CPU form: every part at tiny sizes, and the rows of parts that fail."""
 
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -36,14 +35,6 @@ with open(result, "w") as file:
     json.dump({"status": "ok", "figures": {"called": json.loads(arguments)}}, file)
 """
 """A module whose parts crash, exit or hang."""
-STOPPED = """
-import sys
-from experiments.benchmarks import first_gpu_run
-first_gpu_run.MODULE = "faulty_parts"
-first_gpu_run.PARTS = (first_gpu_run.Part("hang", 600, "hang"),)
-sys.exit(first_gpu_run.main())
-"""
-"""A run whose only part does not end by itself."""
 KERNEL_PARTS = [Part(f"{name}, float32", 60, "kernel", (name, "float32")) for name in first_gpu_run.KERNELS]
 KERNEL_PARTS.append(Part("decode, bfloat16", 60, "kernel", ("decode", "bfloat16")))
 
@@ -113,13 +104,6 @@ def test_throughput_is_compared_with_the_plan(settings: Settings):
     assert rows["decode 64"]["figures"]["tokens_per_call"] == 8 * 16
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("name", ["device", "decode, bfloat16", "plan decode 64"])
-def test_full_sizes_are_not_computed_by_a_cpu(name: str, settings: Settings):
-    row = run_here(named(name), settings._replace(tiny=False))
-    assert row == {"status": "failed", "reason": "DeviceError: jax found no GPU, but a CPU; give --tiny for it"}
-
-
 def test_a_wrong_kernel_is_a_failed_row(settings: Settings, monkeypatch: pytest.MonkeyPatch):
     def without_segments(query: jax.Array, keys: jax.Array, values: jax.Array, segments: jax.Array, **rest: Any):
         return block_attention(query, keys, values, jnp.ones_like(segments), **rest)
@@ -152,27 +136,6 @@ def test_a_part_that_fails_costs_one_row(settings: Settings, tmp_path: Path):
     assert rows["hang"]["reason"] == "took longer than 1 s; its last output: compiling"
     # A process that the part started has ended, too.
     until(lambda: has_ended(int((settings.work / "child").read_text())))
-
-
-@pytest.mark.usefixtures("faults")
-def test_a_stopped_run_stops_its_part(settings: Settings, tmp_path: Path):
-    run = [sys.executable, "-c", STOPPED, "--work", str(settings.work), "--output", str(tmp_path / "report.json")]
-    child = settings.work / "child"
-    with subprocess.Popen(run) as process:
-        until(lambda: child.exists() and child.read_text() != "")
-        process.terminate()
-        assert process.wait() == 128 + signal.SIGTERM
-    until(lambda: has_ended(int(child.read_text())))
-
-
-@pytest.mark.usefixtures("faults")
-def test_rows_of_other_sizes_are_not_kept(settings: Settings, tmp_path: Path):
-    output, parts = tmp_path / "report.json", [Part("a", 60, "a")]
-    run_parts(parts, settings, None, output, 600)
-    report = output.read_text()
-    with pytest.raises(SystemExit, match="has rows of tiny sizes, which this run would keep; give another --output"):
-        run_parts(parts, settings._replace(tiny=False), None, output, 600)
-    assert output.read_text() == report
 
 
 @pytest.mark.usefixtures("faults")
