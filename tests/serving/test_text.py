@@ -89,22 +89,6 @@ def test_parts_of_tokens_that_are_single_bytes(text: str, size: int, stop: list[
     assert (reply.finish_reason == "stop") == bool(found)
 
 
-@pytest.mark.parametrize(
-    ("chunks", "text", "count"),
-    [
-        ([b"a", b"xEN", b"D!b"], "ax", 5),
-        ([b"END"], "", 3),
-        ([b"a", b"EN", b"EN", b"D"], "aEN", 6),
-    ],
-)
-@pytest.mark.parametrize("keeps_stop", [False, True])
-def test_the_text_may_include_the_stop_string(chunks: list[bytes], text: str, count: int, keeps_stop: bool):
-    reader = ReplyReader(DECODE, ["END"], keeps_stop=keeps_stop)
-    parts = [reader.push(chunk, [-1.0] * len(chunk)) for chunk in chunks]
-    assert "".join(part.text for part in parts) == text + ("END" if keeps_stop else "")
-    assert sum(len(part.token_ids) for part in parts) == count
-
-
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), texts=st.sampled_from(GROUPS), size=st.integers(1, 8), keeps_stop=st.booleans())
 def test_stop_strings_end_replies_in_any_tokenization(
