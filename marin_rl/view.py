@@ -64,28 +64,29 @@ def _parser() -> argparse.ArgumentParser:
         help="run directory or file of rollouts, which is not modified",
     )
     which = parser.add_argument_group("filters")
-    which.add_argument("--step", type=int, help="one step (default: the newest; in a single file, all steps)")
-    which.add_argument("--steps", metavar="A-B", help="range of steps: 10-20, 10- or -20")
+    which.add_argument(
+        "--step",
+        metavar="N|A-B",
+        help="one step or a range: 12, 10-20, 10- or -20 (default: the newest step; in a single file, all)",
+    )
     which.add_argument("--evaluation", action="store_true", help="rollouts of evaluations instead of training")
     which.add_argument("--environment", help="name of the environment")
     which.add_argument("--status", choices=[str(status) for status in RolloutStatus], help="final status")
     which.add_argument("--min_reward", type=float, help="minimum total reward")
     which.add_argument("--max_reward", type=float, help="maximum total reward")
     how = parser.add_argument_group("output")
-    how.add_argument("--limit", type=positive, default=50, help="maximum lines in the list (50)")
+    how.add_argument("--limit", type=positive, help="maximum rollouts, 50 in a list and 500 on a page")
     how.add_argument("--id", help="show one rollout in full")
     how.add_argument("--tokens", action="store_true", help="list every sampled token with its values")
-    page = parser.add_argument_group("HTML page")
-    page.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page instead")
-    page.add_argument("--max_rollouts", type=positive, default=500, help="maximum rollouts on the page (500)")
+    how.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page instead")
     return parser
 
 
 def _show(arguments: argparse.Namespace, source: StoredRollouts) -> None:
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, emoji=False)
-    steps = _steps(arguments)
+    steps = None if arguments.step is None else parse_steps(arguments.step)
     if arguments.html is not None:
-        page = write_page(source, arguments.html, _selection(arguments, steps), arguments.max_rollouts)
+        page = write_page(source, arguments.html, _selection(arguments, steps), arguments.limit or 500)
         lines = [f"{arguments.html}: {len(page['rollouts'])} rollouts", *page["notes"]]
         for line in lines:
             console.print(Text(escape_line(line)), soft_wrap=True)
@@ -104,7 +105,7 @@ def _show(arguments: argparse.Namespace, source: StoredRollouts) -> None:
             console.print(Text(escape_line(message)), soft_wrap=True)
             return
         steps = range(newest, newest + 1)
-    listing = list_rollouts(source, _selection(arguments, steps), limit=arguments.limit)
+    listing = list_rollouts(source, _selection(arguments, steps), limit=arguments.limit or 50)
     print_listing(console, listing, _one_in_full(arguments, listing))
 
 
@@ -116,14 +117,6 @@ def _one_in_full(arguments: argparse.Namespace, listing: Listing) -> str:
     # Evaluations repeat their ids.
     step = f" --step {row['step']}" if row["purpose"] == EVALUATION else ""
     return escape_line(f"python -m marin_rl.view {shlex.quote(arguments.run)} --id {shlex.quote(row['id'])}{step}")
-
-
-def _steps(arguments: argparse.Namespace) -> range | None:
-    if arguments.step is None:
-        return None if arguments.steps is None else parse_steps(arguments.steps)
-    if arguments.steps is not None:
-        raise ValueError("both --step and --steps were given; give one of them")
-    return range(arguments.step, arguments.step + 1)
 
 
 def _selection(arguments: argparse.Namespace, steps: range | None) -> Selection:

@@ -76,13 +76,13 @@ def test_groups_with_different_rewards_are_listed_first(tmp_path, capsys):
 def test_page_that_leaves_rollouts_out_says_so_on_the_console(run, tmp_path, capsys):
     page = str(tmp_path / "page.html")
     assert "The page contains" not in view(capsys, run, "--html", page)
-    out = view(capsys, run, "--html", page, "--max_rollouts", "3")
+    out = view(capsys, run, "--html", page, "--limit", "3")
     assert f"{page}: 3 rollouts\nThe page contains 3 of 7 rollouts of these steps" in out
-    assert "raise --max_rollouts" in out
+    assert "raise --limit" in out
 
 
 def test_filters_and_limit(run, capsys):
-    out = view(capsys, run, "--steps", "1-3", "--min_reward", "0.5", "--limit", "2")
+    out = view(capsys, run, "--step", "1-3", "--min_reward", "0.5", "--limit", "2")
     assert "2 of 3 rollouts" in out
     assert "held-0" in view(capsys, run, "--evaluation", "--environment", "sums")
     out = view(capsys, run, "--step", "1", "--status", "failed", "--max_reward", "1")
@@ -196,9 +196,8 @@ def test_empty_run_explains_missing_rollouts(tmp_path, capsys):
         (["gss://bucket/run"], "RUN is 'gss://bucket/run', but the protocol gss:// is unknown"),
         (["{run}/config.yaml"], "is neither a run directory nor a file of rollouts"),
         (["{run}", "--id", "x"], "no stored rollout has the id 'x'"),
-        (["{run}", "--steps", "abc"], "'abc' is not a range of steps; write 12, 10-20"),
+        (["{run}", "--step", "abc"], "'abc' is not a range of steps; write 12, 10-20"),
         (["{run}", "--step", "99"], "the selected steps have no stored rollouts of training; steps "),
-        (["{run}", "--step", "1", "--steps", "1-2"], "both --step and --steps were given"),
         (["{run}", "--limit", "0"], "--limit: must be a whole number of at least 1, got '0'; see --help"),
         (["{run}", "--stpe", "3"], "unrecognized arguments: --stpe 3; see --help"),
         (["{run}", "--status", "odd"], "--status: invalid choice: 'odd' (choose from 'completed', 'truncated', "),

@@ -70,8 +70,7 @@ FILES: dict[str, str | bytes] = {
     "empty.yaml": "# nothing yet\n",
     "no_space.yaml": "seed:1\n",
     "tabs.yaml": "rollouts:\n\tgroup_size: 4\n",
-    "conflict.yaml": "seed: 1\n<<<<<<< HEAD\nnum_steps: 1\n=======\nnum_steps: 2\n>>>>>>> other\n",
-    "twice.yaml": "seed: 1\nseed: 2\n",
+    "conflict.yaml": "seed: 1\n    "twice.yaml": "seed: 1\nseed: 2\n",
     "open.yaml": "model: {type: llama\nseed: 1\n",
     "colon.yaml": "run_dir: a: b\n",
     "indent.yaml": "seed: 1\n  num_steps: 2\n",
@@ -334,6 +333,7 @@ LEVANTER: dict[str, Mistake] = {
     "no model": _line(
         "--environment.type arithmetic --run_dir x", "neither model nor initialize_from is set", "model: {type: llama"
     ),
+<<<<<<< HEAD
     "model": _of("--model.type lama", "model.type is 'lama'", "'llama'"),
     "model without support": _of("--model.type qwen", "model.type 'qwen' is not supported", "use qwen2"),
     "model without a context": _of("--model.type whisper", "model.type 'whisper' is not supported"),
@@ -451,7 +451,7 @@ OTHER_COMMANDS = _by_command(
             "no folder": _line("no", "'no' is not a run directory"),
             "option": _line("run --stp 1", "--stp"),
             "value": _line("run --step two", "--step", "'two'"),
-            "range": _line("run --steps 5-x", "'5-x' is not a range of steps", "10-20"),
+            "range": _line("run --step 5-x", "'5-x' is not a range of steps", "10-20"),
             "no id": _line("run --id x", "'x'"),
         },
         "launch": {

@@ -234,7 +234,7 @@ def _rollouts(
         notes.append(
             f"The page contains {len(shown)} of {matching} rollouts of these steps, first those of groups with "
             f"different rewards (at most {max_rollouts} rollouts and {MAX_TOKENS:,} tokens); select others with --step "
-            "or a filter, or raise --max_rollouts."
+            "or a filter, or raise --limit."
         )
     return shown, notes
 

@@ -252,5 +252,5 @@ def find_rollout(source: StoredRollouts, id: str, steps: range | None = None) ->
         if full_table is not None:
             return full_table.slice(indices[-1], 1).to_pylist()[0]
     raise RolloutNotFoundError(
-        f"no stored rollout has the id {id!r}; {_stored_steps(files)}. List ids with --steps, without --id"
+        f"no stored rollout has the id {id!r}; {_stored_steps(files)}. List ids with --step, without --id"
     )

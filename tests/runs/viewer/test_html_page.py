@@ -155,7 +155,7 @@ def test_long_run_is_sampled_at_evenly_spaced_steps(tmp_path):
     assert data["notes"] == [
         "The page shows rollouts of 10 of 25 stored steps: 1, 4, 6, 9, 12, 14, 17, 20, 22, 25.",
         "The page contains 30 of 73 rollouts of these steps, first those of groups with different rewards (at most 30 "
-        "rollouts and 1,000,000 tokens); select others with --step or a filter, or raise --max_rollouts.",
+        "rollouts and 1,000,000 tokens); select others with --step or a filter, or raise --limit.",
     ]
 
 
