@@ -82,22 +82,15 @@ class SavedArray:
             read: returns the content of a file; TensorStore calls it in threads.
             write: writes a file; TensorStore calls it in threads.
         """
-
-        def read_chunk(domain: ts.IndexDomain, chunk: np.ndarray, _: Any) -> None:
-            content = read(self.file(domain.inclusive_min))  # pyrefly: ignore[not-callable]
-            chunk[...] = np.frombuffer(content, chunk.dtype).reshape(chunk.shape)
-
-        def write_chunk(domain: ts.IndexDomain, chunk: np.ndarray, _: Any) -> None:
-            write(self.file(domain.inclusive_min), chunk.tobytes())  # pyrefly: ignore[not-callable]
-
-        return ts.virtual_chunked(
-            read_function=read_chunk if read else None,
-            write_function=write_chunk if write else None,
-            context=context,
-            dtype=jnp.dtype(self.dtype),
-            shape=self.shape,
-            chunk_layout=ts.ChunkLayout(chunk_shape=self.chunk),
-        )
+        layout = ts.ChunkLayout(chunk_shape=self.chunk)
+        options: dict[str, Any] = {"dtype": jnp.dtype(self.dtype), "shape": self.shape, "chunk_layout": layout}
+        if read is not None:
+            options["read_function"] = lambda domain, chunk, _: np.copyto(
+                chunk, np.frombuffer(read(self.file(domain.inclusive_min)), chunk.dtype).reshape(chunk.shape)
+            )
+        if write is not None:
+            options["write_function"] = lambda domain, chunk, _: write(self.file(domain.inclusive_min), chunk.tobytes())
+        return ts.virtual_chunked(context=context, **options)
 
 
 HostArray = tuple[SavedArray, list[tuple[tuple[slice, ...], np.ndarray]]]

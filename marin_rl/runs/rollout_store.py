@@ -179,13 +179,10 @@ def _read_parquet(path: StoragePath, columns: Sequence[str]) -> pa.Table:
                 "set another run_dir, or move the rollouts/ folder out of the run directory"
             )
         table = parquet.read(columns=list(columns), use_threads=False)
+    types = {field.name: field.type for field in table.schema}
     for name in columns:
-        actual, expected = (
-            table.schema.field(name).type if name in table.column_names else None,
-            SCHEMA.field(name).type,
-        )
-        if actual != expected:
-            raise ValueError(f"column {name!r} is {actual or 'absent'}, expected {expected}")
+        if types.get(name) != SCHEMA.field(name).type:
+            raise ValueError(f"column {name!r} is {types.get(name, 'absent')}, expected {SCHEMA.field(name).type}")
     return table
 
 

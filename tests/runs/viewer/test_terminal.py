@@ -96,10 +96,13 @@ def test_every_line_of_a_list_fits_the_console(kind: str, width: int):
         assert lines[0].split() == ["id", "reward", "prompt", "answer", "reply", "reason", *lines[0].split()[6:]]
 
 
-def test_narrow_list_names_the_columns_that_it_leaves_out():
-    lines = listed(rich_rollout(), rollout_of("b", status=RolloutStatus.TRUNCATED), width=50)
-    assert lines[0].split()[:2] == ["id", "reward"]
-    assert "not shown for lack of width: style, turns, tokens, status" in " ".join(lines)
+@pytest.mark.parametrize(("width", "shown"), [(50, 0), (80, 2), (90, 3), (100, 4)])
+def test_narrow_list_names_the_columns_that_it_leaves_out(width: int, shown: int):
+    lines = listed(rich_rollout(), rollout_of("b", status=RolloutStatus.TRUNCATED), width=width)
+    others = ["style", "turns", "tokens", "status"]
+    assert lines[0].split() == ["id", "reward", "prompt", "answer", "reply", "reason", *others[:shown]]
+    left_out = f"not shown for lack of width: {', '.join(others[shown:])}"
+    assert (left_out in " ".join(lines)) == (shown < 4)
 
 
 def test_anchor_states_rewards_by_name_and_metadata_are_shown():
