@@ -376,38 +376,33 @@ def is_within(value: float, range: str) -> bool:
     return {">": value > limit, "≥": value >= limit - ROUNDING, "≤": value <= limit + ROUNDING}[bound[1]]
 
 
-def test_ranges_are_parsed() -> None:
-    assert [is_within(value, "(0, 1]") for value in (0.0, 0.5, 1.0, 1.1)] == [False, True, True, False]
-    assert [is_within(value, "[0, 1], rises with k") for value in (-0.1, 0.0)] == [False, True]
-    assert [is_within(value, "≥ 1, at most `x`") for value in (0.9, 1.0)] == [False, True]
-    assert [is_within(value, "≤ 1") for value in (-5.0, 1.0, 1.1)] == [True, True, False]
-    assert [is_within(value, "> 0; near 1") for value in (0.0, 0.1)] == [False, True]
-    assert [is_within(value, "any; about ≥ 0") for value in (-1.0, math.inf)] == [True, False]
+def records(finished_run: TinyRun, folder: Path, **changes: Any) -> list[dict[str, Any]]:
+    """Records of two steps of a run from the weights of another."""
+    started = {"initialize_from": str(finished_run.path), "warm_start__max_steps": 0, "num_steps": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
+        patch.setattr("marin_rl.distributed.ray_workers.ray_workers", thread_workers)
+        run = make_run(folder, **started, evaluation={"tasks": 2, "greedy": False}, **changes)
+        assert run.train() == 0
+    return run.records()
 
 
 @pytest.fixture(scope="module")
 def everything(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Records of PPO with a critic, several updates per step, a filter, shaping and corrections."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
-        run = make_run(
-            tmp_path_factory.mktemp("everything"),
-            initialize_from=str(finished_run.path),
-            warm_start__max_steps=0,
-            num_steps=2,
-            advantage={"type": "gae"},
-            critic={"shared_trunk": True},
-            policy_loss={"type": "ppo_clip"},
-            updates={"epochs": 2, "minibatches": 2},
-            aggregation={"type": "token_mean"},
-            kl={"type": "in_reward", "beta": 0.1},
-            off_policy_correction={"type": "tis"},
-            environment__format=None,
-            filter={"type": "resample", "max_batches": 2},
-            evaluation={"tasks": 2, "greedy": False},
-        )
-        assert run.train() == 0
-    return run.records()
+    return records(
+        finished_run,
+        tmp_path_factory.mktemp("everything"),
+        advantage={"type": "gae"},
+        critic={"shared_trunk": True},
+        policy_loss={"type": "ppo_clip"},
+        updates={"epochs": 2, "minibatches": 2},
+        aggregation={"type": "token_mean"},
+        kl={"type": "in_reward", "beta": 0.1},
+        off_policy_correction={"type": "tis"},
+        environment__format=None,
+        filter={"type": "resample", "max_batches": 2},
+    )
 
 
 LESSON = """
@@ -467,39 +462,20 @@ def lessons(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> 
         "rewards": [{"type": "function", "path": str(folder / "shape.py"), "function": "shape"}],
     }
     numbers = {"type": "arithmetic", "terms": 2, "digits": 1, "size": 100, "name": "sums"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
-        run = make_run(
-            folder,
-            environment={
-                "type": "mixture",
-                "parts": [{"environment": words, "window": 4}, {"environment": numbers, "after": ["words"]}],
-            },
-            initialize_from=str(finished_run.path),
-            warm_start__max_steps=0,
-            num_steps=2,
-            evaluation={"tasks": 2, "greedy": False},
-        )
-        assert run.train() == 0
-    return run.records()
+    parts = [{"environment": words, "window": 4}, {"environment": numbers, "after": ["words"]}]
+    return records(finished_run, folder, environment={"type": "mixture", "parts": parts})
 
 
 @pytest.fixture(scope="module")
-def ahead(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Records of an asynchronous run with a worker."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
-        patch.setattr("marin_rl.distributed.ray_workers.ray_workers", thread_workers)
-        run = make_run(
-            tmp_path_factory.mktemp("ahead"),
-            mode="async",
-            initialize_from=str(finished_run.path),
-            warm_start__max_steps=0,
-            num_steps=2,
-            evaluation={"tasks": 2, "greedy": False},
-        )
-        assert run.train() == 0
-    return run.records()
+def all_records(
+    finished_run: TinyRun,
+    everything: list[dict[str, Any]],
+    lessons: list[dict[str, Any]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[dict[str, Any]]:
+    """Records of these runs, of a plain one and of an asynchronous one."""
+    ahead = records(finished_run, tmp_path_factory.mktemp("ahead"), mode="async")
+    return [*finished_run.records(), *everything, *lessons, *ahead]
 
 
 NOT_ON_A_CPU = {"mfu"}
@@ -509,40 +485,18 @@ STARTING_POINT = "before_warm_start/"
 
 
 @pytest.mark.medium
-def test_runs_log_exactly_the_defined_metrics(
-    finished_run: TinyRun,
-    everything: list[dict[str, Any]],
-    lessons: list[dict[str, Any]],
-    ahead: list[dict[str, Any]],
-) -> None:
-    defined = [definition.name for definition in defined_metrics()]
-    assert len(defined) == len(set(defined)) > 60
-    logged = {name for record in (*finished_run.records(), *everything, *lessons, *ahead) for name in record}
-    undefined = {
-        name
-        for name in logged
-        if not any(re.fullmatch(pattern(known), name.removeprefix(STARTING_POINT)) for known in defined)
-    }
+def test_runs_log_exactly_the_defined_metrics_within_their_ranges(all_records: list[dict[str, Any]]) -> None:
+    defined = {definition.name: definition.range for definition in defined_metrics()}
+    assert len(defined) == len(defined_metrics()) > 60
+    logged, undefined, outside = set[str](), set[str](), []
+    for name, value in {(name, value) for record in all_records for name, value in record.items()}:
+        plain = name.removeprefix(STARTING_POINT)
+        known = [known for known in defined if re.fullmatch(pattern(known), plain)]
+        logged |= {definition for definition in known if re.fullmatch(pattern(definition), name)}
+        undefined |= set() if known else {name}
+        outside += [(name, value, defined[one]) for one in known if not is_within(value, defined[one])]
     assert undefined == set()
-    never_logged = {known for known in defined if not any(re.fullmatch(pattern(known), name) for name in logged)}
-    assert never_logged == NOT_ON_A_CPU | OTHER_RUNS
-
-
-def test_values_are_within_the_defined_ranges(
-    finished_run: TinyRun,
-    everything: list[dict[str, Any]],
-    lessons: list[dict[str, Any]],
-    ahead: list[dict[str, Any]],
-) -> None:
-    definitions = defined_metrics()
-    outside = [
-        (name, value, definition.range)
-        for record in (*finished_run.records(), *everything, *lessons, *ahead)
-        for name, value in record.items()
-        for definition in definitions
-        if re.fullmatch(pattern(definition.name), name.removeprefix(STARTING_POINT))
-        if not is_within(value, definition.range)
-    ]
+    assert defined.keys() - logged == NOT_ON_A_CPU | OTHER_RUNS
     assert outside == []
 
 

@@ -71,15 +71,6 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_precedence_of_defaults_file_and_overrides(tmp_path):
-    path = write(tmp_path, "name: file\nsteps: 20\ntrainer: {model_axis_size: 3, profiler_num_steps: 7}\n")
-    config = parse("--config", path, "--steps", "30", "--trainer.model_axis_size=4").config
-    assert (config.name, config.steps) == ("file", 30)
-    assert (config.trainer.model_axis_size, config.trainer.profiler_num_steps) == (4, 7)
-    assert config.trainer.require_accelerator is False
-    assert config.trainer.tracker == ()
-
-
 def files(folder: Path, *texts: str) -> list[str]:
     """Write config files; returns the options for them."""
     options = []
@@ -90,16 +81,17 @@ def files(folder: Path, *texts: str) -> list[str]:
     return options
 
 
-def test_later_files_have_precedence_over_earlier_ones(tmp_path):
-    base = "name: base\nsteps: 20\ntrainer: {model_axis_size: 3, profiler_num_steps: 7}\n"
-    options = files(tmp_path, base, "name: own\ntrainer: {model_axis_size: 4}\n")
-    config = parse(*options, "--trainer.profiler_num_steps", "8").config
-    assert (config.name, config.steps, config.trainer.model_axis_size, config.trainer.profiler_num_steps) == (
-        "own",
-        20,
-        4,
-        8,
+def test_precedence_of_defaults_files_and_overrides(tmp_path):
+    options = files(
+        tmp_path,
+        "name: base\nsteps: 20\ntrainer: {model_axis_size: 3, profiler_num_steps: 7, profiler_start_step: 2}\n",
+        "name: own\ntrainer: {model_axis_size: 4}\n",
     )
+    config = parse(*options, "--steps", "30", "--trainer.profiler_num_steps=8").config
+    assert (config.name, config.steps) == ("own", 30)
+    trainer = config.trainer
+    assert (trainer.model_axis_size, trainer.profiler_num_steps, trainer.profiler_start_step) == (4, 8, 2)
+    assert trainer.tracker == ()
     assert parse(*options[2:], *options[:2]).config.name == "base"
 
 
@@ -136,11 +128,10 @@ def test_a_config_from_a_pipe_is_read_once():
     assert (config.run_dir, config.seed) == ("runs/test", 3)
 
 
-@pytest.mark.parametrize("option", ["--config", "--config_path", "--config="])
-def test_both_names_of_the_file_option(tmp_path, option):
+def test_names_of_the_file_option(tmp_path):
     path = write(tmp_path, "name: a")
-    arguments = [option + path] if option.endswith("=") else [option, path]
-    assert parse(*arguments).config.name == "a"
+    for arguments in (["--config", path], ["--config_path", path], [f"--config={path}"]):
+        assert parse(*arguments).config.name == "a"
 
 
 @pytest.mark.parametrize(
@@ -148,9 +139,7 @@ def test_both_names_of_the_file_option(tmp_path, option):
     [
         (["--steps", "-1"], "steps", -1),
         (["--verbose", "true"], "verbose", True),
-        (["--verbose=false"], "verbose", False),
         (["--lengths", "[1, 2]"], "lengths", (1, 2)),
-        (["--name", "null-ish: no"], "name", None),
         (["--name="], "name", ""),
         (["--name", "a=b"], "name", "a=b"),
         (["--name=--x"], "name", "--x"),
@@ -163,10 +152,6 @@ def test_both_names_of_the_file_option(tmp_path, option):
     ],
 )
 def test_overrides(arguments, key, value):
-    if value is None:
-        with pytest.raises(ConfigError, match=r"name is \{'null-ish': False\} \(dict\), but it takes text: .* quotes"):
-            parse("--name", "x", *arguments)
-        return
     assert getattr(parse("--name", "x", *arguments).config, key) == value
 
 
@@ -174,12 +159,6 @@ def test_flags_and_keys_are_distinguished():
     assert parse("--dry_run", "--name", "x").flags == {"dry_run"}
     assert parse("--name", "x", "--dry-run").flags == {"dry_run"}
     assert parse("--name", "x").flags == frozenset()
-
-
-def test_another_type_drops_the_keys_of_the_old_one(tmp_path):
-    path = write(tmp_path, "name: a\nadvantage: {type: rloo, normalize: batch}\n")
-    assert parse("--config", path, "--advantage.type", "grpo").config.advantage == Grpo()
-    assert parse("--config", path, "--advantage.type", "rloo").config.advantage == Rloo("batch")
 
 
 def test_keys_given_without_a_type_are_not_dropped(tmp_path):
@@ -207,6 +186,7 @@ def test_type_is_an_ordinary_key_outside_of_choices():
             ["--name", "x", "--advantage.epsilon", "1"],
             r"unknown key advantage\.epsilon; it belongs to advantage\.type grpo, but advantage\.type is rloo",
         ),
+        (["--name", "null-ish: no"], r"name is \{'null-ish': False\} \(dict\), but it takes text: .* quotes"),
         (["--name", "x", "--steps.a", "1"], r"steps is \{'a': 1\} \(dict\), but it takes an integer"),
         (["--name", "x", "--steps", "{a: 1, a: 2}"], r"--steps: .* key 'a' is given twice"),
         (["--name"], r"--name needs a value"),
@@ -229,12 +209,8 @@ def test_help_prints_and_exits(capsys, arguments):
     printed = capsys.readouterr().out
     assert "advantage.normalize" in printed
     assert "--dry_run" in printed
-
-
-@pytest.mark.parametrize("arguments", [["--help", "model.qwen3"], ["--help=model.qwen3"]])
-def test_help_of_a_section(capsys, arguments):
     with pytest.raises(SystemExit):
-        parse(*arguments)
+        parse(*arguments[:-1], "--help=model.qwen3")
     printed = capsys.readouterr().out
     assert "model.hidden_dim" in printed
     assert "advantage" not in printed
@@ -278,25 +254,25 @@ def test_ctrl_c_and_help_end_a_command():
         run_command(raising(HelpShown(0)), [])
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a #b",
-        " a ",
-        "a\nb\r\n",
-        "\ufeffa",
-        "&x y",
-        "a\x85b",
-        "-x",
-        "a:b",
-        "$HOME",
-        "~x",
-        "a\\nb",
-        "a%s [b]{c}*",
-        "a'b\"",
-        "a|b",
-    ],
-)
+PLAIN = [
+    "a #b",
+    " a ",
+    "a\nb\r\n",
+    "\ufeffa",
+    "&x y",
+    "a\x85b",
+    "-x",
+    "a:b",
+    "$HOME",
+    "~x",
+    "a\\nb",
+    "a%s [b]{c}*",
+    "a'b\"",
+    "a|b",
+]
+
+
+@pytest.mark.parametrize("text", PLAIN)
 def test_unquoted_text_is_taken_as_it_is(text):
     for arguments in (["--name", text], [f"--name={text}"]):
         assert parse(*arguments).config.name == text
@@ -377,8 +353,6 @@ def test_an_error_that_nothing_handles_does_not_control_the_terminal(place: str)
 @pytest.mark.parametrize("text", ["1_000", "1.10", "yes", "0x10", "-5", ".nan", "# 1", "#### (-?[0-9]+)"])
 def test_keys_that_take_text_have_it_as_it_was_written(text: str):
     assert parse("--name", text).config.name == text
-    with pytest.raises(ConfigError, match=r"^advantage\.type is "):
-        parse("--name", "x", "--advantage.type", text)
 
 
 def test_numbers_of_the_command_line_are_numbers_elsewhere():

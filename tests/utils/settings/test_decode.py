@@ -21,7 +21,7 @@ from levanter.tracker import TrackerConfig
 from marin_rl.config.train_config import TrainerConfig
 from marin_rl.utils.levanter_line import IS_NEW, OTHER
 from marin_rl.utils.settings.decode import decode, encode
-from marin_rl.utils.settings.section_types import ConfigError, describe
+from marin_rl.utils.settings.section_types import ConfigError
 
 ItemT = TypeVar("ItemT")
 
@@ -153,28 +153,20 @@ def test_checkpoint_policy_round_trips():
 def test_partial_section_keeps_the_default_of_its_field():
     config = decode(Everything, {"number": 1, "shape": {"color": "dark-blue"}})
     assert config.shape == Circle(3.0, Color.DARK_BLUE)
-
-
-def test_another_type_uses_the_defaults_of_its_class():
     assert decode(Everything, {"number": 1, "shape": {"type": "square", "side": 2}}).shape == Square(2.0)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"number": "three"}, r"^number is 'three' \(str\), but it takes an integer$"),
         ({"number": 1.5}, r"^number is 1.5 \(float\), but it takes an integer"),
-        ({"number": True}, r"^number is True \(bool\), but it takes an integer"),
         ({"number": None}, r"^number is None \(null\), but it takes an integer"),
         ({}, r"^number is missing; it takes an integer and has no default$"),
         ({"number": 1, "name": False}, r"^name is False \(bool\), but it takes text: YAML reads yes, no"),
-        ({"number": 1, "flag": 1}, r"^flag is 1 \(int\), but it takes true or false"),
-        ({"number": 1, "share": "much"}, r"^share is 'much' \(str\), but it takes a number"),
         (
             {"number": 1, "share": math.nan},
             r"^share is nan \(float\), but it takes a number: it must be finite",
         ),
-        ({"number": 1, "maybe": "x"}, r"^maybe is 'x' \(str\), but it takes an integer"),
         (
             {"number": 1, "nmae": "x"},
             r"^unknown key nmae; did you mean 'name' or 'names' or 'maybe'\?$",
@@ -187,7 +179,6 @@ def test_another_type_uses_the_defaults_of_its_class():
         ({"number": 1, "shape": {"type": ["circle"]}}, r"^shape.type is \['circle'\], which is not one of its types"),
         ({"number": 1, "shape": "square"}, r"^shape is 'square' \(str\), but .*: write \{type: square\}$"),
         ({"number": 1, "shape": {"radius": 1, "size": -1}}, r"^shape.size is -1; it cannot be negative$"),
-        ({"number": 1, "shape": {"raduis": 1}}, r"^unknown key shape.raduis; did you mean 'radius'\?"),
         ({"number": 1, "shape": {"radius": -1.0}}, r"^shape: radius is -1.0; it cannot be negative$"),
         ({"number": 1, "shapes": [{"type": "circle"}, {"radius": 1}]}, r"^shapes.1 needs a type: type is one of circ"),
         ({"number": 1, "shapes": {"type": "circle"}}, r"^shapes is .*, but it takes a list"),
@@ -200,7 +191,6 @@ def test_another_type_uses_the_defaults_of_its_class():
             r"^pair is \[1\] \(list\), but it takes a list of 2 \(an integer, text\): 2 items",
         ),
         ({"number": 1, "name": 1.1}, r"^name is 1\.1 \(float\), but it takes text: write it in quotes"),
-        ({"number": 1, "pair": [1, None]}, r"^pair.1 is None \(null\), but it takes text"),
         ({"number": 1, "table": {"a": [1, "b"]}}, r"^table.a.1 is 'b' \(str\), but it takes an integer"),
         ({"number": 1, "table": [1]}, r"^table is \[1\] \(list\), but it takes a mapping"),
         ({"number": 1, "mode": "fats"}, r"^mode is 'fats' \(str\), but it takes one of fast, slow"),
@@ -209,8 +199,6 @@ def test_another_type_uses_the_defaults_of_its_class():
             {"number": 1, "schedule": [{"start": 1, "value": "x"}]},
             r"^schedule.0.value is 'x' \(str\), but it takes a n",
         ),
-        ({"number": 1, "schedule": "x"}, r"^schedule is 'x' \(str\), but it takes an integer or a list"),
-        ({"number": 1, "folder": 3}, r"^folder is 3 \(int\), but it takes a path"),
         ({"number": 1, "wait": "soon"}, r"^wait is 'soon' \(str\), but it takes a timedelta"),
         ({"number": 1, "policy": "f33"}, r"^policy is 'f33' \(str\), but it takes a Policy"),
         ({"number": 1, 3: 4}, r"^unknown key 3; Valid here"),
@@ -257,10 +245,6 @@ def test_integers_are_accepted_as_text_and_as_floats():
 def test_arithmetic_error_in_a_section_names_it():
     with pytest.raises(ConfigError, match=r"^model: integer modulo by zero$"):
         decode(LmConfig, {"type": "llama", "num_kv_heads": 0}, path=("model",))
-
-
-def test_description_of_a_choice_lists_its_options():
-    assert describe(Shape | None) == "a section with a type (one of circle, square) or null"
 
 
 def test_precision_round_trips_before_levanter_is_imported():
