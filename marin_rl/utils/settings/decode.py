@@ -201,7 +201,7 @@ def _decode_union(annotation: Any, raw: Any, path: Sequence[str], base: Any) -> 
     candidates = [option for option in options if _has_form(option, raw)] or list(options)
     if len(candidates) == 1:
         return decode(candidates[0], raw, path, base)
-    for option in sorted(candidates, key=lambda option: plain_type(option) is not type(raw)):
+    for option in candidates:
         with contextlib.suppress(ConfigError):
             return decode(option, raw, path, base)
     section = section_of(annotation)
