@@ -28,10 +28,10 @@ from marin_rl.learner.critic import policy_of
 from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.runs.metrics_file import append_record
 from marin_rl.runs.run_directory import create_or_open
+from marin_rl.training.earlier_run import resolve_model
 from marin_rl.training.loop import TrainingRun, train
 from marin_rl.training.open_run import open_run
 from marin_rl.training.session import run_session
-from marin_rl.training.starting_weights import resolve_model
 from marin_rl.types import WeightVersion
 from marin_rl.utils.errors import Closing
 from marin_rl.utils.settings.yaml_text import to_yaml

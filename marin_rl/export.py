@@ -17,7 +17,6 @@ from marin_rl.utils.settings.fields import STORAGE_PATH, check_paths
 from marin_rl.utils.storage import file_sizes, storage_path
 
 if TYPE_CHECKING:
-    from marin_rl.learner.hf_export import SavedWeights
     from marin_rl.runs.saved_checkpoint import Checkpoint
 
 
@@ -62,17 +61,17 @@ def run_export(config: ExportRunConfig) -> int:
     open_with_checkpoint(config.run, config.step)
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
     from marin_rl.config.input_files import digest_inputs
+    from marin_rl.learner.hf_export import SavedWeights
     from marin_rl.learner.policy_spec import PolicySpec
-    from marin_rl.training.export import export_folder, saved_weights
-    from marin_rl.training.starting_weights import load_run, restore_checkpoint
+    from marin_rl.training.earlier_run import export_folder, load_run, restore_checkpoint
 
     run, checkpoints = load_run(config.run, config.step)
     model, dtype = run.model, (config.export or run.export).numeric_dtype
     assert model is not None
 
-    def restore(checkpoint: "Checkpoint") -> "SavedWeights":
+    def restore(checkpoint: "Checkpoint") -> SavedWeights:
         spec = PolicySpec(model, int(checkpoint.progress["vocab_size"]), run.trainer, run.critic)
-        return saved_weights(checkpoint, spec, dtype)
+        return SavedWeights(spec.policy, checkpoint.part(spec.policy, spec.policy_path), dtype)
 
     step, weights = restore_checkpoint(checkpoints, config.step, digest_inputs(run, ("tokenizer",)), restore)
     with writing(output, "output"):

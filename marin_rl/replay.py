@@ -6,23 +6,21 @@
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from marin_rl.config.command_line import (
     CommandParser,
     check_command_line,
-    parse_arguments,
+    parse_run_config,
     read_arguments,
     run_command,
 )
-from marin_rl.runs.run_directory import RunDirectory, open_with_checkpoint
-from marin_rl.training.config_history import values_of_step
+from marin_rl.runs.run_directory import open_with_checkpoint
 from marin_rl.utils.output import escape_line
 
 if TYPE_CHECKING:
-    from marin_rl.training.fake_rollouts import FakeRun
-    from marin_rl.training.replay import ReplayedStep
+    from marin_rl.training.replay import FakeRun, ReplayedStep
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,58 +49,47 @@ def argument_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--run", metavar="DIR", help="run directory, a path or an address; no file in it is changed")
-    parser.add_argument("--step", type=int, metavar="N", help="step to replay; with --fake, step of the checkpoint")
+    parser.add_argument("--step", type=int, metavar="N", help="step to replay")
     parser.add_argument(
         "--fake",
         metavar="SHAPE",
-        help="synthetic rollouts: groups=16,group_size=8,prompt=32,completion=16-64,steps=4",
+        help="synthetic rollouts instead: prompt=32,completion=16-64,steps=4",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     return parser
 
 
 def _replay(arguments: argparse.Namespace, rest: Sequence[str]) -> str:
-    # A replay may start at an earlier checkpoint.
-    checkpoint = None if arguments.fake is None else arguments.step
-    directory = None if arguments.run is None else open_with_checkpoint(arguments.run, checkpoint)
+    directory = None if arguments.run is None else open_with_checkpoint(arguments.run, None)
     if arguments.fake is None and (directory is None or arguments.step is None):
         raise ValueError("give --run DIR and --step N to replay a step, or --fake SHAPE for synthetic rollouts")
-    if directory is None and arguments.step is not None:
-        raise ValueError(f"--step is {arguments.step}, but only a run has steps; give --run DIR, or omit --step")
-    defaults = _config_of(directory, arguments.step)
+    if arguments.fake is not None and arguments.step is not None:
+        raise ValueError(f"--step is {arguments.step}, but --fake replays no step; omit one of them")
     # The config of a run is checked first, below, so that its problems name its file.
     given = check_command_line(rest, {}, reads_files=False) if directory is None else read_arguments(rest, {})
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
-    from marin_rl.config.train_config import TrainConfig
-    from marin_rl.training.fake_rollouts import parse_shape, train_on_fake
-    from marin_rl.training.replay import replay_step
-    from marin_rl.training.starting_weights import read_config, resolve_model
+    from marin_rl.training.config_changes import values_of_step
+    from marin_rl.training.earlier_run import read_config, resolve_model
+    from marin_rl.training.replay import parse_shape, replay_step, train_on_fake
 
+    defaults = None
     if directory is not None:
         # Errors in the file name the file; later ones are those of arguments.
         read_config(directory)
-    config = parse_arguments(TrainConfig, given, defaults=defaults).config
-    if directory is None:
-        config = resolve_model(config)
+        values = values_of_step(directory, sys.maxsize if arguments.step is None else arguments.step)
+        # One process replays a run of several.
+        trainer = {**values.get("trainer", {}), "distributed": {"initialize_jax_distributed": False}}
+        defaults = {**values, "trainer": trainer}
+    config = parse_run_config(given, defaults=defaults).config
     if arguments.fake is not None:
-        shape = parse_shape(arguments.fake, config.rollouts)
-        fake = train_on_fake(config, shape, directory, arguments.step)
+        shape = parse_shape(arguments.fake, config.rollouts.max_length)
+        fake = train_on_fake(config if directory is not None else resolve_model(config), shape)
         return json.dumps(fake._asdict()) if arguments.json else _describe_fake(fake, shape.steps)
     assert directory is not None
     replayed = replay_step(directory, config, arguments.step)
     if arguments.json:
         return json.dumps({"run": arguments.run, "step": arguments.step, **replayed._asdict()})
     return _describe_step(str(arguments.run), arguments.step, replayed)
-
-
-def _config_of(directory: RunDirectory | None, step: int | None) -> Mapping[str, object] | None:
-    """Return the config that a step of a run was trained with as plain values, for one process."""
-    if directory is None:
-        return None
-    # Synthetic rollouts go on after a checkpoint of this step.
-    values = values_of_step(directory, sys.maxsize if step is None else step)
-    trainer = {**values.get("trainer", {}), "distributed": {"initialize_jax_distributed": False}}
-    return {**values, "trainer": trainer}
 
 
 def _describe_step(run: str, step: int, replayed: "ReplayedStep") -> str:

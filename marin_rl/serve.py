@@ -79,7 +79,7 @@ def serve(config: ServeConfig) -> None:
         UserError: if a package is missing, the key that a public address requires, or the folder `model`.
         RunDirectoryError: if the run does not exist.
         CheckpointError: if the run has no checkpoint of this step, or no valid checkpoint.
-        ValueError: if the address is not available. See `training.load_policy` for further errors.
+        ValueError: if the address is not available. See `training.earlier_run` for further errors.
     """
     require_extra("serve", "marin_rl.serve")
     # Imported here because the extra is optional.
@@ -104,7 +104,7 @@ def serve(config: ServeConfig) -> None:
         from marin_rl.serving.app import Server
         from marin_rl.serving.engine import CALL_SECONDS, Engine
         from marin_rl.serving.protocol import RequestLimits
-        from marin_rl.training.load_policy import load_policy
+        from marin_rl.training.earlier_run import load_policy
         from marin_rl.utils.devices.setup import exempt_from_collection
 
         policy = load_policy(

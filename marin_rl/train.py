@@ -5,21 +5,17 @@
 
 import sys
 import time
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from marin_rl.config.command_line import (
     RESUME_FLAGS,
     check_command_line,
-    parse_arguments,
+    parse_run_config,
     run_command,
     without_collections,
 )
 from marin_rl.utils.output import escape, go_on_without_output
 from marin_rl.utils.settings.yaml_text import to_yaml
-
-if TYPE_CHECKING:
-    from marin_rl.config.train_config import TrainConfig
 
 FLAGS = {
     "dry_run": "Check everything that the run will need, print the size of a step, and stop.",
@@ -45,35 +41,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     started = time.perf_counter()
     checked = check_command_line(arguments, FLAGS)
+    parsed = parse_run_config(checked, FLAGS)
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
     with without_collections():
-        from marin_rl.config.train_config import TrainConfig
-        from marin_rl.training.config_changes import check_config_files
+        from marin_rl.training.config_changes import refuse_moved_runs
+        from marin_rl.training.earlier_run import resolve_model
         from marin_rl.training.session import run_session
-        from marin_rl.training.starting_weights import resolve_model
 
-    parsed = parse_arguments(TrainConfig, checked, FLAGS)
     accept_changes = "accept_changes" in parsed.flags
     if "print_config" in parsed.flags:
         print(to_yaml(resolve_model(parsed.config)), end="")
         return 0
-    for message in check_config_files(parsed.files, parsed.config.run_dir):
-        print(escape(message))
-    if "dry_run" in parsed.flags:
-        return _dry_run(parsed.config, accept_changes=accept_changes, named=parsed.named)
-    go_on_without_output()
-    run_session(parsed.config, sys.stdout, accept_changes=accept_changes, named=parsed.named, started=started)
-    return 0
-
-
-def _dry_run(config: "TrainConfig", *, accept_changes: bool, named: Collection[str]) -> int:
+    refuse_moved_runs(parsed.files, parsed.config.run_dir)
+    if "dry_run" not in parsed.flags:
+        go_on_without_output()
+        run_session(parsed.config, sys.stdout, accept_changes=accept_changes, named=parsed.named, started=started)
+        return 0
     import jax
 
     from marin_rl.training.dry_run import dry_run
 
     # The accelerators may be those of a running job, or absent.
     jax.config.update("jax_platforms", "cpu")
-    problems = dry_run(config, lambda text: print(escape(text), flush=True), accept_changes=accept_changes, named=named)
+
+    def report(text: str) -> None:
+        print(escape(text), flush=True)
+
+    problems = dry_run(parsed.config, report, accept_changes=accept_changes, named=parsed.named)
     for problem in problems:
         print(f"error: {escape(problem)}", file=sys.stderr)
     return 1 if problems else 0

@@ -35,7 +35,7 @@ from marin_rl.pods.chips import parse_topology
 from marin_rl.pods.config import TpuConfig
 from marin_rl.pods.local import LocalConfig
 from marin_rl.rewards import EvaluateResult, StepOutput
-from marin_rl.training.fake_rollouts import parse_shape
+from marin_rl.training.replay import parse_shape
 from marin_rl.utils.settings.decode import decode
 from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.settings.yaml_text import parse_yaml
@@ -256,7 +256,7 @@ def test_commands_have_valid_arguments(words: list[str], monkeypatch: pytest.Mon
     elif module == "marin_rl.replay":
         arguments, rest = replay.argument_parser().parse_known_args(argv)
         config = parse_config(TrainConfig, rest, defaults=WHOLE if arguments.run else None).config
-        assert arguments.step or parse_shape(arguments.fake, config.rollouts)
+        assert arguments.step or parse_shape(arguments.fake, config.rollouts.max_length)
     elif module == "marin_rl.plan":
         arguments, rest = plan.argument_parser().parse_known_args(argv)
         assert parse_topology(arguments.topology).num_chips

@@ -180,16 +180,6 @@ def test_invalid_arguments(finished_run: TinyRun, capfd: Capture, argv: list[str
     assert message in capfd.readouterr().err
 
 
-def test_unknown_kind_of_address(capfd: Capture):
-    assert main(["--run", "gss://bucket/run"]) == 1
-    assert "run is 'gss://bucket/run', but the protocol gss:// is unknown; use a path" in capfd.readouterr().err
-
-
-def test_folder_without_run(tmp_path: Path, capfd: Capture):
-    assert main(["--run", str(tmp_path)]) == 1
-    assert "is not a run directory: it has no config.yaml" in capfd.readouterr().err
-
-
 def test_run_without_checkpoint(finished_run: TinyRun, tmp_path: Path, capfd: Capture):
     (tmp_path / "config.yaml").write_text((finished_run.path / "config.yaml").read_text())
     (tmp_path / "checkpoints").mkdir()

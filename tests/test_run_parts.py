@@ -133,29 +133,6 @@ def test_rows_with_shared_prompts_have_no_more_positions_than_the_configured_one
     assert layout.alternatives[-1].group == GroupRow(prompt_length=150, answers=2, answer_length=49)
 
 
-def test_rows_with_shared_prompts_may_exceed_the_default_microbatch(monkeypatch: pytest.MonkeyPatch):
-    """Sixteen rows of 2,048 tokens leave room for longer rows than the default of 8,192 tokens."""
-    monkeypatch.setattr("marin_rl.run_parts.platform_of", lambda trainer: "tpu")
-    trainer = dataclasses.replace(TrainerConfig(), per_device_parallelism=16)
-    rollouts, sampling = RolloutConfig(max_length=2048, group_size=8), SamplingConfig(max_new_tokens=1280)
-    model = dataclasses.replace(MODEL, **seq_len(2048))
-    built = config(model=model, rollouts=rollouts, sampling=sampling, trainer=trainer)
-    groups = RunParts(built, start_devices(trainer, rows_per_device=1)).layout.alternatives[-1]
-    assert groups.row_length > 8192
-    assert groups.rows_per_microbatch == 16 * 2048 // groups.row_length
-
-
-def test_rows_with_shared_prompts_on_a_tpu_have_whole_blocks(monkeypatch: pytest.MonkeyPatch):
-    trainer = start_devices(TrainerConfig(), rows_per_device=6)
-    monkeypatch.setattr("marin_rl.run_parts.platform_of", lambda trainer: "tpu")
-    rollouts = RolloutConfig(max_length=2048, group_size=8)
-    tpu = config(model=dataclasses.replace(MODEL, **seq_len(2048)), rollouts=rollouts)
-    groups = RunParts(
-        dataclasses.replace(tpu, sampling=SamplingConfig(max_new_tokens=512)), trainer
-    ).layout.alternatives[-1]
-    assert groups.group == GroupRow(prompt_length=1536, answers=8, answer_length=512)
-
-
 def test_default_logprob_block_depends_on_the_platform():
     trainer = start_devices(TrainerConfig(), rows_per_device=6)
     assert RunParts(config(), trainer).logprob_block == 256

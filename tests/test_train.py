@@ -1,7 +1,6 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-import json
 import logging
 import os
 import re
@@ -14,7 +13,7 @@ import pytest
 import yaml
 
 from marin_rl.train import main
-from tests.tiny_run import TinyRun, contents, copy_of
+from tests.tiny_run import TinyRun, contents
 
 Capture = pytest.CaptureFixture[str]
 
@@ -23,19 +22,7 @@ def test_print_config_prints_all_defaults_and_nothing_else(new_run: Callable[...
     run = new_run()
     assert run.train("--print_config", "--rollouts.group_size", "8") == 0
     config = yaml.safe_load(capfd.readouterr().out)
-    assert config["rollouts"] == {
-        "prompts_per_step": 4,
-        "group_size": 8,
-        "max_length": 12,
-        "max_prompt_length": None,
-        "long_prompts": "error",
-        "max_turns": 1,
-        "max_tokens": None,
-        "max_seconds": 120.0,
-        "packing": None,
-        "share_prompts": True,
-        "row_length": None,
-    }
+    assert (config["rollouts"]["group_size"], config["rollouts"]["max_seconds"]) == (8, 120.0)
     assert config["advantage"]["type"] == "rloo"
     assert not run.path.exists()
 
@@ -48,26 +35,7 @@ def test_print_config_prints_the_config_that_a_run_writes(finished_run: TinyRun,
     assert capfd.readouterr().out == written
 
 
-def test_dry_run_prints_sizes_without_the_config(new_run: Callable[..., TinyRun], capfd: Capture):
-    run = new_run()
-    assert run.train("--dry_run", "--rollouts.group_size", "8") == 0
-    output = capfd.readouterr().out
-    assert "4 prompts x 8 attempts = 32 rollouts" in output
-    assert "not loaded, the KL coefficient is 0" in output
-    assert "initializer_range" not in output
-    assert not run.path.exists()
-
-
-def test_help_all_shows_every_section(capfd: Capture):
-    with pytest.raises(SystemExit) as ended:
-        main(["--help", "all"])
-    assert ended.value.code == 0
-    output = capfd.readouterr().out
-    for name in ("--dry_run", "environment", "rollouts.group_size", "warm_start.max_steps", "kl", "trainer"):
-        assert name in output
-
-
-def test_help_fits_a_screen_and_does_not_import_levanter():
+def test_help_fits_a_screen_and_does_not_import_jax():
     script = (
         "import sys\n"
         "from marin_rl.train import main\n"
@@ -80,19 +48,6 @@ def test_help_fits_a_screen_and_does_not_import_levanter():
     assert max(map(len, lines)) <= 100
     for name in ("--dry_run", "rollouts.group_size", "--help rollouts", "--help all", "off_policy_correction"):
         assert name in finished.stdout
-
-
-def test_resumed_run_prints_the_summary(finished_run: TinyRun, tmp_path: Path, capfd: Capture):
-    copied = copy_of(finished_run, tmp_path / "copy")
-    # An export of an unknown step is repeated.
-    (copied.path / "hf" / "training_step.json").unlink()
-    assert copied.train() == 0
-    output = capfd.readouterr().out
-    assert "resuming after step 6" in output
-    for text in ("Held-out accuracy", "before warm start", "before RL", "after RL", "change", "Time"):
-        assert text in output
-    assert f"python -m marin_rl.evaluate --run {copied.path}" in output
-    assert "--initialize_from" in output
 
 
 @pytest.mark.medium
@@ -165,20 +120,6 @@ def test_internal_errors_keep_their_traceback(new_run: Callable[..., TinyRun], m
         new_run().train()
 
 
-def test_module_is_a_command(tmp_path: Path):
-    finished = subprocess.run(
-        [sys.executable, "-m", "marin_rl.train", "--config", "absent.yaml"],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert finished.returncode == 1
-    assert finished.stderr == "error: config file 'absent.yaml' does not exist; there is no YAML file in '.'\n"
-    assert finished.stdout == ""
-    assert json.dumps(sorted(path.name for path in tmp_path.iterdir())) == "[]"
-
-
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -212,9 +153,3 @@ def test_command_line_errors_are_reported_without_importing_levanter(
     )
     assert finished.stdout == "1 []\n", finished.stderr
     assert problem in finished.stderr
-
-
-def test_top_level_key_of_a_section_is_suggested(capfd: Capture, tmp_path: Path):
-    (tmp_path / "run.yaml").write_text(f"run_dir: {tmp_path / 'run'}\ngroup_size: 4\n")
-    assert main(["--config", str(tmp_path / "run.yaml")]) == 1
-    assert "unknown key group_size; did you mean rollouts.group_size?" in capfd.readouterr().err

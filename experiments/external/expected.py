@@ -20,8 +20,8 @@ from marin_rl.config.sections import EvaluationConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.rollouts.metrics import is_correct
 from marin_rl.run_parts import RunParts
+from marin_rl.training.earlier_run import load_policy
 from marin_rl.training.evaluation import evaluate
-from marin_rl.training.load_policy import load_policy
 from marin_rl.utils.settings.yaml_text import from_yaml
 
 CONTEXT = 16

@@ -187,6 +187,12 @@ class AbstractTrainConfig(ConfigSection):
         return [key for key, section in sections if getattr(section, "scope", None) is RewardScope.BATCH]
 
     @property
+    def num_updates(self) -> int:
+        """Number of updates of the run, the length of the learning-rate schedule."""
+        # A run with 0 steps only warms up and exports, but a schedule needs at least one update.
+        return max(self.num_steps, 1) * self.updates.per_step
+
+    @property
     def effective_replay(self) -> ReplayConfig:
         """`replay` in `mode: async`; in `mode: sync` groups are never sampled ahead."""
         return self.replay if self.mode is Mode.ASYNC else ReplayConfig(max_staleness=0)

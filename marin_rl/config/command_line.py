@@ -24,7 +24,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import yaml
 from draccus.choice_types import CHOICE_TYPE_KEY
@@ -46,6 +46,10 @@ from marin_rl.utils.settings.section_types import (
     section_of,
 )
 from marin_rl.utils.settings.yaml_text import load_yaml, parse_value
+
+if TYPE_CHECKING:
+    from marin_rl.config.train_config import TrainConfig
+
 
 ConfigT = TypeVar("ConfigT")
 
@@ -174,16 +178,26 @@ def parse_config(
         HelpShown: with status 0, after `--help` has printed its text.
     """
     flags = flags or {}
-    return parse_arguments(config_class, read_arguments(argv, flags), flags, defaults)
+    return _parse_arguments(config_class, read_arguments(argv, flags), flags, defaults)
 
 
-def parse_arguments(
+def parse_run_config(
+    checked: "Arguments", flags: Mapping[str, str] | None = None, defaults: Mapping[str, Any] | None = None
+) -> "ParsedConfig[TrainConfig]":
+    """Parse the arguments that `check_command_line` has checked to the config of a run; see `parse_config`."""
+    # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
+    with without_collections():
+        from marin_rl.config.train_config import TrainConfig
+
+    return _parse_arguments(TrainConfig, checked, flags, defaults)
+
+
+def _parse_arguments(
     config_class: type[ConfigT],
     arguments: "Arguments",
     flags: Mapping[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> ParsedConfig[ConfigT]:
-    """Parse the arguments that `check_command_line` has checked; see `parse_config`."""
     layers = [defaults or {}, *arguments.layers()]
     import_types(config_class, layers)
     if arguments.help_section is not None:
@@ -198,9 +212,9 @@ def parse_arguments(
 
 
 def check_command_line(argv: Sequence[str], flags: Mapping[str, str], *, reads_files: bool = True) -> "Arguments":
-    """Validate a command line of `TrainConfig`, or print the overview of `--help`, without importing levanter.
+    """Validate the command line of a run's config, or print the overview of `--help`, without importing levanter.
 
-    Importing levanter takes seconds. `parse_arguments` checks the settings of levanter's sections.
+    Importing levanter takes seconds. `parse_run_config` checks the settings of levanter's sections.
 
     Args:
         argv: arguments of `parse_config`.
@@ -208,7 +222,7 @@ def check_command_line(argv: Sequence[str], flags: Mapping[str, str], *, reads_f
         reads_files: whether the run will read its input files on this machine, so that they must exist.
 
     Returns:
-        The arguments, for `parse_arguments`.
+        The arguments, for `parse_run_config`.
 
     Raises:
         ConfigError: if the command line is invalid; the message names all problems of settings other than levanter's.

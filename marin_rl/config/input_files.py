@@ -57,7 +57,7 @@ def digest_inputs(config: AbstractTrainConfig, sections: Sequence[str] = ()) -> 
     """
     found: dict[str, dict[str, str]] = {section: {} for section in sections}
     known: dict[Path, str] = {}
-    without_effect = changeable_keys(AbstractTrainConfig)
+    without_effect = changeable_keys(type(config))
     paths = [(key.partition(".")[0], text) for key, text in local_inputs(config) if not is_within(key, without_effect)]
     for section, text in [*paths, *((NAMED, text) for text in named_files(config))]:
         if sections and section not in sections:

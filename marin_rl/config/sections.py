@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Sections of `TrainConfig` for rollouts, updates, replay, evaluation and warm start."""
+"""Sections of the run's config for rollouts, updates, replay, evaluation and warm start."""
 
 import dataclasses
 import enum

@@ -159,12 +159,6 @@ class TrainConfig(AbstractTrainConfig):
     trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig, metadata=TRAINER_METADATA)
 
     @property
-    def num_updates(self) -> int:
-        """Number of updates of the run, the length of the learning-rate schedule."""
-        # A run with 0 steps only warms up and exports, but a schedule needs at least one update.
-        return max(self.num_steps, 1) * self.updates.per_step
-
-    @property
     def run_name(self) -> str:
         """Name of the run in trackers."""
         return self.trainer.id or storage_path(self.run_dir).name

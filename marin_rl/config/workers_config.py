@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Sections of `TrainConfig` for `mode: async`: rollout workers, and the transfer of weights to them."""
+"""Sections of the run's config for `mode: async`: rollout workers, and the transfer of weights to them."""
 
 import dataclasses
 import enum

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from marin_rl.config.sections import Mode
-from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.workers_config import GPU, TPU
 from marin_rl.utils.devices.slice_names import SliceName, parse_slice
 from marin_rl.utils.errors import UserError
@@ -35,27 +34,28 @@ def ray_version(named: SliceName) -> str:
     return {"v5e": "v5litepod"}.get(named.generation.name, named.generation.name)
 
 
-def check_ray(config: TrainConfig) -> None:
+def check_ray(mode: Mode, tpu_slice: str | None) -> None:
     """Check that Ray is installed, and knows the TPU slices of the workers; runs without workers need no Ray.
 
     Args:
-        config: mode and workers.
+        mode: mode of the run.
+        tpu_slice: `workers.tpu_slice`.
 
     Raises:
         MissingPackageError: if it is not installed.
         UserError: if it knows no slices of this shape.
     """
-    if config.mode is Mode.SYNC:
+    if mode is Mode.SYNC:
         return
     require_extra("ray", "mode: async")
-    if config.workers.tpu_slice is None:
+    if tpu_slice is None:
         return
     from ray._private.accelerators.tpu import TPUAcceleratorManager
 
-    named = parse_slice(config.workers.tpu_slice)
+    named = parse_slice(tpu_slice)
     if not TPUAcceleratorManager.is_valid_tpu_accelerator_topology(ray_version(named), named.shape_text):
         raise UserError(
-            f"workers.tpu_slice is {config.workers.tpu_slice!r}, but Ray knows no {named.generation.name} slices of "
+            f"workers.tpu_slice is {tpu_slice!r}, but Ray knows no {named.generation.name} slices of "
             f"shape {named.shape_text}; use another shape"
         )
 

@@ -44,7 +44,7 @@ class GroupRequest:
 
 @dataclasses.dataclass(frozen=True)
 class StalenessLimits:
-    """Limits on how far sampling may run ahead of training; `TrainConfig` validates them."""
+    """Limits on how far sampling may run ahead of training; the run's config validates them."""
 
     groups_per_step: int
     """Number of groups in the batch of a step."""

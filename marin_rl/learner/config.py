@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Sections of `TrainConfig` for the critic and the export of weights."""
+"""Sections of the run's config for the critic and the export of weights."""
 
 import dataclasses
 import enum

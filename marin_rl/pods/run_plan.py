@@ -20,7 +20,8 @@ from marin_rl.pods.compiling import Failure, ProgramMemory, chip_bytes, compile_
 from marin_rl.pods.least_time import StepSize, sampler_seconds, trainer_seconds
 from marin_rl.pods.programs import UNROLLED, RunShapes, open_shapes, programs_of
 from marin_rl.tokenization.load import TokenizerLoadError
-from marin_rl.training.starting_weights import hf_folder, resolve_model
+from marin_rl.training.earlier_run import resolve_model
+from marin_rl.training.starting_weights import hf_folder
 from marin_rl.utils.devices.sharding import check_sharding
 
 ON_ONE_HOST = ("prefill", "short prefill", "decode")

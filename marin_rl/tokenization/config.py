@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Section of `TrainConfig` for the tokenizer and its chat template."""
+"""Section of the run's config for the tokenizer and its chat template."""
 
 import dataclasses
 from typing import TYPE_CHECKING

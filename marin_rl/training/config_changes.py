@@ -4,19 +4,23 @@
 """Changes of the config of a run that resumes: which are possible, and their history in `config.yaml`.
 
 Keys that affect the results may change only if the field is declared `may_change_by_name` and the command line names
-the key. See [`config_history`][marin_rl.training.config_history] for the record of the changes.
+the key. `config.yaml` begins with a comment for each change:
+
+```
+# after step 12: num_steps 12 -> 20
+```
 """
 
+import dataclasses
 import functools
 import json
+import re
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import equinox as eqx
-import jax
-import numpy as np
 import optax
 from levanter.optim.config import OptimizerConfig
 from levanter.tracker import NoopTracker, current_tracker
@@ -27,17 +31,126 @@ from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.runs.array_files import named_arrays
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.run_directory import (
+    CheckpointError,
     RunDirectory,
+    comments_of,
     differing_keys,
     exported_step,
+    folder_name,
+    read_config_text,
     show_value,
+    write_atomically,
 )
-from marin_rl.training.config_history import NOT_SET, Change, read_history, values_of_step
-from marin_rl.training.starting_weights import read_config
-from marin_rl.utils.errors import RunDirectoryError
+from marin_rl.runs.saved_checkpoint import read_manifest
+from marin_rl.training.earlier_run import read_config
+from marin_rl.training.run_state import Progress
+from marin_rl.utils.errors import RunDirectoryError, writing
 from marin_rl.utils.settings.decode import decode, encode
 from marin_rl.utils.settings.fields import changeable_keys, flatten, is_within, keys_changeable_by_name
 from marin_rl.utils.settings.yaml_text import parse_value, parse_yaml
+
+NOT_SET = "not set"
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A changed key of the config."""
+
+    step: int
+    """Completed steps before the change."""
+    key: str
+    """Dotted key."""
+    old: str
+    """Value before the change, as JSON, or `not set`."""
+    new: str
+    """Value after the change, likewise."""
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.old} -> {self.new}"
+
+
+def read_history(text: str) -> list[Change]:
+    """Return the changes that the comments of a `config.yaml` list, in their order."""
+    parsed = [_parse(line) for line in comments_of(text).splitlines()]
+    return [change for change in parsed if change is not None]
+
+
+def _parse(line: str) -> Change | None:
+    match = re.fullmatch(r"# after step (\d+): (\S+) (.+)", line)
+    if match is None:
+        return None
+    values = match[3]
+    try:
+        end = len(NOT_SET) if values.startswith(NOT_SET) else json.JSONDecoder().raw_decode(values)[1]
+        if values[end + 4 :] != NOT_SET:
+            json.loads(values[end + 4 :])
+    except ValueError:
+        return None
+    return Change(int(match[1]), match[2], values[:end], values[end + 4 :])
+
+
+def record_changes(directory: RunDirectory, changes: Sequence[Change], config: str, step: int) -> list[Change]:
+    """Write the config of a run that resumes, with the changes in its history.
+
+    Args:
+        directory: run directory.
+        changes: new changes.
+        config: the new config, as YAML.
+        step: step of the checkpoint from which the run resumes. The run repeats later steps with the new config, so
+            former changes after later steps are moved to this one.
+
+    Returns:
+        The history.
+
+    Raises:
+        RunDirectoryError: if the file cannot be written.
+    """
+    text = read_config_text(directory)
+    lines = comments_of(text).splitlines()
+    for index, former in enumerate(map(_parse, lines)):
+        if former is not None and former.step > step:
+            lines[index] = f"# after step {step}: {former}"
+    lines += [f"# after step {step}: {change}" for change in changes]
+    new = "".join(f"{line}\n" for line in lines) + (config if changes else text[len(comments_of(text)) :])
+    if new != text:
+        write_atomically(directory.config, new)
+    return read_history(new)
+
+
+def changed_values(history: Sequence[Change], step: int) -> dict[str, float]:
+    """Return the numbers that were changed after a step, as metrics `config/<key>`."""
+    values = {change.key: json.loads(change.new) for change in history if change.step == step and change.new != NOT_SET}
+    return {f"config/{key}": float(value) for key, value in values.items() if type(value) in (int, float)}
+
+
+def values_of_step(directory: RunDirectory, step: int) -> dict[str, Any]:
+    """Return the config that a step of a run was trained with, as plain values: later changes are undone.
+
+    Raises:
+        RunDirectoryError: if the config cannot be read.
+        ConfigError: if it is not valid YAML.
+    """
+    text = read_config_text(directory)
+    values = parse_yaml(text, str(directory.config))
+    former: dict[str, Change] = {}
+    for change in read_history(text):
+        if change.step >= step:
+            former.setdefault(change.key, change)
+    # A section that replaced a plain value, and keys of another type, are removed before values are set again.
+    for change in sorted(former.values(), key=lambda change: change.old != NOT_SET):
+        _undo(values, change)
+    return values
+
+
+def _undo(values: dict[str, Any], change: Change) -> None:
+    *sections, leaf = change.key.split(".")
+    for section in sections:
+        inner = values.get(section)
+        values[section] = values = inner if isinstance(inner, dict) else {}
+    if change.old == NOT_SET:
+        values.pop(leaf, None)
+    else:
+        values[leaf] = json.loads(change.old)
 
 
 def plan_changes(directory: RunDirectory, config: TrainConfig, named: Collection[str] = ()) -> list[Change]:
@@ -63,7 +176,10 @@ def plan_changes(directory: RunDirectory, config: TrainConfig, named: Collection
     steps = Checkpoints(directory.checkpoints, config.checkpoint).steps()
     newest = steps[-1] if steps else 0
     changes = [Change(newest, key, show_value(old, key), show_value(new, key)) for key in differing_keys(old, new)]
-    difference = functools.partial(_state_difference, former.optimizer, config)
+    assert config.model is not None
+    # The size of the vocabulary is not known before the tokenizer is loaded, and the same for both optimizers.
+    spec = PolicySpec(config.model, 2**15, config.trainer, config.critic)
+    difference = functools.partial(_state_difference, former.optimizer, config.optimizer, config.num_updates, spec)
     _require_possible(directory, changes, named, config.num_steps, difference)
     recorded = keys_changeable_by_name(TrainConfig)
     return [change for change in changes if is_within(change.key, recorded)]
@@ -171,12 +287,9 @@ def _listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def _state_difference(old: OptimizerConfig, new: TrainConfig) -> str | None:
-    """Return how the arrays of an optimizer's state differ from those of a config, None if they do not."""
-    assert new.model is not None
-    # The size of the vocabulary is not known before the tokenizer is loaded, and the same for both optimizers.
-    trained = PolicySpec(new.model, 2**15, new.trainer, new.critic).trained
-    before, after = (_state_arrays(each.build(new.num_updates), trained) for each in (old, new.optimizer))
+def _state_difference(old: OptimizerConfig, new: OptimizerConfig, num_updates: int, spec: PolicySpec) -> str | None:
+    """Return how the arrays of two optimizers' states differ, None if they do not."""
+    before, after = (_state_arrays(each.build(num_updates), spec.trained) for each in (old, new))
     for name in (*before, *after):
         if before.get(name) != after.get(name):
             return (
@@ -193,63 +306,53 @@ def _state_arrays(optimizer: optax.GradientTransformation, trained: Any) -> dict
     return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in named_arrays(state).items()}
 
 
-def describe_learning_rate(old: TrainConfig, new: TrainConfig, updates: int) -> str | None:
-    """Describe the learning rate of the next update before and after a change; None if the schedule is the same.
-
-    Args:
-        old: the config before.
-        new: the config after.
-        updates: completed updates.
-    """
-    counts = np.array([updates, new.num_updates - 1])
-    rates = [np.asarray(jax.vmap(each.optimizer.lr_scheduler(each.num_updates))(counts)) for each in (old, new)]
-    if old.num_updates == new.num_updates and np.array_equal(rates[0], rates[1]):
-        return None
-    before, after = (float(rate[0]) for rate in rates)
-    return (
-        f"learning rate of update {updates + 1}: {after:.4g}, and {before:.4g} with the former settings. The schedule "
-        f"is a function of the number of updates done and their total, which is {new.num_updates} now and was "
-        f"{old.num_updates}"
-    )
-
-
 def read_config_of_step(directory: RunDirectory, step: int) -> TrainConfig:
     """Read the config that a step of a run was trained with; see `values_of_step`."""
     read_config(directory)
     return decode(TrainConfig, values_of_step(directory, step))
 
 
-def check_config_files(files: Sequence[Path], run_dir: str) -> list[str]:
-    """Check the `config.yaml` of runs among config files.
+def refuse_moved_runs(files: Sequence[Path], run_dir: str) -> None:
+    """Refuse a config file that is the `config.yaml` of a run which was moved or copied, and names its former folder.
 
     Args:
         files: config files of the command line.
         run_dir: the run directory of the config.
 
-    Returns:
-        Messages for the user.
-
     Raises:
-        RunDirectoryError: if a file is that of a run which was moved or copied, and names the former folder.
+        RunDirectoryError: if there is one.
     """
-    messages = []
     for file in files:
         folder = file.parent
         # A pipe has been read, and is not the file of a run.
-        if folder.resolve() == Path(run_dir).resolve() or not file.is_file():
+        if file.name != "config.yaml" or not file.is_file() or not (folder / "checkpoints").is_dir():
             continue
-        text = file.read_text(encoding="utf-8")
-        values: Mapping[str, Any] = parse_yaml(text, str(file))
-        if values.get("run_dir") == run_dir:
-            if file.name == "config.yaml" and (folder / "checkpoints").is_dir():
-                raise RunDirectoryError(
-                    f"{str(file)!r} is in the folder of its run, but its run_dir is {run_dir!r}; give --run_dir "
-                    f"{shlex.quote(str(folder))} to resume the run there, or --run_dir NEW for another one"
-                )
-            continue
-        if history := ", ".join(f"{change} after step {change.step}" for change in read_history(text)):
-            messages.append(
-                f"{str(file)!r} is the config of a run whose settings were changed ({history}); this run has the last "
-                "ones from its first step on"
+        values: Mapping[str, Any] = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+        if folder.resolve() != Path(run_dir).resolve() and values.get("run_dir") == run_dir:
+            raise RunDirectoryError(
+                f"{str(file)!r} is in the folder of its run, but its run_dir is {run_dir!r}; give --run_dir "
+                f"{shlex.quote(str(folder))} to resume the run there, or --run_dir NEW for another one"
             )
-    return messages
+
+
+def finished_progress(
+    config: TrainConfig, directory: RunDirectory, named: Collection[str], *, accept_changes: bool
+) -> Progress | None:
+    """Return the progress of a run that is complete and exported, so that another start does nothing; otherwise None.
+
+    Changes no file. The arguments are those of `plan_changes`; a start that accepts changed files does something.
+    """
+    with writing(directory.path):
+        if accept_changes or not directory.config.is_file() or plan_changes(directory, config, named):
+            return None
+        steps = Checkpoints(directory.checkpoints, config.checkpoint).steps()
+        if steps[-1:] != [config.num_steps] or exported_step(directory) != config.num_steps:
+            return None
+        if not any(directory.hf.glob("*.safetensors")) or read_config(directory).export != config.export:
+            return None
+        try:
+            progress = Progress(**read_manifest(directory.checkpoints / folder_name(config.num_steps)).progress)
+        except (CheckpointError, TypeError):
+            # The run is opened, which explains it.
+            return None
+        return None if progress.unrecorded else progress

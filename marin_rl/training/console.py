@@ -8,13 +8,16 @@ On a terminal, two lines at the bottom are redrawn. In a pipe or under CI, plain
 """
 
 import collections
+import io
+import itertools
+import logging
 import math
 import os
 import shlex
 import time
 import types
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, TextIO
+from collections.abc import Callable, Mapping
+from typing import TextIO
 
 from rich.bar import Bar
 from rich.box import SIMPLE_HEAD
@@ -23,9 +26,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from marin_rl.runs.metrics_file import read_records
+from marin_rl.runs.run_directory import RunDirectory
 from marin_rl.training.evaluation import is_quality
+from marin_rl.training.run_state import Progress
 from marin_rl.utils.output import escape, escape_line, report_lost_output
 from marin_rl.utils.storage import StoragePath
+
+logger = logging.getLogger(__name__)
 
 MAX_PLAIN_LINES = 50
 """Approximate number of progress lines of a run without a terminal."""
@@ -45,6 +53,9 @@ EVALUATED = {
 """Suffixes of the evaluation metrics, by label."""
 
 SEPARATOR = "   "
+
+LOG_WIDTH = 100
+"""Characters of a line of a table in the log."""
 
 
 def is_live(stream: TextIO, environment: Mapping[str, str]) -> bool:
@@ -173,7 +184,7 @@ def _shown_metrics(metrics: Mapping[str, int | float]) -> dict[str, str]:
         ("reward", "train/rewards", format_fraction),
         ("KL", "objective/kl", format_fraction),
         ("length", "train/output_length", lambda value: f"{value:.1f}"),
-        ("rollouts/s", "eps", format_rate),
+        ("rollouts/s", "eps", format_count),
         ("tok/s", "tokens/sampled_per_second", format_count),
         ("entropy", "policy/entropy_avg", format_fraction),
     ):
@@ -185,15 +196,6 @@ def _shown_metrics(metrics: Mapping[str, int | float]) -> dict[str, str]:
     return shown
 
 
-class Compiling(NamedTuple):
-    """Seconds of compilation."""
-
-    steps: float = 0.0
-    """In the steps of the run."""
-    command: float = 0.0
-    """In this command."""
-
-
 def print_closing_table(
     console: Console,
     run_directory: StoragePath,
@@ -201,7 +203,8 @@ def print_closing_table(
     seconds: Mapping[str, int | float],
     totals: Mapping[str, int | float],
     command: Mapping[str, float] = types.MappingProxyType({}),
-    compiling: Compiling = Compiling(),  # noqa: B008
+    compiling_steps: float = 0.0,
+    compiling_command: float = 0.0,
 ) -> None:
     """Print the summary of a run: accuracy before and after, time by phase, counts and next commands.
 
@@ -214,15 +217,16 @@ def print_closing_table(
         seconds: total seconds by phase.
         totals: total counts by name.
         command: seconds of this command by part.
-        compiling: seconds of compilation, which are a part of the others.
+        compiling_steps: seconds of compilation in the steps, a part of `seconds`.
+        compiling_command: seconds of compilation in this command, a part of `command`.
     """
     console.print()
     if evaluations:
-        console.print(_accuracy_table(evaluations, console))
+        console.print(_accuracy_table(evaluations))
     if any(seconds.values()):
-        console.print(_time_table("Time of the RL steps", "phase", seconds, compiling.steps))
+        console.print(_time_table("Time of the RL steps", "phase", seconds, compiling_steps))
     if any(command.values()):
-        console.print(_time_table("Time of this command", "part", command, compiling.command))
+        console.print(_time_table("Time of this command", "part", command, compiling_command))
     facts = {name: f"{value:,.0f}" for name, value in totals.items()} | {
         "run directory": escape_line(str(run_directory))
     }
@@ -245,8 +249,8 @@ def print_closing_table(
         console.print(Text.assemble((f"\n{purpose}\n", "dim"), (f"  {escape(line)}", "bold")), soft_wrap=True)
 
 
-def _accuracy_table(evaluations: Mapping[str, Mapping[str, int | float]], console: Console) -> Table:
-    """Return a table with a column for each metric, or with a row for each if the columns do not fit on the console.
+def _accuracy_table(evaluations: Mapping[str, Mapping[str, int | float]]) -> Table:
+    """Return a table with a row for each metric and a column for each evaluation.
 
     pass@1 equals the sampled accuracy, and is omitted.
     """
@@ -256,48 +260,32 @@ def _accuracy_table(evaluations: Mapping[str, Mapping[str, int | float]], consol
         for name in metrics
         if is_quality(name) or (name.startswith("eval/") and "/pass@" in name and not name.endswith("/pass@1"))
     )
-    parts = [name.removeprefix("eval/").rpartition("/") for name in names]
-    environments = {environment for environment, _, _ in parts}
-    labels = []
-    for environment, _, kind in parts:
-        label = kind.removeprefix("accuracy_")
-        labels.append(escape_line(f"{environment} {label}" if len(environments) > 1 else label))
-    rows = {
-        time_name: [format_fraction(metrics[name]) if name in metrics else "" for name in names]
-        for time_name, metrics in evaluations.items()
-    }
-    if len(evaluations) > 1:
-        *_, before, after = evaluations.values()
-        rows["change"] = [
-            f"{after[name] - before[name]:+.3f}" if name in before and name in after else "" for name in names
-        ]
+    environments = {name.removeprefix("eval/").rpartition("/")[0] for name in names}
     title = "Held-out accuracy" if any("/accuracy_" in name for name in names) else "Held-out reward"
-    table = _empty_accuracy_table(title, labels)
-    for time_name, cells in rows.items():
-        if time_name == "change":
-            table.add_section()
-        table.add_row(time_name, *cells, style="bold" if time_name == "change" else None)
-    # A measurement is limited by its own width.
-    if console.measure(table, options=console.options.update(width=console.width + 1)).maximum <= console.width:
-        return table
-    table = _empty_accuracy_table(title, rows)
-    for label, *cells in zip(labels, *rows.values(), strict=True):
-        table.add_row(Text(label), *cells)
-    return table
-
-
-def _empty_accuracy_table(title: str, columns: Iterable[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table = _empty_table(title)
     table.add_column("", overflow="fold")
-    for column in columns:
-        table.add_column(Text(column), justify="right", no_wrap=True)
+    for column in (*evaluations, *(["change"] if len(evaluations) > 1 else [])):
+        table.add_column(column, justify="right", no_wrap=True, style="bold" if column == "change" else None)
+    for name in names:
+        environment, _, kind = name.removeprefix("eval/").rpartition("/")
+        label = kind.removeprefix("accuracy_")
+        values = [metrics.get(name) for metrics in evaluations.values()]
+        cells = ["" if value is None else format_fraction(value) for value in values]
+        if len(values) > 1:
+            before, after = values[-2:]
+            cells.append("" if before is None or after is None else f"{after - before:+.3f}")
+        table.add_row(Text(escape_line(f"{environment} {label}" if len(environments) > 1 else label)), *cells)
     return table
+
+
+def _empty_table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
 
 
 def _time_table(title: str, column: str, seconds: Mapping[str, int | float], compiling: float) -> Table:
     """Return a table of seconds, largest first, with their total and the part of it that is compilation."""
     total = sum(seconds.values())
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table = _empty_table(title)
     for name in (column, "time", "share"):
         table.add_column(name, justify="left" if name == column else "right")
     for name, value in sorted(seconds.items(), key=lambda item: -item[1]):
@@ -325,28 +313,19 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(value: float) -> str:
-    """Format a count with two or three significant digits.
+    """Format a count or a rate with two or three significant digits.
 
-    >>> format_count(950.0), format_count(8123.0), format_count(999_960.0), format_count(1.25e6)
-    ('950', '8.1k', '1.0M', '1.2M')
+    >>> format_count(0.123), format_count(4.56), format_count(8123.0), format_count(999_960.0), format_count(1.25e6)
+    ('0.12', '4.6', '8.1k', '1.0M', '1.2M')
     """
+    if value < 10:
+        return f"{value:.1f}" if value >= 1 else f"{value:.2f}"
     if round(value) < 1000:
         return f"{value:.0f}"
     for size, suffix in ((1e3, "k"), (1e6, "M")):
         if round(value / size, 1) < 1000:
             return f"{value / size:.1f}{suffix}"
     return f"{value / 1e9:.1f}G"
-
-
-def format_rate(value: float) -> str:
-    """Format rollouts per second: one decimal below 10, two below 1.
-
-    >>> format_rate(0.123), format_rate(4.56), format_rate(245.6), format_rate(12345.0)
-    ('0.12', '4.6', '246', '12.3k')
-    """
-    if value >= 10:
-        return format_count(value)
-    return f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
 def format_fraction(value: float) -> str:
@@ -356,3 +335,52 @@ def format_fraction(value: float) -> str:
     ('0.531', '2.1e-04', '0.000')
     """
     return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.3f}"
+
+
+def report_finished(directory: RunDirectory, progress: Progress, stream: TextIO) -> str:
+    """Print the results of a run that is complete; return the first line."""
+    message = (
+        f"the run in {str(directory.path)!r} is complete after step {progress.step}, and nothing is changed. To make "
+        f"it longer, add --num_steps N with N above {progress.step} to the command"
+    )
+    display = ProgressDisplay(progress.step, stream)
+    display.say(message)
+    print_summary(display.console, directory, progress, {})
+    return message
+
+
+def print_and_log(
+    console: Console, directory: RunDirectory, progress: Progress, command: Mapping[str, float], compiling: float
+) -> None:
+    """Print a summary to the console, and write its lines to the log; see `print_summary`."""
+    print_summary(console, directory, progress, command, compiling)
+    text = io.StringIO()
+    print_summary(Console(file=text, width=LOG_WIDTH, highlight=False), directory, progress, command, compiling)
+    for line in filter(str.strip, text.getvalue().splitlines()):
+        logger.info("%s", line.rstrip())
+
+
+def print_summary(
+    console: Console,
+    directory: RunDirectory,
+    progress: Progress,
+    command: Mapping[str, float],
+    compiling: float = 0.0,
+) -> None:
+    """Print the summary of a complete run.
+
+    Args:
+        console: output.
+        directory: run directory.
+        progress: counts and evaluations.
+        command: seconds of this command by part; empty if it has not trained.
+        compiling: seconds of this command in which programs were compiled.
+    """
+    records = read_records(directory.metrics)
+    prefix = "seconds/"
+    names = dict.fromkeys(name for name in itertools.chain(*records) if name.startswith(prefix))
+    seconds = {name.removeprefix(prefix): sum(record.get(name, 0.0) for record in records) for name in names}
+    seconds.pop("total", None)
+    in_steps = seconds.pop("compile", 0.0)
+    totals = {"updates": progress.updates, "rollouts": progress.episodes, "tokens sampled": progress.sampled_tokens}
+    print_closing_table(console, directory.path, progress.evaluations, seconds, totals, command, in_steps, compiling)

@@ -7,17 +7,17 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import queue
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from marin_rl.config.input_files import digest_inputs
-from marin_rl.config.sections import Mode
+from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.ray_cluster import check_ray
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
+from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
+from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.judge import LlmJudgeConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
@@ -25,23 +25,20 @@ from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.attempt import LongPrompts
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
-from marin_rl.run_parts import Report, RunParts
+from marin_rl.run_parts import LOGPROB_BLOCK_SIZE, Report, RunParts
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.lock import check_usable
 from marin_rl.runs.run_directory import RunDirectory, require_config
-from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.sampling.sampler import PromptTooLongError
 from marin_rl.tokenization.chat_template import ChatTemplateError
 from marin_rl.training import evaluation, warm_start
-from marin_rl.training.config_changes import plan_changes
+from marin_rl.training.config_changes import finished_progress, plan_changes
+from marin_rl.training.earlier_run import resolve_model
 from marin_rl.training.open_run import read_progress
-from marin_rl.training.run_files import RUN_FILES, RunFiles, compare_on_resume
-from marin_rl.training.run_sizes import describe_run, format_quantity
-from marin_rl.training.run_state import Progress
-from marin_rl.training.starting_weights import check_first_policy, check_weight_files, hf_folder, resolve_model
-from marin_rl.training.summary import finished_progress
-from marin_rl.training.trackers import check_trackers
+from marin_rl.training.run_state import RUN_FILES, Progress, RunFiles, compare_on_resume
+from marin_rl.training.starting_weights import check_first_policy, check_weight_files, hf_folder
+from marin_rl.training.step_records import check_trackers
 from marin_rl.training.trial_rollouts import (
     TRIAL_TASKS,
     FixedReplies,
@@ -52,6 +49,7 @@ from marin_rl.training.trial_rollouts import (
     without_judge,
 )
 from marin_rl.types import Task
+from marin_rl.utils.devices.setup import microbatch_rows
 from marin_rl.utils.errors import USER_ERRORS, Closing, describe
 from marin_rl.utils.event_loop import BackgroundLoop
 from marin_rl.utils.output import escape_line
@@ -66,8 +64,6 @@ P = ParamSpec("P")
 
 CHECKED_DEMONSTRATIONS = 1000
 """Maximum number of worked answers that are tokenized."""
-STORE_SECONDS = 15.0
-"""Maximum seconds for the check of a run directory in an object store; its client retries for a minute."""
 _NAMED_PROMPTS = 3
 """Maximum number of too long prompts that a message names."""
 _SHOWN_PROMPT = 400
@@ -100,7 +96,7 @@ class DryRun:
 
     def line(self, name: str, value: str) -> None:
         """Report a quantity."""
-        self.report(format_quantity(name, value))
+        self.report(f"{name:<18}  {value}")
 
 
 def dry_run(
@@ -123,14 +119,12 @@ def dry_run(
     found = DryRun(report)
     resolved = found.attempt(resolve_model, config)
     config = resolved or config
-    directory = RunDirectory(storage_path(config.run_dir, "run_dir"))
-    check = functools.partial(_directory_state, config, directory, accept_changes=accept_changes, named=named)
-    state = found.attempt(_check_directory, directory, check)
-    found.attempt(check_weight_files, config.initialize_from, config.run_dir, config.tokenizer.path)
-    found.attempt(check_trackers, config.trainer.tracker)
-    found.attempt(check_ray, config)
     with contextlib.ExitStack() as opened:
         parts = RunParts(config, config.trainer, opened, report, without_judge)
+        state = found.attempt(_directory_state, parts, accept_changes=accept_changes, named=named)
+        found.attempt(check_weight_files, config.initialize_from, config.run_dir, config.tokenizer.path)
+        found.attempt(check_trackers, config.trainer.tracker)
+        found.attempt(check_ray, config.mode, config.workers.tpu_slice)
         tokenizer = found.attempt(lambda: parts.tokenizer)
         environment = found.attempt(lambda: parts.environment)
         vocab_size = None
@@ -146,8 +140,8 @@ def dry_run(
             found.attempt(_check_reward_files, config.environment, config.sandbox)
         else:
             _check_environment(found, parts, vocab_size)
-    if (unchecked := found.attempt(_unchecked, config, state)) is not None:
-        found.line("not checked", "; ".join(unchecked))
+        if (unchecked := found.attempt(_unchecked, parts, state)) is not None:
+            found.line("not checked", "; ".join(unchecked))
     for warning in found.warnings:
         report(f"warning: {warning}")
     if state is not None and not found.problems:
@@ -167,55 +161,33 @@ class _DirectoryState:
     """Why an object store could not be read."""
 
 
-def _check_directory(directory: RunDirectory, check: Callable[[], _DirectoryState]) -> _DirectoryState:
-    """Return the result of a check; one that waits for an object store ends after `STORE_SECONDS`."""
-    if isinstance(directory.path, Path):
-        return check()
-    # A machine without access to the store can check the config of a run on other machines.
-    done: queue.Queue[_DirectoryState | BaseException] = queue.Queue()
-
-    def run() -> None:
-        try:
-            done.put(check())
-        except BaseException as error:
-            done.put(error)
-
-    threading.Thread(target=run, name="run directory", daemon=True).start()
+def _directory_state(parts: RunParts, *, accept_changes: bool, named: Collection[str]) -> _DirectoryState:
+    """Check that the run can start or resume in its directory."""
+    config, directory = parts.config, RunDirectory(storage_path(parts.config.run_dir, "run_dir"))
+    outlook = f"the run is finished: it has done all {config.num_steps} steps"
     try:
-        found = done.get(timeout=STORE_SECONDS)
-    except queue.Empty:
-        found = StorageError(f"no result after {STORE_SECONDS:g} s", str(directory.path), "check the connection")
-    if isinstance(found, StorageError):
-        return _DirectoryState("the run can start if its run directory is new or fits this config", None, str(found))
-    if isinstance(found, BaseException):
-        raise found
-    return found
-
-
-def _directory_state(
-    config: TrainConfig, directory: RunDirectory, *, accept_changes: bool, named: Collection[str]
-) -> _DirectoryState:
-    if (progress := finished_progress(config, directory, named, accept_changes=accept_changes)) is not None:
-        return _DirectoryState(f"the run is finished: it has done all {config.num_steps} steps", progress)
-    check_usable(directory)
-    require_config(directory)
-    plan_changes(directory, config, named)
-    inputs = digest_inputs(config)
-    checkpoints = Checkpoints(directory.checkpoints, config.checkpoint)
-
-    def load(checkpoint: Checkpoint) -> tuple[Progress, RunFiles, Checkpoint]:
-        return read_progress(checkpoint), RunFiles.decode(checkpoint.read(RUN_FILES)), checkpoint
-
-    loaded = checkpoints.restore_newest(load)
-    if loaded is None:
-        return _DirectoryState(f"the run starts from the beginning, in {directory.path}")
-    progress, files, checkpoint = loaded
-    compare_on_resume(files, checkpoint.path, inputs, accept=accept_changes)
-    if config.kl.needs_reference:
-        checkpoints.open(0)
-    if progress.step >= config.num_steps:
-        return _DirectoryState(f"the run is finished: it has done all {config.num_steps} steps", progress)
-    return _DirectoryState(f"the run resumes after step {progress.step} of {config.num_steps}", progress)
+        progress = finished_progress(config, directory, named, accept_changes=accept_changes)
+        if progress is not None:
+            return _DirectoryState(outlook, progress)
+        check_usable(directory)
+        require_config(directory)
+        plan_changes(directory, config, named)
+        checkpoints = Checkpoints(directory.checkpoints, config.checkpoint)
+        loaded = checkpoints.restore_newest(
+            lambda saved: (read_progress(saved), RunFiles.decode(saved.read(RUN_FILES)), saved)
+        )
+        if loaded is None:
+            return _DirectoryState(f"the run starts from the beginning, in {directory.path}")
+        progress, files, checkpoint = loaded
+        compare_on_resume(files, checkpoint.path, digest_inputs(config), accept=accept_changes)
+        if config.kl.needs_reference:
+            checkpoints.open(0)
+    except StorageError as error:
+        # A machine without access to the store can check the config of a run on other machines.
+        return _DirectoryState("the run can start if its run directory is new or fits this config", None, str(error))
+    if progress.step < config.num_steps:
+        outlook = f"the run resumes after step {progress.step} of {config.num_steps}"
+    return _DirectoryState(outlook, progress)
 
 
 def _check_reward_files(environment: EnvironmentConfig, sandbox: SandboxConfig) -> None:
@@ -247,7 +219,7 @@ def _check_environment(found: DryRun, parts: RunParts, vocab_size: int | None) -
         counts = {Split.HELD_OUT: config.evaluation.tasks}
         if config.warm_start.max_steps:
             counts[Split.VALIDATION] = config.warm_start.check_tasks
-        _check_prompts(found, runner, counts, functools.partial(describe_run, config, vocab_size))
+        _check_prompts(found, runner, counts, functools.partial(describe_run, parts, vocab_size))
         if rewards is not None:
             found.attempt(
                 _check_rewards, found, runner, sampler, config.environment, config.sampling.max_new_tokens, config.seed
@@ -271,7 +243,10 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _check_prompts(
-    found: DryRun, runner: RolloutRunner, counts: Mapping[Split, int], describe_sizes: Callable[..., str]
+    found: DryRun,
+    runner: RolloutRunner,
+    counts: Mapping[Split, int],
+    describe_sizes: Callable[..., list[tuple[str, str]]],
 ) -> None:
     """Tokenize the prompts and worked answers that the run uses; report their numbers and the sizes of the run.
 
@@ -289,7 +264,8 @@ def _check_prompts(
         for split, count in counts.items():
             tasks = environment.tasks(split) if count else ()
             used[split] = found.attempt(evaluation.first_of_each, tasks, count, runner) or ()
-        found.report(describe_sizes(train_tasks=len(train), held_out_tasks=len(used[Split.HELD_OUT])))
+        for name, value in describe_sizes(train_tasks=len(train), held_out_tasks=len(used[Split.HELD_OUT])):
+            found.line(name, value)
         for split, tasks in used.items():
             if tasks and (described := found.attempt(_describe_prompts, split, tasks, runner)) is not None:
                 found.line(f"{split.value.replace('_', '-')} prompts", described)
@@ -404,8 +380,9 @@ def _fits(task: Task, runner: RolloutRunner) -> bool:
         return False
 
 
-def _unchecked(config: TrainConfig, state: _DirectoryState | None) -> list[str]:
+def _unchecked(parts: RunParts, state: _DirectoryState | None) -> list[str]:
     """Return what only the run itself can check."""
+    config = parts.config
     unchecked = ["the devices (their number, mesh and memory)"]
     is_new = state is not None and state.progress is None
     if config.initialize_from is not None and is_new and not Path(hf_folder(config.initialize_from)).is_dir():
@@ -422,3 +399,76 @@ def _unchecked(config: TrainConfig, state: _DirectoryState | None) -> list[str]:
     if state is not None and state.unreachable is not None:
         unchecked.append(f"the run directory ({state.unreachable})")
     return unchecked
+
+
+def describe_run(parts: RunParts, vocab_size: int, *, train_tasks: int, held_out_tasks: int) -> list[tuple[str, str]]:
+    """Describe the token and step counts of a run.
+
+    Args:
+        parts: parts of the run, without devices.
+        vocab_size: vocabulary size of the policy.
+        train_tasks: number of distinct training tasks.
+        held_out_tasks: number of tasks of each evaluation; may be less than `evaluation.tasks`.
+
+    Returns:
+        Name and value of each quantity.
+    """
+    config = parts.config
+    assert config.model is not None
+    rollouts, limits = config.rollouts, config.sampling
+    parameters = PolicySpec(config.model, vocab_size, config.trainer).num_parameters
+    per_step, updates = rollouts.rollouts_per_step, config.updates
+    evaluations = _count_evaluations(config.evaluation, config.warm_start, config.num_steps)
+    microbatches: dict[str, tuple[int, int]] = {}
+    for name in PLATFORMS:
+        # Config validation has already rejected a row length that no platform supports.
+        with contextlib.suppress(ValueError):
+            row_length = rollouts.positions(attention_kernel(config.model, name))
+            microbatches[name] = (microbatch_rows(config.trainer, rollouts.rows_per_device(name)), row_length)
+    (platform, (rows, positions)), *others = microbatches.items()
+    elsewhere = "".join(f"; {count:,} x {length:,} on {name}" for name, (count, length) in others)
+    share = {True: "several sequences", False: "one sequence", None: "one or several sequences"}[rollouts.packing]
+    block = min(config.logprob_block_size or LOGPROB_BLOCK_SIZE[platform], rows * positions)
+    prompts = rollouts.prompts_per_step * config.num_steps
+    resampling = f", {config.filter.max_batches} times that with resampling" if config.filter.max_batches > 1 else ""
+    critic = "none"
+    if config.critic is not None:
+        critic = "one output on the policy's trunk" if config.critic.shared_trunk else "a separate trunk"
+    return [
+        ("parameters", f"{parameters:,}, vocabulary {vocab_size:,}"),
+        (
+            "one step",
+            f"{rollouts.prompts_per_step:,} prompts x {rollouts.group_size} attempts = {per_step:,} rollouts",
+        ),
+        ("sampled per step", f"at most {per_step * rollouts.max_turns * limits.max_new_tokens:,} tokens{resampling}"),
+        (
+            "updates per step",
+            f"{updates.per_step:,} = {updates.epochs:,} x {updates.minibatches:,} (epochs x minibatches)",
+        ),
+        (
+            "one microbatch",
+            f"{rows:,} rows x {positions:,} positions = {rows * positions:,} tokens on each data-parallel device, "
+            f"{share} in a row{elsewhere}",
+        ),
+        (
+            "the run",
+            f"{config.num_steps:,} steps, {updates.per_step * config.num_steps:,} updates, "
+            f"{per_step * config.num_steps:,} rollouts, each of {train_tasks:,} training tasks "
+            f"{prompts / train_tasks:.2f} times",
+        ),
+        (
+            "logits at a time",
+            f"{block:,} tokens x {vocab_size:,} floats on each data-parallel device",
+        ),
+        ("evaluations", f"{evaluations:,}, of {held_out_tasks:,} held-out tasks"),
+        ("reference model", "yes" if config.kl.needs_reference else "not loaded, the KL coefficient is 0"),
+        ("critic", critic),
+    ]
+
+
+def _count_evaluations(evaluation: EvaluationConfig, warm_start: WarmStartConfig, num_steps: int) -> int:
+    if evaluation.tasks == 0:
+        return 0
+    before = 2 if warm_start.max_steps else 1
+    during = max(num_steps - 1, 0) // evaluation.every if evaluation.every else 0
+    return before + during + (1 if num_steps else 0)

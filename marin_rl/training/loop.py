@@ -37,8 +37,7 @@ from marin_rl.runs.rollout_store import EVALUATION, RolloutStore
 from marin_rl.training.batch_builder import BatchBuilder, TrainingBatch
 from marin_rl.training.collect import GroupCollector
 from marin_rl.training.evaluation import evaluate
-from marin_rl.training.run_files import RunFiles
-from marin_rl.training.run_state import RunState
+from marin_rl.training.run_state import RunFiles, RunState
 from marin_rl.training.shared_run import require_same_batch
 from marin_rl.types import RolloutGroup
 from marin_rl.utils import multihost

@@ -35,9 +35,13 @@ from marin_rl.training.batch_builder import ScoreReference, make_batch_builder
 from marin_rl.training.collect import GroupCollector
 from marin_rl.training.evaluation import describe_accuracy, evaluate
 from marin_rl.training.loop import TrainingRun
-from marin_rl.training.run_files import RUN_FILES, RunFiles, compare_on_resume
-from marin_rl.training.run_state import REPLAY, Progress, RunState
-from marin_rl.training.shared_run import check_config, require_same_inputs, require_same_tasks
+from marin_rl.training.run_state import REPLAY, RUN_FILES, Progress, RunFiles, RunState, compare_on_resume
+from marin_rl.training.shared_run import (
+    check_shared_sampling,
+    check_weight_address,
+    require_same_inputs,
+    require_same_tasks,
+)
 from marin_rl.training.starting_weights import first_policy
 from marin_rl.training.warm_start import warm_start
 from marin_rl.types import RolloutGroup, WeightVersion
@@ -187,8 +191,10 @@ def drop_groups_of_lost_weights(state: RunState, report: Report) -> None:
 def _check_run(parts: RunParts) -> Inputs:
     """Check that the config fits the processes and devices, and that all processes have the same input files."""
     config = parts.config
-    check_config(config)
-    if config.mode is Mode.ASYNC:
+    if config.mode is Mode.SYNC:
+        check_shared_sampling(config.sampler, config.batch_scoped_rewards())
+    else:
+        check_weight_address(config.weights.host)
         check_worker_devices(
             config.workers.reserved,
             platform_of(parts.trainer),

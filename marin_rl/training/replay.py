@@ -1,14 +1,21 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Repeat steps of a run from a checkpoint and the stored rollouts, without sampling."""
+"""Training without a sampler: repeats steps of a run from a checkpoint and the stored rollouts, or times the trainer.
+
+Times and memory are measured on synthetic rollouts: random tokens of given lengths with random rewards.
+"""
 
 import dataclasses
 import functools
+import re
+import resource
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,9 +43,12 @@ from marin_rl.training.loop import (
     train_on_groups,
     update_seconds,
 )
-from marin_rl.training.run_files import warn_of_changed_inputs
-from marin_rl.types import RolloutGroup
+from marin_rl.training.run_state import warn_of_changed_inputs
+from marin_rl.training.starting_weights import first_policy
+from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
+from marin_rl.utils.devices.setup import device_peak_bytes
 from marin_rl.utils.errors import UserError
+from marin_rl.utils.seeds import derive_seed
 from marin_rl.utils.settings.fields import changeable_keys
 from marin_rl.utils.settings.imports import IMPORTS
 from marin_rl.utils.settings.yaml_text import to_yaml
@@ -293,3 +303,138 @@ def largest_difference(model: Any, other: Any) -> float:
         return jnp.max(jnp.stack([jnp.max(jnp.abs(a - b)).astype(jnp.float32) for a, b in pairs]))
 
     return float(differences(jax.tree.leaves(model), jax.tree.leaves(other)))
+
+
+# Synthetic rollouts.
+
+_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+
+
+class FakeShape(NamedTuple):
+    """Lengths of synthetic rollouts, and the number of steps that train on them."""
+
+    prompt: tuple[int, int]
+    """Minimum and maximum tokens of a prompt."""
+    completion: tuple[int, int]
+    """Minimum and maximum sampled tokens of a rollout."""
+    steps: int
+    """Number of steps; the first one compiles."""
+
+
+def parse_shape(text: str, max_length: int) -> FakeShape:
+    """Parse a shape such as `prompt=32,completion=16-64,steps=4`.
+
+    `prompt` and `completion` are numbers of tokens, or ranges from which lengths are drawn; `steps` is 4 by default.
+
+    Args:
+        text: the shape.
+        max_length: `rollouts.max_length`, which rollouts must not exceed.
+
+    Raises:
+        ValueError: if a name is unknown, missing or repeated, a number is invalid, or a rollout is too long.
+    """
+    parts = [part.partition("=") for part in text.split(",")]
+    given = {name: _RANGE.fullmatch(value) for name, _, value in parts}
+    ranges = {name: (int(match[1]), int(match[2] or match[1])) for name, match in given.items() if match is not None}
+    first, last = ranges.setdefault("steps", (4, 4))
+    if len(ranges) != 3 or not {*given, "prompt", "completion"} <= {*ranges} or len(given) != len(parts):
+        raise ValueError(f"--fake is {text!r}; it must have the form prompt=32,completion=16-64,steps=4")
+    if first != last or any(not 1 <= low <= high for low, high in ranges.values()):
+        raise ValueError(f"--fake is {text!r}; numbers must be at least 1, ranges in order, and steps one number")
+    shape = FakeShape(ranges["prompt"], ranges["completion"], first)
+    if (longest := shape.prompt[1] + shape.completion[1]) > max_length:
+        raise ValueError(
+            f"--fake {text!r}: rollouts of {longest} tokens exceed rollouts.max_length, {max_length}; add "
+            f"--rollouts.max_length {longest}, or lower prompt or completion"
+        )
+    return shape
+
+
+class FakeRun(NamedTuple):
+    """Measurements of training on synthetic rollouts."""
+
+    rollouts: int
+    """Rollouts per step."""
+    tokens: int
+    """Tokens of all rollouts of a step, prompts included."""
+    first_step_seconds: float
+    """Seconds of the first step, which compiles."""
+    median: dict[str, float]
+    """Medians over the other steps, if any, of the metrics of training, rates and seconds by phase."""
+    tokens_per_second: float
+    """`tokens` over the median seconds of a step."""
+    device_peak_bytes: int | None
+    """Peak memory of the fullest device; None if it is not tracked (CPU)."""
+    host_peak_bytes: int
+    """Peak memory of this process on the host."""
+
+
+def train_on_fake(config: TrainConfig, shape: FakeShape) -> FakeRun:
+    """Train random weights on the same synthetic rollouts for some steps. Nothing is stored.
+
+    Args:
+        config: training config; `model` is set.
+        shape: lengths of the rollouts.
+    """
+    parts = RunParts.start(dataclasses.replace(config, rollout_store=RolloutStoreConfig(every=0)))
+    policy = first_policy(None, parts.model, parts.tokenizer, parts.trainer, config.seed)
+    groups = make_groups(
+        shape, config.rollouts.prompts_per_step, config.rollouts.group_size, policy.vocab_size, config.seed
+    )
+    reference = None
+    if config.kl.needs_reference:
+        # The updates donate the weights.
+        copied = jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, policy)
+        reference = functools.partial(parts.scorer.score, copied)
+    state, steps = parts.first_state(policy), []
+    builder = make_batch_builder(parts, parts.scorer.score, reference)
+    for number in range(1, 1 + shape.steps):
+        trained, metrics = timed_step(parts.model, parts.learner, builder, state, groups, number, policy.vocab_size)
+        state = trained.state
+        steps.append(metrics)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    tokens = sum(rollout.num_tokens for rollout in rollouts)
+    median = {name: statistics.median(metrics[name] for metrics in steps[1:] or steps) for name in steps[0]}
+    return FakeRun(
+        rollouts=len(rollouts),
+        tokens=tokens,
+        first_step_seconds=steps[0]["seconds/total"],
+        median=median,
+        tokens_per_second=tokens / median["seconds/total"],
+        device_peak_bytes=device_peak_bytes(),
+        host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+def make_groups(shape: FakeShape, count: int, group_size: int, vocab_size: int, seed: int) -> list[RolloutGroup]:
+    """Make groups with random tokens, lengths and rewards between 0 and 1.
+
+    Args:
+        shape: lengths.
+        count: number of groups.
+        group_size: rollouts of a group.
+        vocab_size: token ids are below it.
+        seed: seed of all random numbers.
+
+    Returns:
+        Groups whose rollouts share a prompt. Log-probs are those of a uniform distribution.
+    """
+    random = np.random.default_rng(derive_seed(seed, "fake rollouts"))
+    logprob = -float(np.log(vocab_size))
+
+    def tokens(lengths: tuple[int, int]) -> tuple[int, ...]:
+        return tuple(random.integers(vocab_size, size=random.integers(lengths[0], lengths[1] + 1)).tolist())
+
+    groups = []
+    for number in range(count):
+        name, prompt = f"fake-{number}", tokens(shape.prompt)
+        task = Task(name, "fake", ({"role": "user", "content": ""},), "")
+        rollouts = []
+        for index in range(group_size):
+            sampled = tokens(shape.completion)
+            generation = Generation(sampled, (logprob,) * len(sampled), StopReason.STOP, 0, 0)
+            turn = Turn(prompt, generation, (), anchor_state=name, starts_sequence=True)
+            rewards = {"fake": float(random.random())}
+            rollouts.append(Rollout(f"{name}-{index}", name, task, (turn,), RolloutStatus.COMPLETED, rewards))
+        groups.append(RolloutGroup(name, rollouts))
+    return groups

@@ -4,21 +4,18 @@
 """A training session: run directory, log, signals, metric records, training and export."""
 
 import contextlib
-import dataclasses
 import functools
-import hashlib
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
 
 import jax
-from levanter.tracker import Tracker
 
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
@@ -26,29 +23,28 @@ from marin_rl.distributed.ray_cluster import check_ray, find_cluster
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.hf_export import DeviceWeights
 from marin_rl.runs.lock import lock
-from marin_rl.runs.metrics_file import append_record, format_record, read_records, rewind_records
 from marin_rl.runs.run_directory import EXPORTED_STEP, RunDirectory, create_or_open, exported_step
-from marin_rl.training.config_changes import describe_learning_rate, plan_changes
-from marin_rl.training.config_history import Change, changed_values, record_changes
-from marin_rl.training.console import ProgressDisplay, describe_step
-from marin_rl.training.export import export_folder
+from marin_rl.training.config_changes import (
+    Change,
+    changed_values,
+    finished_progress,
+    plan_changes,
+    record_changes,
+)
+from marin_rl.training.console import ProgressDisplay, describe_step, print_and_log, report_finished
+from marin_rl.training.earlier_run import export_folder, read_config, resolve_model
 from marin_rl.training.loop import TrainingRun, train
 from marin_rl.training.open_run import open_run
-from marin_rl.training.profiler import open_profiler
-from marin_rl.training.run_state import Progress
 from marin_rl.training.shared_run import require_same_config, require_shared_folder
-from marin_rl.training.starting_weights import check_weight_files, read_config, resolve_model
-from marin_rl.training.summary import print_and_log, say_finished, summary_of
-from marin_rl.training.trackers import check_trackers, make_tracker
+from marin_rl.training.starting_weights import check_weight_files
+from marin_rl.training.step_records import StepRecords, check_trackers, open_profiler, open_records
 from marin_rl.utils import multihost
 from marin_rl.utils.devices.setup import exempt_from_collection, join_processes
 from marin_rl.utils.errors import Closing, UserError, explain, writing
 from marin_rl.utils.host_status import StopRequestedError, exit_on_error, explain_errors, require_same_software
 from marin_rl.utils.logs import log_to, module_levels
-from marin_rl.utils.remote_path import RemotePath
-from marin_rl.utils.settings.decode import encode
 from marin_rl.utils.settings.yaml_text import to_yaml
-from marin_rl.utils.storage import AppendedFile, FileDigest, StoragePath, storage_path
+from marin_rl.utils.storage import storage_path
 from marin_rl.utils.timing import PhaseTimer, compile_clock
 
 logger = logging.getLogger(__name__)
@@ -82,14 +78,19 @@ def run_session(
     """
     started = time.perf_counter() if started is None else started
     compiled = compile_clock().seconds
-    check_ray(config)
+    check_ray(config.mode, config.workers.tpu_slice)
     # First, so that an error of one process ends the others, too.
     join_processes(config.trainer)
     with contextlib.ExitStack() as resources, exit_on_error():
         require_same_software()
         config = resolve_model(config)
         directory = RunDirectory(storage_path(config.run_dir, "run_dir"))
-        if multihost.on_main(lambda: say_finished(config, directory, stream, named, accept_changes=accept_changes)):
+
+        def report_if_finished() -> str | None:
+            progress = finished_progress(config, directory, named, accept_changes=accept_changes)
+            return None if progress is None else report_finished(directory, progress, stream)
+
+        if multihost.on_main(report_if_finished):
             return
         if multihost.is_main():
             check_trackers(config.trainer.tracker)
@@ -104,13 +105,22 @@ def run_session(
         file = directory.log if main else directory.path / "processes" / f"{jax.process_index()}.txt"
         log = log_to(file, config.log_level.number, module_levels(config.logging))
         console = stream if main else resources.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
+        timer = PhaseTimer()
         with log, logged_errors(), explain_errors():
-            start = _Start(config, directory, changes, accept_changes, started)
             with ProgressDisplay(config.num_steps, console) as display:
-                finished = _train(start, display)
+                open_this_run = functools.partial(
+                    open_run,
+                    config,
+                    directory.path,
+                    accept_changes=accept_changes,
+                    command_timer=timer,
+                )
+                finished = _train(open_this_run, directory, changes, display, started)
             if main and finished is not None:
-                command, compiling = start.seconds(finished.command_timer), compile_clock().seconds - compiled
-                print_and_log(display.console, summary_of(directory, finished.state.progress, command, compiling))
+                parts = {name: timer.seconds[name] for name in COMMAND_PARTS if name in timer.seconds}
+                parts["checkpoints, the rest"] = time.perf_counter() - started - sum(parts.values())
+                compiling = compile_clock().seconds - compiled
+                print_and_log(display.console, directory, finished.state.progress, parts, compiling)
 
 
 def _lock_on_main(directory: RunDirectory, cluster: str | None, resources: contextlib.ExitStack) -> RunDirectory:
@@ -140,58 +150,47 @@ def _open_directory(config: TrainConfig, directory: RunDirectory, named: Collect
     return changes
 
 
-@dataclasses.dataclass(frozen=True)
-class _Start:
-    """A start of a run."""
-
-    config: TrainConfig
-    directory: RunDirectory
-    changes: Sequence[Change]
-    """Changes of the config since the last start, not yet written."""
-    accept_changes: bool
-    started: float
-    """Time at which the command started, of `time.perf_counter`."""
-
-    def seconds(self, timer: PhaseTimer) -> dict[str, float]:
-        """Seconds of the command by part."""
-        parts = {name: timer.seconds[name] for name in COMMAND_PARTS if name in timer.seconds}
-        return {**parts, "checkpoints, the rest": time.perf_counter() - self.started - sum(parts.values())}
-
-
 COMMAND_PARTS = ("start", "warm start", "evaluation", "RL steps", "export, plots")
 """Parts of a command."""
 
 
-def _train(start: _Start, display: ProgressDisplay) -> TrainingRun | None:
-    """Train, export and plot; return the run if it is complete."""
-    config, directory = start.config, start.directory
-    timer, report = PhaseTimer(), functools.partial(_report, display)
+def _train(
+    open_this_run: Callable[..., TrainingRun],
+    directory: RunDirectory,
+    changes: Sequence[Change],
+    display: ProgressDisplay,
+    started: float,
+) -> TrainingRun | None:
+    """Train, export and plot; return the run if it is complete.
+
+    Args:
+        open_this_run: `open_run` with the config of this start.
+        directory: the run directory.
+        changes: changes of the config since the last start, not yet written.
+        display: shows the progress.
+        started: time at which the command started, of `time.perf_counter`.
+    """
+    report = functools.partial(_report, display)
     with contextlib.ExitStack() as closing:
         stop = closing.enter_context(stop_on_signals(report))
         try:
-            run = open_run(
-                config,
-                directory.path,
-                report,
-                stop.is_set,
-                accept_changes=start.accept_changes,
-                command_timer=timer,
-            )
+            run = open_this_run(report=report, stop_requested=stop.is_set)
         except StopRequestedError:
             report("stopped before the first step, of which nothing is saved. Run the same command again to begin anew")
             return None
         closing.enter_context(Closing(run.close))
-        timer.seconds["start"] = time.perf_counter() - start.started - sum(timer.seconds.values())
+        config, timer, progress = run.config, run.command_timer, run.state.progress
+        timer.seconds["start"] = time.perf_counter() - started - sum(timer.seconds.values())
         changed: dict[str, float] = {}
-        multihost.on_main(lambda: changed.update(_apply_changes(start, run.state.progress, report)))
+        multihost.on_main(lambda: changed.update(_apply_changes(run, directory, changes, report)))
         # Only the main process writes records.
-        records = _open_records(run, directory) if multihost.is_main() else None
+        records = open_records(run, directory) if multihost.is_main() else None
         if records is not None:
             closing.enter_context(Closing(records.close))
             run.store_records = records.flush
         traces = directory.profile / f"process-{jax.process_index()}"
         before_step = closing.enter_context(open_profiler(config.trainer, traces))
-        first_step = run.state.progress.step + 1
+        first_step = progress.step + 1
         before_step(first_step)
 
         def record(step: int, metrics: dict[str, float]) -> None:
@@ -205,14 +204,18 @@ def _train(start: _Start, display: ProgressDisplay) -> TrainingRun | None:
             complete = train(run, record, stop.is_set)
     if not complete:
         report(
-            f"stopped after step {run.state.progress.step} of {config.num_steps}; everything is saved in "
+            f"stopped after step {progress.step} of {config.num_steps}; everything is saved in "
             f"{directory.path}. Run the same command again to resume"
         )
     with timer.phase("export, plots"):
         export = functools.partial(_export, run, directory) if complete else lambda: None
         try:
             if records is not None:
-                _plot_and_finish(run, directory, records)
+                # Imported here because matplotlib takes half a second to import.
+                from marin_rl.runs.curves import plot_curves
+
+                plot_curves(directory.metrics, directory.curves)
+                records.finish({"episodes": progress.episodes})
         except Exception:
             # Plots that fail do not cost the model.
             export()
@@ -222,15 +225,23 @@ def _train(start: _Start, display: ProgressDisplay) -> TrainingRun | None:
     return run if complete else None
 
 
-def _apply_changes(start: _Start, progress: Progress, report: Callable[[str], None]) -> dict[str, float]:
+def _apply_changes(
+    run: TrainingRun, directory: RunDirectory, changes: Sequence[Change], report: Callable[[str], None]
+) -> dict[str, float]:
     """Write and report the changes of the config; return the values changed at this step, as metrics."""
-    former = read_config(start.directory) if start.changes else start.config
-    history = record_changes(start.directory, start.changes, to_yaml(start.config), progress.step)
-    for change in start.changes:
-        report(f"changed from step {progress.step + 1} on: {change}")
-    if start.changes and (rates := describe_learning_rate(former, start.config, progress.updates)):
-        report(rates)
-    return changed_values(history, progress.step)
+    step = run.state.progress.step
+    history = record_changes(directory, changes, to_yaml(run.config), step)
+    for change in changes:
+        report(f"changed from step {step + 1} on: {change}")
+    return changed_values(history, step)
+
+
+def _export(run: TrainingRun, directory: RunDirectory) -> None:
+    """Write the final weights in Hugging Face format, atomically."""
+    policy, trainer = policy_of(run.trainer_state.model), run.learner.trainer
+    weights = DeviceWeights(policy, trainer, run.config.export.numeric_dtype)
+    with writing(directory.hf):
+        export_folder(weights, run.runner.tokenizer, directory.hf, run.state.progress.step, run.config.sampling.stop)
 
 
 def _report(display: ProgressDisplay, message: str) -> None:
@@ -291,103 +302,3 @@ def stop_on_signals(report: Callable[[str], None]) -> Iterator[threading.Event]:
         for thread in threads:
             # Keep the order of the output; the timeout is for a stream that blocks.
             thread.join(1.0)
-
-
-class StepRecords:
-    """Writes the metrics of each step to `metrics.jsonl` and to trackers such as TensorBoard and wandb.
-
-    Errors of trackers are not caught: they stop the run.
-    """
-
-    def __init__(self, path: StoragePath, tracker: Tracker):
-        """Open `metrics.jsonl`, which holds no records of steps that will be repeated, and continue after its end.
-
-        Args:
-            path: the file.
-            tracker: receives the same metrics.
-        """
-        self._path = path
-        self._tracker = tracker
-        self._uploaded = AppendedFile(path) if isinstance(path, RemotePath) else None
-        self._last_step = max((int(record["step"]) for record in read_records(path)), default=-1)
-        data = path.read_bytes() if path.exists() else b""
-        self._size, self._digest = len(data), hashlib.sha256(data)
-
-    def record(self, step: int, metrics: Mapping[str, int | float]) -> None:
-        """Write the metrics of one step.
-
-        Raises:
-            ValueError: if the step is not greater than that of the last record.
-            RunDirectoryError: if the file cannot be written.
-        """
-        if step <= self._last_step:
-            raise ValueError(
-                f"step {step} cannot be recorded: steps must increase, and step {self._last_step} is recorded already"
-            )
-        if isinstance(self._path, Path):
-            line = append_record(self._path, step, metrics)
-        else:
-            line = f"{format_record(step, metrics)}\n".encode()
-            cast(AppendedFile, self._uploaded).write(line)
-        self._size += len(line)
-        self._digest.update(line)
-        self._tracker.log(metrics, step=step)
-        self._last_step = step
-
-    def flush(self) -> FileDigest:
-        """Upload the records to the object store, if the run is in one; a local file is complete after every record.
-
-        Returns:
-            Size and checksum of the records, of what was written and not of the file.
-
-        Raises:
-            RunDirectoryError: if the file cannot be written, or another process continues the run.
-        """
-        if self._uploaded is not None:
-            with writing(self._path):
-                self._uploaded.flush()
-        return FileDigest(self._size, self._digest.hexdigest())
-
-    def close(self) -> None:
-        """Upload the last records; raises RunDirectoryError like `flush`."""
-        if self._uploaded is not None:
-            with writing(self._path):
-                self._uploaded.close()
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Send the run's summary to the trackers, and close them."""
-        self._tracker.log_summary(dict(summary))
-        self._tracker.finish()
-
-
-def _open_records(run: TrainingRun, directory: RunDirectory) -> StepRecords:
-    """Open the metric records, truncated to the steps of the run's state; a new run gets a record of step 0."""
-    progress, evaluations = run.state.progress, run.state.progress.evaluations
-    step = progress.step - bool(progress.unrecorded)
-    rewind_records(directory.metrics, run.files.metrics, step)
-    with writing(run.store.folder):
-        run.store.truncate(progress.step, run.files.rollouts)
-    tracker = make_tracker(run.config.trainer.tracker, run.config.run_name, encode(run.config), last_step=step)
-    records = StepRecords(directory.metrics, tracker)
-    if progress.step == 0:
-        before = evaluations.get("before warm start", {})
-        start = {f"before_warm_start/{name}": value for name, value in before.items()}
-        records.record(0, {**start, **evaluations.get("before RL", {})})
-    return records
-
-
-def _plot_and_finish(run: TrainingRun, directory: RunDirectory, records: StepRecords) -> None:
-    """Plot the metrics, and close the trackers."""
-    # Imported here because matplotlib takes half a second to import.
-    from marin_rl.runs.curves import plot_curves
-
-    plot_curves(directory.metrics, directory.curves)
-    records.finish({"episodes": run.state.progress.episodes})
-
-
-def _export(run: TrainingRun, directory: RunDirectory) -> None:
-    """Write the final weights in Hugging Face format, atomically."""
-    policy, trainer = policy_of(run.trainer_state.model), run.learner.trainer
-    weights = DeviceWeights(policy, trainer, run.config.export.numeric_dtype)
-    with writing(directory.hf):
-        export_folder(weights, run.runner.tokenizer, directory.hf, run.state.progress.step, run.config.sampling.stop)

@@ -13,15 +13,13 @@ import hashlib
 import json
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
 from marin_rl.batching.rl_example import PackedBatch
 from marin_rl.batching.rollout_batch import TOKEN_ARRAYS, RolloutBatch
 from marin_rl.config.input_files import Inputs, input_changes
-from marin_rl.config.sections import Mode
-from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.runs.run_directory import config_differences
 from marin_rl.sampling.config import OpenAiSamplerConfig, SamplerConfig
@@ -93,15 +91,10 @@ def require_same_config(own: str) -> None:
     Raises:
         RunDirectoryError: in every process; names the processes and keys that differ from the main process.
     """
-    if not multihost.is_multihost():
-        return
-    of_main = multihost.on_main(lambda: own)
-    differences = multihost.gather_texts("\n".join(config_differences(of_main, own, _OF_EACH_PROCESS)))
-    if differing := [f"process {index}:\n{text}" for index, text in enumerate(differences) if text]:
+    if differing := _compared_with_main(own, lambda of_main: config_differences(of_main, own, _OF_EACH_PROCESS)):
         raise RunDirectoryError(
-            "the training processes have different configs; compared with the main process (there), in "
-            + "\n".join(differing)
-            + "\nstart all of them with the same config"
+            f"the training processes have different configs; compared with the main process (there), in {differing}\n"
+            "start all of them with the same config"
         )
 
 
@@ -114,16 +107,20 @@ def require_same_inputs(inputs: Inputs) -> None:
     Raises:
         ProcessesDifferError: in every process; names the processes and files that differ from the main process.
     """
-    if not multihost.is_multihost():
-        return
-    of_main = json.loads(multihost.on_main(lambda: json.dumps(inputs)))
-    changes = multihost.gather_texts("\n".join(input_changes(of_main, inputs)))
-    if differing := [f"process {index}:\n{text}" for index, text in enumerate(changes) if text]:
+    if differing := _compared_with_main(json.dumps(inputs), lambda of_main: input_changes(json.loads(of_main), inputs)):
         raise multihost.ProcessesDifferError(
-            "the training processes have different input files; compared with the main process, in "
-            + "\n".join(differing)
-            + "\ncopy the same files to all training hosts"
+            f"the training processes have different input files; compared with the main process, in {differing}\n"
+            "copy the same files to all training hosts"
         )
+
+
+def _compared_with_main(own: str, differences: Callable[[str], list[str]]) -> str:
+    """Return the differences of each process from the main process, given its text; empty if there are none."""
+    if not multihost.is_multihost():
+        return ""
+    of_main = multihost.on_main(lambda: own)
+    found = multihost.gather_texts("\n".join(differences(of_main)))
+    return "\n".join(f"process {index}:\n{text}" for index, text in enumerate(found) if text)
 
 
 def require_same_tasks(environment: AbstractEnvironment) -> None:
@@ -174,33 +171,40 @@ def require_same_batch(step: int, batch: RolloutBatch, updates: Sequence[PackedB
     multihost.require_equal(values, f"the batch of step {step}")
 
 
-def check_config(config: TrainConfig) -> None:
-    """Check that a config supports several training processes.
+def check_weight_address(host: str) -> None:
+    """Check that workers can fetch weights from all training processes.
+
+    Args:
+        host: `weights.host`.
 
     Raises:
-        ValueError: if it does not; the message names the setting and the remedy.
+        ValueError: if it is reachable from its own machine only, and training runs on several.
     """
-    count = jax.process_count()
-    if count == 1:
-        return
-    if config.mode is Mode.SYNC:
-        _check_shared_sampling(config.sampler, config.batch_scoped_rewards(), count)
     hosts = list(dict.fromkeys(multihost.gather_texts(socket.gethostname())))
-    if config.mode is Mode.ASYNC and len(hosts) > 1 and is_loopback(config.weights.host):
+    if len(hosts) > 1 and is_loopback(host):
         raise ValueError(
-            f"weights.host is {config.weights.host}, but training runs on {len(hosts)} hosts ({', '.join(hosts)}), and "
+            f"weights.host is {host}, but training runs on {len(hosts)} hosts ({', '.join(hosts)}), and "
             "workers fetch weights from each of them; set weights.host: 0.0.0.0 in a network that you trust"
         )
 
 
-def _check_shared_sampling(sampler: SamplerConfig, batch_scoped: Sequence[str], count: int) -> None:
-    """Check that the groups of a step can be divided among training processes."""
-    if isinstance(sampler, OpenAiSamplerConfig):
+def check_shared_sampling(sampler: SamplerConfig, batch_scoped: Sequence[str]) -> None:
+    """Check that several training processes can divide the groups of a step among themselves.
+
+    Args:
+        sampler: sampler of a run in `mode: sync`.
+        batch_scoped: keys of the reward functions with `scope: batch`.
+
+    Raises:
+        ValueError: if they cannot; the message names the setting and the remedy.
+    """
+    count = jax.process_count()
+    if count > 1 and isinstance(sampler, OpenAiSamplerConfig):
         raise ValueError(
             f"sampler is openai and mode is sync, but training runs in {count} processes, each of which would reload "
             f"the weights of {sampler.base_url}; set mode: async, so that a rollout worker samples"
         )
-    if batch_scoped:
+    if count > 1 and batch_scoped:
         raise ValueError(
             f"{batch_scoped[0]} has scope: batch, which needs all rollouts of a step together, but training runs in "
             f"{count} processes, each of which scores the groups that it samples; use scope: group"

@@ -3,28 +3,21 @@
 
 """Starting weights of a run: random, in Hugging Face format, or from a checkpoint of it or of an earlier run."""
 
-import dataclasses
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import jax
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
-from marin_rl.config.input_files import Inputs
-from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_model import (
     check_hf_policy,
     initialize_policy,
     load_hf_policy,
-    read_hf_architecture,
 )
 from marin_rl.models.hf_config import PolicyModelError
 from marin_rl.models.hf_tensors import read_tensor_shapes
 from marin_rl.runs.checkpoint import CheckpointConfig, Checkpoints
-from marin_rl.runs.run_directory import RunDirectory, exported_step, open_with_checkpoint, read_config_text
-from marin_rl.runs.saved_checkpoint import Checkpoint
+from marin_rl.runs.run_directory import RunDirectory, exported_step
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import (
     BYTES,
@@ -34,63 +27,12 @@ from marin_rl.tokenization.load import (
     load_tokenizer,
     other_tokens,
 )
-from marin_rl.training.run_files import warn_of_changed_inputs
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
-from marin_rl.utils.errors import USER_ERRORS
 from marin_rl.utils.remote_path import RemotePath
 from marin_rl.utils.seeds import derive_seed
-from marin_rl.utils.settings.section_types import ConfigError
-from marin_rl.utils.settings.yaml_text import from_yaml
 from marin_rl.utils.storage import local_copy, storage_path, user_cache
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-def resolve_model(config: TrainConfig) -> TrainConfig:
-    """Read `model` and `tokenizer.path` from the starting weights if they are not set; check a `model` that is.
-
-    A run that was started with `model` set resumes from its checkpoints and does not read `initialize_from` again. One
-    that was started without reads architecture and tokenizer in its directory if the starting weights are gone.
-
-    Args:
-        config: training config; `model` may be None.
-
-    Returns:
-        The config with `model` set, unless both `model` and `initialize_from` are None, and with the path of the
-        tokenizer if there is an `initialize_from`.
-
-    Raises:
-        HubError: if `initialize_from` is neither a folder nor the name of a repository that can be loaded.
-        PolicyModelError: if `initialize_from` cannot be loaded, or differs from `model`.
-        TokenizerLoadError: if `initialize_from` has no tokenizer and `tokenizer.path` is not set.
-        ValueError: if `initialize_from` is the directory of an unfinished run, or does not fit the config.
-    """
-    if config.initialize_from is None:
-        return config
-    directory, recorded, model = RunDirectory(storage_path(config.run_dir)), None, config.model
-    if model is None or not directory.config.exists():
-        try:
-            model = read_hf_architecture(hf_folder(config.initialize_from), model)
-        except USER_ERRORS:
-            # They may be deleted when the run has a checkpoint.
-            if not _has_checkpoint(directory):
-                raise
-            recorded = read_config(directory)
-            model = recorded.model
-    path = config.tokenizer.path
-    if path is None:
-        # A hub name needs no access to the run directory; see `check_weight_files`.
-        if recorded is None and (config.model is not None or not is_hub_name(config.initialize_from)):
-            recorded = read_config(directory) if _has_checkpoint(directory) else None
-        path = _tokenizer_of(config.initialize_from) if recorded is None else recorded.tokenizer.path
-    tokenizer = dataclasses.replace(config.tokenizer, path=path)
-    return dataclasses.replace(config, model=config.model or model, tokenizer=tokenizer)
-
-
-def _has_checkpoint(directory: RunDirectory) -> bool:
-    return directory.config.exists() and any(directory.checkpoints.glob("step-*"))
 
 
 def check_weight_files(initialize_from: str | None, run_dir: str, tokenizer_path: str | None) -> None:
@@ -120,7 +62,7 @@ def check_weight_files(initialize_from: str | None, run_dir: str, tokenizer_path
 def _check_vocabulary(path: str, source: str) -> None:
     """Check that a tokenizer that differs from that of the weights has the same vocabulary, except for added tokens."""
     try:
-        of_weights = _tokenizer_of(source)
+        of_weights = tokenizer_of(source)
         if path == of_weights:
             return
         loaded = load_tokenizer(of_weights)
@@ -136,8 +78,12 @@ def _check_vocabulary(path: str, source: str) -> None:
         )
 
 
-def _tokenizer_of(source: str) -> str:
-    """The `tokenizer.path` of starting weights."""
+def tokenizer_of(source: str) -> str:
+    """Return the `tokenizer.path` of starting weights.
+
+    Raises:
+        TokenizerLoadError: if they have no tokenizer.
+    """
     location = _hf_location(source)
     if is_hub_name(location):
         return location
@@ -243,61 +189,3 @@ def check_first_policy(
     folder = hf_folder(initialize_from)
     checkpoint = str(Path(folder).absolute()) if Path(folder).is_dir() else folder
     return check_hf_policy(checkpoint, tokenizer, trainer, model, download=False)[0].vocab_size
-
-
-def read_config(directory: RunDirectory) -> TrainConfig:
-    """Read the config of an earlier run.
-
-    Raises:
-        ConfigError: if it is invalid; the message names the file.
-    """
-    try:
-        return from_yaml(TrainConfig, read_config_text(directory), str(directory.config))
-    except ConfigError as error:
-        if not any("unknown key" in problem or "is not one of its types" in problem for problem in error.problems):
-            raise
-        remedy = (
-            "these keys or types are of another version of marin_rl or levanter; use the version that wrote the run, "
-            "which checkpoints/*/run_files.json names, or start another run with --run_dir NEW"
-        )
-        raise ConfigError(*error.problems, remedy) from error
-
-
-def load_run(run: str, step: int | None) -> tuple[TrainConfig, Checkpoints]:
-    """Return the config and the checkpoints of an earlier run, whose directory is not changed.
-
-    Args:
-        run: run directory, a path or an address.
-        step: step of a checkpoint that must exist; None for any.
-
-    Raises:
-        RunDirectoryError: if the run does not exist.
-        CheckpointError: if it has no such checkpoint.
-    """
-    directory = open_with_checkpoint(run, step)
-    config = read_config(directory)
-    return config, Checkpoints(directory.checkpoints, config.checkpoint)
-
-
-def restore_checkpoint(
-    checkpoints: Checkpoints, step: int | None, inputs: Inputs, restore: Callable[[Checkpoint], T]
-) -> tuple[int, T]:
-    """Load a part of a checkpoint, and warn of changed inputs; see `open_with_checkpoint`.
-
-    Args:
-        checkpoints: checkpoints of the run.
-        step: step of the checkpoint; None for the newest one that is not damaged.
-        inputs: checksums of the inputs that the command reads.
-        restore: loads the part.
-
-    Returns:
-        The step, and the part.
-    """
-
-    def load(checkpoint: Checkpoint) -> tuple[int, T]:
-        warn_of_changed_inputs(checkpoint, inputs)
-        return checkpoint.step, restore(checkpoint)
-
-    restored = checkpoints.restore_newest(load) if step is None else load(checkpoints.open(step))
-    assert restored is not None
-    return restored

@@ -76,7 +76,10 @@ def warm_start(
         StopRequestedError: in all processes, if one was asked to stop.
         WarmStartError: if the environment lacks worked answers or validation tasks, or no answer of a batch fits.
     """
-    tasks, check_tasks = worked_tasks(runner.environment), _check_tasks(config, runner)
+    environment = runner.environment
+    tasks = worked_tasks(environment)
+    validation = first_of_each(environment.tasks(Split.VALIDATION), config.check_tasks, runner)
+    check_tasks = _require_validation(environment, validation)
     optimizer = AdamConfig(learning_rate=config.learning_rate, lr_schedule="constant", warmup=0, weight_decay=0.0)
     loss = RlLoss(ReinforceLossConfig(), NoKlConfig(), temperature=1.0, block_size=block_size)
 
@@ -126,18 +129,13 @@ def worked_tasks(environment: AbstractEnvironment) -> Sequence[Task]:
     return tasks
 
 
-def _check_tasks(config: WarmStartConfig, runner: RolloutRunner) -> Sequence[Task]:
-    tasks = first_of_each(runner.environment.tasks(Split.VALIDATION), config.check_tasks, runner)
-    _require_validation(runner.environment, tasks)
-    return tasks
-
-
-def _require_validation(environment: AbstractEnvironment, tasks: Sequence[Task]) -> None:
+def _require_validation(environment: AbstractEnvironment, tasks: Sequence[Task]) -> Sequence[Task]:
     if not tasks:
         raise WarmStartError(
             f"environment {environment.name!r} has no validation tasks to measure the warm start on; "
             "set environment.validation, or warm_start.max_steps: 0"
         )
+    return tasks
 
 
 def worked_example(task: Task, runner: RolloutRunner) -> RolloutBatch | None:

@@ -33,12 +33,12 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_runs_with_workers_need_ray():
     slices = WorkersConfig(num_workers=4, tpu_slice="v5e:4x4")
     for config in (make_config(), make_config(workers=slices), make_config(ray_address="127.0.0.1:6379")):
-        check_ray(config)
+        check_ray(config.mode, config.workers.tpu_slice)
     for config in (make_config(mode=Mode.ASYNC), make_config(**CLUSTER, workers=slices)):
         with pytest.raises(
             MissingPackageError, match=r"^mode: async needs .* \(ray\); .* pip install 'marin_rl\[ray\]'"
         ):
-            check_ray(config)
+            check_ray(config.mode, config.workers.tpu_slice)
 
 
 @pytest.mark.usefixtures("without_ray")
@@ -51,13 +51,12 @@ def test_a_dry_run_names_the_extra(new_run, capfd: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("shape", ["v5e:4x4", "v5p:2x2x4", "v6e-8", "v7x:2x2x2"])
 def test_slices_that_ray_can_reserve_are_accepted(shape: str):
-    check_ray(make_config(**CLUSTER, workers=WorkersConfig(num_workers=4, tpu_slice=shape)))
+    check_ray(Mode.ASYNC, shape)
 
 
 def test_slices_that_ray_cannot_reserve_are_refused():
-    workers = WorkersConfig(num_workers=3, tpu_slice="v5e:6x2")
     with pytest.raises(UserError, match=r"workers.tpu_slice is 'v5e:6x2', but Ray knows no v5e slices of shape 6x2"):
-        check_ray(make_config(**CLUSTER, workers=workers))
+        check_ray(Mode.ASYNC, "v5e:6x2")
 
 
 # Devices of workers.

@@ -101,30 +101,6 @@ def counts(found: Collected) -> dict[str, float]:
 # The order of tasks.
 
 
-def test_each_epoch_is_a_different_permutation_of_all_tasks():
-    run = bare_run(make_config(), Exam(["mixed"] * 11))
-    drawn = [task.id for task in run.draw_tasks(33)]
-    epochs = [drawn[:11], drawn[11:22], drawn[22:]]
-    everything = sorted(f"t{index}" for index in range(11))
-    assert [sorted(epoch) for epoch in epochs] == [everything] * 3
-    assert len({tuple(epoch) for epoch in [*epochs, everything]}) == 4
-
-
-def test_task_order_is_resumable_and_depends_on_seed():
-    environment = Exam(["mixed"] * 11)
-    run, other = bare_run(make_config(), environment), bare_run(make_config(seed=1), environment)
-    whole = order(run, 30)
-    assert [*run.draw_tasks(7), *run.draw_tasks(1), *run.draw_tasks(22)] == whole
-    assert run.progress.tasks_drawn == 30
-    assert order(other, 30) != whole
-
-
-def test_steps_draw_consecutive_tasks():
-    run, _, found = collect(["mixed"] * 11, steps=3)
-    assert [name for step in found for name in names(step.groups)] == [task.id for task in order(run, 12)]
-    assert run.progress.tasks_drawn == 12
-
-
 # Long prompts. A prompt has the name of its task and three template tokens: t9 has 5, t10 has 6.
 
 
@@ -157,14 +133,6 @@ def test_all_prompts_too_long_raises():
         PromptTooLongError, match=r"14 training tasks in a row have more than 4 tokens.*max_prompt_length"
     ):
         skipping(4).draw_tasks(14)
-
-
-def test_single_fitting_task_is_found_in_every_epoch():
-    run = skipping(5)
-    run.environment = Exam(["mixed"] * 3, prompts=("a", "too long", "long too"))
-    assert {task.id for _ in range(40) for task in run.draw_tasks(1)} == {"t0"}
-    # 39 complete epochs, and the one in which the last task was drawn.
-    assert 78 <= run.progress.prompts_skipped <= 80
 
 
 def test_stream_without_fitting_tasks_raises():
@@ -213,12 +181,6 @@ def test_metrics_include_dropped_groups():
     assert len(found.sampled) == 4
 
 
-def test_all_groups_dropped():
-    _, _, [found] = collect(["equal"] * 4, filter=DropGroupsConfig())
-    assert found.groups == []
-    assert counts(found) == {"kept_groups": 0, "dropped_zero_spread": 4, "dropped_ungraded": 0, "replaced": 0}
-
-
 RESAMPLE = ResampleGroupsConfig(max_batches=5)
 
 
@@ -254,12 +216,6 @@ def test_resampling_stops_at_max_batches():
     assert found.groups == []
     assert len(found.left_out) == run.progress.tasks_drawn == 12
     assert counts(found) == {"kept_groups": 0, "dropped_zero_spread": 12, "dropped_ungraded": 0, "replaced": 8}
-
-
-def test_informative_groups_are_not_replaced():
-    run, _, [found] = collect(["mixed"] * 7, filter=RESAMPLE)
-    assert counts(found) == {"kept_groups": 4, "dropped_zero_spread": 0, "dropped_ungraded": 0, "replaced": 0}
-    assert run.progress.tasks_drawn == 4
 
 
 def test_only_a_fully_failed_first_batch_raises():

@@ -19,12 +19,14 @@ from marin_rl.objectives.kl import LossKlConfig
 from marin_rl.runs.run_directory import RunDirectory, create_or_open
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.training.config_changes import (
-    check_config_files,
-    describe_learning_rate,
+    Change,
+    changed_values,
     plan_changes,
     read_config_of_step,
+    read_history,
+    record_changes,
+    refuse_moved_runs,
 )
-from marin_rl.training.config_history import Change, changed_values, read_history, record_changes
 from marin_rl.utils.errors import RunDirectoryError
 from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.settings.yaml_text import from_yaml, to_yaml
@@ -110,23 +112,6 @@ def test_unnamed_changes_are_refused_with_options_that_are_accepted(
     assert sorted(map(str, plan_changes(directory, changed.config, changed.named))) == sorted(expected)
 
 
-def test_options_name_the_keys_that_they_contain():
-    file = ["--environment.type", "arithmetic", "--run_dir", "a", "--model.type", "llama"]
-    given = [
-        "--evaluation",
-        "{every: 10, pass_at: [1]}",
-        "--optimizer",
-        "{}",
-        "--optimizer.lr_schedule",
-        "{type: cosine}",
-    ]
-    parsed = parse_config(TrainConfig, [*file, *given], defaults={"num_steps": 7})
-    assert parsed.named == {
-        *("environment.type", "run_dir", "model.type", "evaluation.every", "evaluation.pass_at"),
-        "optimizer.lr_schedule.type",
-    }
-
-
 def test_a_new_type_of_a_schedule_is_named_with_its_keys(tmp_path: Path):
     directory = begun(tmp_path)
     file = tmp_path / "new.yaml"
@@ -189,23 +174,6 @@ def test_all_refused_keys_are_reported_together(tmp_path: Path):
         "num_steps",
         "optimizer.learning_rate",
     ]
-
-
-def test_a_run_without_results_takes_any_config(tmp_path: Path):
-    directory = create_or_open(tmp_path / "new", to_yaml(CONFIG))
-    assert plan_changes(directory, dataclasses.replace(CONFIG, seed=5)) == []
-    assert plan_changes(RunDirectory(tmp_path / "absent"), CONFIG) == []
-
-
-def test_a_moved_run_is_the_same_run(tmp_path: Path):
-    directory = begun(tmp_path)
-    moved = RunDirectory(directory.path.rename(tmp_path / "moved"))
-    assert plan_changes(moved, dataclasses.replace(CONFIG, run_dir=str(moved.path))) == []
-
-
-def test_changes_of_a_schedule_that_affects_no_result_are_recorded_without_a_name(tmp_path: Path):
-    config = dataclasses.replace(CONFIG, evaluation=dataclasses.replace(CONFIG.evaluation, every=2))
-    assert list(map(str, plan_changes(begun(tmp_path), config))) == ["evaluation.every 5 -> 2"]
 
 
 def test_the_history_has_each_change_and_restores_the_config_of_each_step(tmp_path: Path):
@@ -295,21 +263,13 @@ def test_the_config_of_a_moved_run_names_its_folder(tmp_path: Path):
     directory = begun(tmp_path)
     config = dataclasses.replace(CONFIG, run_dir=str(directory.path))
     directory.config.write_text(to_yaml(config))
-    assert check_config_files([directory.config], config.run_dir) == []
+    refuse_moved_runs([directory.config], config.run_dir)
     moved = RunDirectory(directory.path.rename(tmp_path / "moved"))
     with pytest.raises(
         RunDirectoryError, match=f"its run_dir is .*give --run_dir {moved.path} to resume the run there"
     ):
-        check_config_files([moved.config], config.run_dir)
-    assert check_config_files([moved.config], "new") == []
-
-
-def test_another_run_from_a_config_with_a_history_is_told_of_it(tmp_path: Path):
-    file = tmp_path / "old.yaml"
-    file.write_text("# after step 12: num_steps 12 -> 20\n" + to_yaml(CONFIG))
-    assert check_config_files([file], CONFIG.run_dir) == []
-    (message,) = check_config_files([file], "new")
-    assert "num_steps 12 -> 20 after step 12" in message
+        refuse_moved_runs([moved.config], config.run_dir)
+    refuse_moved_runs([moved.config], "new")
 
 
 def test_the_config_of_another_version_is_refused_with_a_remedy(tmp_path: Path):
@@ -329,18 +289,3 @@ def test_keys_that_a_former_version_did_not_have_count_with_their_defaults(tmp_p
     assert "logprob_block_size: null there, 64 now" in refusal(
         directory, dataclasses.replace(CONFIG, logprob_block_size=64)
     )
-
-
-def test_the_learning_rate_is_described_if_the_schedule_changes():
-    assert describe_learning_rate(CONFIG, adam(beta1=0.5), 12) is None
-    assert describe_learning_rate(CONFIG, dataclasses.replace(CONFIG, evaluation=EvaluationConfig()), 12) is None
-    # The rates of the first update are equal.
-    flat = dataclasses.replace(ADAM, lr_schedule="constant", warmup=0)
-    decaying = dataclasses.replace(ADAM, lr_schedule="linear", warmup=0)
-    old, new = (dataclasses.replace(CONFIG, optimizer=optimizer) for optimizer in (flat, decaying))
-    text = describe_learning_rate(old, new, 0)
-    assert text is not None
-    assert text.startswith("learning rate of update 1: 0.001, and 0.001 with the former settings")
-    text = describe_learning_rate(new, dataclasses.replace(new, num_steps=30), 10)
-    assert text is not None
-    assert text.startswith("learning rate of update 11: 0.0007, and 0.00055 with the former settings")

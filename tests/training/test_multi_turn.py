@@ -197,16 +197,6 @@ def test_rollout_ratio_covers_all_turns(config, mean: bool, tokenizer: ChatToken
         np.testing.assert_allclose(of_rollout, expected, rtol=1e-4)
 
 
-def test_rollout_of_several_sequences_counts_once():
-    builder, _, batch = run_paths(EPISODES, tokenizer=rewriting_tokenizer(), rows=2)
-    [packed] = builder.minibatches(batch.rollouts, 1)
-    assert [len(slots) for slots in packed.slots] == list(TURNS)
-    weights = packed.unpack(np.stack([np.asarray(part.loss_weights.array) for part in packed.microbatches]))
-    # sequence_sum: one fourth, for four rollouts of twelve sequences.
-    for of_rollout in batch.rollouts.actions(weights):
-        assert np.unique(of_rollout).tolist() == [0.25]
-
-
 def test_rollout_ratio_keeps_sequences_in_one_microbatch():
     builder, _, batch = run_paths(EPISODES, tokenizer=rewriting_tokenizer(), rows=2, policy_loss=GspoLossConfig())
     [packed] = builder.minibatches(batch.rollouts, 1)
@@ -286,22 +276,6 @@ def test_gigpo_components_are_stored_per_turn():
         for turn in row["turns"]:
             total = turn["episode_advantage"] + turn["step_advantage"]
             assert turn["advantages"] == pytest.approx([total] * len(turn["token_ids"]))
-
-
-def test_default_step_reward_applies_only_to_missing_rewards():
-    paths = worked_example()
-    paths[1] = [Visit("s0", 0.0), Visit("s1"), Visit("s3", 0.0)]
-    config = GigpoConfig(default_step_reward=-1.0)
-    _, group, batch = run_paths(paths, advantage=config)
-    assert [turn.reward for turn in group.rollouts[1].turns] == [0.0, None, 0.0]
-    # Its return is -1 from s1 and -0.95 from s0; the return of the rollout remains the sum of its rewards.
-    s0, s1 = np.array([0.9025, -0.95, 0.95]), np.array([0.95, -1.0])
-    steps = [
-        [s0[0] - s0.mean(), s1[0] - s1.mean(), 0.0],
-        [s0[1] - s0.mean(), s1[1] - s1.mean(), 0.0],
-        [s0[2] - s0.mean(), 0.0],
-    ]
-    assert_close(by_turn(batch, group), expected(EPISODE, steps))
 
 
 def test_outcome_score_is_added_to_last_turn():

@@ -4,7 +4,6 @@
 import dataclasses
 import functools
 import json
-import threading
 from pathlib import Path
 
 import jax
@@ -16,27 +15,20 @@ from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
 from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.distributed.scheduler import RequestNumber
 from marin_rl.environments.arithmetic import ArithmeticConfig
-from marin_rl.environments.base import AbstractEnvironment
-from marin_rl.environments.dataset import JsonlConfig
-from marin_rl.learner.critic import CriticConfig
-from marin_rl.objectives import GaeConfig
 from marin_rl.objectives.kl import LossKlConfig, RewardKlConfig
-from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.run_parts import RunParts
 from marin_rl.runs import saved_checkpoint
 from marin_rl.runs.run_directory import CheckpointError
-from marin_rl.sampling.config import SamplingConfig
 from marin_rl.training import open_run
 from marin_rl.training.open_run import drop_groups_of_lost_weights
 from marin_rl.training.run_state import Progress
 from marin_rl.types import RolloutGroup
-from marin_rl.utils.devices.setup import start_devices
 from tests.rollouts.rollout_cases import group_of
 from tests.tiny_run import TinyRun, contents, copy_of
 from tests.training.bare_run import bare_run, local_rollouts, make_config
-from tests.training.reopened_run import config_of, reopen
+from tests.training.reopened_run import reopen
 
 
 def test_run_resumes_from_newest_checkpoint(finished_run: TinyRun):
@@ -86,32 +78,6 @@ def test_groups_sampled_with_lost_weights_are_requested_again():
     assert [task["id"] for task in run.state.scheduler.state["again"]] == ["task-1", "task-2"]
 
 
-def test_damaged_checkpoints_are_reported(finished_run: TinyRun, tmp_path: Path):
-    copied = copy_of(finished_run, tmp_path / "copy")
-    (copied.checkpoint(6) / "manifest.json").write_text("{")
-    messages: list[str] = []
-    assert reopen(copied, messages.append).state.progress.step == 5
-    assert messages[0] == "the checkpoint of step 6 is damaged and was skipped; see log.txt for the reason"
-    assert messages[1].startswith("resuming after step 5")
-
-
-def test_preparation_of_tasks_is_reported_if_it_takes_long(finished_run: TinyRun, monkeypatch: pytest.MonkeyPatch):
-    messages, reported, build = [], threading.Event(), JsonlConfig.build
-
-    def report(message: str) -> None:
-        messages.append(message)
-        reported.set()
-
-    def build_slowly(config: JsonlConfig) -> AbstractEnvironment:
-        assert reported.wait(60)
-        return build(config)
-
-    monkeypatch.setattr("marin_rl.utils.timing.NOTICE_SECONDS", 0.0)
-    monkeypatch.setattr(JsonlConfig, "build", build_slowly)
-    reopen(finished_run, report)
-    assert messages[0] == "preparing the tasks of the environment 'jsonl' ..."
-
-
 @pytest.mark.parametrize("kl", [LossKlConfig(beta=0.0), RewardKlConfig(beta=0.0)])
 def test_reference_is_not_loaded_without_penalty(
     finished_run: TinyRun, kl: LossKlConfig | RewardKlConfig, monkeypatch: pytest.MonkeyPatch
@@ -132,28 +98,6 @@ def test_reference_is_policy_before_rl(finished_run: TinyRun):
     reference, before, now = map(jax.tree.leaves, (score_reference.args[0], first, opened.trainer_state.model))
     assert all(np.array_equal(a, b) for a, b in zip(reference, before, strict=True))
     assert not all(np.array_equal(a, b) for a, b in zip(reference, now, strict=True))
-
-
-def test_checkpoint_of_another_architecture_is_rejected(finished_run: TinyRun):
-    model = config_of(finished_run).model
-    assert model is not None
-    with pytest.raises(CheckpointError, match="does not fit the configured model and optimizer"):
-        reopen(finished_run, model=dataclasses.replace(model, intermediate_dim=48))
-
-
-def test_loss_is_the_configured_one(finished_run: TinyRun):
-    config = dataclasses.replace(
-        config_of(finished_run),
-        policy_loss=PpoClipLossConfig(clip_high=0.28),
-        kl=LossKlConfig(beta=0.5),
-        advantage=GaeConfig(),
-        critic=CriticConfig(coefficient=0.25),
-        sampling=SamplingConfig(temperature=0.7),
-        logprob_block_size=5,
-    )
-    loss = RunParts(config, start_devices(config.trainer, rows_per_device=1)).loss
-    assert (loss.policy_loss, loss.kl, loss.critic) == (config.policy_loss, config.kl, config.critic)
-    assert (loss.temperature, loss.block_size) == (0.7, 5)
 
 
 @pytest.mark.parametrize(("tasks", "opened"), [(0, 0), (2, 1)])

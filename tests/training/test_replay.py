@@ -5,6 +5,7 @@
 
 import dataclasses
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,15 @@ from pathlib import Path
 import pytest
 
 from marin_rl.config.sections import Mode, ReplayConfig
+from marin_rl.learner.critic import CriticConfig
+from marin_rl.objectives.gae import GaeConfig
 from marin_rl.objectives.importance import TisConfig
-from marin_rl.objectives.kl import RewardKlConfig
+from marin_rl.objectives.kl import LossKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.runs.lock import lock
 from marin_rl.runs.rollout_store import as_parquet, read_file
 from marin_rl.runs.run_directory import RunDirectory
-from marin_rl.training.replay import ReplayError, replay_step
+from marin_rl.training.replay import FakeShape, ReplayError, make_groups, parse_shape, replay_step, train_on_fake
 from marin_rl.utils.errors import USER_ERRORS
 from tests.tiny_run import TinyRun, contents, copy_of, without_timings
 from tests.training.reopened_run import config_of
@@ -148,3 +151,55 @@ def test_a_run_that_is_still_going_is_refused(finished_run: TinyRun, tmp_path: P
     directory, config = RunDirectory(copy_of(finished_run, tmp_path).path), config_of(finished_run)
     with lock(directory), pytest.raises(ReplayError, match=r"is still going \(process \d+ on .*\), .* replay a copy"):
         replay_step(directory, config, 4)
+
+
+# Synthetic rollouts.
+
+
+def test_shapes_are_parsed():
+    assert parse_shape("prompt=8,completion=2-16", 64) == FakeShape((8, 8), (2, 16), 4)
+    assert parse_shape("steps=6,prompt=1-3,completion=5", 8) == FakeShape((1, 3), (5, 5), 6)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        *((text, "must have the form prompt=32") for text in ("", "prompt=8", "prompt=8,completion=8,length=3")),
+        *((text, "must have the form") for text in ("prompt=8,prompt=9,completion=8", "prompt=8,completion=-8")),
+        *((f"prompt={text},completion=8", "at least 1, ranges in order") for text in ("0", "9-8")),
+        ("prompt=8,completion=8,steps=2-3", "steps one number"),
+        ("prompt=33,completion=8-32", "rollouts of 65 tokens exceed rollouts.max_length, 64; add --rollouts.max_len"),
+    ],
+)
+def test_invalid_shapes_are_named(text: str, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        parse_shape(text, 64)
+
+
+def test_groups_have_the_given_sizes():
+    groups = make_groups(FakeShape((4, 6), (1, 9), 1), 3, 2, 50, 0)
+    assert [len(group.rollouts) for group in groups] == [2, 2, 2]
+    for group in groups:
+        [prompt] = {rollout.turns[0].observation_tokens for rollout in group.rollouts}
+        assert 4 <= len(prompt) <= 6
+        for rollout in group.rollouts:
+            [turn] = rollout.turns
+            assert 1 <= len(turn.generation.token_ids) <= 9
+            assert all(0 <= token < 50 for token in (*prompt, *turn.generation.token_ids))
+
+
+@pytest.mark.medium
+def test_training_on_synthetic_rollouts(finished_run: TinyRun):
+    before, config = contents(finished_run.path), config_of(finished_run)
+    changes = {"advantage": GaeConfig(), "critic": CriticConfig(), "kl": LossKlConfig(beta=0.1)}
+    fake = train_on_fake(dataclasses.replace(config, **changes), FakeShape((3, 3), (2, 6), 3))
+    assert fake.rollouts == 16
+    assert 16 * 5 <= fake.tokens <= 16 * 9
+    assert all(map(math.isfinite, fake.median.values()))
+    assert {"loss/value_avg", "loss/kl_avg", "critic/value_mean"} <= set(fake.median)
+    # The weights change, the reference does not.
+    assert fake.median["loss/kl_avg"] > 0
+    assert fake.first_step_seconds > fake.median["seconds/total"] >= fake.median["seconds/step"] > 0
+    assert fake.tokens_per_second == fake.tokens / fake.median["seconds/total"]
+    assert fake.device_peak_bytes is None
+    assert contents(finished_run.path) == before

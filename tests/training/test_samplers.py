@@ -8,25 +8,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 import pytest
 from haliax import Axis  # noqa: F401  before marin_rl: see tests/tiny_run.py
 
-from marin_rl.run_parts import RunParts
-from marin_rl.sampling.config import LevanterSamplerConfig
-from marin_rl.sampling.openai_sampler import OpenAiSampler
-from marin_rl.sampling.sampler import Sampler, SampleRequest, SamplerError
-from marin_rl.training.loop import TrainingRun
+from marin_rl.sampling.sampler import SamplerError
+from marin_rl.training.earlier_run import resolve_model
 from marin_rl.training.open_run import open_run
-from marin_rl.training.starting_weights import resolve_model
-from marin_rl.types import Generation
-from marin_rl.utils.user_code import UserFileError
 from tests.distributed.thread_workers import thread_workers
 from tests.sampling.completions_server import CompletionsServer, serving
-from tests.tiny_run import TinyRun, copy_of, interrupted_after, make_run, outcome
+from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome
 from tests.training.levanter_server import Loader, config_of, served_by
-from tests.training.reopened_run import reopen
 
 SHORT = {
     "num_steps": 3,
@@ -82,26 +73,6 @@ def test_run_with_a_server_equals_run_with_levanter(pair: Pair):
     assert own["records"][-1]["step"] == 3
     for part in own:
         assert own[part] == served[part], part
-
-
-def test_server_sampled_with_every_version(pair: Pair):
-    # Before and after each evaluation of the warm start, at the start of RL, and after each step.
-    assert pair.loader.loaded[-4:] == ["version-0", "version-1", "version-2", "version-3"]
-    assert set(pair.loader.loaded[:-4]) == {"version-0"}
-    assert len(pair.loader.loaded) >= 6
-    # The prefix cache of old weights is never used with new ones.
-    assert pair.server.calls == ["reload_weights", "reset_prefix_cache"] * len(pair.loader.loaded)
-    # Training samples: 16 rollouts in each of 3 steps.
-    assert len(pair.server.received) > 48
-    assert pair.server.most_at_once > 1
-
-
-def test_newest_two_versions_are_kept(pair: Pair):
-    folder = pair.loader.current.parent
-    assert sorted(path.name for path in folder.iterdir()) == ["current", "version-2", "version-3"]
-    assert (folder / "current" / "model.safetensors").read_bytes() == (
-        pair.served.path / "hf" / "model.safetensors"
-    ).read_bytes()
 
 
 @pytest.mark.medium
@@ -165,73 +136,6 @@ def test_evaluation_of_a_run_needs_no_server(pair: Pair, capsys: pytest.CaptureF
 
 
 # A sampler without a run.
-
-
-@pytest.fixture
-def opened(pair: Pair, tmp_path: Path) -> Iterator[TrainingRun]:
-    copied = copy_of(pair.served, tmp_path / "copy")
-    config = dataclasses.replace(resolve_model(config_of(copied)), run_dir=str(copied.path))
-    pair.server.load = pair.loader
-    run = open_run(config, copied.path, lambda line: None)
-    yield run
-    run.close()
-
-
-LEVANTER = LevanterSamplerConfig()
-REQUESTS = [SampleRequest((259, 50, 257, 260), seed, 3, (0.0, 0.7, 1.0)[seed % 3]) for seed in range(20)]
-
-
-def sampled(engine: Sampler) -> list[Generation]:
-    return engine.sample(REQUESTS)
-
-
-def test_reply_ends_with_a_stop_text(opened: TrainingRun):
-    config, trainer, policy = opened.config, opened.learner.trainer, opened.trainer_state.model
-    # A byte is a token here. The digits sampled without stop texts are cut at the first of them.
-    free = RunParts(config, trainer).open_group_sampler(policy, 3).sample(REQUESTS)
-    token = free[2].token_ids[0]
-    stop = opened.runner.tokenizer.tokenizer.decode([token])
-    sampling = dataclasses.replace(config.sampling, stop=(stop,))
-    config = dataclasses.replace(config, sampling=sampling, sampler=LEVANTER)
-    stopped = RunParts(config, trainer).open_sampler(policy, 3).sample(REQUESTS)
-    for one, whole in zip(stopped, free, strict=True):
-        length = whole.token_ids.index(token) + 1 if token in whole.token_ids else len(whole.token_ids)
-        assert one.token_ids == whole.token_ids[:length]
-    assert stopped[2].token_ids == (token,)
-
-
-def test_server_generations_equal_levanter_generations(opened: TrainingRun):
-    assert isinstance(opened.runner.sampler, OpenAiSampler)
-    own = RunParts(opened.config, opened.learner.trainer).open_group_sampler(opened.trainer_state.model, 3)
-    assert sampled(opened.runner.sampler) == sampled(own)
-    assert opened.runner.sampler.batch_size == own.batch_size
-
-
-@pytest.mark.medium
-def test_updates_change_samples_and_recorded_versions(opened: TrainingRun, finished_run: TinyRun, tmp_path: Path):
-    in_process = reopen(copy_of(finished_run, tmp_path / "in_process"))
-    for run in (opened, in_process):
-        step = run.state.progress.step
-        before = sampled(run.runner.sampler)
-        assert {generation.first_version for generation in before} == {step}
-        run.runner.sampler.update_weights(jax.tree.map(np.zeros_like, run.trainer_state.model), 9)
-        uniform = sampled(run.runner.sampler)
-        assert {generation.last_version for generation in uniform} == {9}
-        for generation in uniform:
-            np.testing.assert_allclose(generation.logprobs, -np.log(264), rtol=1e-5)
-        run.publish_weights()
-        assert sampled(run.runner.sampler) == before
-
-
-def test_server_reload_error_ends_the_run(opened: TrainingRun, pair: Pair):
-    def broken() -> Any:
-        raise RuntimeError("no room for the weights")
-
-    pair.server.load = broken
-    with pytest.raises(UserFileError, match=r"sampler.reload: 'reload' of .*reload_vllm.py raised"):
-        opened.runner.sampler.update_weights(opened.trainer_state.model, 4)
-    # The recorded version is still correct.
-    assert {generation.first_version for generation in sampled(opened.runner.sampler)} == {3}
 
 
 def test_server_without_weights_fails_before_training(

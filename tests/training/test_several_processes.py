@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -202,24 +201,6 @@ def test_error_in_main_process_ends_all_processes(tmp_path: Path) -> None:
     error = f"run directory '{run.path}' is in use by process {os.getpid()}"
     assert f"error: {error}" in first
     assert f"error: the main training process ended with an error: RunDirectoryError: {error}" in second
-
-
-@pytest.mark.medium
-def test_hosts_without_shared_file_system_are_rejected(tmp_path: Path) -> None:
-    run = make(tmp_path / "run")
-    run.config.write_text(run.config.read_text().replace(str(run.path), "runs/apart"))
-    folders = [tmp_path / "first", tmp_path / "second"]
-    for folder in folders:
-        folder.mkdir()
-    places = [f"'{folder}/runs/apart' on host {socket.gethostname()}" for folder in folders]
-    error = (
-        f"error: training process 1 ({places[1]}) does not see the run directory of the main process ({places[0]}). "
-        "Every training process writes its shards of the checkpoints there: set run_dir to an absolute path"
-    )
-    for output in train(run, 2, code=1, folders=folders):
-        assert error in output
-    assert [path.name for path in (folders[0] / "runs" / "apart").iterdir()] == [".lock"]
-    assert not list(folders[1].iterdir())
 
 
 DEVICES = 4

@@ -18,7 +18,8 @@ from marin_rl.runs.checkpoint import CheckpointConfig
 from marin_rl.runs.run_directory import config_differences
 from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig
 from marin_rl.training.shared_run import (
-    check_config,
+    check_shared_sampling,
+    check_weight_address,
     require_same_config,
     require_same_inputs,
     require_same_tasks,
@@ -38,41 +39,27 @@ def two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
 
 
-def test_an_external_server_is_rejected_in_sync_mode(two_processes: None):
+def test_settings_that_processes_cannot_share_are_rejected(two_processes: None, monkeypatch: pytest.MonkeyPatch):
     server = OpenAiSamplerConfig("http://127.0.0.1:8000/v1", "policy", ReloadConfig("weights", "reload.py", "load"))
-    config = dataclasses.replace(FITTING, mode=Mode.SYNC, sampler=server)
     with pytest.raises(ValueError, match=r"sampler is openai and mode is sync, but training runs in 2 .*; set mode: a"):
-        check_config(config)
-    check_config(dataclasses.replace(config, mode=Mode.ASYNC))
-
-
-def test_rewards_over_a_batch_are_rejected_in_sync_mode(two_processes: None):
+        check_shared_sampling(server, [])
     reward = FunctionRewardConfig("rewards.py", "rank", scope=RewardScope.BATCH)
-    environment = dataclasses.replace(FITTING.environment, rewards=(reward,))
-    config = dataclasses.replace(FITTING, mode=Mode.SYNC, environment=environment)
+    config = make_config(environment=dataclasses.replace(FITTING.environment, rewards=(reward,)))
     with pytest.raises(ValueError, match=r"environment\.rewards\.0 has scope: batch, .* 2 processes, .*: group"):
-        check_config(config)
+        check_shared_sampling(config.sampler, config.batch_scoped_rewards())
+    check_shared_sampling(FITTING.sampler, FITTING.batch_scoped_rewards())
+    monkeypatch.setattr(jax, "process_count", lambda: 1)
+    check_shared_sampling(server, config.batch_scoped_rewards())
 
 
-@pytest.mark.parametrize("mode", Mode)
-def test_warm_start_and_evaluation_are_accepted(two_processes: None, mode: Mode):
-    check_config(make_config(mode=mode))
-
-
-def test_loopback_weight_host_is_rejected_for_several_hosts(two_processes: None, monkeypatch: pytest.MonkeyPatch):
+def test_loopback_weight_host_is_rejected_for_several_hosts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(multihost, "gather_texts", lambda own: ("first", "second"))
-    with pytest.raises(
-        ValueError,
-        match=r"weights\.host is 127\.0\.0\.1, but training runs on 2 hosts \(first, second\), .*: 0\.0\.0\.0",
-    ):
-        check_config(FITTING)
-    check_config(dataclasses.replace(FITTING, weights=WeightTransferConfig(host="0.0.0.0")))
+    refused = r"weights\.host is 127\.0\.0\.1, but training runs on 2 hosts \(first, second\), .*: 0\.0\.0\.0"
+    with pytest.raises(ValueError, match=refused):
+        check_weight_address("127.0.0.1")
+    check_weight_address("0.0.0.0")
     monkeypatch.setattr(multihost, "gather_texts", lambda own: ("first", "first"))
-    check_config(FITTING)
-
-
-def test_one_process_accepts_all_settings():
-    check_config(make_config())
+    check_weight_address("127.0.0.1")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@
 """The rewards that a dry run shows, and its warnings."""
 
 import json
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.tiny_run import PROBLEMS, TinyRun
-from tests.training.fault_cases import is_alive, recorded_sandboxes, written
+from tests.training.fault_cases import written
 
 SANDBOX = {"workers": 1, "require": "none"}
 NO_TRAINING = {"warm_start__max_steps": 0, "evaluation__every": 0, "evaluation__tasks": 0}
@@ -89,14 +88,6 @@ def test_unrewarded_worked_answers_are_named(dry_run: Callable[..., Any], tmp_pa
     [warning] = warnings(lines)
     assert "the worked answer of task" in warning
     assert "earns no reward (correct 0, format 0.25); correct the worked answers" in warning
-
-
-def test_worked_answers_that_are_too_long_to_sample_are_named(dry_run: Callable[..., Any], tmp_path: Path):
-    with_worked(tmp_path, "11111")
-    status, lines, _ = dry_run(environment__path=str(tmp_path / "worked.jsonl"), rollouts__max_length=16)
-    assert status == 0
-    # The stop token counts.
-    assert "has 6 tokens, but sampling.max_new_tokens allows 3" in warnings(lines)[-1]
 
 
 def test_some_failed_rollouts_are_a_warning(dry_run: Callable[..., Any], tmp_path: Path):
@@ -201,41 +192,6 @@ def test_games_are_played_with_garbage_and_a_demonstration(dry_run: Callable[...
     assert row(lines, "the demonstration") == "1 correct 1"
 
 
-def test_each_environment_of_a_mixture_is_tried(dry_run: Callable[..., Any], tmp_path: Path):
-    parts = [{"environment": {"type": "arithmetic", "name": name, "seed": seed}} for seed, name in enumerate("ab")]
-    environment = {"type": "mixture", "parts": parts}
-    status, lines, error = dry_run(environment=environment, **NO_TRAINING)
-    assert (status, error) == (0, "")
-    assert [line.split()[3] for line in lines if line.startswith("rewards of environment")] == ["'a'", "'b'"]
-
-
-def test_no_process_and_no_thread_remains(dry_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    sandboxes = recorded_sandboxes(monkeypatch)
-    before = set(threading.enumerate())
-    pids = []
-    from marin_rl.training.trial_rollouts import describe_trials as show
-
-    def recorded(trials: Any) -> str:
-        pids.extend(sandboxes[0].worker_pids)
-        return show(trials)
-
-    monkeypatch.setattr("marin_rl.training.dry_run.describe_trials", recorded)
-    assert dry_run(environment__rewards=rewards(tmp_path, "return 1.0"))[0] == 0
-    assert pids
-    assert not any(map(is_alive, pids))
-    left = [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("episodes")]
-    assert left == []
-
-
-def test_tasks_are_not_tried_on_after_timeouts(dry_run: Callable[..., Any], tmp_path: Path):
-    sandbox = {**SANDBOX, "workers": 8, "wall_seconds": 0.5}
-    body = "__import__('time').sleep(1000)"
-    status, _, error = dry_run(environment__rewards=rewards(tmp_path, body), sandbox=sandbox)
-    assert status == 1
-    assert "all 7 rollouts failed" in error
-    assert "no answer within 0.5 s" in error
-
-
 def test_own_environments_that_reward_garbage_are_named(dry_run: Callable[..., Any], tmp_path: Path):
     (tmp_path / "game.py").write_text(GAME.replace('float(self.replies == "ab")', "1.0"))
     environment = {"type": "file", "path": str(tmp_path / "game.py"), "name": "Game"}
@@ -250,23 +206,16 @@ def test_own_environments_that_reward_garbage_are_named(dry_run: Callable[..., A
     assert warning.startswith("environment 'ones' rewards garbage: a reply of 1,000 random characters scores")
 
 
+def test_worked_answers_that_are_too_long_to_sample_are_named(dry_run: Callable[..., Any], tmp_path: Path):
+    with_worked(tmp_path, "11111")
+    status, lines, _ = dry_run(environment__path=str(tmp_path / "worked.jsonl"), rollouts__max_length=16)
+    assert status == 0
+    # The stop token counts.
+    assert "has 6 tokens, but sampling.max_new_tokens allows 3" in warnings(lines)[-1]
+
+
 def test_random_rewards_of_a_control_are_no_sign_of_a_mistake(dry_run: Callable[..., Any]):
     for probability in (0.0, 1.0):
         control = {"type": "random_control", "probability": probability, "environment": {"type": "arithmetic"}}
         status, lines, error = dry_run(environment=control, **NO_TRAINING)
         assert (status, error, warnings(lines)) == (0, "", [])
-
-
-def test_a_prompt_that_the_template_rejects_is_reported_with_its_task(dry_run: Callable[..., Any], tmp_path: Path):
-    template = (
-        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-        "{{ m['content'] + eos_token }}{% endfor %}"
-    )
-    (tmp_path / "chat.jinja").write_text(template)
-    status, _, error = dry_run(
-        tokenizer__chat_template=str(tmp_path / "chat.jinja"), environment__rows__system_prompt="Sum.", **NO_TRAINING
-    )
-    assert status == 1
-    [line] = error.splitlines()
-    assert line.startswith("error: task ")
-    assert line.endswith("rejects a conversation with roles ['system', 'user']: no system")

@@ -170,13 +170,6 @@ def test_no_worked_answers_raises(trainer: TrainerConfig):
         run(trainer, runner([task("1+1", None)]), Watch())
 
 
-@pytest.mark.medium
-def test_tasks_without_worked_answers_are_ignored(trainer: TrainerConfig):
-    config = dataclasses.replace(CONFIG, max_steps=1)
-    mixed = [*WORKED, *(task(f"no{index}", None) for index in range(50))]
-    assert np.array_equal(run(trainer, runner(mixed), Watch(), config), run(trainer, runner(WORKED), Watch(), config))
-
-
 def test_no_validation_tasks_raises(trainer: TrainerConfig):
     with pytest.raises(WarmStartError, match=r"no validation tasks .*environment\.validation"):
         run(trainer, runner(WORKED, validation=[]), Watch())

@@ -40,7 +40,7 @@ COMMON_KEYS = (
     *("sampling.max_new_tokens", "sampling.temperature", "advantage", "policy_loss", "kl", "optimizer", "mode"),
     *("evaluation.every", "checkpoint.every"),
 )
-"""Most important keys of `TrainConfig`, for the overview."""
+"""Most important keys of a run, for the overview."""
 
 
 @dataclasses.dataclass(frozen=True)
