@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 from annotated_types import Ge, Lt
 
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
+from marin_rl.environments.data_files import check_data_files
 from marin_rl.environments.row_format import Row, RowFormat
 from marin_rl.environments.single_turn import SingleTurnEnvironment, refuse_garbage_rewards
 from marin_rl.environments.splits import (
@@ -239,7 +240,8 @@ class HuggingFaceConfig(DatasetConfig):
                 choices = ", ".join(repr(name) for name in splits)
                 raise ValueError(f"dataset {self.path!r} has no split {split!r}; it has {choices}")
             return splits[split]
-        check_source(self.path, "environment.path", DATASET)
+        if check_source(self.path, "environment.path", DATASET) is not None:
+            check_data_files(folder)
         try:
             return datasets.load_dataset(name_or_folder, self.subset, split=split, revision=self.revision)
         except (ValueError, OSError, MemoryError, datasets.exceptions.DatasetGenerationError) as error:

@@ -1,0 +1,80 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Checks of local data files before they are loaded: small files that expand to more than memory and disk can hold."""
+
+import bz2
+import gzip
+import lzma
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+MAX_EXPANSION = 200
+"""Maximum factor by which a file may expand; texts compress by less than 20."""
+UNCHECKED_BYTES = 2**30
+"""Expanded size up to which any factor is allowed."""
+MAX_COLUMNS = 2_000
+"""Maximum columns of a Parquet file; the time to load one grows with their square."""
+
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+
+
+class DataFileError(ValueError):
+    """A data file cannot be loaded; the message names the file and the remedy."""
+
+
+def check_data_files(folder: Path) -> None:
+    """Check the Parquet and compressed files in a folder; reads them once, in small pieces.
+
+    Args:
+        folder: an existing folder; subfolders are included.
+
+    Raises:
+        DataFileError: if a file expands too much, has too many columns, or cannot be read.
+    """
+    # Imported here because it takes time, and most environments have no such files.
+    import pyarrow as pa
+
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.suffix in (".parquet", *_OPENERS):
+            try:
+                _check_expansion(path)
+            except (OSError, EOFError, lzma.LZMAError, pa.ArrowException, MemoryError) as error:
+                reason = str(error) or "out of memory"
+                raise DataFileError(f"cannot read {str(path)!r}: {reason}; replace or remove the file") from error
+
+
+def _check_expansion(path: Path) -> None:
+    allowed = max(UNCHECKED_BYTES, MAX_EXPANSION * path.stat().st_size)
+    total = 0
+    for size in _parquet_sizes(path) if path.suffix == ".parquet" else _stream_sizes(_OPENERS[path.suffix](path)):
+        total += size
+        if total > allowed:
+            raise DataFileError(
+                f"{str(path)!r} expands from {path.stat().st_size:,} to more than {allowed:,} bytes, which real data "
+                "does not; if it is right, store it uncompressed"
+            )
+
+
+def _parquet_sizes(path: Path) -> Iterator[int]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        if (columns := len(file.schema_arrow)) > MAX_COLUMNS:
+            raise DataFileError(f"{str(path)!r} has {columns:,} columns, more than {MAX_COLUMNS:,}; keep the used ones")
+        for batch in file.iter_batches(batch_size=256):
+            yield sum(_decoded(column).nbytes for column in batch.columns)
+
+
+def _decoded(column: Any) -> Any:
+    """Return a column with a dictionary as the values that it stands for."""
+    import pyarrow as pa
+
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+
+
+def _stream_sizes(stream: IO[bytes]) -> Iterator[int]:
+    with stream:
+        while piece := stream.read(2**20):
+            yield len(piece)
