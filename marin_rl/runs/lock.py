@@ -33,7 +33,7 @@ from typing import Any
 
 from marin_rl.runs.run_directory import RunDirectory
 from marin_rl.utils.errors import RunDirectoryError, writing
-from marin_rl.utils.remote_path import CONDITIONAL, RemotePath
+from marin_rl.utils.remote_path import RemotePath
 from marin_rl.utils.retry import Clock
 
 logger = logging.getLogger(__name__)
@@ -207,13 +207,6 @@ def hold(folder: RemotePath, clock: Clock | None = None) -> Iterator[Lease]:
         RunDirectoryError: if another process holds the lock; the message contains its id.
         OSError: if the store cannot be written.
     """
-    if folder.protocol not in CONDITIONAL:
-        logger.warning(
-            "%s:// is not known to support conditional writes: two runs that start in %s at the same moment are not "
-            "noticed",
-            folder.protocol,
-            folder.parent,
-        )
     lease = _take(folder, clock or Clock())
     ended = threading.Event()
     thread = threading.Thread(target=_renew_until, args=(lease, ended), name="lease", daemon=True)

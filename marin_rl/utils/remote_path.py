@@ -16,11 +16,6 @@ from typing import Any
 
 import fsspec
 
-FLAT = frozenset({"gs", "gcs", "s3", "s3a", "az", "abfs", "memory"})
-"""Protocols of stores without folders."""
-CONDITIONAL = frozenset({"gs", "gcs", "s3", "s3a", "memory"})
-"""Protocols with a client that can create an object only if it does not exist."""
-
 
 class StorageError(OSError):
     """An object store refused or failed a request; the message names the address, the reason and the remedy."""
@@ -118,15 +113,13 @@ class RemotePath:
 
         Args:
             data: content.
-            only_new: fail if the object exists; atomic if the protocol is in `CONDITIONAL`.
+            only_new: fail if the object exists; of several processes that write it, one succeeds.
 
         Raises:
             FileExistsError: if `only_new` and the object exists.
         """
         self._check_fence()
         with self._client_errors() as (files, path):
-            if self.protocol not in FLAT:
-                files.makedirs(path.rpartition("/")[0], exist_ok=True)
             files.pipe_file(path, data, **({"mode": "create"} if only_new else {}))
 
     def write_text(self, text: str, encoding: str = "utf-8") -> None:
@@ -160,10 +153,7 @@ class RemotePath:
                 raise
 
     def mkdir(self, parents: bool = True, exist_ok: bool = True) -> None:
-        """Create the folder, if the store has folders."""
-        if self.protocol not in FLAT:
-            with self._client_errors() as (files, path):
-                files.makedirs(path, exist_ok=exist_ok)
+        """Do nothing: object stores have no folders."""
 
     def _check_fence(self) -> None:
         if self.fence is not None:

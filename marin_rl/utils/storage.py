@@ -33,8 +33,8 @@ from marin_rl.utils.remote_path import RemotePath
 
 logger = logging.getLogger(__name__)
 
-EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
-"""Extras of this package by protocol."""
+EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3", "memory": ""}
+"""Extras of this package by protocol. All of these stores can create an object only if it does not exist."""
 UPLOAD_SECONDS = 30.0
 """Longest time between an append to a file of up to 32 MiB in an object store and its upload."""
 _UPLOAD_BYTES = 32 * 2**20
@@ -54,7 +54,7 @@ def storage_path(text: str, key: str = "path") -> StoragePath:
 
     Raises:
         ValueError: if no path can be that text, the address holds a password or has no bucket, or its protocol is
-            unknown or not installed.
+            not supported or not installed.
 
     >>> storage_path("runs/rloo")
     PosixPath('runs/rloo')
@@ -67,7 +67,7 @@ def storage_path(text: str, key: str = "path") -> StoragePath:
     refuse_credentials(text, key)
     if protocol in ("file", "local"):
         return user_path(rest, key)
-    if protocol not in fsspec.available_protocols():
+    if protocol not in EXTRAS:
         raise ValueError(
             f"{key} is {text!r}, but the protocol {protocol}:// is unknown; use a path on a mounted file system, gs:// "
             "or s3://"
@@ -75,8 +75,10 @@ def storage_path(text: str, key: str = "path") -> StoragePath:
     try:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
-        remedy = f"pip install 'marin_rl[{EXTRAS[protocol]}]'" if protocol in EXTRAS else str(error)
-        raise ValueError(f"{key} is {text!r}, but the package for {protocol}:// is not installed; {remedy}") from error
+        raise ValueError(
+            f"{key} is {text!r}, but the package for {protocol}:// is not installed; "
+            f"pip install 'marin_rl[{EXTRAS[protocol]}]'"
+        ) from error
     if not rest.strip("/"):
         raise ValueError(f"{key} is {text!r}, which names no bucket and no folder; use {protocol}://BUCKET/FOLDER")
     return RemotePath(f"{protocol}://{rest.rstrip('/')}")
