@@ -96,18 +96,28 @@ def test_run_in_a_bucket_equals_a_local_run(
     assert other.train() == 0
 
 
-def process(run: TinyRun, folder: Path, gcs: Gcs) -> LiveRun:
-    """The run's command as a process with its own working directory."""
+def run_process(run: TinyRun, folder: Path, gcs: Gcs, killed_at: str | None = None) -> tuple[int, str]:
+    """Run the command as a process with its own working directory; return its exit status and output.
+
+    Args:
+        run: the run.
+        folder: the working directory.
+        gcs: the store.
+        killed_at: request at which the process is killed; it is not served.
+    """
     folder.mkdir(exist_ok=True)
-    return LiveRun(
-        run.argv,
-        run.path,
-        folder / "output.txt",
-        NO_PROGRESS_TIMEOUT,
-        environment={**gcs.environment, "PYTHONPATH": str(Path(__file__).parents[2])},
-        folder=folder,
-        popen=popen,
-    )
+    environment = {**gcs.environment, "PYTHONPATH": str(Path(__file__).parents[2])}
+    output = folder / "output.txt"
+    live = LiveRun(run.argv, run.path, output, NO_PROGRESS_TIMEOUT, environment=environment, folder=folder, popen=popen)
+    live.start()
+    assert live.process is not None
+    pid = live.process.pid
+    if killed_at is not None:
+        gcs.watched.append((killed_at, lambda: os.kill(pid, signal.SIGKILL) is None))
+    try:
+        return live.end(), output.read_text()
+    finally:
+        live.kill()
 
 
 MOMENTS = [
@@ -126,28 +136,11 @@ def test_run_killed_5_times_in_other_folders_equals_an_uninterrupted_run(
 ) -> None:
     run = remote_run(tmp_path / "here", checkpoint__keep_every=0)
     for number, moment in enumerate(MOMENTS):
-        live = process(run, tmp_path / f"host-{number}", gcs)
-        live.start()
-        assert live.process is not None
-        killed: list[int] = []
-
-        def kill(pid: int = live.process.pid, killed: list[int] = killed) -> bool:
-            os.kill(pid, signal.SIGKILL)
-            killed.append(pid)
-            return True
-
-        gcs.watched.append((moment, kill))
-        try:
-            code = live.end()
-        finally:
-            live.kill()
-        assert killed, f"{moment}: {code} {live.output.read_text()}"
-    live = process(run, tmp_path / "last", gcs)
-    live.start()
-    try:
-        assert live.end() == 0, live.output.read_text()
-    finally:
-        live.kill()
+        code, output = run_process(run, tmp_path / f"host-{number}", gcs, killed_at=moment)
+        assert code == -signal.SIGKILL, f"{moment}: {code} {output}"
+        assert not gcs.watched
+    code, output = run_process(run, tmp_path / "last", gcs)
+    assert code == 0, output
     copy = local_copy(gcs, run, tmp_path / "copy")
     found, expected = outcome(copy), outcome(finished_run)
     assert found.pop("steps") == [5, 6]
