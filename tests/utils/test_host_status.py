@@ -21,6 +21,7 @@ from marin_rl.utils.host_status import (
     StopRequestedError,
     exit_on_error,
     explain_errors,
+    raise_error_of_others,
     require_same_software,
     separate_work,
 )
@@ -224,8 +225,10 @@ def test_the_first_error_reaches_processes_that_work_or_wait(
 
     if first == 1:
         processes.service.key_value_set("marin_rl/error", NO_SUCH_FILE)
-    failed, _, error = processes.run(fail, lambda: None, other)
+    failed, of_first, error = processes.run(fail, raise_error_of_others if first == 1 else stopping, other)
     assert str(failed) == "no such file"
+    # A process does not raise its own error a second time.
+    assert of_first is None or first == 0
     assert type(error) is OtherProcessError
     assert str(error) == f"training process {first} ended with an error: ValueError: no such file"
 
