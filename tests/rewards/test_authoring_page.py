@@ -4,7 +4,6 @@
 """Run the examples of the page on rewards."""
 
 import asyncio
-import dataclasses
 import json
 import re
 import runpy
@@ -17,12 +16,13 @@ import pytest
 import yaml
 
 from marin_rl.rewards.code import parse_tests
-from marin_rl.rewards.component import RewardComponent, RewardScope
-from marin_rl.rewards.functions import RewardFailure
+from marin_rl.rewards.component import RewardScope
+from marin_rl.rewards.functions import RewardFailure, RewardRequest
 from marin_rl.rewards.judge import LlmJudgeConfig
 from marin_rl.rewards.pipeline import (
     RewardComponentConfig,
     build_components,
+    check_components,
     score_rollouts,
     turn_rewards,
     weighted_rewards,
@@ -30,6 +30,7 @@ from marin_rl.rewards.pipeline import (
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.types import RewardResult
 from marin_rl.utils.settings.decode import decode
 
 ROOT = Path(__file__).parents[2]
@@ -62,40 +63,31 @@ def configs() -> list[list[RewardComponentConfig]]:
     ]
 
 
-async def checked_components(configs: list[RewardComponentConfig], sandbox: Sandbox) -> list[RewardComponent]:
-    components = build_components(configs, sandbox)
-    for component in components:
-        await component.check()
-    return components
-
-
 def test_the_function_works_outside_training(folder: Path):
     # Run in the root, so that the package under test is imported; the file's folder is on the path.
     command = [sys.executable, str(folder / "try_my_rewards.py")]
     subprocess.run(command, check=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
 
 
+async def score_all(
+    chosen: list[RewardComponentConfig], requests: list[RewardRequest]
+) -> tuple[list[list[RewardResult]], list[list[RewardResult]]]:
+    """Results of the pointwise components, and of those for the group, by rollout."""
+    async with Sandbox(SandboxConfig(require=Isolation.NONE, wall_seconds=600.0)) as sandbox:
+        components = build_components(chosen, sandbox)
+        await check_components(components)
+        ones = await score_rollouts(components, RewardScope.POINTWISE, requests)
+        return ones, await score_rollouts(components, RewardScope.GROUP, requests)
+
+
 def test_the_config_works(folder: Path, monkeypatch: pytest.MonkeyPatch, request_of: Any):
     monkeypatch.chdir(folder)
-
-    async def run() -> None:
-        async with Sandbox(SandboxConfig(require=Isolation.NONE, wall_seconds=600.0)) as sandbox:
-            components = await checked_components(configs()[0], sandbox)
-            requests = [request_of("46.001"), request_of("forty-six")]
-            ones = [
-                results
-                for request in requests
-                for results in await score_rollouts(components, RewardScope.POINTWISE, [request])
-            ]
-            group = await score_rollouts(components, RewardScope.GROUP, requests)
-            rewards = [weighted_rewards([*one, *others]) for one, others in zip(ones, group, strict=True)]
-            assert rewards == [
-                {"accuracy": 1.0, "short_turns": 0.1, "shortest_of_group": 0.2},
-                {"accuracy": 0.0, "short_turns": 0.1, "shortest_of_group": 0.0},
-            ]
-            assert [step.base_reward for step in ones[0][1].steps] == [1.0]
-
-    asyncio.run(run())
+    ones, group = asyncio.run(score_all(configs()[0], [request_of("46.001"), request_of("forty-six")]))
+    assert [weighted_rewards([*one, *others]) for one, others in zip(ones, group, strict=True)] == [
+        {"accuracy": 1.0, "short_turns": 0.1, "shortest_of_group": 0.2},
+        {"accuracy": 0.0, "short_turns": 0.1, "shortest_of_group": 0.0},
+    ]
+    assert [step.base_reward for step in ones[0][1].steps] == [1.0]
 
 
 def conversation(*texts: str) -> tuple[dict[str, str], ...]:
@@ -109,33 +101,18 @@ def test_the_examples_with_steps_work(folder: Path, monkeypatch: pytest.MonkeyPa
     example = conversation("u: 1+1", "a: call", "t: 2", "a: 2")
     good = conversation("u: q", "a: call", "t: 46", "t: Error: no such tool", "a: call", "t: 46", "a: 46")
     bad = conversation("u: q", "a: call", "t: Error: bad", "a: 47")
-
-    async def run() -> None:
-        async with Sandbox(SandboxConfig(require=Isolation.NONE, wall_seconds=600.0)) as sandbox:
-            components = await checked_components(configs()[1], sandbox)
-            requests = [
-                dataclasses.replace(request_of(messages=(*example, *messages)), num_prompt_messages=5)
-                for messages in (good, bad)
-            ]
-            ones = [
-                results
-                for request in requests
-                for results in await score_rollouts(components, RewardScope.POINTWISE, [request])
-            ]
-            group = await score_rollouts(components, RewardScope.GROUP, requests)
-            rewards = [weighted_rewards([*one, *others]) for one, others in zip(ones, group, strict=True)]
-            # Half of the tool calls of the first message succeeded, and all of the second's.
-            assert rewards == [
-                {"tool_success": 0.75, "rare_actions": 0.0},
-                {"tool_success": 0.0, "rare_actions": 0.0},
-            ]
-            steps = [{step.turn: step.base_reward for step in one[0].steps} for one in (*ones, *group)]
-            # Both rollouts began with the same call; all other actions occur once.
-            assert steps == [{0: 0.25, 1: 0.5}, {0: 0.0}, {0: 0.5, 1: 1.0, 2: 1.0}, {0: 0.5, 1: 1.0}]
-            of_turns = turn_rewards([*ones[0], *group[0]], 3)
-            assert [sum(by_name.values()) for by_name in of_turns] == pytest.approx([0.3, 0.6, 0.1])
-
-    asyncio.run(run())
+    requests = [request_of(messages=(*example, *messages), num_prompt_messages=5) for messages in (good, bad)]
+    ones, group = asyncio.run(score_all(configs()[1], requests))
+    # Half of the tool calls of the first message succeeded, and all of the second's.
+    assert [weighted_rewards([*one, *others]) for one, others in zip(ones, group, strict=True)] == [
+        {"tool_success": 0.75, "rare_actions": 0.0},
+        {"tool_success": 0.0, "rare_actions": 0.0},
+    ]
+    steps = [{step.turn: step.base_reward for step in one[0].steps} for one in (*ones, *group)]
+    # Both rollouts began with the same call; all other actions occur once.
+    assert steps == [{0: 0.25, 1: 0.5}, {0: 0.0}, {0: 0.5, 1: 1.0, 2: 1.0}, {0: 0.5, 1: 1.0}]
+    of_turns = turn_rewards([*ones[0], *group[0]], 3)
+    assert [sum(by_name.values()) for by_name in of_turns] == pytest.approx([0.3, 0.6, 0.1])
 
 
 def test_the_other_sections_can_be_read():

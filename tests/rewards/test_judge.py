@@ -219,20 +219,9 @@ def test_failures_without_retry(endpoint: Endpoint, request_of, status: int):
     with pytest.raises(RewardCallError, match=f"status {status}: .*no such model"):
         judge(config(endpoint), request_of())
     assert len(endpoint.received) == 1
-
-
-def test_endpoint_without_listener(request_of):
-    with Endpoint() as closed:
-        nowhere = config(closed)
-    with pytest.raises(RewardCallError, match="ConnectError"):
-        judge(nowhere, request_of())
-
-
-def test_an_answer_that_never_comes(endpoint: Endpoint, request_of):
-    endpoint.hold = threading.Barrier(2)
-    with pytest.raises(RewardCallError, match=r"no answer within 0\.2 s"):
-        judge(config(endpoint, timeout_seconds=0.2, retries=0), request_of())
-    endpoint.hold.abort()
+    endpoint.server_close()
+    with pytest.raises(RewardCallError, match="no score after 3 attempts; last problem: ConnectError"):
+        judge(config(endpoint), request_of())
 
 
 def test_concurrency_is_bounded_and_used(endpoint: Endpoint, request_of):
@@ -433,10 +422,13 @@ def test_missing_or_malformed_usage_is_ignored(endpoint: Endpoint, request_of, u
     assert result.metrics == {"retries": 0.0}
 
 
-def test_the_time_limit_is_that_of_the_whole_answer(endpoint: Endpoint, request_of):
-    endpoint.trickle = True
+@pytest.mark.parametrize("trickles", [False, True])
+def test_the_time_limit_is_that_of_the_whole_answer(endpoint: Endpoint, request_of, trickles: bool):
+    endpoint.trickle = trickles
+    endpoint.hold = threading.Barrier(2)
     with pytest.raises(RewardCallError, match=r"no answer within 0\.3 s"):
         judge(config(endpoint, timeout_seconds=0.3, retries=0), request_of())
+    endpoint.hold.abort()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marin_rl.rewards.code import CodeRewardConfig
-from marin_rl.rewards.component import FunctionRewardConfig, RewardComponent, RewardConfigError, RewardScope
+from marin_rl.rewards.component import RewardComponent, RewardConfigError, RewardScope
 from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest, StepOutput
 from marin_rl.rewards.pipeline import (
     StepIndexError,
@@ -26,8 +25,6 @@ from marin_rl.rewards.pipeline import (
     turn_rewards,
     weighted_rewards,
 )
-from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.types import Message, RewardResult, TurnReward
 
@@ -225,55 +222,6 @@ def test_metrics_are_means_over_rollouts_and_steps():
         "rewards/correct/failed_timeout": 1.0,
         "rewards/judge/failed_timeout": 1.0,
     }
-
-
-REWARDS = """
-from marin_rl.rewards import EvaluateResult, StepOutput, reward_function
-
-@reward_function
-def accuracy(messages, ground_truth, tolerance=0, **kwargs):
-    reply = messages[-1]["content"]
-    if reply == "crash":
-        raise RuntimeError("cannot judge this")
-    return EvaluateResult(
-        score=float(abs(float(reply) - float(ground_truth)) <= tolerance),
-        step_outputs=[StepOutput(step_index=len(messages) - 1, base_reward=0.25)],
-    )
-
-@reward_function(mode="batch")
-def shortest(messages, ground_truth, **kwargs):
-    lengths = [len(chat[-1]["content"]) for chat in messages]
-    return [float(length == min(lengths)) for length in lengths]
-"""
-
-
-def test_rewards_of_a_user_file(request_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "my_rewards.py").write_text(REWARDS)
-    monkeypatch.chdir(tmp_path)
-    configs = [
-        FunctionRewardConfig(path="my_rewards.py", function="accuracy", weight=2.0, options={"tolerance": 1}),
-        FunctionRewardConfig(path="my_rewards.py", function="accuracy", name="exact"),
-        FunctionRewardConfig(path="my_rewards.py", function="shortest", weight=0.5),
-    ]
-    replies = ["46", "47.0", "crash"]
-
-    async def run() -> tuple[list[list[RewardResult]], list[list[RewardResult]]]:
-        async with Sandbox(SandboxConfig(require=Isolation.NONE, wall_seconds=600.0)) as sandbox:
-            components = build_components(configs, sandbox)
-            for component in components:
-                await component.check()
-            requests = [request_of(reply, rollout_id=f"r{index}") for index, reply in enumerate(replies)]
-            ones = await asyncio.gather(
-                *(score_rollouts(components, RewardScope.POINTWISE, [request]) for request in requests)
-            )
-            return [results for [results] in ones], await score_rollouts(components, RewardScope.GROUP, requests)
-
-    ones, group = asyncio.run(run())
-    assert weighted_rewards([*ones[0], *group[0]]) == {"accuracy": 2.0, "exact": 1.0, "shortest": 0.5}
-    assert weighted_rewards([*ones[1], *group[1]]) == {"accuracy": 2.0, "exact": 0.0, "shortest": 0.0}
-    assert ones[0][0].steps == (TurnReward(0, 0.25),)
-    assert "RuntimeError: cannot judge this" in str(failure(ones[2]))
-    assert [[one.failure for one in rollout] for rollout in ones] == [[None, None], [None, None], ["raised", "raised"]]
 
 
 LIST_TYPES = """

@@ -209,33 +209,6 @@ def test_all_problems_of_all_files_are_reported_at_once(tmp_path: Path):
     assert "mixd.py does not exist; correct `path`: did you mean 'mixed.py'?" in nowhere
 
 
-@pytest.mark.medium
-def test_a_bad_function_does_not_affect_the_others_of_its_file(tmp_path: Path, request_of):
-    file = tmp_path / "mixed.py"
-    file.write_text(
-        IMPORT
-        + "import os, signal\n"
-        + GOOD.format("lacks_kwargs").replace(", **kwargs", "")
-        + GOOD.format("good")
-        + GOOD.format("hangs").replace("return 1.0", "signal.pause()")
-        + GOOD.format("crashes").replace("return 1.0", "os.abort()")
-    )
-
-    async def run() -> dict[str, RewardResult]:
-        async with Sandbox(dataclasses.replace(SANDBOX, wall_seconds=2.0)) as sandbox:
-            return await results_of(sandbox, file, ["hangs", "crashes", "good"], [request_of()])
-
-    found = asyncio.run(run())
-    assert {name: result.failure for name, result in found.items()} == {
-        "hangs": "timeout",
-        "crashes": "signal",
-        "good": None,
-    }
-    assert found["good"].score == 1.0
-    assert "'hangs' of " in str(found["hangs"].error)
-    assert "gave no answer within 2 s; make it faster, or raise sandbox.wall_seconds" in str(found["hangs"].error)
-
-
 def test_errors_quote_the_version_of_the_file_that_was_loaded(tmp_path: Path, request_of):
     file = tmp_path / "rewards.py"
     file.write_text(function("raise KeyError('first version')"))

@@ -13,9 +13,3 @@ from marin_rl.rewards import EvaluateResult, reward_function
 def waits(messages, ground_truth, seconds, **kwargs):
     time.sleep(seconds)
     return EvaluateResult(score=1.0, reason=str(os.getpid()))
-
-
-@reward_function(mode="batch")
-def compares(messages, ground_truth, **kwargs):
-    lengths = [len(chat[-1]["content"]) for chat in messages]
-    return [float(length == min(lengths)) for length in lengths]

@@ -3,12 +3,10 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -18,7 +16,7 @@ import pytest
 
 from marin_rl.rewards.code import CodeRewardConfig
 from marin_rl.rewards.component import RewardConfigError
-from marin_rl.rewards.functions import RewardCallError, RewardFailure, RewardMode
+from marin_rl.rewards.functions import RewardCallError, RewardFailure
 from marin_rl.rewards.sandbox.config import PACKAGE_ROOT, SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import IsolationError, Sandbox, UserFunction
@@ -285,23 +283,6 @@ def test_workers_are_shared_between_files():
             assert len(sandbox.worker_pids) <= 2
 
     use(Isolation.NONE, scenario, workers=2)
-
-
-def test_batch_mode(attacks: Attacks):
-    sandbox = attacks.at(Isolation.NONE, **TIGHT)
-    longer = dataclasses.replace(REQUEST, messages=({"role": "assistant", "content": "forty-six"},))
-    function = UserFunction(SLOW, "compares")
-    results = sandbox.wait(sandbox.sandbox.call(function, [longer, REQUEST], {}))
-    assert [result.score for result in results] == [0.0, 1.0]
-
-
-def test_functions_are_described(attacks: Attacks):
-    attack = attacks.at(Isolation.NONE, **TIGHT)
-    found = attack.wait(attack.sandbox.load(SLOW))
-    assert {name: (one.mode, one.required) for name, one in found.items()} == {
-        "waits": (RewardMode.POINTWISE, ("seconds",)),
-        "compares": (RewardMode.BATCH, ()),
-    }
 
 
 IMPORT = "from marin_rl.rewards import reward_function\n"
@@ -677,16 +658,3 @@ def test_programs_that_cannot_be_started():
             await CodeRewardConfig().build(sandbox).check()
 
     use(Isolation.NONE, scenario, start_seconds=1e-9)
-
-
-def test_a_loop_in_another_thread():
-    """As the rollout runner has it."""
-    found: list[float | None] = []
-
-    async def scenario(sandbox: Sandbox) -> None:
-        found.extend(await asyncio.gather(*(score(sandbox) for _ in range(4))))
-
-    thread = threading.Thread(target=use, args=(Isolation.NONE, scenario), kwargs={"workers": 2})
-    thread.start()
-    thread.join()
-    assert found == [1.0] * 4
