@@ -207,27 +207,16 @@ def describe_invalid(error: pydantic.ValidationError) -> str:
     ...     EvaluateResult(score=math.nan)
     ... except pydantic.ValidationError as error:
     ...     print(describe_invalid(error))
-    EvaluateResult with score nan: it should be a finite number
+    EvaluateResult with score nan: Input should be a finite number
     """
     problems = error.errors(include_url=False)
-    text = ", ".join(map(_describe_field, problems[:3]))
-    return f"{error.title}{text}" + (f", and {len(problems) - 3} more problems" if len(problems) > 3 else "")
-
-
-def _describe_field(problem: Any) -> str:
-    # The location of an invalid key of a dictionary ends with a mark.
-    *path, last = problem["loc"] or [""]
-    name = f"key in {'.'.join(map(str, path[:-1]))}" if last == "[key]" else ".".join(map(str, [*path, last]))
-    message = problem["msg"].removeprefix("Value error, ")
-    for subject in ("Input", "String"):
-        message = message.replace(f"{subject} should", "it should", 1)
-    if not name:
-        return f": {message}"
-    if problem["type"] == "extra_forbidden":
-        return f" with unknown field {name}"
-    if problem["type"] == "missing":
-        return f" without {name}"
-    return f" with {name} {reprlib.repr(problem['input'])}: {message}"
+    shown = [
+        f"{'.'.join(map(str, problem['loc'])) or 'fields'} {reprlib.repr(problem['input'])}: "
+        + problem["msg"].removeprefix("Value error, ")
+        for problem in problems[:3]
+    ]
+    more = f", and {len(problems) - 3} more problems" if len(problems) > 3 else ""
+    return f"{error.title} with {', '.join(shown)}{more}"
 
 
 class RewardFunction:

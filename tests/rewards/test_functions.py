@@ -212,12 +212,18 @@ def test_other_values_than_results_are_named(request_of, mode, answer, problem):
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"score": math.nan}, "EvaluateResult with score nan: it should be a finite number"),
-        ({"scor": 1.0, "score": 1.0}, "EvaluateResult with unknown field scor"),
-        ({"score": 1.0, "metrics": {"a b": 1.0}}, "EvaluateResult with key in metrics 'a b': it should match pattern"),
-        ({"score": "x" * 500}, "EvaluateResult with score 'xxxxxxxxxxxx...xxxxxxxxxxxxx': it should be a valid number"),
-        ({}, "EvaluateResult: score and step_outputs are both None; set at least one"),
-        ({"step_outputs": [{"base_reward": 1.0}]}, "EvaluateResult without step_outputs.0.step_index"),
+        ({"score": math.nan}, "EvaluateResult with score nan: Input should be a finite number"),
+        ({"scor": 1.0, "score": 1.0}, "EvaluateResult with scor 1.0: Extra inputs are not permitted"),
+        ({"score": 1.0, "metrics": {"a b": 1.0}}, "with metrics.a b.[key] 'a b': String should match pattern"),
+        (
+            {"score": "x" * 500},
+            "EvaluateResult with score 'xxxxxxxxxxxx...xxxxxxxxxxxxx': Input should be a valid number",
+        ),
+        ({}, "EvaluateResult with fields {}: score and step_outputs are both None; set at least one"),
+        (
+            {"step_outputs": [{"base_reward": 1.0}]},
+            "with step_outputs.0.step_index {'base_reward': 1.0}: Field required",
+        ),
         ({"step_outputs": [1.0] * 5}, "and 2 more problems"),
     ],
 )

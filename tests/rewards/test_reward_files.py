@@ -138,13 +138,13 @@ CALLS = {
     "nan": Explained(function("return math.nan"), "returned nan; a reward must be finite", (), "invalid_answer"),
     "field": Explained(
         function("return EvaluateResult(score=math.nan)"),
-        "created an invalid EvaluateResult with score nan: it should be a finite number",
+        "created an invalid EvaluateResult with score nan: Input should be a finite number",
         (":5, in correct: return EvaluateResult",),
         "invalid_answer",
     ),
     "step": Explained(
         function("return StepOutput(step_index=-1, base_reward=1)"),
-        "created an invalid StepOutput with step_index -1: it should be greater than or equal to 0",
+        "created an invalid StepOutput with step_index -1: Input should be greater than or equal to 0",
         (":5, in correct: return StepOutput",),
         "invalid_answer",
     ),

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from marin_rl.rewards.sandbox import forkserver, protocol
 from marin_rl.rewards.sandbox.folders import deleted_files, exceeds_size, has_inner_folders, remove
@@ -84,17 +84,28 @@ class _Stream:
         return bytes(self.data[: self.limit]).decode("utf-8", errors="replace")
 
 
+class _Forkserver(NamedTuple):
+    """The running forkserver; while a file is loaded, the loading process."""
+
+    process: int
+    connection: socket.socket
+
+
 class Worker:
     """Runs the trainer's requests, one at a time."""
 
     def __init__(self, spec: WorkerSpec):
         self._spec = spec
         self._source = ""
-        self._forkserver: int | None = None
-        self._connection: socket.socket | None = None
+        self._running: _Forkserver | None = None
         self._functions: dict[str, Any] = {}
         self._loaded_bytes = 0
         self._unremovable: set[str] = set()
+
+    @property
+    def _forkserver(self) -> _Forkserver:
+        assert self._running is not None
+        return self._running
 
     def serve(self) -> None:
         """Answer requests until the trainer closes the pipe or exits."""
@@ -105,7 +116,7 @@ class Worker:
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         self._source = request.pop("source", self._source)
-        if self._forkserver is None:
+        if self._running is None:
             failure = self._start_forkserver()
             if failure is not None:
                 return {"not_loaded": failure}
@@ -126,18 +137,17 @@ class Worker:
             finally:
                 os._exit(1)
         theirs.close()
-        self._forkserver, self._connection = pid, ours
+        self._running = _Forkserver(pid, ours)
         failure = self._load(deadline)
-        if failure is not None and self._forkserver is not None:
+        if failure is not None and self._running is not None:
             self._end_forkserver()
         return failure
 
     def _load(self, deadline: float) -> str | None:
         """Wait until the file is loaded, and use the forkserver; returns an error message or None."""
-        assert self._connection is not None
         ready = _Stream(READY_BYTES)
         violation = self._watch(
-            {self._connection.fileno(): ready},
+            {self._forkserver.connection.fileno(): ready},
             deadline,
             lambda: (
                 len(ready.data) >= protocol.HEADER_BYTES
@@ -165,18 +175,17 @@ class Worker:
 
         The process id is reported by untrusted code. Returns an error message or None.
         """
-        assert self._connection is not None
         if IS_LINUX:
             if process not in list_descendants(os.getpid()):
                 return "the loading process reported a forkserver that is not its child"
-            self._forkserver = process
+            self._running = _Forkserver(process, self._forkserver.connection)
             if not end_descendants(process, END_SECONDS):
                 raise SystemExit("processes of a user's file could not be killed")
             if not wait_until_alone(process, ALONE_SECONDS):
                 return "its forkserver ended, or started threads or processes"
             self._loaded_bytes = address_space(process)
         with contextlib.suppress(OSError):
-            self._connection.sendall(forkserver.CONTINUE)
+            self._forkserver.connection.sendall(forkserver.CONTINUE)
         return None
 
     def _call(self, request: dict[str, Any], deadline: float) -> dict[str, Any]:
@@ -194,11 +203,11 @@ class Worker:
         Leftover threads and processes would run without limits, or count against later calls. The next call loads the
         file again.
         """
-        if self._forkserver is None or not IS_LINUX:
+        if self._running is None or not IS_LINUX:
             return []
-        assert self._connection is not None
-        is_alone = pause(self._forkserver, END_SECONDS) and wait_until_alone(self._forkserver, ALONE_SECONDS)
-        has_written = bool(select.select([self._connection], [], [], 0)[0])
+        process, connection = self._running
+        is_alone = pause(process, END_SECONDS) and wait_until_alone(process, ALONE_SECONDS)
+        has_written = bool(select.select([connection], [], [], 0)[0])
         if is_alone and not has_written:
             return []
         self._end_forkserver()
@@ -225,8 +234,6 @@ class Worker:
     def _run(
         self, request: dict[str, Any], folder: str, deadline: float, stack: contextlib.ExitStack
     ) -> dict[str, Any]:
-        assert self._forkserver is not None
-        assert self._connection is not None
         streams: dict[int, _Stream] = {}
         theirs = [_input(request.get("stdin", ""), self._spec.scratch, stack)]
         for prefix in (b"", b"", forkserver.CONFINED):
@@ -236,9 +243,9 @@ class Worker:
             theirs.append(writing)
         stdout, stderr, answer = streams.values()
         status = _Stream(len(forkserver.ENDED) + struct.calcsize(forkserver.STATUS))
-        streams[self._connection.fileno()] = status
+        streams[self._forkserver.connection.fileno()] = status
         if IS_LINUX:
-            os.kill(self._forkserver, signal.SIGCONT)
+            os.kill(self._forkserver.process, signal.SIGCONT)
         try:
             self._send({**request, "folder": folder, "loaded_bytes": self._loaded_bytes}, theirs)
         except OSError:
@@ -275,11 +282,11 @@ class Worker:
         }
 
     def _send(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        assert self._connection is not None
-        self._connection.settimeout(END_SECONDS)
+        connection = self._forkserver.connection
+        connection.settimeout(END_SECONDS)
         data = protocol.encode(message)
-        socket.send_fds(self._connection, [data[: protocol.HEADER_BYTES]], descriptors)
-        self._connection.sendall(data[protocol.HEADER_BYTES :])
+        socket.send_fds(connection, [data[: protocol.HEADER_BYTES]], descriptors)
+        connection.sendall(data[protocol.HEADER_BYTES :])
 
     def _watch(
         self,
@@ -330,7 +337,7 @@ class Worker:
                     return "file_size"
                 if self._cpu_seconds() > cpu_end:
                     return "cpu"
-                reap(self._forkserver)
+                reap(self._forkserver.process)
         return None
 
     def _exceeds_disk(self, stdin: int | None) -> bool:
@@ -346,7 +353,7 @@ class Worker:
         with contextlib.ExitStack() as stack:
             if has_inner_folders(self._spec.scratch):
                 # Running processes could hide files by renaming folders.
-                spare = None if stdin is None else self._forkserver
+                spare = None if stdin is None else self._forkserver.process
                 stack.enter_context(stopped_descendants(spare, ALONE_SECONDS))
             deleted = self._deleted_files(stdin)
             if deleted is None:
@@ -378,22 +385,20 @@ class Worker:
         return found
 
     def _cpu_seconds(self) -> float:
-        assert self._forkserver is not None
-        return cpu_seconds_of(self._forkserver) if IS_LINUX else 0.0
+        return cpu_seconds_of(self._forkserver.process) if IS_LINUX else 0.0
 
     def _end_call(self, status: _Stream, violation: str | None) -> None:
         """Kill the call's process and its children, then read the exit status from the forkserver."""
-        assert self._forkserver is not None
-        assert self._connection is not None
         may_run = IS_LINUX and (violation is not None or self._spec.can_start_processes)
-        if may_run and not end_descendants(self._forkserver, END_SECONDS):
+        if may_run and not end_descendants(self._forkserver.process, END_SECONDS):
             # When the worker exits, the kernel kills every process in its namespaces.
             raise SystemExit("processes of a call could not be killed")
-        self._connection.settimeout(END_SECONDS)
+        connection = self._forkserver.connection
+        connection.settimeout(END_SECONDS)
         with contextlib.suppress(TimeoutError, ConnectionError):
-            self._connection.sendall(forkserver.CONTINUE)
+            connection.sendall(forkserver.CONTINUE)
             while len(status.data) < status.limit:
-                part = self._connection.recv(status.limit - len(status.data))
+                part = connection.recv(status.limit - len(status.data))
                 if not part:
                     break
                 status.data += part
@@ -409,16 +414,15 @@ class Worker:
         return exit_status, cpu
 
     def _end_forkserver(self) -> None:
-        assert self._forkserver is not None
-        assert self._connection is not None
-        self._connection.close()
+        process, connection = self._forkserver
+        self._running = None
+        connection.close()
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._forkserver, signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
             # Calls are in its process group. Without /proc this is the only way to kill them.
-            os.killpg(self._forkserver, signal.SIGKILL)
+            os.killpg(process, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._forkserver, 0)
-        self._forkserver = self._connection = None
+            os.waitpid(process, 0)
         if IS_LINUX and not end_descendants(None, END_SECONDS):
             raise SystemExit("processes of a user's file could not be killed")
 

@@ -430,7 +430,7 @@ def test_names_of_metrics(attacks: Attacks):
     assert list(attack.call("names_metrics", names=names).metrics) == names
     for wrong, message in (
         ([*names, "one_more"], "returned results with 65 metric names"),
-        (["\x1b[31mred"], "it should match pattern"),
+        (["\x1b[31mred"], "String should match pattern"),
         (["x" * 101], "at most 100 characters"),
     ):
         failure = attack.failure("names_metrics", names=wrong)

@@ -320,7 +320,7 @@ def say(message):
          'say({"forkserver": os.getpid(), "functions": {}})',
          "started threads or processes"),
         (SAY + 'say({"forkserver": os.getpid(), "functions": {"f": {"mode": "pointwise"}}})\ntime.sleep(1e6)',
-         "sent an invalid .* without"),
+         r"sent an invalid .*Field required"),
         (SAY + 'threading.stack_size(32768)\n'
          'while True: threading.Thread(target=time.sleep, args=(1e6,)).start()', "limit on threads"),
         ("open('large', 'wb').write(bytes(2**21))", "File too large"),
