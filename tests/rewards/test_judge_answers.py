@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from marin_rl.rewards.judge_answers import MAX_CHARACTERS, ScoreRange, VerdictError, read_verdict
+from marin_rl.rewards.judge import MAX_CHARACTERS, ScoreRange, VerdictError, read_verdict
 
 
 def score_of(answer: str) -> float:
