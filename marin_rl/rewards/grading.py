@@ -86,15 +86,6 @@ class Grader(GraderConfig, abc.ABC):
         """
 
 
-def exact_match(reply: str, answer: str) -> bool:
-    r"""Return whether reply and answer are equal, ignoring leading and trailing whitespace.
-
-    >>> exact_match(" 46\n", "46"), exact_match("046", "46")
-    (True, False)
-    """
-    return reply.strip() == answer.strip()
-
-
 @GraderConfig.register_subclass("exact")
 @dataclasses.dataclass(frozen=True)
 class ExactConfig(Grader):
@@ -116,11 +107,15 @@ class ExactConfig(Grader):
         return reply.strip()
 
     def grade(self, reply: str, answer: str) -> float:
-        """Return 1 if the reply equals the answer, else 0."""
+        r"""Return 1 if the reply equals the answer, else 0.
+
+        >>> ExactConfig().grade(" 46\n", "46"), ExactConfig().grade("046", "46")
+        (1.0, 0.0)
+        """
         self.check(answer)
         if self.ignore_case:
             reply, answer = reply.casefold(), answer.casefold()
-        return float(exact_match(reply, answer))
+        return float(reply.strip() == answer.strip())
 
 
 @GraderConfig.register_subclass("none")

@@ -3,15 +3,12 @@
 
 import draccus
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from marin_rl.rewards.grading import (
     ExactConfig,
     FormatConfig,
     GraderConfig,
     MathVerifyConfig,
-    exact_match,
 )
 from marin_rl.rewards.math_worker import GroundTruthError
 
@@ -27,12 +24,7 @@ def test_broken_pattern_names_field_and_pattern():
         FormatConfig(regex="(")
 
 
-@given(st.text(), st.text())
-def test_exact_match_is_equality_of_stripped_text(reply: str, answer: str):
-    assert exact_match(reply, answer) is (reply.strip() == answer.strip())
-
-
-@pytest.mark.parametrize("reply", ["046", "46.0", "+46", "46!", "4 6", "64", ""])
+@pytest.mark.parametrize("reply", ["046", "46.0", "+46", "46!", "4 6", "64", "", "\u00a0\u200b46"])
 def test_exact_rejects_padding(reply: str):
     assert ExactConfig().grade(reply, "46") == 0.0
 
