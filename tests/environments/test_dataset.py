@@ -13,7 +13,7 @@ import pytest
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.environments.dataset import HuggingFaceConfig, JsonlConfig
 from marin_rl.environments.row_format import RowFormat
-from marin_rl.rewards.grading import ExactConfig, GraderConfig, MathVerifyConfig
+from marin_rl.rewards.grading import ExactConfig, MathVerifyConfig
 from marin_rl.rewards.math_worker import GroundTruthError
 from tests.one_reply import answer
 
@@ -53,35 +53,6 @@ def test_sample_file(grader):
     assert_sound(environment, 200)
     made = runpy.run_path(str(SAMPLE.with_name("make_arithmetic_words.py")))["problems"]()
     assert [json.loads(line) for line in SAMPLE.read_text(encoding="utf-8").splitlines()] == list(made)
-
-
-THOUGHTS = [
-    ("<think>\n\n</think>\n\n7", 1.0),
-    ("<think>9</think>7", 1.0),
-    ("9</think>\n7", 1.0),
-    ("<think>7</think>9", 0.0),
-    ("<think>\n7", 0.0),
-    ("<think>7", 0.0),
-    ("<think>9</think>7<think>", 0.0),
-]
-SENTENCES = [
-    ("<think>\nmaybe \\boxed{9}\n</think>\n\nThe answer is 7", 1.0),
-    ("<think>\nThe answer is 9? no\n</think>\n\nSo we get 7.", 1.0),
-    ("<think>\nThe answer is 7? no\n</think>\n\nI do not know.", 0.0),
-    ("<think>\nOkay, maybe the answer is 7. But wait, let me", 0.0),
-]
-
-
-@pytest.mark.parametrize(
-    ("grader", "replies"), [(ExactConfig(), THOUGHTS), (MathVerifyConfig(), [*THOUGHTS, *SENTENCES])]
-)
-def test_only_the_text_after_the_thoughts_is_graded(
-    grader: GraderConfig, replies: list[tuple[str, float]], tmp_path: Path
-):
-    path = write(tmp_path / "a.jsonl", [{"prompt": f"{n}+7-{n}=", "answer": "7"} for n in range(100)])
-    environment = JsonlConfig(path=path, grader=grader).build()
-    task = environment.tasks(Split.TRAIN)[0]
-    assert [(reply, answer(environment, task, reply).rewards["correct"]) for reply, _ in replies] == replies
 
 
 def test_a_problem_stays_in_its_split_when_the_file_grows(tmp_path: Path):

@@ -56,7 +56,9 @@ def test_reply_regex_extracts_the_scored_text():
         ("<a>3</a>", 0.0, 0.5),
         ("2", 0.0, 0.0),
         ("<think><a>3</a></think><a>2</a>", 1.0, 0.0),
-        ("<think><a>2</a>", 0.0, 0.0),
+        ("<think>\n<a>2</a>", 0.0, 0.0),
+        ("<a>3</a></think>\n<a>2</a>", 1.0, 0.0),
+        ("<think><a>3</a></think><a>2</a><think>", 0.0, 0.0),
         ("<a>2</a><think>", 0.0, 0.0),
     ):
         assert answer(made, TASK, reply).rewards == {"correct": correct, "format": format}
