@@ -7,19 +7,18 @@ import dataclasses
 import random
 from typing import Annotated
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge
 
-from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
+from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, SplitConfig
 from marin_rl.environments.single_turn import SingleTurnEnvironment
-from marin_rl.environments.splits import Problem, check_shares, split_problems
+from marin_rl.environments.splits import Problem
 from marin_rl.rewards.grading import FormatConfig
 from marin_rl.types import Message, Task
-from marin_rl.utils.settings.checks import check_fields
 
 
 @EnvironmentConfig.register_subclass("arithmetic")
 @dataclasses.dataclass(frozen=True)
-class ArithmeticConfig(EnvironmentConfig):
+class ArithmeticConfig(SplitConfig):
     """Distinct addition and subtraction problems such as `12+34=`; the reply must be the exact number.
 
     There are (10^digits)^terms · len(operations)^(terms−1) distinct problems: 20,000 by default.
@@ -38,17 +37,13 @@ class ArithmeticConfig(EnvironmentConfig):
     reverse_answer: bool = False
     """Whether the reply must be the answer in reverse (`64` for 46, `7-` for −7). Carries then run in the direction of
     generation, which is far easier for a small model."""
-    held_out: Annotated[float, Ge(0), Lt(1)] = 0.1
-    """Share of problems that are held out, by hash of their text."""
-    validation: Annotated[float, Ge(0), Lt(1)] = 0.05
-    """Share of problems for validation, by hash of their text."""
     format: FormatConfig | None = None
     """Optional reward for the format of the reply."""
     name: str = "arithmetic"
     """Name for metrics."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        SplitConfig.__post_init__(self)
         if self.operations not in ("+", "-", "+-"):
             raise ValueError(f"operations is {self.operations!r}; choose '+', '-' or '+-'")
         if not 1 <= self.size <= self.num_distinct:
@@ -56,7 +51,6 @@ class ArithmeticConfig(EnvironmentConfig):
                 f"size is {self.size}; with {self.terms} terms of up to {self.digits} digits and operations "
                 f"{self.operations!r} there are 1 to {self.num_distinct} distinct problems to draw"
             )
-        check_shares(self.held_out, self.validation)
 
     @property
     def num_distinct(self) -> int:
@@ -68,7 +62,7 @@ class ArithmeticConfig(EnvironmentConfig):
         problems = [self._problem(index) for index in self._draw()]
         return SingleTurnEnvironment(
             name=self.name,
-            splits=split_problems(problems, self.held_out, self.validation, f"environment {self.name!r}"),
+            splits=self.divide(problems, f"environment {self.name!r}"),
             score=lambda task, reply: float(reply == task.answer),
             format=self.format,
         )

@@ -7,17 +7,18 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, runtime_checkable
 
 import draccus
+from annotated_types import Ge, Lt
 
-from marin_rl.environments.splits import Split, TaskSplits
+from marin_rl.environments.splits import Problem, Split, TaskSplits, check_shares, split_problems
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.types import Info, Message, RolloutGroup, Task
 from marin_rl.utils.output import replace_surrogates
 from marin_rl.utils.seeds import derive_seed
-from marin_rl.utils.settings.checks import ConfigSection
+from marin_rl.utils.settings.checks import ConfigSection, check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,6 +301,24 @@ class EnvironmentConfig(ConfigSection, draccus.ChoiceRegistry, abc.ABC):
                 f"{key}.type is {self.get_choice_name(type(inner))!r}, which cannot be nested in an "
                 f"environment of type {self.get_choice_name(type(self))!r}; use one of {allowed}"
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitConfig(EnvironmentConfig):
+    """Base of the configs of environments whose problems are split by share."""
+
+    held_out: Annotated[float, Ge(0), Lt(1)] = 0.1
+    """Share of problems that are held out, by hash of their text (of a game: its start)."""
+    validation: Annotated[float, Ge(0), Lt(1)] = 0.05
+    """Share of problems for validation, by the same hash."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_shares(self.held_out, self.validation)
+
+    def divide(self, problems: Sequence[Problem], source: str) -> TaskSplits:
+        """Return the tasks of distinct problems by split; see `split_problems`."""
+        return split_problems(problems, self.held_out, self.validation, source)
 
 
 CORRECT = "correct"

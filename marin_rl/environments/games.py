@@ -18,32 +18,24 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple, Protocol
 
-from annotated_types import Ge, Le, Lt
+from annotated_types import Ge, Le
 
 from marin_rl.environments.base import (
     CORRECT,
     FORMAT,
     AbstractSplitEnvironment,
     AgentEpisode,
-    EnvironmentConfig,
     Episode,
+    SplitConfig,
     Step,
     bounded_text,
 )
 from marin_rl.environments.game_process import GameError, GameProcess, GameServer, call_each
-from marin_rl.environments.splits import (
-    Problem,
-    TaskSplits,
-    check_shares,
-    problem_id,
-    split_problems,
-    without_duplicates,
-)
+from marin_rl.environments.splits import Problem, TaskSplits, problem_id, without_duplicates
 from marin_rl.rewards.grading_process import NoAnswerError
 from marin_rl.rewards.reply_text import check_pattern, graded_text, search_reply
 from marin_rl.types import Info, Message, Task
 from marin_rl.utils.seeds import derive_seed
-from marin_rl.utils.settings.checks import check_fields
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +106,7 @@ class Game(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GameConfig(EnvironmentConfig):
+class GameConfig(SplitConfig):
     """Settings of all games. Games are drawn once, deduplicated, and split by their starts."""
 
     rewards_success: ClassVar[bool] = True
@@ -140,18 +132,13 @@ class GameConfig(EnvironmentConfig):
     """Reward of a reply without a valid action (component `format`)."""
     max_characters: Annotated[int, Ge(1)] = 8000
     """Maximum number of characters of an observation; the rest is replaced by a notice."""
-    held_out: Annotated[float, Ge(0), Lt(1)] = 0.1
-    """Share of games that are held out, by hash of their starts."""
-    validation: Annotated[float, Ge(0), Lt(1)] = 0.05
-    """Share of games for validation, by hash of their starts."""
     name: str | None = None
     """Name for metrics; default: the game's id, or the type of the environment."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        SplitConfig.__post_init__(self)
         if self.action_regex is not None:
             check_pattern("action_regex", self.action_regex, groups=1)
-        check_shares(self.held_out, self.validation)
 
     @property
     def default_name(self) -> str:
@@ -199,8 +186,7 @@ class GameConfig(EnvironmentConfig):
                 starts.setdefault(task.id, opening.start)
                 yield Problem(opening.identity, task, where=f"game {index}")
 
-        distinct = without_duplicates(problems(), source)
-        return split_problems(distinct, self.held_out, self.validation, source), starts
+        return self.divide(without_duplicates(problems(), source), source), starts
 
 
 @dataclasses.dataclass

@@ -9,17 +9,16 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, NamedTuple
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge
 
-from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig
+from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, SplitConfig
 from marin_rl.environments.single_turn import SingleTurnEnvironment, refuse_garbage_rewards
-from marin_rl.environments.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
+from marin_rl.environments.splits import Problem, problem_id, without_duplicates
 from marin_rl.rewards.grading import FormatConfig
 from marin_rl.rewards.grading_process import NoAnswerError, ask
 from marin_rl.rewards.reasoning_gym_worker import DatasetError
 from marin_rl.rewards.reply_text import check_pattern, extract_last
 from marin_rl.types import Message, Task
-from marin_rl.utils.settings.checks import check_fields
 from marin_rl.utils.settings.fields import NAMES_FILES
 
 FULL_SCORE = 1.0
@@ -33,7 +32,7 @@ _DRAW_SECONDS = 600.0
 
 @EnvironmentConfig.register_subclass("reasoning_gym")
 @dataclasses.dataclass(frozen=True)
-class ReasoningGymConfig(EnvironmentConfig):
+class ReasoningGymConfig(SplitConfig):
     """A reasoning-gym task. Problems are drawn once, deduplicated by text and split by text.
 
     The number of distinct problems depends on the task and its options, and is logged. `chain_sum` with two terms of
@@ -71,10 +70,6 @@ class ReasoningGymConfig(EnvironmentConfig):
     partial_credit: bool = False
     """Whether to keep scores below the full score as rewards; many scorers give partial credit to an answer with extra
     text. Otherwise the reward is 1 for the full score and 0 for any other score."""
-    held_out: Annotated[float, Ge(0), Lt(1)] = 0.1
-    """Share of problems that are held out, by hash of the prompt."""
-    validation: Annotated[float, Ge(0), Lt(1)] = 0.05
-    """Share of problems for validation, by hash of the prompt."""
     format: FormatConfig | None = None
     """Optional reward for the format of the reply."""
     allow_garbage_rewards: bool = False
@@ -83,7 +78,7 @@ class ReasoningGymConfig(EnvironmentConfig):
     """Name for metrics; default: the task's name."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        SplitConfig.__post_init__(self)
         for field in ("seed", "size"):
             if field in self.options:
                 raise ValueError(f"options has {field!r}; use the environment's `{field}` instead")
@@ -92,7 +87,6 @@ class ReasoningGymConfig(EnvironmentConfig):
         for field, pattern in (("prompt_regex", self.prompt_regex), ("reply_regex", self.reply_regex)):
             if pattern is not None:
                 check_pattern(field, pattern, groups=1)
-        check_shares(self.held_out, self.validation)
 
     def build(self) -> AbstractEnvironment:
         """Draw the problems and split them.
@@ -106,7 +100,7 @@ class ReasoningGymConfig(EnvironmentConfig):
         problems = without_duplicates(self._problems(name, items), source)
         environment = SingleTurnEnvironment(
             name=name,
-            splits=split_problems(problems, self.held_out, self.validation, source),
+            splits=self.divide(problems, source),
             score=lambda task, reply: self._score(items[task.id], task.answer, reply),
             format=self.format,
             reply_regex=self.reply_regex,

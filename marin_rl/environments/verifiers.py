@@ -22,7 +22,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge
 
 from marin_rl.environments.base import (
     AbstractEnvironment,
@@ -31,12 +31,12 @@ from marin_rl.environments.base import (
     AgentEpisode,
     AgentResult,
     EnvironmentConfig,
+    SplitConfig,
 )
 from marin_rl.environments.game_process import GameError, GameServer
-from marin_rl.environments.splits import Problem, check_shares, problem_id, split_problems, without_duplicates
+from marin_rl.environments.splits import Problem, problem_id, without_duplicates
 from marin_rl.types import Message, Task
 from marin_rl.utils.event_loop import run_in_thread
-from marin_rl.utils.settings.checks import check_fields
 from marin_rl.utils.settings.fields import LOCAL_PATH, NAMES_FILES
 from marin_rl.utils.user_code import require_extra
 
@@ -46,7 +46,7 @@ _TASKS_PER_CALL = 64
 
 @EnvironmentConfig.register_subclass("verifiers")
 @dataclasses.dataclass(frozen=True)
-class VerifiersConfig(EnvironmentConfig):
+class VerifiersConfig(SplitConfig):
     """A taskset of verifiers (version 1 of its API), with its harness and its rewards.
 
     The harness requests the policy's replies from the run, which records their tokens. Each episode runs in a separate
@@ -72,15 +72,11 @@ class VerifiersConfig(EnvironmentConfig):
     tasksets."""
     success_at: float = 1.0
     """Sum of rewards from which an episode counts as a success."""
-    held_out: Annotated[float, Ge(0), Lt(1)] = 0.1
-    """Share of tasks that are held out, by hash of their data."""
-    validation: Annotated[float, Ge(0), Lt(1)] = 0.05
-    """Share of tasks for validation, by hash of their data."""
     name: str | None = None
     """Name for metrics; default: the id of the taskset."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        SplitConfig.__post_init__(self)
         if not self.taskset:
             raise ValueError("taskset is empty; give the id of a taskset")
         if "taskset" in self.env and "id" in self.env["taskset"]:
@@ -89,7 +85,6 @@ class VerifiersConfig(EnvironmentConfig):
             raise ValueError(f"client has {', '.join(reserved)}, which differ between episodes; remove them")
         if self.client.get("type") == "train" and not self.client.get("renderer_model_name"):
             raise ValueError("client.type is 'train', which needs the tokenizer: set client.renderer_model_name")
-        check_shares(self.held_out, self.validation)
 
     def build(self) -> AbstractEnvironment:
         """Import the taskset and load its tasks, in a separate process.
@@ -111,7 +106,7 @@ class VerifiersConfig(EnvironmentConfig):
             raise ValueError(f"{source}: {error}") from error
         data: dict[str, Mapping[str, Any]] = {}
         problems = without_duplicates(self._problems(loaded, data), source)
-        splits = split_problems(problems, self.held_out, self.validation, source)
+        splits = self.divide(problems, source)
         return VerifiersEnvironment(problems[0].task.environment, splits, self, data, server)
 
     def _problems(self, loaded: list[Mapping[str, Any]], data: dict[str, Mapping[str, Any]]) -> Iterator[Problem]:

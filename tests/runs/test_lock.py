@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import json
-import logging
 import os
 import shutil
 import socket
@@ -265,10 +264,3 @@ def test_renewal_survives_a_failing_store_and_ends_with_the_lock(
         monkeypatch.setattr(lock_module.logger, "error", lambda *arguments: lost.set())
         gcs.put(f"{LOCK}00000002", b"{}")
         assert lost.wait(60)
-
-
-def test_store_without_conditional_writes_is_named(gcs: Gcs, folder: RemotePath, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(lock_module, "CONDITIONAL", frozenset())
-    with caplog.at_level(logging.WARNING), hold(folder):
-        pass
-    assert "gs:// is not known to support conditional writes: two runs that start in gs://bucket/run" in caplog.text
