@@ -189,7 +189,8 @@ class FunctionEpisode(AgentEpisode):
         Raises:
             AgentError: if it raises anything, or its reward is invalid.
         """
-        call = _Call(self.function, {**self.options, **_arguments(self.task, connection)}, self.where)
+        arguments = {"task": dict(self.task), "base_url": connection.base_url, "api_key": connection.api_key}
+        call = _Call(self.function, {**self.options, **arguments}, self.where)
         try:
             result = await asyncio.to_thread(call.run)
         except asyncio.CancelledError:
@@ -198,10 +199,6 @@ class FunctionEpisode(AgentEpisode):
         if isinstance(result, AgentError):
             raise result
         return result
-
-
-def _arguments(task: Mapping[str, Any], connection: AgentConnection) -> dict[str, Any]:
-    return {"task": dict(task), "base_url": connection.base_url, "api_key": connection.api_key}
 
 
 class _Call:
@@ -215,7 +212,9 @@ class _Call:
     def run(self) -> AgentResult | AgentError:
         """Return the result, or the error: in this thread, because to describe it may run code of the agent."""
         try:
-            reward = self._run()
+            reward = self._function(**self._arguments)
+            if inspect.iscoroutine(reward):
+                reward = asyncio.run(self._wait(reward))
         except BaseException as error:
             return AgentError(f"{self._where} raised {explain(error)}")
         try:
@@ -224,12 +223,6 @@ class _Call:
             return AgentError(
                 f"{self._where} returned an invalid reward: {describe(error).removeprefix('ValueError: ')}"
             )
-
-    def _run(self) -> Any:
-        if not inspect.iscoroutinefunction(self._function):
-            result = self._function(**self._arguments)
-            return asyncio.run(self._wait(result)) if inspect.iscoroutine(result) else result
-        return asyncio.run(self._wait(self._function(**self._arguments)))
 
     def cancel(self) -> None:
         """Cancel the function if it is async. Thread-safe."""
