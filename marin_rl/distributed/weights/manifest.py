@@ -42,10 +42,7 @@ class MismatchedWeightsError(WeightTransferError):
 
 
 class VersionGoneError(WeightTransferError):
-    """Raised when the requested version is no longer available, or not yet.
-
-    A receiver that requested the newest version retries with the current newest version.
-    """
+    """Raised when a version is dropped during its transfer. Retried with the newest version."""
 
 
 class NoWeightsError(WeightTransferError):
