@@ -222,19 +222,23 @@ def test_batcher_ends_conversations_and_resets_the_sampler():
     assert calls in (["first", "reset"], ["first", "0", "reset"])
 
 
-def test_tokens_arrive_as_they_are_sampled():
+@pytest.mark.parametrize("is_last_turn", [False, True])
+def test_tokens_arrive_as_they_are_sampled_and_the_last_turn_frees_its_slot(is_last_turn: bool):
     parts: list[tuple[int, ...]] = []
+    ended: list[str] = []
+
+    class Watched(TokenSampler):
+        def end_conversation(self, conversation: str) -> None:
+            ended.append(conversation)
 
     async def streamed(batcher: RequestBatcher) -> list[int]:
         named = dataclasses.replace(request(10), conversation="0")
-        generation = await batcher.submit(named, lambda part: parts.append(part.token_ids), is_last_turn=True)
+        generation = await batcher.submit(named, lambda part: parts.append(part.token_ids), is_last_turn)
+        assert ended == (["0"] if is_last_turn else [])
         return list(generation.token_ids)
 
-    sampler = TokenSampler(length=4)
-    assert serve(sampler, streamed) == [[10, 11, 12, 13]]
+    assert serve(Watched(length=4), streamed) == [[10, 11, 12, 13]]
     assert parts == [(10,), (11,), (12,)]
-    # The last turn freed the slot.
-    assert sampler.is_idle
 
 
 def test_the_request_of_an_episode_that_leaves_is_dropped():
