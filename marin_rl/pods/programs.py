@@ -23,8 +23,7 @@ from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.weights.manifest import named_leaves
-from marin_rl.distributed.weights.publish import copy_program
+from marin_rl.distributed.weights.manifest import copy_program, named_leaves
 from marin_rl.learner.critic import ActorCritic
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.train_step import placed_shape

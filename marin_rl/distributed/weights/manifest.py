@@ -1,15 +1,16 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Names of the arrays of a tree, the manifest of one version on one training host, and the errors of a transfer.
+"""Names and copies of the arrays of a tree, the manifest of one version on one training host, and the errors.
 
 A manifest lists boxes of arrays, which are sent in chunks. TLS protects the bytes on the way; a receiver compares their
 number with the manifest.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -21,6 +22,7 @@ from marin_rl.types import WeightVersion
 from marin_rl.utils.errors import UserError
 
 T = TypeVar("T")
+Array = jax.Array | np.ndarray
 
 Bounds = tuple[tuple[int, int], ...]
 """Start and stop along each dimension; `()` for an array without dimensions."""
@@ -159,6 +161,50 @@ def replace_leaves(tree: T, arrays: Mapping[str, jax.Array | np.ndarray]) -> T:
         return arrays.get(jax.tree_util.keystr(path), leaf)
 
     return jax.tree_util.tree_map_with_path(replace, tree)
+
+
+def copy_arrays(arrays: Mapping[str, Array], dtype: str | None) -> dict[str, Array]:
+    """Start copies with the shardings of the originals, without waiting for the devices.
+
+    Arrays of one mesh are copied in one jitted program, compiled at the first call. The runtime executes the copies
+    before later programs, so the originals may be donated immediately.
+
+    Args:
+        arrays: the originals by name.
+        dtype: dtype that floating-point arrays are cast to; None for no cast.
+    """
+    copies: dict[str, Array] = {}
+    groups: dict[Hashable, dict[str, jax.Array]] = {}
+    for name, array in arrays.items():
+        if isinstance(array, jax.Array):
+            sharding = array.sharding
+            key = sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) else frozenset(sharding.device_set)
+            groups.setdefault(key, {})[name] = array
+        else:
+            copies[name] = np.array(array, dtype=_copy_dtype(array, dtype), copy=True)
+    for group in groups.values():
+        program = copy_program(tuple(array.sharding for array in group.values()), dtype)
+        copies.update(zip(group, program(list(group.values())), strict=True))
+    return {name: copies[name] for name in arrays}
+
+
+@functools.cache
+def copy_program(shardings: tuple[jax.sharding.Sharding, ...], dtype: str | None) -> jax.stages.Wrapped:
+    """Return the jitted program of `copy_arrays` for arrays with these shardings."""
+
+    def copy(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        targets = [_copy_dtype(array, dtype) for array in arrays]
+        # jit may alias an unchanged input with its output; jnp.copy prevents that.
+        return [
+            jnp.copy(array) if array.dtype == target else array.astype(target)
+            for array, target in zip(arrays, targets, strict=True)
+        ]
+
+    return jax.jit(copy, out_shardings=list(shardings))
+
+
+def _copy_dtype(array: Array, dtype: str | None) -> np.dtype:
+    return array.dtype if dtype is None or not jnp.issubdtype(array.dtype, jnp.floating) else jnp.dtype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
