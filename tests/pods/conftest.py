@@ -4,6 +4,7 @@
 """A cloud project in which slices are folders and hosts are processes of this machine, and code to launch there."""
 
 import dataclasses
+import json
 import shlex
 import subprocess
 import sys
@@ -67,7 +68,7 @@ class Project:
         install = INSTALL.format(python=shlex.quote(sys.executable))
         return [
             *("--tpu_name", "pod", "--zone", "us-east5-a", "--slices.tpu_type", "v5p-16"),
-            *("--code.folder", str(self.folder), "--code.install", repr_yaml(install)),
+            *("--code.folder", str(self.folder), "--code.install", json.dumps(install)),
             *("--code.env.CONTROL", str(self.control), "--max_restarts", "1"),
         ]
 
@@ -75,11 +76,6 @@ class Project:
         """A line for each start of the training program."""
         path = self.control / "starts"
         return path.read_text().splitlines() if path.exists() else []
-
-
-def repr_yaml(text: str) -> str:
-    """Quote text for a YAML value."""
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
 
 
 @pytest.fixture

@@ -66,11 +66,16 @@ def pids(cloud: Cloud) -> list[str]:
 
 
 @pytest.mark.medium
-def test_start_runs_on_all_hosts_until_the_end(cloud: Cloud, project: Project, capsys: Output) -> None:
+def test_start_runs_on_all_hosts_until_the_end(
+    cloud: Cloud, project: Project, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_line, "check_training", lambda *_: "/mnt/runs/a")
     finish(project)
     assert launch("start", project) == 0
     assert project.starts() == ["None --config run.yaml --trainer.distributed.initialize_jax_distributed true"] * 2
     output = capsys.readouterr().out
+    assert output.startswith("run_dir /mnt/runs/a is not in Cloud Storage, and is not checked before the request\n")
+    assert not cloud.called("storage")
     assert "pod: requesting 1 x v5p-16, 8 chips\n" in output
     assert "pod: WAITING_FOR_RESOURCES\npod: ACTIVE\npod: installing the code on 2 hosts\n" in output
     assert "the run is complete, or was stopped\n" in output
@@ -105,18 +110,10 @@ def test_rerun_follows_a_running_launch_and_resumes_an_ended_one(
     assert launch("status", project) == 0
     assert capsys.readouterr().out.count(": ended with status 0\n") == 2
 
-    finish(project)
-    assert launch("start", project, "--autodelete") == 0
-    assert (len(project.starts()), len(cloud.called("create")), cloud.resources) == (4, 1, {})
-
-
-@pytest.mark.medium
-def test_autodelete_also_after_a_stop(cloud: Cloud, project: Project) -> None:
     join = background(project, "--autodelete")
-    wait_until(lambda: len(project.starts()) == 2)
+    wait_until(lambda: len(project.starts()) == 4)
     assert launch("stop", project) == 0
-    assert join() == 0
-    assert cloud.resources == {}
+    assert (join(), len(cloud.called("create")), cloud.resources) == (0, 1, {})
 
 
 @pytest.mark.medium
@@ -337,17 +334,6 @@ def test_requests_that_exist_after_a_rejected_one_are_named(cloud: Cloud, projec
     assert captured.out.endswith(" --slices '{tpu_type: v5p-16}'`\n")
 
 
-@pytest.mark.medium
-def test_mounted_run_dir_is_not_checked(
-    cloud: Cloud, project: Project, capsys: Output, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command_line, "check_training", lambda *_: "/mnt/runs/a")
-    finish(project)
-    assert launch("start", project) == 0
-    assert capsys.readouterr().out.startswith("run_dir /mnt/runs/a is not in Cloud Storage, and is not checked ")
-    assert not cloud.called("storage")
-
-
 def test_failed_request_is_deleted(cloud: Cloud, project: Project, capsys: Output) -> None:
     cloud.add("pod", "v5p-16", state="FAILED")
     cloud.resources["pod"]["error"] = "no capacity"
@@ -356,14 +342,6 @@ def test_failed_request_is_deleted(cloud: Cloud, project: Project, capsys: Outpu
     assert "the request for pod failed and was deleted: no capacity" in captured.err
     assert "still exists" not in captured.out
     assert cloud.resources == {}
-
-
-@pytest.mark.medium
-def test_suspended_request_of_an_earlier_launch_is_replaced(cloud: Cloud, project: Project) -> None:
-    finish(project)
-    cloud.add("pod", "v5p-16", state="SUSPENDED")
-    assert launch("start", project) == 0
-    assert len(project.starts()) == 2
 
 
 @pytest.mark.parametrize("state", ["ACTIVE", "SUSPENDED", "FAILED"])
