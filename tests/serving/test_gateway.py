@@ -630,6 +630,9 @@ def test_untrained_replies_are_no_part_of_the_rollout():
             assert replies == ["RB", "RC"]
             # A reply of the opponent is an observation, also if its conversation is continued.
             assert await client.say("a", first, "c", replies[1], "d") == "RD"
+            # One beyond the context does not truncate the rollout.
+            with pytest.raises(openai.BadRequestError, match="maximum context length is 120 tokens"):
+                await opponent.say("a" * 200)
             reply = await opponent.chat("e")
             async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as http:
                 body = {"reward": 1.0, "completion_id": reply.id}
