@@ -117,6 +117,8 @@ def test_decode_reads_weights_and_the_filled_cache_for_each_token(run: RunShapes
     assert decoded_weight_bytes(run) == weights
     seconds = sampler_seconds(run, STEP, chip, hosts=1)["decode"]
     assert seconds == pytest.approx(16 // slots * 8 * (weights + cache * 28 / 32))
+    # Two hosts sample half of the rollouts each.
+    assert sampler_seconds(run, STEP, chip, hosts=2)["decode"] == pytest.approx(seconds / 2)
     computed = sampler_seconds(run, STEP, CHIP, hosts=1)["decode"]
     flops = 2 * (LINEAR + HEAD) * slots + 4 * ATTENTION * slots * 28
     assert computed == pytest.approx(16 // slots * 8 * flops / devices)
