@@ -73,7 +73,7 @@ def test_invalid_line_is_named_and_the_file_is_kept(tmp_path, line):
     write_run(path, [1])
     with path.open("a") as file:
         file.write(f"{line}\n")
-    write_run(path, [3])
+    write_run(path, [3, 3, 2])
     before = path.read_bytes()
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:2 is not the record of a step"):
         read_records(path)
