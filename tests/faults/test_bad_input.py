@@ -280,7 +280,7 @@ def test_diverging_weights_stop_the_run(quick: dict[str, Any], new_run: Callable
     assert run.steps() == [0]
 
 
-# Odd paths, and paths that cannot be written.
+# Odd paths.
 
 
 @pytest.mark.medium
@@ -300,16 +300,3 @@ def test_a_run_with_odd_paths_trains_resumes_and_is_shown(
     assert evaluate.main(["--run", str(run.path)]) == 0
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert [line for line in "".join(capfd.readouterr()).splitlines() if "\u202e" in line] == []
-
-
-@pytest.mark.medium
-def test_error_names_a_run_directory_that_cannot_be_created(
-    new_run: Callable[..., TinyRun], tmp_path: Path, capfd: Capture
-) -> None:
-    (tmp_path / "file").write_text("")
-    run = new_run()
-    for place in (tmp_path / "file" / "run", Path("/proc/nowhere")):
-        assert run.train("--run_dir", str(place)) == 1
-        text = error(capfd)
-        assert f"cannot write '{place}" in text
-        assert "choose a" in text
