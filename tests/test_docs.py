@@ -15,10 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import jax
-import jax.numpy as jnp
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
-import numpy as np
 import pydantic
 import pytest
 import yaml
@@ -29,8 +26,8 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.launch import ACTIONS
-from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs
-from marin_rl.objectives.policy_loss import PolicyLossConfig, TokenBatch
+from marin_rl.objectives.advantage_inputs import AdvantageConfig
+from marin_rl.objectives.policy_loss import PolicyLossConfig
 from marin_rl.pods.chips import parse_topology
 from marin_rl.pods.config import TpuConfig
 from marin_rl.pods.local import LocalConfig
@@ -41,7 +38,6 @@ from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.settings.yaml_text import parse_yaml
 from tests.config_classes import config_classes
 from tests.distributed.thread_workers import thread_workers
-from tests.one_reply import answer
 from tests.tiny_run import TinyRun, make_run
 
 ROOT = Path(__file__).parent.parent
@@ -182,43 +178,6 @@ def extending(registries: None) -> None:
     for match in FENCE.finditer(page):
         if match[1] == "python":
             exec(compile(match[2], "<docs>", "exec"), {"__name__": "docs_example"})
-
-
-def test_example_environment_can_be_configured(extending: None) -> None:
-    words = ["ant", "bee", "gnu", "heron", "ibex", "jackdaw", "kiwi", "lark", "mole", "newt", "owl", "pike", "quail"]
-    config = decode(EnvironmentConfig, {"type": "count_letters", "words": words})
-    environment = config.build()
-    tasks = [task for split in Split for task in environment.tasks(split)]
-    assert sorted(task.id for task in tasks) == words
-    assert answer(environment, tasks[0], f" {tasks[0].answer}").rewards == {"correct": 1.0}
-    assert answer(environment, tasks[0], "no").rewards == {"correct": 0.0}
-
-
-def signal(score: float | None, tokens: int) -> AdvantageInputs:
-    zeros = np.zeros(tokens)
-    return AdvantageInputs("a", score, np.zeros(1), ("",), np.zeros(tokens, np.int32), zeros, zeros)
-
-
-def test_example_advantage(extending: None) -> None:
-    config = decode(AdvantageConfig, {"type": "best_of_group"})
-    assert config.minimum_group_size == 2
-    groups = [[signal(1.0, 2), signal(None, 0), signal(3.0, 1), signal(3.0, 3)], [signal(None, 1), signal(None, 0)]]
-    computed = [
-        [token_advantages.advantages.tolist() for token_advantages in group] for group in config.compute(groups)
-    ]
-    assert computed == [[[0.0, 0.0], [], [1.0], [1.0, 1.0, 1.0]], [[0.0], []]]
-
-
-def test_example_policy_loss(extending: None) -> None:
-    config = decode(PolicyLossConfig, {"type": "damped_reinforce", "damping": 0.25})
-    assert whole_config("policy_loss: {type: damped_reinforce}").policy_loss == type(config)(damping=0.5)
-    logprobs, mask, ids = jnp.array([-1.0, -2.0]), jnp.array([True, True]), jnp.array([0, 0])
-
-    def loss(logprobs: jax.Array, advantage: float) -> jax.Array:
-        return config.per_token(TokenBatch(logprobs, logprobs, jnp.full(2, advantage), mask, ids)).terms.sum()
-
-    assert jax.grad(loss)(logprobs, 2.0).tolist() == [-2.0, -2.0]
-    assert jax.grad(loss)(logprobs, -2.0).tolist() == [0.5, 0.5]
 
 
 SHOWN = re.compile(r"-m (marin_rl\.(?:train|evaluate|export|launch|serve|replay|plan)\b[^#\n]*)")
@@ -405,37 +364,6 @@ def everything(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) 
     )
 
 
-LESSON = """
-    import dataclasses
-
-    from marin_rl.environments.base import AbstractEnvironment, Split, Step
-    from marin_rl.environments.splits import split_of
-    from marin_rl.types import Task
-
-
-    @dataclasses.dataclass(frozen=True)
-    class Words(AbstractEnvironment):
-        name: str = "words"
-
-        def tasks(self, split):
-            words = [f"{a}{b}" for a in range(2, 10) for b in range(2, 10)]
-            return [
-                Task(word, self.name, ({"role": "user", "content": word},), word)
-                for word in words
-                if split_of(word, 0.3, 0.2) is split
-            ]
-
-        async def start(self, task, seed):
-            return Episode()
-
-
-    class Episode:
-        async def step(self, reply):
-            return Step({}, metrics={"characters": float(len(reply))})
-
-        async def close(self):
-            pass
-"""
 REWARD = """
     from marin_rl.rewards import EvaluateResult, reward_function
 
@@ -453,12 +381,12 @@ REWARD = """
 def lessons(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Records of a mixture in order with a user's environment and reward function."""
     folder = tmp_path_factory.mktemp("lessons")
-    for name, text in (("words.py", LESSON), ("shape.py", REWARD)):
-        (folder / name).write_text(textwrap.dedent(text))
+    (folder / "shape.py").write_text(textwrap.dedent(REWARD))
     words = {
-        "type": "file",
-        "path": str(folder / "words.py"),
-        "name": "Words",
+        "type": "tool_use",
+        "tools": [{"type": "calculator"}],
+        "describe": "none",
+        "questions": {"type": "arithmetic", "digits": 1, "size": 100},
         "rewards": [{"type": "function", "path": str(folder / "shape.py"), "function": "shape"}],
     }
     numbers = {"type": "arithmetic", "terms": 2, "digits": 1, "size": 100, "name": "sums"}

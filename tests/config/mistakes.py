@@ -238,6 +238,10 @@ SETTINGS: dict[str, Mistake] = {
     "template missing": _of("--tokenizer.chat_template x.jinja", "chat_template is 'x.jinja'", "not exist"),
     "weights missing": _of("--initialize_from /no/such/folder", "initialize_from is '/no/such", "no such folder"),
     "import missing": _of("--imports [x.py]", "imports: file 'x.py' does not exist"),
+    "import of a folder": _of("--imports [data/]", "imports: 'data/' is a folder", "name a Python file"),
+    "import of text": _of("--imports [rows.jsonl]", "rows.jsonl is not a Python file", "end with .py"),
+    "import of a module": _of("--imports [no_such.module]", "there is no module 'no_such.module'"),
+    "import of an address": _of("--imports '[\"gs://a/x.py\"]'", "imports is 'gs://a/x.py'", "a mounted file system"),
     "broken import": _of("--imports [open.py] --advantage.type x", "open.py:1: def compute", lines=2),
     "key of an own type": _of("--imports [own.py] --advantage.type mistaken --advantage.scle 2", "'scale'"),
     "value of an own type": _of(

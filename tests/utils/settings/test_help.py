@@ -4,72 +4,14 @@
 import dataclasses
 import re
 
-import draccus
 import pytest
-from levanter.models.lm_model import LmConfig
-from levanter.optim.config import AdamConfig, OptimizerConfig
+from levanter.optim.config import AdamConfig
 
 from marin_rl.config.train_config import TrainConfig, TrainerConfig
 from marin_rl.utils.settings.field_docs import field_doc, section_doc
 from marin_rl.utils.settings.help import COMMON_KEYS, all_keys, help_text, overview_text
 from marin_rl.utils.settings.section_types import ConfigError, field_types
 from tests.config_classes import config_classes
-
-
-@dataclasses.dataclass(frozen=True)
-class Advantage(draccus.ChoiceRegistry):
-    """Advantage estimator."""
-
-
-@Advantage.register_subclass("rloo")
-@dataclasses.dataclass(frozen=True)
-class Rloo(Advantage):
-    """Leave-one-out baseline.
-
-    More about it.
-    """
-
-    normalize: str = "none"
-    """Divisor of the advantages."""
-
-
-@Advantage.register_subclass("mixed")
-@dataclasses.dataclass(frozen=True)
-class Mixed(Advantage):
-    """A mixture of others."""
-
-    parts: tuple[Advantage, ...] = ()
-    """Parts of the mixture."""
-    share: float = 0.5
-    """Share of the first part."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """Bounds."""
-
-    length: int = 7
-    """Maximum tokens, with a long explanation that must be wrapped to several lines on narrow terminals."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RunConfig:
-    name: str
-    """Name of the run."""
-    limits: Limits = Limits(9)
-    """Bounds on rollouts."""
-    extra: Limits | None = None
-    """More bounds."""
-    stages: tuple[Limits, ...] = ()
-    """Bounds by stage."""
-    advantage: Advantage = Rloo("group")
-    """Advantage estimator of the run."""
-    model: LmConfig | None = None
-    """The architecture."""
-    optimizer: OptimizerConfig = dataclasses.field(default_factory=AdamConfig)
-    """The optimizer."""
-    trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
-    """The trainer."""
 
 
 def indent(line: str) -> int:
@@ -85,27 +27,30 @@ def entry(text: str, key: str) -> str:
 
 
 def test_every_field_has_name_type_default_and_description():
-    text = help_text(RunConfig, section="all", width=100)
-    assert entry(text, "name") == "name (text; required) Name of the run."
-    assert entry(text, "limits") == "limits Bounds on rollouts."
-    assert entry(text, "limits.length").startswith("limits.length (an integer; default: 9) Maximum tokens")
-    assert entry(text, "extra") == "extra (a section or null; default: null) More bounds."
-    assert entry(text, "extra.length").startswith("extra.length (an integer; default: 7)")
-    assert entry(text, "stages.N.length").startswith("stages.N.length (an integer; default: 7)")
-    assert (
-        entry(text, "advantage") == "advantage (type: rloo, mixed; default type: rloo) Advantage estimator of the run."
+    text = help_text(TrainConfig, section="all", width=100)
+    assert entry(text, "run_dir").startswith("run_dir (text; required) Run directory, a path or an address")
+    assert entry(text, "updates") == "updates Epochs and minibatches per step."
+    assert entry(text, "updates.epochs") == (
+        "updates.epochs (an integer of at least 1; default: 1) Epochs over the rollouts of a step."
     )
-    assert entry(text, "advantage.normalize") == (
-        'advantage.normalize (text; default: "group") Divisor of the advantages.'
+    assert entry(text, "critic").startswith("critic (a section or null; default: null) Critic, required by")
+    assert entry(text, "critic.coefficient").startswith("critic.coefficient (a number above 0; default: ")
+    assert entry(text, "environment.rewards.N.weight").startswith(
+        "environment.rewards.N.weight (a number; default: 1.0)"
     )
-    assert entry(text, "advantage.share") == "advantage.share (a number; default: 0.5) Share of the first part."
-    assert "advantage.type rloo\n      Leave-one-out baseline.\n" in text
-    assert "advantage.share" not in help_text(RunConfig, flags={"dry_run": "Only check."}, width=100)
-    assert "  --dry_run\n      Only check.\n" in help_text(RunConfig, flags={"dry_run": "Only check."}, width=80)
+    assert entry(text, "filter").startswith(
+        "filter (type: keep, drop, resample; default type: keep) Handling of groups"
+    )
+    assert entry(text, "filter.max_batches").startswith("filter.max_batches (an integer of at least 2; default: ")
+    assert "kl.type in_loss\n" in text
+    selected = help_text(TrainConfig, flags={"dry_run": "Only check."}, width=80)
+    assert "  --dry_run\n      Only check.\n" in selected
+    assert "filter.type keep" in selected
+    assert "filter.max_batches" not in selected
 
 
 def test_all_fields_of_levanters_sections_are_listed():
-    text = help_text(RunConfig, width=100) + help_text(RunConfig, section="model.llama", width=100)
+    text = help_text(TrainConfig, width=100) + help_text(TrainConfig, section="model.llama", width=100)
     for section, config in (("trainer", TrainerConfig), ("optimizer", AdamConfig)):
         for name in field_types(config):
             assert f"{section}.{name}" in text
@@ -123,25 +68,25 @@ def test_every_field_of_this_project_has_a_description():
 
 def test_lines_fit_the_terminal():
     for width in (60, 100):
-        lines = help_text(RunConfig, width=width).splitlines()
+        lines = help_text(TrainConfig, width=width).splitlines()
         assert [line for line in lines if len(line) > width and " " in line.strip()] == []
 
 
 def test_help_of_a_section_or_an_option():
-    assert help_text(RunConfig, section="limits", width=100).splitlines()[0] == "  limits"
-    assert "limits" not in help_text(RunConfig, section="trainer.distributed", width=100)
-    text = help_text(RunConfig, section="model.gemma", width=100)
+    assert help_text(TrainConfig, section="updates", width=100).splitlines()[0] == "  updates"
+    assert "updates" not in help_text(TrainConfig, section="trainer.distributed", width=100)
+    text = help_text(TrainConfig, section="model.gemma", width=100)
     assert text.startswith("  model.type gemma\n")
     assert "model.hidden_dim" in text
 
 
 @pytest.mark.parametrize(
     ("section", "hint"),
-    [("limit", "did you mean limits"), ("model.lama", "did you mean model.llama"), ("zzz", "lists")],
+    [("update", "did you mean updates"), ("model.lama", "did you mean model.llama"), ("zzz", "lists")],
 )
 def test_help_of_an_unknown_section_suggests_another(section, hint):
     with pytest.raises(ConfigError, match=f"--help {section}: this key or option does not exist; .*{hint}"):
-        help_text(RunConfig, section=section)
+        help_text(TrainConfig, section=section)
 
 
 def test_overview_has_the_defaults_of_the_important_keys_and_all_keys():
@@ -160,11 +105,11 @@ def test_overview_has_the_defaults_of_the_important_keys_and_all_keys():
 
 
 def test_all_keys_depend_on_the_selected_choices():
-    keys = all_keys(RunConfig, {"model": {"type": "gpt2"}})
-    assert {"name", "limits.length", "advantage.share", "optimizer.beta1", "model.embed_pdrop"} <= set(keys)
+    keys = all_keys(TrainConfig, {"model": {"type": "gpt2"}})
+    assert {"run_dir", "updates.epochs", "kl.beta", "optimizer.beta1", "model.embed_pdrop"} <= set(keys)
     assert "model.rope" not in keys
-    assert "model.rope" in all_keys(RunConfig, {"model": {"type": "llama"}})
-    assert all_keys(RunConfig, {"model": {"type": "nonsense"}, "trainer": 3})
+    assert "model.rope" in all_keys(TrainConfig, {"model": {"type": "llama"}})
+    assert all_keys(TrainConfig, {"model": {"type": "nonsense"}, "trainer": 3})
 
 
 # Descriptions.
