@@ -13,12 +13,13 @@ import shlex
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pydantic
 import pytest
 import yaml
+from draccus.utils import is_choice_type
 
 from marin_rl import evaluate, export, plan, replay, serve, train
 from marin_rl.config.command_line import merge, parse_config
@@ -32,9 +33,11 @@ from marin_rl.pods.chips import parse_topology
 from marin_rl.pods.config import TpuConfig
 from marin_rl.pods.local import LocalConfig
 from marin_rl.rewards import EvaluateResult, StepOutput
+from marin_rl.rewards.component import RewardComponentConfig
+from marin_rl.rewards.grading import GraderConfig
 from marin_rl.training.replay import parse_shape
 from marin_rl.utils.settings.decode import decode
-from marin_rl.utils.settings.section_types import ConfigError
+from marin_rl.utils.settings.section_types import ConfigError, field_types, plain_type, section_of
 from marin_rl.utils.settings.yaml_text import parse_yaml
 from tests.config_classes import config_classes
 from tests.distributed.thread_workers import thread_workers
@@ -290,25 +293,17 @@ def test_the_answer_of_a_reward_function_is_in_the_reference(cls: type[pydantic.
 # The page of metrics.
 
 
-class Definition(NamedTuple):
-    """A row of the page of metrics."""
-
-    name: str
-    range: str
-    """Range as written on the page: `≥ 0, at most ln V`."""
-
-
-def defined_metrics() -> list[Definition]:
-    """Definitions in the tables of the metrics page; `/max` after `a/min` is `a/max`."""
-    definitions: list[Definition] = []
+def defined_metrics() -> list[tuple[str, str]]:
+    """Names and ranges (such as `≥ 0, at most ln V`) in the tables of the page; `/max` after `a/min` is `a/max`."""
+    definitions: list[tuple[str, str]] = []
     for line in (ROOT / "docs" / "pages" / "metrics.md").read_text(encoding="utf-8").splitlines():
         if not line.startswith("| `"):
             continue
         cells = [cell.strip() for cell in CELL.split(line)[1:-1]]
         assert len(cells) == 5, line
         for name in CODE.findall(cells[0]):
-            full_name = definitions[-1].name.rsplit("/", 1)[0] + name if name.startswith("/") else name
-            definitions.append(Definition(full_name, cells[2]))
+            full_name = definitions[-1][0].rsplit("/", 1)[0] + name if name.startswith("/") else name
+            definitions.append((full_name, cells[2]))
     return definitions
 
 
@@ -414,7 +409,7 @@ STARTING_POINT = "before_warm_start/"
 
 @pytest.mark.medium
 def test_runs_log_exactly_the_defined_metrics_within_their_ranges(all_records: list[dict[str, Any]]) -> None:
-    defined = {definition.name: definition.range for definition in defined_metrics()}
+    defined = dict(defined_metrics())
     assert len(defined) == len(defined_metrics()) > 60
     logged, undefined, outside = set[str](), set[str](), []
     for name, value in {(name, value) for record in all_records for name, value in record.items()}:
@@ -463,29 +458,14 @@ def test_episodes_include_dropped_groups(everything: list[dict[str, Any]]) -> No
 
 @pytest.mark.medium
 def test_table_of_choices_lists_the_registered_types() -> None:
-    from marin_rl.objectives.aggregation import AggregationConfig
-    from marin_rl.objectives.importance import OffPolicyCorrectionConfig
-    from marin_rl.objectives.kl import KlConfig
-    from marin_rl.objectives.shaping import TruncationConfig
-    from marin_rl.rewards.component import RewardComponentConfig
-    from marin_rl.rewards.grading import GraderConfig
-    from marin_rl.rollouts.config import FilterConfig
-    from marin_rl.sampling.config import SamplerConfig
-
     page = (ROOT / "docs" / "pages" / "configuration.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|", page, re.MULTILINE))
-    registries = {
-        "environment": EnvironmentConfig,
-        "environment.grader": GraderConfig,
-        "environment.rewards": RewardComponentConfig,
-        "advantage": AdvantageConfig,
-        "policy_loss": PolicyLossConfig,
-        "kl": KlConfig,
-        "aggregation": AggregationConfig,
-        "off_policy_correction": OffPolicyCorrectionConfig,
-        "truncation": TruncationConfig,
-        "filter": FilterConfig,
-        "sampler": SamplerConfig,
+    sections = {name: section_of(kind) for name, kind in field_types(TrainConfig).items()}
+    own = {
+        name: kind for name, kind in sections.items() if str(getattr(kind, "__module__", "")).startswith("marin_rl.")
     }
+    registries = {name: kind for name, kind in own.items() if is_choice_type(plain_type(kind))}
+    assert len(registries) == 9
+    registries |= {"environment.grader": GraderConfig, "environment.rewards": RewardComponentConfig}
     for section, registry in registries.items():
         assert set(re.findall(r"`(\w+)`", rows[section])) == set(registry.get_known_choices()), section

@@ -33,9 +33,8 @@ from marin_rl.utils.settings.fields import changeable_keys
 from marin_rl.utils.settings.section_types import ConfigError, field_types
 from marin_rl.utils.settings.yaml_text import from_yaml, parse_yaml, to_yaml
 from marin_rl.utils.storage import user_cache
-from tests.config.from_lines import from_lines
 from tests.config.mistakes import BASE, SERVER
-from tests.config.small_config import MODEL, config
+from tests.config.small_config import MODEL, config, from_lines
 
 
 def test_defaults_need_no_accelerator_tracker_or_cluster():
