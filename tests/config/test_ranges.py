@@ -17,6 +17,123 @@ from marin_rl.utils.settings.decode import decode
 from marin_rl.utils.settings.section_types import ConfigError, describe, field_types, is_annotated, members
 from tests.config_classes import build, config_classes
 
+RANGES = {
+    "at least 1": """
+        ArithmeticConfig.digits ConstantConfig.length EvaluationConfig.samples IcepopConfig.high
+        LlmJudgeConfig.max_concurrency LlmJudgeConfig.max_tokens LocalConfig.devices_per_process
+        LocalConfig.num_processes MixturePartConfig.window OpenEnvConfig.max_characters OpenEnvConfig.num_tasks
+        ReasoningGymConfig.size ReloadConfig.keep RolloutConfig.group_size RolloutConfig.max_length
+        RolloutConfig.max_turns RolloutConfig.prompts_per_step SamplingConfig.max_new_tokens SamplingConfig.max_seqs
+        SandboxConfig.file_mb SandboxConfig.output_kb SandboxConfig.threads SandboxConfig.workers
+        ServeConfig.max_body_bytes ServeConfig.max_choices ServeConfig.max_sequences SlicesConfig.num_slices
+        TextArenaConfig.max_characters TextArenaConfig.num_players TextArenaConfig.num_tasks
+        TextGameConfig.max_characters TextGameConfig.num_tasks TextWorldConfig.max_characters
+        TextWorldConfig.num_tasks ToolLimits.max_calls ToolLimits.max_output TrainerConfig.model_axis_size
+        TrainerConfig.profiler_num_steps TrainerConfig.profiler_start_step TrainerConfig.replica_dcn_axis_size
+        TrainerConfig.replica_ici_axis_size UpdateConfig.epochs UpdateConfig.minibatches WarmStartConfig.batch_size
+        WarmStartConfig.check_every WarmStartConfig.check_tasks WorkerMeshConfig.model_axis_size
+        WorkersConfig.decode_steps_per_weight_poll
+    """,
+    "at least 0": """
+        CheckpointConfig.every CheckpointConfig.keep_every CispoLossConfig.clip_high EvaluationConfig.every
+        EvaluationConfig.tasks GigpoConfig.omega GspoLossConfig.clip_high LlmJudgeConfig.backoff_seconds
+        LlmJudgeConfig.retries LlmJudgeConfig.temperature LocalConfig.stop_timeout LossKlConfig.beta
+        OverlongConfig.buffer PpoClipLossConfig.clip_high ReasoningGymConfig.seed ReplayConfig.max_staleness
+        RetryConfig.give_up_seconds RewardKlConfig.beta RlooSequenceLossConfig.clip_high RolloutStoreConfig.every
+        SandboxConfig.processes TpuConfig.max_restarts TpuConfig.stop_timeout TrainConfig.num_steps
+        WarmStartConfig.max_steps
+    """,
+    "at least 0 and below 1": """
+        ArithmeticConfig.held_out ArithmeticConfig.validation GspoLossConfig.clip_low HuggingFaceConfig.validation
+        JsonlConfig.validation OpenEnvConfig.held_out OpenEnvConfig.validation PpoClipLossConfig.clip_low
+        ReasoningGymConfig.held_out ReasoningGymConfig.validation RlooSequenceLossConfig.clip_low
+        TextArenaConfig.held_out TextArenaConfig.validation TextGameConfig.detours TextGameConfig.held_out
+        TextGameConfig.validation TextWorldConfig.detours TextWorldConfig.held_out TextWorldConfig.validation
+        VerifiersConfig.held_out VerifiersConfig.validation
+    """,
+    "above 0": """
+        CriticConfig.coefficient JudgeCriterion.weight LlmJudgeConfig.timeout_seconds MaskMismatchConfig.cap
+        MathVerifyConfig.timeout OpenAiSamplerConfig.timeout RetryConfig.first_seconds RolloutStoreConfig.max_mb
+        SandboxConfig.cpu_seconds SandboxConfig.start_seconds SandboxConfig.wall_seconds TisConfig.cap
+        ToolLimits.max_seconds WarmStartConfig.learning_rate WorkersConfig.heartbeat_timeout
+        WorkersConfig.no_progress_timeout
+    """,
+    "at least 1, or null": """
+        OpenEnvConfig.max_steps RolloutConfig.max_prompt_length RolloutConfig.max_tokens RolloutConfig.row_length
+        ServeConfig.max_new_tokens ServeConfig.max_seqs TextArenaConfig.max_steps TextGameConfig.max_steps
+        TextWorldConfig.max_steps TrainConfig.logprob_block_size VerifiersConfig.num_tasks
+    """,
+    "from 0 to 1": """
+        CispoLossConfig.clip_low GaeConfig.gamma GaeConfig.lam GigpoConfig.gamma RandomRewardConfig.probability
+    """,
+    "at most 0, or replies without an action pay": """
+        OpenEnvConfig.invalid_reward TextArenaConfig.invalid_reward TextGameConfig.invalid_reward
+        TextWorldConfig.invalid_reward
+    """,
+    "above 0 and at most 1": """
+        IcepopConfig.low WarmStartConfig.target_accuracy
+    """,
+    "above 0 and below 1000000": """
+        ServeConfig.client_seconds ServeConfig.drain_seconds
+    """,
+    "above 0, or null": """
+        CriticConfig.clip SamplingConfig.max_cache_gib
+    """,
+    "at least 0 and below 1, or null": """
+        HuggingFaceConfig.held_out JsonlConfig.held_out
+    """,
+    "from 0 to 65535": """
+        ServeConfig.port WeightTransferConfig.port
+    """,
+    "above 0 and at most 1000000000": """
+        RolloutConfig.max_seconds
+    """,
+    "above 0, or remove the part to exclude it": """
+        MixturePartConfig.weight
+    """,
+    "above 0, or set overlong.buffer: 0 to disable the penalty": """
+        OverlongConfig.factor
+    """,
+    "above 1, or null": """
+        PpoClipLossConfig.dual_clip
+    """,
+    "at least 1, or mode: sync": """
+        WorkersConfig.num_workers
+    """,
+    "at least 1e-30, or null, or use evaluation.greedy for attempts at temperature 0": """
+        EvaluateConfig.temperature
+    """,
+    "at least 1e-30, or use evaluation.greedy for attempts at temperature 0": """
+        SamplingConfig.temperature
+    """,
+    "at least 2": """
+        ArithmeticConfig.terms
+    """,
+    "at least 2, one to fall back to": """
+        CheckpointConfig.keep_last
+    """,
+    "at least 2, or null": """
+        ServeConfig.max_context
+    """,
+    "at least 2, or use filter: {type: drop}": """
+        ResampleGroupsConfig.max_batches
+    """,
+    "at least 64": """
+        SandboxConfig.memory_mb
+    """,
+    "at most 0, or failed calls pay": """
+        ToolUseConfig.error_reward
+    """,
+    "from 0 to 1, or null": """
+        ReinforceConfig.gamma
+    """,
+    "from 1 to 64": """
+        WeightTransferConfig.streams
+    """,
+}
+"""Fields by the words for their range."""
+WORDS = {field: words for words, fields in RANGES.items() for field in fields.split()}
+
 
 def number_fields() -> list[tuple[type, str, Any]]:
     """Class, name and type of the fields with numbers of the config classes."""
@@ -38,8 +155,8 @@ RANGED = [
 ]
 
 
-def test_ranges_are_found():
-    assert len(RANGED) > 100
+def test_every_range_is_in_the_table():
+    assert {f"{case.values[0].__name__}.{case.values[1]}" for case in RANGED} == WORDS.keys()
 
 
 @pytest.mark.parametrize(("cls", "name", "bound"), RANGED)
@@ -51,6 +168,7 @@ def test_value_beyond_a_bound_is_refused(cls: type, name: str, bound: Any):
     value = value if is_int else float(value)
     with pytest.raises(ValueError, match=rf"^{cls.__name__}\.{name} is {value}; it must be ") as refused:
         build(cls, name, value)
+    assert str(refused.value).endswith(f"it must be {WORDS[f'{cls.__name__}.{name}']}")
     with pytest.raises(ConfigError) as reported:
         decode(cls, {name: value})
     assert str(refused.value).removeprefix(f"{cls.__name__}.") in reported.value.problems
