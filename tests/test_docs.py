@@ -385,7 +385,7 @@ def lessons(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> 
         "rewards": [{"type": "function", "path": str(folder / "shape.py"), "function": "shape"}],
     }
     numbers = {"type": "arithmetic", "terms": 2, "digits": 1, "size": 100, "name": "sums"}
-    parts = [{"environment": words, "window": 4}, {"environment": numbers, "after": ["words"]}]
+    parts = [{"environment": words, "window": 4}, {"environment": numbers, "after": ["arithmetic"]}]
     return records(finished_run, folder, environment={"type": "mixture", "parts": parts})
 
 
