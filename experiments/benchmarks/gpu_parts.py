@@ -348,8 +348,9 @@ def decode(settings: Settings, sequences: int) -> Result:
 def update(settings: Settings) -> Result:
     """Train on synthetic rollouts of 4,096 tokens with random weights of Qwen3-0.6B's shapes."""
     shape = "prompt=16,completion=112" if settings.tiny else "prompt=512,completion=3584"
-    fake = ["--json", "--fake", f"{shape},groups=1,group_size=8,steps=4", "--trainer.jax_compilation_cache_dir=null"]
-    output = _command("marin_rl.replay", [*fake, *qwen3_arguments(settings, "update 4k")])
+    fake = ["--json", "--fake", f"{shape},steps=4", "--trainer.jax_compilation_cache_dir=null"]
+    one_group = ["--rollouts.prompts_per_step=1"]
+    output = _command("marin_rl.replay", [*fake, *qwen3_arguments(settings, "update 4k"), *one_group])
     measured = json.loads(output.splitlines()[-1])
     median, peak = measured["median"], measured["device_peak_bytes"]
     seconds = median["seconds/step"]
