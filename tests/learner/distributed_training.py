@@ -115,7 +115,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     import equinox as eqx
     import jax
     import numpy as np
-    from test_scoring import make_rollouts
+    from tests.learner.test_scoring import make_rollouts
 
     from marin_rl.batching.packing import RowLayout
     from marin_rl.batching.rl_example import OwnRows, PackedBatch, pack_batch
