@@ -260,7 +260,7 @@ def test_publication_error_of_another_process_is_raised_there(
     sender: Sender, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """Without its shards the main process cannot announce the weights, and no group finishes."""
-    monkeypatch.setattr("marin_rl.utils.event_loop.ThreadPoolExecutor", InlineExecutor)
+    monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor", InlineExecutor)
     monkeypatch.setattr(multihost, "on_main", lambda work: join_parts([b"[]"]))
     sender.when_flushed = network_is_down
     other, stops = make_pool(None, sender, counts={"lost": 3}), iter((False, True))
