@@ -160,7 +160,7 @@ class World(CoordinatorClient):
 @pytest.fixture(autouse=True)
 def inline_announcements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Announce weights in the calling thread, so that schedules are deterministic."""
-    monkeypatch.setattr("marin_rl.utils.event_loop.ThreadPoolExecutor", InlineExecutor)
+    monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor", InlineExecutor)
 
 
 class Sender:
