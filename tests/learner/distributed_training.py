@@ -115,7 +115,6 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     import equinox as eqx
     import jax
     import numpy as np
-    from tests.learner.test_scoring import make_rollouts
 
     from marin_rl.batching.packing import RowLayout
     from marin_rl.batching.rl_example import OwnRows, PackedBatch, pack_batch
@@ -134,6 +133,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     from marin_rl.utils.devices.setup import join_processes, own_rows
     from marin_rl.utils.devices.trainer_config import DistributedConfig
     from tests import tiny_learner as tiny
+    from tests.learner.test_scoring import make_rollouts
 
     # So small that large messages take several rounds.
     multihost.EXCHANGE_BYTES = 2**17

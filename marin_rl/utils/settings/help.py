@@ -62,7 +62,7 @@ def overview_text(config_class: Any, flags: Mapping[str, str]) -> str:
     """Usage, the most important keys with their defaults, and the names of all keys, on one screen.
 
     Args:
-        config_class: the class of a run's config, or its base class, whose types of levanter's sections are not imported.
+        config_class: class of a run's config, or its base class, whose types of levanter's sections are not imported.
         flags: flags of the command, with their descriptions.
 
     Returns:
