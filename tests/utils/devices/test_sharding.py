@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from haliax import Axis
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.policy_model import initialize_policy
@@ -77,6 +77,7 @@ def test_function_runs_on_shards(spec: PartitionSpec, shape: tuple[int, ...]):
         return array.sum(1)
 
     result = PartitionSpec(*(axis for index, axis in enumerate(spec) if index != 1))
-    with jax.sharding.use_abstract_mesh(AbstractMesh((2, 2), ("data", "model"))):
+    mesh = AbstractMesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+    with jax.sharding.use_abstract_mesh(mesh):
         outside = jax.eval_shape(on_each_shard(total, (spec,), result), jax.ShapeDtypeStruct((8, 6, 4), jnp.float32))
     assert (inside[-1], outside.shape) == (shape, (8, 4))
