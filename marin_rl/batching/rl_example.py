@@ -111,7 +111,7 @@ class SharedPromptMask(AttentionMask):
 class RlExample(eqx.Module):
     """One microbatch of rollouts. All arrays are `{batch, position}` and aligned with tokens.
 
-    A row contains one or several sequences, one segment each. If sequences share a prompt, it is a segment of its own,
+    A row contains one or several sequences, one segment each. If sequences share a prompt, it is a separate segment,
     before theirs, which start with a copy of the prompt's last token: every token is predicted by the position before
     it. The loss of the whole batch is the plain sum over its microbatches of
     `Σ loss_weights · term(advantages, …)`; the denominators are in `loss_weights`.

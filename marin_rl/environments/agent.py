@@ -182,7 +182,7 @@ class FunctionEpisode(AgentEpisode):
     """The `task` argument."""
 
     async def play(self, connection: AgentConnection) -> AgentResult:
-        """Call the function in a thread of its own, so that blocking code delays no other episode.
+        """Call the function in a separate thread, so that blocking code delays no other episode.
 
         If it is async, cancellation cancels it; a thread that blocks is abandoned.
 

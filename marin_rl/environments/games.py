@@ -7,7 +7,7 @@ A game is an adapter: its config draws the starts of its tasks (`Opening`), and 
 takes the action in a reply and returns an `Outcome`. What a reply costs, shows and ends is decided here, once.
 
 The simplest adapter of another package is a class with the methods `open`, `start` and `step` (see `open_games` and
-`ProcessGameEnvironment`), each of whose games runs in a process of its own.
+`ProcessGameEnvironment`), each of whose games runs in a separate process.
 """
 
 import abc

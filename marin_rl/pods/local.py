@@ -107,7 +107,7 @@ def run_together(
         for number in handlers:
             signal.signal(number, stop)
         for index, command in enumerate(commands):
-            # In a session of its own: Ctrl-C at the terminal would otherwise reach it twice.
+            # In a separate session: Ctrl-C at the terminal would otherwise reach it twice.
             child = subprocess.Popen(
                 command,
                 env={**os.environ, **environment},

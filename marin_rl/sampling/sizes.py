@@ -45,7 +45,7 @@ class PrefillShape(NamedTuple):
 
 
 class PrefillShapes(NamedTuple):
-    """The two sizes of calls of `prefill`, each a program of its own."""
+    """The two sizes of calls of `prefill`, each a separate program."""
 
     long: PrefillShape
     """For long prompts, with many tokens for each read of the weights and of the cache."""
@@ -90,7 +90,7 @@ class SamplerSizes(NamedTuple):
     mesh: Mesh | None
     """Devices of this process; None for one device."""
     hosts: int
-    """Number of processes, each with a sampler of its own."""
+    """Number of processes, each with its own sampler."""
     shards: int
     """Number of data shards of this process."""
     shard_slots: int

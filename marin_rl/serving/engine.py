@@ -64,7 +64,7 @@ class EngineRequest:
 
 
 class Engine:
-    """Samples in a thread of its own, and returns the replies in the event loop that calls it."""
+    """Samples in a separate thread, and returns the replies in the event loop that calls it."""
 
     def __init__(self, sampler: Sampler, decode: Callable[[Sequence[int], bool], str]) -> None:
         """Accept requests; `start` answers them.

@@ -50,7 +50,7 @@ class _ForeignCall(NamedTuple):
 
 
 class ForeignTask:
-    """Runs other people's coroutines one after another in a task of its own, so that they cannot end their caller.
+    """Runs other people's coroutines one after another in a separate task, so that they cannot end their caller.
 
     They may raise any error, cancel themselves, or ignore a cancellation. One task has all calls of an episode, because
     context variables, and the cancel scopes of libraries, belong to a task. `end` must be called.
@@ -188,7 +188,7 @@ class BackgroundLoop:
 
 
 def run_in_thread(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine in an event loop of its own and wait for it, in threads with and without a running event loop.
+    """Run a coroutine in a separate event loop and wait for it, in threads with and without a running event loop.
 
     An interrupt of the wait (Ctrl-C) cancels the coroutine.
     """

@@ -259,7 +259,3 @@ def number(value: float | None) -> str:
 
 def _named_numbers(pairs: Iterable[tuple[str, Any]]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in pairs)
-
-
-def _plain(text: str) -> Text:
-    return Text(escape_line(text))
