@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The files and bash commands of `getting_started.md` in order, and the agent of `agents.md` with half of its run."""
+"""The files and bash commands of `getting_started.md` in order, and the agent of `environments.md` with half of its run."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def test_tutorial_trains_a_policy(tmp_path: Path):
 
 
 def test_page_shows_the_agent_of_the_experiment():
-    page = (PAGES / "agents.md").read_text(encoding="utf-8")
+    page = (PAGES / "environments.md").read_text(encoding="utf-8")
     [text] = re.findall(r"```python title=\"experiments/retry_agent.py\"\n(.*?)```", page, re.DOTALL)
     assert (ROOT / "experiments" / "retry_agent.py").read_text(encoding="utf-8").endswith(f"\n\n{text}")
 
