@@ -20,6 +20,7 @@ from haliax.partitioning import ResourceMapping, pspec_for_axis
 from haliax.tree_util import hashable_combine, hashable_partition
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from levanter.metrics import Metric, ReductionType, fold
+from levanter.models.lm_model import LmHeadModel
 from levanter.optim.config import OptimizerConfig
 from levanter.tracker import NoopTracker, current_tracker
 from levanter.trainer_state import TrainerState
@@ -74,6 +75,15 @@ class PendingUpdate(NamedTuple):
         return metrics
 
 
+class Frozen(eqx.Module):
+    """Models that every update reads and none changes: not differentiated, donated or saved."""
+
+    base: LmHeadModel | None = None
+    """The model that an adapter changes; None if whole models are trained."""
+    teacher: LmHeadModel | None = None
+    """Teacher of an exact KL divergence; None without one."""
+
+
 class _Constants(NamedTuple):
     """Everything but the arrays of a tree; hashable, as a static argument of a compiled program."""
 
@@ -100,17 +110,22 @@ class Learner:
         *,
         num_updates: int,
         capacity: int = 1,
+        frozen: Frozen | None = None,
     ):
         """Build the optimizer.
 
         Args:
             trainer: mesh, precision and sharding, completed by `start_devices`.
             optimizer: optimizer and learning-rate schedule.
-            loss: function of model and microbatch that returns the microbatch's part of the loss and its metrics.
+            loss: function of model and microbatch, and of `frozen` if it is not None, that returns the microbatch's
+                part of the loss and its metrics.
             num_updates: updates of the run, the length of the learning-rate schedule.
             capacity: microbatches that the compiled program has room for, at least 1. A larger batch doubles it as
                 often as necessary, which compiles again.
+            frozen: models that the loss also reads, placed on the mesh in compute precision; or their shapes and
+                shardings, as from `placed_shape`, for `lower` alone.
         """
+        self._frozen_constants, self._frozen = _flatten(frozen)
         self._learning_rate = optimizer.lr_scheduler(num_updates)
         self._capacity = capacity
         self._optimizer = skip_nonfinite_updates(optimizer.build(num_updates))
@@ -204,7 +219,7 @@ class Learner:
         with self._compiling():
             constants, leaves = _flatten(state)
             program = self._program(constants, tuple(leaf.sharding for leaf in leaves))
-            leaves, update = program(leaves, *self._place(microbatches, num_rows))
+            leaves, update = program(leaves, *self._place(microbatches, num_rows), self._frozen)
         return _unflatten(constants, leaves), update
 
     def lower(self, state: TrainerState, microbatches: Sequence[RlExample]) -> jax.stages.Lowered:
@@ -219,7 +234,7 @@ class Learner:
         with self._compiling():
             constants, leaves = _flatten(state)
             program = self._program(constants, tuple(leaf.sharding for leaf in leaves))
-            return program.lower(leaves, batch, np.int32(len(microbatches)))
+            return program.lower(leaves, batch, np.int32(len(microbatches)), self._frozen)
 
     def _place(self, microbatches: Sequence[RlExample], num_rows: int | None) -> tuple[RlExample, np.int32]:
         """Put the stacked microbatches on the devices; also return their number."""
@@ -228,26 +243,30 @@ class Learner:
 
     def _make_program(self, constants: _Constants, shardings: tuple[jax.sharding.Sharding, ...]) -> jax.stages.Wrapped:
         # Flat arguments, because jax compares the structure of its arguments in every call, in Python for modules.
-        def run(leaves: list[jax.Array], batch: RlExample, count: jax.Array) -> tuple[list[jax.Array], PendingUpdate]:
+        def run(
+            leaves: list[jax.Array], batch: RlExample, count: jax.Array, frozen: list[jax.Array]
+        ) -> tuple[list[jax.Array], PendingUpdate]:
             with hax.axis_mapping(self.trainer.parameter_axis_mapping):
-                state, update = self._update(_unflatten(constants, leaves), batch, count)
+                state, update = self._update(_unflatten(constants, leaves), batch, count, frozen)
             return _flatten(state)[1], update
 
         options = compiler_options(self.trainer.device_mesh)
         return jax.jit(run, donate_argnums=0, out_shardings=(list(shardings), None), compiler_options=options)
 
-    def _update(self, state: TrainerState, batch: RlExample, count: jax.Array) -> tuple[TrainerState, PendingUpdate]:
+    def _update(
+        self, state: TrainerState, batch: RlExample, count: jax.Array, frozen: list[jax.Array]
+    ) -> tuple[TrainerState, PendingUpdate]:
         constants, leaves = _flatten(state.model)
 
         # Jitted so that it is traced once, although it is called twice: for the shapes of its result and in the loop.
         @jax.jit
-        def differentiate(leaves: list[jax.Array], batch: RlExample) -> MicrobatchSums:
-            return self._gradient(_unflatten(constants, leaves), batch)
+        def differentiate(leaves: list[jax.Array], batch: RlExample, frozen: list[jax.Array]) -> MicrobatchSums:
+            return self._gradient(_unflatten(constants, leaves), batch, _unflatten(self._frozen_constants, frozen))
 
         def add(index: jax.Array, sums: MicrobatchSums) -> MicrobatchSums:
-            return _add(sums, differentiate(leaves, take_microbatch(batch, index)))
+            return _add(sums, differentiate(leaves, take_microbatch(batch, index), frozen))
 
-        shapes = jax.eval_shape(differentiate, leaves, take_microbatch(batch, 0))
+        shapes = jax.eval_shape(differentiate, leaves, take_microbatch(batch, 0), frozen)
         sums = jax.lax.fori_loop(0, count, add, self._make_zeros(shapes))
         gradient = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), sums.gradient, shapes.gradient)
         # The forward pass is deterministic, so the key does not change.
@@ -274,9 +293,10 @@ class Learner:
         gradient = shard(gradient, self.trainer.parameter_axis_mapping)
         return MicrobatchSums(gradient, jnp.zeros(()), metrics)
 
-    def _gradient(self, model: eqx.Module, batch: RlExample) -> MicrobatchSums:
+    def _gradient(self, model: eqx.Module, batch: RlExample, frozen: Frozen | None) -> MicrobatchSums:
         def compute(model: eqx.Module, batch: RlExample) -> tuple[jax.Array, dict[str, Metric]]:
-            return self._loss(self.trainer.mp.cast_to_compute(model), batch)
+            read = () if frozen is None else (frozen,)
+            return self._loss(self.trainer.mp.cast_to_compute(model), batch, *read)
 
         with hax.axis_mapping(self.trainer.compute_axis_mapping):
             (loss, metrics), gradient = eqx.filter_value_and_grad(compute, has_aux=True)(model, batch)
