@@ -1,16 +1,50 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Sections of the run's config for the critic and the export of weights."""
+"""Sections of the run's config for adapters, the critic and the export of weights."""
 
 import dataclasses
 import enum
 from typing import Annotated
 
 import jax.numpy as jnp
-from annotated_types import Gt
+from annotated_types import Ge, Gt
 
-from marin_rl.utils.settings.checks import ConfigSection
+from marin_rl.utils.settings.checks import ConfigSection, check_fields
+from marin_rl.utils.settings.fields import STORAGE_PATH
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig(ConfigSection):
+    """Low-rank adaptation (Hu et al. 2021): only matrices A and B are trained, `y = x W + (alpha / rank) (x A) B`.
+
+    The weights `W` of `initialize_from` stay as they are, in the compute type. B starts at 0, so that training starts
+    with the function of these weights.
+    """
+
+    rank: Annotated[int, Ge(1)] = 16
+    """Rank of the product `A B`."""
+    alpha: Annotated[float, Gt(0)] = 32
+    """The product is multiplied by `alpha / rank`."""
+    targets: tuple[str, ...] = (
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    )
+    """Modules to adapt in every layer, by their names in Hugging Face's model: the last part (`q_proj`), or more parts
+    (`self_attn.q_proj`). The head (`lm_head`) and the router of a mixture of experts (`gate`) are adapted only if they
+    are named; embeddings and the experts of a mixture cannot be."""
+    adapter: str | None = dataclasses.field(default=None, metadata=STORAGE_PATH)
+    """Folder of an adapter in PEFT's format to start from; null: A is random and B is 0."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.targets:
+            raise ValueError("lora.targets is empty, so nothing is trained; name modules, such as [q_proj, v_proj]")
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of A and B."""
+        return self.alpha / self.rank
 
 
 @dataclasses.dataclass(frozen=True)

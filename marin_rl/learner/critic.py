@@ -1,9 +1,10 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Critic: a value head on the policy's trunk, or on a separate trunk."""
+"""The model of trained weights: adapters on their base, and critics on the policy's trunk or on a separate one."""
 
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -15,13 +16,14 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.batching.rl_example import RlExample, to_predictors, to_tokens
 from marin_rl.learner.config import CriticConfig
 from marin_rl.learner.logprobs import policy_activations
+from marin_rl.models.lora import Adapter, with_adapter
 
 
 class ActorCritic(eqx.Module):
     """A policy and its critic; trained, saved and restored as one model."""
 
-    policy: LmHeadModel
-    """The policy."""
+    policy: Any
+    """The policy; an `Adapter` in trained weights that have a base."""
     value_weight: NamedArray
     """`{embed}`, weight of the linear value head."""
     value_bias: NamedArray
@@ -46,9 +48,24 @@ class ActorCritic(eqx.Module):
         return hax.where(batch.loss_mask, to_tokens(values.rearrange(batch.input_ids.axes)), 0.0)
 
 
-def policy_of(model: LmHeadModel | ActorCritic) -> LmHeadModel:
-    """Return the policy of a model with or without a critic."""
+def policy_of(model: Any) -> Any:
+    """Return the policy of a model with or without a critic; an `Adapter` of trained weights that have a base."""
     return model.policy if isinstance(model, ActorCritic) else model
+
+
+def assemble(trained: Any, base: LmHeadModel | None) -> Any:
+    """Return the model of trained weights, with the critic if there is one; usable inside and outside `jit`.
+
+    Args:
+        trained: a model or an `Adapter`, with or without a critic.
+        base: the model that an `Adapter` changes; its arrays become part of the result.
+    """
+    policy = policy_of(trained)
+    if not isinstance(policy, Adapter):
+        return trained
+    assert base is not None, "an adapter needs its base"
+    whole = with_adapter(base, policy)
+    return dataclasses.replace(trained, policy=whole) if isinstance(trained, ActorCritic) else whole
 
 
 def with_critic(config: CriticConfig, policy: LmHeadModel) -> ActorCritic:

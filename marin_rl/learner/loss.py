@@ -5,17 +5,18 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from levanter.metrics import Metric, ReductionType
-from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.rl_example import RlExample
 from marin_rl.learner.config import CriticConfig
-from marin_rl.learner.critic import ActorCritic, policy_of
+from marin_rl.learner.critic import ActorCritic, assemble, policy_of
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
+from marin_rl.learner.train_step import Frozen
 from marin_rl.objectives.importance import LogRatioStatistics, Sum, log_ratio_statistics
 from marin_rl.objectives.kl import KlConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig, TokenBatch
@@ -51,18 +52,25 @@ class RlLoss:
     """Configuration of the value loss; None without a critic."""
 
     def __call__(
-        self, model: LmHeadModel | ActorCritic, batch: RlExample, *, key: jax.Array | None = None
+        self,
+        model: Any,
+        batch: RlExample,
+        frozen: Frozen | None = None,
+        *,
+        key: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, Metric]]:
         """Compute loss and metrics of one microbatch.
 
         Args:
-            model: the trained model, in compute precision.
+            model: the trained weights, in compute precision.
             batch: the rows of this microbatch.
+            frozen: the base of trained adapters.
             key: unused; the forward pass is deterministic, like the sampler's.
 
         Returns:
             The microbatch's part of the loss, and metrics with their reductions.
         """
+        model = assemble(model, None if frozen is None else frozen.base)
         policy_model = policy_of(model)
         trunk = policy_activations(policy_model, batch)
         logprobs, entropies = token_logprobs(
