@@ -13,6 +13,7 @@ import jax
 from marin_rl.batching.packing import Prompt, choose_layout, count_microbatches
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.learner.starting_weights import hf_folder
 from marin_rl.models.hf_config import read_hf_config
 from marin_rl.pods.absent_devices import absent_devices
 from marin_rl.pods.chips import GIB, Chip, Number, Topology
@@ -21,7 +22,6 @@ from marin_rl.pods.least_time import StepSize, sampler_seconds, trainer_seconds
 from marin_rl.pods.programs import UNROLLED, RunShapes, open_shapes, programs_of
 from marin_rl.tokenization.load import TokenizerLoadError
 from marin_rl.training.earlier_run import resolve_model
-from marin_rl.training.starting_weights import hf_folder
 from marin_rl.utils.devices.sharding import check_sharding
 
 ON_ONE_HOST = ("prefill", "short prefill", "decode")

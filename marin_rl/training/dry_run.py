@@ -18,6 +18,7 @@ from marin_rl.distributed.ray_cluster import check_ray
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.learner.policy_spec import PolicySpec
+from marin_rl.learner.starting_weights import check_first_policy, check_weight_files, hf_folder
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.judge import LlmJudgeConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
@@ -37,7 +38,6 @@ from marin_rl.training.config_changes import finished_progress, plan_changes
 from marin_rl.training.earlier_run import resolve_model
 from marin_rl.training.open_run import read_progress
 from marin_rl.training.run_state import RUN_FILES, Progress, RunFiles, compare_on_resume
-from marin_rl.training.starting_weights import check_first_policy, check_weight_files, hf_folder
 from marin_rl.training.step_records import check_trackers
 from marin_rl.training.trial_rollouts import (
     TRIAL_TASKS,

@@ -21,6 +21,7 @@ from marin_rl.config.input_files import Inputs, digest_inputs
 from marin_rl.config.train_config import TrainConfig, TrainerConfig
 from marin_rl.learner.hf_export import WeightParts
 from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture, save_hf_folder
+from marin_rl.learner.starting_weights import hf_folder, is_hub_name, tokenizer_of
 from marin_rl.run_parts import RunParts
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.run_directory import EXPORTED_STEP, RunDirectory, open_with_checkpoint, read_config_text
@@ -31,7 +32,6 @@ from marin_rl.sampling.stops import stop_text_bytes
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.config import TokenizerConfig
 from marin_rl.training.run_state import warn_of_changed_inputs
-from marin_rl.training.starting_weights import hf_folder, is_hub_name, tokenizer_of
 from marin_rl.utils import multihost
 from marin_rl.utils.devices.setup import start_devices
 from marin_rl.utils.errors import USER_ERRORS, UserError

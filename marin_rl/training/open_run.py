@@ -20,6 +20,7 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.ray_cluster import check_worker_devices
 from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
 from marin_rl.learner.critic import policy_of
+from marin_rl.learner.starting_weights import first_policy
 from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.rollouts.metrics import FailureReports
 from marin_rl.rollouts.reward_functions import RewardFunctions
@@ -42,7 +43,6 @@ from marin_rl.training.shared_run import (
     require_same_inputs,
     require_same_tasks,
 )
-from marin_rl.training.starting_weights import first_policy
 from marin_rl.training.warm_start import warm_start
 from marin_rl.types import RolloutGroup, WeightVersion
 from marin_rl.utils import multihost

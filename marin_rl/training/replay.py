@@ -26,6 +26,7 @@ from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.scoring import Scores
+from marin_rl.learner.starting_weights import first_policy
 from marin_rl.learner.train_step import Learner
 from marin_rl.run_parts import RunParts
 from marin_rl.runs.checkpoint import Checkpoints
@@ -44,7 +45,6 @@ from marin_rl.training.loop import (
     update_seconds,
 )
 from marin_rl.training.run_state import warn_of_changed_inputs
-from marin_rl.training.starting_weights import first_policy
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 from marin_rl.utils.devices.setup import device_peak_bytes
 from marin_rl.utils.errors import UserError

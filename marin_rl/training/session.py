@@ -22,6 +22,7 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.ray_cluster import check_ray, find_cluster
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.hf_export import DeviceWeights
+from marin_rl.learner.starting_weights import check_weight_files
 from marin_rl.runs.lock import lock
 from marin_rl.runs.run_directory import EXPORTED_STEP, RunDirectory, create_or_open, exported_step
 from marin_rl.training.config_changes import (
@@ -36,7 +37,6 @@ from marin_rl.training.earlier_run import export_folder, read_config, resolve_mo
 from marin_rl.training.loop import TrainingRun, train
 from marin_rl.training.open_run import open_run
 from marin_rl.training.shared_run import require_same_config, require_shared_folder
-from marin_rl.training.starting_weights import check_weight_files
 from marin_rl.training.step_records import StepRecords, check_trackers, open_profiler, open_records
 from marin_rl.utils import multihost
 from marin_rl.utils.devices.setup import exempt_from_collection, join_processes

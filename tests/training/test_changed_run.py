@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from levanter.optim.config import AdamConfig
 
+from marin_rl.learner.starting_weights import hf_folder
 from marin_rl.runs.metrics_file import read_records
 from marin_rl.runs.run_directory import RunDirectory, exported_step
 from marin_rl.training.replay import ReplayError, replay_step
-from marin_rl.training.starting_weights import hf_folder
 from tests.tiny_run import TinyRun, contents, copy_of, interrupted_after, outcome, without_timings
 from tests.training.reopened_run import config_of
 

@@ -28,6 +28,7 @@ from marin_rl.learner.critic import CriticConfig, with_critic
 from marin_rl.learner.loss import first_log_ratios
 from marin_rl.learner.policy_model import read_hf_architecture
 from marin_rl.learner.scoring import Scorer
+from marin_rl.learner.starting_weights import check_weight_files, hf_folder
 from marin_rl.learner.train_step import Learner
 from marin_rl.models.hf_config import PolicyModelError
 from marin_rl.models.hf_tensors import read_tensor_shapes
@@ -35,7 +36,6 @@ from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.run_parts import RunParts
 from marin_rl.tokenization.load import BYTES, TokenizerConfig, TokenizerLoadError, byte_tokenizer
 from marin_rl.training.earlier_run import resolve_model
-from marin_rl.training.starting_weights import check_weight_files, hf_folder
 from marin_rl.utils.devices.setup import start_devices
 from marin_rl.utils.hub import HubError
 from marin_rl.utils.levanter_line import max_positions, seq_len
@@ -351,7 +351,7 @@ def test_a_resumed_run_keeps_its_tokenizer(finished_run: TinyRun, tmp_path: Path
 def test_another_vocabulary_than_that_of_the_weights_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict], object], message: str | None
 ):
-    monkeypatch.setattr("marin_rl.training.starting_weights.read_tensor_shapes", lambda folder: {})
+    monkeypatch.setattr("marin_rl.learner.starting_weights.read_tensor_shapes", lambda folder: {})
     source = with_tokenizer(byte_tokenizer(), tmp_path / "weights")
     config = resolve_model(starting_from(source, tmp_path, changed_tokenizer(change, tmp_path / "other")))
     if message is None:
