@@ -61,15 +61,19 @@ def run_export(config: ExportRunConfig) -> int:
     open_with_checkpoint(config.run, config.step)
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
     from marin_rl.config.input_files import digest_inputs
-    from marin_rl.learner.hf_export import SavedWeights
+    from marin_rl.learner.hf_export import DeviceWeights, SavedWeights, WeightParts
     from marin_rl.learner.policy_spec import PolicySpec
+    from marin_rl.run_parts import RunParts
     from marin_rl.training.earlier_run import export_folder, load_run, restore_checkpoint
 
     run, checkpoints = load_run(config.run, config.step)
     model, dtype = run.model, (config.export or run.export).numeric_dtype
     assert model is not None
 
-    def restore(checkpoint: "Checkpoint") -> SavedWeights:
+    def restore(checkpoint: "Checkpoint") -> WeightParts:
+        if run.lora is not None:
+            parts = RunParts.start(run, alone=True, of_other_machine=True)
+            return DeviceWeights(parts.restore_policy(checkpoint), parts.trainer, dtype)
         spec = PolicySpec(model, int(checkpoint.progress["vocab_size"]), run.trainer, run.critic)
         return SavedWeights(spec.policy, checkpoint.part(spec.policy, spec.policy_path), dtype)
 

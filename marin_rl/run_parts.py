@@ -11,20 +11,26 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer_state import TrainerState
 
 from marin_rl.batching.packing import GroupRow, RowLayout
+from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.sections import TOKENS_PER_MICROBATCH, Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
 from marin_rl.environments.random_reward import RandomRewardConfig
 from marin_rl.learner.attention_kernel import AttentionKernel, attention_kernel
+from marin_rl.learner.base_weights import check_base, fingerprint
+from marin_rl.learner.critic import assemble
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.policy_spec import PolicySpec
-from marin_rl.learner.scoring import Scorer
-from marin_rl.learner.train_step import Learner
+from marin_rl.learner.scoring import Scorer, Scores
+from marin_rl.learner.starting_weights import first_policy
+from marin_rl.learner.train_step import Frozen, Learner
 from marin_rl.learner.weight_reloader import WeightReloader, load_reload_function
+from marin_rl.models.lora import Adapter
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.attempt import Limits
@@ -358,13 +364,25 @@ class RunParts:
     @functools.cached_property
     def learner(self) -> Learner:
         """The learner, for batches in the layout of the run."""
-        return self.make_learner(self.layout)
+        return self.make_learner(self.layout, self.base)
 
-    def make_learner(self, layout: RowLayout) -> Learner:
-        """Make a learner for batches in a layout."""
+    def make_learner(self, layout: RowLayout, base: LmHeadModel | None) -> Learner:
+        """Make a learner for batches in a layout.
+
+        Args:
+            layout: shape of a microbatch.
+            base: base of the adapter, or its shapes; None if whole models are trained.
+        """
         config = self.config
         capacity = layout.microbatches(math.ceil(config.rollouts.rollouts_per_step / config.updates.minibatches))
-        return Learner(self.trainer, config.optimizer, self.loss, num_updates=config.num_updates, capacity=capacity)
+        return Learner(
+            self.trainer,
+            config.optimizer,
+            self.loss,
+            num_updates=config.num_updates,
+            capacity=capacity,
+            frozen=None if base is None else Frozen(base),
+        )
 
     @functools.cached_property
     def scorer(self) -> Scorer:
@@ -382,24 +400,93 @@ class RunParts:
             capacity=layout.microbatches(self.config.rollouts.rollouts_per_step),
         )
 
+    def score(self, trained: Any, batch: RolloutBatch) -> Scores:
+        """Score rollouts with trained weights: those of the policy, or of its adapter, with or without critic."""
+        return self.scorer.score(self.assemble(trained), batch)
+
     # Weights.
+
+    @functools.cached_property
+    def base(self) -> LmHeadModel | None:
+        """The weights that the run's adapter changes, in the compute type of the trainer; None without an adapter.
+
+        Raises:
+            PolicyModelError: if `initialize_from` cannot be loaded.
+        """
+        return None if self.config.lora is None else self.load_base(self.model)
+
+    def load_base(self, model: LmConfig) -> LmHeadModel:
+        """Load the weights that the run's adapter changes.
+
+        Args:
+            model: architecture, with the attention kernel.
+
+        Raises:
+            PolicyModelError: if `initialize_from` cannot be loaded.
+        """
+        # The type of the run's trainer also in workers with another precision, so that all have the same base.
+        return self._load_policy(model, self.config.trainer.mp.compute_dtype)
+
+    @functools.cached_property
+    def base_fingerprint(self) -> str:
+        """Fingerprint of the base, which checkpoints hold; empty without an adapter."""
+        return "" if self.base is None else fingerprint(self.base, self.trainer)
+
+    def check_base(self, saved: str) -> None:
+        """Check that the base is the one of a checkpoint, from its `Progress.base`.
+
+        Raises:
+            OtherBaseError: if it is not.
+        """
+        check_base(saved, self.base_fingerprint, str(self.config.initialize_from))
+
+    def assemble(self, trained: Any) -> Any:
+        """Return the model of trained weights: they themselves, or an adapter with its base."""
+        return assemble(trained, self.base)
+
+    def first_policy(self) -> LmHeadModel | Adapter:
+        """Load or initialize the trained part of the policy.
+
+        Raises:
+            PolicyModelError: if `initialize_from` cannot be loaded, or does not fit `model` or the tokenizer.
+            LoraTargetError: if a module that `lora.targets` names cannot be adapted.
+        """
+        if self.base is None:
+            return self._load_policy(self.model, None)
+        key = jax.random.PRNGKey(derive_seed(self.config.seed, "adapter") % 2**32)
+        return self.policy_spec(self.base.vocab_size).new_adapter(key)
+
+    def _load_policy(self, model: LmConfig, dtype: DTypeLike | None) -> LmHeadModel:
+        config = self.config
+        return first_policy(config.initialize_from, model, self.tokenizer, self.trainer, config.seed, dtype)
 
     def policy_spec(self, vocab_size: int) -> PolicySpec:
         """Return the shapes of the run's weights, for a vocabulary size of the model."""
-        return PolicySpec(self.model, vocab_size, self.trainer, self.config.critic)
+        return PolicySpec(self.model, vocab_size, self.trainer, self.config.critic, self.config.lora)
 
     def saved_spec(self, checkpoint: Checkpoint) -> PolicySpec:
         """Return the shapes of the weights in a checkpoint of the run."""
         return self.policy_spec(int(checkpoint.progress["vocab_size"]))
 
-    def first_state(self, policy: LmHeadModel) -> TrainerState:
+    def restore_policy(self, checkpoint: Checkpoint) -> LmHeadModel:
+        """Load the policy of a checkpoint of the run, with its base if it is an adapter.
+
+        Raises:
+            CheckpointError: if the checkpoint holds another model.
+            OtherBaseError: if `initialize_from` has other weights than at the start of the run.
+        """
+        self.check_base(checkpoint.progress.get("base", ""))
+        return self.assemble(self.saved_spec(checkpoint).restore_policy(checkpoint))
+
+    def first_state(self, policy: LmHeadModel | Adapter) -> TrainerState:
         """Return the training state before the first update.
 
         Args:
-            policy: the first policy; its arrays become part of the state.
+            policy: the trained part of the first policy; its arrays become part of the state.
         """
         key = jax.random.PRNGKey(derive_seed(self.config.seed, "training") % 2**32)
-        return self.learner.initial_state(self.policy_spec(policy.vocab_size).attach_critic(policy), key)
+        spec = self.policy_spec(self.assemble(policy).vocab_size)
+        return self.learner.initial_state(spec.attach_critic(policy), key)
 
 
 def make_gateway(

@@ -141,6 +141,8 @@ def _learner(*settings: Any, **sizes: Any) -> Any:
     """Return the learner of an earlier run in this process with the same settings, or build one."""
     from marin_rl.learner.train_step import Learner
 
+    if sizes.get("frozen") is not None:
+        return Learner(*settings, **sizes)
     key = repr((settings, sizes))
     if key not in _learners:
         _learners[key] = Learner(*settings, **sizes)

@@ -205,7 +205,7 @@ def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: WeightT
         coordinator(config.workers.heartbeat_timeout) as client,
         weight_servers(secret, shapes, servers) as started,
         contextlib.closing(
-            TimedPolicy(config, vocab_size, secret, lambda: client.call(Coordinator.announced))
+            TimedPolicy(config, vocab_size, "", secret, lambda: client.call(Coordinator.announced))
         ) as policy,
         ThreadPoolExecutor(1, "worker") as threads,
     ):

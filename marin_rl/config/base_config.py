@@ -27,7 +27,7 @@ from marin_rl.config.sections import (
 )
 from marin_rl.config.workers_config import Refresh, TransferDtype, WeightTransferConfig, WorkersConfig
 from marin_rl.environments.base import EnvironmentConfig
-from marin_rl.learner.config import CriticConfig, ExportConfig
+from marin_rl.learner.config import CriticConfig, ExportConfig, LoraConfig
 from marin_rl.objectives.advantage_inputs import AdvantageConfig
 from marin_rl.objectives.advantages import RlooConfig
 from marin_rl.objectives.aggregation import AggregationConfig, SequenceSumConfig
@@ -90,6 +90,8 @@ class AbstractTrainConfig(ConfigSection):
     initialize_from: str | None = dataclasses.field(default=None, metadata=STORAGE_PATH)
     """Initial weights: a folder or hub name in Hugging Face format, or a run directory of marin_rl; null: random
     weights. A folder in an object store is copied into the cache folder of the user."""
+    lora: LoraConfig | None = None
+    """Low-rank adapter that is trained instead of the weights of `initialize_from`; null: all weights are trained."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """Tokenizer and chat template."""
     seed: int = 0
@@ -214,6 +216,21 @@ def _check_start(config: AbstractTrainConfig) -> Iterator[str]:
         yield (
             "neither model nor initialize_from is set: name an architecture to start from scratch "
             "(model: {type: llama, ...}) or weights to start from (initialize_from: FOLDER)"
+        )
+
+
+def _check_lora(config: AbstractTrainConfig) -> Iterator[str]:
+    if config.lora is None:
+        return
+    if config.initialize_from is None:
+        yield (
+            "lora is set, but initialize_from is not: an adapter changes weights that exist; set initialize_from to "
+            "them, or lora: null to train all weights"
+        )
+    if config.critic is not None and not config.critic.shared_trunk:
+        yield (
+            "critic.shared_trunk is false, but with lora only the adapter is trained, and a separate trunk would be a "
+            "second copy of all weights; set critic.shared_trunk: true, or lora: null"
         )
 
 
@@ -371,6 +388,7 @@ def _advantage_name(config: AbstractTrainConfig) -> str:
 CHECKS: tuple[Check, ...] = (
     _check_values,
     _check_start,
+    _check_lora,
     _check_context,
     _check_replay,
     _check_workers,

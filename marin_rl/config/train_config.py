@@ -20,6 +20,7 @@ from levanter.tracker import TrackerConfig
 from marin_rl.config.base_config import MODEL_METADATA, TRAINER_METADATA, AbstractTrainConfig
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.models.conversion import check_model
+from marin_rl.models.lora import check_targets
 from marin_rl.models.model_settings import model_problems, window_problem
 from marin_rl.utils.devices.sharding import POSITION
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
@@ -70,6 +71,12 @@ def _check_model(config: "TrainConfig") -> Iterator[str]:
                     f"trainer.{key} has 'experts', but levanter cannot shard the experts of a mixtral model over "
                     "devices; shard their hidden layers with trainer.tensor_parallel_axes: [mlp] instead"
                 )
+
+
+def _check_targets(config: "TrainConfig") -> Iterator[str]:
+    if config.lora is not None and config.model is not None and not any(model_problems(config.model)):
+        check_targets(config.model, config.lora.targets)
+    yield from ()
 
 
 def _check_optimizer(config: "TrainConfig") -> Iterator[str]:
@@ -152,7 +159,7 @@ def _check_schedule(config: "TrainConfig") -> Iterator[str]:
 class TrainConfig(AbstractTrainConfig):
     """Configuration of a training run."""
 
-    further_checks = (_check_model, _check_optimizer, _check_row_length, _check_export, _check_schedule)
+    further_checks = (_check_model, _check_targets, _check_optimizer, _check_row_length, _check_export, _check_schedule)
 
     model: LmConfig | None = dataclasses.field(default=None, metadata=MODEL_METADATA)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=AdamConfig, metadata=may_change_by_name())

@@ -55,6 +55,8 @@ class Worker:
     """Checksums of the trainer's input files."""
     vocab_size: int
     """Vocabulary size of the model."""
+    base: str
+    """Fingerprint of the base of the trainer's adapter; empty without an adapter."""
     secret: str
     """The run's secret."""
     name: str
@@ -70,17 +72,20 @@ class Worker:
         with log_to(file, config.log_level.number, module_levels(config.logging)):
             open_only_reserved(config.workers.reserved, os.environ)
             client = CoordinatorClient(ray.get_actor(self.coordinator), config.workers.no_progress_timeout)
-            run_worker(config, self.inputs, self.vocab_size, self.secret, client, self.name)
+            run_worker(config, self.inputs, self.vocab_size, self.base, self.secret, client, self.name)
 
 
 @contextlib.contextmanager
-def ray_workers(config: TrainConfig, inputs: Inputs, vocab_size: int, secret: str) -> Iterator[CoordinatorClient]:
+def ray_workers(
+    config: TrainConfig, inputs: Inputs, vocab_size: int, base: str, secret: str
+) -> Iterator[CoordinatorClient]:
     """Start coordinator and workers, and stop them at the end of the block.
 
     Args:
         config: number of workers, and the cluster to join.
         inputs: checksums of the trainer's input files.
         vocab_size: vocabulary size of the model.
+        base: fingerprint of the base of the trainer's adapter; empty without an adapter.
         secret: the run's secret.
 
     Yields:
@@ -115,7 +120,7 @@ def ray_workers(config: TrainConfig, inputs: Inputs, vocab_size: int, secret: st
         def start(index: int, place: PlacementGroupSchedulingStrategy | None = None) -> None:
             options = ray_options(workers.reserved) | ({} if place is None else {"scheduling_strategy": place})
             worker = _actor(Worker, max_task_retries=-1, **options)
-            actors.append(worker.remote(to_yaml(config), inputs, vocab_size, secret, f"worker-{index}", name))
+            actors.append(worker.remote(to_yaml(config), inputs, vocab_size, base, secret, f"worker-{index}", name))
             running[f"worker-{index}"] = actors[-1].run.remote()
 
         client = CoordinatorClient(coordinator, SHUTDOWN_TIMEOUT)

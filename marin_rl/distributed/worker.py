@@ -24,6 +24,8 @@ from marin_rl.distributed.coordinator_client import CoordinatorClient, RayLostEr
 from marin_rl.distributed.rollout_source import group_inputs
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.distributed.weights.fetch import TRANSIENT_ERRORS, WeightReceiver, open_receiver
+from marin_rl.learner.base_weights import check_base, fingerprint
+from marin_rl.learner.critic import assemble
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.rollouts.group_codec import encode_group
 from marin_rl.rollouts.run_rollouts import stream_groups
@@ -44,7 +46,7 @@ NextRequests = Callable[[RolloutGroup], Sequence[GroupRequest]]
 
 
 def run_worker(
-    config: TrainConfig, inputs: Inputs, vocab_size: int, secret: str, client: CoordinatorClient, name: str
+    config: TrainConfig, inputs: Inputs, vocab_size: int, base: str, secret: str, client: CoordinatorClient, name: str
 ) -> None:
     """Run a worker until the run ends. An error that ends it is logged and reported to the trainer.
 
@@ -52,13 +54,14 @@ def run_worker(
         config: config of the run.
         inputs: checksums of the trainer's input files.
         vocab_size: vocabulary size of the model.
+        base: fingerprint of the base of the trainer's adapter; empty without an adapter.
         secret: the run's secret.
         client: client of the coordinator.
         name: name of the worker, unique in the run.
     """
     try:
         _require_same_inputs(inputs, digest_inputs(config))
-        policy = WorkerPolicy(config, vocab_size, secret, lambda: client.call(Coordinator.announced))
+        policy = WorkerPolicy(config, vocab_size, base, secret, lambda: client.call(Coordinator.announced))
         with Closing(policy.close), exempt_from_collection():
             RolloutWorker(client, name, policy).run(config.workers.heartbeat_timeout)
     except BaseException as error:
@@ -180,15 +183,21 @@ class WorkerPolicy:
     """Sampler and environment of a worker: runs groups with the newest weights that it has fetched."""
 
     def __init__(
-        self, config: TrainConfig, vocab_size: int, secret: str, announced: Callable[[], Announcement]
+        self, config: TrainConfig, vocab_size: int, base: str, secret: str, announced: Callable[[], Announcement]
     ) -> None:
-        """Start devices, environment and reward functions; the first `fetch` loads the weights.
+        """Start devices, environment and reward functions, and load the base of an adapter.
+
+        The first `fetch` loads the weights, or those of the adapter.
 
         Args:
             config: config of the run.
             vocab_size: vocabulary size of the model, which may be larger than the tokenizer's.
+            base: fingerprint of the base of the trainer's adapter; empty without an adapter.
             secret: the run's secret.
             announced: returns the newest weights; called while groups run with `workers.refresh: in_flight`.
+
+        Raises:
+            OtherBaseError: if `initialize_from` has other weights here than in the trainer.
         """
         assert config.model is not None
         self.version: WeightVersion | None = None
@@ -204,7 +213,11 @@ class WorkerPolicy:
             section = config.workers.trainer_config(config.trainer)
             self._parts = parts = RunParts.start(config, section, alone=True, resources=opened)
             # Without the learner's attention kernel, which does not sample.
-            self._like = PolicySpec(config.model, vocab_size, parts.trainer).placed_policy
+            spec = PolicySpec(config.model, vocab_size, parts.trainer, lora=config.lora)
+            self._like = spec.place(spec.trained_policy)
+            self._base = None if config.lora is None else parts.load_base(config.model)
+            if self._base is not None:
+                check_base(base, fingerprint(self._base, parts.trainer), str(config.initialize_from))
             self._receiver: WeightReceiver | None = None
             self._addresses: tuple[str, ...] = ()
             self._sampler: Sampler | None = None
@@ -280,15 +293,15 @@ class WorkerPolicy:
         if tuple(addresses) != self._addresses or self._receiver is None:
             self._receiver = open_receiver(self._parts.config.weights, addresses, self._secret)
             self._addresses = tuple(addresses)
-        model, version = self._receiver.receive(self._like)
-        return Weights(model, version)
+        received, version = self._receiver.receive(self._like)
+        return Weights(assemble(received, self._base), version)
 
 
 class Weights(NamedTuple):
     """Received weights."""
 
     model: LmHeadModel
-    """The policy."""
+    """The policy; its base is that of the worker if an adapter was received."""
     version: WeightVersion
     """Number of training steps."""
 

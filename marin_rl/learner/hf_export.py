@@ -14,7 +14,7 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import equinox as eqx
 import haliax as hax
@@ -30,9 +30,12 @@ from levanter.models.gpt2 import Gpt2Config
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.models.hf_tensors import to_tensors
+from marin_rl.models.lora import has_adapter, merge_adapter
 from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.utils import multihost
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+
+T = TypeVar("T")
 
 SHARD_BYTES = 10**10
 """Size above which the tensors are written to several files with an index."""
@@ -68,17 +71,21 @@ class DeviceWeights:
         """Convert nothing yet.
 
         Args:
-            model: the policy.
-            trainer: mesh and axis mapping of the policy.
+            model: the policy; adapters are merged, with their base in the precision of parameters.
+            trainer: mesh, axis mapping and parameter precision of the policy.
             dtype: type of the tensors; None for that of the parameters.
         """
         model = eqx.filter(model, eqx.is_array)
-        self.shape = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), model)
+
+        def merge(tree: T) -> T:
+            return merge_adapter(trainer.mp.cast_to_param(tree)) if has_adapter(model) else tree
+
+        self.shape = eqx.filter_eval_shape(merge, model)
         self.dtype = dtype
         self._trainer = trainer
         self._stacked, self._others = _split(model)
-        self._take = eqx.filter_jit(lambda stacked, index: _convert_layer(self, _take_layer(stacked, index)))
-        self._convert = eqx.filter_jit(lambda others: _convert_rest(self, others))
+        self._take = eqx.filter_jit(lambda stacked, index: _convert_layer(self, merge(_take_layer(stacked, index))))
+        self._convert = eqx.filter_jit(lambda others: _convert_rest(self, merge(others)))
 
     def layer(self, index: int) -> dict[str, jax.Array]:
         """See `WeightParts`."""

@@ -14,6 +14,7 @@ from typing import Any, cast
 import haliax as hax
 import jax
 from haliax import Axis
+from jax.typing import DTypeLike
 from levanter.compat.hf_checkpoints import HFCheckpointConverter, HFCompatConfig
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from safetensors import SafetensorError
@@ -59,7 +60,11 @@ def initialize_policy(
 
 
 def load_hf_policy(
-    checkpoint: str, tokenizer: ChatTokenizer, trainer: AbstractTrainerConfig, config: LmConfig | None
+    checkpoint: str,
+    tokenizer: ChatTokenizer,
+    trainer: AbstractTrainerConfig,
+    config: LmConfig | None,
+    dtype: DTypeLike | None = None,
 ) -> LmHeadModel:
     """Load a policy from a folder or hub name in Hugging Face format.
 
@@ -68,6 +73,7 @@ def load_hf_policy(
         tokenizer: its vocabulary must not exceed the checkpoint's.
         trainer: mesh, axis mapping and parameter precision.
         config: overrides the architecture in the checkpoint's `config.json`; None uses the checkpoint's.
+        dtype: precision of the weights; None for that of parameters.
 
     Raises:
         PolicyModelError: if the checkpoint is missing, damaged or of an unknown architecture, has settings or tensors
@@ -96,7 +102,7 @@ def load_hf_policy(
                 config=cast(HFCompatConfig, config),
                 axis_mapping=trainer.parameter_axis_mapping,
                 resize_vocab_to_match_tokenizer=False,
-                dtype=trainer.mp.param_dtype,
+                dtype=trainer.mp.param_dtype if dtype is None else dtype,
             )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise PolicyModelError(

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import equinox as eqx
 import haliax as hax
@@ -15,19 +16,24 @@ from haliax import Axis
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer_state import TrainerState
 
-from marin_rl.learner.config import CriticConfig
+from marin_rl.learner.config import CriticConfig, LoraConfig
 from marin_rl.learner.critic import ActorCritic, with_critic
 from marin_rl.learner.train_step import Learner, placed_shape
+from marin_rl.models.lora import Adapter, init_adapter
 from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.utils.devices.sharding import check_sharding
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
 
+T = TypeVar("T")
+
 
 @dataclasses.dataclass(frozen=True)
 class PolicySpec:
-    """The policy of a run, and the model that is trained: the policy, with the critic if there is one.
+    """The policy of a run, and its trained part: the policy or its adapter, with the critic if there is one.
 
-    Shapes and dtypes follow from all fields without a device. The mesh of `trainer` is used only for shardings.
+    The optimizer updates the trained part, checkpoints hold it, and workers receive it. With its base, an adapter makes
+    the whole policy, which is scored, sampled and exported (`assemble`). Shapes and dtypes follow from all fields
+    without a device. The mesh of `trainer` is used only for shardings.
     """
 
     model: LmConfig
@@ -38,6 +44,8 @@ class PolicySpec:
     """Parameter precision, mesh and axis mapping."""
     critic: CriticConfig | None = None
     """Critic that is trained with the policy; None if there is none."""
+    lora: LoraConfig | None = None
+    """Adapter that is trained instead of the policy's weights; None trains the weights."""
 
     @functools.cached_property
     def policy(self) -> LmHeadModel:
@@ -50,19 +58,59 @@ class PolicySpec:
         return eqx.filter_eval_shape(build)
 
     @functools.cached_property
-    def trained(self) -> LmHeadModel | ActorCritic:
-        """Shapes and dtypes of all trained parameters."""
-        return self.policy if self.critic is None else eqx.filter_eval_shape(self._attach, self.policy)
+    def base(self) -> LmHeadModel | None:
+        """The same in compute precision, as the base of an adapter; None without an adapter."""
+        return None if self.lora is None else eqx.filter_eval_shape(self.trainer.mp.cast_to_compute, self.policy)
+
+    @functools.cached_property
+    def trained_policy(self) -> LmHeadModel | Adapter:
+        """Shapes and dtypes of the trained part of the policy: its adapter, or all of it.
+
+        Raises:
+            LoraTargetError: if a module that `lora.targets` names cannot be adapted.
+        """
+        if self.lora is None:
+            return self.policy
+        return eqx.filter_eval_shape(self._init_adapter, jax.eval_shape(lambda: jax.random.PRNGKey(0)))
+
+    @functools.cached_property
+    def trained(self) -> LmHeadModel | Adapter | ActorCritic:
+        """Shapes and dtypes of all trained parameters; raises like `trained_policy`."""
+        return self.trained_policy if self.critic is None else eqx.filter_eval_shape(self._attach, self.trained_policy)
 
     @property
-    def _attach(self) -> Callable[[LmHeadModel], ActorCritic]:
-        trainer, critic = self.trainer, self.critic
-        assert critic is not None
-        # Not a method, which jax would hash together with the configs.
-        return lambda policy: trainer.mp.cast_to_param(with_critic(critic, policy))
+    def _init_adapter(self) -> Callable[[jax.Array], Adapter]:
+        trainer, lora, policy = self.trainer, self.lora, self.policy
+        assert lora is not None
+        return lambda key: trainer.mp.cast_to_param(
+            init_adapter(policy, rank=lora.rank, scale=lora.scale, targets=lora.targets, key=key)
+        )
 
-    def attach_critic(self, policy: LmHeadModel) -> LmHeadModel | ActorCritic:
-        """Return the model to train: the policy alone or with a new critic, sharded like the policy.
+    @property
+    def _attach(self) -> Callable[[LmHeadModel | Adapter], ActorCritic]:
+        trainer, critic, whole = self.trainer, self.critic, self.policy
+        assert critic is not None
+
+        # Not a method, which jax would hash together with the configs.
+        def attach(policy: LmHeadModel | Adapter) -> ActorCritic:
+            if isinstance(policy, Adapter):
+                # The critic shares the trunk, so that it takes only an axis from the model.
+                return trainer.mp.cast_to_param(dataclasses.replace(with_critic(critic, whole), policy=policy))
+            return trainer.mp.cast_to_param(with_critic(critic, policy))
+
+        return attach
+
+    def new_adapter(self, key: jax.Array) -> Adapter:
+        """Return an adapter that changes nothing yet, sharded like parameters; raises like `trained_policy`.
+
+        Args:
+            key: random key of the matrices A.
+        """
+        with self.trainer.use_device_mesh():
+            return hax.named_jit(self._init_adapter, axis_resources=self.trainer.parameter_axis_mapping)(key)
+
+    def attach_critic(self, policy: LmHeadModel | Adapter) -> LmHeadModel | Adapter | ActorCritic:
+        """Return the parameters to train: the policy's alone or with a new critic, sharded like the policy.
 
         Args:
             policy: its arrays become part of the result.
@@ -72,21 +120,17 @@ class PolicySpec:
         with self.trainer.use_device_mesh():
             return hax.named_jit(self._attach, axis_resources=self.trainer.parameter_axis_mapping)(policy)
 
-    @property
-    def placed_policy(self) -> LmHeadModel:
-        """The policy with the shardings of parameters, as a receiver of weights allocates it.
+    def place(self, tree: T) -> T:
+        """Return parameters of this policy with their shardings.
+
+        Args:
+            tree: shapes of parameters, such as `trained_policy`, as a receiver of weights allocates it.
 
         Raises:
             ShardingError: if the mesh does not divide an axis of the model.
         """
         self.check_mesh()
-        return placed_shape(self.policy, self.trainer.device_mesh, self.trainer.parameter_axis_mapping)
-
-    @property
-    def placed_trained(self) -> LmHeadModel | ActorCritic:
-        """All trained parameters with their shardings; raises like `placed_policy`."""
-        self.check_mesh()
-        return placed_shape(self.trained, self.trainer.device_mesh, self.trainer.parameter_axis_mapping)
+        return placed_shape(tree, self.trainer.device_mesh, self.trainer.parameter_axis_mapping)
 
     @property
     def policy_path(self) -> str:
@@ -95,8 +139,13 @@ class PolicySpec:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of the policy."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.policy))
+        """Number of parameters of the policy, without those of an adapter."""
+        return _size(self.policy)
+
+    @property
+    def num_trained(self) -> int:
+        """Number of trained parameters, without those of a critic."""
+        return _size(self.trained_policy)
 
     def check_mesh(self) -> None:
         """Check that the mesh divides the axes of the parameters.
@@ -106,18 +155,18 @@ class PolicySpec:
         """
         check_sharding(self.policy, self.trainer.device_mesh.shape, [self.trainer.parameter_axis_mapping])
 
-    def restore_policy(self, checkpoint: Checkpoint) -> LmHeadModel:
-        """Load the policy of a checkpoint, without critic and optimizer state.
+    def restore_policy(self, checkpoint: Checkpoint) -> LmHeadModel | Adapter:
+        """Load the trained part of the policy of a checkpoint, without critic and optimizer state.
 
         Raises:
             CheckpointError: if the checkpoint holds another model.
             ShardingError: if the mesh does not divide an axis of the model.
         """
         self.check_mesh()
-        return checkpoint.restore(self.policy, self.trainer, self.policy_path)
+        return checkpoint.restore(self.trained_policy, self.trainer, self.policy_path)
 
-    def restore_trained(self, checkpoint: Checkpoint) -> LmHeadModel | ActorCritic:
-        """Load the policy, with the critic if there is one; raises like `restore_policy`."""
+    def restore_trained(self, checkpoint: Checkpoint) -> LmHeadModel | Adapter | ActorCritic:
+        """Load the trained part of the policy, with the critic if there is one; raises like `restore_policy`."""
         self.check_mesh()
         return checkpoint.restore(self.trained, self.trainer, "model")
 
@@ -130,6 +179,10 @@ class PolicySpec:
         """
         self.check_mesh()
         return learner.place(checkpoint.restore(learner.state_shape(self.trained), self.trainer))
+
+
+def _size(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
 def only_arrays(model: LmHeadModel) -> LmHeadModel:

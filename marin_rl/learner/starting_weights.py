@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 import jax
+from jax.typing import DTypeLike
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from marin_rl.learner.policy_model import (
@@ -148,7 +149,12 @@ def _hf_location(source: str) -> str:
 
 
 def first_policy(
-    initialize_from: str | None, model: LmConfig, tokenizer: ChatTokenizer, trainer: AbstractTrainerConfig, seed: int
+    initialize_from: str | None,
+    model: LmConfig,
+    tokenizer: ChatTokenizer,
+    trainer: AbstractTrainerConfig,
+    seed: int,
+    dtype: DTypeLike | None = None,
 ) -> LmHeadModel:
     """Create the initial policy of a run: random weights, or those of `initialize_from`.
 
@@ -158,12 +164,13 @@ def first_policy(
         tokenizer: determines the vocabulary size of a randomly initialized model.
         trainer: as returned by `start_devices`; mesh, axis mapping and parameter precision.
         seed: seed of the run.
+        dtype: precision of loaded weights; None for that of parameters.
 
     Raises:
         PolicyModelError: if `initialize_from` cannot be loaded, or does not fit `model` or the tokenizer.
     """
     if initialize_from is not None:
-        return load_hf_policy(hf_folder(initialize_from), tokenizer, trainer, model)
+        return load_hf_policy(hf_folder(initialize_from), tokenizer, trainer, model, dtype)
     return initialize_policy(model, tokenizer, trainer, key=jax.random.PRNGKey(derive_seed(seed, "weights") % 2**32))
 
 

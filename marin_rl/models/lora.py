@@ -20,7 +20,7 @@ from haliax.nn import Linear, MoELinear
 from haliax.util import ensure_tuple
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
-from marin_rl.utils.errors import UserError, nearest
+from marin_rl.utils.errors import nearest
 
 M = TypeVar("M")
 
@@ -30,7 +30,7 @@ _EMBEDDINGS = ("embed_tokens", "wte", "wpe", "token_embeddings", "position_embed
 """Names of embeddings in Hugging Face's models and in levanter's."""
 
 
-class LoraTargetError(UserError):
+class LoraTargetError(ValueError):
     """A target of an adapter is not a linear layer of the model."""
 
 
@@ -104,6 +104,15 @@ def init_adapter(model: LmHeadModel, *, rank: int, scale: float, targets: Sequen
     return Adapter({path: init(linear, key) for (path, linear), key in zip(modules.items(), keys, strict=True)}, scale)
 
 
+def check_targets(config: LmConfig, targets: Sequence[str]) -> None:
+    """Raise a LoraTargetError if a target cannot be adapted in a model with this config; uses no device."""
+
+    def build() -> LmHeadModel:
+        return config.build(Axis("vocab", 1), key=jax.random.PRNGKey(0))
+
+    adapted_modules(eqx.filter_eval_shape(build), targets)
+
+
 def adapted_modules(model: LmHeadModel, targets: Sequence[str]) -> dict[str, Linear]:
     """Return the linear layers that targets name, by path in the order of the model.
 
@@ -165,6 +174,12 @@ def with_adapter(base: LmHeadModel, adapter: Adapter) -> LmHeadModel:
         return node if low_rank is None else LoraLinear(node, low_rank, adapter.scale)
 
     return jax.tree_util.tree_map_with_path(adapt, base, is_leaf=lambda node: isinstance(node, Linear))
+
+
+def has_adapter(model: object) -> bool:
+    """Return whether a tree of modules has adapted layers."""
+    leaves = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, LoraLinear))
+    return any(isinstance(leaf, LoraLinear) for leaf in leaves)
 
 
 def merge_adapter(model: M) -> M:

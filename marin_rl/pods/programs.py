@@ -24,9 +24,10 @@ from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.weights.manifest import copy_program, named_leaves
-from marin_rl.learner.critic import ActorCritic
+from marin_rl.learner.critic import ActorCritic, assemble
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.train_step import placed_shape
+from marin_rl.models.lora import Adapter
 from marin_rl.run_parts import RunParts
 from marin_rl.sampling.attention import Tokens
 from marin_rl.sampling.cached_model import CachedModel, ModelArrays, with_cache
@@ -73,14 +74,24 @@ class RunShapes:
         return self.spec.policy
 
     @functools.cached_property
-    def parameters(self) -> LmHeadModel:
-        """The same with their shardings."""
-        return self.spec.placed_policy
+    def sent(self) -> LmHeadModel | Adapter:
+        """Shapes and shardings of the trained part of the policy, which workers receive."""
+        return self.spec.place(self.spec.trained_policy)
 
     @functools.cached_property
-    def trained(self) -> LmHeadModel | ActorCritic:
-        """Shapes and shardings of all trained parameters: the policy, and the critic if there is one."""
-        return self.spec.placed_trained
+    def base(self) -> LmHeadModel | None:
+        """Shapes and shardings of the base of the adapter; None without an adapter."""
+        return self.spec.place(self.spec.base)
+
+    @functools.cached_property
+    def parameters(self) -> LmHeadModel:
+        """Shapes and shardings of the whole policy."""
+        return assemble(self.sent, self.base)
+
+    @functools.cached_property
+    def trained(self) -> LmHeadModel | Adapter | ActorCritic:
+        """Shapes and shardings of all trained parameters: of the policy, and of the critic if there is one."""
+        return self.spec.place(self.spec.trained)
 
     def place(self, tree: Any) -> Any:
         """Return shapes with the shardings of parameters."""
@@ -126,7 +137,7 @@ class RunShapes:
         def convert(policy: LmHeadModel) -> CachedModel:
             return with_cache(self.trainer.mp.cast_to_compute(policy), form, context)
 
-        return eqx.filter_eval_shape(convert, self.policy)
+        return eqx.filter_eval_shape(convert, self.parameters)
 
     @functools.cached_property
     def sampler_weights(self) -> ModelArrays:
@@ -161,12 +172,12 @@ def open_shapes(config: TrainConfig, vocab_size: int) -> RunShapes:
 
 def lower_initial_state(run: RunShapes) -> jax.stages.Lowered:
     """Lower the creation of the training state from the first policy."""
-    return run.parts.make_learner(run.layout).lower_initial_state(run.trained)
+    return run.parts.make_learner(run.layout, run.base).lower_initial_state(cast(eqx.Module, run.trained))
 
 
 def lower_update(run: RunShapes) -> jax.stages.Lowered:
     """Lower an update."""
-    learner = run.parts.make_learner(run.layout)
+    learner = run.parts.make_learner(run.layout, run.base)
     state = run.place(learner.state_shape(run.spec.trained))
     return learner.lower(state, [_batch(run.layout)])
 
@@ -174,13 +185,13 @@ def lower_update(run: RunShapes) -> jax.stages.Lowered:
 def lower_score(run: RunShapes) -> jax.stages.Lowered:
     """Lower the forward pass over a batch, for the reference or the learner's own log-probabilities."""
     scorer = run.parts.make_scorer(run.layout, pad_token_id=0)
-    model = run.trained if own_scorings(run.config) else run.parameters
-    return scorer.lower(cast(LmHeadModel, model), [_batch(run.layout)])
+    model = assemble(run.trained if own_scorings(run.config) else run.sent, run.base)
+    return scorer.lower(model, [_batch(run.layout)])
 
 
 def lower_weight_copy(run: RunShapes) -> jax.stages.Lowered:
     """Lower the copy of the policy that workers fetch."""
-    arrays = list(named_leaves(run.parameters).values())
+    arrays = list(named_leaves(run.sent).values())
     program = copy_program(tuple(leaf.sharding for leaf in cast(Any, arrays)), run.config.weights.sent_dtype)
     return program.lower(arrays)
 

@@ -29,6 +29,9 @@ def _head(plan: Plan) -> str:
     if plan.worker_topology is not None:
         lines["worker"] = f"{plan.worker_topology.name}: {_count(plan.worker_topology.num_chips, 'chip')}"
     lines["model"] = f"{_parameters(plan.parameters)} parameters, {_count(plan.layers, 'layer')}"
+    if plan.adapter is not None:
+        share = f"{plan.adapter / plan.parameters:.2%}"
+        lines["trained"] = f"an adapter of {_parameters(plan.adapter)} parameters, {share} of the model's"
     lines["step"] = (
         f"{step.groups:,} prompts x {step.rollouts // step.groups} = {step.rollouts:,} rollouts of "
         f"{step.prompt_tokens:,} + {step.answer_tokens:,} tokens"
@@ -123,6 +126,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "chips": plan.topology.num_chips,
         "mesh": dict(plan.mesh),
         "parameters": plan.parameters,
+        "adapter_parameters": plan.adapter,
         "layers": plan.layers,
         "microbatch": {"rows_per_device": plan.rows, "row_length": plan.row_length},
         "step": plan.step._asdict(),

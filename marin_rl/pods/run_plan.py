@@ -72,6 +72,8 @@ class Plan:
     """Sizes of the trainer's mesh."""
     parameters: int
     """Number of parameters of the policy."""
+    adapter: int | None
+    """Number of parameters of the adapter that is trained; None if the policy is."""
     layers: int
     """Number of layers."""
     rows: int
@@ -153,15 +155,16 @@ def make_plan(
                 worker = _open(dataclasses.replace(config, trainer=section), vocab_size)
             except ValueError as error:
                 raise ValueError(f"rollout workers: {_for_workers(str(error))}") from error
-            weights, chip = {"weights": chip_bytes(worker.parameters)}, worker_topology.chip
+            weights, chip = _weights(worker, worker.sent), worker_topology.chip
             programs += [_plan_program(name, "worker", worker, weights, chip, report) for name in on_host]
             of_worker = sampler_seconds(worker, step, chip, hosts=1)
-    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.policy))
+    parameters = run.spec.num_parameters
     return Plan(
         topology=topology,
         worker_topology=worker_topology,
         mesh=mesh,
         parameters=parameters,
+        adapter=None if config.lora is None else run.spec.num_trained,
         layers=run.num_layers,
         rows=rows,
         row_length=run.layout.row_length,
@@ -247,27 +250,36 @@ def _plan_program(
 
 def _held(run: RunShapes) -> dict[str, Number]:
     """Return the bytes on each chip of the trainer that stay allocated."""
-    state = run.parts.make_learner(run.layout).state_shape(run.spec.trained)
-    weights = chip_bytes(run.trained)
-    held: dict[str, Number] = {"weights": weights, "optimizer": chip_bytes(run.place(state)) - weights}
+    state = run.parts.make_learner(run.layout, run.base).state_shape(run.spec.trained)
+    held = _weights(run, run.trained)
+    held["optimizer"] = chip_bytes(run.place(state)) - held["weights"]
     if run.config.kl.needs_reference:
-        held["reference"] = chip_bytes(run.parameters)
+        held["reference"] = chip_bytes(run.sent)
     if run.config.mode is Mode.ASYNC:
-        dtype, leaves = run.config.weights.sent_dtype, cast(Any, jax.tree.leaves(run.parameters))
+        dtype, leaves = run.config.weights.sent_dtype, cast(Any, jax.tree.leaves(run.sent))
         sent = [jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=leaf.sharding) for leaf in leaves]
         held["copy for workers"] = chip_bytes(sent)
     return held
 
 
+def _weights(run: RunShapes, trained: Any) -> dict[str, Number]:
+    """Return the bytes of weights on each chip: those of the base of an adapter, and trained ones."""
+    base: dict[str, Number] = {} if run.base is None else {"base": chip_bytes(run.base)}
+    return {**base, "weights": chip_bytes(trained)}
+
+
 def _held_arguments(name: str, held: Mapping[str, Number]) -> tuple[str, ...]:
     """Return the held arrays that are arguments of a program."""
+    base = ("base",) if "base" in held else ()
     match name:
         case "update":
-            return "weights", "optimizer"
+            return *base, "weights", "optimizer"
         case "score":
-            return ("reference",) if "reference" in held else ("weights",)
+            return *base, "reference" if "reference" in held else "weights"
         case "resharding" | "prefill" | "short prefill" | "decode":
             return ()
+        case "sampler weights":
+            return *base, "weights"
         case _:
             return ("weights",)
 

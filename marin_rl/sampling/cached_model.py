@@ -25,6 +25,7 @@ from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.models.mixtral import MixtralConfig, MixtralDecoderLayer, MixtralSparseMoeBlock, MixtralTransformer
 
 from marin_rl.models.attention_windows import window_rope, windows_within
+from marin_rl.models.lora import merge_adapter
 from marin_rl.sampling.attention import PADDING, AttentionForm, CacheAxes, DenseAttention, LayerCache, Tokens
 from marin_rl.utils.levanter_line import shard
 
@@ -132,10 +133,11 @@ def with_cache(model: LmHeadModel, form: AttentionForm, context: int) -> CachedM
     """Return the model in the layout for decoding; run it under `jit` once per update of the weights.
 
     Args:
-        model: the learner's model.
+        model: the learner's model; adapters are merged into the result.
         form: attention over the cache.
         context: maximum number of tokens of a sequence.
     """
+    model = merge_adapter(model)
     transformer = cast(Any, model).transformer
 
     def stack(transformer: Any) -> Any:

@@ -178,7 +178,7 @@ def plan_changes(directory: RunDirectory, config: TrainConfig, named: Collection
     changes = [Change(newest, key, show_value(old, key), show_value(new, key)) for key in differing_keys(old, new)]
     assert config.model is not None
     # The size of the vocabulary is not known before the tokenizer is loaded, and the same for both optimizers.
-    spec = PolicySpec(config.model, 2**15, config.trainer, config.critic)
+    spec = PolicySpec(config.model, 2**15, config.trainer, config.critic, config.lora)
     difference = functools.partial(_state_difference, former.optimizer, config.optimizer, config.num_updates, spec)
     _require_possible(directory, changes, named, config.num_steps, difference)
     recorded = keys_changeable_by_name(TrainConfig)

@@ -416,7 +416,13 @@ def describe_run(parts: RunParts, vocab_size: int, *, train_tasks: int, held_out
     config = parts.config
     assert config.model is not None
     rollouts, limits = config.rollouts, config.sampling
-    parameters = PolicySpec(config.model, vocab_size, config.trainer).num_parameters
+    spec = PolicySpec(config.model, vocab_size, config.trainer, lora=config.lora)
+    trained = "all parameters"
+    if config.lora is not None:
+        trained = (
+            f"an adapter of rank {config.lora.rank}: {spec.num_trained:,} parameters, "
+            f"{spec.num_trained / spec.num_parameters:.2%} of the model's, of {', '.join(config.lora.targets)}"
+        )
     per_step, updates = rollouts.rollouts_per_step, config.updates
     evaluations = _count_evaluations(config.evaluation, config.warm_start, config.num_steps)
     microbatches: dict[str, tuple[int, int]] = {}
@@ -435,7 +441,8 @@ def describe_run(parts: RunParts, vocab_size: int, *, train_tasks: int, held_out
     if config.critic is not None:
         critic = "one output on the policy's trunk" if config.critic.shared_trunk else "a separate trunk"
     return [
-        ("parameters", f"{parameters:,}, vocabulary {vocab_size:,}"),
+        ("parameters", f"{spec.num_parameters:,}, vocabulary {vocab_size:,}"),
+        ("trained", trained),
         (
             "one step",
             f"{rollouts.prompts_per_step:,} prompts x {rollouts.group_size} attempts = {per_step:,} rollouts",

@@ -235,7 +235,7 @@ def load_policy(
             checkpoints,
             step,
             digest_inputs(config, ("tokenizer",)),
-            lambda saved: parts.saved_spec(saved).restore_policy(saved),
+            parts.restore_policy,
         )
         context = _max_context(max_context, model, config.rollouts.max_length)
     # The run's config is not changed: checks of training would refuse limits that are valid here.

@@ -117,7 +117,7 @@ def _evaluate(config: EvaluateConfig, opened: contextlib.ExitStack) -> tuple[int
         checkpoints,
         config.step,
         digest_inputs(run, sections),
-        lambda saved: parts.saved_spec(saved).restore_policy(saved),
+        parts.restore_policy,
     )
     sampler = parts.open_group_sampler(model, step)
     require_same_tasks(parts.environment)

@@ -25,10 +25,11 @@ from levanter.trainer_state import TrainerState
 
 from marin_rl.batching.rl_example import PackedBatch
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.learner.critic import policy_of
+from marin_rl.learner.critic import assemble, policy_of
 from marin_rl.learner.loss import first_log_ratios, loss_metrics
 from marin_rl.learner.train_step import Learner, PendingUpdate
 from marin_rl.learner.weight_history import WeightHistory
+from marin_rl.models.lora import Adapter
 from marin_rl.objectives.importance import mismatch_metrics
 from marin_rl.rollouts.metrics import FailureReports
 from marin_rl.rollouts.run_rollouts import RolloutRunner
@@ -68,7 +69,9 @@ class TrainingRun:
     """Computes advantages and batches."""
     learner: Learner
     """Computes weight updates."""
-    history: WeightHistory[LmHeadModel] | None
+    base: LmHeadModel | None
+    """Weights that the trained adapter changes; None if whole models are trained."""
+    history: WeightHistory[LmHeadModel | Adapter] | None
     """Keeps the weights that buffered groups were sampled with, if the off-policy correction needs them."""
     runner: RolloutRunner
     """Runs the episodes of evaluations, with the sampler of this process."""
@@ -90,7 +93,7 @@ class TrainingRun:
     def publish_weights(self) -> None:
         """Send the weights to the sampler of this process, the weight history and the rollout source."""
         policy, version = policy_of(self.trainer_state.model), self.state.progress.step
-        self.runner.sampler.update_weights(policy, version)
+        self.runner.sampler.update_weights(assemble(policy, self.base), version)
         if self.history is not None:
             self.history.keep(policy, version)
         self.collector.rollout_source.publish(policy, version)

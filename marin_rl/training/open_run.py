@@ -20,8 +20,8 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.ray_cluster import check_worker_devices
 from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
 from marin_rl.learner.critic import policy_of
-from marin_rl.learner.starting_weights import first_policy
 from marin_rl.learner.weight_history import WeightHistory
+from marin_rl.models.lora import Adapter
 from marin_rl.rollouts.metrics import FailureReports
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
@@ -111,7 +111,7 @@ def open_run(
                 files = _compare_files(loaded, inputs, report, accept=accept_changes)
         if loaded is None:
             with _interruptible():
-                policy = first_policy(config.initialize_from, parts.model, parts.tokenizer, parts.trainer, config.seed)
+                policy = parts.first_policy()
             runner = _open_runner(parts, reward_functions, policy, version=0)
             trainer_state, progress = _start(parts, policy, runner, store, report, stop_requested, timer)
         else:
@@ -129,7 +129,7 @@ def open_run(
         )
         if loaded is not None:
             state.replay.load(loaded.replay, loaded.checkpoint.path / REPLAY)
-        history: WeightHistory[LmHeadModel] | None = None
+        history: WeightHistory[LmHeadModel | Adapter] | None = None
         if replay.keep_sampling_weights:
             history = WeightHistory(replay.max_staleness + 1)
             history.keep(policy_of(trainer_state.model), progress.step)
@@ -143,7 +143,7 @@ def open_run(
             state.save(checkpoints, trainer_state, rollout_source.counts, files)
         batch_builder = make_batch_builder(
             parts,
-            parts.scorer.score,
+            parts.score,
             _make_score_reference(parts, checkpoints),
             None if history is None else history.get,
         )
@@ -163,6 +163,7 @@ def open_run(
             ),
             batch_builder=batch_builder,
             learner=learner,
+            base=parts.base,
             history=history,
             runner=runner,
             store=store,
@@ -235,6 +236,7 @@ def _close(store: RolloutStore) -> None:
 
 def _load(parts: RunParts, checkpoint: Checkpoint) -> _Loaded:
     progress = read_progress(checkpoint)
+    parts.check_base(progress.base)
     state = parts.saved_spec(checkpoint).restore_state(checkpoint, parts.learner)
     return _Loaded(checkpoint, progress, state, checkpoint.read(REPLAY), RunFiles.decode(checkpoint.read(RUN_FILES)))
 
@@ -275,7 +277,7 @@ def _report_resume(loaded: _Loaded, checkpoints: Checkpoints, report: Report) ->
 
 def _start(
     parts: RunParts,
-    policy: LmHeadModel,
+    policy: LmHeadModel | Adapter,
     runner: RolloutRunner,
     store: RolloutStore,
     report: Report,
@@ -284,7 +286,7 @@ def _start(
 ) -> tuple[TrainerState, Progress]:
     """Warm up the initial weights if configured, and evaluate them."""
     config = parts.config
-    progress = Progress(vocab_size=policy.vocab_size)
+    progress = Progress(vocab_size=parts.assemble(policy).vocab_size, base=parts.base_fingerprint)
     stoppable = dataclasses.replace(runner, interrupt=functools.partial(raise_if, stop_requested))
     failures = FailureReports(report)
 
@@ -308,6 +310,7 @@ def _start(
                 stoppable,
                 parts.trainer,
                 parts.layout,
+                base=parts.base,
                 seed=config.seed,
                 block_size=parts.logprob_block,
                 temperature=config.sampling.temperature,
@@ -315,7 +318,7 @@ def _start(
                 stop_requested=stop_requested,
             )
     state = parts.first_state(policy)
-    runner.sampler.update_weights(policy_of(state.model), 0)
+    runner.sampler.update_weights(parts.assemble(policy_of(state.model)), 0)
     groups = measure("before RL")
     if multihost.is_main():
         with writing(store.folder):
@@ -328,14 +331,15 @@ def _make_score_reference(parts: RunParts, checkpoints: Checkpoints) -> ScoreRef
     if not parts.config.kl.needs_reference:
         return None
     first = checkpoints.open(0)
-    return functools.partial(parts.scorer.score, parts.saved_spec(first).restore_policy(first))
+    return functools.partial(parts.score, parts.saved_spec(first).restore_policy(first))
 
 
 def _open_runner(
-    parts: RunParts, reward_functions: RewardFunctions, policy: LmHeadModel, version: WeightVersion
+    parts: RunParts, reward_functions: RewardFunctions, trained: LmHeadModel | Adapter, version: WeightVersion
 ) -> RolloutRunner:
     """Open the trainer's runner: with the configured sampler in `mode: sync`, otherwise with the built-in one."""
     open_sampler = parts.open_sampler if parts.config.mode is Mode.SYNC else parts.open_group_sampler
+    policy = parts.assemble(trained)
     return parts.make_runner(open_sampler(policy, version), policy.vocab_size, reward_functions)
 
 
@@ -355,7 +359,7 @@ def _open_rollout_source(parts: RunParts, inputs: Inputs, runner: RolloutRunner,
 
     return open_worker_pool(
         config.weights,
-        functools.partial(ray_workers, config, inputs, progress.vocab_size),
+        functools.partial(ray_workers, config, inputs, progress.vocab_size, progress.base),
         counts=progress.worker_counts,
         no_progress_timeout=config.workers.no_progress_timeout,
         opened=parts.resources,

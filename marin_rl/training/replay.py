@@ -28,6 +28,7 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.scoring import Scores
 from marin_rl.learner.starting_weights import first_policy
 from marin_rl.learner.train_step import Learner
+from marin_rl.models.lora import Adapter
 from marin_rl.run_parts import RunParts
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.lock import holder
@@ -158,6 +159,7 @@ def replay_step(directory: RunDirectory, config: TrainConfig, step: int) -> Repl
     checkpoint = checkpoints.open(start)
     warn_of_changed_inputs(checkpoint, digest_inputs(original, ("tokenizer", IMPORTS)))
     vocab_size = int(checkpoint.progress["vocab_size"])
+    parts.check_base(checkpoint.progress.get("base", ""))
     state = parts.saved_spec(checkpoint).restore_state(checkpoint, parts.learner)
     metrics: dict[str, float] = {}
     make_builder = functools.partial(
@@ -235,7 +237,7 @@ def _read_groups(
     return stored
 
 
-def _restore_reference(parts: RunParts, checkpoints: Checkpoints) -> LmHeadModel:
+def _restore_reference(parts: RunParts, checkpoints: Checkpoints) -> LmHeadModel | Adapter:
     if 0 not in checkpoints.steps():
         raise ReplayError(
             "kl needs the reference policy, but the run stored no reference_logprobs and kept no checkpoint of step 0; "
@@ -246,7 +248,7 @@ def _restore_reference(parts: RunParts, checkpoints: Checkpoints) -> LmHeadModel
 
 
 def _make_builder(
-    parts: RunParts, reference: Callable[[], LmHeadModel], stored: StoredGroups, step: int
+    parts: RunParts, reference: Callable[[], LmHeadModel | Adapter], stored: StoredGroups, step: int
 ) -> BatchBuilder:
     """Make a batch builder that uses stored scores, and computes those that are not stored."""
     config = parts.config
@@ -265,11 +267,11 @@ def _make_builder(
                 f"{sorted(versions)}, but the run stored no learner_logprobs, and a replay has only the weights of "
                 f"version {step - 1}; replay with --replay.keep_sampling_weights false"
             )
-        score = parts.scorer.score
+        score = parts.score
     score_reference: ScoreReference | None = None
     if config.kl.needs_reference:
         if lacks("reference_logprobs"):
-            score_reference = functools.partial(parts.scorer.score, reference())
+            score_reference = functools.partial(parts.score, reference())
         else:
             score_reference = functools.partial(_stored_scores, stored.scores, "reference_logprobs", None)
     return make_batch_builder(parts, score, score_reference)
@@ -370,26 +372,28 @@ class FakeRun(NamedTuple):
 
 
 def train_on_fake(config: TrainConfig, shape: FakeShape) -> FakeRun:
-    """Train random weights on the same synthetic rollouts for some steps. Nothing is stored.
+    """Train random weights, or a new adapter, on the same synthetic rollouts for some steps. Nothing is stored.
 
     Args:
         config: training config; `model` is set.
         shape: lengths of the rollouts.
     """
     parts = RunParts.start(dataclasses.replace(config, rollout_store=RolloutStoreConfig(every=0)))
-    policy = first_policy(None, parts.model, parts.tokenizer, parts.trainer, config.seed)
-    groups = make_groups(
-        shape, config.rollouts.prompts_per_step, config.rollouts.group_size, policy.vocab_size, config.seed
-    )
+    if config.lora is None:
+        policy = first_policy(None, parts.model, parts.tokenizer, parts.trainer, config.seed)
+    else:
+        policy = parts.first_policy()
+    vocab_size = parts.assemble(policy).vocab_size
+    groups = make_groups(shape, config.rollouts.prompts_per_step, config.rollouts.group_size, vocab_size, config.seed)
     reference = None
     if config.kl.needs_reference:
         # The updates donate the weights.
         copied = jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, policy)
-        reference = functools.partial(parts.scorer.score, copied)
+        reference = functools.partial(parts.score, copied)
     state, steps = parts.first_state(policy), []
-    builder = make_batch_builder(parts, parts.scorer.score, reference)
+    builder = make_batch_builder(parts, parts.score, reference)
     for number in range(1, 1 + shape.steps):
-        trained, metrics = timed_step(parts.model, parts.learner, builder, state, groups, number, policy.vocab_size)
+        trained, metrics = timed_step(parts.model, parts.learner, builder, state, groups, number, vocab_size)
         state = trained.state
         steps.append(metrics)
     rollouts = [rollout for group in groups for rollout in group.rollouts]

@@ -190,6 +190,8 @@ class Progress:
     """Tokens trained on; each epoch counts a token again."""
     vocab_size: int = 0
     """Vocabulary size of the model, which may exceed the tokenizer's."""
+    base: str = ""
+    """Fingerprint of the weights that an adapter changes; empty if whole models are trained."""
     evaluations: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     """Held-out metrics by milestone: `before warm start`, `before RL` and the latest `after RL`."""
     unrecorded: dict[str, float] = dataclasses.field(default_factory=dict)

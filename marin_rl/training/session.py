@@ -20,7 +20,7 @@ import jax
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.ray_cluster import check_ray, find_cluster
-from marin_rl.learner.critic import policy_of
+from marin_rl.learner.critic import assemble, policy_of
 from marin_rl.learner.hf_export import DeviceWeights
 from marin_rl.learner.starting_weights import check_weight_files
 from marin_rl.runs.lock import lock
@@ -238,7 +238,7 @@ def _apply_changes(
 
 def _export(run: TrainingRun, directory: RunDirectory) -> None:
     """Write the final weights in Hugging Face format, atomically."""
-    policy, trainer = policy_of(run.trainer_state.model), run.learner.trainer
+    policy, trainer = assemble(policy_of(run.trainer_state.model), run.base), run.learner.trainer
     weights = DeviceWeights(policy, trainer, run.config.export.numeric_dtype)
     with writing(directory.hf):
         export_folder(weights, run.runner.tokenizer, directory.hf, run.state.progress.step, run.config.sampling.stop)

@@ -18,8 +18,10 @@ from marin_rl.batching.rl_example import pack_batch
 from marin_rl.batching.rollout_batch import RolloutBatch, batch_conversation, join_batches
 from marin_rl.config.sections import WarmStartConfig
 from marin_rl.environments.base import AbstractEnvironment, Split
+from marin_rl.learner.critic import assemble
 from marin_rl.learner.loss import RlLoss
-from marin_rl.learner.train_step import Learner
+from marin_rl.learner.train_step import Frozen, Learner
+from marin_rl.models.lora import Adapter
 from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.objectives.kl import NoKlConfig
 from marin_rl.objectives.policy_loss import ReinforceLossConfig
@@ -41,28 +43,30 @@ class WarmStartError(ValueError):
 
 def warm_start(
     config: WarmStartConfig,
-    model: LmHeadModel,
+    model: LmHeadModel | Adapter,
     runner: RolloutRunner,
     trainer: AbstractTrainerConfig,
     layout: RowLayout,
     *,
+    base: LmHeadModel | None = None,
     seed: int,
     block_size: int,
     temperature: float,
     report: Callable[[str], None],
     stop_requested: Callable[[], bool] = lambda: False,
-) -> LmHeadModel:
+) -> LmHeadModel | Adapter:
     """Train `model` on worked answers or demonstrations until it solves some tasks.
 
     The loss is the policy term of REINFORCE with an advantage of 1 on every assistant token, which is cross-entropy.
 
     Args:
         config: number of updates, learning rate and stopping criterion.
-        model: initial weights; **donated**, use the returned model.
+        model: initial weights, or an adapter; **donated**, use the returned model.
         runner: runs the validation tasks, with the trained weights as version 0; its environment provides all tasks
             and answers.
         trainer: mesh and precision.
         layout: shape of a microbatch.
+        base: weights that an adapter changes; None if `model` is a whole model.
         seed: seed of the run.
         block_size: number of positions with logits in memory at a time.
         temperature: sampling temperature of the accuracy measurement.
@@ -89,7 +93,8 @@ def warm_start(
 
     pad = runner.tokenizer.pad_token_id
     capacity = layout.microbatches(config.batch_size)
-    learner = Learner(trainer, optimizer, loss, num_updates=config.max_steps, capacity=capacity)
+    frozen = None if base is None else Frozen(base)
+    learner = Learner(trainer, optimizer, loss, num_updates=config.max_steps, capacity=capacity, frozen=frozen)
     state = learner.initial_state(model, jax.random.PRNGKey(derive_seed(seed, "warm start") % 2**32))
     for step in range(1, config.max_steps + 1):
         raise_if(lambda: multihost.any_process(stop_requested()))
@@ -100,7 +105,7 @@ def warm_start(
         packed = pack_batch(batch, TokenMeanConfig(), layout, pad_token_id=pad)
         state, metrics = learner.step(state, packed.microbatches)
         if step % config.check_every == 0 or step == config.max_steps:
-            runner.sampler.update_weights(state.model, 0)
+            runner.sampler.update_weights(assemble(state.model, base), 0)
             accuracy = _accuracy(runner, check_tasks, temperature, seed)
             report(f"warm start {step}: loss {float(metrics['loss/total']):.3f}, validation accuracy {accuracy:.3f}")
             if accuracy >= config.target_accuracy:

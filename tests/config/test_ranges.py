@@ -21,12 +21,12 @@ RANGES = {
     "at least 1": """
         ArithmeticConfig.digits ConstantConfig.length EvaluationConfig.samples IcepopConfig.high
         LlmJudgeConfig.max_concurrency LlmJudgeConfig.max_tokens LocalConfig.devices_per_process
-        LocalConfig.num_processes MixturePartConfig.window OpenEnvConfig.max_characters OpenEnvConfig.num_tasks
-        ReasoningGymConfig.size ReloadConfig.keep RolloutConfig.group_size RolloutConfig.max_length
-        RolloutConfig.max_turns RolloutConfig.prompts_per_step SamplingConfig.max_new_tokens SamplingConfig.max_seqs
-        SandboxConfig.file_mb SandboxConfig.output_kb SandboxConfig.threads SandboxConfig.workers
-        ServeConfig.max_body_bytes ServeConfig.max_choices ServeConfig.max_sequences SlicesConfig.num_slices
-        TextArenaConfig.max_characters TextArenaConfig.num_players TextArenaConfig.num_tasks
+        LocalConfig.num_processes LoraConfig.rank MixturePartConfig.window OpenEnvConfig.max_characters
+        OpenEnvConfig.num_tasks ReasoningGymConfig.size ReloadConfig.keep RolloutConfig.group_size
+        RolloutConfig.max_length RolloutConfig.max_turns RolloutConfig.prompts_per_step SamplingConfig.max_new_tokens
+        SamplingConfig.max_seqs SandboxConfig.file_mb SandboxConfig.output_kb SandboxConfig.threads
+        SandboxConfig.workers ServeConfig.max_body_bytes ServeConfig.max_choices ServeConfig.max_sequences
+        SlicesConfig.num_slices TextArenaConfig.max_characters TextArenaConfig.num_players TextArenaConfig.num_tasks
         TextGameConfig.max_characters TextGameConfig.num_tasks TextWorldConfig.max_characters
         TextWorldConfig.num_tasks ToolLimits.max_calls ToolLimits.max_output TrainerConfig.model_axis_size
         TrainerConfig.profiler_num_steps TrainerConfig.profiler_start_step TrainerConfig.replica_dcn_axis_size
@@ -52,10 +52,10 @@ RANGES = {
         VerifiersConfig.held_out VerifiersConfig.validation
     """,
     "above 0": """
-        CriticConfig.coefficient JudgeCriterion.weight LlmJudgeConfig.timeout_seconds MaskMismatchConfig.cap
-        MathVerifyConfig.timeout OpenAiSamplerConfig.timeout RetryConfig.first_seconds RolloutStoreConfig.max_mb
-        SandboxConfig.cpu_seconds SandboxConfig.start_seconds SandboxConfig.wall_seconds TisConfig.cap
-        ToolLimits.max_seconds WarmStartConfig.learning_rate WorkersConfig.heartbeat_timeout
+        CriticConfig.coefficient JudgeCriterion.weight LlmJudgeConfig.timeout_seconds LoraConfig.alpha
+        MaskMismatchConfig.cap MathVerifyConfig.timeout OpenAiSamplerConfig.timeout RetryConfig.first_seconds
+        RolloutStoreConfig.max_mb SandboxConfig.cpu_seconds SandboxConfig.start_seconds SandboxConfig.wall_seconds
+        TisConfig.cap ToolLimits.max_seconds WarmStartConfig.learning_rate WorkersConfig.heartbeat_timeout
         WorkersConfig.no_progress_timeout
     """,
     "at least 1, or null": """

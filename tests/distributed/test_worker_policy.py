@@ -93,7 +93,7 @@ def make_config(folder: Path, refresh: str) -> TrainConfig:
 def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Trainer, WorkerPolicy]]:
     config = make_config(tmp_path, getattr(request, "param", "in_flight"))
     trainer = Trainer(config)
-    policy = WorkerPolicy(config, trainer.vocab_size, TOKEN, trainer.announced)
+    policy = WorkerPolicy(config, trainer.vocab_size, "", TOKEN, trainer.announced)
     trainer.publish()
     policy.fetch([trainer.sender.address])
     yield trainer, policy
@@ -161,7 +161,7 @@ def test_failed_fetch_keeps_weights_and_fails_without_any(
     trainer.publish()
     assert policy.fetch([trainer.sender.address])
     assert policy.version == 1
-    fresh = WorkerPolicy(trainer.config, trainer.vocab_size, TOKEN, trainer.announced)
+    fresh = WorkerPolicy(trainer.config, trainer.vocab_size, "", TOKEN, trainer.announced)
     with Closing(fresh.close), pytest.raises(ServerLostError, match=re.escape(nobody)):
         fresh.fetch([nobody])
 

@@ -17,11 +17,13 @@ from tests.distributed.local_client import LocalClient
 
 
 @contextlib.contextmanager
-def thread_workers(config: TrainConfig, inputs: Inputs, vocab_size: int, secret: str) -> Iterator[CoordinatorClient]:
+def thread_workers(
+    config: TrainConfig, inputs: Inputs, vocab_size: int, base: str, secret: str
+) -> Iterator[CoordinatorClient]:
     """Replacement of `marin_rl.distributed.ray_workers.ray_workers`."""
     client, count = LocalClient(Coordinator(config.workers.heartbeat_timeout)), config.workers.num_workers
     with concurrent.futures.ThreadPoolExecutor(count, "worker") as pool:
-        run = functools.partial(run_worker, config, inputs, vocab_size, secret, client)
+        run = functools.partial(run_worker, config, inputs, vocab_size, base, secret, client)
         running = [pool.submit(run, f"worker-{i}") for i in range(count)]
         try:
             yield client

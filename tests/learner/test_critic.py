@@ -187,7 +187,7 @@ def test_attached_critic_has_the_shapes_of_a_resumed_run(tiny: ModuleType, confi
     trainer = tiny.make_trainer(policy="p=bf16,c=bf16")
     model = tiny.make_model(trainer)
     spec = PolicySpec(tiny.LLAMA, tiny.VOCAB, trainer, config)
-    attached, shape = spec.attach_critic(model), spec.placed_trained
+    attached, shape = spec.attach_critic(model), spec.place(spec.trained)
     assert jax.tree.structure(shape) == jax.tree.structure(attached)
     for expected, leaf in zip(jax.tree.leaves(shape), jax.tree.leaves(attached), strict=True):
         assert (leaf.shape, leaf.dtype) == (expected.shape, jnp.bfloat16)

@@ -393,7 +393,8 @@ def test_code_in_a_checkpoint_is_never_run(tmp_path: Path, monkeypatch) -> None:
 def test_initialized_policy_matches_its_spec(tiny, chat) -> None:
     trainer = tiny.make_trainer(policy="p=bf16,c=bf16")
     model = initialize_policy(tiny.LLAMA, chat, trainer, key=jax.random.PRNGKey(0))
-    shape = PolicySpec(tiny.LLAMA, chat.vocab_size, trainer).placed_policy
+    spec = PolicySpec(tiny.LLAMA, chat.vocab_size, trainer)
+    shape = spec.place(spec.policy)
     assert jax.tree.structure(shape) == jax.tree.structure(model)
     for found, leaf in zip(jax.tree.leaves(shape), jax.tree.leaves(model), strict=True):
         assert (found.shape, found.dtype, found.sharding) == (leaf.shape, leaf.dtype, leaf.sharding)

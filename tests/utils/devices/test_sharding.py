@@ -46,7 +46,11 @@ def test_weights_are_not_made_for_a_mesh_that_does_not_divide_them(
     spec = PolicySpec(tiny.LLAMA, VOCAB, trainer)
     # The checkpoint is not read.
     checkpoint = Checkpoint(Path("absent"), 0, {}, "", {}, {})
-    for use in (lambda: spec.placed_policy, lambda: spec.placed_trained, lambda: spec.restore_policy(checkpoint)):
+    for use in (
+        lambda: spec.place(spec.policy),
+        lambda: spec.place(spec.trained),
+        lambda: spec.restore_policy(checkpoint),
+    ):
         with pytest.raises(ShardingError, match="axis embed has 16 elements, which 3 shards"):
             use()
 
