@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
-from jaxtyping import Int64, Shaped
+from jaxtyping import Bool, Int64, Shaped
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
 
@@ -46,6 +46,7 @@ PER_TOKEN_DTYPES = {
     "values": jnp.float32,
     "returns": jnp.float32,
 }
+OPTIONAL_DTYPES = {"prompt_segment_ids": jnp.int32, "ce_weights": jnp.float32}
 NO_ROLLOUT = -1
 """Rollout id of padding and shared prompts."""
 _ON_LOSS = ("policy_logprobs", "reference_logprobs", "values", "advantages", "returns", "importance_weights")
@@ -114,7 +115,7 @@ class RlExample(eqx.Module):
     A row contains one or several sequences, one segment each. If sequences share a prompt, it is a separate segment,
     before theirs, which start with a copy of the prompt's last token: every token is predicted by the position before
     it. The loss of the whole batch is the plain sum over its microbatches of
-    `Σ loss_weights · term(advantages, …)`; the denominators are in `loss_weights`.
+    `Σ loss_weights · term(advantages, …) + Σ ce_weights · (-log π)`; the denominators are in the weights.
     """
 
     input_ids: NamedArray
@@ -144,6 +145,8 @@ class RlExample(eqx.Module):
     prompt_segment_ids: NamedArray | None = None
     """int32, segment of the shared prompt of each token's sequence, or the token's own segment; 0 for padding. None
     for rows without shared prompts."""
+    ce_weights: NamedArray | None = None
+    """float32, weight of each token in the cross-entropy, on the loss mask or off it; None without cross-entropy."""
     group: GroupRow | None = eqx.field(static=True, default=None)
     """Parts of a row whose sequences share their prompt; None for rows without shared prompts."""
 
@@ -160,6 +163,11 @@ class RlExample(eqx.Module):
         """Return the arrays by name."""
         # `getattr` of an `eqx.Module` takes long.
         return {name: array for name, array in vars(self).items() if name != "group" and array is not None}
+
+    @property
+    def scored_mask(self) -> NamedArray:
+        """Tokens whose log-probability is in the loss: those on the loss mask or with a weight of cross-entropy."""
+        return self.loss_mask if self.ce_weights is None else self.loss_mask | (self.ce_weights != 0)
 
     def to_lm_example(self) -> LmExample:
         """Convert to levanter's `LmExample`, with the loss mask at the predicting positions."""
@@ -252,6 +260,7 @@ def pack_batch(
     *,
     pad_token_id: int,
     own_rows: OwnRows | None = None,
+    ce_mask: Bool[np.ndarray, " tokens"] | None = None,
 ) -> PackedBatch:
     """Pack rollouts into microbatches of a fixed shape.
 
@@ -265,22 +274,30 @@ def pack_batch(
         pad_token_id: token id of the padding.
         own_rows: returns the rows of a microbatch that this process feeds; the microbatches contain only these. Slots,
             denominators and counts are those of all rows. None for all rows.
+        ce_mask: True for the tokens of the cross-entropy, on the loss mask or off it. Each has the weight
+            1 / (number of these tokens in the batch), so the cross-entropy is the mean over them. None without
+            cross-entropy.
 
     Returns:
         The microbatches, and the slot of each sequence.
 
     Raises:
         ValueError: if a sequence is longer than a row, or a rollout does not fit into one microbatch; the message names
-            the rollout.
+            the rollout. Also if `ce_mask` has the first token of a sequence, which is never predicted.
     """
+    scored = batch.loss_mask if ce_mask is None else batch.loss_mask | ce_mask
+    if scored[batch.first_tokens].any():
+        raise ValueError("ce_mask includes the first token of a sequence, which is never predicted")
     has_groups = any(candidate.group for candidate in (layout, *layout.alternatives))
-    prompts = _prompts(batch) if has_groups else None
+    prompts = _prompts(batch, scored) if has_groups else None
     layout, slots = choose_layout(batch.lengths, layout, batch.ids, prompts)
     shape = (count_microbatches(slots), layout.rows_per_microbatch, layout.tokens_per_row)
     places, on_tokens = _place(batch, slots, shape)
     on_tokens |= {"input_ids": batch.input_ids, "loss_mask": batch.loss_mask}
     if layout.group is None:
         del on_tokens["prompt_segment_ids"]
+    if ce_mask is not None:
+        on_tokens["ce_weights"] = ce_mask / max(np.count_nonzero(ce_mask), 1)
     on_loss = {name: getattr(batch, name)[batch.loss_mask] for name in _ON_LOSS}
     # The denominators are those of the whole batch, independent of its split into microbatches and among processes.
     on_loss["loss_weights"] = np.repeat(aggregation.loss_weights(batch.num_loss_tokens), batch.num_loss_tokens)
@@ -288,7 +305,8 @@ def pack_batch(
     rows = slice(None) if own_rows is None else own_rows(layout.rows_per_microbatch)
 
     def scatter(name: str, indices: np.ndarray, values: np.ndarray) -> np.ndarray:
-        array = np.full(math.prod(shape), padding.get(name, 0), PER_TOKEN_DTYPES.get(name, np.int32))
+        dtype = (PER_TOKEN_DTYPES | OPTIONAL_DTYPES)[name]
+        array = np.full(math.prod(shape), padding.get(name, 0), dtype)
         array[indices] = values
         return array.reshape(shape)[:, rows]
 
@@ -307,11 +325,11 @@ def pack_batch(
     return PackedBatch(microbatches, slots, layout, places, int(batch.num_loss_tokens.sum()))
 
 
-def _prompts(batch: RolloutBatch) -> list[list[Prompt]]:
-    """Return per sequence the tokens before the one that predicts its first loss token, or its last without loss."""
+def _prompts(batch: RolloutBatch, scored: Bool[np.ndarray, " tokens"]) -> list[list[Prompt]]:
+    """Return per sequence the tokens before the one that predicts its first scored token, or its last without one."""
     start, lengths = batch.sequence_offsets[:-1], np.diff(batch.sequence_offsets)
-    loss_tokens = np.append(np.flatnonzero(batch.loss_mask), batch.loss_mask.size)
-    first = np.minimum(loss_tokens[np.searchsorted(loss_tokens, start)] - start, lengths)
+    scored_tokens = np.append(np.flatnonzero(scored), scored.size)
+    first = np.minimum(scored_tokens[np.searchsorted(scored_tokens, start)] - start, lengths)
     tokens, size = batch.input_ids.tobytes(), batch.input_ids.itemsize
     bounds = zip((size * start).tolist(), np.maximum(first - 1, 0).tolist(), strict=True)
     prompts = (Prompt(tokens[begin : begin + size * length], length) for begin, length in bounds)

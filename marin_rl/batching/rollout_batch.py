@@ -76,9 +76,8 @@ class RolloutBatch:
                     f"RolloutBatch: {name} is {array.dtype} of shape {array.shape}, expected {np.dtype(dtype)} of "
                     f"shape {shape}"
                 )
-        first = self.sequence_offsets[:-1][np.diff(self.sequence_offsets) > 0]
-        if self.loss_mask[first].any():
-            starts = np.isin(np.arange(self.loss_mask.size), first)
+        if self.loss_mask[self.first_tokens].any():
+            starts = np.isin(np.arange(self.loss_mask.size), self.first_tokens)
             raise self._error(
                 starts & self.loss_mask, "loss_mask includes the first token of a sequence, which is never predicted"
             )
@@ -104,6 +103,11 @@ class RolloutBatch:
         """Index of the first token of each sequence, and at last the number of tokens."""
         return _offsets([*itertools.chain.from_iterable(self.lengths)])
 
+    @property
+    def first_tokens(self) -> Int64[np.ndarray, " sequences"]:
+        """Index of the first token of each sequence that has tokens."""
+        return self.sequence_offsets[:-1][np.diff(self.sequence_offsets) > 0]
+
     @functools.cached_property
     def token_offsets(self) -> Int64[np.ndarray, " rollout_bounds"]:
         """Index of the first token of each rollout, and at last the number of tokens."""
@@ -113,6 +117,17 @@ class RolloutBatch:
     def num_loss_tokens(self) -> Int64[np.ndarray, " rollouts"]:
         """Number of action tokens of each rollout."""
         return np.diff(_offsets(self.loss_mask)[self.token_offsets])
+
+    @property
+    def observation_mask(self) -> Bool[np.ndarray, " tokens"]:
+        """True for the observations within each sequence: all tokens after its first loss token that have no loss.
+
+        The first observation of a sequence is excluded. It contains the task and, if the template rewrote the history,
+        earlier turns.
+        """
+        before = _offsets(self.loss_mask)
+        at_start = np.repeat(before[self.sequence_offsets[:-1]], np.diff(self.sequence_offsets))
+        return ~self.loss_mask & (before[:-1] > at_start)
 
     def split(self, values: Shaped[np.ndarray, " tokens"]) -> list[Shaped[np.ndarray, " _tokens"]]:
         """Split an array over tokens into one view per rollout."""

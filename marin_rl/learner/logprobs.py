@@ -1,9 +1,9 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Per-token log-probabilities and entropy, computed in blocks and only on the loss mask.
+"""Per-token log-probabilities and entropy, computed in blocks and only for tokens with loss.
 
-`[batch, position, vocab]` is never materialized. The positions on each device that predict a token on the loss mask are
+`[batch, position, vocab]` is never materialized. The positions on each device that predict a token with loss are
 gathered, and the head runs over them in blocks. The backward pass recomputes the logits of each block instead of
 storing them.
 """
@@ -27,9 +27,33 @@ from marin_rl.learner.attention_layers import context_shards, with_attention_ker
 from marin_rl.utils.levanter_line import shard
 
 Carry = TypeVar("Carry")
+Statistic = Callable[
+    [Float32[Array, "shard block vocab"], Float32[Array, "shard block vocab"], Int[Array, "shard block"]],
+    Shaped[Array, "shard block"],
+]
+"""Computes a value of each token of a block from its logits, their log-softmax and the target."""
 
 SMALL_BLOCKS = 8
 """The tokens after the last whole block run in blocks of this fraction of its size."""
+
+
+def entropy(
+    logits: Float32[Array, "shard block vocab"],
+    logs: Float32[Array, "shard block vocab"],
+    targets: Int[Array, "shard block"],
+) -> Float32[Array, "shard block"]:
+    """Compute the entropy of the predictive distribution (nats)."""
+    # Not logsumexp(z) - Σ p z: for logits far from 0 that is the small difference of two large numbers.
+    return -jnp.sum(jnp.exp(logs) * logs, axis=-1)
+
+
+def is_most_likely(
+    logits: Float32[Array, "shard block vocab"],
+    logs: Float32[Array, "shard block vocab"],
+    targets: Int[Array, "shard block"],
+) -> Bool[Array, "shard block"]:
+    """Return whether the target has the largest logit, the first one of equal logits."""
+    return jnp.argmax(logits, axis=-1) == targets
 
 
 def policy_activations(model: LmHeadModel, batch: RlExample) -> NamedArray:
@@ -53,9 +77,15 @@ def policy_activations(model: LmHeadModel, batch: RlExample) -> NamedArray:
 
 
 def token_logprobs(
-    activations: NamedArray, lm_head: NamedArray, batch: RlExample, *, temperature: float, block_size: int
+    activations: NamedArray,
+    lm_head: NamedArray,
+    batch: RlExample,
+    *,
+    temperature: float,
+    block_size: int,
+    statistic: Statistic = entropy,
 ) -> tuple[NamedArray, NamedArray]:
-    """Compute the log-probability of every loss token and the entropy of its predictive distribution.
+    """Compute the log-probability of every scored token and a statistic of its predictive distribution.
 
     ```
     log π(x_t | x_<t)  = z[x_t] - logsumexp(z)
@@ -66,13 +96,15 @@ def token_logprobs(
         activations: `{batch, position, embed}`, from
             [`policy_activations`][marin_rl.learner.logprobs.policy_activations].
         lm_head: `{embed, vocab}`, the model's head.
-        batch: the tokens and their loss mask.
+        batch: the tokens and the mask of those to score.
         temperature: divides the logits, above 0; the temperature at which the rollouts were sampled.
         block_size: tokens per device with logits in memory at the same time, at least 1.
+        statistic: second result: [`entropy`][marin_rl.learner.logprobs.entropy] or
+            [`is_most_likely`][marin_rl.learner.logprobs.is_most_likely].
 
     Returns:
-        Log-probabilities and entropies (nats), both `{batch, position}` float32, aligned with the tokens; 0 off the
-        loss mask. The entropy carries no gradient.
+        Log-probabilities (nats) and statistics, both `{batch, position}` float32, aligned with the tokens; 0 off
+        `batch.scored_mask`. The statistic carries no gradient.
     """
     Batch, Pos = batch.input_ids.axes
     (Embed,) = (axis for axis in activations.axes if axis not in (Batch, Pos))
@@ -82,17 +114,18 @@ def token_logprobs(
     activations, lm_head = jax.lax.optimization_barrier((activations, lm_head))
     # The head may be sharded along its embedding axis. Gather it here once instead of in every block.
     lm_head = shard(lm_head)
-    logprobs, entropies = blockwise_logprobs(
+    logprobs, statistics = blockwise_logprobs(
         activations.rearrange((Batch, Pos, Embed)).array,
         lm_head.rearrange((Embed, Vocab)).array,
         to_predictors(batch.input_ids).array,
-        to_predictors(batch.loss_mask).array,
+        to_predictors(batch.scored_mask).array,
         temperature=temperature,
         block_size=block_size,
         shards=_shards_of(Batch),
         position_shards=context_shards(),
+        statistic=statistic,
     )
-    return to_tokens(hax.named(logprobs, (Batch, Pos))), to_tokens(hax.named(entropies, (Batch, Pos)))
+    return to_tokens(hax.named(logprobs, (Batch, Pos))), to_tokens(hax.named(statistics, (Batch, Pos)))
 
 
 def blockwise_logprobs(
@@ -105,8 +138,9 @@ def blockwise_logprobs(
     block_size: int,
     shards: int = 1,
     position_shards: int = 1,
+    statistic: Statistic = entropy,
 ) -> tuple[Float32[Array, "batch position"], Float32[Array, "batch position"]]:
-    """Compute log-probabilities of `targets` and entropies on `mask`, one block of positions at a time.
+    """Compute log-probabilities of `targets` and a statistic on `mask`, one block of positions at a time.
 
     The head runs on the `n` masked positions of each shard, with `n` that of the fullest shard: in blocks of
     `block_size`, and then in blocks of an eighth of it for the rest, so that few logits are computed in vain. The
@@ -125,10 +159,11 @@ def blockwise_logprobs(
         shards: number of devices over which the rows are split; a divisor of `batch`. It does not change results:
             every shard sums its own gradient of the head, and only the totals are communicated.
         position_shards: number of devices over which the positions are split; a divisor of `position`.
+        statistic: computes the second result of each block.
 
     Returns:
-        Log-probabilities and entropies (nats), `[batch, position]` float32; 0 off the mask. The log-probabilities
-        support one reverse-mode differentiation; entropies are constants.
+        Log-probabilities (nats) and statistics, `[batch, position]` float32; 0 off the mask. The log-probabilities
+        support one reverse-mode differentiation; statistics are constants.
     """
     rows, positions = mask.shape[0] // shards, mask.shape[1] // position_shards
     parts = (shards, rows, position_shards, positions)
@@ -141,11 +176,12 @@ def blockwise_logprobs(
         return jnp.swapaxes(array.reshape(shards, position_shards, rows, positions), 1, 2).reshape(mask.shape)
 
     block_size = min(block_size, rows * positions)
-    logprobs, entropies = _logprobs(split(activations), lm_head, split(targets), split(mask), temperature, block_size)
-    return join(logprobs), join(entropies)
+    inputs = split(activations), lm_head, split(targets), split(mask)
+    logprobs, statistics = _logprobs(*inputs, temperature, block_size, statistic)
+    return join(logprobs), join(statistics)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _logprobs(
     activations: Float[Array, "shard token embed"],
     lm_head: Float[Array, "embed vocab"],
@@ -153,8 +189,9 @@ def _logprobs(
     mask: Bool[Array, "shard token"],
     temperature: float,
     block_size: int,
+    statistic: Statistic,
 ) -> tuple[Float32[Array, "shard token"], Float32[Array, "shard token"]]:
-    return _forward(activations, lm_head, targets, mask, temperature, block_size)[0]
+    return _forward(activations, lm_head, targets, mask, temperature, block_size, statistic)[0]
 
 
 def _forward(
@@ -164,6 +201,7 @@ def _forward(
     mask: Bool[Array, "shard token"],
     temperature: float,
     block_size: int,
+    statistic: Statistic,
 ) -> tuple[tuple[Float32[Array, "shard token"], Float32[Array, "shard token"]], tuple[Array, ...]]:
     slots = _masked_tokens(mask, block_size)
 
@@ -171,20 +209,24 @@ def _forward(
         block_slots = _get_block(slots, start, size)
         logits = _logits(_gather(activations, block_slots), lm_head, temperature)
         normalizers = jax.nn.logsumexp(logits, axis=-1)
-        chosen = jnp.take_along_axis(logits, _gather(targets, block_slots)[..., None], axis=-1)[..., 0]
-        # Not logsumexp(z) - Σ p z: for logits far from 0 that is the small difference of two large numbers.
+        block_targets = _gather(targets, block_slots)
+        chosen = jnp.take_along_axis(logits, block_targets[..., None], axis=-1)[..., 0]
         logs = logits - normalizers[..., None]
-        scored = (chosen - normalizers, -jnp.sum(jnp.exp(logs) * logs, axis=-1), normalizers)
+        scored = (chosen - normalizers, statistic(logits, logs, block_targets), normalizers)
         return tuple(_set_block(result, part, start) for result, part in zip(results, scored, strict=True))
 
     zeros = jnp.zeros(slots.shape, jnp.float32)
-    logprobs, entropies, normalizers = _over_blocks(mask, block_size, score, (zeros,) * 3)
+    logprobs, statistics, normalizers = _over_blocks(mask, block_size, score, (zeros,) * 3)
     residuals = (activations, lm_head, targets, mask, normalizers)
-    return (_scatter(logprobs, mask), _scatter(entropies, mask)), residuals
+    return (_scatter(logprobs, mask), _scatter(statistics, mask)), residuals
 
 
 def _backward(
-    temperature: float, block_size: int, residuals: tuple[Array, ...], cotangents: tuple[Array, Array]
+    temperature: float,
+    block_size: int,
+    statistic: Statistic,
+    residuals: tuple[Array, ...],
+    cotangents: tuple[Array, Array],
 ) -> tuple[Array, Array, None, None]:
     activations, lm_head, targets, mask, normalizers = residuals
     slots = _masked_tokens(mask, block_size)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from haliax import NamedArray
 from levanter.metrics import Metric, ReductionType
 
 from marin_rl.batching.rl_example import RlExample
@@ -18,7 +19,7 @@ from marin_rl.learner.critic import ActorCritic, assemble, policy_of
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
 from marin_rl.learner.train_step import Frozen
 from marin_rl.objectives.importance import LogRatioStatistics, Sum, log_ratio_statistics
-from marin_rl.objectives.kl import KlConfig
+from marin_rl.objectives.kl import KlConfig, NoKlConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig, TokenBatch
 from marin_rl.objectives.value_loss import value_loss_terms
 from marin_rl.utils.levanter_line import metric
@@ -28,20 +29,23 @@ _LOG_RATIO = "log_ratio/"
 
 @dataclasses.dataclass(frozen=True)
 class RlLoss:
-    """Loss function for levanter's `Trainer`.
+    """Loss of a microbatch: the sum of the streams `rl` and `ce`, each with its own weights.
 
     ```
-    L = Σ_{rows, t} w_t · [ c_t · term(log π_t, log π_old_t, A_t) + β · kl(log π_t, log π_ref_t)
-                            + v · value(V_t, V_old_t, R_t) ]
+    L = rl + ce
+    rl = Σ_{rows, t} w_t · [ c_t · term(log π_t, log π_old_t, A_t) + β · kl(log π_t, log π_ref_t)
+                             + v · value(V_t, V_old_t, R_t) ]
+    ce = λ · Σ_{rows, t} u_t · (-log π_t)
     ```
 
-    `w` (`RlExample.loss_weights`) already holds the denominators of the whole batch, so any split into microbatches or
-    over a mesh gives the same gradient. `c` (`RlExample.importance_weights`) corrects for a sampler that differs from
-    the learner, and is 1 without a correction.
+    `w` (`RlExample.loss_weights`) and `u` (`RlExample.ce_weights`) already hold the denominators of the whole batch, so
+    any split into microbatches or over a mesh gives the same gradient. `c` (`RlExample.importance_weights`) corrects
+    for a sampler that differs from the learner, and is 1 without a correction. A batch without `ce_weights` has no
+    cross-entropy. Supervised training is the stream `ce` alone.
     """
 
-    policy_loss: PolicyLossConfig
-    """The policy term."""
+    policy_loss: PolicyLossConfig | None
+    """The policy term; None without the stream `rl`."""
     kl: KlConfig
     """Weight and estimator of the KL penalty to the reference."""
     temperature: float
@@ -50,6 +54,8 @@ class RlLoss:
     """Tokens per device with logits in memory at the same time."""
     critic: CriticConfig | None = None
     """Configuration of the value loss; None without a critic."""
+    ce_coefficient: float = 1.0
+    """λ, the weight of the cross-entropy."""
 
     def __call__(
         self,
@@ -76,10 +82,30 @@ class RlLoss:
         logprobs, entropies = token_logprobs(
             trunk, policy_model.get_lm_head(), batch, temperature=self.temperature, block_size=self.block_size
         )
+        total, metrics = jnp.zeros(()), {}
+        if self.policy_loss is not None:
+            total, metrics = self._rl(self.policy_loss, model, batch, trunk, logprobs, entropies)
+        if batch.ce_weights is not None:
+            ce_part = -jnp.sum(batch.ce_weights.array * logprobs.rearrange(batch.input_ids.axes).array)
+            total = total + self.ce_coefficient * ce_part
+            metrics["loss/ce_avg"] = _sum(ce_part)
+        return total, metrics
+
+    def _rl(
+        self,
+        policy_loss: PolicyLossConfig,
+        model: Any,
+        batch: RlExample,
+        trunk: NamedArray,
+        logprobs: NamedArray,
+        entropies: NamedArray,
+    ) -> tuple[jax.Array, dict[str, Metric]]:
         axes = batch.input_ids.axes
         mask, weights = batch.loss_mask.array, batch.loss_weights.array
         learner, policy = logprobs.rearrange(axes).array, batch.policy_logprobs.array
-        terms, clipped = self.policy_loss.per_token(
+        if batch.ce_weights is not None:
+            learner = jnp.where(mask, learner, 0)
+        terms, clipped = policy_loss.per_token(
             TokenBatch(learner, policy, batch.advantages.array, mask, batch.rollout_ids.array)
         )
         policy_part = jnp.sum(weights * batch.importance_weights.array * terms)
@@ -105,12 +131,22 @@ class RlLoss:
         return total, metrics
 
 
+def cross_entropy_loss(block_size: int) -> RlLoss:
+    """Return the loss of supervised training: the stream `ce` alone, at temperature 1.
+
+    Args:
+        block_size: tokens per device with logits in memory at the same time.
+    """
+    return RlLoss(None, NoKlConfig(), temperature=1.0, block_size=block_size)
+
+
 def loss_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     """Compute the published metrics of a step from those of [`RlLoss`][marin_rl.learner.loss.RlLoss].
 
     Args:
         updates: metrics of each update of the step, in order. Losses are averaged over updates, all other metrics over
-            all tokens. `objective/entropy` comes from the first update alone, which uses the weights before the step.
+            all tokens. `objective/entropy` comes from the first update alone, which uses the weights before the step;
+            the metrics of log-ratios need the stream `rl`.
     """
     # The parts of the loss add up over the microbatches of an update, and are averaged over the updates of a step.
     published = {
@@ -120,13 +156,14 @@ def loss_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
         for name in updates[0]
         if not name.startswith(_LOG_RATIO)
     }
-    ratios = _log_ratios(updates)
-    published |= {
-        "objective/entropy": _fold([updates[0]["policy/entropy_avg"]]),
-        "policy/approxkl_avg": ratios.approximate_kl,
-        "val/ratio": ratios.mean_ratio,
-        "val/ratio_var": ratios.ratio_variance,
-    }
+    if "policy/entropy_avg" in updates[0]:
+        ratios = _log_ratios(updates)
+        published |= {
+            "objective/entropy": _fold([updates[0]["policy/entropy_avg"]]),
+            "policy/approxkl_avg": ratios.approximate_kl,
+            "val/ratio": ratios.mean_ratio,
+            "val/ratio_var": ratios.ratio_variance,
+        }
     return {name: float(value) for name, value in published.items()}
 
 

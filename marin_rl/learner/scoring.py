@@ -11,14 +11,14 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Bool, Float32
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import RlExample, pack_batch
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.learner.critic import ActorCritic, policy_of
-from marin_rl.learner.logprobs import policy_activations, token_logprobs
+from marin_rl.learner.logprobs import entropy, is_most_likely, policy_activations, token_logprobs
 from marin_rl.learner.train_step import (
     compiler_options,
     place_batch,
@@ -39,6 +39,8 @@ class Scores(NamedTuple):
     """Log-probabilities (nats) of the tokens, 0 off the loss mask."""
     values: Float32[np.ndarray, " tokens"]
     """The critic's values, 0 off the loss mask and without a critic."""
+    is_most_likely: Bool[np.ndarray, " tokens"] | None = None
+    """Whether the token is the most likely one, False off the loss mask; None unless the scorer computes it."""
 
 
 class Scorer:
@@ -56,6 +58,7 @@ class Scorer:
         temperature: float,
         block_size: int,
         capacity: int = 1,
+        accuracy: bool = False,
     ):
         """Build the program that scores a batch.
 
@@ -67,33 +70,40 @@ class Scorer:
             block_size: as for [`token_logprobs`][marin_rl.learner.logprobs.token_logprobs].
             capacity: microbatches that the program has room for, as for
                 [`Learner`][marin_rl.learner.train_step.Learner].
+            accuracy: whether to compute `Scores.is_most_likely`, whose mean is the token accuracy.
         """
         self._trainer = trainer
         self._layout = layout
         self._pad_token_id = pad_token_id
         self._capacity = capacity
+        self._accuracy = accuracy
 
-        def score(model: LmHeadModel | ActorCritic, batch: RlExample) -> tuple[jax.Array, jax.Array]:
+        def score(model: LmHeadModel | ActorCritic, batch: RlExample) -> tuple[jax.Array, ...]:
             with hax.axis_mapping(trainer.compute_axis_mapping):
                 model = trainer.mp.cast_to_compute(model)
                 policy = policy_of(model)
                 trunk = policy_activations(policy, batch)
-                logprobs, _ = token_logprobs(
-                    trunk, policy.get_lm_head(), batch, temperature=temperature, block_size=block_size
+                logprobs, statistics = token_logprobs(
+                    trunk,
+                    policy.get_lm_head(),
+                    batch,
+                    temperature=temperature,
+                    block_size=block_size,
+                    statistic=is_most_likely if accuracy else entropy,
                 )
                 values = model.values(batch, trunk) if isinstance(model, ActorCritic) else hax.zeros_like(logprobs)
-            axes = batch.input_ids.axes
-            return logprobs.rearrange(axes).array, values.rearrange(axes).array
+            scored = (logprobs, values, statistics) if accuracy else (logprobs, values)
+            return tuple(values.rearrange(batch.input_ids.axes).array for values in scored)
 
         def score_microbatches(
             model: LmHeadModel | ActorCritic, batch: RlExample, count: jax.Array
-        ) -> tuple[jax.Array, jax.Array]:
-            def add(index: jax.Array, scored: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                logprobs, values = score(model, take_microbatch(batch, index))
-                return scored[0].at[index].set(logprobs), scored[1].at[index].set(values)
+        ) -> tuple[jax.Array, ...]:
+            def add(index: jax.Array, scored: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                parts = score(model, take_microbatch(batch, index))
+                return tuple(array.at[index].set(part) for array, part in zip(scored, parts, strict=True))
 
             zeros = jnp.zeros(batch.input_ids.array.shape, jnp.float32)
-            return jax.lax.fori_loop(0, count, add, (zeros, zeros))
+            return jax.lax.fori_loop(0, count, add, (zeros,) * (3 if accuracy else 2))
 
         self._function = score_microbatches
         self._score = cast(Any, hax.named_jit)(
@@ -137,6 +147,6 @@ class Scorer:
             stacked, count = stack_microbatches(packed.microbatches, self._capacity), len(packed.microbatches)
             placed = place_batch(stacked, self._trainer, packed.layout.rows_per_microbatch)
             scored = self._score(model, placed, jnp.int32(count))
-        logprobs, values = (packed.unpack(multihost.fetch(array)[:count]) for array in scored)
+        logprobs, values, *rest = (packed.unpack(multihost.fetch(array)[:count]) for array in scored)
         # Rounding may lift the log-probability of a near-certain token above 0.
-        return Scores(np.minimum(logprobs, 0.0), values)
+        return Scores(np.minimum(logprobs, 0.0), values, rest[0] > 0 if self._accuracy else None)

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from marin_rl.batching.packing import RowLayout
-from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample
+from marin_rl.batching.rl_example import OPTIONAL_DTYPES, PER_TOKEN_DTYPES, RlExample
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.weights.manifest import copy_program, named_leaves
@@ -293,10 +293,9 @@ def _batch(layout: RowLayout) -> RlExample:
     """Return a microbatch without content."""
     axes = (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.tokens_per_row))
     shape = [axis.size for axis in axes]
-    names = [*PER_TOKEN_DTYPES, *(["prompt_segment_ids"] if layout.group else [])]
-    arrays = {
-        name: hax.NamedArray(cast(Any, np.zeros(shape, PER_TOKEN_DTYPES.get(name, np.int32))), axes) for name in names
-    }
+    optional = {"prompt_segment_ids": layout.group is not None}
+    dtypes = PER_TOKEN_DTYPES | {name: OPTIONAL_DTYPES[name] for name, needed in optional.items() if needed}
+    arrays = {name: hax.NamedArray(cast(Any, np.zeros(shape, dtype)), axes) for name, dtype in dtypes.items()}
     return RlExample(**arrays, group=layout.group)
 
 

@@ -186,7 +186,8 @@ class BatchBuilder:
             rollouts = np.flatnonzero(versions == version)
             weights = model if version == newest else self.sampling_weights(version)
             tokens = batch.tokens_of(rollouts)
-            logprobs[tokens], values[tokens] = self.score(weights, batch.take(rollouts))
+            scores = self.score(weights, batch.take(rollouts))
+            logprobs[tokens], values[tokens] = scores.logprobs, scores.values
         former = np.flatnonzero(versions != newest)
         if self.has_critic and former.size:
             values[batch.tokens_of(former)] = self.score(model, batch.take(former)).values

@@ -3,7 +3,6 @@
 
 """Supervised warm start: train on worked answers until RL has correct answers to reinforce."""
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -19,12 +18,10 @@ from marin_rl.batching.rollout_batch import RolloutBatch, batch_conversation, jo
 from marin_rl.config.sections import WarmStartConfig
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.learner.critic import assemble
-from marin_rl.learner.loss import RlLoss
+from marin_rl.learner.loss import cross_entropy_loss
 from marin_rl.learner.train_step import Frozen, Learner
 from marin_rl.models.lora import Adapter
 from marin_rl.objectives.aggregation import TokenMeanConfig
-from marin_rl.objectives.kl import NoKlConfig
-from marin_rl.objectives.policy_loss import ReinforceLossConfig
 from marin_rl.rollouts.metrics import is_correct
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
 from marin_rl.training.evaluation import first_of_each
@@ -57,7 +54,7 @@ def warm_start(
 ) -> LmHeadModel | Adapter:
     """Train `model` on worked answers or demonstrations until it solves some tasks.
 
-    The loss is the policy term of REINFORCE with an advantage of 1 on every assistant token, which is cross-entropy.
+    The loss is the mean cross-entropy of the assistant tokens.
 
     Args:
         config: number of updates, learning rate and stopping criterion.
@@ -85,7 +82,6 @@ def warm_start(
     validation = first_of_each(environment.tasks(Split.VALIDATION), config.check_tasks, runner)
     check_tasks = _require_validation(environment, validation)
     optimizer = AdamConfig(learning_rate=config.learning_rate, lr_schedule="constant", warmup=0, weight_decay=0.0)
-    loss = RlLoss(ReinforceLossConfig(), NoKlConfig(), temperature=1.0, block_size=block_size)
 
     @functools.cache
     def example(index: int) -> RolloutBatch | None:
@@ -93,6 +89,7 @@ def warm_start(
 
     pad = runner.tokenizer.pad_token_id
     capacity = layout.microbatches(config.batch_size)
+    loss = cross_entropy_loss(block_size)
     frozen = None if base is None else Frozen(base)
     learner = Learner(trainer, optimizer, loss, num_updates=config.max_steps, capacity=capacity, frozen=frozen)
     state = learner.initial_state(model, jax.random.PRNGKey(derive_seed(seed, "warm start") % 2**32))
@@ -101,8 +98,7 @@ def warm_start(
         rng = np.random.default_rng(derive_seed(seed, "warm start", step))
         drawn = [example(int(index)) for index in rng.integers(len(tasks), size=config.batch_size)]
         batch = join_batches(require_fitting(drawn, runner))
-        batch = dataclasses.replace(batch, advantages=batch.loss_mask.astype(np.float64))
-        packed = pack_batch(batch, TokenMeanConfig(), layout, pad_token_id=pad)
+        packed = pack_batch(batch, TokenMeanConfig(), layout, pad_token_id=pad, ce_mask=batch.loss_mask)
         state, metrics = learner.step(state, packed.microbatches)
         if step % config.check_every == 0 or step == config.max_steps:
             runner.sampler.update_weights(assemble(state.model, base), 0)

@@ -368,6 +368,52 @@ def test_own_rows_are_those_of_the_whole_batch(drawn: Patterns, layout: RowLayou
             np.testing.assert_array_equal(found, expected[rows], err_msg=name)
 
 
+@settings(deadline=None, max_examples=60)
+@given(patterns(), LAYOUTS, st.randoms(use_true_random=False), st.sets(st.integers(0, 2), min_size=1))
+def test_the_cross_entropy_has_its_own_denominator_in_every_layout(drawn: Patterns, layout, random, own) -> None:
+    rollouts = make_rollouts(drawn)
+    batch = batch_of(rollouts)
+    ce_mask = np.array([random.random() < 0.4 for _ in range(batch.loss_mask.size)], bool)
+    ce_mask[batch.first_tokens] = False
+    made = functools.partial(pack_batch, batch, AGGREGATIONS[2], layout, pad_token_id=PAD)
+    packed = made(ce_mask=ce_mask)
+    weights = packed.unpack(np.stack(arrays(packed, "ce_weights")))
+    assert weights.dtype == np.float32
+    np.testing.assert_array_equal(weights, (ce_mask / max(ce_mask.sum(), 1)).astype(np.float32))
+    # No token is counted twice, or replaced by the copy of a shared prompt.
+    assert sum(np.count_nonzero(weights) for weights in arrays(packed, "ce_weights")) == ce_mask.sum()
+    np.testing.assert_array_equal(
+        packed.unpack(np.stack([np.asarray(example.scored_mask.array) for example in packed.microbatches])),
+        batch.loss_mask | ce_mask,
+    )
+    # The stream `rl` has the same values, although the tokens may be placed differently.
+    alone = made()
+    assert "ce_weights" not in alone.microbatches[0].arrays()
+    for name in ("loss_weights", "advantages", "returns", *SAMPLED):
+        left, right = (each.unpack(np.stack(arrays(each, name))) for each in (packed, alone))
+        np.testing.assert_array_equal(left, right, err_msg=name)
+    rows = np.array(sorted(own))
+    for found, expected in zip(
+        arrays(made(ce_mask=ce_mask, own_rows=lambda _: rows), "ce_weights"), arrays(packed, "ce_weights"), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected[rows])
+
+
+def test_a_first_token_has_no_cross_entropy() -> None:
+    batch = batch_of([ONE_ROW, TWO_ROWS])
+    ce_mask = np.zeros(batch.loss_mask.shape, bool)
+    ce_mask[batch.sequence_offsets[2]] = True
+    with pytest.raises(ValueError, match="ce_mask includes the first token of a sequence, which is never predicted"):
+        pack_batch(batch, AGGREGATIONS[2], RowLayout(6, 2, packed=True), pad_token_id=PAD, ce_mask=ce_mask)
+
+
+def test_observations_are_the_tokens_without_loss_between_those_with_loss() -> None:
+    batch = batch_of([processed("a", "ooxoox", "oooxo."), processed("b", "oooo"), processed("c", "oxxox")])
+    expected = "...oo." + "....o" + "...." + "...o."
+    assert "".join("o" if is_observation else "." for is_observation in batch.observation_mask) == expected
+    assert not batch.without_loss(np.array([0, 2])).observation_mask.any()
+
+
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(
     ("aggregation", "one", "two"),

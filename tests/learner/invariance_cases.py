@@ -385,7 +385,7 @@ class Matrix:
         batch = join_batches([arrange(episode, str(index), BASE) for index, episode in enumerate(self.episodes)])
         scores = scorer.score(model, batch)
         # Rounded, so that the numbers are equal on every mesh.
-        own, values = (batch.actions(array.round(3)) for array in scores)
+        own, values = (batch.actions(array.round(3)) for array in scores[:2])
 
         def near(arrays: Sequence[np.ndarray], scale: float) -> list[np.ndarray]:
             return [array + rng.normal(scale=scale, size=array.shape) for array in arrays]

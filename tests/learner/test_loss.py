@@ -17,7 +17,7 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.rl_example import RlExample
 from marin_rl.learner.critic import ActorCritic, CriticConfig
-from marin_rl.learner.loss import RlLoss, first_log_ratios, loss_metrics
+from marin_rl.learner.loss import RlLoss, cross_entropy_loss, first_log_ratios, loss_metrics
 from marin_rl.learner.train_step import fold_metrics
 from marin_rl.objectives.aggregation import (
     AggregationConfig,
@@ -331,6 +331,65 @@ def test_the_critics_loss_agrees_with_loops_in_float64(shared: bool, clip: float
     if not shared:
         np.testing.assert_allclose(gradient.policy.table.array, policy_gradient.table.array, rtol=1e-5, atol=1e-7)
         assert not np.any(gradient.trunk.head.array)
+
+
+def ce_case(case: Case, batch: RlExample) -> tuple[np.ndarray, RlExample]:
+    """Return tokens of the cross-entropy, some on the loss mask and some off it, and the batch with their weights."""
+    ce_mask = np.random.default_rng(5).random(case.mask.shape) < 0.5
+    ce_mask[:, 0] = False
+    assert (ce_mask & case.mask).any()
+    assert (ce_mask & ~case.mask).any()
+    assert (case.mask & ~ce_mask).any()
+    weights = hax.named(jnp.asarray(ce_mask / ce_mask.sum(), jnp.float32), AXES)
+    return ce_mask, dataclasses.replace(batch, ce_weights=weights)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("policy", ["ppo_clip", "gspo", None])
+def test_the_cross_entropy_is_a_stream_of_its_own(policy: str | None) -> None:
+    case = make_case()
+    case.reference[~case.mask] = case.policy[~case.mask] = np.nan
+    batch = case.batch(SequenceSumConfig())
+    ce_mask, both = ce_case(case, batch)
+    rl = rl_loss("ppo_clip" if policy is None else policy, "k3")
+    loss = dataclasses.replace(rl, ce_coefficient=0.25, policy_loss=None if policy is None else rl.policy_loss)
+    model = make_model(case.table, case.head)
+    (value, metrics), gradient = differentiate(loss, model, both)
+    (alone, rl_metrics), rl_gradient = differentiate(rl, model, batch)
+    if policy is None:
+        alone, rl_metrics, rl_gradient = 0.0, {}, jax.tree.map(jnp.zeros_like, rl_gradient)
+
+    # The mean of -log π over these tokens, and its gradient, with full logits in float64.
+    logprobs, _ = token_values(case.table, case.head, case.ids)
+    np.testing.assert_allclose(float(metrics["loss/ce_avg"]), -logprobs[ce_mask].mean(), rtol=1e-5)
+    np.testing.assert_allclose(value, float(alone) - 0.25 * logprobs[ce_mask].mean(), rtol=1e-5)
+    of_table, of_head = np.zeros(case.table.shape), np.zeros(case.head.shape)
+    for row, position in np.argwhere(ce_mask):
+        hidden = case.table[row, position - 1]
+        logits = hidden @ case.head / TEMPERATURE
+        slope = np.exp(logits) / np.exp(logits).sum() - (np.arange(VOCAB) == case.ids[row, position])
+        slope *= 0.25 / (ce_mask.sum() * TEMPERATURE)
+        of_table[row, position - 1] += case.head @ slope
+        of_head += np.outer(hidden, slope)
+    np.testing.assert_allclose(gradient.table.array, rl_gradient.table.array + of_table, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(gradient.head.array, rl_gradient.head.array + of_head, rtol=1e-4, atol=1e-6)
+    # The metrics of the stream `rl` do not change.
+    assert metrics.keys() == {*rl_metrics, "loss/ce_avg"}
+    for name, expected in rl_metrics.items():
+        np.testing.assert_allclose(float(metrics[name]), float(expected), rtol=1e-6, err_msg=name)
+    assert ("objective/entropy" in loss_metrics([metrics])) == (policy is not None)
+
+
+def test_parts_of_the_cross_entropy_add_up_over_microbatches() -> None:
+    case = make_case()
+    _, batch = ce_case(case, case.batch(SequenceMeanConfig()))
+    model, loss = make_model(case.table, case.head), cross_entropy_loss(block_size=4)
+    whole_loss, whole = loss(model, batch)
+    parts = [loss(rows_of(model, slice(row, row + 1)), rows_of(batch, slice(row, row + 1))) for row in range(ROWS)]
+    np.testing.assert_allclose(sum(float(part[0]) for part in parts), whole_loss, rtol=1e-6)
+    published = loss_metrics([fold_metrics([part[1] for part in parts])])
+    assert published == {"loss/ce_avg": pytest.approx(float(whole["loss/ce_avg"]), rel=1e-6)}
+    assert float(whole_loss) == float(whole["loss/ce_avg"])
 
 
 def test_a_token_without_importance_has_no_policy_loss() -> None:

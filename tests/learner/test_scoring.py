@@ -97,14 +97,16 @@ def make_scorer(trainer, layout: RowLayout) -> Scorer:
 
 
 def assert_scores(found: Scores, expected: Scores) -> None:
-    for name, array in expected._asdict().items():
+    assert found.is_most_likely is None
+    for name in ("logprobs", "values"):
+        array = getattr(expected, name)
         assert getattr(found, name).dtype == np.float32
         np.testing.assert_allclose(getattr(found, name), array, atol=1e-5, err_msg=name)
 
 
 def scores_of(rollouts: RolloutBatch, scores: Scores, indices: Sequence[int]) -> Scores:
     """Scores of some rollouts."""
-    arrays = (rollouts.split(array) for array in scores)
+    arrays = (rollouts.split(array) for array in scores[:2])
     return Scores(*(np.concatenate([array[index] for index in indices]) for array in arrays))
 
 
@@ -128,7 +130,37 @@ def scorer(trainer) -> Scorer:
 
 def test_a_policy_without_a_critic_has_no_values(scorer, rollouts, model, expected) -> None:
     found = scorer.score(model, rollouts)
-    assert_scores(found, expected._replace(values=np.zeros_like(expected.values)))
+    assert_scores(found, without_values(expected))
+
+
+@pytest.mark.medium
+def test_token_accuracy_is_that_of_full_logits(trainer, rollouts, model) -> None:
+    scorer = Scorer(
+        trainer,
+        LAYOUTS["packed, two passes"],
+        pad_token_id=0,
+        temperature=TEMPERATURE,
+        block_size=5,
+        capacity=8,
+        accuracy=True,
+    )
+    Pos = Axis("position", 12)
+    run = jax.jit(lambda ids: jnp.argmax(model(NamedArray(ids, (Pos,)), AttentionMask.causal()).array, axis=-1))
+    input_ids, expected = rollouts.input_ids.copy(), np.zeros(rollouts.loss_mask.shape, bool)
+    for start, end in itertools.pairwise(rollouts.sequence_offsets.tolist()):
+        for position in range(1, end - start):
+            top = run(jnp.asarray(np.pad(input_ids[start:end], (0, 12 - (end - start)))))[position - 1]
+            if position % 2:  # every other token is the most likely one after those before it
+                input_ids[start + position] = top
+            expected[start + position] = input_ids[start + position] == top
+    expected &= rollouts.loss_mask
+    found = scorer.score(model, dataclasses.replace(rollouts, input_ids=input_ids)).is_most_likely
+    np.testing.assert_array_equal(found, expected)
+    assert 10 < expected.sum() < rollouts.loss_mask.sum() - 10
+
+
+def without_values(scores: Scores) -> Scores:
+    return scores._replace(values=np.zeros_like(scores.values))
 
 
 def test_a_rollouts_scores_do_not_depend_on_its_neighbours(scorer, rollouts, critic, expected) -> None:
@@ -155,7 +187,7 @@ def test_weights_are_unchanged(tiny, scorer, rollouts, critic) -> None:
 
 
 def test_no_rollouts_give_no_scores(scorer, rollouts, critic) -> None:
-    assert [array.size for array in scorer.score(critic, rollouts.take(np.array([], np.int64)))] == [0, 0]
+    assert [array.size for array in scorer.score(critic, rollouts.take(np.array([], np.int64)))[:2]] == [0, 0]
 
 
 def test_error_names_the_rollout_of_a_sequence_that_does_not_fit(trainer, rollouts, critic) -> None:
