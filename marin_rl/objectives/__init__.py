@@ -57,6 +57,7 @@ from marin_rl.objectives.shaping import (
 )
 
 if TYPE_CHECKING:
+    from marin_rl.objectives.distillation import DistillationConfig, distillation_advantages
     from marin_rl.objectives.importance import (
         IcepopConfig,
         LogRatioStatistics,
@@ -103,7 +104,7 @@ if TYPE_CHECKING:
     )
     from marin_rl.objectives.value_loss import ValueTerms, explained_variance, value_loss_terms
 
-_DEVICE_MODULES = ("importance", "kl", "policy_loss", "value_loss")
+_DEVICE_MODULES = ("distillation", "importance", "kl", "policy_loss", "value_loss")
 
 
 def __getattr__(name: str) -> Any:
