@@ -17,6 +17,12 @@ from annotated_types import Ge
 import marin_rl.objectives.gae
 import marin_rl.objectives.gigpo
 import marin_rl.rewards.pipeline  # noqa: F401
+from marin_rl.config.reference_config import (
+    InitialReferenceConfig,
+    PolicyReferenceConfig,
+    ReferenceConfig,
+    ServerReferenceConfig,
+)
 from marin_rl.config.sections import (
     EvaluationConfig,
     Mode,
@@ -31,6 +37,7 @@ from marin_rl.learner.config import CriticConfig, ExportConfig, LoraConfig
 from marin_rl.objectives.advantage_inputs import AdvantageConfig
 from marin_rl.objectives.advantages import RlooConfig
 from marin_rl.objectives.aggregation import AggregationConfig, SequenceSumConfig
+from marin_rl.objectives.distillation import DistillationConfig
 from marin_rl.objectives.importance import NoCorrectionConfig, OffPolicyCorrectionConfig
 from marin_rl.objectives.kl import KlConfig, NoKlConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig, ReinforceLossConfig
@@ -114,7 +121,13 @@ class AbstractTrainConfig(ConfigSection):
     policy_loss: PolicyLossConfig = ReinforceLossConfig()
     """Policy term of the loss."""
     kl: KlConfig = NoKlConfig()
-    """KL penalty against the reference policy, which is the policy at the start of RL."""
+    """KL penalty against the reference policy."""
+    reference: ReferenceConfig = dataclasses.field(
+        default=InitialReferenceConfig(), metadata=may_change("base_url", "api_key_env", "timeout", "retry")
+    )
+    """Reference policy of `kl`, and teacher of `distillation`; loaded only if one of them needs it."""
+    distillation: DistillationConfig | None = None
+    """On-policy distillation from the reference; null: none."""
     aggregation: AggregationConfig = SequenceSumConfig()
     """Aggregation of the token losses to a scalar."""
     critic: CriticConfig | None = None
@@ -187,6 +200,11 @@ class AbstractTrainConfig(ConfigSection):
         """Keys of the reward functions that score all rollouts of a step together."""
         sections = nested_sections(self.environment, "environment")
         return [key for key, section in sections if getattr(section, "scope", None) is RewardScope.BATCH]
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference scores the rollouts."""
+        return self.kl.needs_reference or self.distillation is not None
 
     @property
     def num_updates(self) -> int:
@@ -306,13 +324,18 @@ def _check_openai_sampler(config: AbstractTrainConfig, base_url: str) -> Iterato
 def _check_agents(config: AbstractTrainConfig) -> Iterator[str]:
     if not config.advantage.is_token_level:
         return
-    for key, section in nested_sections(config.environment, "environment"):
-        if getattr(section, "runs_agents", False):
-            yield (
-                f"advantage {_advantage_name(config)!r} credits the turns of a rollout in the order of time, but {key} "
-                "runs agents, whose conversations may overlap; use advantage: {type: rloo}, or another that compares "
-                "rollouts (reinforce without gamma)"
-            )
+    for key in _agents(config):
+        yield (
+            f"advantage {_advantage_name(config)!r} credits the turns of a rollout in the order of time, but {key} "
+            "runs agents, whose conversations may overlap; use advantage: {type: rloo}, or another that compares "
+            "rollouts (reinforce without gamma)"
+        )
+
+
+def _agents(config: AbstractTrainConfig) -> list[str]:
+    """Keys of the environments that run agents."""
+    sections = nested_sections(config.environment, "environment")
+    return [key for key, section in sections if getattr(section, "runs_agents", False)]
 
 
 def _check_groups(config: AbstractTrainConfig) -> Iterator[str]:
@@ -366,6 +389,43 @@ def _check_policy_loss(config: AbstractTrainConfig) -> Iterator[str]:
             f"advantage {_advantage_name(config)!r} differs between the tokens of a rollout, but policy_loss "
             f"{loss_name!r} has one ratio per rollout and would average it; set policy_loss: {{type: ppo_clip}}"
         )
+    if config.distillation is not None and config.policy_loss.is_sequence_level:
+        yield (
+            f"distillation gives every token an advantage of its own, but policy_loss {loss_name!r} has one ratio per "
+            "rollout and would average them; set policy_loss: {type: ppo_clip}"
+        )
+
+
+def _check_reference(config: AbstractTrainConfig) -> Iterator[str]:
+    reference, distillation = config.reference, config.distillation
+    if not config.needs_reference and not isinstance(reference, InitialReferenceConfig):
+        yield (
+            "reference is set, but nothing uses it; add distillation: {coefficient: 1.0}, or a kl, such as "
+            "kl: {type: none, watch: true} to measure the distance"
+        )
+    if distillation is not None and distillation.alone and config.filter.drops:
+        yield (
+            f"filter {FilterConfig.get_choice_name(type(config.filter))!r} drops groups with equal rewards, but with "
+            "distillation.alone rewards teach nothing; use filter: {type: keep}"
+        )
+    if distillation is not None and distillation.alone and config.critic is not None:
+        yield (
+            "critic is set, but distillation.alone replaces the advantages that it is for; set critic: null and "
+            "advantage: {type: reinforce}, or distillation.alone: false"
+        )
+    for part in reference.parts:
+        if isinstance(part, ServerReferenceConfig) and config.sampling.temperature != 1.0:
+            yield (
+                f"sampling.temperature is {config.sampling.temperature:g}, but servers return log-probs of prompts at "
+                "temperature 1, which differ from the policy's; set sampling.temperature: 1.0, or load the teacher "
+                "with reference: {type: checkpoint}"
+            )
+        if isinstance(part, PolicyReferenceConfig) and part.context is not None:
+            for key in _agents(config):
+                yield (
+                    f"reference.context adds to the prompt of a task, but {key} runs agents, which write prompts of "
+                    "their own; set reference.context: null"
+                )
 
 
 def _check_sizes(config: AbstractTrainConfig) -> Iterator[str]:
@@ -396,6 +456,7 @@ CHECKS: tuple[Check, ...] = (
     _check_groups,
     _check_critic_and_turns,
     _check_policy_loss,
+    _check_reference,
     _check_sizes,
 )
 """Checks of settings that restrict one another."""
