@@ -1,7 +1,8 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The files and bash commands of `getting_started.md` in order, and the agent of `environments.md` with half of its run."""
+"""The files and bash commands of `getting_started.md` in order, and the agent of `environments.md` with half of its
+run."""
 
 import json
 import os

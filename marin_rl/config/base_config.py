@@ -22,6 +22,7 @@ from marin_rl.config.reference_config import (
     PolicyReferenceConfig,
     ReferenceConfig,
     ServerReferenceConfig,
+    uses_initial_policy,
 )
 from marin_rl.config.sections import (
     EvaluationConfig,
@@ -205,6 +206,11 @@ class AbstractTrainConfig(ConfigSection):
     def needs_reference(self) -> bool:
         """Whether the reference scores the rollouts."""
         return self.kl.needs_reference or self.distillation is not None
+
+    @property
+    def needs_initial_policy(self) -> bool:
+        """Whether the weights at the start of RL score the rollouts."""
+        return self.needs_reference and uses_initial_policy(self.reference)
 
     @property
     def num_updates(self) -> int:

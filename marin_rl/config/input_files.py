@@ -62,7 +62,7 @@ def digest_inputs(config: AbstractTrainConfig, sections: Sequence[str] = ()) -> 
     for section, text in [*paths, *((NAMED, text) for text in named_files(config))]:
         if sections and section not in sections:
             continue
-        for file in _files_of(Path(text).expanduser()):
+        for file in _files_of(Path(text).expanduser(), weights=section == "reference"):
             real = file.resolve()
             if real not in known:
                 known[real] = digest_of(file).sha256
@@ -76,7 +76,10 @@ def _shown(file: Path, text: str) -> str:
     return str(file) if home is None or not file.is_relative_to(home) else f"~/{file.relative_to(home)}"
 
 
-def _files_of(path: Path) -> Iterator[Path]:
+def _files_of(path: Path, *, weights: bool) -> Iterator[Path]:
+    """Yield the files of an input; of a run directory those of its exported weights."""
+    if (path / "hf").is_dir() and all((path / name).exists() for name in RUN_DIRECTORY):
+        path = path / "hf"
     if path.is_file():
         yield path
         if path.suffix == ".py":
@@ -89,12 +92,14 @@ def _files_of(path: Path) -> Iterator[Path]:
             folders.clear()
             continue
         visited.add(real)
-        folders[:] = sorted(name for name in folders if not _is_ignored(name))
-        files = [Path(folder, name) for name in sorted(names) if not _is_ignored(name)]
+        folders[:] = sorted(name for name in folders if not _is_ignored(name, weights))
+        files = [Path(folder, name) for name in sorted(names) if not _is_ignored(name, weights)]
         yield from (file for file in files if file.is_file())
 
 
-def _is_ignored(name: str) -> bool:
+def _is_ignored(name: str, weights: bool) -> bool:
+    if weights and any(fnmatch.fnmatchcase(name, pattern) for pattern in WEIGHTS):
+        return False
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in IGNORED)
 
 

@@ -102,7 +102,7 @@ def load_hf_policy(
                 config=cast(HFCompatConfig, config),
                 axis_mapping=trainer.parameter_axis_mapping,
                 resize_vocab_to_match_tokenizer=False,
-                dtype=trainer.mp.param_dtype if dtype is None else dtype,
+                dtype=cast(Any, trainer.mp.param_dtype if dtype is None else dtype),
             )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise PolicyModelError(

@@ -79,36 +79,41 @@ def _check_vocabulary(path: str, source: str) -> None:
         )
 
 
-def tokenizer_of(source: str) -> str:
-    """Return the `tokenizer.path` of starting weights.
+def tokenizer_of(source: str, key: str = "initialize_from") -> str:
+    """Return the `tokenizer.path` of weights.
+
+    Args:
+        source: run directory, or a folder or hub name in Hugging Face format.
+        key: the setting with this value, for error messages.
 
     Raises:
         TokenizerLoadError: if they have no tokenizer.
     """
-    location = _hf_location(source)
-    if is_hub_name(location):
+    location = _hf_location(source, key)
+    if is_hub_name(location, key):
         return location
-    folder = storage_path(location, "initialize_from")
+    folder = storage_path(location, key)
     if not any((folder / name).exists() for name in (*TOKENIZER_FILES, "tokenizer.model", "vocab.json")):
         raise TokenizerLoadError(
-            f"initialize_from is {source!r}, which has no tokenizer (no {' or '.join(TOKENIZER_FILES)}); set "
+            f"{key} is {source!r}, which has no tokenizer (no {' or '.join(TOKENIZER_FILES)}); set "
             "tokenizer.path to the folder or hub name of the tokenizer that belongs to the weights, or to "
             f"{BYTES} for the built-in byte-level one"
         )
     return BYTES if is_byte_tokenizer(folder) else location
 
 
-def is_hub_name(source: str) -> bool:
-    """Return whether starting weights are a name on the hub and neither a folder nor an address."""
-    folder = storage_path(source, "initialize_from")
+def is_hub_name(source: str, key: str = "initialize_from") -> bool:
+    """Return whether weights are a name on the hub and neither a folder nor an address."""
+    folder = storage_path(source, key)
     return isinstance(folder, Path) and not folder.is_dir()
 
 
-def hf_folder(source: str) -> str:
+def hf_folder(source: str, key: str = "initialize_from") -> str:
     """Return the location of weights in Hugging Face format: `hf/` of a run directory, or `source` itself.
 
     Args:
         source: run directory, or a folder or hub name in Hugging Face format.
+        key: the setting with this value, for error messages.
 
     Returns:
         A local folder or hub name. A folder in an object store is copied into the cache folder of the user.
@@ -117,23 +122,23 @@ def hf_folder(source: str) -> str:
         ValueError: if `source` is the directory of an unfinished run.
         OSError: if a folder in an object store does not exist or cannot be copied.
     """
-    location = _hf_location(source)
-    folder = storage_path(location, "initialize_from")
+    location = _hf_location(source, key)
+    folder = storage_path(location, key)
     if not isinstance(folder, RemotePath):
-        return location if is_hub_name(location) else str(folder)
+        return location if is_hub_name(location, key) else str(folder)
     copy = local_copy(folder, user_cache("weights"))
     logger.info("%s is copied to %s", folder, copy)
     return str(copy)
 
 
-def _hf_location(source: str) -> str:
-    folder = storage_path(source, "initialize_from")
+def _hf_location(source: str, key: str) -> str:
+    folder = storage_path(source, key)
     # Some checkpoints in Hugging Face format have a training config.yaml next to config.json.
     if not (folder / "config.yaml").exists() or (folder / "config.json").exists():
         return source
     if not (folder / "hf" / "config.json").exists():
         raise ValueError(
-            f"initialize_from: the run in {source!r} has not finished: it has no hf/ folder yet. "
+            f"{key}: the run in {source!r} has not finished: it has no hf/ folder yet. "
             "run its command again to finish it"
         )
     location = f"{source.rstrip('/')}/hf"
@@ -141,7 +146,7 @@ def _hf_location(source: str) -> str:
     exported = exported_step(RunDirectory(folder))
     if exported is not None and steps and steps[-1] > exported:
         raise ValueError(
-            f"initialize_from: the run in {source!r} was made longer and has not finished: hf/ is of step "
+            f"{key}: the run in {source!r} was made longer and has not finished: hf/ is of step "
             f"{exported}, its newest checkpoint of step {steps[-1]}. Run its command again to finish it, or give "
             f"the folder of the former weights: {location!r}"
         )

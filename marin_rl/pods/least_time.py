@@ -58,7 +58,7 @@ def trainer_seconds(run: RunShapes, step: StepSize, chip: Chip) -> dict[str, flo
     tokens, context = prompts * step.prompt_tokens + answers, (step.prompt_tokens + step.answer_tokens) / 2
     layers, head = forward_flops(run, tokens, context, 0), forward_flops(run, 0, 0, answers)
     trunks = 1 if config.critic is None or config.critic.shared_trunk else 2
-    own, reference = own_scorings(config), config.kl.needs_reference
+    own, reference = own_scorings(config), config.needs_reference
     passes = 3 if getattr(config.model, "gradient_checkpointing", True) is False else 4
     flops = {"update": config.updates.epochs * (passes * trunks * layers + 4 * head)}
     if own or reference:

@@ -267,7 +267,7 @@ def programs_of(config: TrainConfig, hosts: int) -> list[str]:
     needed = {
         "initial state": True,
         "update": True,
-        "score": config.kl.needs_reference or own_scorings(config) > 0,
+        "score": config.needs_reference or own_scorings(config) > 0,
         "sampler weights": builtin,
         "resharding": builtin and hosts > 1 and config.mode is Mode.SYNC,
         "prefill": builtin,

@@ -253,7 +253,7 @@ def _held(run: RunShapes) -> dict[str, Number]:
     state = run.parts.make_learner(run.layout, run.base).state_shape(run.spec.trained)
     held = _weights(run, run.trained)
     held["optimizer"] = chip_bytes(run.place(state)) - held["weights"]
-    if run.config.kl.needs_reference:
+    if run.config.needs_reference:
         held["reference"] = chip_bytes(run.sent)
     if run.config.mode is Mode.ASYNC:
         dtype, leaves = run.config.weights.sent_dtype, cast(Any, jax.tree.leaves(run.sent))

@@ -159,24 +159,26 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return byte_tokenizer() if path == BYTES else _load(_find(path), path)
 
 
-def other_tokens(tokenizer: PreTrainedTokenizerBase, of_weights: PreTrainedTokenizerBase) -> dict[int, tuple[str, str]]:
+def other_tokens(
+    tokenizer: PreTrainedTokenizerBase, of_weights: PreTrainedTokenizerBase, *, added: bool = False
+) -> dict[int, tuple[str, str | None]]:
     """Compare the vocabulary of a tokenizer with that of the tokenizer with which weights were trained.
-
-    Added tokens may differ: chat tokens are often added, or take the ids of reserved ones.
 
     Args:
         tokenizer: the tokenizer.
         of_weights: tokenizer of the weights.
+        added: whether to compare added tokens and ids that the weights' tokenizer lacks, too. They may differ in a
+            policy that is trained: chat tokens are often added, or take the ids of reserved ones.
 
     Returns:
-        The ids that both use for different tokens, with the token of each.
+        The ids that both use for different tokens, with the token of each; None if there is none.
     """
-    added = tokenizer.added_tokens_decoder.keys() | of_weights.added_tokens_decoder.keys()
+    ignored = () if added else tokenizer.added_tokens_decoder.keys() | of_weights.added_tokens_decoder.keys()
     theirs = {index: token for token, index in of_weights.get_vocab().items()}
     return {
-        index: (token, theirs[index])
+        index: (token, theirs.get(index))
         for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-        if index not in added and theirs.get(index, token) != token
+        if index not in ignored and theirs.get(index, None if added else token) != token
     }
 
 

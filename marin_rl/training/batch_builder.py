@@ -19,6 +19,7 @@ from marin_rl.config.sections import UpdateConfig
 from marin_rl.learner.scoring import Scores
 from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs, TokenAdvantages, sample_variance
 from marin_rl.objectives.aggregation import AggregationConfig
+from marin_rl.objectives.distillation import DistillationConfig, distillation_advantages
 from marin_rl.objectives.importance import OffPolicyCorrectionConfig, log_weight_statistics, mismatch_metrics
 from marin_rl.objectives.kl import MAX_LOG_RATIO, KlConfig
 from marin_rl.objectives.shaping import TruncationConfig
@@ -49,8 +50,9 @@ class TrainingBatch(NamedTuple):
     """`mismatch/*` metrics of the raw importance weights of the off-policy correction; None without a correction."""
 
 
-ScoreReference = Callable[[RolloutBatch], Scores]
-"""Computes log-probs of rollouts under the reference policy."""
+ScoreReference = Callable[[RolloutBatch, Sequence[Rollout], Any, Any], np.ndarray]
+"""Computes log-probs of rollouts under the reference policy, float32 and 0 off the loss mask, from their arrays and
+records, the newest weights, and the average of the weights (None if the run keeps none)."""
 ScoreFunction = Callable[[Any, RolloutBatch], Scores]
 """Computes log-probs and values of rollouts under the weights of a model."""
 
@@ -61,6 +63,8 @@ class BatchBuilder:
 
     kl: KlConfig
     """KL penalty in the reward."""
+    distillation: DistillationConfig | None = None
+    """Advantage of the tokens under the reference; None without it."""
     advantage: AdvantageConfig
     """Advantage estimator."""
     off_policy_correction: OffPolicyCorrectionConfig
@@ -84,7 +88,7 @@ class BatchBuilder:
     score: ScoreFunction
     """Scores rollouts with the learner's current or former weights."""
     score_reference: ScoreReference | None = None
-    """Scores rollouts with the frozen reference policy; None if `kl` does not need it."""
+    """Scores rollouts with the reference policy; None if nothing needs it."""
     sampling_weights: Callable[[WeightVersion], Any] | None = None
     """Returns the former weights of a version; None if they are not kept."""
     stores_logprobs: Callable[[int], bool] = lambda step: False
@@ -92,7 +96,9 @@ class BatchBuilder:
     own_rows: OwnRows | None = None
     """Returns the rows of a microbatch that this process feeds; None for all."""
 
-    def build(self, groups: Sequence[RolloutGroup], model: Any, step: int, timer: PhaseTimer) -> TrainingBatch:
+    def build(
+        self, groups: Sequence[RolloutGroup], model: Any, step: int, timer: PhaseTimer, average: Any = None
+    ) -> TrainingBatch:
         """Score the rollouts and compute their advantages.
 
         Args:
@@ -100,6 +106,7 @@ class BatchBuilder:
             model: the learner's current weights, of version `step - 1`.
             step: step that trains on the groups.
             timer: accumulates seconds of the phases `batch` and `reference`.
+            average: the average of the learner's weights; None if the run keeps none.
         """
         graded = [rollout for group in groups for rollout in group.rollouts if rollout.rewards]
         if not graded:
@@ -107,7 +114,7 @@ class BatchBuilder:
         with timer.phase("batch"):
             sampled = batch_rollouts(graded, max_length=self.max_length)
         with timer.phase("reference"):
-            scored, learner_logprobs = self._score(sampled, graded, model, step)
+            scored, learner_logprobs = self._score(sampled, graded, model, step, average)
             corrected, mismatch = self._correct(scored, learner_logprobs)
         with timer.phase("batch"):
             k1 = None
@@ -126,6 +133,9 @@ class BatchBuilder:
                 for rollout, of_rollout in zip(group.rollouts, of_group, strict=True)
                 if rollout.rewards
             ]
+            if self.distillation is not None:
+                advantages, measured = self._distill(self.distillation, batch, advantages)
+                metrics |= measured
             batch = batch.with_advantages(advantages)
             if logger.isEnabledFor(logging.DEBUG):
                 _log_advantages(graded, scored, advantages, has_critic=self.has_critic)
@@ -158,11 +168,12 @@ class BatchBuilder:
                     )
 
     def _score(
-        self, batch: RolloutBatch, graded: Sequence[Rollout], model: Any, step: int
+        self, batch: RolloutBatch, graded: Sequence[Rollout], model: Any, step: int, average: Any
     ) -> tuple[RolloutBatch, Float32[np.ndarray, " tokens"] | None]:
         """Fill in reference log-probs and values; also return the learner's log-probs if they are needed."""
         if self.score_reference is not None:
-            batch = dataclasses.replace(batch, reference_logprobs=self.score_reference(batch).logprobs)
+            logprobs = self.score_reference(batch, graded, model, average)
+            batch = dataclasses.replace(batch, reference_logprobs=logprobs)
         corrects = self.off_policy_correction.needs_sampling_logprobs
         if not (self.has_critic or corrects or self.stores_logprobs(step)):
             return batch, None
@@ -216,6 +227,19 @@ class BatchBuilder:
         mean_score = float(np.mean([rollout.total_reward or 0.0 for rollout in graded]))
         metrics["objective/rlhf_reward"] = mean_score - metrics["objective/non_score_reward"]
         return metrics
+
+    def _distill(
+        self, distillation: DistillationConfig, batch: RolloutBatch, advantages: Sequence[TokenAdvantages]
+    ) -> tuple[list[TokenAdvantages], dict[str, float]]:
+        """Add the advantages of distillation to those of the task, or replace them."""
+        own = distillation_advantages(batch.policy_logprobs, batch.reference_logprobs, distillation.coefficient)
+        of_task = 0.0 if distillation.alone else 1.0
+        distilled = [
+            of_rollout._replace(advantages=of_task * of_rollout.advantages + of_tokens)
+            for of_rollout, of_tokens in zip(advantages, batch.actions(own), strict=True)
+        ]
+        kl = -own[batch.loss_mask] / distillation.coefficient
+        return distilled, {"distillation/teacher_kl": float(kl.mean())} if kl.size else {}
 
     def _stored_advantages(
         self,
@@ -275,12 +299,13 @@ def make_batch_builder(
     Args:
         parts: config, layout, tokenizer and mesh.
         score: scores rollouts with the weights of a model.
-        score_reference: scores rollouts with the reference policy; None if `kl` does not need it.
+        score_reference: scores rollouts with the reference policy; None if nothing needs it.
         sampling_weights: returns the former weights of a version; None if they are not kept.
     """
     config = parts.config
     return BatchBuilder(
         kl=config.kl,
+        distillation=config.distillation,
         advantage=config.advantage,
         off_policy_correction=config.off_policy_correction,
         truncation=config.truncation,

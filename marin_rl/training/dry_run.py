@@ -180,7 +180,7 @@ def _directory_state(parts: RunParts, *, accept_changes: bool, named: Collection
             return _DirectoryState(f"the run starts from the beginning, in {directory.path}")
         progress, files, checkpoint = loaded
         compare_on_resume(files, checkpoint.path, digest_inputs(config), accept=accept_changes)
-        if config.kl.needs_reference:
+        if config.needs_initial_policy:
             checkpoints.open(0)
     except StorageError as error:
         # A machine without access to the store can check the config of a run on other machines.

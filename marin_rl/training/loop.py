@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer_state import TrainerState
@@ -238,7 +239,9 @@ def train_on_groups(
     Raises:
         NonFiniteUpdateError: if a loss or gradient is not finite.
     """
-    batch = batch_builder.build(groups, state.model, step, timer)
+    average = state.model_averaging
+    averaged = None if average is None else eqx.combine(average.model_params, state.model)
+    batch = batch_builder.build(groups, state.model, step, timer, averaged)
     with timer.phase("batch"):
         updates = list(batch_builder.minibatches(batch.rollouts, step))
         require_same_batch(step, batch.rollouts, updates)

@@ -32,10 +32,11 @@ from marin_rl.runs.run_directory import CheckpointError
 from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.tokenization.load import TokenPieces
-from marin_rl.training.batch_builder import ScoreReference, make_batch_builder
+from marin_rl.training.batch_builder import make_batch_builder
 from marin_rl.training.collect import GroupCollector
 from marin_rl.training.evaluation import describe_accuracy, evaluate
 from marin_rl.training.loop import TrainingRun
+from marin_rl.training.references import open_reference
 from marin_rl.training.run_state import REPLAY, RUN_FILES, Progress, RunFiles, RunState, compare_on_resume
 from marin_rl.training.shared_run import (
     check_shared_sampling,
@@ -103,7 +104,7 @@ def open_run(
             pieces = TokenPieces(parts.tokenizer.tokenizer)
             store = RolloutStore(folder / "rollouts", config.rollout_store, pieces)
             resources.enter_context(Closing(functools.partial(_close, store)))
-            checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.kl.needs_reference)
+            checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.needs_initial_policy)
             resources.enter_context(Closing(checkpoints.close))
             loaded = checkpoints.restore_newest(functools.partial(_load, parts))
             files = RunFiles(inputs)
@@ -144,7 +145,7 @@ def open_run(
         batch_builder = make_batch_builder(
             parts,
             parts.score,
-            _make_score_reference(parts, checkpoints),
+            open_reference(parts, functools.partial(_initial_policy, parts, checkpoints)),
             None if history is None else history.get,
         )
         return TrainingRun(
@@ -326,12 +327,9 @@ def _start(
     return state, progress
 
 
-def _make_score_reference(parts: RunParts, checkpoints: Checkpoints) -> ScoreReference | None:
-    """Load the reference policy, which is that of step 0; None if `kl` does not need it."""
-    if not parts.config.kl.needs_reference:
-        return None
+def _initial_policy(parts: RunParts, checkpoints: Checkpoints) -> LmHeadModel:
     first = checkpoints.open(0)
-    return functools.partial(parts.score, parts.saved_spec(first).restore_policy(first))
+    return parts.assemble(parts.saved_spec(first).restore_policy(first))
 
 
 def _open_runner(

@@ -28,7 +28,6 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.scoring import Scores
 from marin_rl.learner.starting_weights import first_policy
 from marin_rl.learner.train_step import Learner
-from marin_rl.models.lora import Adapter
 from marin_rl.run_parts import RunParts
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.lock import holder
@@ -45,6 +44,7 @@ from marin_rl.training.loop import (
     train_on_groups,
     update_seconds,
 )
+from marin_rl.training.references import Teacher, open_reference
 from marin_rl.training.run_state import warn_of_changed_inputs
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 from marin_rl.utils.devices.setup import device_peak_bytes
@@ -165,7 +165,7 @@ def replay_step(directory: RunDirectory, config: TrainConfig, step: int) -> Repl
     make_builder = functools.partial(
         _make_builder,
         parts,
-        functools.cache(functools.partial(_restore_reference, parts, checkpoints)),
+        functools.cache(lambda: open_reference(parts, functools.partial(_restore_initial, parts, checkpoints))),
     )
     for number in range(start + 1, step + 1):
         stored = first if number == start + 1 else groups(number)
@@ -237,18 +237,18 @@ def _read_groups(
     return stored
 
 
-def _restore_reference(parts: RunParts, checkpoints: Checkpoints) -> LmHeadModel | Adapter:
+def _restore_initial(parts: RunParts, checkpoints: Checkpoints) -> LmHeadModel:
     if 0 not in checkpoints.steps():
         raise ReplayError(
-            "kl needs the reference policy, but the run stored no reference_logprobs and kept no checkpoint of step 0; "
-            "replay with --kl.type none, or start a run with kl: {type: none, watch: true}"
+            "kl or distillation needs the initial policy, but the run stored no reference_logprobs and kept no "
+            "checkpoint of step 0; replay with --kl.type none, or start a run with kl: {type: none, watch: true}"
         )
     first = checkpoints.open(0)
-    return parts.saved_spec(first).restore_policy(first)
+    return parts.assemble(parts.saved_spec(first).restore_policy(first))
 
 
 def _make_builder(
-    parts: RunParts, reference: Callable[[], LmHeadModel | Adapter], stored: StoredGroups, step: int
+    parts: RunParts, open_reference: Callable[[], ScoreReference | None], stored: StoredGroups, step: int
 ) -> BatchBuilder:
     """Make a batch builder that uses stored scores, and computes those that are not stored."""
     config = parts.config
@@ -269,11 +269,12 @@ def _make_builder(
             )
         score = parts.score
     score_reference: ScoreReference | None = None
-    if config.kl.needs_reference:
+    if config.needs_reference:
         if lacks("reference_logprobs"):
-            score_reference = functools.partial(parts.score, reference())
+            score_reference = open_reference()
         else:
-            score_reference = functools.partial(_stored_scores, stored.scores, "reference_logprobs", None)
+            read = functools.partial(_stored_scores, stored.scores, "reference_logprobs", None)
+            score_reference = lambda batch, *_: read(batch).logprobs  # noqa: E731
     return make_batch_builder(parts, score, score_reference)
 
 
@@ -386,10 +387,10 @@ def train_on_fake(config: TrainConfig, shape: FakeShape) -> FakeRun:
     vocab_size = parts.assemble(policy).vocab_size
     groups = make_groups(shape, config.rollouts.prompts_per_step, config.rollouts.group_size, vocab_size, config.seed)
     reference = None
-    if config.kl.needs_reference:
-        # The updates donate the weights.
+    if config.needs_reference:
+        # The updates donate the weights. A teacher of another size takes other times.
         copied = jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, policy)
-        reference = functools.partial(parts.score, copied)
+        reference = Teacher(parts, parts.assemble(copied)).score
     state, steps = parts.first_state(policy), []
     builder = make_batch_builder(parts, parts.score, reference)
     for number in range(1, 1 + shape.steps):

@@ -4,7 +4,6 @@
 """A run without a model, for the parts of the loop that are plain Python; no function is compiled."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -92,7 +91,7 @@ def bare_builder(
     return make_batch_builder(
         parts,
         score,
-        None if reference is None else functools.partial(score, (reference, zeros)),
+        None if reference is None else lambda batch, *_: score((reference, zeros), batch).logprobs,
         sampling_weights,
     )
 

@@ -26,6 +26,9 @@ def discard(message: str) -> None:
     """Discard a progress message."""
 
 
-def reopen(run: TinyRun, report: Callable[[str], None] = discard, **changes: Any) -> TrainingRun:
+def reopen(
+    run: TinyRun, report: Callable[[str], None] = discard, *, accept_changes: bool = False, **changes: Any
+) -> TrainingRun:
     """Resume a run from its newest checkpoint, with some settings changed."""
-    return open_run(dataclasses.replace(config_of(run), **changes), run.path, report)
+    config = dataclasses.replace(config_of(run), **changes)
+    return open_run(config, run.path, report, accept_changes=accept_changes)

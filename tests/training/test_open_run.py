@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
-import functools
 import json
+import types
 from pathlib import Path
 
 import jax
@@ -94,8 +94,9 @@ def test_reference_is_policy_before_rl(finished_run: TinyRun):
     checkpoint = opened.checkpoints.open(0)
     first = RunParts(opened.config, opened.learner.trainer).saved_spec(checkpoint).restore_policy(checkpoint)
     score_reference = opened.batch_builder.score_reference
-    assert isinstance(score_reference, functools.partial)
-    reference, before, now = map(jax.tree.leaves, (score_reference.args[0], first, opened.trainer_state.model))
+    assert isinstance(score_reference, types.MethodType)
+    teacher = score_reference.__self__.model
+    reference, before, now = map(jax.tree.leaves, (teacher, first, opened.trainer_state.model))
     assert all(np.array_equal(a, b) for a, b in zip(reference, before, strict=True))
     assert not all(np.array_equal(a, b) for a, b in zip(reference, now, strict=True))
 

@@ -1,0 +1,163 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Opens the reference policy of a run: the frozen teacher, server or weights that score its rollouts."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jmp
+import numpy as np
+from levanter.models.lm_model import LmHeadModel
+
+from marin_rl.batching.rollout_batch import RolloutBatch
+from marin_rl.config.reference_config import (
+    CheckpointReferenceConfig,
+    InitialReferenceConfig,
+    PolicyReferenceConfig,
+    ReferenceConfig,
+    ReferencesByEnvironmentConfig,
+    ServerReferenceConfig,
+)
+from marin_rl.environments.base import Split
+from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture
+from marin_rl.learner.starting_weights import hf_folder, tokenizer_of
+from marin_rl.models.hf_config import PolicyModelError
+from marin_rl.run_parts import RunParts
+from marin_rl.tokenization.load import BYTES, load_tokenizer, other_tokens
+from marin_rl.training.batch_builder import ScoreReference
+from marin_rl.types import Rollout
+from marin_rl.utils.errors import UserError
+from marin_rl.utils.levanter_line import max_positions
+
+PATH = "reference.path"
+
+
+class Teacher(NamedTuple):
+    """A frozen model in this process."""
+
+    parts: RunParts
+    """Parts of the run with the architecture of the teacher: its attention kernel, layout and scorer."""
+    model: LmHeadModel
+    """The weights."""
+
+    def score(self, batch: RolloutBatch, rollouts: Sequence[Rollout], live: Any, average: Any) -> np.ndarray:
+        """Compute log-probs of rollouts; a `ScoreReference`."""
+        if (largest := int(batch.input_ids.max())) >= self.model.vocab_size:
+            raise UserError(
+                f"the policy sampled token {largest}, but the teacher in {PATH} has a vocabulary of "
+                f"{self.model.vocab_size}; use a teacher with the vocabulary of the policy"
+            )
+        return self.parts.scorer.score(self.model, batch).logprobs
+
+
+def open_reference(parts: RunParts, initial: Callable[[], LmHeadModel]) -> ScoreReference | None:
+    """Open the reference policy of a run.
+
+    Args:
+        parts: parts of the run.
+        initial: loads the weights at the start of RL.
+
+    Returns:
+        Scores rollouts under the reference; None if nothing uses it.
+
+    Raises:
+        PolicyModelError: if a teacher cannot be loaded, or does not fit the tokenizer or the length of the rollouts.
+        SamplerError: if a server does not return log-probs of prompts, or has another tokenizer.
+        UserError: if an environment has no reference, or too few worked answers for its context.
+    """
+    config = parts.config
+    return _open(config.reference, parts, functools.cache(initial)) if config.needs_reference else None
+
+
+def _open(reference: ReferenceConfig, parts: RunParts, initial: Callable[[], LmHeadModel]) -> ScoreReference:
+    match reference:
+        case InitialReferenceConfig():
+            return Teacher(parts, initial()).score
+        case CheckpointReferenceConfig():
+            return load_teacher(parts, reference.path).score
+        case ServerReferenceConfig():
+            raise NotImplementedError
+        case PolicyReferenceConfig():
+            raise NotImplementedError
+        case ReferencesByEnvironmentConfig():
+            check_environments(parts, reference)
+            opened = {name: _open(part, parts, initial) for name, part in reference.references.items()}
+            return functools.partial(_score_by_environment, opened)
+    raise TypeError(f"no reference {reference!r}")
+
+
+def load_teacher(parts: RunParts, path: str) -> Teacher:
+    """Load a teacher with an architecture of its own, in the compute precision of the run.
+
+    Args:
+        parts: parts of the run.
+        path: a run directory, or a folder or hub name in Hugging Face format.
+
+    Raises:
+        PolicyModelError: if it cannot be loaded, has fewer positions than rollouts have tokens, or another tokenizer
+            than the policy.
+        ValueError: if it is the directory of an unfinished run.
+    """
+    check_tokenizer(parts.config.tokenizer.path, path)
+    config, folder = parts.config, hf_folder(path, PATH)
+    architecture = read_hf_architecture(folder)
+    if (positions := max_positions(architecture)) < config.rollouts.max_length:
+        raise PolicyModelError(
+            f"{PATH} is {path!r}, a model of {positions} positions, but rollouts have up to rollouts.max_length = "
+            f"{config.rollouts.max_length} tokens; lower it, or use another teacher"
+        )
+    precision, kind = parts.trainer.mp, parts.trainer.mp.compute_dtype
+    trainer = dataclasses.replace(parts.trainer, mp=jmp.Policy(kind, kind, precision.output_dtype))
+    own = dataclasses.replace(parts, config=dataclasses.replace(config, model=architecture), trainer=trainer)
+    return Teacher(own, load_hf_policy(folder, parts.tokenizer, trainer, own.model))
+
+
+def check_tokenizer(policy: str | None, path: str) -> None:
+    """Check that every token of the policy's tokenizer, added tokens included, is the same one of the teacher's.
+
+    Args:
+        policy: `tokenizer.path` of the policy.
+        path: the teacher.
+
+    Raises:
+        PolicyModelError: if a token differs; names the first one.
+    """
+    of_teacher = tokenizer_of(path, PATH)
+    if (policy or BYTES) == of_teacher:
+        return
+    others = other_tokens(load_tokenizer(policy or BYTES), load_tokenizer(of_teacher), added=True)
+    for index, (token, of_teacher) in others.items():
+        raise PolicyModelError(
+            f"{PATH} is {path!r}, whose tokenizer differs from the policy's in {len(others):,} tokens: the first is id "
+            f"{index}, {token!r} of the policy and {of_teacher!r} of the teacher; a teacher scores the tokens of the "
+            "policy, so use one with the same tokenizer"
+        )
+
+
+def check_environments(parts: RunParts, reference: ReferencesByEnvironmentConfig) -> None:
+    """Check that every environment has a reference.
+
+    Raises:
+        UserError: if one has none; names it.
+    """
+    names = dict.fromkeys(task.environment for split in (Split.TRAIN,) for task in parts.environment.tasks(split))
+    if missing := [name for name in names if name not in reference.references]:
+        raise UserError(
+            f"reference.references has no entry for the environment {missing[0]!r}, only for "
+            f"{', '.join(map(repr, reference.references))}; add it"
+        )
+
+
+def _score_by_environment(
+    opened: Mapping[str, ScoreReference], batch: RolloutBatch, rollouts: Sequence[Rollout], live: Any, average: Any
+) -> np.ndarray:
+    """Score the rollouts of each environment with its reference."""
+    logprobs, names = np.zeros(batch.input_ids.shape, np.float32), [rollout.task.environment for rollout in rollouts]
+    for name in dict.fromkeys(names):
+        own = np.flatnonzero([name == other for other in names])
+        part = opened[name](batch.take(own), [rollouts[index] for index in own.tolist()], live, average)
+        logprobs[batch.tokens_of(own)] = part
+    return logprobs
