@@ -17,6 +17,7 @@ from levanter.trainer_state import TrainerState
 
 from marin_rl.batching.packing import GroupRow, RowLayout
 from marin_rl.batching.rollout_batch import RolloutBatch
+from marin_rl.config.reference_config import decays
 from marin_rl.config.sections import TOKENS_PER_MICROBATCH, Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
@@ -38,9 +39,10 @@ from marin_rl.rollouts.episode import ConnectAgent
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.runs.saved_checkpoint import Checkpoint
+from marin_rl.sampling.client import read_server_key
 from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.sampling.group_sampler import GroupSampler
-from marin_rl.sampling.openai_sampler import OpenAiSampler, read_server_key
+from marin_rl.sampling.openai_sampler import OpenAiSampler
 from marin_rl.sampling.sampler import Sampler, WeightPoll
 from marin_rl.sampling.stops import stop_table, stop_text_bytes
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -220,7 +222,7 @@ class RunParts:
             load_reload_function(sampler.reload)
             # Workers may have the key on other machines.
             if self.config.mode is Mode.SYNC:
-                read_server_key(sampler)
+                read_server_key(sampler.api_key_env, "sampler")
 
     def open_sampler(
         self, policy: LmHeadModel, version: WeightVersion, weight_poll: WeightPoll | None = None
@@ -382,6 +384,7 @@ class RunParts:
             num_updates=config.num_updates,
             capacity=capacity,
             frozen=None if base is None else Frozen(base),
+            decay=next(iter(decays(config.reference)), None) if config.needs_reference else None,
         )
 
     @functools.cached_property

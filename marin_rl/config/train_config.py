@@ -18,6 +18,7 @@ from levanter.optim.config import AdamConfig, OptimizerConfig
 from levanter.tracker import TrackerConfig
 
 from marin_rl.config.base_config import MODEL_METADATA, TRAINER_METADATA, AbstractTrainConfig
+from marin_rl.config.reference_config import PolicyReferenceConfig
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.models.conversion import check_model
 from marin_rl.models.lora import check_targets
@@ -55,6 +56,14 @@ def _check_model(config: "TrainConfig") -> Iterator[str]:
         yield (
             f"rollouts.max_length is {config.rollouts.max_length}, but the model's context has "
             f"{max_positions(config.model)} tokens (model.seq_len); lower rollouts.max_length or raise model.seq_len"
+        )
+    contexts = [part.context for part in config.reference.parts if isinstance(part, PolicyReferenceConfig)]
+    more = max((context.max_tokens for context in contexts if context is not None), default=0)
+    if not problems and more and config.rollouts.max_length + more > max_positions(config.model):
+        yield (
+            f"reference.context.max_tokens is {more} and rollouts.max_length {config.rollouts.max_length}, but the "
+            f"model's context has {max_positions(config.model)} tokens (model.seq_len); lower one of them or raise "
+            "model.seq_len"
         )
     name = choice_name(config.model)
     if name == "gpt2" and POSITION in (config.trainer.tensor_parallel_axes or ()):

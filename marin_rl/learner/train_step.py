@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from levanter.metrics import Metric, ReductionType, fold
 from levanter.models.lm_model import LmHeadModel
 from levanter.optim.config import OptimizerConfig
+from levanter.optim.model_averaging import EmaModelAveragingConfig
 from levanter.tracker import NoopTracker, current_tracker
 from levanter.trainer_state import TrainerState
 
@@ -111,6 +112,7 @@ class Learner:
         num_updates: int,
         capacity: int = 1,
         frozen: Frozen | None = None,
+        decay: float | None = None,
     ):
         """Build the optimizer.
 
@@ -124,8 +126,11 @@ class Learner:
                 often as necessary, which compiles again.
             frozen: models that the loss also reads, placed on the mesh in compute precision; or their shapes and
                 shardings, as from `placed_shape`, for `lower` alone.
+            decay: weight of the former average of the weights at each update, which the state then contains; None
+                without an average.
         """
         self._frozen_constants, self._frozen = _flatten(frozen)
+        self._averaging = None if decay is None else EmaModelAveragingConfig(decay)
         self._learning_rate = optimizer.lr_scheduler(num_updates)
         self._capacity = capacity
         self._optimizer = skip_nonfinite_updates(optimizer.build(num_updates))
@@ -181,8 +186,12 @@ class Learner:
 
     def _init(self, model: eqx.Module, key: jax.Array) -> TrainerState:
         trainer = self.trainer
-        state = TrainerState.init(self._optimizer, model, key=key, is_trainable=True, mp=trainer.mp)
-        state = dataclasses.replace(state, step=jnp.zeros((), jnp.int32))
+        state = TrainerState.init(
+            self._optimizer, model, key=key, is_trainable=True, mp=trainer.mp, model_averaging=self._averaging
+        )
+        # The average starts as a copy, because updates donate both.
+        averaging = jax.tree.map(jnp.copy, state.model_averaging)
+        state = dataclasses.replace(state, step=jnp.zeros((), jnp.int32), model_averaging=averaging)
         return shard(state, trainer.parameter_axis_mapping)
 
     def step(self, state: TrainerState, microbatches: Sequence[RlExample]) -> tuple[TrainerState, dict[str, Metric]]:

@@ -5,16 +5,14 @@
 
 import asyncio
 import contextlib
-import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from http import HTTPStatus
-from typing import Any
 
 import httpx
 from levanter.models.lm_model import LmHeadModel
 
+from marin_rl.sampling.client import CompletionsClient
 from marin_rl.sampling.completions import completion_body, most_likely_logprob, read_completion
 from marin_rl.sampling.config import OpenAiSamplerConfig, SamplingConfig
 from marin_rl.sampling.sampler import (
@@ -26,21 +24,8 @@ from marin_rl.sampling.sampler import (
 )
 from marin_rl.sampling.stops import stop_table
 from marin_rl.types import Generation, WeightVersion
-from marin_rl.utils.retry import retrying_async
-from marin_rl.utils.settings.fields import read_api_key
 
 logger = logging.getLogger(__name__)
-# httpx logs a line for each request.
-logging.getLogger("httpx").setLevel(logging.WARNING)
-
-_RETRIED_STATUSES = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS})
-"""Client error statuses that are retried, in addition to all server errors (5xx)."""
-_REMEDIES: dict[int, str] = {
-    HTTPStatus.BAD_REQUEST: "raise the server's limits (vLLM: --max-model-len, --max-logprobs) to this run's settings",
-    HTTPStatus.UNAUTHORIZED: "name the environment variable that holds the key in sampler.api_key_env",
-    HTTPStatus.FORBIDDEN: "name the environment variable that holds the key in sampler.api_key_env",
-    HTTPStatus.NOT_FOUND: "correct sampler.model, or sampler.base_url, which ends in /v1 for most servers",
-}
 
 _ADVANCE_SECONDS = 0.05
 """Longest wait for a generation before further requests can start."""
@@ -50,10 +35,6 @@ _SAME = 1e-3
 """Nats; two log-probabilities that differ by less are considered equal."""
 _EXTREME = 1e-2
 """Nats; a distribution this close to deterministic or to uniform hardly changes with the temperature."""
-
-
-class ServerLostError(SamplerError):
-    """The server did not respond, or is temporarily unavailable. The request is retried."""
 
 
 class OpenAiSampler(Sampler):
@@ -98,9 +79,9 @@ class OpenAiSampler(Sampler):
         self._stops = stop_table(vocab_size, self._stop_ids, config.stop, token_bytes)
         self._max_context = max_context
         self._vocab_size = vocab_size
-        self._key = read_server_key(server)
-        # Created once, because it reads the system's certificates.
-        self._tls = httpx.create_ssl_context()
+        self._http = CompletionsClient(
+            "sampler", server.base_url, api_key_env=server.api_key_env, timeout=server.timeout, retry=server.retry
+        )
         self._count = 0
         self._runner: asyncio.Runner | None = None
         self._tasks: dict[asyncio.Task[Generation], int] = {}
@@ -128,7 +109,7 @@ class OpenAiSampler(Sampler):
         self._count += len(requests)
         if self._runner is None and requests:
             self._runner = asyncio.Runner()
-            self._client, self._free = self._open_client(), asyncio.Semaphore(self.batch_size)
+            self._client, self._free = self._http.open(), asyncio.Semaphore(self.batch_size)
             self._ended: asyncio.Queue[asyncio.Task[Generation]] = asyncio.Queue()
         for number, request, limit in zip(numbers, requests, allowed, strict=True):
             assert self._runner is not None
@@ -140,7 +121,7 @@ class OpenAiSampler(Sampler):
     async def _continue(self, number: int, request: SampleRequest, allowed: int, version: WeightVersion) -> Generation:
         async with self._free:
             body = completion_body(self._server.model, request, allowed, self._stop_ids, self._config.stop)
-            response = await self._post(self._client, number, body)
+            response = await self._http.post(self._client, number, body)
         return read_completion(
             response,
             number,
@@ -201,14 +182,6 @@ class OpenAiSampler(Sampler):
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.aclose()
 
-    def _open_client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(
-            timeout=self._server.timeout,
-            verify=self._tls,
-            headers={} if self._key is None else {"Authorization": f"Bearer {self._key}"},
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        )
-
     def update_weights(self, model: LmHeadModel, version: WeightVersion) -> None:
         """Make the server load weights; returns when they are loaded.
 
@@ -235,10 +208,10 @@ class OpenAiSampler(Sampler):
         async def most_likely(client: httpx.AsyncClient, index: int) -> float | None:
             request = SampleRequest((0,), seed=0, max_new_tokens=1, temperature=(1.0, _PROBE_TEMPERATURE)[index])
             body = completion_body(self._server.model, request, 1, self._stop_ids)
-            return most_likely_logprob(await self._post(client, index, body), index)
+            return most_likely_logprob(await self._http.post(client, index, body), index)
 
         async def most_likely_of_both() -> list[float | None]:
-            async with self._open_client() as client:
+            async with self._http.open() as client:
                 return [await most_likely(client, index) for index in range(2)]
 
         plain, warm = asyncio.run(most_likely_of_both())
@@ -255,45 +228,3 @@ class OpenAiSampler(Sampler):
                 "be those of the sampled distribution; start vLLM with --logprobs-mode processed_logprobs, or set "
                 "sampling.temperature: 1.0"
             )
-
-    async def _post(self, client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> object:
-        attempt = functools.partial(self._post_once, client, index, body)
-        return await retrying_async(self._server.retry, (ServerLostError,), attempt)
-
-    async def _post_once(self, client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> object:
-        base_url = self._server.base_url.rstrip("/")
-        try:
-            response = await client.post(f"{base_url}/completions", json=body)
-        except httpx.RequestError as error:
-            raise ServerLostError(
-                f"request {index}: the server at {base_url} does not respond ({type(error).__name__}: {error}); check "
-                "that it is running, and check sampler.base_url and sampler.timeout"
-            ) from error
-        # A server may repeat the key; it is replaced before the cut, which could leave a part of it.
-        status, text = response.status_code, response.text
-        text = (text if self._key is None else text.replace(self._key, "***"))[:500]
-        if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status in _RETRIED_STATUSES:
-            raise ServerLostError(f"request {index}: the server at {base_url} returned status {status}: {text}")
-        if status != HTTPStatus.OK:
-            remedy = _REMEDIES.get(status, "see the server's log")
-            raise SamplerError(f"request {index}: {base_url} rejected it with status {status}: {text}; {remedy}")
-        try:
-            return response.json()
-        except ValueError as error:
-            raise ServerLostError(
-                f"request {index}: the response of the server at {base_url} is not JSON: {text[:200]!r}"
-            ) from error
-
-
-def read_server_key(server: OpenAiSamplerConfig) -> str | None:
-    """Return the key of a server; None if it needs none.
-
-    Raises:
-        ValueError: if the environment variable is not set, or holds no key.
-    """
-    if server.api_key_env is None:
-        return None
-    try:
-        return read_api_key(server.api_key_env)
-    except ValueError as error:
-        raise ValueError(f"sampler.api_key_env: {error}") from None

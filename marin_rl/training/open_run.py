@@ -327,9 +327,9 @@ def _start(
     return state, progress
 
 
-def _initial_policy(parts: RunParts, checkpoints: Checkpoints) -> LmHeadModel:
+def _initial_policy(parts: RunParts, checkpoints: Checkpoints) -> LmHeadModel | Adapter:
     first = checkpoints.open(0)
-    return parts.assemble(parts.saved_spec(first).restore_policy(first))
+    return parts.saved_spec(first).restore_policy(first)
 
 
 def _open_runner(

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jmp
 import numpy as np
 from levanter.models.lm_model import LmHeadModel
@@ -17,17 +18,21 @@ from marin_rl.config.reference_config import (
     CheckpointReferenceConfig,
     InitialReferenceConfig,
     PolicyReferenceConfig,
+    PolicyWeights,
     ReferenceConfig,
     ReferencesByEnvironmentConfig,
     ServerReferenceConfig,
 )
 from marin_rl.environments.base import Split
+from marin_rl.learner.critic import assemble, policy_of
 from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture
 from marin_rl.learner.starting_weights import hf_folder, tokenizer_of
 from marin_rl.models.hf_config import PolicyModelError
+from marin_rl.models.lora import Adapter
 from marin_rl.run_parts import RunParts
 from marin_rl.tokenization.load import BYTES, load_tokenizer, other_tokens
 from marin_rl.training.batch_builder import ScoreReference
+from marin_rl.training.reference_context import ContextPrompts, with_context
 from marin_rl.types import Rollout
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.levanter_line import max_positions
@@ -53,7 +58,7 @@ class Teacher(NamedTuple):
         return self.parts.scorer.score(self.model, batch).logprobs
 
 
-def open_reference(parts: RunParts, initial: Callable[[], LmHeadModel]) -> ScoreReference | None:
+def open_reference(parts: RunParts, initial: Callable[[], LmHeadModel | Adapter]) -> ScoreReference | None:
     """Open the reference policy of a run.
 
     Args:
@@ -72,21 +77,54 @@ def open_reference(parts: RunParts, initial: Callable[[], LmHeadModel]) -> Score
     return _open(config.reference, parts, functools.cache(initial)) if config.needs_reference else None
 
 
-def _open(reference: ReferenceConfig, parts: RunParts, initial: Callable[[], LmHeadModel]) -> ScoreReference:
+def _open(reference: ReferenceConfig, parts: RunParts, initial: Callable[[], LmHeadModel | Adapter]) -> ScoreReference:
     match reference:
         case InitialReferenceConfig():
-            return Teacher(parts, initial()).score
+            return Teacher(parts, parts.assemble(initial())).score
         case CheckpointReferenceConfig():
             return load_teacher(parts, reference.path).score
         case ServerReferenceConfig():
             raise NotImplementedError
         case PolicyReferenceConfig():
-            raise NotImplementedError
+            return _open_policy(parts, reference, initial)
         case ReferencesByEnvironmentConfig():
             check_environments(parts, reference)
             opened = {name: _open(part, parts, initial) for name, part in reference.references.items()}
             return functools.partial(_score_by_environment, opened)
     raise TypeError(f"no reference {reference!r}")
+
+
+def _open_policy(
+    parts: RunParts, reference: PolicyReferenceConfig, initial: Callable[[], LmHeadModel | Adapter]
+) -> ScoreReference:
+    """Open the policy, in rows with room for its context."""
+    config, context = parts.config, reference.context
+    own, prompts = parts, None
+    if context is not None:
+        prompts = ContextPrompts(context, parts.environment, parts.tokenizer, config.seed)
+        longest = config.rollouts.max_length + context.max_tokens
+        rollouts = dataclasses.replace(config.rollouts, max_length=longest, row_length=None)
+        longer = dataclasses.replace(config, rollouts=rollouts, reference=InitialReferenceConfig())
+        own = dataclasses.replace(parts, config=longer)
+    scorer, first = own.scorer, initial() if reference.weights is PolicyWeights.INITIAL else None
+
+    def score(batch: RolloutBatch, rollouts: Sequence[Rollout], live: Any, average: Any) -> np.ndarray:
+        weights = {PolicyWeights.LIVE: live, PolicyWeights.INITIAL: first, PolicyWeights.AVERAGE: average}
+        policy, base = policy_of(weights[reference.weights]), parts.base
+        if own.model != parts.model:
+            policy, base = (_with_blocks(own, policy), None) if base is None else (policy, _with_blocks(own, base))
+        scored = batch if prompts is None else with_context(batch, rollouts, prompts)
+        logprobs = np.zeros(batch.input_ids.shape, np.float32)
+        logprobs[batch.loss_mask] = scorer.score(assemble(policy, base), scored).logprobs[scored.loss_mask]
+        return logprobs
+
+    return score
+
+
+def _with_blocks(parts: RunParts, model: LmHeadModel) -> LmHeadModel:
+    """Return a model with the same arrays and the attention blocks of longer rows."""
+    structure = jax.tree.structure(parts.policy_spec(model.vocab_size).policy)
+    return jax.tree.unflatten(structure, jax.tree.leaves(model))
 
 
 def load_teacher(parts: RunParts, path: str) -> Teacher:

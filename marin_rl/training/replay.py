@@ -237,14 +237,14 @@ def _read_groups(
     return stored
 
 
-def _restore_initial(parts: RunParts, checkpoints: Checkpoints) -> LmHeadModel:
+def _restore_initial(parts: RunParts, checkpoints: Checkpoints) -> LmHeadModel | Adapter:
     if 0 not in checkpoints.steps():
         raise ReplayError(
             "kl or distillation needs the initial policy, but the run stored no reference_logprobs and kept no "
             "checkpoint of step 0; replay with --kl.type none, or start a run with kl: {type: none, watch: true}"
         )
     first = checkpoints.open(0)
-    return parts.assemble(parts.saved_spec(first).restore_policy(first))
+    return parts.saved_spec(first).restore_policy(first)
 
 
 def _make_builder(
