@@ -48,6 +48,9 @@ class ServeConfig(ConfigSection):
     `rollouts.max_length` of the run, or the model's positions up to 4,096."""
     max_new_tokens: Annotated[int, Ge(1)] | None = None
     """Maximum number of new tokens of a sequence; null: `sampling.max_new_tokens` of the run, or all that fit."""
+    score_prompts: bool = False
+    """Whether requests with `echo` and `max_tokens: 0` get the log-probabilities of their prompts, as a teacher of
+    other runs needs. It keeps a second copy of the weights, and compiles another program."""
     max_choices: Annotated[int, Ge(1)] = 128
     """Maximum number of sequences of a request: prompts times `n`."""
     max_sequences: Annotated[int, Ge(1)] = 1024
@@ -115,6 +118,7 @@ def serve(config: ServeConfig) -> None:
             max_new_tokens=config.max_new_tokens,
             max_context=config.max_context,
             call_seconds=CALL_SECONDS,
+            score_prompts=config.score_prompts,
         )
         name = config.name or Path(str(config.run or config.model)).resolve().name
         limits = RequestLimits(
@@ -128,6 +132,8 @@ def serve(config: ServeConfig) -> None:
         )
         print("compiling the programs", file=sys.stderr, flush=True)
         policy.sampler.compile()
+        if policy.score is not None:
+            policy.score([(0, 0)])
         engine = Engine(policy.sampler, policy.tokenizer.decode_reply)
         app = Server(
             engine,
@@ -138,6 +144,7 @@ def serve(config: ServeConfig) -> None:
             max_sequences=config.max_sequences,
             max_body_bytes=config.max_body_bytes,
             client_seconds=config.client_seconds,
+            score=policy.score,
         )
         server = HttpServer(app.app(), config.client_seconds, config.drain_seconds)
         print(

@@ -15,10 +15,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from marin_rl.config.base_config import AbstractTrainConfig
+from marin_rl.config.reference_config import CheckpointReferenceConfig
 from marin_rl.tokenization.config import BYTES, PLAIN
 from marin_rl.utils.errors import explain, nearest_file
 from marin_rl.utils.hub import HubError, check_source
-from marin_rl.utils.settings.fields import changeable_keys, input_files, is_within, local_inputs, named_files
+from marin_rl.utils.settings.fields import (
+    changeable_keys,
+    input_files,
+    is_within,
+    local_inputs,
+    named_files,
+    nested_sections,
+)
 from marin_rl.utils.storage import WEIGHTS, digest_of, user_path
 from marin_rl.utils.user_code import imported_files
 
@@ -123,6 +131,9 @@ def file_problems(config: AbstractTrainConfig) -> Iterator[str]:
     # A run that resumes does not read initialize_from again.
     is_new = "://" in config.run_dir or not user_path(config.run_dir, "run_dir").exists()
     folders = {"tokenizer.path": config.tokenizer.path, "initialize_from": config.initialize_from if is_new else None}
+    for key, part in nested_sections(config.reference, "reference"):
+        if isinstance(part, CheckpointReferenceConfig):
+            folders[f"{key}.path"] = part.path
     for key, text in folders.items():
         if text is not None and text != BYTES and "://" not in text:
             try:

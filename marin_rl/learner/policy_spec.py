@@ -188,3 +188,15 @@ def _size(tree: Any) -> int:
 def only_arrays(model: LmHeadModel) -> LmHeadModel:
     """Drop the flags of dropout that GPT-2 has among its weights, which no checkpoint has; nothing uses dropout."""
     return eqx.filter(model, eqx.is_array)
+
+
+def with_config(policy: LmHeadModel, model: LmConfig, trainer: AbstractTrainerConfig) -> LmHeadModel:
+    """Return the same arrays as a model with other settings, such as the attention kernel of longer rows.
+
+    Args:
+        policy: the policy.
+        model: its architecture, with the other settings.
+        trainer: parameter precision.
+    """
+    shape = PolicySpec(model, policy.vocab_size, trainer).policy
+    return jax.tree.unflatten(jax.tree.structure(shape), jax.tree.leaves(policy))

@@ -84,7 +84,7 @@ class CompletionsClient:
         except httpx.RequestError as error:
             raise ServerLostError(
                 f"request {index}: the server at {base_url} does not respond ({type(error).__name__}: {error}); check "
-                "that it is running, and check {self._section}.base_url and {self._section}.timeout"
+                f"that it is running, and check {self._section}.base_url and {self._section}.timeout"
             ) from error
         # A server may repeat the key; it is replaced before the cut, which could leave a part of it.
         status, text = response.status_code, response.text

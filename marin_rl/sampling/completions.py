@@ -124,6 +124,64 @@ def most_likely_logprob(response: object, index: int) -> float | None:
     return max((float(value) for value in listed[0].values() if _is_logprob(value)), default=None)
 
 
+def echo_body(model: str, prompts: Sequence[Sequence[int]] | str) -> dict[str, Any]:
+    """Build the JSON body of a request for the log-probabilities of prompts, without new tokens.
+
+    Args:
+        model: name of the model on the server.
+        prompts: tokens of each prompt, or a text, which the server tokenizes.
+    """
+    listed = prompts if isinstance(prompts, str) else [list(prompt) for prompt in prompts]
+    return {
+        "model": model,
+        "prompt": listed,
+        "max_tokens": 0,
+        "echo": True,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "temperature": 1.0,
+    }
+
+
+def read_echo(response: object, index: int, count: int) -> list[tuple[list[int], list[float]]]:
+    """Read the tokens of prompts and their log-probabilities from a response, and validate them.
+
+    Args:
+        response: the server's response, parsed.
+        index: index of the request, for error messages.
+        count: number of prompts in the request.
+
+    Returns:
+        The tokens of each prompt, and the log-probability of each; 0 for the first one, which nothing predicts.
+
+    Raises:
+        SamplerError: if a field is missing or invalid.
+    """
+    choices = response.get("choices") if isinstance(response, Mapping) else None
+    if not isinstance(choices, list) or len(choices) != count or not all(isinstance(c, Mapping) for c in choices):
+        raise SamplerError(
+            f"request {index}: the server returned {_shown(response)}, which is not one completion for each of the "
+            f"{count} prompts; it must honour echo with max_tokens: 0"
+        )
+    if [choice.get("index") for choice in choices] != list(range(count)):
+        raise SamplerError(f"request {index}: the completions of the server are not in the order of the prompts")
+    read = []
+    for choice in choices:
+        tokens = choice.get("prompt_token_ids")
+        if not isinstance(tokens, list):
+            raise SamplerError(
+                f"request {index}: prompt_token_ids is {_shown(tokens)} in the server's response; it must honour "
+                "return_token_ids, as recent versions of vLLM do"
+            )
+        fields = choice.get("logprobs")
+        listed = fields.get("token_logprobs") if isinstance(fields, Mapping) else None
+        # The first one, null, stands for no prediction.
+        rest = {"logprobs": {"token_logprobs": listed[1:] if isinstance(listed, list) else listed}}
+        values = _token_logprobs(rest, index, len(tokens) - 1)
+        read.append((tokens, [0.0, *(min(value, 0.0) for value in values)]))
+    return read
+
+
 def _only_choice(response: object, index: int) -> Mapping[str, Any]:
     choices = response.get("choices") if isinstance(response, Mapping) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):

@@ -6,12 +6,14 @@
 Its limits are those of the requests that are in progress together.
 """
 
+import asyncio
 import collections
 import contextlib
 import hmac
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Literal
 
@@ -34,6 +36,8 @@ from marin_rl.utils.settings.fields import is_loopback
 Resource = Literal["requests", "sequences", "bytes of requests"]
 Admit = Callable[[Resource, int], None]
 """Adds to a request's use of a resource, or raises `ApiError`; `request.state.admit` in endpoints."""
+ScorePrompts = Callable[[Sequence[tuple[int, ...]]], list[list[float]]]
+"""Returns the log-probabilities of the tokens of each prompt after the first."""
 MAX_BODIES = 256
 """Maximum size of the bodies of all requests in progress together, as a multiple of that of one."""
 _HOST = re.compile(r"\[?([^\[\]]*?)\]?(?::\d+)?")
@@ -149,6 +153,7 @@ class Server:
         max_sequences: int,
         max_body_bytes: int = MAX_BODY_BYTES,
         client_seconds: float,
+        score: ScorePrompts | None = None,
     ) -> None:
         """Create the application.
 
@@ -161,7 +166,9 @@ class Server:
             max_sequences: maximum number of sequences in progress and waiting.
             max_body_bytes: maximum size of a request's body.
             client_seconds: maximum time in which a client sends the body of a request.
+            score: returns the log-probabilities of prompts; called in one thread. None if the server has none.
         """
+        self._score, self._scoring = score, ThreadPoolExecutor(1, thread_name_prefix="score")
         self.model = model
         self.chat_prompt = tokenizer.prompt_tokens
         self.reply = engine.reply
@@ -215,6 +222,16 @@ class Server:
 
     async def refuse(self, error: ApiError) -> None:
         """Do nothing."""
+
+    async def prompt_logprobs(self, prompts: Sequence[tuple[int, ...]]) -> list[list[float]]:
+        """Return the log-probabilities of the tokens of prompts after the first, of one request at a time."""
+        if self._score is None:
+            raise ApiError(
+                "echo: the server does not score prompts; start it with --score_prompts true",
+                param="echo",
+                code="unsupported_parameter",
+            )
+        return await asyncio.get_running_loop().run_in_executor(self._scoring, self._score, prompts)
 
     def discard(self, response_id: str, num_sent: int) -> None:
         """Do nothing."""

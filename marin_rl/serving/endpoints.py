@@ -29,6 +29,7 @@ from marin_rl.serving.protocol import (
     GenerateRequest,
     RequestLimits,
     TextParams,
+    check_tokens,
     engine_requests,
     parse_body,
 )
@@ -84,6 +85,10 @@ class AbstractPolicy(Protocol):
 
     def reply(self, request: EngineRequest, *, streamed: bool) -> AsyncGenerator[TextPart, None]:
         """Sample a reply, as `Engine.reply` does."""
+        ...
+
+    async def prompt_logprobs(self, prompts: Sequence[tuple[int, ...]]) -> list[list[float]]:
+        """Return the log-probabilities of the tokens of prompts after the first, or raise `ApiError`."""
         ...
 
     def discard(self, response_id: str, num_sent: int) -> None:
@@ -161,6 +166,9 @@ class Endpoints:
             try:
                 body, prompts = await self._prepare(policy, body_class, data)
                 head = response_head(body)
+                if isinstance(body, CompletionRequest) and body.echo:
+                    request.state.admit("sequences", len(prompts))
+                    return await self._echo(policy, body, head, prompts)
                 id = head.get("id") or head["request_id"]
                 requests = engine_requests(prompts, body, self._limits, id)
                 request.state.admit("sequences", len(requests))
@@ -175,6 +183,26 @@ class Endpoints:
         end = await while_connected(request.receive, sample())
         # Not before, because a complete response counts as a disconnection, too.
         await end(request.scope, request.receive, send)
+
+    async def _echo(
+        self,
+        policy: AbstractPolicy,
+        body: CompletionRequest,
+        head: Mapping[str, Any],
+        prompts: Sequence[tuple[int, ...]],
+    ) -> ASGIApp:
+        """Return the response with the log-probabilities of prompts."""
+        for prompt in prompts:
+            check_tokens(prompt, self._limits)
+            self._limits.check_length("prompt", prompt)
+        num_tokens = sum(map(len, prompts))
+        await policy.admit(len(prompts), num_tokens)
+        scores = await policy.prompt_logprobs(prompts)
+        choices = [
+            Choice(index, prompt, body, self._piece, False).echo(logprobs)
+            for index, (prompt, logprobs) in enumerate(zip(prompts, scores, strict=True))
+        ]
+        return json_response({**head, "choices": choices, "usage": usage(num_tokens, 0)})
 
     def _choices(self, body: AnyRequest, requests: Sequence[EngineRequest]) -> list[Choice]:
         prompts = [one.sample.prompt_tokens for one in requests]

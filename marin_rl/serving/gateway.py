@@ -76,6 +76,10 @@ class _Episode:
             await notice_leaving()
             self.recorder.mark_truncated()
 
+    async def prompt_logprobs(self, prompts: Sequence[tuple[int, ...]]) -> list[list[float]]:
+        """Refuse: the learner scores rollouts."""
+        raise ApiError("echo: agents get no log-probs of prompts; omit it", param="echo", code="unsupported_parameter")
+
     def discard(self, response_id: str, num_sent: int) -> None:
         """Remove replies that the agent did not receive."""
         self.recorder.discard(response_id, num_sent)

@@ -125,7 +125,18 @@ class CompletionRequest(TextParams):
     """Body of `/v1/completions`."""
 
     prompt: Any
+    max_tokens: int | None = pydantic.Field(None, ge=0, lt=2**31)
     logprobs: int | None = pydantic.Field(None, ge=0, le=1)
+    echo: bool = False
+    """Whether the response is the prompt with its log-probabilities at temperature 1, without new tokens."""
+
+    @pydantic.model_validator(mode="after")
+    def _check_echo(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens must be at least 1, or 0 with echo: true for the log-probs of the prompt")
+        if self.echo and (self.max_tokens != 0 or self.logprobs is None or self.n != 1 or self.stream):
+            raise ValueError("echo: true needs max_tokens: 0 and logprobs, n: 1 and no stream; omit it for replies")
+        return self
 
     @pydantic.field_validator("prompt")
     @classmethod
@@ -459,10 +470,7 @@ def engine_requests(
 
 def _allowed(prompt: tuple[int, ...], params: SamplingParams, limits: RequestLimits) -> int:
     max_tokens = params.new_tokens
-    if not prompt:
-        raise ApiError("the prompt is empty; it needs at least one token", param="prompt")
-    if (invalid := min(prompt)) < 0 or (invalid := max(prompt)) >= limits.vocab_size:
-        raise ApiError(f"prompt token {invalid} is not in the vocabulary of {limits.vocab_size}", param="prompt")
+    check_tokens(prompt, limits)
     room = limits.max_context - len(prompt)
     if max_tokens is not None and limits.reduces_max_tokens:
         max_tokens = min(max_tokens, max(room, 1), limits.max_new_tokens)
@@ -480,3 +488,15 @@ def _allowed(prompt: tuple[int, ...], params: SamplingParams, limits: RequestLim
             param="max_tokens",
         )
     return int(min(room, limits.max_new_tokens, params.default_tokens)) if max_tokens is None else max_tokens
+
+
+def check_tokens(prompt: tuple[int, ...], limits: RequestLimits) -> None:
+    """Check that a prompt has tokens, all of them of the vocabulary.
+
+    Raises:
+        ApiError: if it does not.
+    """
+    if not prompt:
+        raise ApiError("the prompt is empty; it needs at least one token", param="prompt")
+    if (invalid := min(prompt)) < 0 or (invalid := max(prompt)) >= limits.vocab_size:
+        raise ApiError(f"prompt token {invalid} is not in the vocabulary of {limits.vocab_size}", param="prompt")

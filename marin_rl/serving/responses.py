@@ -79,6 +79,15 @@ class Choice:
         self._is_first = False
         return choice
 
+    def echo(self, logprobs: Sequence[float]) -> dict[str, Any]:
+        """Return the choice of a prompt that is echoed with the log-probabilities of its tokens after the first."""
+        part = TextPart(tuple(self._prompt), (0.0, *logprobs), "", "length")
+        part = part._replace(text=b"".join(map(self._piece, part.token_ids)).decode("utf-8", "replace"))
+        choice = self.add(part)
+        # Nothing predicts the first token, and there are no new ones.
+        choice["logprobs"] |= {"token_logprobs": [None, *logprobs], "top_logprobs": None}
+        return choice | ({"token_ids": []} if "token_ids" in choice else {})
+
     def _completion(self, body: CompletionRequest, part: TextPart) -> dict[str, Any]:
         fields: dict[str, Any] = {"text": part.text, "logprobs": None}
         if body.return_token_ids and self._is_first:

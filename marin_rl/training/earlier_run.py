@@ -7,6 +7,7 @@ A policy to be served may also be in a folder in Hugging Face format.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import shutil
@@ -15,14 +16,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 from levanter.models.lm_model import LmHeadModel
 
+from marin_rl.batching.packing import RowLayout
+from marin_rl.batching.rollout_batch import NO_TURN, make_batch
 from marin_rl.config.input_files import Inputs, digest_inputs
+from marin_rl.config.sections import TOKENS_PER_MICROBATCH
 from marin_rl.config.train_config import TrainConfig, TrainerConfig
+from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.learner.hf_export import WeightParts
 from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture, save_hf_folder
+from marin_rl.learner.policy_spec import with_config
+from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.starting_weights import hf_folder, is_hub_name, tokenizer_of
-from marin_rl.run_parts import RunParts
+from marin_rl.models.lora import merge_adapter
+from marin_rl.run_parts import LOGPROB_BLOCK_SIZE, RunParts
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.run_directory import EXPORTED_STEP, RunDirectory, open_with_checkpoint, read_config_text
 from marin_rl.runs.saved_checkpoint import Checkpoint
@@ -33,7 +42,8 @@ from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.config import TokenizerConfig
 from marin_rl.training.run_state import warn_of_changed_inputs
 from marin_rl.utils import multihost
-from marin_rl.utils.devices.setup import start_devices
+from marin_rl.utils.devices.setup import platform_of, start_devices
+from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
 from marin_rl.utils.errors import USER_ERRORS, UserError
 from marin_rl.utils.levanter_line import max_positions
 from marin_rl.utils.settings.section_types import ConfigError
@@ -192,6 +202,8 @@ class Policy(NamedTuple):
     """Maximum number of prompt and new tokens of a sequence."""
     sampling: SamplingConfig
     """Limits and stop texts."""
+    score: Callable[[Sequence[tuple[int, ...]]], list[list[float]]] | None
+    """Returns the log-probs of the tokens of each prompt after the first, at temperature 1; None if not asked for."""
 
 
 def load_policy(
@@ -203,6 +215,7 @@ def load_policy(
     max_new_tokens: int | None = None,
     max_context: int | None = None,
     call_seconds: float = math.inf,
+    score_prompts: bool = False,
 ) -> Policy:
     """Load the weights of a run or of a folder and create the sampler.
 
@@ -214,6 +227,7 @@ def load_policy(
         max_new_tokens: maximum number of new tokens; None for that of the run, or all that fit.
         max_context: maximum number of tokens of a sequence; None for that of the run, or the model's up to 4,096.
         call_seconds: aimed duration of a call of the sampler.
+        score_prompts: whether the policy also scores prompts.
 
     Raises:
         CheckpointError: if the run has no checkpoint of this step, or no valid checkpoint.
@@ -254,7 +268,39 @@ def load_policy(
         trainer=trainer,
         call_seconds=call_seconds,
     )
-    return Policy(sampler, tokenizer, model.vocab_size, context, sampling)
+    score = prompt_scorer(model, trainer, context, tokenizer.pad_token_id) if score_prompts else None
+    return Policy(sampler, tokenizer, model.vocab_size, context, sampling, score)
+
+
+def prompt_scorer(
+    model: LmHeadModel, trainer: AbstractTrainerConfig, max_context: int, pad_token_id: int
+) -> Callable[[Sequence[tuple[int, ...]]], list[list[float]]]:
+    """Return a function that computes the log-probs of the tokens of each prompt after the first, at temperature 1.
+
+    Args:
+        model: the weights.
+        trainer: mesh, precision and sharding.
+        max_context: maximum number of tokens of a prompt.
+        pad_token_id: token id of padding.
+    """
+    platform = platform_of(trainer)
+    kernel = attention_kernel(model.config, platform)
+    length = kernel.fit(max_context)
+    rows = -(-TOKENS_PER_MICROBATCH[platform] // length) * trainer.data_axis_size
+    layout, block = RowLayout(length, rows, packed=True), LOGPROB_BLOCK_SIZE[platform]
+    scorer = Scorer(trainer, layout, pad_token_id=pad_token_id, temperature=1.0, block_size=block, capacity=8)
+    model = with_config(merge_adapter(model), kernel.configure(model.config, length), trainer)
+
+    def score(prompts: Sequence[tuple[int, ...]]) -> list[list[float]]:
+        sizes = [*map(len, prompts)]
+        turn_ids = np.zeros(sum(sizes), np.int32)
+        turn_ids[np.cumsum([0, *sizes[:-1]])] = NO_TURN
+        input_ids = np.array([*itertools.chain.from_iterable(prompts)], np.int32)
+        names = [*map(str, range(len(sizes)))]
+        batch = make_batch(names, [[size] for size in sizes], input_ids=input_ids, turn_ids=turn_ids)
+        return [part.tolist() for part in batch.actions(scorer.score(model, batch).logprobs)]
+
+    return score
 
 
 def _stop_texts(folder: Path) -> tuple[str, ...]:

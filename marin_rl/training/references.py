@@ -5,10 +5,10 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jmp
 import numpy as np
 from levanter.models.lm_model import LmHeadModel
@@ -26,15 +26,20 @@ from marin_rl.config.reference_config import (
 from marin_rl.environments.base import Split
 from marin_rl.learner.critic import assemble, policy_of
 from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture
-from marin_rl.learner.starting_weights import hf_folder, tokenizer_of
+from marin_rl.learner.policy_spec import with_config
+from marin_rl.learner.starting_weights import hf_folder, is_hub_name, tokenizer_of
 from marin_rl.models.hf_config import PolicyModelError
 from marin_rl.models.lora import Adapter
 from marin_rl.run_parts import RunParts
+from marin_rl.sampling.client import CompletionsClient
+from marin_rl.sampling.prompt_logprobs import PromptScorer
 from marin_rl.tokenization.load import BYTES, load_tokenizer, other_tokens
 from marin_rl.training.batch_builder import ScoreReference
 from marin_rl.training.reference_context import ContextPrompts, with_context
 from marin_rl.types import Rollout
+from marin_rl.utils import multihost
 from marin_rl.utils.errors import UserError
+from marin_rl.utils.hub import check_source
 from marin_rl.utils.levanter_line import max_positions
 
 PATH = "reference.path"
@@ -84,7 +89,7 @@ def _open(reference: ReferenceConfig, parts: RunParts, initial: Callable[[], LmH
         case CheckpointReferenceConfig():
             return load_teacher(parts, reference.path).score
         case ServerReferenceConfig():
-            raise NotImplementedError
+            return _open_server(parts, reference)
         case PolicyReferenceConfig():
             return _open_policy(parts, reference, initial)
         case ReferencesByEnvironmentConfig():
@@ -92,6 +97,23 @@ def _open(reference: ReferenceConfig, parts: RunParts, initial: Callable[[], LmH
             opened = {name: _open(part, parts, initial) for name, part in reference.references.items()}
             return functools.partial(_score_by_environment, opened)
     raise TypeError(f"no reference {reference!r}")
+
+
+def _open_server(parts: RunParts, server: ServerReferenceConfig) -> ScoreReference:
+    """Connect to a server, which the main process asks."""
+    client = CompletionsClient(
+        "reference", server.base_url, api_key_env=server.api_key_env, timeout=server.timeout, retry=server.retry
+    )
+    scorer = PromptScorer(client, server.model)
+    multihost.on_main(lambda: scorer.check_tokenizer(parts.tokenizer.tokenizer))
+
+    def score(batch: RolloutBatch, rollouts: Sequence[Rollout], live: Any, average: Any) -> np.ndarray:
+        bounds = itertools.pairwise(batch.sequence_offsets.tolist())
+        sequences = [batch.input_ids[start:end].tolist() for start, end in bounds]
+        data = multihost.on_main(lambda: np.array(scorer.score(sequences), np.float32).tobytes())
+        return np.where(batch.loss_mask, np.frombuffer(data, np.float32), np.float32(0))
+
+    return score
 
 
 def _open_policy(
@@ -111,20 +133,16 @@ def _open_policy(
     def score(batch: RolloutBatch, rollouts: Sequence[Rollout], live: Any, average: Any) -> np.ndarray:
         weights = {PolicyWeights.LIVE: live, PolicyWeights.INITIAL: first, PolicyWeights.AVERAGE: average}
         policy, base = policy_of(weights[reference.weights]), parts.base
+        # Longer rows may have other attention blocks.
         if own.model != parts.model:
-            policy, base = (_with_blocks(own, policy), None) if base is None else (policy, _with_blocks(own, base))
+            whole = with_config(policy if base is None else base, own.model, own.trainer)
+            policy, base = (whole, None) if base is None else (policy, whole)
         scored = batch if prompts is None else with_context(batch, rollouts, prompts)
         logprobs = np.zeros(batch.input_ids.shape, np.float32)
         logprobs[batch.loss_mask] = scorer.score(assemble(policy, base), scored).logprobs[scored.loss_mask]
         return logprobs
 
     return score
-
-
-def _with_blocks(parts: RunParts, model: LmHeadModel) -> LmHeadModel:
-    """Return a model with the same arrays and the attention blocks of longer rows."""
-    structure = jax.tree.structure(parts.policy_spec(model.vocab_size).policy)
-    return jax.tree.unflatten(structure, jax.tree.leaves(model))
 
 
 def load_teacher(parts: RunParts, path: str) -> Teacher:
@@ -139,8 +157,10 @@ def load_teacher(parts: RunParts, path: str) -> Teacher:
             than the policy.
         ValueError: if it is the directory of an unfinished run.
     """
-    check_tokenizer(parts.config.tokenizer.path, path)
     config, folder = parts.config, hf_folder(path, PATH)
+    if is_hub_name(folder, PATH):
+        check_source(folder, PATH)
+    check_tokenizer(config.tokenizer.path, path)
     architecture = read_hf_architecture(folder)
     if (positions := max_positions(architecture)) < config.rollouts.max_length:
         raise PolicyModelError(
@@ -181,7 +201,7 @@ def check_environments(parts: RunParts, reference: ReferencesByEnvironmentConfig
     Raises:
         UserError: if one has none; names it.
     """
-    names = dict.fromkeys(task.environment for split in (Split.TRAIN,) for task in parts.environment.tasks(split))
+    names = dict.fromkeys(task.environment for task in parts.environment.tasks(Split.TRAIN))
     if missing := [name for name in names if name not in reference.references]:
         raise UserError(
             f"reference.references has no entry for the environment {missing[0]!r}, only for "

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 from levanter.models.lm_model import LmHeadModel
@@ -83,7 +84,7 @@ def serving(
     drain_seconds: float = TIMEOUT,
     client_seconds: float = TIMEOUT,
     send_buffer: int | None = None,
-    **options: int | float,
+    **options: Any,
 ) -> Iterator[Serving]:
     """Serve until the end of the block; fails if the server leaves sequences behind.
 

@@ -10,10 +10,15 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import haliax as hax
 import httpx
+import jax
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+import numpy as np
 import pytest
+from levanter.layers.attention import AttentionMask
 
+from marin_rl.config.train_config import TrainerConfig
 from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig, SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.openai_sampler import OpenAiSampler
@@ -21,11 +26,23 @@ from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.sampling.stops import stop_table
 from marin_rl.serving.protocol import NEUTRAL
 from marin_rl.tokenization.load import TokenPieces
+from marin_rl.training.earlier_run import prompt_scorer
 from marin_rl.types import Generation, StopReason
+from marin_rl.utils.devices.setup import start_devices
 from marin_rl.utils.retry import RetryConfig
 from marin_rl.utils.seeds import derive_seed
 from tests.scripted_sampler import ScriptedSampler
-from tests.serving.serving_cases import CONTEXT, MAX_NEW, SLOTS, TIMEOUT, TOKENIZER, Serving, serving, tiny_sampler
+from tests.serving.serving_cases import (
+    CONTEXT,
+    MAX_NEW,
+    SLOTS,
+    TIMEOUT,
+    TOKENIZER,
+    Serving,
+    serving,
+    tiny_model,
+    tiny_sampler,
+)
 
 openai = pytest.importorskip("openai")
 
@@ -387,3 +404,75 @@ def test_without_a_key_only_this_machine_is_served():
             response = httpx.get(f"{keyless.url}/v1/models", headers={"Host": host})
             assert response.status_code == status
         assert error_of(response)[1].startswith("the host 'evil.example' is not this machine")
+
+
+# Log-probabilities of prompts.
+
+
+@pytest.fixture(scope="module")
+def scoring() -> Iterator[Serving]:
+    """A server that scores prompts."""
+    model, trainer = tiny_model(), start_devices(TrainerConfig(), rows_per_device=1, alone=True)
+    score = prompt_scorer(model, trainer, CONTEXT, TOKENIZER.pad_token_id)
+    with serving(tiny_sampler(), key="secret", score=score) as started:
+        yield started
+
+
+ECHO = {"model": "policy", "echo": True, "max_tokens": 0, "logprobs": 0, "return_token_ids": True}
+
+
+def test_echo_returns_the_log_probs_of_prompts(scoring: Serving):
+    """Against levanter's forward pass; the longest prompt has the length of the context."""
+    longest = np.random.default_rng(0).integers(0, 256, CONTEXT).tolist()
+    logits = tiny_model()(hax.named(np.array(longest, np.int32), "position"), attn_mask=AttentionMask.causal()).array
+    expected = np.asarray(jax.nn.log_softmax(logits))[np.arange(CONTEXT - 1), longest[1:]]
+    prompts = [longest[:size] for size in (1, 2, 30, CONTEXT)]
+    body = post(scoring, "/v1/completions", {**ECHO, "prompt": prompts, "temperature": 0.3}).json()
+    assert body["usage"] == {"prompt_tokens": 289, "completion_tokens": 0, "total_tokens": 289}
+    for index, (prompt, choice) in enumerate(zip(prompts, body["choices"], strict=True)):
+        assert (choice["index"], choice["prompt_token_ids"], choice["token_ids"]) == (index, prompt, [])
+        first, *rest = choice["logprobs"]["token_logprobs"]
+        assert first is None
+        np.testing.assert_allclose(rest, expected[: len(rest)], atol=2e-5)
+
+
+def test_echo_of_a_text(scoring: Serving):
+    with openai.OpenAI(base_url=f"{scoring.url}/v1", api_key="secret", max_retries=0) as client:
+        [choice] = client.completions.create(model="policy", prompt="2+3=", max_tokens=0, echo=True, logprobs=1).choices
+    assert choice.text == "2+3="
+    assert choice.logprobs.tokens == ["2", "+", "3", "="]
+    assert choice.logprobs.text_offset == [0, 1, 2, 3]
+    assert choice.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_tokens": 1}, "echo: true needs max_tokens: 0"),
+        ({"logprobs": None}, "echo: true needs max_tokens: 0 and logprobs"),
+        ({"n": 2}, "n: 1"),
+        ({"stream": True}, "no stream"),
+        ({"echo": False}, "max_tokens must be at least 1, or 0 with echo"),
+        ({"prompt": []}, "the prompt is empty"),
+        ({"prompt": [5, 264]}, "prompt token 264 is not in the vocabulary of 264"),
+        ({"prompt": [5] * (CONTEXT + 1)}, f"maximum context length is {CONTEXT}"),
+        ({"prompt": "a" * (CONTEXT + 1)}, f"maximum context length is {CONTEXT}"),
+        ({"prompt": [[1]] * 65}, "a request has between 1 and 64"),
+    ],
+)
+def test_invalid_echo_is_refused(scoring: Serving, changes: dict[str, Any], message: str):
+    response = post(scoring, "/v1/completions", {**ECHO, "prompt": [1, 2], **changes})
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
+def test_a_server_without_scores_refuses_echo(server: Serving):
+    response = post(server, "/v1/completions", {**ECHO, "prompt": [1, 2]})
+    assert error_of(response)[0] == 400
+    assert "start it with --score_prompts true" in error_of(response)[1]
+
+
+def test_scored_sequences_count_while_they_wait():
+    with serving(tiny_sampler(), key="secret", score=lambda prompts: [], max_sequences=2) as started:
+        response = post(started, "/v1/completions", {**ECHO, "prompt": [[1, 2]] * 3})
+        assert response.status_code == 429

@@ -1,49 +1,93 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import haliax as hax
+import jax
+import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import numpy as np
 import pytest
-from levanter.models.qwen import Qwen3Config  # noqa: F401  before marin_rl: see tests/tiny_run.py
+from levanter.layers.attention import AttentionMask
+from levanter.models.lm_model import LmHeadModel
+from marin_rl.training.starting_weights import first_policy
 
 from marin_rl.batching.rollout_batch import batch_rollouts
 from marin_rl.config.reference_config import (
     CheckpointReferenceConfig,
+    InitialReferenceConfig,
+    ReferencesByEnvironmentConfig,
+    ServerReferenceConfig,
 )
+from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.objectives import DistillationConfig, TisConfig
+from marin_rl.run_parts import RunParts
+from marin_rl.training.earlier_run import prompt_scorer
 from marin_rl.training.loop import TrainingRun
 from marin_rl.training.replay import FakeShape, make_groups
+from marin_rl.types import RolloutGroup
+from marin_rl.utils.errors import UserError
 from marin_rl.utils.timing import PhaseTimer
-from tests.tiny_run import TinyRun
-from tests.training.reopened_run import reopen
+from tests.serving.serving_cases import CONTEXT, TOKENIZER, serving, tiny_sampler
+from tests.tiny_run import TinyRun, interrupted_after, outcome
+from tests.training.reopened_run import config_of, reopen
 
 GROUPS = make_groups(FakeShape((3, 5), (1, 6), 1), 2, 4, 264, 0)
 ROLLOUTS = [rollout for group in GROUPS for rollout in group.rollouts]
 BATCH = batch_rollouts(ROLLOUTS, max_length=12)
+HALF = np.arange(0, len(ROLLOUTS), 2)
 
 
-def reference_logprobs(run: TrainingRun) -> np.ndarray:
+def in_environment(name: str, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+    """Groups whose even rollouts are of another environment."""
+    tasks = {index: dataclasses.replace(ROLLOUTS[index].task, environment=name) for index in HALF.tolist()}
+    rollouts = [dataclasses.replace(one, task=tasks.get(index, one.task)) for index, one in enumerate(ROLLOUTS)]
+    return [RolloutGroup(group.id, [r for r in rollouts if r.group_id == group.id]) for group in groups]
+
+
+def scores(run: TrainingRun, groups: list[RolloutGroup] = GROUPS) -> np.ndarray:
     score = run.batch_builder.score_reference
     assert score is not None
-    return score(BATCH, ROLLOUTS, run.trainer_state.model, None)
+    return score(BATCH, [rollout for group in groups for rollout in group.rollouts], run.trainer_state.model, None)
 
 
-def distilled(run: TinyRun, path: object, **changes: Any) -> TrainingRun:
+def distilled(run: TinyRun, reference: Any, **changes: Any) -> TrainingRun:
     """Reopen a run with a teacher."""
-    reference = CheckpointReferenceConfig(str(path))
-    return reopen(run, accept_changes=True, reference=reference, **{"distillation": DistillationConfig(), **changes})
+    settings = {"distillation": DistillationConfig(), **changes}
+    return reopen(run, accept_changes=True, reference=reference, **settings)
+
+
+def logprobs(model: LmHeadModel) -> np.ndarray:
+    """Log-probs of the action tokens by levanter's own forward pass."""
+    found = np.zeros(BATCH.input_ids.shape)
+    for start, end in zip(BATCH.sequence_offsets, BATCH.sequence_offsets[1:], strict=False):
+        ids = np.zeros(12, np.int32)
+        ids[: end - start] = BATCH.input_ids[start:end]
+        logits = model(hax.named(ids, "position"), attn_mask=AttentionMask.causal()).array
+        found[start + 1 : end] = jax.nn.log_softmax(logits)[np.arange(end - start - 1), ids[1 : end - start]]
+    return np.where(BATCH.loss_mask, found, 0)
 
 
 @pytest.fixture(scope="module")
-def finished(finished_run: TinyRun) -> TinyRun:
-    return finished_run
+def teacher(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LmHeadModel]:
+    """A folder with a teacher of two layers and twice the width, and its weights."""
+    config, folder = config_of(finished_run), tmp_path_factory.mktemp("teacher") / "hf"
+    model = dataclasses.replace(config.model, num_layers=2, hidden_dim=32)
+    parts = RunParts.start(dataclasses.replace(config, model=model))
+    weights = first_policy(None, parts.model, parts.tokenizer, parts.trainer, seed=7)
+    save_hf_policy(weights, parts.tokenizer, folder, parts.trainer)
+    return folder, weights
 
 
-def test_a_teacher_equal_to_the_policy_gives_exactly_zero(finished: TinyRun):
+def test_a_teacher_equal_to_the_policy_gives_exactly_zero(finished_run: TinyRun):
     run = distilled(
-        finished,
-        finished.path,
+        finished_run,
+        CheckpointReferenceConfig(str(finished_run.path)),
         distillation=DistillationConfig(alone=True),
         off_policy_correction=TisConfig(),
     )
@@ -52,3 +96,170 @@ def test_a_teacher_equal_to_the_policy_gives_exactly_zero(finished: TinyRun):
     assert not batch.rollouts.advantages.any()
     assert batch.metrics["distillation/teacher_kl"] == 0.0
     assert batch.metrics["advantage/zero_share"] == 1.0
+
+
+@pytest.mark.medium
+def test_a_teacher_of_another_size_scores_and_teaches_every_token(finished_run: TinyRun, teacher: Any):
+    folder, weights = teacher
+    added = distilled(finished_run, CheckpointReferenceConfig(str(folder)), distillation=DistillationConfig(0.5))
+    expected = logprobs(weights)
+    np.testing.assert_allclose(scores(added), expected, atol=1e-5)
+    alone = dataclasses.replace(added.batch_builder, distillation=DistillationConfig(0.5, alone=True))
+    task = dataclasses.replace(added.batch_builder, distillation=None)
+    built = [
+        builder.build(GROUPS, added.trainer_state.model, 7, PhaseTimer())
+        for builder in (added.batch_builder, alone, task)
+    ]
+    advantages = [batch.rollouts.advantages for batch in built]
+    own = -0.5 * (BATCH.policy_logprobs.astype(np.float64) - expected)
+    np.testing.assert_allclose(advantages[1], own, atol=1e-5)
+    np.testing.assert_allclose(advantages[0], advantages[2] + own, atol=1e-5)
+    assert np.abs(advantages[2]).max() > 0.1
+    # The wrong direction, and a version that is shifted by one token.
+    assert np.abs(advantages[1] + own).max() > 0.1
+    assert np.abs(advantages[1] - np.where(BATCH.loss_mask, np.roll(own, 1), 0)).max() > 0.1
+    mean = -own[BATCH.loss_mask].mean() / 0.5
+    assert built[0].metrics["distillation/teacher_kl"] == pytest.approx(mean, abs=1e-5)
+    assert "distillation/teacher_kl" not in built[2].metrics
+    # Stored rollouts have the advantages that are trained on.
+    stored = [built[0].stored[id].advantages for id in BATCH.ids]
+    np.testing.assert_array_equal(np.concatenate(stored), advantages[0][BATCH.loss_mask])
+
+
+@pytest.mark.medium
+def test_each_environment_has_its_teacher(finished_run: TinyRun, teacher: Any):
+    references = {"ones": InitialReferenceConfig(), "fake": CheckpointReferenceConfig(str(teacher[0]))}
+    run = distilled(finished_run, ReferencesByEnvironmentConfig(references))
+    assert run.checkpoints.keep_first
+    checkpoint = run.checkpoints.open(0)
+    first = RunParts(run.config, run.learner.trainer).saved_spec(checkpoint).restore_policy(checkpoint)
+    found = scores(run, in_environment("ones", GROUPS))
+    of_initial = np.isin(np.arange(BATCH.input_ids.size), BATCH.tokens_of(HALF))
+    np.testing.assert_allclose(found, np.where(of_initial, logprobs(first), logprobs(teacher[1])), atol=1e-5)
+    missing = ReferencesByEnvironmentConfig({"fake": references["fake"]})
+    with pytest.raises(UserError, match="no entry for the environment 'ones', only for 'fake'; add it"):
+        distilled(finished_run, missing)
+
+
+@pytest.mark.medium
+def test_our_server_gives_the_log_probs_of_a_local_teacher(finished_run: TinyRun, teacher: Any):
+    trainer = RunParts.start(config_of(finished_run)).trainer
+    score = prompt_scorer(teacher[1], trainer, CONTEXT, TOKENIZER.pad_token_id)
+    with serving(tiny_sampler(), score=score) as server:
+        run = distilled(finished_run, ServerReferenceConfig(f"{server.url}/v1", "policy"))
+        np.testing.assert_allclose(scores(run), logprobs(teacher[1]), atol=1e-5)
+
+
+def other_vocabulary(folder: Path) -> None:
+    """Exchange two tokens of the teacher's tokenizer."""
+    path = folder / "tokenizer.json"
+    saved = json.loads(path.read_text())
+    vocab = saved["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    path.write_text(json.dumps(saved))
+
+
+def other_added_token(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace("<|end|>", "<|ende|>"))
+
+
+def no_tokenizer(folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+
+
+def few_positions(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 8}))
+
+
+def damaged(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"no weights")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (other_vocabulary, r"differs from the policy's in 2 tokens: the first is id 97, 'a' of the policy and 'b' of"),
+        (other_added_token, r"differs from the policy's in 1 tokens: .* '<\|end\|>' of the policy and '<\|ende\|>' of"),
+        (no_tokenizer, r"^reference.path is .*, which has no tokenizer"),
+        (few_positions, r"a model of 8 positions, but rollouts have up to rollouts.max_length = 12 tokens"),
+        (damaged, r"model.safetensors"),
+        (shutil.rmtree, r"reference.path is '.*', but there is no such folder"),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_refused(
+    finished_run: TinyRun, teacher: Any, tmp_path: Path, change: Callable[[Path], None], message: str
+):
+    folder = tmp_path / "hf"
+    shutil.copytree(teacher[0], folder)
+    change(folder)
+    with pytest.raises((UserError, ValueError), match=message):
+        distilled(finished_run, CheckpointReferenceConfig(str(folder)))
+
+
+def test_an_unfinished_run_is_no_teacher(finished_run: TinyRun, tmp_path: Path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished_run.path, folder, ignore=lambda *_: ["hf"])
+    with pytest.raises(ValueError, match=r"^reference.path: the run in .* has not finished"):
+        distilled(finished_run, CheckpointReferenceConfig(str(folder)))
+
+
+def test_a_changed_teacher_is_noticed_on_resume(new_run: Callable[..., TinyRun], teacher: Any, tmp_path: Path):
+    """Also if only its weights differ."""
+    from marin_rl.config.input_files import digest_inputs
+
+    folder = tmp_path / "hf"
+    shutil.copytree(teacher[0], folder)
+    run = new_run()
+    config = dataclasses.replace(
+        config_of_file(run), reference=CheckpointReferenceConfig(str(folder)), distillation=DistillationConfig()
+    )
+    before = digest_inputs(config)["reference"]
+    assert f"{folder}/model.safetensors" in before
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+    after = digest_inputs(config)["reference"]
+    assert {name for name in before if before[name] != after[name]} == {f"{folder}/model.safetensors"}
+
+
+def config_of_file(run: TinyRun) -> Any:
+    from marin_rl.config.command_line import parse_config
+    from marin_rl.config.train_config import TrainConfig
+
+    return parse_config(TrainConfig, run.argv).config
+
+
+@pytest.mark.medium
+def test_the_average_of_the_weights_teaches_and_resumes_bit_for_bit(new_run: Callable[..., TinyRun], tmp_path: Path):
+    run = new_run(
+        reference={"type": "policy", "weights": "average", "decay": 0.75},
+        distillation={"coefficient": 0.5},
+        num_steps=4,
+        warm_start__max_steps=0,
+        evaluation__tasks=0,
+        checkpoint={"every": 1, "keep_every": 1},
+    )
+    assert run.train() == 0
+    opened = reopen(run)
+    parts = RunParts(opened.config, opened.learner.trainer)
+    states = [
+        parts.saved_spec(saved).restore_state(saved, opened.learner) for saved in map(opened.checkpoints.open, range(5))
+    ]
+    weights = [[np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(state.model)] for state in states]
+    average = weights[0]
+    for state, newest in zip(states[1:], weights[1:], strict=True):
+        average = [0.75 * former + 0.25 * new for former, new in zip(average, newest, strict=True)]
+        for found, expected in zip(jax.tree.leaves(state.model_averaging.model_params), average, strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert max(np.abs(a - b).max() for a, b in zip(average, weights[-1], strict=True)) > 1e-4
+    # At the first step both are equal; log-probs of sampler and learner differ by rounding.
+    kl = [record["distillation/teacher_kl"] for record in run.records()[1:]]
+    assert abs(kl[0]) < 1e-5 < abs(kl[3])
+    expected, resumed = outcome(run), interrupted_after(run, 2, tmp_path / "resumed")
+    assert resumed.train() == 0
+    found = outcome(resumed)
+    assert found["state"] == expected["state"]
+    assert found["records"] == expected["records"]
