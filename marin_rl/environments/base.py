@@ -246,11 +246,12 @@ class EpochStream(TaskStream):
         tasks = self.environment.tasks(Split.TRAIN)
         start, end = state.get("drawn", 0), state.get("drawn", 0) + count
         places = (divmod(index, len(tasks)) for index in range(start, end))
-        return [tasks[_order(self.seed, epoch, len(tasks))[place]] for epoch, place in places], {"drawn": end}
+        return [tasks[epoch_order(self.seed, epoch, len(tasks))[place]] for epoch, place in places], {"drawn": end}
 
 
 @functools.lru_cache(maxsize=64)
-def _order(seed: int, epoch: int, size: int) -> Sequence[int]:
+def epoch_order(seed: int, epoch: int, size: int) -> Sequence[int]:
+    """Return the order of a number of items in an epoch: a permutation drawn with the seed and the epoch."""
     import numpy as np
 
     return np.random.default_rng(derive_seed(seed, "task order", epoch)).permutation(size).tolist()

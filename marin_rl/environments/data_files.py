@@ -24,11 +24,11 @@ class DataFileError(ValueError):
     """A data file cannot be loaded; the message names the file and the remedy."""
 
 
-def check_data_files(folder: Path) -> None:
-    """Check the Parquet and compressed files in a folder; reads them once, in small pieces.
+def check_data_files(source: Path) -> None:
+    """Check the Parquet and compressed files in a folder, or one such file; reads them once, in small pieces.
 
     Args:
-        folder: an existing folder; subfolders are included.
+        source: an existing folder, whose subfolders are included, or a file.
 
     Raises:
         DataFileError: if a file expands too much, has too many columns, or cannot be read.
@@ -36,7 +36,7 @@ def check_data_files(folder: Path) -> None:
     # Imported here because it takes time, and most environments have no such files.
     import pyarrow as pa
 
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(source.rglob("*")) if source.is_dir() else [source]:
         if path.is_file() and path.suffix in (".parquet", *_OPENERS):
             try:
                 _check_expansion(path)

@@ -4,17 +4,15 @@
 """Question-answer datasets: JSONL files, and Hugging Face datasets from the hub or a folder."""
 
 import abc
-import codecs
 import dataclasses
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Lt
 
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
-from marin_rl.environments.data_files import check_data_files
+from marin_rl.environments.row_files import describe_dataset, read_dataset, read_jsonl
 from marin_rl.environments.row_format import Row, RowFormat
 from marin_rl.environments.single_turn import SingleTurnEnvironment, refuse_garbage_rewards
 from marin_rl.environments.splits import (
@@ -34,12 +32,11 @@ from marin_rl.rewards.grading import (
 )
 from marin_rl.rewards.math_worker import GroundTruthError
 from marin_rl.rewards.reply_text import check_pattern
-from marin_rl.utils.hub import DATASET, LFS_PROBLEM, check_source
 from marin_rl.utils.settings.checks import check_fields
 from marin_rl.utils.settings.fields import LOCAL_FILE, LOCAL_PATH
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    pass
 
 CHECKED_ANSWERS = 100
 """Number of ground truths of each source that are checked at startup. Parsing all answers of a large dataset would
@@ -145,20 +142,6 @@ class DatasetConfig(EnvironmentConfig):
         """Read the rows of a source."""
 
 
-MAX_LINE_BYTES = 64 * 2**20
-"""Maximum size of a line of a JSONL file."""
-
-_OTHER_FORMATS = {
-    b"\x1f\x8b": "decompress the file, which is gzip",
-    b"PK\x03\x04": "unpack the file, which is zip",
-    b"version https://git-lfs": LFS_PROBLEM,
-    b"PAR1": "read the file, which is Parquet, with an environment of type hf, whose path is its folder",
-}
-"""Remedies by the first bytes of files that are given as JSONL by mistake."""
-_ONE_PER_LINE = 'write each problem as one JSON object on a line of its own, {"prompt": "3+4=", "answer": "7"}'
-"""Remedy for CSV, arrays and objects over several lines."""
-
-
 @EnvironmentConfig.register_subclass("jsonl")
 @dataclasses.dataclass(frozen=True)
 class JsonlConfig(DatasetConfig):
@@ -180,17 +163,7 @@ class JsonlConfig(DatasetConfig):
             problem = "is not a file" if path.exists() else "does not exist"
             keys = " or ".join(self.source_keys)
             raise ValueError(f"the file {source!r} of a jsonl environment {problem}; correct {keys}")
-        # Binary mode, so that errors can report invalid UTF-8 with its line.
-        with path.open("rb") as file:
-            for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
-                where = f"{source}:{number}"
-                remedy = next((remedy for start, remedy in _OTHER_FORMATS.items() if raw.startswith(start)), None)
-                if number == 1 and remedy is not None:
-                    raise ValueError(f"{source} is not text with a JSON object per line; {remedy}")
-                if len(raw) > MAX_LINE_BYTES:
-                    raise ValueError(f"{where}: the line has more than {MAX_LINE_BYTES // 2**20} MiB; {_ONE_PER_LINE}")
-                if raw.removeprefix(codecs.BOM_UTF8).strip():
-                    yield Row(_parse_object(raw, where), where)
+        return read_jsonl(path, source)
 
 
 @EnvironmentConfig.register_subclass("hf")
@@ -215,40 +188,10 @@ class HuggingFaceConfig(DatasetConfig):
         return Path(self.path).name
 
     def _describe(self, source: str) -> str:
-        return f"dataset {self.path!r}, split {source!r}"
+        return describe_dataset(self.path, source)
 
     def _read(self, source: str) -> Iterator[Row]:
-        for index, values in enumerate(self._load(source)):
-            yield Row(cast(Mapping[str, Any], values), f"{self._describe(source)}, row {index}")
-
-    def _load(self, split: str) -> "Dataset":
-        import datasets
-
-        folder = Path(self.path).expanduser()
-        name_or_folder = str(folder) if folder.is_dir() else self.path
-        if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-            for name in ("subset", "revision"):
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"{name} is {getattr(self, name)!r}, but the folder {self.path!r} was saved with save_to_disk "
-                        "and has none; leave it out"
-                    )
-            saved = datasets.load_from_disk(name_or_folder)
-            # A Dataset that was saved alone has no splits.
-            splits = {"train": saved} if isinstance(saved, datasets.Dataset) else dict(saved)
-            if split not in splits:
-                choices = ", ".join(repr(name) for name in splits)
-                raise ValueError(f"dataset {self.path!r} has no split {split!r}; it has {choices}")
-            return splits[split]
-        if check_source(self.path, "environment.path", DATASET) is not None:
-            check_data_files(folder)
-        try:
-            return datasets.load_dataset(name_or_folder, self.subset, split=split, revision=self.revision)
-        except (ValueError, OSError, MemoryError, datasets.exceptions.DatasetGenerationError) as error:
-            raise ValueError(
-                f"cannot load dataset {self.path!r} (subset {self.subset!r}, split {split!r}, revision "
-                f"{self.revision!r}): {error.__cause__ or error or 'out of memory'}"
-            ) from error
+        return read_dataset(self.path, "environment.path", self.subset, source, self.revision)
 
 
 def _check_answers(grader: Grader, problems: Iterable[Problem]) -> None:
@@ -279,38 +222,3 @@ def _with_held_out(
             )
     splits = split_problems(problems, held_out=0.0, validation=validation, source=source)
     return {**splits, Split.HELD_OUT: [problem.task for problem in held_out]}
-
-
-def _parse_object(line: bytes, where: str) -> dict[str, Any]:
-    """Parse a line of JSON; errors start with its location `where` and quote the start of the line."""
-    shown = repr(line[:200])
-    try:
-        # -sig: editors on Windows may write a byte order mark.
-        values = json.loads(line.decode("utf-8-sig").strip(), object_pairs_hook=_without_repeats)
-        # Parquet, JSON responses and tokenizers require text that UTF-8 can encode.
-        json.dumps(values, ensure_ascii=False).encode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8 text at byte {error.start + 1}; save the file as UTF-8") from error
-    except UnicodeEncodeError as error:
-        code = ord(error.object[error.start])
-        raise ValueError(
-            f"{where}: \\u{code:04x} is an unpaired surrogate, which is not a character; write the whole pair, or "
-            f"remove it: {shown}"
-        ) from error
-    except RecursionError as error:
-        raise ValueError(f"{where}: nested too deeply to read; flatten the row: {shown}") from error
-    except ValueError as error:
-        # Also a repeated key, and integers of more than 4,300 digits, which Python does not convert.
-        problem = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-        raise ValueError(f"{where}: not JSON: {problem}; {_ONE_PER_LINE}: {shown}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{where}: not a JSON object; {_ONE_PER_LINE}: {shown}")
-    return values
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Convert an object to a dictionary; its keys must differ."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError(f"a key is repeated, keep one of each: {', '.join(key for key, _ in pairs)}")
-    return values

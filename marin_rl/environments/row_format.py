@@ -160,7 +160,12 @@ def _has_lists(value: Any) -> bool:
     return isinstance(value, Mapping) and bool(value) and all(isinstance(items, list) for items in value.values())
 
 
-def _messages(row: Row, column: str) -> tuple[Message, ...]:
+def message_items(row: Row, column: str) -> list[Any]:
+    """Return the items of a column of messages, which may hold lists by key instead of a list.
+
+    Raises:
+        ValueError: if it holds no messages; the message names the row and the column.
+    """
     value = _value(row, column)
     if _has_lists(value):
         if len({len(items) for items in value.values()}) > 1:
@@ -168,27 +173,44 @@ def _messages(row: Row, column: str) -> tuple[Message, ...]:
         value = [dict(zip(value, items, strict=True)) for items in zip(*value.values(), strict=True)]
     if not isinstance(value, list) or not value:
         raise ValueError(f"{row.where}: column {column!r} holds {value!r:.200}; it must be a list of messages")
-    for index, item in enumerate(value):
-        where = f"{row.where}: column {column!r}, message {index}"
-        if not isinstance(item, Mapping) or _content(item) is None:
-            raise ValueError(
-                f"{where} is {item!r:.200}; it must be {{role: ..., content: text}}, or have a list of parts "
-                "{type: text, text: ...} as content"
-            )
-        if item.get("role") not in _ROLES:
-            raise ValueError(f"{where} has the role {item.get('role')!r}; choose one of {', '.join(_ROLES)}")
-        # In a dataset of structs every message has all keys, most of them null.
-        if extra := [key for key, field in item.items() if key not in ("role", "content") and field is not None]:
-            raise ValueError(
-                f"{where} has the key {extra[0]!r}, but only role and content are supported; move it into the content, "
-                "or remove it"
-            )
-    if value[-1]["role"] == "assistant":
+    return value
+
+
+def parse_message(item: Any, where: str) -> Message:
+    """Convert an item of a column of messages.
+
+    Args:
+        item: an object with the keys `role` and `content`.
+        where: the row, the column and the item, for error messages.
+
+    Raises:
+        ValueError: if it is not a message with a role and text.
+    """
+    if not isinstance(item, Mapping) or (content := _content(item)) is None:
+        raise ValueError(
+            f"{where} is {item!r:.200}; it must be {{role: ..., content: text}}, or have a list of parts "
+            "{type: text, text: ...} as content"
+        )
+    if item.get("role") not in _ROLES:
+        raise ValueError(f"{where} has the role {item.get('role')!r}; choose one of {', '.join(_ROLES)}")
+    # In a dataset of structs every message has all keys, most of them null.
+    if extra := [key for key, field in item.items() if key not in ("role", "content") and field is not None]:
+        raise ValueError(
+            f"{where} has the key {extra[0]!r}, but only role and content are supported; move it into the content, "
+            "or remove it"
+        )
+    return Message(role=item["role"], content=content)
+
+
+def _messages(row: Row, column: str) -> tuple[Message, ...]:
+    items = message_items(row, column)
+    messages = [parse_message(item, f"{row.where}: column {column!r}, message {i}") for i, item in enumerate(items)]
+    if messages[-1]["role"] == "assistant":
         raise ValueError(
             f"{row.where}: column {column!r} ends with an assistant message; end with the question, and move the "
             "reply to the worked answer"
         )
-    return tuple(Message(role=item["role"], content=_content(item) or "") for item in value)
+    return tuple(messages)
 
 
 def _content(message: Mapping[str, Any]) -> str | None:

@@ -271,7 +271,7 @@ def test_hf_missing_split_and_dataset(tmp_path: Path, offline):
 
 
 def test_a_line_that_fills_the_memory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.environments.dataset.MAX_LINE_BYTES", 2**20)
+    monkeypatch.setattr("marin_rl.environments.row_files.MAX_LINE_BYTES", 2**20)
     path = write(tmp_path / "a.jsonl", sums(3))
     with open(path, "r+b") as file:
         file.truncate(50 * 2**30)
