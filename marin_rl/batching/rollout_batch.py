@@ -294,6 +294,8 @@ def batch_demonstration(
 ) -> RolloutBatch | None:
     """Convert a demonstration to an episode that sampled its replies, like `batch_conversation`.
 
+    If the template rewrites the history, the batch ends with the last reply before the rewrite.
+
     Args:
         messages: the messages of the task, then the replies with the observations that follow them.
         task: the task, for the id of the rollout and the number of messages before the replies.
@@ -303,7 +305,7 @@ def batch_demonstration(
     Returns:
         The batch, or None if no reply fits.
     """
-    token_ids, mask = tokenizer.encode_replies(messages, len(task.messages))
+    token_ids, mask = tokenizer.encode_replies(messages, len(task.messages))[0]
     return _batch_text(token_ids, mask, task.id, max_length)
 
 

@@ -154,19 +154,19 @@ class ChatTokenizer:
 
     def encode_replies(
         self, messages: Sequence[Message], num_prompt_messages: int
-    ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """Tokenize a finished conversation as a sampled episode, with a mask of the replies.
+    ) -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
+        """Tokenize a finished conversation as a sampled episode, with masks of the replies.
 
         The prompt ends with the generation prompt, each reply is its text and the end-of-turn token, and observations
         are those of `observation_tokens`. Unlike `encode_conversation` it needs no generation blocks. If the template
-        rewrites the history, the result ends with the last reply before the rewrite.
+        rewrites the history, the next reply begins a new sequence, as in an episode; each reply is on the mask of one.
 
         Args:
             messages: the prompt, a reply, and further observations and replies.
             num_prompt_messages: number of messages in the prompt, at least 1; its assistant messages are not replies.
 
         Returns:
-            Token ids `[length]`, and a mask `[length]` that is True on replies.
+            Token ids `[length]` of each sequence, at least one, and a mask `[length]` that is True on replies.
 
         Raises:
             ChatTemplateError: if the template rejects the conversation.
@@ -176,6 +176,7 @@ class ChatTokenizer:
         replies = [index for index in range(num_prompt_messages, len(messages)) if roles[index] == "assistant"]
         ids = list(self.prompt_tokens(messages[:num_prompt_messages]))
         mask = [False] * len(ids)
+        sequences = []
         for index, following in itertools.zip_longest(replies, replies[1:]):
             mark = self._mark(messages[index : index + 1])
             escaped = self._encoder.escape(messages[index]["content"], mark)
@@ -186,10 +187,11 @@ class ChatTokenizer:
                 observed = messages[index + 1 : following]
                 observation, rewritten = self.observation_tokens(messages[: index + 1], ids, observed)
                 if rewritten:
-                    break
+                    sequences.append((tuple(ids), tuple(mask)))
+                    ids, mask = [], []
                 ids += observation
                 mask += [False] * len(observation)
-        return tuple(ids), tuple(mask)
+        return [*sequences, (tuple(ids), tuple(mask))]
 
     def observation_tokens(
         self, history: Sequence[Message], sequence: Sequence[int], observation: Sequence[Message]

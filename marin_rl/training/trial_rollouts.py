@@ -227,7 +227,7 @@ def _tokens(tokenizer: ChatTokenizer, task: Task, text: str) -> tuple[int, ...]:
     if tokenizer.opens_thoughts(tokenizer.prompt_tokens(task.messages)):
         text = f"\n</think>\n\n{text}"
     reply = Message(role="assistant", content=text)
-    ids, mask = tokenizer.encode_replies((*task.messages, reply), len(task.messages))
+    ids, mask = tokenizer.encode_replies((*task.messages, reply), len(task.messages))[0]
     return tuple(token for token, is_reply in zip(ids, mask, strict=True) if is_reply)
 
 

@@ -503,7 +503,7 @@ def test_no_token_spans_the_end_of_the_prompt_and_the_reply(template: str | None
     assert ids[: len(prompt)] == prompt
     assert mask == (*[False] * len(prompt), *[True] * (len(ids) - len(prompt)))
     assert chat.tokenizer.decode(ids[len(prompt) :]) == f"{reply}<|end|>"
-    assert chat.encode_replies(conversation, 1) == (ids, mask)
+    assert chat.encode_replies(conversation, 1) == [(ids, mask)]
 
 
 # --- a demonstration as an episode ---
@@ -516,7 +516,7 @@ def test_replies_of_a_demonstration_are_tokens_of_an_episode(messages: list[dict
     ids, mask = byte_oracle([*messages, *replies])
     asked, _ = byte_oracle(messages)
     expected = (*[False] * len(asked), *mask[len(asked) :])
-    assert BYTE_CHAT.encode_replies([*messages, *replies], len(messages)) == (ids, expected)
+    assert BYTE_CHAT.encode_replies([*messages, *replies], len(messages)) == [(ids, expected)]
 
 
 # --- the start of a reply in the prompt ---
