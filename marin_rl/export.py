@@ -60,11 +60,11 @@ def run_export(config: ExportRunConfig) -> int:
         raise OutputExistsError(f"output {config.output!r} exists and is not replaced; name another folder")
     open_with_checkpoint(config.run, config.step)
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
+    from marin_rl.config.base_config import critic_of
     from marin_rl.config.input_files import digest_inputs
     from marin_rl.learner.hf_export import DeviceWeights, SavedWeights, WeightParts
     from marin_rl.learner.policy_spec import PolicySpec
-    from marin_rl.run_parts import RunParts
-    from marin_rl.training.earlier_run import export_folder, load_run, restore_checkpoint
+    from marin_rl.training.earlier_run import export_folder, load_run, open_parts, restore_checkpoint
 
     run, checkpoints = load_run(config.run, config.step)
     model, dtype = run.model, (config.export or run.export).numeric_dtype
@@ -72,14 +72,14 @@ def run_export(config: ExportRunConfig) -> int:
 
     def restore(checkpoint: "Checkpoint") -> WeightParts:
         if run.lora is not None:
-            parts = RunParts.start(run, alone=True, of_other_machine=True)
+            parts = open_parts(run)
             return DeviceWeights(parts.restore_policy(checkpoint), parts.trainer, dtype)
-        spec = PolicySpec(model, int(checkpoint.progress["vocab_size"]), run.trainer, run.critic)
+        spec = PolicySpec(model, int(checkpoint.progress["vocab_size"]), run.trainer, critic_of(run))
         return SavedWeights(spec.policy, checkpoint.part(spec.policy, spec.policy_path), dtype)
 
     step, weights = restore_checkpoint(checkpoints, config.step, digest_inputs(run, ("tokenizer",)), restore)
     with writing(output, "output"):
-        export_folder(weights, run.tokenizer.build(), output, step, run.sampling.stop)
+        export_folder(weights, run.tokenizer.build(), output, step, run.stop_texts)
     return step
 
 

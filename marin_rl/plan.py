@@ -63,10 +63,11 @@ def _run(argv: Sequence[str]) -> int:
     if arguments.json is not None and (arguments.json.is_dir() or not arguments.json.parent.is_dir()):
         raise ConfigError(f"--json {arguments.json} cannot be written; give a file in an existing folder")
 
+    from marin_rl.config.train_config import TrainConfig
     from marin_rl.pods.report import describe, to_json
     from marin_rl.pods.run_plan import Lengths, complete_model, default_lengths, make_plan
 
-    config, vocab_size = complete_model(parse_run_config(checked).config, arguments.vocab_size)
+    config, vocab_size = complete_model(parse_run_config(TrainConfig, checked).config, arguments.vocab_size)
     longest = default_lengths(config)
     lengths = Lengths(arguments.prompt_tokens or longest.prompt, arguments.answer_tokens or longest.answer)
     if sum(lengths) > config.rollouts.max_length:

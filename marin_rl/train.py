@@ -41,13 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     started = time.perf_counter()
     checked = check_command_line(arguments, FLAGS)
-    parsed = parse_run_config(checked, FLAGS)
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
     with without_collections():
+        from marin_rl.config.train_config import TrainConfig
         from marin_rl.training.config_changes import refuse_moved_runs
         from marin_rl.training.earlier_run import resolve_model
         from marin_rl.training.session import run_session
 
+    parsed = parse_run_config(TrainConfig, checked, FLAGS)
     accept_changes = "accept_changes" in parsed.flags
     if "print_config" in parsed.flags:
         print(to_yaml(resolve_model(parsed.config)), end="")

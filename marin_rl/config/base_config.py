@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The settings of a training run, without levanter's classes, which take seconds to import.
+"""The settings of an RL run, without levanter's classes, which take seconds to import.
 
 Each section is defined in a module that imports neither levanter nor transformers. `TrainConfig` adds the types of
 levanter's sections `model`, `optimizer` and `trainer.tracker`; commands check all other settings before they import it.
@@ -9,10 +9,8 @@ levanter's sections `model`, `optimizer` and `trainer.tracker`; commands check a
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any, ClassVar
-
-from annotated_types import Ge
+from collections.abc import Iterator
+from typing import ClassVar
 
 import marin_rl.objectives.gae
 import marin_rl.objectives.gigpo
@@ -24,7 +22,9 @@ from marin_rl.config.reference_config import (
     ServerReferenceConfig,
     uses_initial_policy,
 )
+from marin_rl.config.run_config import RUN_CHECKS, AbstractRunConfig, Check
 from marin_rl.config.sections import (
+    AbstractRowConfig,
     EvaluationConfig,
     Mode,
     ReplayConfig,
@@ -34,7 +34,7 @@ from marin_rl.config.sections import (
 )
 from marin_rl.config.workers_config import Refresh, TransferDtype, WeightTransferConfig, WorkersConfig
 from marin_rl.environments.base import EnvironmentConfig
-from marin_rl.learner.config import CriticConfig, ExportConfig, LoraConfig
+from marin_rl.learner.config import CriticConfig
 from marin_rl.objectives.advantage_inputs import AdvantageConfig
 from marin_rl.objectives.advantages import RlooConfig
 from marin_rl.objectives.aggregation import AggregationConfig, SequenceSumConfig
@@ -47,65 +47,23 @@ from marin_rl.rewards.component import RewardScope
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rollouts.config import FilterConfig, KeepGroupsConfig
 from marin_rl.runs.rollout_store import RolloutStoreConfig
-from marin_rl.runs.run_directory import CheckpointConfig
 from marin_rl.sampling.config import LevanterSamplerConfig, OpenAiSamplerConfig, SamplerConfig, SamplingConfig
-from marin_rl.tokenization.config import TokenizerConfig
-from marin_rl.utils.devices.sharding import POSITION
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
-from marin_rl.utils.logs import LogLevel, module_levels
-from marin_rl.utils.settings.checks import ConfigSection, check_fields
-from marin_rl.utils.settings.fields import (
-    LOCAL_PATH,
-    STORAGE_PATH,
-    check_paths,
-    is_loopback,
-    may_change,
-    may_change_by_name,
-    nested_sections,
-)
-from marin_rl.utils.settings.section_types import ConfigError
-
-TRAINER_METADATA = may_change(
-    *("tracker", "jax_compilation_cache_dir", "distributed"),
-    *("profiler", "profiler_start_step", "profiler_num_steps"),
-)
-"""Metadata of the field `trainer`."""
-MODEL_METADATA = may_change("reference_checkpoint")
-"""Metadata of the field `model`. Levanter's lines have other defaults for this key, which nothing here reads."""
-
-Check = Callable[[Any], Iterable[str]]
-"""A check of a config, which yields its problems or raises a `ValueError`; a message names the keys and the remedy."""
+from marin_rl.utils.settings.fields import is_loopback, may_change, may_change_by_name, nested_sections
 
 
-@dataclasses.dataclass(frozen=True)
-class AbstractTrainConfig(ConfigSection):
-    """Configuration of a training run; subclasses set the types of `model`, `optimizer` and `trainer.tracker`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AbstractTrainConfig(AbstractRunConfig):
+    """Configuration of an RL run, without the types of levanter's sections."""
 
-    further_checks: ClassVar[tuple[Check, ...]] = ()
-    """Checks of a subclass, after `CHECKS`."""
+    common_keys: ClassVar[tuple[str, ...]] = (
+        *("environment", "run_dir", "model", "initialize_from", "tokenizer.path", "seed", "num_steps"),
+        *("rollouts.prompts_per_step", "rollouts.group_size", "rollouts.max_length", "rollouts.max_turns"),
+        *("sampling.max_new_tokens", "sampling.temperature", "advantage", "policy_loss", "kl", "optimizer", "mode"),
+        *("evaluation.every", "checkpoint.every"),
+    )
 
     environment: EnvironmentConfig
     """Source of the tasks and their rewards."""
-    run_dir: str = dataclasses.field(metadata=STORAGE_PATH | may_change())
-    """Run directory, a path or an address such as `gs://bucket/run` or `s3://bucket/run`. A run resumes if its
-    directory contains a checkpoint."""
-    imports: tuple[str, ...] = dataclasses.field(default=(), metadata=LOCAL_PATH)
-    """Python files, such as `[my_objectives.py]`, or modules of installed packages, such as `[lab.objectives]`, that
-    register further types. Every command that reads the config imports them first, without isolation."""
-    model: Any = dataclasses.field(default=None, metadata=MODEL_METADATA)
-    """Model architecture (levanter's section), required to train from scratch; null: read from `initialize_from`. Its
-    type is `gemma`, `gemma2`, `gpt2`, `llama`, `mistral`, `mixtral`, `olmo2`, `olmo3`, `qwen2` or `qwen3`."""
-    initialize_from: str | None = dataclasses.field(default=None, metadata=STORAGE_PATH)
-    """Initial weights: a folder or hub name in Hugging Face format, or a run directory of marin_rl; null: random
-    weights. A folder in an object store is copied into the cache folder of the user."""
-    lora: LoraConfig | None = None
-    """Low-rank adapter that is trained instead of the weights of `initialize_from`; null: all weights are trained."""
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    """Tokenizer and chat template."""
-    seed: int = 0
-    """Random seed of initial weights, task order and sampling."""
-    num_steps: Annotated[int, Ge(0)] = dataclasses.field(default=200, metadata=may_change_by_name())
-    """Number of RL steps. A step samples a batch of rollouts and trains on it."""
     rollouts: RolloutConfig = RolloutConfig()
     """Rollouts per step, their limits, and the layout of batch rows."""
     sampling: SamplingConfig = SamplingConfig()
@@ -161,41 +119,29 @@ class AbstractTrainConfig(ConfigSection):
         metadata=may_change("host", "port", "streams", "retry"),
     )
     """Weight transfer from the trainer to the workers, for `mode: async`."""
-    logprob_block_size: Annotated[int, Ge(1)] | None = None
-    """Tokens on each device whose logits are in memory at once; null: 256 on a CPU, 1,024 on an accelerator."""
     warm_start: WarmStartConfig = WarmStartConfig()
     """Supervised training before RL."""
     evaluation: EvaluationConfig = dataclasses.field(
         default=EvaluationConfig(), metadata=may_change("every") | may_change_by_name()
     )
     """Evaluation on held-out tasks."""
-    log_level: LogLevel = dataclasses.field(default=LogLevel.INFO, metadata=may_change())
-    """Minimum level of messages in `log.txt`, `processes/*.txt` and `workers/*.txt`: `debug`, `info`, `warning` or
-    `error`. `debug` logs every turn of every episode."""
-    logging: dict[str, str] = dataclasses.field(default_factory=dict, metadata=may_change())
-    """Log levels of modules or packages that override `log_level`, such as `{marin_rl.rollouts: debug}`."""
     rollout_store: RolloutStoreConfig = dataclasses.field(default=RolloutStoreConfig(), metadata=may_change())
     """Storage of rollouts in the run directory."""
-    checkpoint: CheckpointConfig = dataclasses.field(default=CheckpointConfig(), metadata=may_change())
-    """Checkpoint schedule."""
-    export: ExportConfig = dataclasses.field(default=ExportConfig(), metadata=may_change())
-    """Export of the final weights to `hf/` in the run directory."""
-    optimizer: Any = dataclasses.field(default=None, metadata=may_change_by_name())
-    """Optimizer and learning-rate schedule of RL (levanter's section)."""
-    trainer: AbstractTrainerConfig = dataclasses.field(default_factory=AbstractTrainerConfig, metadata=TRAINER_METADATA)
-    """Mesh, precision, microbatches and trackers. Batch size and number of steps follow from `rollouts` and
-    `num_steps`."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-        problems: list[str] = []
-        for check in (*CHECKS, *self.further_checks):
-            try:
-                problems += check(self)
-            except ValueError as error:
-                problems += str(error).splitlines()
-        if problems:
-            raise ConfigError(*problems)
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        """Checks of the settings without levanter's sections."""
+        return CHECKS
+
+    @property
+    def rows(self) -> AbstractRowConfig:
+        """Layout of batch rows."""
+        return self.rollouts
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """Texts that end a reply, for exports."""
+        return self.sampling.stop
 
     def batch_scoped_rewards(self) -> list[str]:
         """Keys of the reward functions that score all rollouts of a step together."""
@@ -223,48 +169,17 @@ class AbstractTrainConfig(ConfigSection):
         """`replay` in `mode: async`; in `mode: sync` groups are never sampled ahead."""
         return self.replay if self.mode is Mode.ASYNC else ReplayConfig(max_staleness=0)
 
-    @property
-    def context_shards(self) -> int:
-        """Number of devices over which the positions of a row are split."""
-        return self.trainer.model_axis_size if POSITION in (self.trainer.tensor_parallel_axes or ()) else 1
+
+def critic_of(config: AbstractRunConfig) -> CriticConfig | None:
+    """Return the critic that a run trains; None if it trains none."""
+    return config.critic if isinstance(config, AbstractTrainConfig) else None
 
 
-def _check_values(config: AbstractTrainConfig) -> Iterable[str]:
-    check_paths(config)
-    module_levels(config.logging)
-    return ()
-
-
-def _check_start(config: AbstractTrainConfig) -> Iterator[str]:
-    if config.model is None and config.initialize_from is None:
-        yield (
-            "neither model nor initialize_from is set: name an architecture to start from scratch "
-            "(model: {type: llama, ...}) or weights to start from (initialize_from: FOLDER)"
-        )
-
-
-def _check_lora(config: AbstractTrainConfig) -> Iterator[str]:
-    if config.lora is None:
-        return
-    if config.initialize_from is None:
-        yield (
-            "lora is set, but initialize_from is not: an adapter changes weights that exist; set initialize_from to "
-            "them, or lora: null to train all weights"
-        )
-    if config.critic is not None and not config.critic.shared_trunk:
+def _check_trunk(config: AbstractTrainConfig) -> Iterator[str]:
+    if config.lora is not None and config.critic is not None and not config.critic.shared_trunk:
         yield (
             "critic.shared_trunk is false, but with lora only the adapter is trained, and a separate trunk would be a "
             "second copy of all weights; set critic.shared_trunk: true, or lora: null"
-        )
-
-
-def _check_context(config: AbstractTrainConfig) -> Iterator[str]:
-    axes = config.trainer.tensor_parallel_axes or ()
-    if POSITION in config.trainer.axis_resources or (POSITION in axes and len(axes) > 1):
-        yield (
-            f"trainer.tensor_parallel_axes is {list(axes)} and trainer.axis_resources is "
-            f"{dict(config.trainer.axis_resources)}, but {POSITION!r} can be split over devices only alone: set "
-            f"trainer.tensor_parallel_axes: [{POSITION}]"
         )
 
 
@@ -452,10 +367,8 @@ def _advantage_name(config: AbstractTrainConfig) -> str:
 
 
 CHECKS: tuple[Check, ...] = (
-    _check_values,
-    _check_start,
-    _check_lora,
-    _check_context,
+    *RUN_CHECKS,
+    _check_trunk,
     _check_replay,
     _check_workers,
     _check_agents,

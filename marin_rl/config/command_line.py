@@ -24,7 +24,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import yaml
 from draccus.choice_types import CHOICE_TYPE_KEY
@@ -46,10 +46,6 @@ from marin_rl.utils.settings.section_types import (
     section_of,
 )
 from marin_rl.utils.settings.yaml_text import load_yaml, parse_value
-
-if TYPE_CHECKING:
-    from marin_rl.config.train_config import TrainConfig
-
 
 ConfigT = TypeVar("ConfigT")
 
@@ -178,26 +174,16 @@ def parse_config(
         HelpShown: with status 0, after `--help` has printed its text.
     """
     flags = flags or {}
-    return _parse_arguments(config_class, read_arguments(argv, flags), flags, defaults)
+    return parse_run_config(config_class, read_arguments(argv, flags), flags, defaults)
 
 
 def parse_run_config(
-    checked: "Arguments", flags: Mapping[str, str] | None = None, defaults: Mapping[str, Any] | None = None
-) -> "ParsedConfig[TrainConfig]":
-    """Parse the arguments that `check_command_line` has checked to the config of a run; see `parse_config`."""
-    # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
-    with without_collections():
-        from marin_rl.config.train_config import TrainConfig
-
-    return _parse_arguments(TrainConfig, checked, flags, defaults)
-
-
-def _parse_arguments(
     config_class: type[ConfigT],
     arguments: "Arguments",
     flags: Mapping[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> ParsedConfig[ConfigT]:
+    """Parse the arguments that `check_command_line` has checked to the config of a run; see `parse_config`."""
     layers = [defaults or {}, *arguments.layers()]
     import_types(config_class, layers)
     if arguments.help_section is not None:
@@ -211,7 +197,9 @@ def _parse_arguments(
         raise with_suggestions(error, config_class, raw, arguments) from error
 
 
-def check_command_line(argv: Sequence[str], flags: Mapping[str, str], *, reads_files: bool = True) -> "Arguments":
+def check_command_line(
+    argv: Sequence[str], flags: Mapping[str, str], command: str = "train", *, reads_files: bool = True
+) -> "Arguments":
     """Validate the command line of a run's config, or print the overview of `--help`, without importing levanter.
 
     Importing levanter takes seconds. `parse_run_config` checks the settings of levanter's sections.
@@ -219,6 +207,7 @@ def check_command_line(argv: Sequence[str], flags: Mapping[str, str], *, reads_f
     Args:
         argv: arguments of `parse_config`.
         flags: flags of `parse_config`.
+        command: the command that trains, as in [`RunKind`][marin_rl.config.run_kind.RunKind].
         reads_files: whether the run will read its input files on this machine, so that they must exist.
 
     Returns:
@@ -236,21 +225,22 @@ def check_command_line(argv: Sequence[str], flags: Mapping[str, str], *, reads_f
     layers = arguments.layers()
     # Imported here because the sections take a second to import, and the problems above can be reported without them.
     with without_collections():
-        from marin_rl.config.base_config import AbstractTrainConfig
         from marin_rl.config.input_files import file_problems
+        from marin_rl.config.run_kind import RunKind
 
+        settings = RunKind(command).settings
     if arguments.help_section == "":
-        sys.stdout.write(overview_text(AbstractTrainConfig, flags))
+        sys.stdout.write(overview_text(settings, flags, command, settings.common_keys))
         raise HelpShown(0)
-    import_types(AbstractTrainConfig, layers)
-    raw = merge_layers(AbstractTrainConfig, layers)
+    import_types(settings, layers)
+    raw = merge_layers(settings, layers)
     try:
-        config = decode(AbstractTrainConfig, raw)
+        config = decode(settings, raw)
     except ConfigError as error:
         # A key that is near to no other may belong to a section of levanter, whose keys only the complete check knows.
         if any(problem.startswith("unknown key ") and "did you mean" not in problem for problem in error.problems):
             return arguments
-        raise with_suggestions(error, AbstractTrainConfig, raw, arguments) from error
+        raise with_suggestions(error, settings, raw, arguments) from error
     if reads_files and (problems := list(file_problems(config))):
         raise ConfigError(*problems)
     return arguments

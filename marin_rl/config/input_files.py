@@ -16,6 +16,7 @@ from pathlib import Path
 
 from marin_rl.config.base_config import AbstractTrainConfig
 from marin_rl.config.reference_config import CheckpointReferenceConfig
+from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.tokenization.config import BYTES, PLAIN
 from marin_rl.utils.errors import explain, nearest_file
 from marin_rl.utils.hub import HubError, check_source
@@ -49,7 +50,7 @@ Inputs = Mapping[str, Mapping[str, str]]
 """SHA-256 checksums by section and path. Sections are the top-level keys of the config, and `NAMED`."""
 
 
-def digest_inputs(config: AbstractTrainConfig, sections: Sequence[str] = ()) -> dict[str, dict[str, str]]:
+def digest_inputs(config: AbstractRunConfig, sections: Sequence[str] = ()) -> dict[str, dict[str, str]]:
     """Compute the checksums of the local files that a config names; each file is read once.
 
     Args:
@@ -123,7 +124,7 @@ def input_changes(before: Inputs, now: Inputs) -> list[str]:
     return lines
 
 
-def file_problems(config: AbstractTrainConfig) -> Iterator[str]:
+def file_problems(config: AbstractRunConfig) -> Iterator[str]:
     """Problems of the files and folders that a run reads: they must exist, and Python files must be parsed."""
     for key, text in input_files(config):
         if text != PLAIN and (problem := _file_problem(user_path(text, key))):
@@ -131,9 +132,10 @@ def file_problems(config: AbstractTrainConfig) -> Iterator[str]:
     # A run that resumes does not read initialize_from again.
     is_new = "://" in config.run_dir or not user_path(config.run_dir, "run_dir").exists()
     folders = {"tokenizer.path": config.tokenizer.path, "initialize_from": config.initialize_from if is_new else None}
-    for key, part in nested_sections(config.reference, "reference"):
-        if isinstance(part, CheckpointReferenceConfig):
-            folders[f"{key}.path"] = part.path
+    if isinstance(config, AbstractTrainConfig):
+        for key, part in nested_sections(config.reference, "reference"):
+            if isinstance(part, CheckpointReferenceConfig):
+                folders[f"{key}.path"] = part.path
     for key, text in folders.items():
         if text is not None and text != BYTES and "://" not in text:
             try:

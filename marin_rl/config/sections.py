@@ -3,9 +3,10 @@
 
 """Sections of the run's config for rollouts, updates, replay, evaluation and warm start."""
 
+import abc
 import dataclasses
 import enum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Le
 
@@ -24,8 +25,95 @@ activations of a small microbatch stay in the cache; an accelerator needs a larg
 
 
 @dataclasses.dataclass(frozen=True)
-class RolloutConfig(ConfigSection):
+class AbstractRowConfig(ConfigSection, abc.ABC):
+    """Layout of batch rows; a subclass declares the fields, in its own order and with its documentation."""
+
+    section: ClassVar[str]
+    """Name of the section in the config."""
+
+    @property
+    @abc.abstractmethod
+    def max_length(self) -> int:
+        """Maximum tokens of a sequence."""
+
+    @property
+    @abc.abstractmethod
+    def packing(self) -> bool | None:
+        """Whether a row holds several sequences; None: chosen for each batch."""
+
+    @property
+    @abc.abstractmethod
+    def row_length(self) -> int | None:
+        """Positions of a row; None: from `max_length`."""
+
+    @property
+    @abc.abstractmethod
+    def sequences_per_step(self) -> int:
+        """Number of sequences that a step trains on, if each item of its batch is one."""
+
+    def row_length_problem(self) -> str:
+        """Describe why `row_length` is not valid; empty if it is."""
+        if self.row_length is None or self.row_length >= self.max_length:
+            return ""
+        return (
+            f"{self.section}.row_length is {self.row_length}, but a sequence may have {self.section}.max_length = "
+            f"{self.max_length} tokens, and must fit into a row; raise row_length or lower max_length"
+        )
+
+    def positions(self, kernel: "AttentionKernel") -> int:
+        """Positions of a batch row that an attention kernel processes.
+
+        Raises:
+            ValueError: if the kernel does not support the configured `row_length`.
+
+        >>> from levanter.layers.attention import AttentionBackend
+        >>> from marin_rl.learner.attention_kernel import AttentionKernel
+        >>> flash, splash = AttentionKernel(AttentionBackend.JAX_FLASH), AttentionKernel(AttentionBackend.SPLASH)
+        >>> [RolloutConfig(max_length=200, packing=packing).positions(flash) for packing in (True, False)]
+        [256, 200]
+        >>> [RolloutConfig(max_length=1100).positions(kernel) for kernel in (flash, splash)]
+        [1280, 1536]
+        """
+        if self.row_length is None:
+            return kernel.fit(self._shortest_row)
+        if not kernel.supports_length(self.row_length):
+            raise ValueError(
+                f"{self.section}.row_length is {self.row_length}, but {kernel.backend.value} attention "
+                "(model.attn_backend) does not support rows of that length; set "
+                f"{self.section}.row_length: {kernel.fit(self.row_length)}, or null"
+            )
+        return self.row_length
+
+    def rows_per_device(self, platform: str, devices: int = 1) -> int:
+        """Return the default rows per microbatch on each device: about `TOKENS_PER_MICROBATCH` tokens.
+
+        They are at most those of a step, and divide a step of full rows into microbatches of about equal size.
+
+        Args:
+            platform: `cpu`, `gpu` or `tpu`.
+            devices: number of data-parallel devices.
+
+        >>> [RolloutConfig(max_length=96, packing=packing).rows_per_device("cpu") for packing in (True, False)]
+        [6, 8]
+        >>> RolloutConfig(prompts_per_step=16, max_length=96, packing=False).rows_per_device("gpu")
+        64
+        """
+        most = max(TOKENS_PER_MICROBATCH[platform] // self._shortest_row, 1)
+        rows = -(-self.sequences_per_step // devices)
+        return -(-rows // -(-rows // most))
+
+    @property
+    def _shortest_row(self) -> int:
+        if self.row_length is not None:
+            return self.row_length
+        return self.max_length if self.packing is False else -(-self.max_length // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig(AbstractRowConfig):
     """Number of rollouts per step, their limits, and the layout of batch rows."""
+
+    section: ClassVar[str] = "rollouts"
 
     prompts_per_step: Annotated[int, Ge(1)] = 64
     """Tasks sampled per step."""
@@ -64,39 +152,18 @@ class RolloutConfig(ConfigSection):
                 f"rollouts.max_prompt_length is {self.max_prompt_length}; it must be below rollouts.max_length, which "
                 f"is {self.max_length}, to leave room for an answer"
             )
-        if self.row_length is not None and self.row_length < self.max_length:
-            raise ValueError(
-                f"rollouts.row_length is {self.row_length}, but a sequence may have rollouts.max_length = "
-                f"{self.max_length} tokens, and must fit into a row; raise row_length or lower max_length"
-            )
+        if problem := self.row_length_problem():
+            raise ValueError(problem)
 
     @property
     def rollouts_per_step(self) -> int:
         """Number of rollouts per step."""
         return self.prompts_per_step * self.group_size
 
-    def positions(self, kernel: "AttentionKernel") -> int:
-        """Positions of a batch row that an attention kernel processes.
-
-        Raises:
-            ValueError: if the kernel does not support the configured `row_length`.
-
-        >>> from levanter.layers.attention import AttentionBackend
-        >>> from marin_rl.learner.attention_kernel import AttentionKernel
-        >>> flash, splash = AttentionKernel(AttentionBackend.JAX_FLASH), AttentionKernel(AttentionBackend.SPLASH)
-        >>> [RolloutConfig(max_length=200, packing=packing).positions(flash) for packing in (True, False)]
-        [256, 200]
-        >>> [RolloutConfig(max_length=1100).positions(kernel) for kernel in (flash, splash)]
-        [1280, 1536]
-        """
-        if self.row_length is None:
-            return kernel.fit(self._shortest_row)
-        if not kernel.supports_length(self.row_length):
-            raise ValueError(
-                f"rollouts.row_length is {self.row_length}, but {kernel.backend.value} attention (model.attn_backend) "
-                f"does not support rows of that length; set rollouts.row_length: {kernel.fit(self.row_length)}, or null"
-            )
-        return self.row_length
+    @property
+    def sequences_per_step(self) -> int:
+        """Number of sequences that a step trains on, if each rollout is one."""
+        return self.rollouts_per_step
 
     def group_row(self, max_new_tokens: int, kernel: "AttentionKernel", most_tokens: int) -> GroupRow | None:
         """Return the row of a prompt and the answers of its group, or None if at most one fits into a microbatch.
@@ -149,30 +216,6 @@ class RolloutConfig(ConfigSection):
         most = -(-tokens // group.row_length) if platform == "cpu" else tokens // group.row_length
         rows = -(-self.prompts_per_step * -(-self.group_size // group.answers) // devices)
         return -(-rows // -(-rows // most))
-
-    def rows_per_device(self, platform: str, devices: int = 1) -> int:
-        """Return the default rows per microbatch on each device: about `TOKENS_PER_MICROBATCH` tokens.
-
-        They are at most those of a step, and divide a step of full rows into microbatches of about equal size.
-
-        Args:
-            platform: `cpu`, `gpu` or `tpu`.
-            devices: number of data-parallel devices.
-
-        >>> [RolloutConfig(max_length=96, packing=packing).rows_per_device("cpu") for packing in (True, False)]
-        [6, 8]
-        >>> RolloutConfig(prompts_per_step=16, max_length=96, packing=False).rows_per_device("gpu")
-        64
-        """
-        most = max(TOKENS_PER_MICROBATCH[platform] // self._shortest_row, 1)
-        rows = -(-self.rollouts_per_step // devices)
-        return -(-rows // -(-rows // most))
-
-    @property
-    def _shortest_row(self) -> int:
-        if self.row_length is not None:
-            return self.row_length
-        return self.max_length if self.packing is False else -(-self.max_length // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 class Mode(enum.StrEnum):

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The configuration of a training run, with levanter's classes of models, optimizers and trackers, and their checks."""
+"""The configurations of training runs, with levanter's classes of models, optimizers and trackers, and their checks."""
 
 import dataclasses
 import math
@@ -17,8 +17,10 @@ from levanter.models.lm_model import LmConfig
 from levanter.optim.config import AdamConfig, OptimizerConfig
 from levanter.tracker import TrackerConfig
 
-from marin_rl.config.base_config import MODEL_METADATA, TRAINER_METADATA, AbstractTrainConfig
+from marin_rl.config.base_config import AbstractTrainConfig
 from marin_rl.config.reference_config import PolicyReferenceConfig
+from marin_rl.config.run_config import MODEL_METADATA, TRAINER_METADATA, AbstractRunConfig
+from marin_rl.config.supervised_config import AbstractSftConfig
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.models.conversion import check_model
 from marin_rl.models.lora import check_targets
@@ -29,7 +31,6 @@ from marin_rl.utils.errors import nearest
 from marin_rl.utils.levanter_line import UNUSABLE_OPTIMIZERS, max_positions
 from marin_rl.utils.settings.fields import may_change_by_name
 from marin_rl.utils.settings.section_types import choice_name, default_of, field_types, section_of
-from marin_rl.utils.storage import storage_path
 
 _SCHEDULE = (
     *("warmup", "decay", "rewarmup", "cooldown", "cycles", "cycle_length", "haps"),
@@ -46,24 +47,17 @@ class TrainerConfig(AbstractTrainerConfig):
     """Where metrics are logged besides the run directory, such as `[{type: wandb}]`."""
 
 
-def _check_model(config: "TrainConfig") -> Iterator[str]:
+def _check_model(config: AbstractRunConfig) -> Iterator[str]:
     if config.model is None:
         return
     problems = list(model_problems(config.model))
     yield from problems
     # An architecture that is not supported may have no seq_len.
-    if not problems and config.rollouts.max_length > max_positions(config.model):
+    section, max_length = config.rows.section, config.rows.max_length
+    if not problems and max_length > max_positions(config.model):
         yield (
-            f"rollouts.max_length is {config.rollouts.max_length}, but the model's context has "
-            f"{max_positions(config.model)} tokens (model.seq_len); lower rollouts.max_length or raise model.seq_len"
-        )
-    contexts = [part.context for part in config.reference.parts if isinstance(part, PolicyReferenceConfig)]
-    more = max((context.max_tokens for context in contexts if context is not None), default=0)
-    if not problems and more and config.rollouts.max_length + more > max_positions(config.model):
-        yield (
-            f"reference.context.max_tokens is {more} and rollouts.max_length {config.rollouts.max_length}, but the "
-            f"model's context has {max_positions(config.model)} tokens (model.seq_len); lower one of them or raise "
-            "model.seq_len"
+            f"{section}.max_length is {max_length}, but the model's context has {max_positions(config.model)} tokens "
+            f"(model.seq_len); lower {section}.max_length or raise model.seq_len"
         )
     name = choice_name(config.model)
     if name == "gpt2" and POSITION in (config.trainer.tensor_parallel_axes or ()):
@@ -72,7 +66,7 @@ def _check_model(config: "TrainConfig") -> Iterator[str]:
             "devices, because it has an attention module of its own; use another axis, such as mlp"
         )
     if name == "mixtral":
-        problem = window_problem(config.model, config.rollouts.max_length)
+        problem = window_problem(config.model, max_length)
         yield from [] if problem is None else [problem]
         for key in ("tensor_parallel_axes", "axis_resources"):
             if "experts" in (getattr(config.trainer, key) or ()):
@@ -82,13 +76,26 @@ def _check_model(config: "TrainConfig") -> Iterator[str]:
                 )
 
 
-def _check_targets(config: "TrainConfig") -> Iterator[str]:
+def _check_teacher_context(config: AbstractRunConfig) -> Iterator[str]:
+    if not isinstance(config, AbstractTrainConfig) or config.model is None or any(model_problems(config.model)):
+        return
+    contexts = [part.context for part in config.reference.parts if isinstance(part, PolicyReferenceConfig)]
+    more = max((context.max_tokens for context in contexts if context is not None), default=0)
+    if more and config.rollouts.max_length + more > max_positions(config.model):
+        yield (
+            f"reference.context.max_tokens is {more} and rollouts.max_length {config.rollouts.max_length}, but the "
+            f"model's context has {max_positions(config.model)} tokens (model.seq_len); lower one of them or raise "
+            "model.seq_len"
+        )
+
+
+def _check_targets(config: AbstractRunConfig) -> Iterator[str]:
     if config.lora is not None and config.model is not None and not any(model_problems(config.model)):
         check_targets(config.model, config.lora.targets)
     yield from ()
 
 
-def _check_optimizer(config: "TrainConfig") -> Iterator[str]:
+def _check_optimizer(config: AbstractRunConfig) -> Iterator[str]:
     """Check that the update of the optimizer can be compiled, and that its learning rate is finite."""
     optimizer: Any = config.optimizer
     name = choice_name(optimizer)
@@ -127,27 +134,28 @@ def _optimizer_ranges(optimizer: Any) -> Iterator[str]:
             yield f"optimizer.{key} is {getattr(optimizer, key)}; it must be at least 0 and below 1"
 
 
-def _check_row_length(config: "TrainConfig") -> Iterator[str]:
+def _check_row_length(config: AbstractRunConfig) -> Iterator[str]:
     """Check that a platform supports the row length; the run's platform is checked after jax has started."""
     errors = []
     for platform in PLATFORMS:
         try:
-            config.rollouts.positions(attention_kernel(config.model, platform, config.context_shards))
+            config.rows.positions(attention_kernel(config.model, platform, config.context_shards))
         except ValueError as error:
             errors.append(str(error))
     if len(errors) == len(PLATFORMS):
         yield errors[0]
 
 
-def _check_export(config: "TrainConfig") -> Iterator[str]:
+def _check_export(config: AbstractRunConfig) -> Iterator[str]:
     if config.model is not None:
-        check_model(config.model, max_length=config.rollouts.max_length)
+        check_model(config.model, max_length=config.rows.max_length)
     yield from ()
 
 
-def _check_schedule(config: "TrainConfig") -> Iterator[str]:
+def _check_schedule(config: AbstractRunConfig) -> Iterator[str]:
     """Check that levanter can build the learning-rate schedule, whose phases must fit into the run."""
-    if any(_check_optimizer(config)):
+    # The updates of whole epochs are counted when the data is read.
+    if not config.num_updates or any(_check_optimizer(config)):
         return
     optimizer = config.optimizer
     try:
@@ -164,17 +172,30 @@ def _check_schedule(config: "TrainConfig") -> Iterator[str]:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainConfig(AbstractTrainConfig):
-    """Configuration of a training run."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LevanterSections:
+    """The types of levanter's sections, and their checks, for the config of a command that trains."""
 
-    further_checks = (_check_model, _check_targets, _check_optimizer, _check_row_length, _check_export, _check_schedule)
+    further_checks = (
+        _check_model,
+        _check_teacher_context,
+        _check_targets,
+        _check_optimizer,
+        _check_row_length,
+        _check_export,
+        _check_schedule,
+    )
 
     model: LmConfig | None = dataclasses.field(default=None, metadata=MODEL_METADATA)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=AdamConfig, metadata=may_change_by_name())
     trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig, metadata=TRAINER_METADATA)
 
-    @property
-    def run_name(self) -> str:
-        """Name of the run in trackers."""
-        return self.trainer.id or storage_path(self.run_dir).name
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(LevanterSections, AbstractTrainConfig):
+    """Configuration of an RL run."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SftConfig(LevanterSections, AbstractSftConfig):
+    """Configuration of supervised fine-tuning."""

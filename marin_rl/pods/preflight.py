@@ -128,9 +128,10 @@ def check_training(config: TpuConfig, arguments: Sequence[str], report: Callable
         if own and any("ray_address" in layer for layer in read_arguments(arguments, RESUME_FLAGS).layers()):
             raise ConfigError("rollout_slices is set, so the launch sets ray_address; remove it from the training")
         checked = check_command_line([*arguments, *own], RESUME_FLAGS, reads_files=False)
+        from marin_rl.config.train_config import TrainConfig
         from marin_rl.distributed.ray_cluster import check_ray
 
-        parsed = parse_run_config(checked, RESUME_FLAGS).config
+        parsed = parse_run_config(TrainConfig, checked, RESUME_FLAGS).config
         files = [("--config", str(path)) for path in checked.config_paths]
         for key, text in [*files, *_inputs(parsed, report)]:
             path = Path(os.path.normpath(text))

@@ -26,6 +26,8 @@ from levanter.optim.config import OptimizerConfig
 from levanter.tracker import NoopTracker, current_tracker
 from levanter.trainer_state import init_optimizer_for_trainables
 
+from marin_rl.config.base_config import critic_of
+from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.runs.array_files import named_arrays
@@ -42,7 +44,7 @@ from marin_rl.runs.run_directory import (
     write_atomically,
 )
 from marin_rl.runs.saved_checkpoint import read_manifest
-from marin_rl.training.earlier_run import read_config
+from marin_rl.training.earlier_run import read_config, require_rl
 from marin_rl.training.run_state import Progress
 from marin_rl.utils.errors import RunDirectoryError, writing
 from marin_rl.utils.settings.decode import decode, encode
@@ -153,7 +155,7 @@ def _undo(values: dict[str, Any], change: Change) -> None:
         values[leaf] = json.loads(change.old)
 
 
-def plan_changes(directory: RunDirectory, config: TrainConfig, named: Collection[str] = ()) -> list[Change]:
+def plan_changes(directory: RunDirectory, config: AbstractRunConfig, named: Collection[str] = ()) -> list[Change]:
     """Compare the config of a run with the one to resume it with; changes no file and uses no device.
 
     Args:
@@ -178,10 +180,10 @@ def plan_changes(directory: RunDirectory, config: TrainConfig, named: Collection
     changes = [Change(newest, key, show_value(old, key), show_value(new, key)) for key in differing_keys(old, new)]
     assert config.model is not None
     # The size of the vocabulary is not known before the tokenizer is loaded, and the same for both optimizers.
-    spec = PolicySpec(config.model, 2**15, config.trainer, config.critic, config.lora)
+    spec = PolicySpec(config.model, 2**15, config.trainer, critic_of(config), config.lora)
     difference = functools.partial(_state_difference, former.optimizer, config.optimizer, config.num_updates, spec)
-    _require_possible(directory, changes, named, config.num_steps, difference)
-    recorded = keys_changeable_by_name(TrainConfig)
+    _require_possible(directory, changes, named, config, difference)
+    recorded = keys_changeable_by_name(type(config))
     return [change for change in changes if is_within(change.key, recorded)]
 
 
@@ -189,7 +191,7 @@ def _require_possible(
     directory: RunDirectory,
     changes: Sequence[Change],
     named: Collection[str],
-    num_steps: int,
+    config: AbstractRunConfig,
     state_difference: Callable[[], str | None],
 ) -> None:
     """Raise a RunDirectoryError with all changes that are refused, and the remedy of each kind.
@@ -198,19 +200,19 @@ def _require_possible(
         directory: run directory.
         changes: the changes.
         named: dotted keys that the command line gave.
-        num_steps: number of steps of the new config.
+        config: the new config.
         state_difference: returns how the arrays of the optimizer's state differ, None if they do not.
     """
-    by_name = keys_changeable_by_name(TrainConfig)
+    by_name = keys_changeable_by_name(type(config))
     if any(change.key == "optimizer.type" for change in changes):
         # Another optimizer has other keys.
         changes = [c for c in changes if c.key == "optimizer.type" or not is_within(c.key, ["optimizer"])]
     # Another type of a section below names all keys of it.
     named = {*named, *(c.key.removesuffix(".type") for c in changes if c.key.endswith(".type") and c.key in named)}
-    strict = [change for change in changes if not is_within(change.key, changeable_keys(TrainConfig))]
+    strict = [change for change in changes if not is_within(change.key, changeable_keys(type(config)))]
     fixed = [change for change in strict if not is_within(change.key, by_name) or change.key == "optimizer.type"]
     rest = [change for change in strict if change not in fixed]
-    short = [change for change in rest if change.key == "num_steps" and num_steps < change.step]
+    short = [change for change in rest if change.key == "num_steps" and config.num_steps < change.step]
     unnamed = [change for change in rest if not _is_named(change.key, named) and change not in short]
     problems = [
         *([_cannot_change(directory, fixed)] if fixed else []),
@@ -308,7 +310,7 @@ def _state_arrays(optimizer: optax.GradientTransformation, trained: Any) -> dict
 
 def read_config_of_step(directory: RunDirectory, step: int) -> TrainConfig:
     """Read the config that a step of a run was trained with; see `values_of_step`."""
-    read_config(directory)
+    require_rl(read_config(directory), str(directory.path), "no step of it can be replayed")
     return decode(TrainConfig, values_of_step(directory, step))
 
 
@@ -336,7 +338,7 @@ def refuse_moved_runs(files: Sequence[Path], run_dir: str) -> None:
 
 
 def finished_progress(
-    config: TrainConfig, directory: RunDirectory, named: Collection[str], *, accept_changes: bool
+    config: AbstractRunConfig, directory: RunDirectory, named: Collection[str], *, accept_changes: bool
 ) -> Progress | None:
     """Return the progress of a run that is complete and exported, so that another start does nothing; otherwise None.
 

@@ -26,6 +26,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from marin_rl.config.run_config import AbstractRunConfig
+from marin_rl.config.run_kind import RunKind
 from marin_rl.runs.metrics_file import read_records
 from marin_rl.runs.run_directory import RunDirectory
 from marin_rl.training.evaluation import is_quality
@@ -39,8 +41,8 @@ MAX_PLAIN_LINES = 50
 """Approximate number of progress lines of a run without a terminal."""
 
 SHOWN = (
-    *("reward", "KL", "length", "tok/s", "held-out", "greedy", "held-out reward", "greedy reward", "rollouts/s"),
-    "entropy",
+    *("reward", "KL", "length", "loss", "tok/s", "held-out", "greedy", "held-out reward", "greedy reward"),
+    *("held-out loss", "held-out token accuracy", "rollouts/s", "entropy"),
 )
 """Labels of the displayed metrics, most important first. Those that do not fit on the line are omitted."""
 
@@ -49,6 +51,8 @@ EVALUATED = {
     "greedy": "/accuracy_greedy",
     "held-out reward": "/reward_sampled",
     "greedy reward": "/reward_greedy",
+    "held-out loss": "/loss",
+    "held-out token accuracy": "/token_accuracy",
 }
 """Suffixes of the evaluation metrics, by label."""
 
@@ -160,7 +164,7 @@ class ProgressDisplay:
         return Group(bar, line)
 
 
-LOGGED = ("reward", "KL", "length", *EVALUATED)
+LOGGED = ("reward", "KL", "length", "loss", *EVALUATED)
 """Labels of the metrics in the log's line of a step."""
 
 
@@ -185,6 +189,7 @@ def _shown_metrics(metrics: Mapping[str, int | float]) -> dict[str, str]:
         ("KL", "objective/kl", format_fraction),
         ("length", "train/output_length", lambda value: f"{value:.1f}"),
         ("rollouts/s", "eps", format_count),
+        ("loss", "loss/ce_avg", format_fraction),
         ("tok/s", "tokens/sampled_per_second", format_count),
         ("entropy", "policy/entropy_avg", format_fraction),
     ):
@@ -205,6 +210,7 @@ def print_closing_table(
     command: Mapping[str, float] = types.MappingProxyType({}),
     compiling_steps: float = 0.0,
     compiling_command: float = 0.0,
+    trained_with: str = "train",
 ) -> None:
     """Print the summary of a run: accuracy before and after, time by phase, counts and next commands.
 
@@ -219,12 +225,13 @@ def print_closing_table(
         command: seconds of this command by part.
         compiling_steps: seconds of compilation in the steps, a part of `seconds`.
         compiling_command: seconds of compilation in this command, a part of `command`.
+        trained_with: the command of the run, after `python -m marin_rl.`.
     """
     console.print()
     if evaluations:
         console.print(_accuracy_table(evaluations))
     if any(seconds.values()):
-        console.print(_time_table("Time of the RL steps", "phase", seconds, compiling_steps))
+        console.print(_time_table("Time of the steps", "phase", seconds, compiling_steps))
     if any(command.values()):
         console.print(_time_table("Time of this command", "part", command, compiling_command))
     facts = {name: f"{value:,.0f}" for name, value in totals.items()} | {
@@ -236,15 +243,17 @@ def print_closing_table(
     # A leading dash would be read as an option.
     path = f"./{run_directory}" if str(run_directory).startswith("-") else str(run_directory)
     quoted = escape_line(shlex.quote(path))
+    train = "python -m marin_rl.train --config CONFIG"
+    is_rl = trained_with == "train"
     next_commands = {
         "View its rollouts": f"python -m marin_rl.view {quoted}",
         "Evaluate it again": f"python -m marin_rl.evaluate --run {quoted}",
-        "Train from its weights": (
-            f"python -m marin_rl.train --config CONFIG --run_dir NEW --initialize_from {quoted} "
-            "--warm_start.max_steps 0"
-        ),
-        "Train it longer": f"python -m marin_rl.train --config CONFIG --run_dir {quoted} --num_steps N",
+        "Serve it": f"python -m marin_rl.serve --run {quoted}",
+        "Train from its weights": f"{train} --run_dir NEW --initialize_from {quoted} --warm_start.max_steps 0",
+        "Train it longer": f"python -m marin_rl.{trained_with} --config CONFIG --run_dir {quoted} --num_steps N",
     }
+    for purpose in ("Serve it",) if is_rl else ("View its rollouts", "Evaluate it again"):
+        del next_commands[purpose]
     for purpose, line in next_commands.items():
         console.print(Text.assemble((f"\n{purpose}\n", "dim"), (f"  {escape(line)}", "bold")), soft_wrap=True)
 
@@ -337,7 +346,7 @@ def format_fraction(value: float) -> str:
     return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.3f}"
 
 
-def report_finished(directory: RunDirectory, progress: Progress, stream: TextIO) -> str:
+def report_finished(directory: RunDirectory, config: AbstractRunConfig, progress: Progress, stream: TextIO) -> str:
     """Print the results of a run that is complete; return the first line."""
     message = (
         f"the run in {str(directory.path)!r} is complete after step {progress.step}, and nothing is changed. To make "
@@ -345,17 +354,22 @@ def report_finished(directory: RunDirectory, progress: Progress, stream: TextIO)
     )
     display = ProgressDisplay(progress.step, stream)
     display.say(message)
-    print_summary(display.console, directory, progress, {})
+    print_summary(display.console, directory, config, progress, {})
     return message
 
 
 def print_and_log(
-    console: Console, directory: RunDirectory, progress: Progress, command: Mapping[str, float], compiling: float
+    console: Console,
+    directory: RunDirectory,
+    config: AbstractRunConfig,
+    progress: Progress,
+    command: Mapping[str, float],
+    compiling: float,
 ) -> None:
     """Print a summary to the console, and write its lines to the log; see `print_summary`."""
-    print_summary(console, directory, progress, command, compiling)
+    print_summary(console, directory, config, progress, command, compiling)
     text = io.StringIO()
-    print_summary(Console(file=text, width=LOG_WIDTH, highlight=False), directory, progress, command, compiling)
+    print_summary(Console(file=text, width=LOG_WIDTH, highlight=False), directory, config, progress, command, compiling)
     for line in filter(str.strip, text.getvalue().splitlines()):
         logger.info("%s", line.rstrip())
 
@@ -363,6 +377,7 @@ def print_and_log(
 def print_summary(
     console: Console,
     directory: RunDirectory,
+    config: AbstractRunConfig,
     progress: Progress,
     command: Mapping[str, float],
     compiling: float = 0.0,
@@ -372,6 +387,7 @@ def print_summary(
     Args:
         console: output.
         directory: run directory.
+        config: config of the run.
         progress: counts and evaluations.
         command: seconds of this command by part; empty if it has not trained.
         compiling: seconds of this command in which programs were compiled.
@@ -382,5 +398,11 @@ def print_summary(
     seconds = {name.removeprefix(prefix): sum(record.get(name, 0.0) for record in records) for name in names}
     seconds.pop("total", None)
     in_steps = seconds.pop("compile", 0.0)
-    totals = {"updates": progress.updates, "rollouts": progress.episodes, "tokens sampled": progress.sampled_tokens}
-    print_closing_table(console, directory.path, progress.evaluations, seconds, totals, command, in_steps, compiling)
+    kind, totals = RunKind.of_config(config), {"updates": progress.updates}
+    if kind is RunKind.TRAIN:
+        totals |= {"rollouts": progress.episodes, "tokens sampled": progress.sampled_tokens}
+    else:
+        totals |= {"tokens trained": progress.trained_tokens}
+    print_closing_table(
+        console, directory.path, progress.evaluations, seconds, totals, command, in_steps, compiling, kind.value
+    )

@@ -19,6 +19,7 @@ from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, S
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.starting_weights import check_first_policy, check_weight_files, hf_folder
+from marin_rl.model_parts import LOGPROB_BLOCK_SIZE, Report
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.judge import LlmJudgeConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
@@ -26,7 +27,7 @@ from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.attempt import LongPrompts
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
-from marin_rl.run_parts import LOGPROB_BLOCK_SIZE, Report, RunParts
+from marin_rl.run_parts import RunParts
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.lock import check_usable
 from marin_rl.runs.run_directory import RunDirectory, require_config

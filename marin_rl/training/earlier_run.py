@@ -22,47 +22,53 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rollout_batch import NO_TURN, make_batch
 from marin_rl.config.input_files import Inputs, digest_inputs
+from marin_rl.config.run_config import AbstractRunConfig
+from marin_rl.config.run_kind import RunKind
 from marin_rl.config.sections import TOKENS_PER_MICROBATCH
-from marin_rl.config.train_config import TrainConfig, TrainerConfig
+from marin_rl.config.train_config import SftConfig, TrainConfig, TrainerConfig
 from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.learner.hf_export import WeightParts
 from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture, save_hf_folder
 from marin_rl.learner.policy_spec import with_config
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.starting_weights import hf_folder, is_hub_name, tokenizer_of
+from marin_rl.model_parts import LOGPROB_BLOCK_SIZE, AbstractModelParts
 from marin_rl.models.lora import merge_adapter
-from marin_rl.run_parts import LOGPROB_BLOCK_SIZE, RunParts
+from marin_rl.run_parts import RunParts
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.run_directory import EXPORTED_STEP, RunDirectory, open_with_checkpoint, read_config_text
 from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.stops import stop_text_bytes
+from marin_rl.supervised_parts import SftParts
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.config import TokenizerConfig
 from marin_rl.training.run_state import warn_of_changed_inputs
 from marin_rl.utils import multihost
 from marin_rl.utils.devices.setup import platform_of, start_devices
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
-from marin_rl.utils.errors import USER_ERRORS, UserError
+from marin_rl.utils.errors import USER_ERRORS, RunDirectoryError, UserError
 from marin_rl.utils.levanter_line import max_positions
 from marin_rl.utils.settings.section_types import ConfigError
-from marin_rl.utils.settings.yaml_text import from_yaml
+from marin_rl.utils.settings.yaml_text import from_yaml, parse_yaml
 from marin_rl.utils.storage import StoragePath, replace_folder, storage_path, upload_folder
 
 T = TypeVar("T")
+ConfigT = TypeVar("ConfigT", bound=AbstractRunConfig)
 
 _DEFAULT_CONTEXT = 4096
 
 
-def read_config(directory: RunDirectory) -> TrainConfig:
-    """Read the config of an earlier run.
+def read_config(directory: RunDirectory) -> AbstractRunConfig:
+    """Read the config of an earlier run, whose keys determine the class.
 
     Raises:
         ConfigError: if it is invalid; the message names the file.
     """
+    text, name = read_config_text(directory), str(directory.config)
     try:
-        return from_yaml(TrainConfig, read_config_text(directory), str(directory.config))
+        return from_yaml(RunKind.of(parse_yaml(text, name)).config, text, name)
     except ConfigError as error:
         if not any("unknown key" in problem or "is not one of its types" in problem for problem in error.problems):
             raise
@@ -73,7 +79,26 @@ def read_config(directory: RunDirectory) -> TrainConfig:
         raise ConfigError(*error.problems, remedy) from error
 
 
-def resolve_model(config: TrainConfig) -> TrainConfig:
+def require_rl(config: AbstractRunConfig, run: str, purpose: str) -> TrainConfig:
+    """Return the config of an earlier run if it is one of RL.
+
+    Args:
+        config: config of the run.
+        run: run directory, for the message.
+        purpose: what is not possible with another run, for the message.
+
+    Raises:
+        RunDirectoryError: if the run is one of supervised training.
+    """
+    if isinstance(config, TrainConfig):
+        return config
+    raise RunDirectoryError(
+        f"{run!r} is a run of marin_rl.{RunKind.of_config(config).value}, which has no environment and no rollouts, so "
+        f"{purpose}; serve it with python -m marin_rl.serve --run, or start RL from it with initialize_from"
+    )
+
+
+def resolve_model(config: ConfigT) -> ConfigT:
     """Read `model` and `tokenizer.path` from the starting weights if they are not set; check a `model` that is.
 
     A run that was started with `model` set resumes from its checkpoints and does not read `initialize_from` again. One
@@ -118,7 +143,7 @@ def _has_checkpoint(directory: RunDirectory) -> bool:
     return directory.config.exists() and any(directory.checkpoints.glob("step-*"))
 
 
-def load_run(run: str, step: int | None) -> tuple[TrainConfig, Checkpoints]:
+def load_run(run: str, step: int | None) -> tuple[AbstractRunConfig, Checkpoints]:
     """Return the config and the checkpoints of an earlier run, whose directory is not changed.
 
     Args:
@@ -132,6 +157,12 @@ def load_run(run: str, step: int | None) -> tuple[TrainConfig, Checkpoints]:
     directory = open_with_checkpoint(run, step)
     config = read_config(directory)
     return config, Checkpoints(directory.checkpoints, config.checkpoint)
+
+
+def open_parts(config: AbstractRunConfig) -> AbstractModelParts:
+    """Start the devices of this process alone for the parts of an earlier run, maybe of another machine."""
+    kind = SftParts if isinstance(config, SftConfig) else RunParts
+    return kind.start(config, alone=True, of_other_machine=True)
 
 
 def restore_checkpoint(
@@ -243,15 +274,18 @@ def load_policy(
         sampling = SamplingConfig(max_new_tokens=context - 1, stop=stop)
     else:
         config, checkpoints = load_run(run, step)
-        parts = RunParts.start(config, alone=True, of_other_machine=True)
-        tokenizer, trainer, sampling = parts.tokenizer, parts.trainer, config.sampling
+        parts = open_parts(config)
+        tokenizer, trainer = parts.tokenizer, parts.trainer
         version, model = restore_checkpoint(
             checkpoints,
             step,
             digest_inputs(config, ("tokenizer",)),
             parts.restore_policy,
         )
-        context = _max_context(max_context, model, config.rollouts.max_length)
+        is_rl = isinstance(config, TrainConfig)
+        longest = config.rollouts.max_length if is_rl else min(max_positions(model.config), _DEFAULT_CONTEXT)
+        context = _max_context(max_context, model, longest)
+        sampling = config.sampling if is_rl else SamplingConfig(max_new_tokens=context - 1)
     # The run's config is not changed: checks of training would refuse limits that are valid here.
     sampling = dataclasses.replace(
         sampling,

@@ -96,11 +96,12 @@ def _evaluate(config: EvaluateConfig, opened: contextlib.ExitStack) -> tuple[int
     from marin_rl.learner.scoring import Scorer
     from marin_rl.rollouts.metrics import FailureReports
     from marin_rl.run_parts import RunParts
-    from marin_rl.training.earlier_run import load_run, restore_checkpoint
+    from marin_rl.training.earlier_run import load_run, require_rl, restore_checkpoint
     from marin_rl.training.evaluation import evaluate, first_of_each, reference_loss
     from marin_rl.training.shared_run import check_shared_sampling, require_same_tasks
 
-    run, checkpoints = load_run(config.run, config.step)
+    given, checkpoints = load_run(config.run, config.step)
+    run = require_rl(given, config.run, "it cannot be evaluated on tasks")
     run = dataclasses.replace(
         run,
         environment=config.environment or run.environment,

@@ -12,12 +12,13 @@ metrics of the rollouts of step n, which in sync mode were sampled with the weig
 update of the weights, or several if `updates` sets epochs or minibatches.
 """
 
+import abc
 import contextlib
 import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -25,6 +26,7 @@ from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer_state import TrainerState
 
 from marin_rl.batching.rl_example import PackedBatch
+from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.critic import assemble, policy_of
 from marin_rl.learner.loss import first_log_ratios, loss_metrics
@@ -36,10 +38,11 @@ from marin_rl.rollouts.metrics import FailureReports
 from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.rollout_store import EVALUATION, RolloutStore
+from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.training.batch_builder import BatchBuilder, TrainingBatch
 from marin_rl.training.collect import GroupCollector
 from marin_rl.training.evaluation import evaluate
-from marin_rl.training.run_state import RunFiles, RunState
+from marin_rl.training.run_state import Progress, RunFiles, RunState
 from marin_rl.training.shared_run import require_same_batch
 from marin_rl.types import RolloutGroup
 from marin_rl.utils import multihost
@@ -50,28 +53,79 @@ from marin_rl.utils.levanter_line import flops_per_token, peak_flops
 from marin_rl.utils.storage import FileDigest, StoragePath
 from marin_rl.utils.timing import PhaseTimer, compile_clock
 
+ConfigT = TypeVar("ConfigT", bound=AbstractRunConfig)
+
 PHASES = ("sample", "reward", "batch", "reference", "step", "transfer", "store", "wait")
 """The phases of a step; `wait` is the time outside all other phases."""
 
 
-@dataclasses.dataclass
-class TrainingRun:
-    """The parts of the loop, and the state of the run; made by [`open_run`][marin_rl.training.open_run.open_run]."""
+@dataclasses.dataclass(kw_only=True)
+class AbstractRun(abc.ABC, Generic[ConfigT]):
+    """The parts and the state of a run that the loop, the session and the records use, whatever makes its batches."""
 
-    config: TrainConfig
-    """Training config."""
-    state: RunState
-    """Host-side state."""
+    milestones: ClassVar[tuple[str, str]]
+    """Names of the evaluations before the first step and after the last ones."""
+
+    config: ConfigT
+    """Config of the run."""
+    progress: Progress
+    """Counters and small state, saved in every checkpoint."""
     trainer_state: TrainerState
     """Weights, optimizer state and random key; replaced by every update."""
-    collector: GroupCollector
-    """Requests groups from the rollout source and collects those of a step."""
-    batch_builder: BatchBuilder
-    """Computes advantages and batches."""
     learner: Learner
     """Computes weight updates."""
     base: LmHeadModel | None
     """Weights that the trained adapter changes; None if whole models are trained."""
+    tokenizer: ChatTokenizer
+    """Tokenizer of the policy."""
+    checkpoints: Checkpoints
+    """Saves and loads checkpoints."""
+    resources: contextlib.ExitStack
+    """Closes the opened parts."""
+    files: RunFiles
+    """Files of the run at the checkpoint from which it started."""
+    store_records: Callable[[], FileDigest | None] = lambda: None
+    """Called before every checkpoint, to store the records of the steps up to it; returns their digest."""
+    command_timer: PhaseTimer = dataclasses.field(default_factory=PhaseTimer)
+    """Seconds of this start of the run: `warm start`, `evaluation`, `steps`."""
+
+    @abc.abstractmethod
+    def train_step(self, stop_requested: Callable[[], bool]) -> dict[str, float]:
+        """Train one step, and return its metrics; raises StopRequestedError if a stop ended it before the update."""
+
+    @abc.abstractmethod
+    def evaluate(self, stop_requested: Callable[[], bool]) -> dict[str, float]:
+        """Evaluate the weights after the last step if an evaluation is due; return its metrics."""
+
+    @abc.abstractmethod
+    def save(self) -> StoragePath:
+        """Start to write a checkpoint, after everything that precedes it is stored."""
+
+    @abc.abstractmethod
+    def rewind(self) -> None:
+        """Remove what a former start has stored of steps that this one repeats, except for records."""
+
+    def flush(self) -> None:
+        """Wait for what the steps have started."""
+        self.checkpoints.flush()
+
+    def close(self) -> None:
+        """Close the parts, and flush what they store."""
+        self.resources.close()
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrainingRun(AbstractRun[TrainConfig]):
+    """An RL run; made by [`open_run`][marin_rl.training.open_run.open_run]."""
+
+    milestones: ClassVar[tuple[str, str]] = "before RL", "after RL"
+
+    state: RunState
+    """Host-side state, with the progress."""
+    collector: GroupCollector
+    """Requests groups from the rollout source and collects those of a step."""
+    batch_builder: BatchBuilder
+    """Computes advantages and batches."""
     history: WeightHistory[LmHeadModel | Adapter] | None
     """Keeps the weights that buffered groups were sampled with, if the off-policy correction needs them."""
     runner: RolloutRunner
@@ -80,20 +134,18 @@ class TrainingRun:
     """Stores rollouts."""
     failures: FailureReports
     """Reports failed rollouts."""
-    checkpoints: Checkpoints
-    """Saves and loads checkpoints."""
-    resources: contextlib.ExitStack
-    """Closes the rollout source, the rollout store, the checkpoints, the reward functions and the event loop."""
-    files: RunFiles
-    """Files of the run at the checkpoint from which it started."""
-    store_records: Callable[[], FileDigest | None] = lambda: None
-    """Called before every checkpoint, to store the records of the steps up to it; returns their digest."""
-    command_timer: PhaseTimer = dataclasses.field(default_factory=PhaseTimer)
-    """Seconds of this start of the run: `warm start`, `evaluation`, `RL steps`."""
+
+    def train_step(self, stop_requested: Callable[[], bool]) -> dict[str, float]:
+        """Collect groups, train on them and publish the new weights; return the metrics of the step."""
+        return _train_step(self, stop_requested)
+
+    def evaluate(self, stop_requested: Callable[[], bool]) -> dict[str, float]:
+        """Evaluate the weights and store the rollouts, if an evaluation is due after this step; return its metrics."""
+        return _evaluate(self, stop_requested)
 
     def publish_weights(self) -> None:
         """Send the weights to the sampler of this process, the weight history and the rollout source."""
-        policy, version = policy_of(self.trainer_state.model), self.state.progress.step
+        policy, version = policy_of(self.trainer_state.model), self.progress.step
         self.runner.sampler.update_weights(assemble(policy, self.base), version)
         if self.history is not None:
             self.history.keep(policy, version)
@@ -108,13 +160,19 @@ class TrainingRun:
             files = dataclasses.replace(files, metrics=self.store_records(), rollouts=rollouts)
         return self.state.save(self.checkpoints, self.trainer_state, self.collector.rollout_source.counts, files)
 
-    def close(self) -> None:
-        """Stop the rollout source and the reward functions, and flush stored rollouts to disk."""
-        self.resources.close()
+    def rewind(self) -> None:
+        """Remove the rollouts of steps that this start repeats."""
+        with writing(self.store.folder):
+            self.store.truncate(self.progress.step, self.files.rollouts)
+
+    def flush(self) -> None:
+        """Wait for the weights and checkpoints that the steps have sent."""
+        self.collector.rollout_source.flush()
+        self.checkpoints.flush()
 
 
 def train(
-    run: TrainingRun, record: Callable[[int, dict[str, float]], object], stop_requested: Callable[[], bool]
+    run: AbstractRun, record: Callable[[int, dict[str, float]], object], stop_requested: Callable[[], bool]
 ) -> bool:
     """Train until the configured number of steps is reached, or a stop is requested.
 
@@ -132,22 +190,21 @@ def train(
     """
     with collect_rarely():
         complete = _train_steps(run, record, stop_requested)
-    run.collector.rollout_source.flush()
-    run.checkpoints.flush()
+    run.flush()
     return complete
 
 
 def _train_steps(
-    run: TrainingRun, record: Callable[[int, dict[str, float]], object], stop_requested: Callable[[], bool]
+    run: AbstractRun, record: Callable[[int, dict[str, float]], object], stop_requested: Callable[[], bool]
 ) -> bool:
-    config, progress = run.config, run.state.progress
+    config, progress = run.config, run.progress
     saved = progress.step
     while progress.unrecorded or progress.step < config.num_steps:
         try:
-            with run.command_timer.phase("RL steps"):
-                progress.unrecorded = progress.unrecorded or _train_step(run, stop_requested)
+            with run.command_timer.phase("steps"):
+                progress.unrecorded = progress.unrecorded or run.train_step(stop_requested)
             with run.command_timer.phase("evaluation"):
-                metrics = progress.unrecorded | _evaluate(run, stop_requested)
+                metrics = progress.unrecorded | run.evaluate(stop_requested)
         except StopRequestedError:
             if saved < progress.step:
                 run.save()
@@ -166,8 +223,7 @@ def _train_steps(
 
 
 def _train_step(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[str, float]:
-    """Collect groups, train on them and publish the new weights; return the metrics of the step."""
-    started, timer, progress = time.perf_counter(), PhaseTimer(), run.state.progress
+    started, timer, progress = time.perf_counter(), PhaseTimer(), run.progress
     compiled = compile_clock().seconds
     step = progress.step + 1
     collected = run.collector.collect(run.state, step, timer, stop_requested)
@@ -261,8 +317,7 @@ def train_on_groups(
 
 
 def _evaluate(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[str, float]:
-    """Evaluate the weights and store the rollouts, if an evaluation is due after this step; return its metrics."""
-    config, progress = run.config, run.state.progress
+    config, progress = run.config, run.progress
     if not config.evaluation.is_due(progress.step, config.num_steps):
         return {}
     runner = dataclasses.replace(run.runner, interrupt=functools.partial(raise_if, stop_requested))
@@ -272,7 +327,7 @@ def _evaluate(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[str,
     if multihost.is_main():
         with writing(run.store.folder):
             run.store.write(progress.step, groups, {}, EVALUATION)
-    progress.evaluations["after RL"] = metrics
+    progress.evaluations[run.milestones[1]] = metrics
     return metrics
 
 

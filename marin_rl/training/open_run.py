@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from levanter.models.lm_model import LmHeadModel
@@ -21,11 +21,12 @@ from marin_rl.distributed.ray_cluster import check_worker_devices
 from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.weight_history import WeightHistory
+from marin_rl.model_parts import AbstractModelParts, Report
 from marin_rl.models.lora import Adapter
 from marin_rl.rollouts.metrics import FailureReports
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
-from marin_rl.run_parts import Report, RunParts
+from marin_rl.run_parts import RunParts
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.rollout_store import EVALUATION, RolloutStore
 from marin_rl.runs.run_directory import CheckpointError
@@ -54,14 +55,19 @@ from marin_rl.utils.storage import StoragePath
 from marin_rl.utils.timing import PhaseTimer
 
 
-class _Loaded(NamedTuple):
+class Loaded(NamedTuple):
     """What a run reads of its checkpoint."""
 
     checkpoint: Checkpoint
+    """The checkpoint."""
     progress: Progress
+    """Counters and small state."""
     state: TrainerState
-    replay: bytes
+    """Weights, optimizer state and random key."""
     files: RunFiles
+    """Files of the run."""
+    others: dict[str, bytes]
+    """Other files of the checkpoint by name."""
 
 
 def open_run(
@@ -83,7 +89,7 @@ def open_run(
         report: called with each progress message.
         stop_requested: returns whether this process was asked to stop; called during a warm start and evaluations.
         accept_changes: whether to resume although files that the run reads or has written were changed.
-        command_timer: accumulates the seconds of `warm start`, `evaluation` and `RL steps`.
+        command_timer: accumulates the seconds of `warm start`, `evaluation` and `steps`.
 
     Raises:
         KeyboardInterrupt: after SIGINT or SIGTERM while the run is prepared or its weights are loaded.
@@ -95,7 +101,7 @@ def open_run(
     """
     timer = PhaseTimer() if command_timer is None else command_timer
     with contextlib.ExitStack() as resources:
-        with _interruptible():
+        with interruptible():
             parts = RunParts.start(config, resources=resources, report=report)
             learner = parts.learner
             inputs = _check_run(parts)
@@ -106,18 +112,18 @@ def open_run(
             resources.enter_context(Closing(functools.partial(_close, store)))
             checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.needs_initial_policy)
             resources.enter_context(Closing(checkpoints.close))
-            loaded = checkpoints.restore_newest(functools.partial(_load, parts))
+            loaded = checkpoints.restore_newest(functools.partial(load_state, parts, (REPLAY,)))
             files = RunFiles(inputs)
             if loaded is not None:
-                files = _compare_files(loaded, inputs, report, accept=accept_changes)
+                files = compare_files(loaded, inputs, report, accept=accept_changes)
         if loaded is None:
-            with _interruptible():
+            with interruptible():
                 policy = parts.first_policy()
             runner = _open_runner(parts, reward_functions, policy, version=0)
             trainer_state, progress = _start(parts, policy, runner, store, report, stop_requested, timer)
         else:
             trainer_state, progress = loaded.state, loaded.progress
-            _report_resume(loaded, checkpoints, report)
+            report_resume(loaded, checkpoints, report)
             runner = _open_runner(parts, reward_functions, policy_of(trainer_state.model), progress.step)
         rollout_source = _open_rollout_source(parts, inputs, runner, progress)
         replay = config.effective_replay
@@ -129,7 +135,7 @@ def open_run(
             last_step=config.num_steps,
         )
         if loaded is not None:
-            state.replay.load(loaded.replay, loaded.checkpoint.path / REPLAY)
+            state.replay.load(loaded.others[REPLAY], loaded.checkpoint.path / REPLAY)
         history: WeightHistory[LmHeadModel | Adapter] | None = None
         if replay.keep_sampling_weights:
             history = WeightHistory(replay.max_staleness + 1)
@@ -150,6 +156,7 @@ def open_run(
         )
         return TrainingRun(
             config=config,
+            progress=progress,
             state=state,
             trainer_state=trainer_state,
             collector=GroupCollector(
@@ -165,6 +172,7 @@ def open_run(
             batch_builder=batch_builder,
             learner=learner,
             base=parts.base,
+            tokenizer=parts.tokenizer,
             history=history,
             runner=runner,
             store=store,
@@ -219,7 +227,7 @@ def _open_reward_functions(parts: RunParts) -> RewardFunctions:
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
+def interruptible() -> Iterator[None]:
     """Let SIGINT and SIGTERM raise KeyboardInterrupt while there is nothing to save."""
     signals = signal.SIGINT, signal.SIGTERM
     previous = {number: signal.signal(number, signal.default_int_handler) for number in signals}
@@ -235,11 +243,17 @@ def _close(store: RolloutStore) -> None:
         store.close()
 
 
-def _load(parts: RunParts, checkpoint: Checkpoint) -> _Loaded:
+def load_state(parts: AbstractModelParts, others: Sequence[str], checkpoint: Checkpoint) -> Loaded:
+    """Load the state of a run from a checkpoint, with other files that are given by their names.
+
+    Raises:
+        CheckpointError: if it cannot be loaded.
+    """
     progress = read_progress(checkpoint)
     parts.check_base(progress.base)
     state = parts.saved_spec(checkpoint).restore_state(checkpoint, parts.learner)
-    return _Loaded(checkpoint, progress, state, checkpoint.read(REPLAY), RunFiles.decode(checkpoint.read(RUN_FILES)))
+    files = RunFiles.decode(checkpoint.read(RUN_FILES))
+    return Loaded(checkpoint, progress, state, files, {name: checkpoint.read(name) for name in others})
 
 
 def read_progress(checkpoint: Checkpoint) -> Progress:
@@ -257,7 +271,7 @@ def read_progress(checkpoint: Checkpoint) -> Progress:
         ) from error
 
 
-def _compare_files(loaded: _Loaded, inputs: Inputs, report: Report, *, accept: bool) -> RunFiles:
+def compare_files(loaded: Loaded, inputs: Inputs, report: Report, *, accept: bool) -> RunFiles:
     """Compare the files of the run with those at its checkpoint, in the main process; report what is new."""
 
     def compare() -> bytes:
@@ -269,7 +283,8 @@ def _compare_files(loaded: _Loaded, inputs: Inputs, report: Report, *, accept: b
     return RunFiles.decode(multihost.on_main(compare))
 
 
-def _report_resume(loaded: _Loaded, checkpoints: Checkpoints, report: Report) -> None:
+def report_resume(loaded: Loaded, checkpoints: Checkpoints, report: Report) -> None:
+    """Report the checkpoint from which a run resumes, and damaged ones."""
     step = loaded.progress.step
     for damaged in [other for other in checkpoints.steps() if other > step]:
         report(f"the checkpoint of step {damaged} is damaged and was skipped; see log.txt for the reason")

@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 import jax
 
+from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.ray_cluster import check_ray, find_cluster
@@ -34,7 +35,7 @@ from marin_rl.training.config_changes import (
 )
 from marin_rl.training.console import ProgressDisplay, describe_step, print_and_log, report_finished
 from marin_rl.training.earlier_run import export_folder, read_config, resolve_model
-from marin_rl.training.loop import TrainingRun, train
+from marin_rl.training.loop import AbstractRun, train
 from marin_rl.training.open_run import open_run
 from marin_rl.training.shared_run import require_same_config, require_shared_folder
 from marin_rl.training.step_records import StepRecords, check_trackers, open_profiler, open_records
@@ -49,10 +50,20 @@ from marin_rl.utils.timing import PhaseTimer, compile_clock
 
 logger = logging.getLogger(__name__)
 
+Prepare = Callable[[Any], tuple[AbstractRunConfig, Callable[..., AbstractRun]]]
+"""Reads the data of a config whose `model` is set; returns the config of the run, and the function that opens it, with
+the arguments of `open_run` after the config."""
+
+
+def prepare_rl(config: TrainConfig) -> tuple[AbstractRunConfig, Callable[..., AbstractRun]]:
+    """Return the function that opens an RL run, which reads its data itself; see `Prepare`."""
+    return config, functools.partial(open_run, config)
+
 
 def run_session(
-    config: TrainConfig,
+    config: AbstractRunConfig,
     stream: TextIO,
+    prepare: Prepare = prepare_rl,
     *,
     accept_changes: bool = False,
     named: Collection[str] = (),
@@ -63,6 +74,7 @@ def run_session(
     Args:
         config: training config; if `model` is None, the architecture is read from `initialize_from`.
         stream: console output.
+        prepare: returns the function that opens the run.
         accept_changes: whether to resume although files that the run reads or has written were changed.
         named: dotted keys whose change is intended if the run resumes, as those given on a command line.
         started: `time.perf_counter()` at the start of the command; None for now.
@@ -78,24 +90,23 @@ def run_session(
     """
     started = time.perf_counter() if started is None else started
     compiled = compile_clock().seconds
-    check_ray(config.mode, config.workers.tpu_slice)
+    cluster = _required_cluster(config)
     # First, so that an error of one process ends the others, too.
     join_processes(config.trainer)
     with contextlib.ExitStack() as resources, exit_on_error():
         require_same_software()
-        config = resolve_model(config)
+        config, open_this = prepare(resolve_model(config))
         directory = RunDirectory(storage_path(config.run_dir, "run_dir"))
 
         def report_if_finished() -> str | None:
             progress = finished_progress(config, directory, named, accept_changes=accept_changes)
-            return None if progress is None else report_finished(directory, progress, stream)
+            return None if progress is None else report_finished(directory, config, progress, stream)
 
         if multihost.on_main(report_if_finished):
             return
         if multihost.is_main():
             check_trackers(config.trainer.tracker)
         check_weight_files(config.initialize_from, config.run_dir, config.tokenizer.path)
-        cluster = config.ray_address if config.mode is Mode.ASYNC else None
         directory = _lock_on_main(directory, cluster, resources)
         require_same_config(to_yaml(config))
         require_shared_folder(directory.path)
@@ -109,8 +120,7 @@ def run_session(
         with log, logged_errors(), explain_errors():
             with ProgressDisplay(config.num_steps, console) as display:
                 open_this_run = functools.partial(
-                    open_run,
-                    config,
+                    open_this,
                     directory.path,
                     accept_changes=accept_changes,
                     command_timer=timer,
@@ -120,7 +130,15 @@ def run_session(
                 parts = {name: timer.seconds[name] for name in COMMAND_PARTS if name in timer.seconds}
                 parts["checkpoints, the rest"] = time.perf_counter() - started - sum(parts.values())
                 compiling = compile_clock().seconds - compiled
-                print_and_log(display.console, directory, finished.state.progress, parts, compiling)
+                print_and_log(display.console, directory, config, finished.progress, parts, compiling)
+
+
+def _required_cluster(config: AbstractRunConfig) -> str | None:
+    """Return the address of the Ray cluster that must answer, and check that Ray is installed if it is needed."""
+    if not isinstance(config, TrainConfig):
+        return None
+    check_ray(config.mode, config.workers.tpu_slice)
+    return config.ray_address if config.mode is Mode.ASYNC else None
 
 
 def _lock_on_main(directory: RunDirectory, cluster: str | None, resources: contextlib.ExitStack) -> RunDirectory:
@@ -139,7 +157,7 @@ def _lock_on_main(directory: RunDirectory, cluster: str | None, resources: conte
     return held[0] if held else directory
 
 
-def _open_directory(config: TrainConfig, directory: RunDirectory, named: Collection[str]) -> list[Change]:
+def _open_directory(config: AbstractRunConfig, directory: RunDirectory, named: Collection[str]) -> list[Change]:
     """Create or open the run directory; return the changes of its config, which are not yet written."""
     changes = plan_changes(directory, config, named)
     if exported_step(directory) is not None and read_config(directory).export != config.export:
@@ -150,17 +168,17 @@ def _open_directory(config: TrainConfig, directory: RunDirectory, named: Collect
     return changes
 
 
-COMMAND_PARTS = ("start", "warm start", "evaluation", "RL steps", "export, plots")
+COMMAND_PARTS = ("start", "warm start", "evaluation", "steps", "export, plots")
 """Parts of a command."""
 
 
 def _train(
-    open_this_run: Callable[..., TrainingRun],
+    open_this_run: Callable[..., AbstractRun],
     directory: RunDirectory,
     changes: Sequence[Change],
     display: ProgressDisplay,
     started: float,
-) -> TrainingRun | None:
+) -> AbstractRun | None:
     """Train, export and plot; return the run if it is complete.
 
     Args:
@@ -179,7 +197,7 @@ def _train(
             report("stopped before the first step, of which nothing is saved. Run the same command again to begin anew")
             return None
         closing.enter_context(Closing(run.close))
-        config, timer, progress = run.config, run.command_timer, run.state.progress
+        config, timer, progress = run.config, run.command_timer, run.progress
         timer.seconds["start"] = time.perf_counter() - started - sum(timer.seconds.values())
         changed: dict[str, float] = {}
         multihost.on_main(lambda: changed.update(_apply_changes(run, directory, changes, report)))
@@ -226,22 +244,22 @@ def _train(
 
 
 def _apply_changes(
-    run: TrainingRun, directory: RunDirectory, changes: Sequence[Change], report: Callable[[str], None]
+    run: AbstractRun, directory: RunDirectory, changes: Sequence[Change], report: Callable[[str], None]
 ) -> dict[str, float]:
     """Write and report the changes of the config; return the values changed at this step, as metrics."""
-    step = run.state.progress.step
+    step = run.progress.step
     history = record_changes(directory, changes, to_yaml(run.config), step)
     for change in changes:
         report(f"changed from step {step + 1} on: {change}")
     return changed_values(history, step)
 
 
-def _export(run: TrainingRun, directory: RunDirectory) -> None:
+def _export(run: AbstractRun, directory: RunDirectory) -> None:
     """Write the final weights in Hugging Face format, atomically."""
     policy, trainer = assemble(policy_of(run.trainer_state.model), run.base), run.learner.trainer
     weights = DeviceWeights(policy, trainer, run.config.export.numeric_dtype)
     with writing(directory.hf):
-        export_folder(weights, run.runner.tokenizer, directory.hf, run.state.progress.step, run.config.sampling.stop)
+        export_folder(weights, run.tokenizer, directory.hf, run.progress.step, run.config.stop_texts)
 
 
 def _report(display: ProgressDisplay, message: str) -> None:

@@ -22,7 +22,7 @@ from levanter.tracker.wandb import WandbConfig, WandbTracker
 
 from marin_rl.runs.metrics_file import append_record, format_record, read_records, rewind_records
 from marin_rl.runs.run_directory import RunDirectory
-from marin_rl.training.loop import TrainingRun
+from marin_rl.training.loop import AbstractRun
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
 from marin_rl.utils.errors import Closing, UserError, writing
 from marin_rl.utils.remote_path import RemotePath
@@ -105,19 +105,18 @@ class StepRecords:
         self._tracker.finish()
 
 
-def open_records(run: TrainingRun, directory: RunDirectory) -> StepRecords:
+def open_records(run: AbstractRun, directory: RunDirectory) -> StepRecords:
     """Open the metric records, truncated to the steps of the run's state; a new run gets a record of step 0."""
-    progress, evaluations = run.state.progress, run.state.progress.evaluations
+    progress, evaluations = run.progress, run.progress.evaluations
     step = progress.step - bool(progress.unrecorded)
     rewind_records(directory.metrics, run.files.metrics, step)
-    with writing(run.store.folder):
-        run.store.truncate(progress.step, run.files.rollouts)
+    run.rewind()
     tracker = make_tracker(run.config.trainer.tracker, run.config.run_name, encode(run.config), last_step=step)
     records = StepRecords(directory.metrics, tracker)
     if progress.step == 0:
         before = evaluations.get("before warm start", {})
         start = {f"before_warm_start/{name}": value for name, value in before.items()}
-        records.record(0, {**start, **evaluations.get("before RL", {})})
+        records.record(0, {**start, **evaluations.get(run.milestones[0], {})})
     return records
 
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmHeadModel
-from marin_rl.training.starting_weights import first_policy
 
 from marin_rl.batching.rollout_batch import batch_rollouts
 from marin_rl.config.reference_config import (
@@ -25,6 +24,7 @@ from marin_rl.config.reference_config import (
     ServerReferenceConfig,
 )
 from marin_rl.learner.policy_model import save_hf_policy
+from marin_rl.learner.starting_weights import first_policy
 from marin_rl.objectives import DistillationConfig, TisConfig
 from marin_rl.run_parts import RunParts
 from marin_rl.training.earlier_run import prompt_scorer

@@ -34,13 +34,6 @@ from marin_rl.utils.settings.section_types import (
 
 MAX_WIDTH = 100
 """Maximum characters in a line, for readability on wide terminals."""
-COMMON_KEYS = (
-    *("environment", "run_dir", "model", "initialize_from", "tokenizer.path", "seed", "num_steps"),
-    *("rollouts.prompts_per_step", "rollouts.group_size", "rollouts.max_length", "rollouts.max_turns"),
-    *("sampling.max_new_tokens", "sampling.temperature", "advantage", "policy_loss", "kl", "optimizer", "mode"),
-    *("evaluation.every", "checkpoint.every"),
-)
-"""Most important keys of a run, for the overview."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,29 +51,31 @@ class _Entry:
     """Default as a plain value, or `MISSING`."""
 
 
-def overview_text(config_class: Any, flags: Mapping[str, str]) -> str:
+def overview_text(config_class: Any, flags: Mapping[str, str], command: str, common_keys: Iterable[str]) -> str:
     """Usage, the most important keys with their defaults, and the names of all keys, on one screen.
 
     Args:
         config_class: class of a run's config, or its base class, whose types of levanter's sections are not imported.
         flags: flags of the command, with their descriptions.
+        command: name of the command after `python -m marin_rl.`.
+        common_keys: most important keys.
 
     Returns:
         The text, ending with a newline.
     """
     options = {
         "--config FILE": "YAML file with the config; of several files, later ones have precedence",
-        "--KEY VALUE": "override a key of the file, such as --rollouts.group_size 16; VALUE is YAML",
+        "--KEY VALUE": "override a key of the file, such as --seed 1; VALUE is YAML",
         **{f"--{name}": doc[:1].lower() + doc[1:].rstrip(".") for name, doc in flags.items()},
-        "--help SECTION": "describe a section, such as --help rollouts or --help model.qwen3",
+        "--help SECTION": "describe a section, such as --help optimizer or --help model.qwen3",
         "--help all": "describe all keys",
     }
     entries = {entry.key: entry for entry in _walk(config_class, "", {}, every_option=False)}
-    rows = [f"{key:26} {_short_default(entries[key]):10} {entries[key].doc()}" for key in COMMON_KEYS]
+    rows = [f"{key:26} {_short_default(entries[key]):10} {entries[key].doc()}" for key in common_keys]
     names = ", ".join(field_types(config_class))
     return "\n".join(
         [
-            "usage: python -m marin_rl.train --config FILE [--KEY VALUE ...] [OPTIONS] [--help [SECTION]]",
+            f"usage: python -m marin_rl.{command} --config FILE [--KEY VALUE ...] [OPTIONS] [--help [SECTION]]",
             "",
             *(f"  {option:16} {doc}" for option, doc in options.items()),
             "",

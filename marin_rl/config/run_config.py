@@ -1,0 +1,157 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The settings that all training commands share, without levanter's classes, which take seconds to import."""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import Ge
+
+from marin_rl.config.sections import AbstractRowConfig
+from marin_rl.learner.config import ExportConfig, LoraConfig
+from marin_rl.runs.run_directory import CheckpointConfig
+from marin_rl.tokenization.config import TokenizerConfig
+from marin_rl.utils.devices.sharding import POSITION
+from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.logs import LogLevel, module_levels
+from marin_rl.utils.settings.checks import ConfigSection, check_fields
+from marin_rl.utils.settings.fields import LOCAL_PATH, STORAGE_PATH, check_paths, may_change, may_change_by_name
+from marin_rl.utils.settings.section_types import ConfigError
+from marin_rl.utils.storage import storage_path
+
+TRAINER_METADATA = may_change(
+    *("tracker", "jax_compilation_cache_dir", "distributed"),
+    *("profiler", "profiler_start_step", "profiler_num_steps"),
+)
+"""Metadata of the field `trainer`."""
+MODEL_METADATA = may_change("reference_checkpoint")
+"""Metadata of the field `model`. Levanter's lines have other defaults for this key, which nothing here reads."""
+
+Check = Callable[[Any], Iterable[str]]
+"""A check of a config, which yields its problems or raises a `ValueError`; a message names the keys and the remedy."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AbstractRunConfig(ConfigSection, abc.ABC):
+    """Settings that all commands that train share; subclasses set the types of `model`, `optimizer` and `tracker`."""
+
+    common_keys: ClassVar[tuple[str, ...]]
+    """Most important keys, for the overview of `--help`."""
+    further_checks: ClassVar[tuple[Check, ...]] = ()
+    """Checks of levanter's sections."""
+
+    run_dir: str = dataclasses.field(metadata=STORAGE_PATH | may_change())
+    """Run directory, a path or an address such as `gs://bucket/run` or `s3://bucket/run`. A run resumes if its
+    directory contains a checkpoint."""
+    imports: tuple[str, ...] = dataclasses.field(default=(), metadata=LOCAL_PATH)
+    """Python files, such as `[my_objectives.py]`, or modules of installed packages, such as `[lab.objectives]`, that
+    register further types. Every command that reads the config imports them first, without isolation."""
+    model: Any = dataclasses.field(default=None, metadata=MODEL_METADATA)
+    """Model architecture (levanter's section), required to train from scratch; null: read from `initialize_from`. Its
+    type is `gemma`, `gemma2`, `gpt2`, `llama`, `mistral`, `mixtral`, `olmo2`, `olmo3`, `qwen2` or `qwen3`."""
+    initialize_from: str | None = dataclasses.field(default=None, metadata=STORAGE_PATH)
+    """Initial weights: a folder or hub name in Hugging Face format, or a run directory of marin_rl; null: random
+    weights. A folder in an object store is copied into the cache folder of the user."""
+    lora: LoraConfig | None = None
+    """Low-rank adapter that is trained instead of the weights of `initialize_from`; null: all weights are trained."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """Tokenizer and chat template."""
+    seed: int = 0
+    """Random seed of initial weights, of the order of tasks or rows, and of sampling."""
+    num_steps: Annotated[int, Ge(0)] = dataclasses.field(default=200, metadata=may_change_by_name())
+    """Number of steps. A step of RL samples a batch of rollouts and trains on it."""
+    optimizer: Any = dataclasses.field(default=None, metadata=may_change_by_name())
+    """Optimizer and learning-rate schedule (levanter's section)."""
+    trainer: AbstractTrainerConfig = dataclasses.field(default_factory=AbstractTrainerConfig, metadata=TRAINER_METADATA)
+    """Mesh, precision, microbatches and trackers. Batch size and number of steps are not set here."""
+    logprob_block_size: Annotated[int, Ge(1)] | None = None
+    """Tokens on each device whose logits are in memory at once; null: 256 on a CPU, 1,024 on an accelerator."""
+    log_level: LogLevel = dataclasses.field(default=LogLevel.INFO, metadata=may_change())
+    """Minimum level of messages in `log.txt`, `processes/*.txt` and `workers/*.txt`: `debug`, `info`, `warning` or
+    `error`. `debug` logs every turn of every episode."""
+    logging: dict[str, str] = dataclasses.field(default_factory=dict, metadata=may_change())
+    """Log levels of modules or packages that override `log_level`, such as `{marin_rl.rollouts: debug}`."""
+    checkpoint: CheckpointConfig = dataclasses.field(default=CheckpointConfig(), metadata=may_change())
+    """Checkpoint schedule."""
+    export: ExportConfig = dataclasses.field(default=ExportConfig(), metadata=may_change())
+    """Export of the final weights to `hf/` in the run directory."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        problems: list[str] = []
+        for check in (*self.checks, *self.further_checks):
+            try:
+                problems += check(self)
+            except ValueError as error:
+                problems += str(error).splitlines()
+        if problems:
+            raise ConfigError(*problems)
+
+    @property
+    @abc.abstractmethod
+    def checks(self) -> tuple[Check, ...]:
+        """Checks of the settings without levanter's sections."""
+
+    @property
+    @abc.abstractmethod
+    def rows(self) -> AbstractRowConfig:
+        """Layout of batch rows."""
+
+    @property
+    @abc.abstractmethod
+    def num_updates(self) -> int:
+        """Number of updates of the run, the length of the learning-rate schedule."""
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """Texts that end a reply, for exports."""
+        return ()
+
+    @property
+    def run_name(self) -> str:
+        """Name of the run in trackers."""
+        return self.trainer.id or storage_path(self.run_dir).name
+
+    @property
+    def context_shards(self) -> int:
+        """Number of devices over which the positions of a row are split."""
+        return self.trainer.model_axis_size if POSITION in (self.trainer.tensor_parallel_axes or ()) else 1
+
+
+def _check_values(config: AbstractRunConfig) -> Iterable[str]:
+    check_paths(config)
+    module_levels(config.logging)
+    return ()
+
+
+def _check_start(config: AbstractRunConfig) -> Iterator[str]:
+    if config.model is None and config.initialize_from is None:
+        yield (
+            "neither model nor initialize_from is set: name an architecture to start from scratch "
+            "(model: {type: llama, ...}) or weights to start from (initialize_from: FOLDER)"
+        )
+
+
+def _check_lora(config: AbstractRunConfig) -> Iterator[str]:
+    if config.lora is not None and config.initialize_from is None:
+        yield (
+            "lora is set, but initialize_from is not: an adapter changes weights that exist; set initialize_from to "
+            "them, or lora: null to train all weights"
+        )
+
+
+def _check_context(config: AbstractRunConfig) -> Iterator[str]:
+    axes = config.trainer.tensor_parallel_axes or ()
+    if POSITION in config.trainer.axis_resources or (POSITION in axes and len(axes) > 1):
+        yield (
+            f"trainer.tensor_parallel_axes is {list(axes)} and trainer.axis_resources is "
+            f"{dict(config.trainer.axis_resources)}, but {POSITION!r} can be split over devices only alone: set "
+            f"trainer.tensor_parallel_axes: [{POSITION}]"
+        )
+
+
+RUN_CHECKS: tuple[Check, ...] = (_check_values, _check_start, _check_lora, _check_context)
+"""Checks of settings that all training commands share."""

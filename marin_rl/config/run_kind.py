@@ -1,0 +1,49 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The commands that train, and the config classes of each, which are imported when they are needed."""
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+from marin_rl.config.run_config import AbstractRunConfig
+
+
+class RunKind(enum.StrEnum):
+    """A command that trains, by its name after `python -m marin_rl.`."""
+
+    TRAIN = "train"
+    """Reinforcement learning; the config has `environment`."""
+    SFT = "sft"
+    """Supervised fine-tuning; the config has `data`."""
+
+    @staticmethod
+    def of(values: Mapping[str, Any]) -> "RunKind":
+        """Return the command of a config from its keys."""
+        return RunKind.SFT if "data" in values else RunKind.TRAIN
+
+    @staticmethod
+    def of_config(config: AbstractRunConfig) -> "RunKind":
+        """Return the command of a config."""
+        return next(kind for kind in RunKind if isinstance(config, kind.settings))
+
+    @property
+    def settings(self) -> type[AbstractRunConfig]:
+        """The class of the config without levanter's sections; its import takes less time."""
+        match self:
+            case RunKind.TRAIN:
+                from marin_rl.config.base_config import AbstractTrainConfig
+
+                return AbstractTrainConfig
+            case RunKind.SFT:
+                from marin_rl.config.supervised_config import AbstractSftConfig
+
+                return AbstractSftConfig
+
+    @property
+    def config(self) -> type[AbstractRunConfig]:
+        """The complete class of the config."""
+        from marin_rl.config.train_config import SftConfig, TrainConfig
+
+        return {RunKind.TRAIN: TrainConfig, RunKind.SFT: SftConfig}[self]

@@ -1,0 +1,107 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The settings of supervised training, without levanter's classes."""
+
+import dataclasses
+from typing import Annotated, ClassVar
+
+from annotated_types import Ge, Gt
+
+from marin_rl.config.run_config import RUN_CHECKS, AbstractRunConfig, Check
+from marin_rl.config.sections import AbstractRowConfig
+from marin_rl.data.config import DataConfig, LongSequences
+from marin_rl.utils.settings.checks import ConfigSection, check_fields
+from marin_rl.utils.settings.fields import may_change, may_change_by_name
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchConfig(AbstractRowConfig):
+    """Rows of data per update, and the layout of the rows of a microbatch."""
+
+    section: ClassVar[str] = "batch"
+
+    size: Annotated[int, Ge(1)] = 32
+    """Rows of data per update."""
+    max_length: Annotated[int, Ge(2)] = 1024
+    """Maximum tokens of a sequence."""
+    long_sequences: LongSequences = LongSequences.ERROR
+    """Handling of longer sequences: `error` ends the run and names the row, `skip` leaves it out, `truncate` cuts the
+    sequence after `max_length` tokens."""
+    packing: bool | None = None
+    """Whether a row of a microbatch holds several sequences, in segments that do not attend to one another and whose
+    positions start at 0; false: one sequence per row; null: chosen for each batch from the lengths of its sequences, by
+    cost."""
+    row_length: Annotated[int, Ge(1)] | None = None
+    """Positions of a row of a microbatch, at least `max_length`; null: `max_length`, for packed rows rounded up to a
+    multiple of 128, and further if the attention kernel requires it. `trainer.per_device_parallelism` sets the rows
+    per microbatch."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if problem := self.row_length_problem():
+            raise ValueError(problem)
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Number of sequences that a step trains on, if each row of data is one."""
+        return self.size
+
+
+@dataclasses.dataclass(frozen=True)
+class LossEvaluationConfig(ConfigSection):
+    """Measurement of the loss on held-out rows."""
+
+    every: Annotated[int, Ge(0)] = 50
+    """Steps between two evaluations, in addition to those before and after training; 0 evaluates only before and
+    after."""
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """Return whether to evaluate after `step` of `num_steps`."""
+        return step == num_steps or (self.every > 0 and step % self.every == 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AbstractSupervisedConfig(AbstractRunConfig):
+    """Settings of the commands that train on data, without the types of levanter's sections."""
+
+    num_steps: Annotated[int, Ge(0)] = dataclasses.field(default=0, metadata=may_change_by_name())
+    """Number of updates; 0: as many as `epochs` need."""
+    epochs: Annotated[float, Gt(0)] = dataclasses.field(default=1.0, metadata=may_change_by_name())
+    """Passes over the data, each in another order, if `num_steps` is 0."""
+    batch: BatchConfig = BatchConfig()
+    """Rows of data per update, and their layout."""
+    evaluation: LossEvaluationConfig = dataclasses.field(
+        default=LossEvaluationConfig(), metadata=may_change("every") | may_change_by_name()
+    )
+    """Evaluation on held-out rows."""
+
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        """Checks of the settings without levanter's sections."""
+        return RUN_CHECKS
+
+    @property
+    def rows(self) -> AbstractRowConfig:
+        """Layout of batch rows."""
+        return self.batch
+
+    @property
+    def num_updates(self) -> int:
+        """Number of updates of the run, the length of the learning-rate schedule; 0 until the data is read."""
+        return self.num_steps
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AbstractSftConfig(AbstractSupervisedConfig):
+    """Configuration of supervised fine-tuning, without the types of levanter's sections."""
+
+    common_keys: ClassVar[tuple[str, ...]] = (
+        *("data.path", "data.held_out", "run_dir", "model", "initialize_from", "tokenizer.path", "seed", "epochs"),
+        *("num_steps", "batch.size", "batch.max_length", "batch.long_sequences", "optimizer", "evaluation.every"),
+        "checkpoint.every",
+    )
+
+    data: DataConfig
+    """Rows to train on, in one of four forms: `messages` (and optional `tools`), `prompt` and `completion`, `text`, or
+    `input_ids` with `labels` or `assistant_masks`."""

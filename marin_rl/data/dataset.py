@@ -1,0 +1,177 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Read supervised data, and return the batch of each step."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from marin_rl.batching.rollout_batch import NO_TURN, RolloutBatch, make_batch
+from marin_rl.data.config import DataConfig, LongSequences
+from marin_rl.data.rows import Example, encode_row, form_of, make_example
+from marin_rl.environments.base import epoch_order
+from marin_rl.environments.row_files import read_dataset, read_jsonl, read_parquet
+from marin_rl.environments.row_format import Row
+from marin_rl.environments.splits import Split, split_of
+from marin_rl.tokenization.chat import ChatTokenizer
+
+T = TypeVar("T")
+
+
+class Rows(NamedTuple):
+    """Rows of a source."""
+
+    train: list[Row]
+    """Rows to train on."""
+    held_out: list[Row]
+    """Rows on which the loss is measured."""
+
+
+def read_rows(config: DataConfig, key: str) -> Rows:
+    """Read the rows of a source, and divide them.
+
+    Args:
+        config: the source.
+        key: its section in the config, for messages.
+
+    Raises:
+        ValueError: if a source does not exist, cannot be read, or has no rows to train on or to hold out.
+    """
+    rows = list(_read(config, config.path, config.split, f"{key}.path"))
+    if config.held_out_path is not None:
+        held_out = list(_read(config, config.held_out_path, config.split, f"{key}.held_out_path"))
+    elif config.held_out_split is not None:
+        held_out = list(_read(config, config.path, config.held_out_split, f"{key}.path"))
+    else:
+        splits = [split_of(json.dumps(row.values, default=str), config.held_out, 0.0) for row in rows]
+        held_out = [row for row, split in zip(rows, splits, strict=True) if split is Split.HELD_OUT]
+        rows = [row for row, split in zip(rows, splits, strict=True) if split is Split.TRAIN]
+    if not rows:
+        share = f", with {key}.held_out {config.held_out}" if held_out else ""
+        raise ValueError(f"{key}.path {config.path!r} has no rows to train on{share}")
+    if not held_out and (config.held_out or config.held_out_path or config.held_out_split):
+        raise ValueError(f"no row of {key} is held out; raise {key}.held_out, or correct the source of held-out rows")
+    return Rows(rows, held_out)
+
+
+def _read(config: DataConfig, path: str, split: str, key: str) -> Iterator[Row]:
+    file = Path(path).expanduser()
+    if file.suffix == ".parquet" and file.is_file():
+        return read_parquet(file, path)
+    if file.is_file():
+        return read_jsonl(file, path)
+    if not file.exists() and file.suffix in (".jsonl", ".json", ".gz", ".parquet"):
+        raise ValueError(f"{key} is {path!r}, which does not exist; correct it")
+    return read_dataset(path, key, config.subset, split, config.revision)
+
+
+class Encoded(NamedTuple):
+    """Tokenized rows."""
+
+    examples: list[Example]
+    """The rows that fit."""
+    skipped: int
+    """Number of rows that were left out because they are too long."""
+    truncated: int
+    """Number of rows with a sequence that was cut."""
+
+
+def encode_rows(
+    rows: Iterable[Row], tokenizer: ChatTokenizer, max_length: int, long_sequences: LongSequences
+) -> Encoded:
+    """Tokenize rows of one form.
+
+    Args:
+        rows: at least one.
+        tokenizer: chat tokenizer.
+        max_length: maximum number of tokens of a sequence.
+        long_sequences: handling of longer ones.
+
+    Raises:
+        ValueError: if a row is invalid, too long, or of another form than the first; the message names the row.
+    """
+    encoded, skipped, truncated, first = list[Example](), 0, 0, None
+    for row in rows:
+        form = form_of(row)
+        first = first or (form, row.where)
+        if form is not first[0]:
+            raise ValueError(
+                f"{row.where}: the row has {' and '.join(form.value)}, but {first[1]} has "
+                f"{' and '.join(first[0].value)}; all rows must have the same form"
+            )
+        example = encode_row(row, form, tokenizer)
+        if max(example.lengths) > max_length:
+            if long_sequences is LongSequences.ERROR:
+                raise ValueError(
+                    f"{row.where}: a sequence has {max(example.lengths)} tokens, more than batch.max_length, "
+                    f"{max_length}; raise it, or set batch.long_sequences to skip or truncate"
+                )
+            cut = truncate(example, max_length) if long_sequences is LongSequences.TRUNCATE else None
+            skipped, truncated = skipped + (cut is None), truncated + (cut is not None)
+            if cut is None:
+                continue
+            example = cut
+        encoded.append(example)
+    return Encoded(encoded, skipped, truncated)
+
+
+def truncate(example: Example, max_length: int) -> Example | None:
+    """Cut the sequences of an example after `max_length` tokens; None if no token with loss remains."""
+    cut = [(ids[:max_length], mask[:max_length]) for ids, mask in example.sequences()]
+    kept = [(ids, mask) for ids, mask in cut if mask.any()]
+    return make_example(example.where, kept) if kept else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches(Generic[T]):
+    """The batch of each step: a part of the items in the order of their epochs, without a state.
+
+    The batch of step s (from 1 on) are the items (s - 1)·B to s·B - 1 of an endless sequence: one permutation of all
+    items after another, each drawn with the seed and the number of its epoch. A batch may cross epochs.
+    """
+
+    items: Sequence[T]
+    """All items, at least one."""
+    size: int
+    """B, number of items of a batch."""
+    seed: int
+    """Seed of the permutations."""
+
+    def of_step(self, step: int) -> list[T]:
+        """Return the items of a step, from 1 on.
+
+        >>> batches = Batches("abcde", size=2, seed=0)
+        >>> sorted("".join("".join(batches.of_step(step)) for step in range(1, 6)))
+        ['a', 'a', 'b', 'b', 'c', 'c', 'd', 'd', 'e', 'e']
+        """
+        places = (divmod(index, len(self.items)) for index in range((step - 1) * self.size, step * self.size))
+        return [self.items[epoch_order(self.seed, epoch, len(self.items))[place]] for epoch, place in places]
+
+    def steps(self, epochs: float) -> int:
+        """Return the number of steps that see every item `epochs` times; the last batch may begin another epoch."""
+        return max(-(-round(epochs * len(self.items)) // self.size), 1)
+
+    def epochs(self, step: int) -> float:
+        """Return the number of epochs until the end of a step."""
+        return step * self.size / len(self.items)
+
+
+def join_examples(examples: Sequence[Example]) -> RolloutBatch:
+    """Make a batch of examples, each one rollout."""
+    mask = np.concatenate([example.loss_mask for example in examples])
+    return make_batch(
+        [example.where for example in examples],
+        [example.lengths for example in examples],
+        input_ids=np.concatenate([example.input_ids for example in examples]),
+        turn_ids=np.where(mask, 0, NO_TURN).astype(np.int32),
+        advantages=mask.astype(np.float64),
+    )
+
+
+Encode = Callable[[Iterable[Row]], Encoded]
+"""`encode_rows` with the settings of a run."""

@@ -1,0 +1,256 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The parts of a run that every command that trains has: tokenizer, model, layout of rows, and learner."""
+
+import abc
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Self, cast
+
+import jax
+from jax.typing import DTypeLike
+from levanter.models.lm_model import LmConfig, LmHeadModel
+from levanter.trainer_state import TrainerState
+
+from marin_rl.batching.packing import GroupRow, RowLayout
+from marin_rl.batching.rollout_batch import RolloutBatch
+from marin_rl.config.base_config import critic_of
+from marin_rl.config.run_config import AbstractRunConfig
+from marin_rl.learner.attention_kernel import AttentionKernel, attention_kernel
+from marin_rl.learner.base_weights import check_base, fingerprint
+from marin_rl.learner.critic import assemble
+from marin_rl.learner.policy_spec import PolicySpec
+from marin_rl.learner.scoring import Scorer, Scores
+from marin_rl.learner.starting_weights import first_policy
+from marin_rl.learner.train_step import Learner
+from marin_rl.models.lora import Adapter
+from marin_rl.runs.saved_checkpoint import Checkpoint
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.utils.devices.setup import microbatch_rows, platform_of, start_devices
+from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.seeds import derive_seed
+
+Report = Callable[[str], None]
+"""Receives progress messages of one line each."""
+
+LOGPROB_BLOCK_SIZE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
+"""Tokens on each device whose logits are in memory at once, by platform, if the config does not set their number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractModelParts(abc.ABC):
+    """The parts of a run. A command makes those that it uses: each is made once, when it is first read.
+
+    A part whose construction raises is made again when it is read again.
+    """
+
+    config: AbstractRunConfig
+    """Config of the run."""
+    trainer: AbstractTrainerConfig
+    """Mesh, precision and sharding in this process, as returned by `start_devices`. A command without devices, which
+    reads no part that needs them, has the section of the config."""
+    resources: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    """Closes the opened parts, such as the event loop and the reward functions."""
+    report: Report = lambda message: None
+    """Called if a part takes long to prepare."""
+
+    @classmethod
+    def start(
+        cls,
+        config: AbstractRunConfig,
+        section: AbstractTrainerConfig | None = None,
+        *,
+        alone: bool = False,
+        of_other_machine: bool = False,
+        resources: contextlib.ExitStack | None = None,
+        report: Report = lambda message: None,
+    ) -> Self:
+        """Start the devices of this process.
+
+        Args:
+            config: config of the run.
+            section: trainer section of this process; None for that of the config.
+            alone: as for `start_devices`.
+            of_other_machine: as for `start_devices`.
+            resources: closes the opened parts; None if the command opens none.
+            report: called if a part takes long to prepare.
+
+        Raises:
+            DeviceError: if the mesh does not fit the devices, or a required accelerator is missing.
+        """
+        trainer = start_devices(
+            section or config.trainer,
+            rows_per_device=config.rows.rows_per_device,
+            alone=alone,
+            of_other_machine=of_other_machine,
+        )
+        return cls(config, trainer, contextlib.ExitStack() if resources is None else resources, report)
+
+    @functools.cached_property
+    def tokenizer(self) -> ChatTokenizer:
+        """Chat tokenizer of the policy."""
+        return self.config.tokenizer.build()
+
+    @property
+    @abc.abstractmethod
+    def layout(self) -> RowLayout:
+        """Shape of the microbatches."""
+
+    @property
+    @abc.abstractmethod
+    def learner(self) -> Learner:
+        """The learner, for batches in the layout of the run."""
+
+    @property
+    @abc.abstractmethod
+    def scorer(self) -> Scorer:
+        """The scorer of sequences."""
+
+    @property
+    @abc.abstractmethod
+    def whole_rollouts(self) -> bool:
+        """Whether all sequences of a rollout must be in one microbatch."""
+
+    @functools.cached_property
+    def kernel(self) -> AttentionKernel:
+        """Attention kernel of the learner."""
+        return attention_kernel(self.config.model, platform_of(self.trainer), self.config.context_shards)
+
+    @functools.cached_property
+    def model(self) -> LmConfig:
+        """Model config with the attention kernel, and a block size of it that divides the rows.
+
+        Raises:
+            ValueError: if the attention kernel does not support the length of a row.
+        """
+        assert self.config.model is not None
+        return self.kernel.configure(self.config.model, self.config.rows.positions(self.kernel))
+
+    @functools.cached_property
+    def row_layout(self) -> RowLayout:
+        """Shape of the microbatches, without shared prompts.
+
+        A row of R positions and P computed pairs of a query and a key costs `R + P / (6 · hidden size)`: the second
+        term is attention, relative to the flops of the linear layers of a transformer. With `per_device_parallelism`,
+        rows with shared prompts have at most as many positions as that many other rows.
+
+        Raises:
+            ValueError: if the attention kernel does not support the length of a row.
+        """
+        config, packed = self.config.rows, self.config.rows.packing is not False
+        layout = self._layout(config.positions(self.kernel), self.trainer.rows_per_microbatch, packed=packed)
+        separate = dataclasses.replace(cast(Any, config), packing=False)
+        if config.packing is not None or separate.positions(self.kernel) == layout.row_length:
+            return layout
+        platform, devices = platform_of(self.trainer), self.trainer.data_axis_size
+        rows = microbatch_rows(self.config.trainer, separate.rows_per_device(platform, devices)) * devices
+        alternative = self._layout(separate.positions(self.kernel), rows, packed=False)
+        return dataclasses.replace(layout, alternatives=(alternative,))
+
+    def _layout(self, row_length: int, rows: int, *, packed: bool, group: GroupRow | None = None) -> RowLayout:
+        model = self.config.model
+        hidden = 1024 if model is None else model.Embed.size
+        return RowLayout(
+            row_length,
+            rows,
+            packed,
+            whole_rollouts=self.whole_rollouts,
+            group=group,
+            row_cost=row_length + self.kernel.attention_pairs(row_length, group) / (6 * hidden),
+        )
+
+    @property
+    def logprob_block(self) -> int:
+        """Tokens per device whose logits are in memory at once."""
+        return self.config.logprob_block_size or LOGPROB_BLOCK_SIZE[platform_of(self.trainer)]
+
+    def score(self, trained: Any, batch: RolloutBatch) -> Scores:
+        """Score rollouts with trained weights: those of the policy, or of its adapter, with or without critic."""
+        return self.scorer.score(self.assemble(trained), batch)
+
+    # Weights.
+
+    @functools.cached_property
+    def base(self) -> LmHeadModel | None:
+        """The weights that the run's adapter changes, in the compute type of the trainer; None without an adapter.
+
+        Raises:
+            PolicyModelError: if `initialize_from` cannot be loaded.
+        """
+        return None if self.config.lora is None else self.load_base(self.model)
+
+    def load_base(self, model: LmConfig) -> LmHeadModel:
+        """Load the weights that the run's adapter changes.
+
+        Args:
+            model: architecture, with the attention kernel.
+
+        Raises:
+            PolicyModelError: if `initialize_from` cannot be loaded.
+        """
+        # The type of the run's trainer also in workers with another precision, so that all have the same base.
+        return self._load_policy(model, self.config.trainer.mp.compute_dtype)
+
+    @functools.cached_property
+    def base_fingerprint(self) -> str:
+        """Fingerprint of the base, which checkpoints hold; empty without an adapter."""
+        return "" if self.base is None else fingerprint(self.base, self.trainer)
+
+    def check_base(self, saved: str) -> None:
+        """Check that the base is the one of a checkpoint, from its `Progress.base`.
+
+        Raises:
+            OtherBaseError: if it is not.
+        """
+        check_base(saved, self.base_fingerprint, str(self.config.initialize_from))
+
+    def assemble(self, trained: Any) -> Any:
+        """Return the model of trained weights: they themselves, or an adapter with its base."""
+        return assemble(trained, self.base)
+
+    def first_policy(self) -> LmHeadModel | Adapter:
+        """Load or initialize the trained part of the policy.
+
+        Raises:
+            PolicyModelError: if `initialize_from` cannot be loaded, or does not fit `model` or the tokenizer.
+            LoraTargetError: if a module that `lora.targets` names cannot be adapted.
+        """
+        if self.base is None:
+            return self._load_policy(self.model, None)
+        key = jax.random.PRNGKey(derive_seed(self.config.seed, "adapter") % 2**32)
+        return self.policy_spec(self.base.vocab_size).new_adapter(key)
+
+    def _load_policy(self, model: LmConfig, dtype: DTypeLike | None) -> LmHeadModel:
+        config = self.config
+        return first_policy(config.initialize_from, model, self.tokenizer, self.trainer, config.seed, dtype)
+
+    def policy_spec(self, vocab_size: int) -> PolicySpec:
+        """Return the shapes of the run's weights, for a vocabulary size of the model."""
+        return PolicySpec(self.model, vocab_size, self.trainer, critic_of(self.config), self.config.lora)
+
+    def saved_spec(self, checkpoint: Checkpoint) -> PolicySpec:
+        """Return the shapes of the weights in a checkpoint of the run."""
+        return self.policy_spec(int(checkpoint.progress["vocab_size"]))
+
+    def restore_policy(self, checkpoint: Checkpoint) -> LmHeadModel:
+        """Load the policy of a checkpoint of the run, with its base if it is an adapter.
+
+        Raises:
+            CheckpointError: if the checkpoint holds another model.
+            OtherBaseError: if `initialize_from` has other weights than at the start of the run.
+        """
+        self.check_base(checkpoint.progress.get("base", ""))
+        return self.assemble(self.saved_spec(checkpoint).restore_policy(checkpoint))
+
+    def first_state(self, policy: LmHeadModel | Adapter) -> TrainerState:
+        """Return the training state before the first update.
+
+        Args:
+            policy: the trained part of the first policy; its arrays become part of the state.
+        """
+        key = jax.random.PRNGKey(derive_seed(self.config.seed, "training") % 2**32)
+        spec = self.policy_spec(self.assemble(policy).vocab_size)
+        return self.learner.initial_state(spec.attach_critic(policy), key)

@@ -1,0 +1,294 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A run that trains on data: supervised fine-tuning.
+
+One step:
+
+    rows of data -> packed batch -> update -> (held-out loss, checkpoint) -> record
+"""
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
+
+from levanter.metrics import Metric
+from levanter.models.lm_model import LmHeadModel
+
+from marin_rl.batching.packing import RowLayout
+from marin_rl.batching.rl_example import PackedBatch, pack_batch
+from marin_rl.batching.rollout_batch import RolloutBatch
+from marin_rl.config.input_files import digest_inputs
+from marin_rl.config.supervised_config import AbstractSupervisedConfig
+from marin_rl.config.train_config import SftConfig
+from marin_rl.data.dataset import Batches, Encoded, encode_rows, join_examples, read_rows
+from marin_rl.data.rows import Example
+from marin_rl.learner.critic import assemble, policy_of
+from marin_rl.learner.loss import loss_metrics
+from marin_rl.model_parts import AbstractModelParts, Report
+from marin_rl.objectives.aggregation import AggregationConfig, TokenMeanConfig
+from marin_rl.runs.checkpoint import Checkpoints
+from marin_rl.supervised_parts import SftParts
+from marin_rl.training.loop import AbstractRun, model_flops_utilization
+from marin_rl.training.open_run import compare_files, interruptible, load_state, report_resume
+from marin_rl.training.run_state import RUN_FILES, Progress, RunFiles
+from marin_rl.training.shared_run import require_same_batch, require_same_inputs
+from marin_rl.utils import multihost
+from marin_rl.utils.devices.setup import collect_garbage, own_rows
+from marin_rl.utils.errors import Closing
+from marin_rl.utils.storage import StoragePath
+from marin_rl.utils.timing import PhaseTimer, compile_clock
+
+HELD_OUT = "eval/held_out"
+"""Prefix of the metrics of held-out rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SupervisedTask:
+    """The batches of a run, and how they are measured."""
+
+    batch: Callable[[int], RolloutBatch]
+    """Returns the batch of a step, from 1 on."""
+    epochs: Callable[[int], float]
+    """Returns the number of epochs until the end of a step."""
+    layout: RowLayout
+    """Shape of the microbatches."""
+    aggregation: AggregationConfig
+    """Denominators of the loss."""
+    summarize: Callable[[Sequence[Mapping[str, Metric]]], dict[str, float]]
+    """Returns the published metrics of an update from those of the loss."""
+    measure: Callable[[LmHeadModel], dict[str, float]] | None
+    """Returns the held-out metrics of a policy; None if nothing is held out."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class SupervisedRun(AbstractRun[AbstractSupervisedConfig]):
+    """A run that trains on data."""
+
+    milestones: ClassVar[tuple[str, str]] = "before training", "after training"
+
+    task: SupervisedTask
+    """Batches and measures."""
+    prepared: dict[int, PackedBatch] = dataclasses.field(default_factory=dict)
+    """The batch of the next step, which is packed while the devices compute."""
+
+    def train_step(self, stop_requested: Callable[[], bool]) -> dict[str, float]:
+        """Update the weights with the batch of the next step; return the metrics of the step."""
+        started, timer, compiled = time.perf_counter(), PhaseTimer(), compile_clock().seconds
+        progress, step = self.progress, self.progress.step + 1
+        with timer.phase("batch"):
+            packed = self.prepared.pop(step, None) or self._pack(step)
+        with timer.phase("step"):
+            rows = packed.layout.rows_per_microbatch
+            self.trainer_state, pending = self.learner.dispatch(self.trainer_state, packed.microbatches, rows)
+            if step < self.config.num_steps:
+                self.prepared = {step + 1: self._pack(step + 1)}
+            collect_garbage(step)
+            update = pending.wait()
+        progress.step = step
+        progress.updates += 1
+        progress.trained_tokens += packed.num_loss_tokens
+        metrics = self.task.summarize([update])
+        metrics |= {
+            "epoch": self.task.epochs(step),
+            "updates": float(progress.updates),
+            "tokens/trained_per_second": packed.num_loss_tokens / timer.seconds["step"],
+            "tokens/per_second": packed.num_tokens / timer.seconds["step"],
+            "batch/packing_efficiency": packed.num_tokens / packed.num_positions,
+            "batch/microbatches": float(len(packed.microbatches)),
+            **{f"seconds/{phase}": timer.seconds[phase] for phase in ("batch", "step")},
+            "seconds/total": time.perf_counter() - started,
+            "seconds/compile": compile_clock().seconds - compiled,
+        }
+        return metrics | model_flops_utilization(
+            self.config.model, progress.vocab_size, [packed], timer.seconds["step"]
+        )
+
+    def evaluate(self, stop_requested: Callable[[], bool]) -> dict[str, float]:
+        """Measure the held-out rows if an evaluation is due after this step; return the metrics."""
+        progress = self.progress
+        if not self.config.evaluation.is_due(progress.step, self.config.num_steps):
+            return {}
+        return self.measure(self.milestones[1])
+
+    def measure(self, milestone: str) -> dict[str, float]:
+        """Measure the held-out rows, if there are any; return the metrics."""
+        if self.task.measure is None:
+            return {}
+        self.progress.evaluations[milestone] = self.task.measure(
+            assemble(policy_of(self.trainer_state.model), self.base)
+        )
+        return self.progress.evaluations[milestone]
+
+    def save(self) -> StoragePath:
+        """Start to write a checkpoint, after all records before it are stored."""
+        files = self.files
+        if multihost.is_main():
+            files = dataclasses.replace(files, metrics=self.store_records())
+        others = {RUN_FILES: files.encode()} if multihost.is_main() else {}
+        return self.checkpoints.save(self.trainer_state, self.progress.step, dataclasses.asdict(self.progress), others)
+
+    def rewind(self) -> None:
+        """Do nothing: only records are stored."""
+
+    def _pack(self, step: int) -> PackedBatch:
+        batch, task = self.task.batch(step), self.task
+        packed = pack_batch(
+            batch,
+            task.aggregation,
+            task.layout,
+            pad_token_id=self.tokenizer.pad_token_id,
+            own_rows=own_rows(self.learner.trainer),
+        )
+        require_same_batch(step, batch, [packed])
+        return packed
+
+
+def open_supervised(
+    config: AbstractSupervisedConfig,
+    parts_class: type[AbstractModelParts],
+    make_task: Callable[[AbstractModelParts], SupervisedTask],
+    folder: StoragePath,
+    report: Report,
+    stop_requested: Callable[[], bool] = lambda: False,
+    *,
+    accept_changes: bool = False,
+    command_timer: PhaseTimer | None = None,
+) -> SupervisedRun:
+    """Start a run that trains on data, or resume it from its newest valid checkpoint.
+
+    Args:
+        config: config of the run; `model` and `num_steps` are set.
+        parts_class: class of its parts.
+        make_task: returns the batches and measures of the run.
+        folder: run directory.
+        report: called with each progress message.
+        stop_requested: returns whether this process was asked to stop; not read, because the start takes no steps.
+        accept_changes: whether to resume although files that the run reads or has written were changed.
+        command_timer: accumulates the seconds of `evaluation` and `steps`.
+
+    Raises:
+        KeyboardInterrupt: after SIGINT or SIGTERM while the run is prepared or its weights are loaded.
+        CheckpointError: if the run has checkpoints and none is usable.
+        RunDirectoryError: if files of the run were changed since the checkpoint.
+        ProcessesDifferError: if the processes have different input files.
+    """
+    timer = PhaseTimer() if command_timer is None else command_timer
+    with contextlib.ExitStack() as resources, interruptible():
+        parts = parts_class.start(config, resources=resources, report=report)
+        inputs = digest_inputs(config)
+        require_same_inputs(inputs)
+        checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+        resources.enter_context(Closing(checkpoints.close))
+        loaded = checkpoints.restore_newest(functools.partial(load_state, parts, ()))
+        if loaded is None:
+            policy = parts.first_policy()
+            progress = Progress(vocab_size=parts.assemble(policy).vocab_size, base=parts.base_fingerprint)
+            state, files = parts.first_state(policy), RunFiles(inputs)
+        else:
+            progress, state = loaded.progress, loaded.state
+            files = compare_files(loaded, inputs, report, accept=accept_changes)
+            report_resume(loaded, checkpoints, report)
+        run = SupervisedRun(
+            config=config,
+            progress=progress,
+            trainer_state=state,
+            learner=parts.learner,
+            base=parts.base,
+            tokenizer=parts.tokenizer,
+            checkpoints=checkpoints,
+            resources=resources.pop_all(),
+            files=files,
+            command_timer=timer,
+            task=make_task(parts),
+        )
+    if loaded is None:
+        with timer.phase("evaluation"):
+            run.measure(run.milestones[0])
+        run.save()
+    return run
+
+
+# Supervised fine-tuning.
+
+
+@dataclasses.dataclass(frozen=True)
+class SftData:
+    """Tokenized data of a run."""
+
+    train: Encoded
+    """Rows to train on."""
+    held_out: Encoded
+    """Rows on which the loss is measured."""
+
+
+def prepare_sft(config: SftConfig) -> tuple[SftConfig, Callable[..., SupervisedRun]]:
+    """Read and tokenize the data of a run; see `Prepare` in `marin_rl.training.session`.
+
+    Returns:
+        The config with `num_steps`, and the function that opens the run.
+
+    Raises:
+        ValueError: if the data is invalid; the message names the file, the line and the column.
+    """
+    data = read_sft_data(config)
+    batches = Batches(data.train.examples, config.batch.size, config.seed)
+    config = dataclasses.replace(config, num_steps=config.num_steps or batches.steps(config.epochs))
+    return config, functools.partial(open_supervised, config, SftParts, functools.partial(sft_task, data, batches))
+
+
+def read_sft_data(config: SftConfig) -> SftData:
+    """Read and tokenize the data of a run; raises like `prepare_sft`."""
+    rows, tokenizer = read_rows(config.data, "data"), config.tokenizer.build()
+    encode = functools.partial(
+        encode_rows,
+        tokenizer=tokenizer,
+        max_length=config.batch.max_length,
+        long_sequences=config.batch.long_sequences,
+    )
+    data = SftData(encode(rows.train), encode(rows.held_out))
+    if not data.train.examples:
+        raise ValueError(
+            f"none of the {len(rows.train)} rows of data.path {config.data.path!r} fits into batch.max_length, "
+            f"{config.batch.max_length} tokens; raise it"
+        )
+    return data
+
+
+def sft_task(data: SftData, batches: Batches[Example], parts: AbstractModelParts) -> SupervisedTask:
+    """Return the batches and measures of supervised fine-tuning."""
+    parts.report(describe_data(data))
+    return SupervisedTask(
+        batch=lambda step: join_examples(batches.of_step(step)),
+        epochs=batches.epochs,
+        layout=parts.layout,
+        aggregation=TokenMeanConfig(),
+        summarize=sft_metrics,
+        measure=None,
+    )
+
+
+def describe_data(data: SftData) -> str:
+    """Describe the tokenized data in one line."""
+    train = data.train.examples
+    tokens = sum(int(example.loss_mask.sum()) for example in train)
+    lost = {"skipped": data.train.skipped, "truncated": data.train.truncated}
+    return (
+        f"{len(train):,} rows with {sum(len(example.input_ids) for example in train):,} tokens, {tokens:,} with loss"
+        + "".join(f"; {count:,} longer rows {name}" for name, count in lost.items() if count)
+        + (f"; {len(data.held_out.examples):,} rows are held out" if data.held_out.examples else "")
+    )
+
+
+def sft_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
+    """Return the published metrics of an update."""
+    found = loss_metrics(updates)
+    return {
+        "loss/ce_avg": found["loss/policy_avg"],
+        "policy/entropy_avg": found["policy/entropy_avg"],
+        "grad_norm": found["grad_norm"],
+        "lr": found["lr"],
+    }
