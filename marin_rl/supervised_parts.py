@@ -8,12 +8,10 @@ import functools
 
 from marin_rl.batching.packing import RowLayout
 from marin_rl.config.train_config import SftConfig
-from marin_rl.learner.loss import RlLoss
+from marin_rl.learner.loss import cross_entropy_loss
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Learner
 from marin_rl.model_parts import AbstractModelParts
-from marin_rl.objectives.kl import NoKlConfig
-from marin_rl.objectives.policy_loss import ReinforceLossConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +33,12 @@ class SftParts(AbstractModelParts):
     @functools.cached_property
     def learner(self) -> Learner:
         """The learner, for batches in the layout of the run."""
-        loss = RlLoss(ReinforceLossConfig(), NoKlConfig(), temperature=1.0, block_size=self.logprob_block)
-        capacity = self.layout.microbatches(self.config.batch.size)
         return Learner(
-            self.trainer, self.config.optimizer, loss, num_updates=self.config.num_updates, capacity=capacity
+            self.trainer,
+            self.config.optimizer,
+            cross_entropy_loss(self.logprob_block),
+            num_updates=self.config.num_updates,
+            capacity=self.layout.microbatches(self.config.batch.size),
         )
 
     @functools.cached_property
@@ -51,4 +51,5 @@ class SftParts(AbstractModelParts):
             temperature=1.0,
             block_size=self.logprob_block,
             capacity=self.layout.microbatches(self.config.batch.size),
+            accuracy=True,
         )

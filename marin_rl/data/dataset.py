@@ -5,9 +5,9 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,18 @@ from marin_rl.environments.splits import Split, split_of
 from marin_rl.tokenization.chat import ChatTokenizer
 
 T = TypeVar("T")
+
+
+class BatchLimits(Protocol):
+    """Limits of the sequences of a batch."""
+
+    @property
+    def max_length(self) -> int:
+        """Maximum number of tokens of a sequence."""
+
+    @property
+    def long_sequences(self) -> LongSequences:
+        """Handling of longer ones."""
 
 
 class Rows(NamedTuple):
@@ -79,6 +91,42 @@ class Encoded(NamedTuple):
     """Number of rows that were left out because they are too long."""
     truncated: int
     """Number of rows with a sequence that was cut."""
+
+
+def read_examples(
+    config: DataConfig, key: str, batch: BatchLimits, tokenizer: ChatTokenizer
+) -> tuple[Encoded, Encoded]:
+    """Read and tokenize the rows of a source: those to train on, and those that are held out.
+
+    Args:
+        config: the source.
+        key: its section in the config, for messages.
+        batch: maximum length of a sequence, and handling of longer ones.
+        tokenizer: chat tokenizer.
+
+    Raises:
+        ValueError: if a row is invalid, or no row fits; the message names the row.
+    """
+    encoded = [encode_rows(rows, tokenizer, batch.max_length, batch.long_sequences) for rows in read_rows(config, key)]
+    for rows, name in zip(encoded, ("to train on", "held out"), strict=True):
+        if rows.skipped and not rows.examples:
+            raise ValueError(
+                f"none of the {rows.skipped} rows of {key} that are {name} fits into batch.max_length, "
+                f"{batch.max_length} tokens; raise it"
+            )
+    return encoded[0], encoded[1]
+
+
+def describe(train: Encoded, held_out: Encoded) -> str:
+    """Describe tokenized data in one line."""
+    examples = train.examples
+    counts = {"skipped": train.skipped + held_out.skipped, "truncated": train.truncated + held_out.truncated}
+    return (
+        f"{len(examples):,} rows with {sum(example.input_ids.size for example in examples):,} tokens, "
+        f"{sum(np.count_nonzero(example.loss_mask) for example in examples):,} with loss"
+        + "".join(f"; {count:,} longer rows are {name}" for name, count in counts.items() if count)
+        + (f"; {len(held_out.examples):,} rows are held out" if held_out.examples else "")
+    )
 
 
 def encode_rows(
@@ -169,9 +217,4 @@ def join_examples(examples: Sequence[Example]) -> RolloutBatch:
         [example.lengths for example in examples],
         input_ids=np.concatenate([example.input_ids for example in examples]),
         turn_ids=np.where(mask, 0, NO_TURN).astype(np.int32),
-        advantages=mask.astype(np.float64),
     )
-
-
-Encode = Callable[[Iterable[Row]], Encoded]
-"""`encode_rows` with the settings of a run."""

@@ -45,6 +45,8 @@ PANELS = (
         is_share=True,
     ),
     Panel("Held-out accuracy", {_ACCURACIES: ""}, is_share=True),
+    Panel("Cross-entropy", {"loss/ce_avg": "training", "eval/held_out/loss": "held-out"}, "nats per token"),
+    Panel("Held-out token accuracy", {"eval/held_out/token_accuracy": "accuracy"}, is_share=True),
     Panel("Entropy", {"policy/entropy_avg": "entropy"}, "nats per token"),
     Panel("KL to the reference", {"objective/kl": "KL"}, "nats per rollout", rounding=1e-6),
     Panel("Approximate KL to the old policy", {"policy/approxkl_avg": "change"}, "nats per token", rounding=1e-6),

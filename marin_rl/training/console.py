@@ -270,8 +270,8 @@ def _accuracy_table(evaluations: Mapping[str, Mapping[str, int | float]]) -> Tab
         if is_quality(name) or (name.startswith("eval/") and "/pass@" in name and not name.endswith("/pass@1"))
     )
     environments = {name.removeprefix("eval/").rpartition("/")[0] for name in names}
-    title = "Held-out accuracy" if any("/accuracy_" in name for name in names) else "Held-out reward"
-    table = _empty_table(title)
+    kinds = [kind for kind in ("accuracy", "reward", "loss") if any(f"/{kind}" in name for name in names)]
+    table = _empty_table(f"Held-out {[*kinds, 'accuracy'][0]}")
     table.add_column("", overflow="fold")
     for column in (*evaluations, *(["change"] if len(evaluations) > 1 else [])):
         table.add_column(column, justify="right", no_wrap=True, style="bold" if column == "change" else None)

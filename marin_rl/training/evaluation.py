@@ -121,8 +121,11 @@ def describe_accuracy(evaluation: Mapping[str, float]) -> str:
 
 
 def is_quality(name: str) -> bool:
-    """Return whether a metric is an accuracy or a mean reward of an evaluation."""
-    return name.startswith("eval/") and name.rpartition("/")[2].startswith(("accuracy_", "reward_"))
+    """Return whether a metric is an accuracy, a mean reward or a loss of an evaluation."""
+    kind = name.rpartition("/")[2]
+    return name.startswith("eval/") and (
+        kind.startswith(("accuracy_", "reward_")) or kind in ("loss", "token_accuracy")
+    )
 
 
 def require_tasks(environment: AbstractEnvironment, tasks: Sequence[Task], split: Split) -> None:

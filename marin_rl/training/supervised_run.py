@@ -13,23 +13,22 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from levanter.metrics import Metric
+import numpy as np
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import PackedBatch, pack_batch
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.supervised_config import AbstractSupervisedConfig
 from marin_rl.config.train_config import SftConfig
-from marin_rl.data.dataset import Batches, Encoded, encode_rows, join_examples, read_rows
+from marin_rl.data.dataset import Batches, describe, join_examples, read_examples
 from marin_rl.data.rows import Example
 from marin_rl.learner.critic import assemble, policy_of
 from marin_rl.learner.loss import loss_metrics
 from marin_rl.model_parts import AbstractModelParts, Report
-from marin_rl.objectives.aggregation import AggregationConfig, TokenMeanConfig
+from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.supervised_parts import SftParts
 from marin_rl.training.loop import AbstractRun, model_flops_utilization
@@ -52,14 +51,10 @@ class SupervisedTask:
 
     batch: Callable[[int], RolloutBatch]
     """Returns the batch of a step, from 1 on."""
+    pack: Callable[[RolloutBatch], PackedBatch]
+    """Packs a batch into microbatches, of which this process gets its rows."""
     epochs: Callable[[int], float]
     """Returns the number of epochs until the end of a step."""
-    layout: RowLayout
-    """Shape of the microbatches."""
-    aggregation: AggregationConfig
-    """Denominators of the loss."""
-    summarize: Callable[[Sequence[Mapping[str, Metric]]], dict[str, float]]
-    """Returns the published metrics of an update from those of the loss."""
     measure: Callable[[LmHeadModel], dict[str, float]] | None
     """Returns the held-out metrics of a policy; None if nothing is held out."""
 
@@ -91,7 +86,7 @@ class SupervisedRun(AbstractRun[AbstractSupervisedConfig]):
         progress.step = step
         progress.updates += 1
         progress.trained_tokens += packed.num_loss_tokens
-        metrics = self.task.summarize([update])
+        metrics = loss_metrics([update])
         metrics |= {
             "epoch": self.task.epochs(step),
             "updates": float(progress.updates),
@@ -135,14 +130,8 @@ class SupervisedRun(AbstractRun[AbstractSupervisedConfig]):
         """Do nothing: only records are stored."""
 
     def _pack(self, step: int) -> PackedBatch:
-        batch, task = self.task.batch(step), self.task
-        packed = pack_batch(
-            batch,
-            task.aggregation,
-            task.layout,
-            pad_token_id=self.tokenizer.pad_token_id,
-            own_rows=own_rows(self.learner.trainer),
-        )
+        batch = self.task.batch(step)
+        packed = self.task.pack(batch)
         require_same_batch(step, batch, [packed])
         return packed
 
@@ -150,7 +139,7 @@ class SupervisedRun(AbstractRun[AbstractSupervisedConfig]):
 def open_supervised(
     config: AbstractSupervisedConfig,
     parts_class: type[AbstractModelParts],
-    make_task: Callable[[AbstractModelParts], SupervisedTask],
+    make_task: Callable[[Any], SupervisedTask],
     folder: StoragePath,
     report: Report,
     stop_requested: Callable[[], bool] = lambda: False,
@@ -207,22 +196,19 @@ def open_supervised(
         )
     if loaded is None:
         with timer.phase("evaluation"):
-            run.measure(run.milestones[0])
+            if metrics := run.measure(run.milestones[0]):
+                report(f"{run.milestones[0]}: {describe_held_out(metrics)}")
         run.save()
     return run
 
 
+def describe_held_out(metrics: Mapping[str, float]) -> str:
+    """Describe held-out metrics in one line."""
+    named = {name.removeprefix(f"{HELD_OUT}/").replace("_", " "): value for name, value in metrics.items()}
+    return "held-out " + ", ".join(f"{name} {value:.3f}" for name, value in named.items())
+
+
 # Supervised fine-tuning.
-
-
-@dataclasses.dataclass(frozen=True)
-class SftData:
-    """Tokenized data of a run."""
-
-    train: Encoded
-    """Rows to train on."""
-    held_out: Encoded
-    """Rows on which the loss is measured."""
 
 
 def prepare_sft(config: SftConfig) -> tuple[SftConfig, Callable[..., SupervisedRun]]:
@@ -234,61 +220,48 @@ def prepare_sft(config: SftConfig) -> tuple[SftConfig, Callable[..., SupervisedR
     Raises:
         ValueError: if the data is invalid; the message names the file, the line and the column.
     """
-    data = read_sft_data(config)
-    batches = Batches(data.train.examples, config.batch.size, config.seed)
+    train, held_out = read_examples(config.data, "data", config.batch, config.tokenizer.build())
+    batches = Batches(train.examples, config.batch.size, config.seed)
     config = dataclasses.replace(config, num_steps=config.num_steps or batches.steps(config.epochs))
-    return config, functools.partial(open_supervised, config, SftParts, functools.partial(sft_task, data, batches))
 
-
-def read_sft_data(config: SftConfig) -> SftData:
-    """Read and tokenize the data of a run; raises like `prepare_sft`."""
-    rows, tokenizer = read_rows(config.data, "data"), config.tokenizer.build()
-    encode = functools.partial(
-        encode_rows,
-        tokenizer=tokenizer,
-        max_length=config.batch.max_length,
-        long_sequences=config.batch.long_sequences,
-    )
-    data = SftData(encode(rows.train), encode(rows.held_out))
-    if not data.train.examples:
-        raise ValueError(
-            f"none of the {len(rows.train)} rows of data.path {config.data.path!r} fits into batch.max_length, "
-            f"{config.batch.max_length} tokens; raise it"
+    def make_task(parts: SftParts) -> SupervisedTask:
+        parts.report(describe(train, held_out))
+        return SupervisedTask(
+            batch=lambda step: join_examples(batches.of_step(step)),
+            pack=lambda batch: pack_cross_entropy(batch, parts),
+            epochs=batches.epochs,
+            measure=functools.partial(held_out_loss, parts, held_out.examples) if held_out.examples else None,
         )
-    return data
+
+    return config, functools.partial(open_supervised, config, SftParts, make_task)
 
 
-def sft_task(data: SftData, batches: Batches[Example], parts: AbstractModelParts) -> SupervisedTask:
-    """Return the batches and measures of supervised fine-tuning."""
-    parts.report(describe_data(data))
-    return SupervisedTask(
-        batch=lambda step: join_examples(batches.of_step(step)),
-        epochs=batches.epochs,
-        layout=parts.layout,
-        aggregation=TokenMeanConfig(),
-        summarize=sft_metrics,
-        measure=None,
+def pack_cross_entropy(batch: RolloutBatch, parts: AbstractModelParts) -> PackedBatch:
+    """Pack a batch for the cross-entropy of the tokens on its loss mask, the mean over all of them."""
+    return pack_batch(
+        batch,
+        TokenMeanConfig(),
+        parts.layout,
+        pad_token_id=parts.tokenizer.pad_token_id,
+        own_rows=own_rows(parts.trainer),
+        ce_mask=batch.loss_mask,
     )
 
 
-def describe_data(data: SftData) -> str:
-    """Describe the tokenized data in one line."""
-    train = data.train.examples
-    tokens = sum(int(example.loss_mask.sum()) for example in train)
-    lost = {"skipped": data.train.skipped, "truncated": data.train.truncated}
-    return (
-        f"{len(train):,} rows with {sum(len(example.input_ids) for example in train):,} tokens, {tokens:,} with loss"
-        + "".join(f"; {count:,} longer rows {name}" for name, count in lost.items() if count)
-        + (f"; {len(data.held_out.examples):,} rows are held out" if data.held_out.examples else "")
-    )
+def held_out_loss(parts: SftParts, examples: Sequence[Example], policy: LmHeadModel) -> dict[str, float]:
+    """Return the cross-entropy (nats per token) and the share of tokens that are the most likely ones.
 
-
-def sft_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """Return the published metrics of an update."""
-    found = loss_metrics(updates)
-    return {
-        "loss/ce_avg": found["loss/policy_avg"],
-        "policy/entropy_avg": found["policy/entropy_avg"],
-        "grad_norm": found["grad_norm"],
-        "lr": found["lr"],
-    }
+    Args:
+        parts: parts of the run.
+        examples: the held-out rows.
+        policy: the weights.
+    """
+    size, loss, correct = parts.config.batch.size, 0.0, 0
+    # As many rows as a step has, so that one program scores all of them.
+    for start in range(0, len(examples), size):
+        scores = parts.scorer.score(policy, join_examples(examples[start : start + size]))
+        assert scores.is_most_likely is not None
+        loss -= scores.logprobs.sum(dtype=np.float64)
+        correct += np.count_nonzero(scores.is_most_likely)
+    tokens = sum(np.count_nonzero(example.loss_mask) for example in examples)
+    return {f"{HELD_OUT}/loss": float(loss / tokens), f"{HELD_OUT}/token_accuracy": correct / tokens}
