@@ -10,7 +10,7 @@ from marin_rl.batching.packing import RowLayout
 from marin_rl.config.train_config import SftConfig
 from marin_rl.learner.loss import cross_entropy_loss
 from marin_rl.learner.scoring import Scorer
-from marin_rl.learner.train_step import Learner
+from marin_rl.learner.train_step import Frozen, Learner
 from marin_rl.model_parts import AbstractModelParts
 
 
@@ -39,6 +39,7 @@ class SftParts(AbstractModelParts):
             cross_entropy_loss(self.logprob_block),
             num_updates=self.config.num_updates,
             capacity=self.layout.microbatches(self.config.batch.size),
+            frozen=None if self.base is None else Frozen(self.base),
         )
 
     @functools.cached_property
