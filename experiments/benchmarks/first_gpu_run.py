@@ -40,6 +40,9 @@ FAMILIES = ("llama", "qwen3")
 STOP_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL for a part that takes too long."""
 
+LORA_8 = ("--lora.rank=8", "--lora.alpha=16", "--optimizer.learning_rate=3e-4")
+"""Arguments of a run that trains an adapter with ten times the learning rate of all weights."""
+
 
 class Part(NamedTuple):
     """One row: a function of `gpu_parts` with its arguments."""
@@ -61,9 +64,11 @@ PARTS = (
     *(Part(f"gradient {name}, {dtype}", 240, "gradient", (name, dtype)) for name in FAMILIES for dtype in DTYPES),
     Part("rloo.yaml", 580, "rloo"),
     Part("smollm2.yaml", 580, "smollm2"),
+    Part("smollm2.yaml, adapter", 580, "smollm2", LORA_8),
     *(Part(f"plan {name}", 580, "plan", (name,)) for name in ("decode 64", "decode 256", "update 4k")),
     *(Part(f"decode {sequences}", 400, "decode", (sequences,)) for sequences in (64, 256)),
     Part("update 4k", 580, "update"),
+    Part("update 4k, adapter", 580, "update", ("--lora.rank=16",)),
 )
 """All rows, in order. Plans come before the measurements that are compared with them."""
 

